@@ -1,0 +1,47 @@
+# Two commands matter to a newcomer: `make demo` and `make test`.
+# Each sets everything up by itself, once, in .venv.
+
+PYTHON ?= python3.11
+BIN := .venv/bin
+STAMP := .venv/.ready
+
+.PHONY: setup demo test test-all lint types faults bench docs clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "pip>=25.1" -c constraints.txt
+	@# torch alone first, at the pinned version: where a CPU build is offered, it is taken
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch setuptools
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[demo]" --group test --group dev
+	@touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/multiworld demo
+
+test: $(STAMP) lint types
+	$(BIN)/python -m pytest -m "not heavy" $(ARGS)
+
+test-all: $(STAMP) lint types
+	$(BIN)/python -m pytest --timeout=1800 $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+faults: $(STAMP)
+	$(BIN)/python -m pytest tests/faults $(ARGS)
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/p2p.py $(ARGS)
+
+docs: $(STAMP)
+	$(BIN)/pdoc --docformat google -o build/docs multiworld '!multiworld.cli' '!multiworld.demo'
+	@echo "open build/docs/index.html"
+
+clean:
+	rm -rf .venv build .mypy_cache .ruff_cache .hypothesis

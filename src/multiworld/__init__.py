@@ -1,0 +1,164 @@
+"""Elastic, fault-tolerant worlds (process groups) for PyTorch.
+
+One process is a member of many independent worlds at once. A fault breaks only the
+worlds that the lost process was in; everyone left in them is told who was lost; all
+other worlds carry on.
+
+::
+
+    async with multiworld.WorldManager() as manager:
+        world = await manager.join("w", rank=0, size=2, store="tcp://10.0.0.1:29500")
+        x = await world.recv(src=1)
+
+Importing this package has no side effect and does not import torch: names are resolved
+when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from multiworld.backends.base import Bundle
+    from multiworld.config import WorldConfig
+    from multiworld.errors import (
+        BackendError,
+        BrokenWorldException,
+        ConfigError,
+        InternalError,
+        JoinMismatchError,
+        JoinTimeoutError,
+        MemberLeftError,
+        MemberLostError,
+        MultiWorldError,
+        ProtocolVersionError,
+        RankTakenError,
+        RendezvousError,
+        StaleEpochError,
+        StoreUnreachableError,
+        TensorMismatchError,
+        UnknownWorldError,
+        UnsupportedOperationError,
+        UsedAfterForkError,
+        WorldBrokenError,
+        WorldClosedError,
+        WorldError,
+        WorldExistsError,
+        WorldTimeoutError,
+        WrongSecretError,
+    )
+    from multiworld.events import (
+        Event,
+        EventsDropped,
+        MemberLeft,
+        MemberLost,
+        WorldBroken,
+        WorldClosed,
+        WorldReady,
+    )
+    from multiworld.watchdog import WatchDog
+    from multiworld.world import World, WorldStatistics
+    from multiworld.world_communicator import WorldCommunicator
+    from multiworld.world_manager import WorldManager
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "multiworld.backends.base": ("Bundle",),
+    "multiworld.config": ("WorldConfig",),
+    "multiworld.errors": (
+        "BackendError",
+        "BrokenWorldException",
+        "ConfigError",
+        "InternalError",
+        "JoinMismatchError",
+        "JoinTimeoutError",
+        "MemberLeftError",
+        "MemberLostError",
+        "MultiWorldError",
+        "ProtocolVersionError",
+        "RankTakenError",
+        "RendezvousError",
+        "StaleEpochError",
+        "StoreUnreachableError",
+        "TensorMismatchError",
+        "UnknownWorldError",
+        "UnsupportedOperationError",
+        "UsedAfterForkError",
+        "WorldBrokenError",
+        "WorldClosedError",
+        "WorldError",
+        "WorldExistsError",
+        "WorldTimeoutError",
+        "WrongSecretError",
+    ),
+    "multiworld.events": (
+        "Event",
+        "EventsDropped",
+        "MemberLeft",
+        "MemberLost",
+        "WorldBroken",
+        "WorldClosed",
+        "WorldReady",
+    ),
+    "multiworld.watchdog": ("WatchDog",),
+    "multiworld.world": ("World", "WorldStatistics"),
+    "multiworld.world_communicator": ("WorldCommunicator",),
+    "multiworld.world_manager": ("WorldManager",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "BackendError",
+    "BrokenWorldException",
+    "Bundle",
+    "ConfigError",
+    "Event",
+    "EventsDropped",
+    "InternalError",
+    "JoinMismatchError",
+    "JoinTimeoutError",
+    "MemberLeft",
+    "MemberLeftError",
+    "MemberLost",
+    "MemberLostError",
+    "MultiWorldError",
+    "ProtocolVersionError",
+    "RankTakenError",
+    "RendezvousError",
+    "StaleEpochError",
+    "StoreUnreachableError",
+    "TensorMismatchError",
+    "UnknownWorldError",
+    "UnsupportedOperationError",
+    "UsedAfterForkError",
+    "WatchDog",
+    "World",
+    "WorldBroken",
+    "WorldBrokenError",
+    "WorldClosed",
+    "WorldClosedError",
+    "WorldCommunicator",
+    "WorldConfig",
+    "WorldError",
+    "WorldExistsError",
+    "WorldManager",
+    "WorldReady",
+    "WorldStatistics",
+    "WorldTimeoutError",
+    "WrongSecretError",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME_OF])

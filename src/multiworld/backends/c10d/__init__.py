@@ -1,0 +1,1 @@
+"""Worlds on ``torch.distributed``'s own backends, by composing a ``ProcessGroup``."""

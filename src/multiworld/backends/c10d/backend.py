@@ -1,0 +1,687 @@
+"""The ``c10d`` backend: Gloo, NCCL, or any backend registered with torch. Shell.
+
+Host tensors, bundles and objects go point to point over our own data path (see
+``WorldConfig.host_p2p``), which every c10d world has anyway. Before each collective the
+members agree over it on what they are about to do: Gloo kills the process when two
+members' sizes differ, and waits for ever when their operations do.
+
+Gloo's collectives report through futures, so nobody waits in a thread; its sends and
+receives can only be waited for, so each pending one has a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp
+
+from multiworld.backends.base import Bundle, Meta, Received, WorldView
+from multiworld.backends.c10d.groups import Group, check_backend
+from multiworld.backends.c10d.store import C10dStore
+from multiworld.backends.direct.backend import DirectBackend
+from multiworld.backends.dtypes import CODES, DTYPES
+from multiworld.backends.reduction import OP_CODES, OP_NAMES, combiner, op_name
+from multiworld.errors import (
+    TensorMismatchError,
+    UnsupportedOperationError,
+)
+from multiworld.lifecycle import Failed
+from multiworld.rendezvous.blocking import BlockingValues
+from multiworld.rendezvous.registry import key_prefix
+
+__all__ = ["C10dBackend", "check_backend"]
+
+HEADER_TAG_BASE = 1 << 62
+"""Tags of our data path that announce messages of the backend's own."""
+
+MAX_BACKEND_TAG = 2**31 - 1
+
+
+class C10dBackend:
+    """One world on a c10d group."""
+
+    def __init__(self, view: WorldView, name: str) -> None:
+        self._view, self._name = view, name
+        self._rank, self._size = view.rank, view.incarnation.size
+        self._loop = asyncio.get_running_loop()
+        self._direct = DirectBackend(view)
+        self._group: Group | None = None
+        self._public: ProcessGroup | None = None
+        self._waiting: set[asyncio.Future[Any]] = set()
+        self._turn = asyncio.Lock()
+        self._sending: dict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._receiving: dict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._headers: dict[tuple[int, int], deque[Any]] = defaultdict(deque)
+        self._is_over = False
+
+    async def open(self) -> None:
+        """Open our own lanes, then make the group.
+
+        Cancellation: safe; the group's making is ended.
+        """
+        await self._direct.open()
+        incarnation = self._view.incarnation
+        prefix = key_prefix(incarnation.world, incarnation.epoch, incarnation.nonce)
+        host = incarnation.members[self._rank].address.host
+        limit_s = self._view.config.join_s
+        values = await asyncio.to_thread(BlockingValues, self._view.store, limit_s)
+        store = C10dStore(values, f"{prefix}{self._name}/", limit_s, self._record)
+        self._group = group = Group(self._name, store)
+        making = asyncio.ensure_future(
+            _in_thread(
+                lambda: group.make(
+                    self._rank, self._size, host, self._view.config.operation_s
+                )
+            )
+        )
+        try:
+            await asyncio.shield(making)
+        except asyncio.CancelledError:
+            group.give_up()
+            making.add_done_callback(lambda done: (done.exception(), group.drop()))
+            self._group = None
+            raise
+        except (RuntimeError, TimeoutError) as error:
+            raise ConnectionError(f"{self._name} could not connect: {error}") from error
+
+    def _record(self, key: str, value: bytes) -> None:
+        if self._group is not None:
+            self._group.record(key, value)
+
+    # Point to point.
+
+    def _is_ours(self, tensor: Tensor | None) -> bool:
+        """Tell whether our own data path carries ``tensor``."""
+        if tensor is not None and tensor.device.type != "cpu":
+            return False
+        return self._view.config.host_p2p == "direct"
+
+    async def send(self, tensor: Tensor, dst: int, tag: int) -> None:
+        """Send one tensor.
+
+        Cancellation: on our own data path as there; the backend's own send cannot be
+        withdrawn, so the world breaks.
+        """
+        if self._is_ours(tensor):
+            await self._direct.send(tensor, dst, tag)
+            return
+        self._check_tag(tag)
+        contiguous = self._on_device(tensor, "the tensor to send").contiguous()
+        header = [CODES[contiguous.dtype], list(contiguous.shape)]
+        async with self._sending[dst]:
+            await self._direct.send_object(header, dst, HEADER_TAG_BASE + tag)
+            await self._wait_in_thread(
+                lambda native: native.send([_bytes(contiguous)], dst, tag)
+            )
+
+    async def recv(self, out: Tensor | None, src: int | None, tag: int) -> Received:
+        """Receive one tensor.
+
+        Cancellation: on our own data path as there; while the backend's own receive is
+        under way it cannot be withdrawn, so the world breaks.
+        """
+        if self._is_ours(out):
+            return await self._direct.recv(out, src, tag)
+        self._check_tag(tag)
+        if src is None:
+            raise UnsupportedOperationError(
+                f"{self._name} cannot receive from anybody: its own call never notices "
+                "a lost member; name a source, or use host_p2p='direct'"
+            )
+        async with self._receiving[src]:
+            code, shape = await self._next_header(src, tag)
+            target = self._target(out, src, code, shape)
+            self._headers[src, tag].popleft()
+            await self._wait_in_thread(
+                lambda native: native.recv([_bytes(target)], src, tag)
+            )
+        if out is not None and target is not out:
+            out.copy_(target.view(out.shape))
+        return Received(target if out is None else out, src)
+
+    async def _next_header(self, src: int, tag: int) -> Any:
+        headers = self._headers[src, tag]
+        if not headers:
+            headers.append(await self._direct.recv_object(src, HEADER_TAG_BASE + tag))
+        return headers[0]
+
+    def _target(
+        self, out: Tensor | None, src: int, code: int, shape: list[int]
+    ) -> Tensor:
+        dtype = DTYPES[code]
+        if out is None:
+            return torch.empty(shape, dtype=dtype, device=self._view.device)
+        self._on_device(out, "the tensor to receive into")
+        count = 1
+        for extent in shape:
+            count *= extent
+        if (out.dtype, out.numel()) != (dtype, count):
+            raise TensorMismatchError(
+                f"rank {src} sent {shape} of {dtype}, but the tensor to receive into "
+                f"holds {out.numel()} of {out.dtype}; the message is still there: "
+                "receive it with a tensor that fits, or with none"
+            )
+        return (
+            out.detach()
+            if out.is_contiguous()
+            else torch.empty_like(out, memory_format=torch.contiguous_format)
+        )
+
+    def _check_tag(self, tag: int) -> None:
+        if tag > MAX_BACKEND_TAG or (self._name == "nccl" and tag):
+            limit = 0 if self._name == "nccl" else MAX_BACKEND_TAG
+            raise UnsupportedOperationError(
+                f"{self._name} carries tags up to {limit}, not {tag}"
+            )
+
+    def _on_device(self, tensor: Tensor, what: str) -> Tensor:
+        wanted = self._view.device.type
+        if not isinstance(tensor, Tensor):
+            raise TensorMismatchError(
+                f"{what} must be a torch.Tensor, not {type(tensor).__name__}"
+            )
+        if tensor.device.type != wanted or tensor.layout is not torch.strided:
+            raise TensorMismatchError(
+                f"{what} is {tensor.layout} on {tensor.device}; this world carries "
+                f"dense tensors on {wanted!r}"
+            )
+        return tensor.detach()
+
+    async def send_bundle(
+        self, tensors: Mapping[str, Tensor], meta: Meta, dst: int, tag: int
+    ) -> None:
+        """Send several tensors over our own data path."""
+        await self._direct.send_bundle(tensors, meta, dst, tag)
+
+    async def recv_bundle(self, src: int | None, tag: int) -> Bundle:
+        """Receive several tensors over our own data path."""
+        return await self._direct.recv_bundle(src, tag)
+
+    async def send_object(self, obj: Any, dst: int, tag: int) -> None:
+        """Send plain data over our own data path."""
+        await self._direct.send_object(obj, dst, tag)
+
+    async def recv_object(self, src: int | None, tag: int) -> Any:
+        """Receive plain data over our own data path."""
+        return await self._direct.recv_object(src, tag)
+
+    # Collectives.
+
+    async def broadcast(self, tensor: Tensor, src: int) -> None:
+        """Copy ``tensor`` of ``src`` into everybody's."""
+        flat = self._flat(tensor)
+        options = dist.BroadcastOptions()
+        options.rootRank = src
+        await self._collective(
+            "broadcast", flat, lambda pg: pg.broadcast([_bytes(flat)], options), src
+        )
+        _write_back(tensor, flat)
+
+    async def all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
+        """Reduce into everybody's ``tensor``."""
+        flat = self._flat(tensor)
+        work, native_op, finish = _reducible(flat, op, self._size)
+        options = dist.AllreduceOptions()
+        options.reduceOp = native_op
+        await self._collective(
+            "all_reduce", flat, lambda pg: pg.allreduce([work], options), op=op
+        )
+        finish(work, flat)
+        _write_back(tensor, flat)
+
+    async def reduce(self, tensor: Tensor, dst: int, op: ReduceOp) -> None:
+        """Reduce into ``tensor`` of ``dst``."""
+        flat = self._flat(tensor)
+        total = flat if self._rank == dst else flat.clone()  # Gloo scribbles on it
+        work, native_op, finish = _reducible(total, op, self._size)
+        options = dist.ReduceOptions()
+        options.reduceOp, options.rootRank = native_op, dst
+        await self._collective(
+            "reduce", flat, lambda pg: pg.reduce([work], options), dst, op
+        )
+        if self._rank == dst:
+            finish(work, flat)
+            _write_back(tensor, flat)
+
+    async def all_gather(self, outs: Sequence[Tensor], tensor: Tensor) -> None:
+        """Put every member's tensor into ``outs``."""
+        mine = self._flat(tensor)
+        flats = self._alike(outs, mine, "outs")
+        views = [_bytes(flat) for flat in flats]
+        await self._collective(
+            "all_gather", mine, lambda pg: pg.allgather([views], [_bytes(mine)])
+        )
+        _write_back_all(outs, flats)
+
+    async def gather(
+        self, tensor: Tensor, outs: Sequence[Tensor] | None, dst: int
+    ) -> None:
+        """Put every member's tensor into ``outs`` of ``dst``."""
+        mine = self._flat(tensor)
+        is_root = self._rank == dst
+        flats = self._alike(outs, mine, "outs") if is_root else []
+        views = [[_bytes(flat) for flat in flats]] if is_root else []
+        options = dist.GatherOptions()
+        options.rootRank = dst
+        await self._collective(
+            "gather", mine, lambda pg: pg.gather(views, [_bytes(mine)], options), dst
+        )
+        _write_back_all(outs or [], flats)
+
+    async def scatter(
+        self, out: Tensor, tensors: Sequence[Tensor] | None, src: int
+    ) -> None:
+        """Put ``tensors[rank]`` of ``src`` into ``out``."""
+        flat = self._flat(out)
+        is_root = self._rank == src
+        parts = self._alike(tensors, flat, "tensors") if is_root else []
+        views = [[_bytes(part) for part in parts]] if is_root else []
+        options = dist.ScatterOptions()
+        options.rootRank = src
+        await self._collective(
+            "scatter", flat, lambda pg: pg.scatter([_bytes(flat)], views, options), src
+        )
+        _write_back(out, flat)
+
+    async def reduce_scatter(
+        self, out: Tensor, tensors: Sequence[Tensor], op: ReduceOp
+    ) -> None:
+        """Reduce ``tensors[i]`` of all into ``out`` of member i.
+
+        Over an all-reduce: Gloo's own cannot report that it is done.
+        """
+        flat = self._flat(out)
+        parts = self._alike(tensors, flat, "tensors")
+        whole = torch.cat(parts)
+        work, native_op, finish = _reducible(whole, op, self._size)
+        options = dist.AllreduceOptions()
+        options.reduceOp = native_op
+        await self._collective(
+            "reduce_scatter", flat, lambda pg: pg.allreduce([work], options), op=op
+        )
+        finish(work, whole)
+        flat.copy_(whole.view(self._size, -1)[self._rank])
+        _write_back(out, flat)
+
+    async def all_to_all(self, outs: Sequence[Tensor], ins: Sequence[Tensor]) -> None:
+        """Send ``ins[i]`` to member i."""
+        like = self._flat(ins[0]) if len(ins) else torch.empty(0)
+        gives = self._alike(ins, like, "ins")
+        takes = self._alike(outs, like, "outs")
+        give = torch.cat([_bytes(g) for g in gives])
+        take = torch.empty_like(give)
+        options = dist.AllToAllOptions()
+        await self._collective(
+            "all_to_all",
+            like,
+            lambda pg: pg.alltoall_base(take, give, [], [], options),
+        )
+        for flat, part in zip(takes, take.view(self._size, -1), strict=True):
+            _bytes(flat).copy_(part)
+        _write_back_all(outs, takes)
+
+    async def barrier(self) -> None:
+        """Wait until every member is here."""
+        nothing = torch.empty(0, dtype=torch.uint8, device=self._view.device)
+        await self._collective("barrier", nothing, lambda pg: pg.barrier())
+
+    def _flat(self, tensor: Tensor) -> Tensor:
+        """Return ``tensor`` flat and contiguous, as a view where that is possible."""
+        tensor = self._on_device(tensor, "a collective's tensor")
+        if tensor.dtype not in CODES:
+            raise TensorMismatchError(f"tensors of {tensor.dtype} cannot be sent")
+        return tensor.resolve_conj().resolve_neg().contiguous().view(-1)
+
+    def _alike(
+        self, tensors: Sequence[Tensor] | None, like: Tensor, what: str
+    ) -> list[Tensor]:
+        count = 0 if tensors is None else len(tensors)
+        if tensors is None or count != self._size:
+            raise TensorMismatchError(
+                f"{what} holds {count} tensors; this world has {self._size} members, "
+                "give one tensor for each"
+            )
+        flats = [self._flat(tensor) for tensor in tensors]
+        for index, flat in enumerate(flats):
+            if (flat.dtype, flat.numel()) != (like.dtype, like.numel()):
+                raise TensorMismatchError(
+                    f"{what}[{index}] holds {flat.numel()} of {flat.dtype}, wanted are "
+                    f"{like.numel()} of {like.dtype}"
+                )
+        return flats
+
+    async def _collective(
+        self,
+        kind: str,
+        like: Tensor,
+        start: Callable[[Any], Any],
+        root: int = 0,
+        op: ReduceOp | None = None,
+    ) -> None:
+        """Agree on the operation, start it, and wait until it is done."""
+        op_code = 0 if op is None else OP_CODES[op_name(op)]
+        terms = [_KINDS.index(kind), CODES[like.dtype], like.numel(), root, op_code]
+        try:
+            async with self._turn:
+                await self._agree(terms)
+                await self._finish(start)
+        except asyncio.CancelledError:
+            reason = f"rank {self._rank} cancelled {kind} half way"
+            self._view.report(Failed(reason))
+            raise
+
+    async def _agree(self, terms: list[int]) -> None:
+        mine = torch.tensor(terms)
+        outs = [torch.empty_like(mine) for _ in range(self._size)]
+        await self._direct.all_gather(outs, mine)
+        for rank, theirs in enumerate(outs):
+            if theirs.tolist() != terms:
+                raise TensorMismatchError(
+                    f"rank {self._rank} is in {_say(terms)}, rank {rank} in "
+                    f"{_say(theirs.tolist())}; all members must call the same "
+                    "collectives in the same order, with equal dtypes and sizes"
+                )
+
+    async def _finish(self, start: Callable[[Any], Any]) -> None:
+        native = self._native()
+        try:
+            work = start(native)
+        except RuntimeError as error:
+            await self._translate(error)
+        if self._name == "nccl":
+            await self._in_thread(lambda: _synchronize(work))
+            return
+        future: asyncio.Future[None] = self._loop.create_future()
+
+        def done(completed: Any) -> None:
+            try:
+                completed.value()
+            except RuntimeError as error:
+                self._from_thread(future, error)
+            else:
+                self._from_thread(future, None)
+
+        try:
+            work.get_future().add_done_callback(done)
+        except (NotImplementedError, RuntimeError):
+            await self._in_thread(work.wait)  # this backend's works have no futures
+            return
+        await self._until(future)
+
+    def _from_thread(
+        self, future: asyncio.Future[None], error: Exception | None
+    ) -> None:
+        """Complete ``future`` from a thread of the backend's."""
+
+        def complete() -> None:
+            if future.done():
+                return
+            if error is None:
+                future.set_result(None)
+            else:
+                future.set_exception(error)
+
+        try:
+            self._loop.call_soon_threadsafe(complete)
+        except RuntimeError:
+            pass  # the loop has ended; nobody waits any more
+
+    async def _until(self, future: asyncio.Future[Any]) -> None:
+        self._waiting.add(future)
+        try:
+            await future
+        except RuntimeError as error:
+            await self._translate(error)
+        finally:
+            self._waiting.discard(future)
+
+    async def _translate(self, error: RuntimeError) -> None:
+        """Turn torch's error into ours; for a lost connection, wait for the verdict."""
+        text = str(error)
+        if "scalar type" in text or "not supported" in text.lower():
+            raise UnsupportedOperationError(
+                f"{self._name} cannot do this: {text}; use backend='direct' for host "
+                "tensors, or convert"
+            ) from error
+        self._view.trouble(None, text.partition(". This is typically")[0])
+        await self._view.wait_over()
+        raise self._view.broken_error() from error
+
+    async def _wait_in_thread(self, start: Callable[[Any], Any]) -> None:
+        native = self._native()
+        try:
+            work = start(native)
+            await self._in_thread(lambda: _wait_for(work, self._name))
+        except asyncio.CancelledError:
+            self._view.report(
+                Failed(f"rank {self._rank} cancelled a {self._name} send or receive")
+            )
+            raise
+        except RuntimeError as error:
+            await self._translate(error)
+
+    async def _in_thread(self, call: Callable[[], Any]) -> None:
+        await self._until(asyncio.ensure_future(_in_thread(call)))
+
+    def _native(self) -> Any:
+        if self._group is None or self._group.native is None:
+            raise self._view.broken_error()
+        return self._group.native
+
+    # The rest.
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """The c10d group, registered with torch at the first use."""
+        if self._public is None:
+            from multiworld.backends.c10d.registration import register
+
+            native = self._native()
+            assert self._group is not None
+            self._public = register(
+                native,
+                self._group.store,
+                self._rank,
+                self._size,
+                world=self._view.incarnation.world,
+                device=self._view.device,
+                name=self._name,
+            )
+        return self._public
+
+    def on_message(self, rank: int, message: dict[str, Any]) -> None:
+        """Take a message for our own data path."""
+        self._direct.on_message(rank, message)
+
+    def member_left(self, rank: int) -> None:
+        """Fail what only this member could have completed."""
+        self._direct.member_left(rank)
+
+    def abort(self) -> None:
+        """Fail everything, release the group's waiters and free all."""
+        self._direct.abort()
+        self._free()
+
+    def begin_close(self) -> None:
+        """Announce our end on our own data path."""
+        self._direct.begin_close()
+
+    async def close(self) -> None:
+        """Wait until what was sent has left, then free all."""
+        await self._direct.close()
+        dropped = self._loop.create_future()
+        if self._free(lambda: self._from_thread(dropped, None)):
+            await dropped
+
+    def close_nowait(self) -> None:
+        """Free all at once."""
+        self._direct.close_nowait()
+        self._free()
+
+    def _free(self, done: Callable[[], None] | None = None) -> bool:
+        group, self._group = self._group, None
+        public, self._public = self._public, None
+        if group is None:
+            return False
+        if public is not None:
+            from multiworld.backends.c10d.registration import unregister
+
+            unregister(public)
+            del public
+        if self._waiting or done is None:
+            group.cut()
+        for future in list(self._waiting):
+            if not future.done():
+                _fail(future, self._view.broken_error())
+        group.drop(done)
+        return True
+
+    def filenos(self) -> list[int]:
+        """Return the descriptors that a forked child must close."""
+        found = self._direct.filenos()
+        return found if self._group is None else found + self._group.filenos()
+
+
+_KINDS = (
+    "broadcast",
+    "all_reduce",
+    "reduce",
+    "all_gather",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "all_to_all",
+    "barrier",
+)
+
+
+def _say(terms: list[int]) -> str:
+    kind, code, count, root, op = terms
+    operation = f", {OP_NAMES[op]}" if op in OP_NAMES else ""
+    dtype = str(DTYPES.get(code, code)).removeprefix("torch.")
+    return f"{_KINDS[kind]} of {count} {dtype}, root {root}{operation}"
+
+
+def _bytes(flat: Tensor) -> Tensor:
+    """Return the memory of a contiguous tensor as bytes: any dtype can be moved."""
+    return flat.view(-1).view(torch.uint8)
+
+
+def _write_back(tensor: Tensor, flat: Tensor) -> None:
+    if tensor.data_ptr() != flat.data_ptr() or not tensor.is_contiguous():
+        tensor.detach().copy_(flat.view(tensor.shape))
+
+
+def _write_back_all(tensors: Sequence[Tensor], flats: Sequence[Tensor]) -> None:
+    for tensor, flat in zip(tensors, flats, strict=True):
+        _write_back(tensor, flat)
+
+
+_WIDER = {
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+}
+"""dtypes that Gloo cannot reduce, and where the same sum can be had (modulo 2^bits)."""
+
+_ON_BOOL = {
+    "SUM": ReduceOp.MAX,
+    "MAX": ReduceOp.MAX,
+    "BOR": ReduceOp.MAX,
+    "PRODUCT": ReduceOp.MIN,
+    "MIN": ReduceOp.MIN,
+    "BAND": ReduceOp.MIN,
+    "BXOR": ReduceOp.BXOR,
+}
+
+_NATIVE = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+)
+
+Finish = Callable[[Tensor, Tensor], None]
+
+
+def _reducible(flat: Tensor, op: ReduceOp, size: int) -> tuple[Tensor, Any, Finish]:
+    """Return what to reduce, with which operation, and how to bring the result back.
+
+    Raises:
+        UnsupportedOperationError: There is no way; all members find out alike.
+    """
+    combiner(op, flat.cpu() if flat.device.type != "cpu" else flat)
+    name = op_name(op)
+    native = getattr(ReduceOp, "SUM" if name == "AVG" else name)
+
+    def finish(work: Tensor, result: Tensor) -> None:
+        if name == "AVG":
+            work.div_(size)
+        if work.data_ptr() != result.data_ptr():
+            result.copy_(work)
+
+    if flat.dtype in _NATIVE:
+        return flat, native, finish
+    if flat.dtype is torch.bool:
+        return flat.to(torch.uint8), _ON_BOOL[name], finish
+    if flat.dtype in _WIDER and name != "AVG":
+        return flat.to(_WIDER[flat.dtype]), native, finish
+    if flat.dtype.is_complex and name in ("SUM", "AVG"):
+        work = torch.view_as_real(flat)
+        if work.dtype in _NATIVE:
+            return work, native, lambda w, r: w.div_(size) if name == "AVG" else None
+    raise UnsupportedOperationError(
+        f"Gloo cannot reduce {flat.dtype} by {name}; use backend='direct', or convert"
+    )
+
+
+def _wait_for(work: Any, name: str) -> None:
+    _synchronize(work) if name == "nccl" else work.wait()
+
+
+def _synchronize(work: Any) -> None:
+    work.wait()
+    torch.cuda.current_stream().synchronize()
+
+
+def _fail(future: asyncio.Future[Any], error: Exception) -> None:
+    if isinstance(future, asyncio.Task):
+        future.cancel()
+    else:
+        future.set_exception(error)
+
+
+def _in_thread(call: Callable[[], Any]) -> Awaitable[Any]:
+    """Run ``call`` in a thread of its own (a pool's could all be waiting)."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def complete(result: Any, error: BaseException | None) -> None:
+        if future.done():
+            return
+        future.set_result(result) if error is None else future.set_exception(error)
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = call()
+        except Exception as error:
+            failure = error
+        try:
+            loop.call_soon_threadsafe(complete, result, failure)
+        except RuntimeError:
+            pass  # the loop has ended
+
+    threading.Thread(target=run, name="multiworld-c10d", daemon=True).start()
+    return future

@@ -1,0 +1,190 @@
+"""Making, aborting and dropping c10d's own process groups. Shell.
+
+A ``Group`` wraps one native group (``ProcessGroupGloo``, ``ProcessGroupNCCL``, or what a
+registered creator makes). Making one blocks and may fail half way; it is done in a
+thread, and ``give_up`` ends it early.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from multiworld.backends.c10d import sockets
+from multiworld.backends.c10d.store import C10dStore
+from multiworld.errors import ConfigError
+
+CONNECT_S = 2.0
+"""Gloo's own limit while members connect to each other. It waits five times as long as
+it is told for a member that was admitted and died."""
+
+
+class Maker(Protocol):
+    """Makes a native group on a store."""
+
+    def __call__(
+        self, store: dist.Store, rank: int, size: int, host: str, timeout_s: float
+    ) -> Any:
+        """Return the group; blocks."""
+
+
+def make_gloo(
+    store: dist.Store, rank: int, size: int, host: str, timeout_s: float
+) -> Any:
+    """Make a Gloo group that binds to ``host`` and connects eagerly.
+
+    Each group gets a device, and so a listener, of its own: its connections can then be
+    told from those of other worlds.
+    """
+    gloo = torch._C._distributed_c10d.ProcessGroupGloo
+    options = gloo._Options()
+    try:
+        options._devices = [gloo.create_device(hostname=host, lazy_init=False)]
+        options._threads = 1
+        options._timeout = timedelta(seconds=CONNECT_S)
+        group = gloo(store, rank, size, options)
+    finally:
+        # A traceback that is kept would keep the device: a thread and four descriptors.
+        del options
+    group._set_default_timeout(timedelta(seconds=timeout_s))
+    return group
+
+
+def make_nccl(
+    store: dist.Store, rank: int, size: int, host: str, timeout_s: float
+) -> Any:
+    """Make an NCCL group whose own watchdog leaves the process alone.
+
+    Not tested where this was written: there was no GPU.
+    """
+    import os
+
+    # Read by the constructor, not at import: torch's watchdog would kill the process.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+    nccl = torch._C._distributed_c10d.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    options.config.blocking = False
+    group = nccl(store, rank, size, options)
+    group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+    return group
+
+
+def make_registered(name: str) -> Maker:
+    """Return a maker for a backend that a plugin registered with torch."""
+    plugin = dist.Backend._plugins[name.upper()]
+
+    def make(
+        store: dist.Store, rank: int, size: int, host: str, timeout_s: float
+    ) -> Any:
+        if plugin.extended_api:
+            raise ConfigError(
+                "backend", name, "a backend whose creator has the plain signature"
+            )
+        return plugin.creator_fn(store, rank, size, timedelta(seconds=timeout_s))
+
+    return make
+
+
+def maker_of(name: str) -> Maker:
+    """Return how to make a group of backend ``name``."""
+    makers: dict[str, Maker] = {"gloo": make_gloo, "nccl": make_nccl}
+    return makers.get(name) or make_registered(name)
+
+
+def check_backend(name: str, device: torch.device) -> None:
+    """Check that a backend is there, before any I/O.
+
+    Raises:
+        ConfigError: torch does not know it, or it was not built in.
+    """
+    known = ["direct", "memory", *dist.Backend.backend_list]
+    plugins = [plugin.lower() for plugin in dist.Backend._plugins]
+    available = dist.is_backend_available(name) if isinstance(name, str) else False
+    if name in ("gloo", "nccl") and available:
+        if name == "nccl" and device.type != "cuda":
+            raise ConfigError("device", str(device), "backend 'nccl' needs 'cuda'")
+        if name == "nccl" and not torch.cuda.is_available():
+            raise ConfigError("backend", name, "nccl needs a GPU, and there is none")
+        return
+    if name in plugins:
+        return
+    usable = [k for k in known if k in ("direct", "memory", *plugins)]
+    usable += [k for k in ("gloo", "nccl") if dist.is_backend_available(k)]
+    raise ConfigError("backend", name, f"one of {', '.join(dict.fromkeys(usable))}")
+
+
+class Group:
+    """One native group, and how to be rid of it."""
+
+    def __init__(self, name: str, store: C10dStore) -> None:
+        self.name = name
+        self.store = store
+        self.native: Any = None
+        self._published: dict[str, bytes] = {}
+        self._own: sockets.Where | None = None
+        self._peers: set[sockets.Where] = set()
+
+    def record(self, key: str, value: bytes) -> None:
+        """Remember what passed through the store while the group was made."""
+        self._published[key] = value
+
+    def make(self, rank: int, size: int, host: str, timeout_s: float) -> None:
+        """Make the group; blocks. See ``give_up``."""
+        self.native = maker_of(self.name)(self.store, rank, size, host, timeout_s)
+        if self.name == "gloo":
+            self._note_addresses(rank)
+        self._published.clear()
+
+    def _note_addresses(self, rank: int) -> None:
+        for key, value in self._published.items():
+            with contextlib.suppress(ValueError):
+                where = sockets.parse_published(value)
+                if key.rpartition("/")[2] == str(rank):
+                    self._own = where
+                else:
+                    self._peers.add(where)
+
+    def give_up(self) -> None:
+        """End a ``make`` that is under way, with an error."""
+        self.store.close()
+
+    def cut(self) -> None:
+        """Release everybody who waits in an operation of this group."""
+        if self._own is not None:
+            sockets.cut(self._own, self._peers)
+        elif self.native is not None and hasattr(self.native, "abort"):
+            self.native.abort()
+
+    def filenos(self) -> list[int]:
+        """Return the connections that a forked child must close."""
+        found = []
+        if self._own is not None:
+            for fd, sock in sockets.connected(self._own, self._peers):
+                sock.close()
+                found.append(fd)
+        return found
+
+    def drop(self, done: Callable[[], None] | None = None) -> None:
+        """Free the native group in a thread: its destructor joins threads.
+
+        The thread is waited for at exit: a group that lives longer than the
+        interpreter aborts the process.
+        """
+        holder = [self.native]
+        self.native = None
+
+        def free() -> None:
+            holder.clear()
+            self.store.close()
+            if done is not None:
+                done()
+
+        threading.Thread(target=free, name="multiworld-drop-group").start()

@@ -1,0 +1,114 @@
+"""Our store, as c10d wants one.
+
+c10d calls it while a group is made, from the thread that makes it (or from one of its
+own), and waits inside the call. Closing the connection ends such a wait with an error,
+which comes out of the group's constructor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from multiworld.rendezvous.blocking import BlockingValues
+
+Recorder = Callable[[str, bytes], None]
+
+
+class C10dStore(dist.Store):
+    """Keys of one incarnation, in our store under its prefix.
+
+    Args:
+        values: The connection; this object owns it.
+        prefix: What every key begins with.
+        record: Called with each key and value that passes, in either direction.
+    """
+
+    def __init__(
+        self, values: BlockingValues, prefix: str, timeout_s: float, record: Recorder
+    ) -> None:
+        super().__init__()
+        self._values, self._prefix = values, prefix
+        self._timeout_s = timeout_s
+        self._record = record
+
+    def close(self) -> None:
+        """Hang up, and end every wait with an error."""
+        self._values.close()
+
+    def _key(self, key: str) -> str:
+        return self._prefix + key
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set a value."""
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self._record(key, data)
+        self._values.request("set", key=self._key(key), value=data.decode("latin-1"))
+
+    def get(self, key: str) -> bytes:
+        """Return a value, waiting for it."""
+        data = self._get([key], self._timeout_s)[0]
+        self._record(key, data)
+        return data
+
+    def _get(self, keys: list[str], timeout_s: float) -> list[bytes]:
+        wanted = [self._key(key) for key in keys]
+        found = self._values.request("get", keys=wanted, deadline_s=timeout_s)
+        return [str(value).encode("latin-1") for value in found]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Return several values, waiting for them."""
+        return self._get(keys, self._timeout_s)
+
+    def multi_set(self, keys: list[str], values: list[str]) -> None:
+        """Set several values."""
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until all keys are there."""
+        limit = self._timeout_s if timeout is None else timeout.total_seconds()
+        self._get(keys, limit)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter."""
+        return int(self._values.request("add", key=self._key(key), amount=amount))
+
+    def compare_set(
+        self, key: str, expected: str | bytes, desired: str | bytes
+    ) -> bytes:
+        """Set a value if it is what is expected; return what it is then."""
+        held = self._values.request(
+            "compare_set",
+            key=self._key(key),
+            expected=_text(expected),
+            desired=_text(desired),
+        )
+        return str(held).encode("latin-1")
+
+    def check(self, keys: list[str]) -> bool:
+        """Tell whether all keys are there."""
+        return bool(self._values.request("check", keys=[self._key(k) for k in keys]))
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a key; tell whether it was there."""
+        return bool(self._values.request("delete", key=self._key(key)))
+
+    def num_keys(self) -> int:
+        """Return how many keys the whole store has."""
+        return int(self._values.request("count"))
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long ``get`` waits."""
+        self._timeout_s = timeout.total_seconds()
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long ``get`` waits."""
+        return timedelta(seconds=self._timeout_s)
+
+
+def _text(value: str | bytes) -> str:
+    return value if isinstance(value, str) else value.decode("latin-1")

@@ -1,0 +1,495 @@
+"""Collectives over lanes, by textbook algorithms. Shell.
+
+Sources: binomial trees for broadcast and reduce, recursive doubling for short
+all-reduces, the ring for long ones and for all-gather and reduce-scatter, pairwise
+exchange for all-to-all: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of
+Collective Communication Operations in MPICH", IJHPCA 19(1), 2005; dissemination
+barrier: D. Hensgen, R. Finkel, U. Manber, IJPP 17(1), 1988.
+
+Collectives of one world run one after the other, in the order they were called. Every
+message says which operation it belongs to (number, kind, dtype, size, root, op); the
+first that does not fit breaks the world with an error that names both sides'
+operation, because there is no telling what the other members made of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from multiworld.backends.base import WorldView
+from multiworld.backends.channel import Channel
+from multiworld.backends.direct import header as wire
+from multiworld.backends.dtypes import (
+    DTYPES,
+    code_of,
+    memory_of,
+    plain,
+    require_host,
+)
+from multiworld.backends.mailbox import Description, Receive
+from multiworld.backends.reduction import (
+    OP_CODES,
+    OP_NAMES,
+    Combine,
+    combiner,
+    finish_average,
+    op_name,
+)
+from multiworld.errors import MemberLeftError, TensorMismatchError
+from multiworld.lifecycle import Failed
+
+KINDS = (
+    "broadcast",
+    "all_reduce",
+    "reduce",
+    "all_gather",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "all_to_all",
+    "barrier",
+)
+
+RING_BYTES = 128 * 1024
+"""From this size on an all-reduce is bound by bandwidth, and a ring moves the least."""
+
+COMBINE_OFF_LOOP_BYTES = 1024 * 1024
+"""A reduction of more than this goes to a thread."""
+
+
+class Operation(NamedTuple):
+    """What one collective is; equal on all members, or the world breaks."""
+
+    number: int
+    kind: int
+    dtype: int
+    count: int
+    root: int
+    op: int
+
+    def label(self) -> int:
+        """Return kind, op and root in 32 bits."""
+        return self.kind << 24 | self.op << 16 | self.root
+
+    def __str__(self) -> str:
+        name = KINDS[self.kind] if self.kind < len(KINDS) else f"kind {self.kind}"
+        root = f", root {self.root}" if name in _ROOTED else ""
+        op = f", {OP_NAMES.get(self.op, self.op)}" if name in _REDUCING else ""
+        dtype = str(DTYPES.get(self.dtype, self.dtype)).removeprefix("torch.")
+        return f"{name} #{self.number} of {self.count} {dtype}{root}{op}"
+
+
+_ROOTED = ("broadcast", "reduce", "gather", "scatter")
+_REDUCING = ("all_reduce", "reduce", "reduce_scatter")
+
+
+def _operation_of(found: Description) -> Operation:
+    number, count = found.shape if len(found.shape) == 2 else (0, 0)
+    label = found.label
+    kind, op, root = label >> 24, label >> 16 & 0xFF, label & 0xFFFF
+    return Operation(number, kind, found.dtype, count, root, op)
+
+
+class Collectives:
+    """The collectives of one world."""
+
+    def __init__(
+        self,
+        view: WorldView,
+        channel: Channel,
+        open_lane: Callable[[int], Awaitable[None]],
+    ) -> None:
+        self._view, self._channel, self._open_lane = view, channel, open_lane
+        self._rank, self._size = view.rank, view.incarnation.size
+        self._turn = asyncio.Lock()
+        self._number = self._running = 0
+        self._ends_at: tuple[int, int] | None = None
+
+    # The operations.
+
+    async def broadcast(self, tensor: Tensor, src: int) -> None:
+        """Copy ``tensor`` of ``src`` into everybody's."""
+        buffer = _Buffer(tensor)
+
+        async def steps(operation: Operation) -> None:
+            await self._binomial_down(operation, buffer.flat, src)
+
+        await self._run("broadcast", buffer.flat, steps, root=src)
+        buffer.write_back()
+
+    async def all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
+        """Reduce into everybody's ``tensor``."""
+        buffer = _Buffer(tensor)
+        combine = combiner(op, buffer.flat)
+        size = buffer.flat.numel() * buffer.flat.element_size()
+
+        async def steps(operation: Operation) -> None:
+            if size >= RING_BYTES and buffer.flat.numel() >= self._size:
+                await self._ring_all_reduce(operation, buffer.flat, combine)
+            else:
+                await self._recursive_doubling(operation, buffer.flat, combine)
+
+        await self._run("all_reduce", buffer.flat, steps, op=op)
+        finish_average(op, buffer.flat, self._size)
+        buffer.write_back()
+
+    async def reduce(self, tensor: Tensor, dst: int, op: ReduceOp) -> None:
+        """Reduce into ``tensor`` of ``dst``; the others' stay as they are."""
+        buffer = _Buffer(tensor)
+        combine = combiner(op, buffer.flat)
+        total = buffer.flat if self._rank == dst else buffer.flat.clone()
+
+        async def steps(operation: Operation) -> None:
+            await self._binomial_up(operation, total, dst, combine)
+
+        await self._run("reduce", total, steps, root=dst, op=op)
+        if self._rank == dst:
+            finish_average(op, total, self._size)
+            buffer.write_back()
+
+    async def all_gather(self, outs: Sequence[Tensor], tensor: Tensor) -> None:
+        """Put every member's tensor into ``outs``, by rank."""
+        mine = _Buffer(tensor).flat
+        buffers = self._alike(outs, mine, "outs")
+        buffers[self._rank].flat.copy_(mine)
+
+        async def steps(operation: Operation) -> None:
+            right, left = self._neighbours()
+            for step in range(self._size - 1):
+                give = buffers[(self._rank - step) % self._size].flat
+                take = buffers[(self._rank - step - 1) % self._size].flat
+                await self._exchange(operation, right, give, left, take)
+
+        await self._run("all_gather", mine, steps)
+        for buffer in buffers:
+            buffer.write_back()
+
+    async def gather(
+        self, tensor: Tensor, outs: Sequence[Tensor] | None, dst: int
+    ) -> None:
+        """Put every member's tensor into ``outs`` of ``dst``."""
+        mine = _Buffer(tensor).flat
+        is_root = self._rank == dst
+        buffers = self._alike(outs, mine, "outs") if is_root else []
+
+        async def steps(operation: Operation) -> None:
+            if not is_root:
+                await self._send(operation, dst, mine)
+                return
+            buffers[dst].flat.copy_(mine)
+            await self._receive_all(operation, [b.flat for b in buffers])
+
+        await self._run("gather", mine, steps, root=dst)
+        for buffer in buffers:
+            buffer.write_back()
+
+    async def scatter(
+        self, out: Tensor, tensors: Sequence[Tensor] | None, src: int
+    ) -> None:
+        """Put ``tensors[rank]`` of ``src`` into ``out``."""
+        buffer = _Buffer(out)
+        is_root = self._rank == src
+        parts = self._alike(tensors, buffer.flat, "tensors") if is_root else []
+
+        async def steps(operation: Operation) -> None:
+            if not is_root:
+                await self._receive_into(operation, src, buffer.flat)
+                return
+            buffer.flat.copy_(parts[src].flat)
+            for rank in self._others():
+                await self._send(operation, rank, parts[rank].flat)
+
+        await self._run("scatter", buffer.flat, steps, root=src)
+        buffer.write_back()
+
+    async def reduce_scatter(
+        self, out: Tensor, tensors: Sequence[Tensor], op: ReduceOp
+    ) -> None:
+        """Reduce ``tensors[i]`` of all into ``out`` of member i."""
+        buffer = _Buffer(out)
+        combine = combiner(op, buffer.flat)
+        parts = [b.flat.clone() for b in self._alike(tensors, buffer.flat, "tensors")]
+
+        async def steps(operation: Operation) -> None:
+            right, left = self._neighbours()
+            arrived = torch.empty_like(buffer.flat)
+            for step in range(self._size - 1):
+                give = parts[(self._rank - step - 1) % self._size]
+                await self._exchange(operation, right, give, left, arrived)
+                total = parts[(self._rank - step - 2) % self._size]
+                await self._combine(combine, total, arrived)
+
+        await self._run("reduce_scatter", buffer.flat, steps, op=op)
+        buffer.flat.copy_(parts[self._rank])
+        finish_average(op, buffer.flat, self._size)
+        buffer.write_back()
+
+    async def all_to_all(self, outs: Sequence[Tensor], ins: Sequence[Tensor]) -> None:
+        """Send ``ins[i]`` to member i, and put what it sent into ``outs[i]``."""
+        like = _Buffer(ins[0]).flat if len(ins) else torch.empty(0)
+        gives = self._alike(ins, like, "ins")
+        takes = self._alike(outs, like, "outs")
+        takes[self._rank].flat.copy_(gives[self._rank].flat)
+
+        async def steps(operation: Operation) -> None:
+            for step in range(1, self._size):
+                dst = (self._rank + step) % self._size
+                src = (self._rank - step) % self._size
+                give, take = gives[dst].flat, takes[src].flat
+                await self._exchange(operation, dst, give, src, take)
+
+        await self._run("all_to_all", like, steps)
+        for buffer in takes:
+            buffer.write_back()
+
+    async def barrier(self) -> None:
+        """Wait until every member is here."""
+        nothing = torch.empty(0, dtype=torch.uint8)
+
+        async def steps(operation: Operation) -> None:
+            distance = 1
+            while distance < self._size:
+                dst = (self._rank + distance) % self._size
+                src = (self._rank - distance) % self._size
+                await self._exchange(operation, dst, nothing, src, nothing)
+                distance *= 2
+
+        await self._run("barrier", nothing, steps)
+
+    # Algorithms.
+
+    async def _binomial_down(
+        self, operation: Operation, flat: Tensor, root: int
+    ) -> None:
+        relative = (self._rank - root) % self._size
+        mask = 1
+        while mask < self._size and not relative & mask:
+            mask *= 2
+        if relative:
+            parent = (relative - mask + root) % self._size
+            await self._receive_into(operation, parent, flat)
+        mask //= 2
+        while mask:
+            if relative + mask < self._size:
+                child = (relative + mask + root) % self._size
+                await self._send(operation, child, flat)
+            mask //= 2
+
+    async def _binomial_up(
+        self, operation: Operation, total: Tensor, root: int, combine: Combine
+    ) -> None:
+        relative = (self._rank - root) % self._size
+        arrived = torch.empty_like(total)
+        mask = 1
+        while mask < self._size:
+            if relative & mask:
+                parent = (relative - mask + root) % self._size
+                await self._send(operation, parent, total)
+                return
+            if relative + mask < self._size:
+                child = (relative + mask + root) % self._size
+                await self._receive_into(operation, child, arrived)
+                await self._combine(combine, total, arrived)
+            mask *= 2
+
+    async def _recursive_doubling(
+        self, operation: Operation, flat: Tensor, combine: Combine
+    ) -> None:
+        """Reduce among the largest power of two; the rest hands in and is handed out."""
+        power = 1 << (self._size.bit_length() - 1)
+        extra = self._size - power
+        arrived = torch.empty_like(flat)
+        if self._rank >= power:
+            partner = self._rank - power
+            await self._send(operation, partner, flat)
+            await self._receive_into(operation, partner, flat)
+            return
+        if self._rank < extra:
+            await self._receive_into(operation, self._rank + power, arrived)
+            await self._combine(combine, flat, arrived)
+        mask = 1
+        while mask < power:
+            partner = self._rank ^ mask
+            await self._exchange(operation, partner, flat, partner, arrived)
+            await self._combine(combine, flat, arrived)
+            mask *= 2
+        if self._rank < extra:
+            await self._send(operation, self._rank + power, flat)
+
+    async def _ring_all_reduce(
+        self, operation: Operation, flat: Tensor, combine: Combine
+    ) -> None:
+        size, rank = self._size, self._rank
+        chunks = list(flat.tensor_split(size))
+        right, left = self._neighbours()
+        arrived = torch.empty_like(chunks[0])  # the first chunk is never the shorter
+        for step in range(size - 1):
+            give, total = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
+            part = arrived[: total.numel()]
+            await self._exchange(operation, right, give, left, part)
+            await self._combine(combine, total, part)
+        for step in range(size - 1):
+            give, take = chunks[(rank - step + 1) % size], chunks[(rank - step) % size]
+            await self._exchange(operation, right, give, left, take)
+
+    # Steps.
+
+    async def _run(
+        self,
+        kind: str,
+        like: Tensor,
+        steps: Callable[[Operation], Awaitable[None]],
+        *,
+        root: int = 0,
+        op: ReduceOp | None = None,
+    ) -> None:
+        """Number an operation, wait for its turn, and carry it out."""
+        self._number += 1
+        operation = Operation(
+            self._number,
+            KINDS.index(kind),
+            code_of(like),
+            like.numel(),
+            root,
+            0 if op is None else OP_CODES[op_name(op)],
+        )
+        try:
+            async with self._turn:
+                self._check_end(operation.number)
+                self._running = operation.number
+                for rank in self._others():
+                    await self._open_lane(rank)
+                await steps(operation)
+        except asyncio.CancelledError:
+            self._view.report(
+                Failed(f"rank {self._rank} cancelled {operation} half way")
+            )
+            raise
+        except TensorMismatchError as error:
+            self._view.report(Failed(f"the members do not agree: {error}"))
+            raise
+        except MemberLeftError as error:
+            # The members that wait for this one, not for the one that left, must hear.
+            self.end_from(operation.number, error.rank)
+            for rank in self._others():
+                note = {"op": "uncollective", "number": operation.number}
+                self._view.tell(rank, {**note, "left": error.rank})
+            raise
+
+    def end_from(self, number: int, left: int) -> None:
+        """Fail collective ``number`` and all after it: member ``left`` is not there."""
+        if self._ends_at is None or number < self._ends_at[0]:
+            self._ends_at = number, left
+        if self._running >= number:
+            self._channel.mailbox.abort(lambda: self._view.left_error(left))
+
+    def _check_end(self, number: int) -> None:
+        if self._ends_at is not None and number >= self._ends_at[0]:
+            raise self._view.left_error(self._ends_at[1])
+
+    def _others(self) -> list[int]:
+        """The other ranks, this one's successors first, so that not all begin at 0."""
+        return [(self._rank + i) % self._size for i in range(1, self._size)]
+
+    def _neighbours(self) -> tuple[int, int]:
+        return (self._rank + 1) % self._size, (self._rank - 1) % self._size
+
+    async def _send(self, operation: Operation, dst: int, flat: Tensor) -> None:
+        memory = memory_of(flat)
+        description = Description(
+            wire.COLLECTIVE,
+            operation.dtype,
+            (operation.number, operation.count),
+            len(memory),
+            0,
+            operation.label(),
+        )
+        await self._channel.lanes[dst].send(description, memory, flat)
+
+    def _post(self, operation: Operation, src: int, flat: Tensor) -> Receive:
+        size = flat.numel() * flat.element_size()
+
+        def check(source: int, found: Description) -> Exception | None:
+            theirs = _operation_of(found)
+            if theirs == operation and found.size == size:
+                return None
+            return TensorMismatchError(
+                f"rank {self._rank} is in {operation}, rank {source} in {theirs}; all "
+                "members must call the same collectives in the same order, with equal "
+                "dtypes and sizes"
+            )
+
+        return self._channel.post(src, 0, check, lambda _: flat)
+
+    async def _finish(self, receive: Receive, flat: Tensor) -> None:
+        arrival = await self._channel.wait(receive)
+        if not arrival.is_borrowed:
+            memory_of(flat)[:] = arrival.memory
+
+    async def _receive_into(self, operation: Operation, src: int, flat: Tensor) -> None:
+        await self._finish(self._post(operation, src, flat), flat)
+
+    async def _receive_all(self, operation: Operation, flats: Sequence[Tensor]) -> None:
+        posted = {
+            rank: self._post(operation, rank, flats[rank]) for rank in self._others()
+        }
+        for rank, receive in posted.items():
+            await self._finish(receive, flats[rank])
+
+    async def _exchange(
+        self, operation: Operation, dst: int, give: Tensor, src: int, take: Tensor
+    ) -> None:
+        receive = self._post(operation, src, take)
+        try:
+            await self._send(operation, dst, give)
+        except BaseException:
+            self._channel.mailbox.cancel(receive)
+            raise
+        await self._finish(receive, take)
+
+    async def _combine(self, combine: Combine, total: Tensor, arrived: Tensor) -> None:
+        if total.numel() * total.element_size() > COMBINE_OFF_LOOP_BYTES:
+            await asyncio.to_thread(combine, total, arrived)
+        else:
+            combine(total, arrived)
+
+    def _alike(
+        self, tensors: Sequence[Tensor] | None, like: Tensor, what: str
+    ) -> list[_Buffer]:
+        """Return the tensors as buffers if there is one like ``like`` for each rank."""
+        count = 0 if tensors is None else len(tensors)
+        if tensors is None or count != self._size:
+            raise TensorMismatchError(
+                f"{what} holds {count} tensors; this world has {self._size} members, "
+                "give one tensor for each"
+            )
+        buffers = [_Buffer(tensor) for tensor in tensors]
+        for rank, buffer in enumerate(buffers):
+            flat = buffer.flat
+            if (flat.dtype, flat.numel()) != (like.dtype, like.numel()):
+                raise TensorMismatchError(
+                    f"{what}[{rank}] holds {flat.numel()} of {flat.dtype}, wanted are "
+                    f"{like.numel()} of {like.dtype}"
+                )
+        return buffers
+
+
+class _Buffer:
+    """A tensor as flat, contiguous memory, and the way back if that is a copy."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = require_host(tensor, "a collective's tensor")
+        code_of(self._tensor)
+        whole = plain(self._tensor)
+        self.flat = whole.view(-1)
+        self._is_copy = whole is not self._tensor
+
+    def write_back(self) -> None:
+        if self._is_copy:
+            self._tensor.copy_(self.flat.view(self._tensor.shape))

@@ -1,0 +1,1 @@
+"""Our own data path for host tensors: sockets, frames, and nothing else."""

@@ -1,0 +1,224 @@
+"""From bytes to messages: the receiving half of a lane. Knows no sockets.
+
+The lane asks ``buffers`` where the next bytes may go and says with ``advance`` how many
+came. A large payload goes straight into the message's tensor; everything else through
+a small stage. While ``is_stalled`` the lane must not read.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+
+from multiworld.backends.direct import header as wire
+from multiworld.backends.direct.header import Header, HeaderError
+from multiworld.backends.dtypes import SIZES, UINT8
+from multiworld.backends.mailbox import Arrival, Description, Mailbox
+
+STAGE_BYTES = 128 * 1024
+
+
+class Inbound:
+    """Parses one lane. ``on_fin`` is called at the sender's fin."""
+
+    def __init__(
+        self,
+        source: int,
+        nonce: int,
+        mailbox: Mailbox,
+        *,
+        max_message_bytes: int,
+        on_fin: Callable[[], None],
+    ) -> None:
+        self._source, self._nonce, self._mailbox = source, nonce, mailbox
+        self._max_message_bytes = max_message_bytes
+        self._on_fin = on_fin
+        self._stage = memoryview(bytearray(STAGE_BYTES))
+        self._start = self._end = 0
+        self._sequence = 0
+        self._arrival: Arrival | None = None
+        self._header: Header | None = None
+        self._fragment = 0
+        self._rest = 0
+        self._sum = 0
+        self._pending: tuple[Header, Description] | None = None
+        self.is_finished = False
+
+    @property
+    def is_stalled(self) -> bool:
+        """True while a message waits for room in the mailbox."""
+        return self._pending is not None
+
+    @property
+    def is_clean(self) -> bool:
+        """True between messages: nothing has begun that has not ended."""
+        return self._start == self._end and self._arrival is None
+
+    def buffers(self) -> list[memoryview]:
+        """Return where the next bytes may go, in order; never empty ones."""
+        if self._start == self._end:
+            self._start = self._end = 0
+            if self._rest and self._arrival is not None:
+                begin = self._arrival.received
+                payload = self._arrival.memory[begin : begin + self._rest]
+                return [payload, self._stage]
+        elif STAGE_BYTES - self._end < wire.SIZE + 8 * wire.MAX_NDIM:
+            self._compact()
+        return [self._stage[self._end :]]
+
+    def _compact(self) -> None:
+        kept = bytes(self._stage[self._start : self._end])
+        self._stage[: len(kept)] = kept
+        self._start, self._end = 0, len(kept)
+
+    def advance(self, count: int) -> None:
+        """Take note that ``count`` bytes were put into ``buffers``.
+
+        Raises:
+            HeaderError: They are not frames of this lane. It can not be used further.
+        """
+        if self._rest and self._start == self._end:
+            straight = min(count, self._rest)
+            self._took(straight)
+            count -= straight
+        self._end += count
+        self._parse()
+
+    def retry(self) -> bool:
+        """Ask the mailbox again for room; True if reading may go on."""
+        if self._pending is not None:
+            header, description = self._pending
+            self._pending = None
+            if self._begin(header, description):
+                self._parse()
+        return not self.is_stalled
+
+    def _parse(self) -> None:
+        while not self.is_finished:
+            if self._rest:
+                self._unstage()
+                if self._rest:
+                    return
+            elif not self._next_header():
+                return
+
+    def _unstage(self) -> None:
+        count = min(self._rest, self._end - self._start)
+        arrival = self._arrival
+        if count and arrival is not None:
+            begin = arrival.received
+            staged = self._stage[self._start : self._start + count]
+            arrival.memory[begin : begin + count] = staged
+            self._start += count
+            self._took(count)
+
+    def _took(self, count: int) -> None:
+        """Note that ``count`` bytes of payload are in place."""
+        arrival, header = self._arrival, self._header
+        assert arrival is not None and header is not None
+        if header.flags & wire.SUMMED:
+            begin = arrival.received
+            self._sum = zlib.crc32(arrival.memory[begin : begin + count], self._sum)
+        arrival.received += count
+        self._rest -= count
+        if not self._rest:
+            self._end_frame(header, arrival)
+
+    def _end_frame(self, header: Header, arrival: Arrival) -> None:
+        if header.flags & wire.SUMMED and self._sum != header.payload_sum:
+            raise HeaderError("a payload's checksum is wrong")
+        self._fragment += 1
+        if header.flags & wire.LAST:
+            if arrival.received != arrival.description.size:
+                raise HeaderError(
+                    f"a message of {arrival.description.size} bytes ended after "
+                    f"{arrival.received}"
+                )
+            self._arrival = None
+            self._mailbox.finish(arrival)
+
+    def _next_header(self) -> bool:
+        staged = self._end - self._start
+        if staged < wire.SIZE:
+            return False
+        buffer = self._stage[self._start : self._end]
+        size = wire.peek_size(buffer)
+        if staged < size:
+            return False
+        header, shape = wire.decode(buffer[:size])
+        self._start += size
+        self._check(header)
+        self._sequence += 1
+        return self._dispatch(header, shape)
+
+    def _check(self, header: Header) -> None:
+        if header.nonce != self._nonce:
+            raise HeaderError("it belongs to another incarnation of the world")
+        if header.sequence != self._sequence:
+            raise HeaderError(
+                f"it is frame {header.sequence}, expected was {self._sequence}"
+            )
+        if header.payload > wire.FRAGMENT_BYTES or header.kind > wire.WITHDRAW:
+            raise HeaderError(f"its fields make no sense: {header}")
+
+    def _dispatch(self, header: Header, shape: tuple[int, ...]) -> bool:
+        if header.kind == wire.FIN:
+            if self._arrival is not None:
+                raise HeaderError("fin came in the middle of a message")
+            self.is_finished = True
+            self._on_fin()
+            return False
+        if header.kind == wire.WITHDRAW:
+            if self._arrival is None:
+                raise HeaderError("there is no message to withdraw")
+            arrival, self._arrival = self._arrival, None
+            self._mailbox.revoke(arrival)
+            return True
+        if header.fragment:
+            self._continue(header)
+            return True
+        if self._arrival is not None:
+            raise HeaderError("a message began inside another")
+        return self._begin(header, self._describe(header, shape))
+
+    def _describe(self, header: Header, shape: tuple[int, ...]) -> Description:
+        if header.size > self._max_message_bytes:
+            raise HeaderError(f"it announces {header.size} bytes, over the limit")
+        if header.dtype not in SIZES:
+            raise HeaderError(f"it is of dtype {header.dtype}, unknown in this version")
+        if header.kind == wire.TENSOR:
+            count = 1
+            for extent in shape:
+                count *= extent
+            if count * SIZES[header.dtype] != header.size:
+                raise HeaderError(f"shape {shape} does not make {header.size} bytes")
+        elif header.kind != wire.COLLECTIVE and header.dtype != UINT8:
+            raise HeaderError("only tensors have a dtype")
+        if header.kind == wire.BUNDLE and header.label > header.size:
+            raise HeaderError("a bundle's manifest is larger than the bundle")
+        return Description(
+            header.kind, header.dtype, shape, header.size, header.tag, header.label
+        )
+
+    def _begin(self, header: Header, description: Description) -> bool:
+        arrival = self._mailbox.begin(self._source, description)
+        if arrival is None:
+            self._pending = header, description
+            return False
+        self._arrival, self._fragment = arrival, 0
+        self._open_frame(header, arrival)
+        return True
+
+    def _continue(self, header: Header) -> None:
+        if self._arrival is None or header.fragment != self._fragment:
+            raise HeaderError(
+                f"it is fragment {header.fragment}, expected was {self._fragment}"
+            )
+        self._open_frame(header, self._arrival)
+
+    def _open_frame(self, header: Header, arrival: Arrival) -> None:
+        if arrival.received + header.payload > arrival.description.size:
+            raise HeaderError("a message is longer than it announced")
+        self._header, self._rest, self._sum = header, header.payload, 0
+        if not header.payload:
+            self._end_frame(header, arrival)

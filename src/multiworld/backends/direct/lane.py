@@ -1,0 +1,342 @@
+"""A lane: one connection that carries the messages of two members. Shell.
+
+The reader is always registered with the loop, so that a message, a fin or the end of
+the connection is seen whether or not anybody waits; it pauses only while the mailbox
+has no room. Writing is tried at once and only what the socket does not take is left to
+the loop.
+
+A lane that fails does not judge: it reports, and what waits on it waits on, until the
+world has heard from the control link who is to blame.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from multiworld.backends.direct.header import FRAGMENT_BYTES, HeaderError
+from multiworld.backends.direct.inbound import Inbound
+from multiworld.backends.direct.outbound import Outbound, Outgoing
+from multiworld.backends.mailbox import Description, Mailbox
+from multiworld.config import WorldConfig
+
+TURN_MESSAGES = 64
+TURN_BYTES = FRAGMENT_BYTES
+"""What a lane may move before it gives way to the loop's other tasks."""
+
+OUTBOX_BYTES = 4 * 1024 * 1024
+"""Most bytes of eager messages that are copied while the socket is full; then even a
+small send waits."""
+
+ErrorMaker = Callable[[], Exception]
+
+
+class LaneOwner(Protocol):
+    """Who hears of a lane's end."""
+
+    def lane_ended(self, rank: int, evidence: str) -> None:
+        """The connection ended without a fin."""
+
+    def lane_corrupt(self, rank: int, evidence: str) -> None:
+        """What arrived was not a frame of this lane."""
+
+    def lane_finished(self, rank: int) -> None:
+        """The member's fin arrived, behind all its messages."""
+
+
+class Lane:
+    """A connection to one member."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        rank: int,
+        nonce: int,
+        mailbox: Mailbox,
+        config: WorldConfig,
+        owner: LaneOwner,
+    ) -> None:
+        self.rank = rank
+        self._sock, self._owner, self._config = sock, owner, config
+        self._fd = sock.fileno()
+        self._loop = asyncio.get_running_loop()
+        self._mailbox = mailbox
+        self._inbound = Inbound(
+            rank,
+            nonce,
+            mailbox,
+            max_message_bytes=config.max_message_bytes,
+            on_fin=self._on_fin,
+        )
+        self._outbound = Outbound(nonce, is_summed=config.payload_checksum)
+        self._drained: asyncio.Future[None] | None = None
+        self._is_open = True
+        self._is_reading = self._is_writing = False
+        self._is_broken = self._is_leaving = False
+        self._left: ErrorMaker | None = None
+        self._messages = self._bytes = 0
+        self._read_on()
+
+    def fileno(self) -> int:
+        """Return the descriptor, or -1 once closed."""
+        return self._fd if self._is_open else -1
+
+    @property
+    def is_finished(self) -> bool:
+        """True once the member's fin has arrived, behind all its messages."""
+        return self._inbound.is_finished
+
+    # Sending.
+
+    async def send(
+        self, description: Description, memory: memoryview, owner: object
+    ) -> None:
+        """Send a message; return when ``memory`` may be used again.
+
+        Cancellation: the frame that is being written is finished, the rest withdrawn.
+        """
+        if self._messages >= TURN_MESSAGES or self._bytes >= TURN_BYTES:
+            await self.give_way()
+        if self._left is not None:
+            raise self._left()
+        self._messages += 1
+        self._bytes += description.size
+        message = self._start(description, memory, owner)
+        if message is None:
+            return
+        assert message.future is not None
+        future = message.future
+        try:
+            await future
+        except asyncio.CancelledError:
+            self._outbound.withdraw(message)
+            self._flush()
+            raise
+
+    async def give_way(self) -> None:
+        """Let the loop's other tasks run."""
+        self._messages = self._bytes = 0
+        await asyncio.sleep(0)
+
+    def _start(
+        self, description: Description, memory: memoryview, owner: object
+    ) -> Outgoing | None:
+        """Hand over what the socket takes; return the message if it must be awaited."""
+        outbound, size = self._outbound, description.size
+        if size > FRAGMENT_BYTES or self._is_broken or not outbound.is_idle:
+            message = self._outgoing(description, memory, owner)
+            outbound.put(message)
+            if not self._is_writing:
+                self._flush()
+        else:
+            head = outbound.frame_header(description, 0, 0, memory)
+            written = self._write([head, memory] if size else [head])
+            if written == len(head) + size:
+                return None
+            message = self._outgoing(description, memory, owner)
+            outbound.resume(message, head, written)
+            self._write_on()
+        future = message.future
+        return None if future is None or future.done() else message
+
+    def _outgoing(
+        self, description: Description, memory: memoryview, owner: object
+    ) -> Outgoing:
+        size = description.size
+        is_eager = size <= self._config.eager_bytes
+        if is_eager and self._outbound.queued_bytes + size <= OUTBOX_BYTES:
+            return Outgoing(description, memoryview(bytes(memory)), None, None)
+        return Outgoing(description, memory, owner, self._loop.create_future())
+
+    def _write(self, pieces: Sequence[bytes | memoryview]) -> int:
+        try:
+            return self._sock.sendmsg(pieces)
+        except (BlockingIOError, InterruptedError):
+            return 0
+        except OSError:
+            # The reader finds the end of the connection, behind what the member sent.
+            self._is_broken = True
+            return 0
+
+    def _flush(self) -> None:
+        moved = 0
+        while self._is_open and not self._is_broken and moved < TURN_BYTES:
+            chunks = self._outbound.chunks()
+            if not chunks:
+                break
+            wanted = sum(map(len, chunks))
+            written = self._write(chunks)
+            self._outbound.advance(written)
+            moved += written
+            if written < wanted:
+                break
+        if self._outbound.is_idle or self._is_broken:
+            self._write_off()
+            self._wake_drained()
+        else:
+            self._write_on()
+
+    def _wake_drained(self) -> None:
+        if self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
+
+    # Receiving.
+
+    def poll(self) -> None:
+        """Take what has arrived already, without waiting for the loop."""
+        if self._is_reading:
+            self._on_readable()
+
+    def _on_readable(self) -> None:
+        moved = 0
+        while moved < TURN_BYTES and self._is_reading:
+            buffers = self._inbound.buffers()
+            try:
+                count = self._sock.recvmsg_into(buffers)[0]
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                self._end(str(error))
+                return
+            if count == 0:
+                self._end("connection closed by peer")
+                return
+            wanted = sum(map(len, buffers))
+            if not self._advance(count) or count < wanted:
+                return
+            moved += count
+
+    def _advance(self, count: int) -> bool:
+        if self._is_leaving:
+            return True  # we have left: what still comes is read, and dropped
+        try:
+            self._inbound.advance(count)
+        except HeaderError as error:
+            self._corrupt(error)
+            return False
+        if self._inbound.is_stalled:
+            self._stall()
+        return self._is_reading
+
+    def _stall(self) -> None:
+        self._read_off()
+        self._mailbox.stall(self.rank, self._on_room)
+
+    def _on_room(self) -> None:
+        if not self._is_open or self._is_leaving:
+            return
+        try:
+            goes_on = self._inbound.retry()
+        except HeaderError as error:
+            self._corrupt(error)
+            return
+        if not goes_on:
+            self._stall()
+        elif not self._inbound.is_finished:
+            self._read_on()
+
+    def _corrupt(self, error: HeaderError) -> None:
+        self._read_off()
+        self._is_broken = True
+        self._owner.lane_corrupt(self.rank, str(error))
+
+    def _on_fin(self) -> None:
+        self._read_off()
+        self._owner.lane_finished(self.rank)
+
+    def _end(self, evidence: str) -> None:
+        self._read_off()
+        self._is_broken = True
+        if self._is_leaving:
+            self.close_nowait()
+        elif not self._inbound.is_finished:
+            self._write_off()
+            self._owner.lane_ended(self.rank, evidence)
+
+    # The end.
+
+    def member_left(self, make_error: ErrorMaker) -> None:
+        """Fail every send, now and from now on; receives go on to the fin."""
+        if self._left is None:
+            self._left = make_error
+            self._outbound.fail(make_error)
+            self._flush()
+
+    def begin_close(self) -> None:
+        """Queue the fin behind all that was sent; from now on what comes is dropped."""
+        if self._is_leaving or not self._is_open:
+            return
+        self._is_leaving = True
+        if self._left is None and not self._is_broken:
+            self._outbound.put_fin()
+            self._flush()
+        if self._is_open and not self._is_broken:
+            self._read_on()
+
+    async def wait_drained(self) -> None:
+        """Wait until everything, the fin included, was handed to the kernel.
+
+        Cancellation: safe.
+        """
+        while self._is_open and not self._is_broken and not self._outbound.is_idle:
+            self._drained = self._loop.create_future()
+            await self._drained
+
+    def finish_close(self, linger_s: float) -> bool:
+        """Close; True if the connection must stay for a while, to be closed later.
+
+        A TCP socket closed with unread bytes sends a reset, and a reset takes away
+        what the member has not read. So it stays until the member hangs up, or for
+        ``linger_s`` at most. A Unix socket needs none of that.
+        """
+        if not self._is_open or self._is_broken or self._left is not None:
+            self.close_nowait()
+            return False
+        if self._sock.family == socket.AF_UNIX:
+            self.close_nowait()
+            return False
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_WR)
+        self._loop.call_later(linger_s, self.close_nowait)
+        return True
+
+    def abort(self, make_error: ErrorMaker) -> None:
+        """Fail every send and hang up at once."""
+        self._left = make_error
+        self._outbound.fail(make_error)
+        self.close_nowait()
+
+    def close_nowait(self) -> None:
+        """Hang up; safe to repeat."""
+        if not self._is_open:
+            return
+        self._read_off()
+        self._write_off()
+        self._is_open = False
+        self._sock.close()
+        self._wake_drained()
+
+    # The loop.
+
+    def _read_on(self) -> None:
+        if not self._is_reading and self._is_open:
+            self._is_reading = True
+            self._loop.add_reader(self._fd, self._on_readable)
+
+    def _read_off(self) -> None:
+        if self._is_reading:
+            self._is_reading = False
+            self._loop.remove_reader(self._fd)
+
+    def _write_on(self) -> None:
+        if not self._is_writing and self._is_open:
+            self._is_writing = True
+            self._loop.add_writer(self._fd, self._flush)
+
+    def _write_off(self) -> None:
+        if self._is_writing:
+            self._is_writing = False
+            self._loop.remove_writer(self._fd)

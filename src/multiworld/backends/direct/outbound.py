@@ -1,0 +1,181 @@
+"""From messages to bytes: the sending half of a lane. Knows no sockets.
+
+Messages go out one after the other, each in frames of at most ``FRAGMENT_BYTES``. The
+lane asks ``chunks`` for what to write next and says with ``advance`` how much was
+written. A message can be withdrawn at any byte: the frame it is in is finished from a
+copy, the rest is called off.
+"""
+
+from __future__ import annotations
+
+import zlib
+from asyncio import Future
+from collections import deque
+from collections.abc import Callable
+
+from multiworld.backends.direct import header as wire
+from multiworld.backends.direct.header import FRAGMENT_BYTES, Header
+from multiworld.backends.mailbox import Description
+
+
+class Outgoing:
+    """A message on its way out. ``future`` is done when its memory is free again."""
+
+    __slots__ = ("description", "fragment", "future", "memory", "offset", "owner")
+
+    def __init__(
+        self,
+        description: Description,
+        memory: memoryview,
+        owner: object,
+        future: Future[None] | None,
+    ) -> None:
+        self.description, self.memory = description, memory
+        self.owner = owner  # keeps the memory alive
+        self.future = future
+        self.offset = 0
+        self.fragment = 0
+
+
+class Outbound:
+    """The queue of one lane."""
+
+    def __init__(self, nonce: int, *, is_summed: bool) -> None:
+        self._nonce, self._is_summed = nonce, is_summed
+        self._sequence = 0
+        self._queue: deque[Outgoing] = deque()
+        self._current: Outgoing | None = None
+        self._frame: list[memoryview] = []
+        self._notes: deque[int] = deque()
+        self.queued_bytes = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """True when everything was written."""
+        return not (self._frame or self._current or self._queue or self._notes)
+
+    def put(self, message: Outgoing) -> None:
+        """Append a message."""
+        self._queue.append(message)
+        self.queued_bytes += message.description.size
+
+    def put_fin(self) -> None:
+        """Append the last frame of all."""
+        fin = Description(wire.FIN, 0, (), 0, 0, 0)
+        self.put(Outgoing(fin, memoryview(b""), None, None))
+
+    def chunks(self) -> list[memoryview]:
+        """Return what to write next: the rest of one frame; empty if idle."""
+        if not self._frame:
+            self._next_frame()
+        return self._frame
+
+    def advance(self, count: int) -> None:
+        """Take note that ``count`` bytes of ``chunks`` were written."""
+        frame = self._frame
+        while frame and count >= len(frame[0]):
+            count -= len(frame.pop(0))
+        if frame:
+            if count:
+                frame[0] = frame[0][count:]
+        elif self._current is not None:
+            self._end_frame(self._current)
+
+    def withdraw(self, message: Outgoing) -> None:
+        """Call a message off: its memory is free when this returns."""
+        message.future = None
+        if message in self._queue:
+            self._queue.remove(message)
+            self.queued_bytes -= message.description.size
+        elif message is self._current:
+            if self._frame:
+                self._frame = [memoryview(bytes(piece)) for piece in self._frame]
+            if message.offset < message.description.size:
+                self._notes.append(wire.WITHDRAW)
+            self._done(message)
+
+    def fail(self, make_error: Callable[[], Exception]) -> None:
+        """End every wait with the error that ``make_error()`` returns."""
+        for message in [self._current, *self._queue]:
+            if message is not None and message.future and not message.future.done():
+                message.future.set_exception(make_error())
+        self._queue.clear()
+        self._notes.clear()
+        self._frame, self._current, self.queued_bytes = [], None, 0
+
+    def _done(self, message: Outgoing) -> None:
+        self._current = None
+        self.queued_bytes -= message.description.size
+        message.owner = None
+        if message.future is not None and not message.future.done():
+            message.future.set_result(None)
+
+    def _end_frame(self, message: Outgoing) -> None:
+        if message.offset >= message.description.size:
+            self._done(message)
+
+    def _next_frame(self) -> None:
+        if self._notes:
+            self._frame = [memoryview(self._header(self._notes.popleft()))]
+            return
+        if self._current is None:
+            if not self._queue:
+                return
+            self._current = self._queue.popleft()
+        self._frame = self._fragment_of(self._current)
+
+    def _header(self, kind: int) -> bytes:
+        header = Header(
+            kind, wire.LAST, 0, 0, self._nonce, self._sequence, 0, 0, 0, 0, 0, 0
+        )
+        self._sequence += 1
+        return wire.encode(header)
+
+    def _fragment_of(self, message: Outgoing) -> list[memoryview]:
+        begin = message.offset
+        payload = message.memory[begin : begin + FRAGMENT_BYTES]
+        head = self.frame_header(message.description, begin, message.fragment, payload)
+        message.offset += len(payload)
+        message.fragment += 1
+        return [memoryview(head), payload] if len(payload) else [memoryview(head)]
+
+    def frame_header(
+        self, description: Description, begin: int, fragment: int, payload: memoryview
+    ) -> bytes:
+        """Return the header of a message's next frame, and count the frame."""
+        kind, dtype, shape, size, tag, label = description
+        if fragment:
+            shape = ()
+        count = len(payload)
+        flags = wire.LAST if begin + count >= size else 0
+        total = 0
+        if self._is_summed and count:
+            flags |= wire.SUMMED
+            total = zlib.crc32(payload)
+        header = Header(
+            kind,
+            flags,
+            dtype,
+            len(shape),
+            self._nonce,
+            self._sequence,
+            tag,
+            fragment,
+            count,
+            size,
+            label,
+            total,
+        )
+        self._sequence += 1
+        return wire.encode(header, shape)
+
+    def resume(self, message: Outgoing, head: bytes, written: int) -> None:
+        """Go on with a message of one frame whose first bytes were written already."""
+        message.offset = message.description.size
+        message.fragment = 1
+        self._current = message
+        self.queued_bytes += message.description.size
+        self._frame = [memoryview(head)]
+        if message.description.size:
+            self._frame.append(message.memory)
+        self.advance(written)

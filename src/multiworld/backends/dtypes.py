@@ -1,0 +1,90 @@
+"""Torch's dtypes as numbers on the wire, and tensors as memory."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from multiworld.errors import TensorMismatchError
+
+_NAMES = ["uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "complex64", "complex128", "bool", "bfloat16", "uint16", "uint32", "uint64", "complex32", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"]
+"""The position is the code on the wire: append only, and raise the protocol version
+for anything else."""
+
+CODES: dict[torch.dtype, int] = {
+    getattr(torch, name): code
+    for code, name in enumerate(_NAMES)
+    if hasattr(torch, name)
+}
+DTYPES: dict[int, torch.dtype] = {code: dtype for dtype, code in CODES.items()}
+SIZES: dict[int, int] = {code: dtype.itemsize for dtype, code in CODES.items()}
+UINT8 = CODES[torch.uint8]
+
+_from_memory = ctypes.pythonapi.PyMemoryView_FromMemory
+_from_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_from_memory.restype = ctypes.py_object
+_WRITABLE = 0x200
+_EMPTY = memoryview(bytearray())
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous host tensor, writable and without a copy.
+
+    The caller keeps the tensor alive as long as the view. (Not through numpy: it may be
+    missing, and knows no bfloat16.)
+    """
+    size = tensor.numel() * tensor.element_size()
+    if size == 0:
+        return _EMPTY
+    view: memoryview = _from_memory(tensor.data_ptr(), size, _WRITABLE)
+    return view
+
+
+def code_of(tensor: Tensor) -> int:
+    """Return the wire code of a tensor's dtype.
+
+    Raises:
+        TensorMismatchError: The dtype cannot be sent.
+    """
+    code = CODES.get(tensor.dtype)
+    if code is None:
+        known = ", ".join(name for name in _NAMES if hasattr(torch, name))
+        raise TensorMismatchError(
+            f"tensors of {tensor.dtype} cannot be sent; convert to one of: {known}"
+        )
+    return code
+
+
+def require_host(tensor: object, what: str) -> Tensor:
+    """Return ``tensor`` if it is a dense tensor in host memory.
+
+    Raises:
+        TensorMismatchError: It is something else.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TensorMismatchError(
+            f"{what} must be a torch.Tensor, not {type(tensor).__name__}; "
+            "use send_object for small plain data"
+        )
+    if tensor.device.type != "cpu":
+        raise TensorMismatchError(
+            f"{what} is on {tensor.device}, but this world carries host tensors; "
+            "call .cpu() first, or use backend='nccl'"
+        )
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise TensorMismatchError(
+            f"{what} is {tensor.layout} or quantized; send a dense tensor "
+            "(.to_dense(), .dequantize())"
+        )
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` contiguous, with lazy conjugation and negation carried out."""
+    if tensor.is_conj():
+        tensor = tensor.resolve_conj()
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
+    return tensor if tensor.is_contiguous() else tensor.contiguous()

@@ -1,0 +1,335 @@
+"""Which message goes to which receive. Knows no sockets and no event loop's turn.
+
+Messages of one source and tag are matched in the order they were sent, receives in the
+order they were posted. A message nobody asked for is held up to a budget for each
+source; beyond it ``begin`` says no and the source's lane stops reading until
+``on_room`` is called.
+
+Nothing is lost when a receive is cancelled: a message that was on its way into the
+caller's tensor is moved to memory of our own and waits at the head of its queue.
+"""
+
+from __future__ import annotations
+
+import itertools
+from asyncio import Future
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from multiworld.backends.dtypes import DTYPES, memory_of
+
+
+class Description(NamedTuple):
+    """What a message is, as its first header says."""
+
+    kind: int
+    dtype: int
+    shape: tuple[int, ...]
+    size: int
+    tag: int
+    label: int
+
+
+Check = Callable[[int, Description], Exception | None]
+Place = Callable[[Description], Tensor | None]
+Story = Callable[[int], Exception]
+
+
+class Arrival:
+    """A message that has begun to arrive; ``tensor`` is where it goes."""
+
+    __slots__ = (
+        "description",
+        "is_borrowed",
+        "is_complete",
+        "memory",
+        "number",
+        "on_taken",
+        "receive",
+        "received",
+        "source",
+        "tensor",
+    )
+
+    def __init__(
+        self, number: int, source: int, description: Description, place: Tensor | None
+    ) -> None:
+        self.number, self.source, self.description = number, source, description
+        self.is_borrowed = place is not None
+        self.tensor = allocate(description) if place is None else place
+        self.memory = memory_of(self.tensor)
+        self.received = 0
+        self.is_complete = False
+        self.receive: Receive | None = None
+        self.on_taken: Callable[[], object] | None = None
+
+    def own(self) -> None:
+        """Move what has arrived out of the caller's tensor into memory of our own."""
+        if not self.is_borrowed:
+            return
+        tensor = allocate(self.description)
+        memory = memory_of(tensor)
+        memory[: self.received] = self.memory[: self.received]
+        self.tensor, self.memory, self.is_borrowed = tensor, memory, False
+
+
+def allocate(description: Description) -> Tensor:
+    """Return memory for a message: of its dtype and shape if it is a tensor."""
+    dtype = DTYPES[description.dtype]
+    if description.size == _product(description.shape) * dtype.itemsize:
+        return torch.empty(description.shape, dtype=dtype)
+    return torch.empty(description.size, dtype=torch.uint8)
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    total = 1
+    for extent in shape:
+        total *= extent
+    return total
+
+
+class Receive:
+    """A posted receive. ``source`` None takes from whoever is first."""
+
+    __slots__ = ("arrival", "check", "future", "number", "place", "source", "tag")
+
+    def __init__(
+        self,
+        source: int | None,
+        tag: int,
+        check: Check,
+        place: Place,
+        future: Future[Arrival],
+    ) -> None:
+        self.source, self.tag = source, tag
+        self.check, self.place, self.future = check, place, future
+        self.number = 0
+        self.arrival: Arrival | None = None
+
+    def fail(self, error: Exception) -> None:
+        """End the wait with ``error``."""
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+class Mailbox:
+    """Matches the messages of all sources of one world (and channel)."""
+
+    def __init__(self, sources: frozenset[int], budget_bytes: int) -> None:
+        self._sources = sources
+        self._budget = budget_bytes
+        self._posted: dict[int, deque[Receive]] = defaultdict(deque)
+        self._queues: dict[tuple[int, int], deque[Arrival]] = {}
+        self._taken: set[Receive] = set()
+        self._held = dict.fromkeys(sources, 0)
+        self._ended: dict[int, Story] = {}
+        self._stalled: dict[int, Callable[[], None]] = {}
+        self._numbers = itertools.count(1)
+        self._broken: Callable[[], Exception] | None = None
+
+    # The receiver's side.
+
+    def post(self, receive: Receive) -> None:
+        """Match ``receive`` with a message, or let it wait for one."""
+        receive.number = next(self._numbers)
+        if self._broken is not None:
+            receive.fail(self._broken())
+            return
+        arrival = self._head(receive)
+        if arrival is not None:
+            self._offer(arrival, receive)
+        elif (story := self._no_source_left(receive)) is not None:
+            receive.fail(story)
+        else:
+            self._posted[receive.tag].append(receive)
+        if self._stalled:
+            self._make_room()
+
+    def cancel(self, receive: Receive) -> None:
+        """Withdraw ``receive``; a message that it had goes back to its place."""
+        self._unpost(receive)
+        self._taken.discard(receive)
+        arrival, receive.arrival = receive.arrival, None
+        if arrival is None or self._broken is not None:
+            return
+        arrival.own()
+        arrival.receive = None
+        self._hold(arrival, at_head=True)
+        self._rematch(arrival)
+
+    def _unpost(self, receive: Receive) -> None:
+        waiting = self._posted.get(receive.tag)
+        if waiting is None:
+            return
+        if receive in waiting:
+            waiting.remove(receive)
+        if not waiting:
+            del self._posted[receive.tag]
+
+    def _head(self, receive: Receive) -> Arrival | None:
+        if receive.source is not None:
+            queue = self._queues.get((receive.source, receive.tag))
+            return queue[0] if queue else None
+        heads = [
+            queue[0] for (_, tag), queue in self._queues.items() if tag == receive.tag
+        ]
+        return min(heads, key=lambda arrival: arrival.number, default=None)
+
+    def _offer(self, arrival: Arrival, receive: Receive) -> bool:
+        """Give a held message to ``receive``, or fail it and leave the message."""
+        error = receive.check(arrival.source, arrival.description)
+        if error is not None:
+            receive.fail(error)
+            return False
+        key = arrival.source, arrival.description.tag
+        queue = self._queues[key]
+        queue.popleft()
+        if not queue:
+            del self._queues[key]
+        self._held[arrival.source] -= arrival.description.size
+        self._take(arrival, receive)
+        return True
+
+    def _take(self, arrival: Arrival, receive: Receive) -> None:
+        arrival.receive, receive.arrival = receive, arrival
+        if arrival.on_taken is not None:
+            arrival.on_taken()
+        if arrival.is_complete:
+            receive.future.set_result(arrival)
+        else:
+            self._taken.add(receive)
+
+    def _hold(self, arrival: Arrival, *, at_head: bool = False) -> None:
+        key = arrival.source, arrival.description.tag
+        queue = self._queues.setdefault(key, deque())
+        queue.appendleft(arrival) if at_head else queue.append(arrival)
+        self._held[arrival.source] += arrival.description.size
+
+    def _rematch(self, arrival: Arrival) -> None:
+        for receive in self._waiting_for(arrival.source, arrival.description.tag):
+            self._unpost(receive)
+            if self._offer(arrival, receive):
+                return
+
+    def _waiting_for(self, source: int, tag: int) -> list[Receive]:
+        waiting = self._posted.get(tag)
+        if not waiting:
+            return []
+        return [r for r in waiting if r.source is None or r.source == source]
+
+    def _no_source_left(self, receive: Receive) -> Exception | None:
+        if receive.source is not None:
+            story = self._ended.get(receive.source)
+            return None if story is None else story(receive.source)
+        if self._sources and len(self._ended) == len(self._sources):
+            source, story = next(reversed(self._ended.items()))
+            return story(source)
+        return None
+
+    # The lanes' side.
+
+    def begin(self, source: int, description: Description) -> Arrival | None:
+        """Take the first header of a message; None if there is no room for it now."""
+        for receive in self._waiting_for(source, description.tag):
+            error = receive.check(source, description)
+            self._unpost(receive)
+            if error is None:
+                place = receive.place(description)
+                number = next(self._numbers)
+                arrival = Arrival(number, source, description, place)
+                arrival.receive, receive.arrival = receive, arrival
+                self._taken.add(receive)
+                return arrival
+            receive.fail(error)
+        held = self._held[source]
+        if held + description.size > self._budget and description.size > 0:
+            return None
+        arrival = Arrival(next(self._numbers), source, description, None)
+        self._hold(arrival)
+        return arrival
+
+    def finish(self, arrival: Arrival) -> None:
+        """Note that a message is complete."""
+        arrival.is_complete = True
+        receive = arrival.receive
+        if receive is not None:
+            self._taken.discard(receive)
+            if not receive.future.done():
+                receive.future.set_result(arrival)
+
+    def revoke(self, arrival: Arrival) -> None:
+        """Drop a message that its sender withdrew half way."""
+        receive = arrival.receive
+        if receive is None:
+            key = arrival.source, arrival.description.tag
+            self._queues[key].remove(arrival)
+            if not self._queues[key]:
+                del self._queues[key]
+            self._held[arrival.source] -= arrival.description.size
+            return
+        receive.arrival = None
+        self._taken.discard(receive)
+        self._repost(receive)
+
+    def _repost(self, receive: Receive) -> None:
+        waiting = self._posted[receive.tag]
+        earlier = sum(1 for other in waiting if other.number < receive.number)
+        waiting.insert(earlier, receive)
+
+    def deliver(self, source: int, description: Description, tensor: Tensor) -> Arrival:
+        """Take a whole message at once, whatever the budget; ``tensor`` is ours."""
+        arrival = Arrival(next(self._numbers), source, description, tensor)
+        arrival.is_borrowed = False
+        arrival.received = description.size
+        arrival.is_complete = True
+        self._hold(arrival)
+        self._rematch(arrival)
+        return arrival
+
+    def stall(self, source: int, on_room: Callable[[], None]) -> None:
+        """Call ``on_room`` when a message of ``source`` may be begun again."""
+        self._stalled[source] = on_room
+
+    def _make_room(self) -> None:
+        stalled, self._stalled = self._stalled, {}
+        for on_room in stalled.values():
+            on_room()
+
+    def end(self, source: int, story: Story) -> None:
+        """Note that ``source`` will send no more; ``story`` makes the error for it."""
+        if source in self._ended:
+            return
+        self._ended[source] = story
+        for waiting in list(self._posted.values()):
+            for receive in list(waiting):
+                error = self._no_source_left(receive)
+                if error is not None:
+                    self._unpost(receive)
+                    receive.fail(error)
+
+    def abort(self, make_error: Callable[[], Exception]) -> None:
+        """Fail every receive, now and from now on; drop what is held."""
+        if self._broken is not None:
+            return
+        self._broken = make_error
+        waiting = [receive for posted in self._posted.values() for receive in posted]
+        for receive in [*waiting, *self._taken]:
+            receive.fail(make_error())
+        self._posted.clear()
+        self._queues.clear()
+        self._taken.clear()
+        self._stalled.clear()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of messages that nobody asked for yet."""
+        return sum(self._held.values())
+
+    @property
+    def waiting_count(self) -> int:
+        """Receives that wait."""
+        return sum(map(len, self._posted.values())) + len(self._taken)

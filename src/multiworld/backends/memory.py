@@ -1,0 +1,156 @@
+"""The ``memory`` backend: several ranks inside one process, for tests and docs.
+
+Messages are handed from mailbox to mailbox on the same event loop. With
+``WorldConfig(eager_bytes=0)`` every send waits until its message is received (the
+rendezvous mode): a program that passes its tests in that mode does not depend on
+buffering.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+
+import torch
+
+from multiworld.backends.base import ErrorMaker
+from multiworld.backends.channel import Channel
+from multiworld.backends.channel import Lane as AnyLane
+from multiworld.backends.direct.header import TENSOR
+from multiworld.backends.dtypes import DTYPES, memory_of
+from multiworld.backends.mailbox import Arrival, Description
+from multiworld.backends.messages import MessageBackend
+
+_Key = tuple[int, int]  # nonce, rank
+_backends: weakref.WeakValueDictionary[_Key, MemoryBackend] = (
+    weakref.WeakValueDictionary()
+)
+
+TURN_MESSAGES = 64
+
+
+class MemoryLane:
+    """One member's way to another's mailbox."""
+
+    def __init__(self, owner: MemoryBackend, peer: int, name: str) -> None:
+        self.rank = peer
+        self._owner, self._name = owner, name
+        self._left: ErrorMaker | None = None
+        self._waiting: set[asyncio.Future[None]] = set()
+        self._messages = 0
+        self.is_finished = False
+
+    def fileno(self) -> int:
+        """Return -1: there is no descriptor."""
+        return -1
+
+    async def send(
+        self, description: Description, memory: memoryview, owner: object
+    ) -> None:
+        """Hand a copy over; above ``eager_bytes``, wait until it is received.
+
+        Cancellation: a message that was not received yet is withdrawn.
+        """
+        self._messages += 1
+        if self._messages >= TURN_MESSAGES:
+            await self.give_way()
+        if self._left is not None:
+            raise self._left()
+        other = self._owner.peer(self.rank)
+        if other is None:
+            await self._wait(asyncio.get_running_loop().create_future())
+            return
+        copy = torch.empty(description.size, dtype=torch.uint8)
+        memory_of(copy)[:] = memory
+        if description.kind == TENSOR:
+            copy = copy.view(DTYPES[description.dtype]).view(description.shape)
+        mailbox = other.channel(self._name).mailbox
+        arrival = mailbox.deliver(self._owner.rank, description, copy)
+        if description.size > self._owner.eager_bytes and arrival.receive is None:
+            await self._wait_taken(other, arrival)
+
+    async def _wait_taken(self, other: MemoryBackend, arrival: Arrival) -> None:
+        taken = asyncio.get_running_loop().create_future()
+        arrival.on_taken = lambda: taken.done() or taken.set_result(None)
+        try:
+            await self._wait(taken)
+        except asyncio.CancelledError:
+            if arrival.receive is None:
+                other.channel(self._name).mailbox.revoke(arrival)
+            raise
+
+    async def _wait(self, future: asyncio.Future[None]) -> None:
+        self._waiting.add(future)
+        try:
+            await future
+        finally:
+            self._waiting.discard(future)
+
+    async def give_way(self) -> None:
+        """Let the loop's other tasks run."""
+        self._messages = 0
+        await asyncio.sleep(0)
+
+    def poll(self) -> None:
+        """Nothing to do: messages are handed over at once."""
+
+    def member_left(self, make_error: ErrorMaker) -> None:
+        """Fail every send."""
+        self._left = make_error
+        for future in self._waiting:
+            if not future.done():
+                future.set_exception(make_error())
+
+    def begin_close(self) -> None:
+        """Say fin to the other side."""
+        other = self._owner.peer(self.rank)
+        if other is not None:
+            lane = other.channel(self._name).lanes.get(self._owner.rank)
+            if isinstance(lane, MemoryLane) and not lane.is_finished:
+                lane.is_finished = True
+                other.lane_finished(self._owner.rank)
+
+    async def wait_drained(self) -> None:
+        """Return at once."""
+
+    def finish_close(self, linger_s: float) -> bool:
+        """Return False: nothing lingers."""
+        return False
+
+    def abort(self, make_error: ErrorMaker) -> None:
+        """Fail every send."""
+        self.member_left(make_error)
+
+    def close_nowait(self) -> None:
+        """Nothing to do."""
+
+
+class MemoryBackend(MessageBackend):
+    """Moves tensors between ranks of one process."""
+
+    @property
+    def rank(self) -> int:
+        """This member's rank."""
+        return self._view.rank
+
+    @property
+    def eager_bytes(self) -> int:
+        """Up to this size a send does not wait."""
+        return self._view.config.eager_bytes
+
+    def channel(self, name: str) -> Channel:
+        """Return a channel by name."""
+        return self._p2p if name == "p2p" else self._collective
+
+    def peer(self, rank: int) -> MemoryBackend | None:
+        """Return another member's backend, or None once it is gone."""
+        backend = _backends.get((self._view.incarnation.nonce, rank))
+        return None if backend is None or backend._is_over else backend
+
+    async def open(self) -> None:
+        """Let the other ranks find this one."""
+        _backends[self._view.incarnation.nonce, self._view.rank] = self
+        await super().open()
+
+    async def _open_lane(self, rank: int, name: str, channel: Channel) -> AnyLane:
+        return MemoryLane(self, rank, name)

@@ -1,0 +1,484 @@
+"""Sends, receives and collectives over lanes: what ``direct`` and ``memory`` share."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp
+
+from multiworld.backends.base import Bundle, Meta, Received, WorldView
+from multiworld.backends.channel import Channel, Lane
+from multiworld.backends.collectives import Collectives
+from multiworld.backends.direct import header as wire
+from multiworld.backends.dtypes import (
+    DTYPES,
+    UINT8,
+    code_of,
+    memory_of,
+    plain,
+    require_host,
+)
+from multiworld.backends.mailbox import Description
+from multiworld.errors import (
+    ConfigError,
+    TensorMismatchError,
+    UnsupportedOperationError,
+)
+from multiworld.lifecycle import Failed
+
+P2P, COLLECTIVE = "p2p", "collective"
+
+ALIGNMENT = 64
+"""Each tensor of a bundle begins at a multiple of this: a cache line, and enough for
+any vector load."""
+
+COPY_OFF_LOOP_BYTES = 4 * 1024 * 1024
+"""A copy of more than this goes to a thread: it would hold up the loop for a
+millisecond or more."""
+
+
+class MessageBackend:
+    """A backend made of lanes. Subclasses say how a lane is opened."""
+
+    def __init__(self, view: WorldView) -> None:
+        self._view = view
+        others = [m.rank for m in view.incarnation.members if m.rank != view.rank]
+        budget = view.config.unexpected_bytes
+        self._others = others
+        self._p2p = Channel(others, budget)
+        self._collective = Channel(others, budget)
+        self._collectives = Collectives(view, self._collective, self._collective_lane)
+        self._opening: dict[int, asyncio.Task[Lane]] = {}
+        self._is_over = False
+
+    async def _open_lane(self, rank: int, name: str, channel: Channel) -> Lane:
+        """Connect ``channel`` to ``rank``."""
+        raise NotImplementedError
+
+    async def open(self) -> None:
+        """Open a lane to every other member.
+
+        Cancellation: safe; call ``close_nowait`` afterwards.
+        """
+        lanes = [self._open_lane(rank, P2P, self._p2p) for rank in self._others]
+        for lane in await asyncio.gather(*lanes):
+            self._p2p.lanes[lane.rank] = lane
+
+    # Point to point.
+
+    async def send(self, tensor: Tensor, dst: int, tag: int) -> None:
+        """Send one tensor.
+
+        Cancellation: what is left of the message is withdrawn; the world lives on.
+        """
+        tensor = await self._plain(require_host(tensor, "the tensor to send"))
+        shape = tuple(tensor.shape)
+        memory = memory_of(tensor)
+        description = Description(
+            wire.TENSOR, code_of(tensor), shape, len(memory), tag, 0
+        )
+        await self._p2p.lanes[dst].send(description, memory, tensor)
+
+    async def _plain(self, tensor: Tensor) -> Tensor:
+        if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+            return tensor
+        if tensor.numel() * tensor.element_size() > COPY_OFF_LOOP_BYTES:
+            return await asyncio.to_thread(plain, tensor)
+        return plain(tensor)
+
+    async def recv(self, out: Tensor | None, src: int | None, tag: int) -> Received:
+        """Receive one tensor, into ``out`` or into a new one.
+
+        Cancellation: no message is lost.
+        """
+        if out is None:
+            receive = self._p2p.post(src, tag, _check_tensor, _nowhere)
+            arrival = await self._p2p.wait(receive)
+            return Received(arrival.tensor, arrival.source)
+        out = require_host(out, "the tensor to receive into")
+        fits = _Fits(out)
+        receive = self._p2p.post(src, tag, fits.check, fits.place)
+        arrival = await self._p2p.wait(receive)
+        if not arrival.is_borrowed:
+            await self._copy(out, arrival.tensor.view(out.dtype))
+        return Received(out, arrival.source)
+
+    async def _copy(self, out: Tensor, tensor: Tensor) -> None:
+        tensor = tensor.view(out.shape)
+        if out.numel() * out.element_size() > COPY_OFF_LOOP_BYTES:
+            await asyncio.shield(asyncio.to_thread(out.copy_, tensor))
+        else:
+            out.copy_(tensor)
+
+    async def send_bundle(
+        self, tensors: Mapping[str, Tensor], meta: Meta, dst: int, tag: int
+    ) -> None:
+        """Send several tensors as one message.
+
+        Cancellation: what is left of the message is withdrawn; the world lives on.
+        """
+        manifest, packed = pack_bundle(tensors, meta)
+        description = Description(
+            wire.BUNDLE, UINT8, (), packed.numel(), tag, len(manifest)
+        )
+        await self._p2p.lanes[dst].send(description, memory_of(packed), packed)
+
+    async def recv_bundle(self, src: int | None, tag: int) -> Bundle:
+        """Receive several tensors.
+
+        Cancellation: no message is lost.
+        """
+        receive = self._p2p.post(src, tag, _check_bundle, _nowhere)
+        arrival = await self._p2p.wait(receive)
+        length = arrival.description.label
+        return unpack_bundle(arrival.tensor, length, arrival.source)
+
+    async def send_object(self, obj: Any, dst: int, tag: int) -> None:
+        """Send plain data as JSON.
+
+        Cancellation: what is left of the message is withdrawn; the world lives on.
+        """
+        body = bytearray(encode_object(obj, "the object to send"))
+        memory = memoryview(body)
+        description = Description(wire.OBJECT, UINT8, (), len(body), tag, 0)
+        await self._p2p.lanes[dst].send(description, memory, body)
+
+    async def recv_object(self, src: int | None, tag: int) -> Any:
+        """Receive plain data.
+
+        Cancellation: no message is lost.
+        """
+        receive = self._p2p.post(src, tag, _check_object, _nowhere)
+        arrival = await self._p2p.wait(receive)
+        return decode_object(bytes(arrival.memory))
+
+    # Collectives.
+
+    async def broadcast(self, tensor: Tensor, src: int) -> None:
+        """Copy ``tensor`` of ``src`` into everybody's (binomial tree)."""
+        await self._collectives.broadcast(tensor, src)
+
+    async def all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
+        """Reduce into everybody's ``tensor`` (recursive doubling, or a ring)."""
+        await self._collectives.all_reduce(tensor, op)
+
+    async def reduce(self, tensor: Tensor, dst: int, op: ReduceOp) -> None:
+        """Reduce into ``tensor`` of ``dst`` (binomial tree)."""
+        await self._collectives.reduce(tensor, dst, op)
+
+    async def all_gather(self, outs: Sequence[Tensor], tensor: Tensor) -> None:
+        """Put every member's tensor into ``outs`` (ring)."""
+        await self._collectives.all_gather(outs, tensor)
+
+    async def gather(
+        self, tensor: Tensor, outs: Sequence[Tensor] | None, dst: int
+    ) -> None:
+        """Put every member's tensor into ``outs`` of ``dst``."""
+        await self._collectives.gather(tensor, outs, dst)
+
+    async def scatter(
+        self, out: Tensor, tensors: Sequence[Tensor] | None, src: int
+    ) -> None:
+        """Put ``tensors[rank]`` of ``src`` into ``out``."""
+        await self._collectives.scatter(out, tensors, src)
+
+    async def reduce_scatter(
+        self, out: Tensor, tensors: Sequence[Tensor], op: ReduceOp
+    ) -> None:
+        """Reduce ``tensors[i]`` of all into ``out`` of member i (ring)."""
+        await self._collectives.reduce_scatter(out, tensors, op)
+
+    async def all_to_all(self, outs: Sequence[Tensor], ins: Sequence[Tensor]) -> None:
+        """Send ``ins[i]`` to member i (pairwise exchange)."""
+        await self._collectives.all_to_all(outs, ins)
+
+    async def barrier(self) -> None:
+        """Wait until every member is here (dissemination)."""
+        await self._collectives.barrier()
+
+    async def _collective_lane(self, rank: int) -> None:
+        """Open the lane for collectives with ``rank``, at the first need."""
+        if rank in self._collective.lanes:
+            return
+        if self._view.has_left(rank):
+            raise self._view.left_error(rank)
+        if not self._view.dials(rank) and rank not in self._opening:
+            self._view.tell(rank, {"op": "lane"})
+        task = self._start_opening(rank)
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled() and self._is_over:
+                raise self._view.broken_error() from None
+            if task.cancelled() and self._view.has_left(rank):
+                raise self._view.left_error(rank) from None
+            raise
+        except OSError as error:
+            # Not reached: the control link tells soon whose fault it is.
+            if self._view.has_left(rank):
+                raise self._view.left_error(rank) from error
+            self._view.trouble(rank, str(error))
+            await self._view.wait_over()
+            raise self._view.broken_error() from error
+
+    def _start_opening(self, rank: int) -> asyncio.Task[Lane]:
+        if rank not in self._opening:
+            task = asyncio.get_running_loop().create_task(
+                self._open_collective(rank), name="multiworld collective lane"
+            )
+            self._opening[rank] = task
+            task.add_done_callback(_retrieve)
+        return self._opening[rank]
+
+    async def _open_collective(self, rank: int) -> Lane:
+        lane = await self._open_lane(rank, COLLECTIVE, self._collective)
+        if self._is_over:
+            lane.close_nowait()
+            raise self._view.broken_error()
+        self._collective.lanes[rank] = lane
+        return lane
+
+    def on_message(self, rank: int, message: dict[str, Any]) -> None:
+        """Open a lane that another member needs."""
+        if self._is_over:
+            return
+        if message.get("op") == "lane":
+            self._start_opening(rank)
+        elif message.get("op") == "uncollective":
+            self._collectives.end_from(int(message["number"]), int(message["left"]))
+
+    # The end.
+
+    def lane_ended(self, rank: int, evidence: str) -> None:
+        """A connection ended without a fin; the world waits for the link's word."""
+        if not self._is_over:
+            self._view.trouble(rank, evidence)
+
+    def lane_corrupt(self, rank: int, evidence: str) -> None:
+        """What arrived was garbage; nothing of this world can be trusted."""
+        reason = f"a corrupt frame arrived from rank {rank}"
+        self._view.report(Failed(reason, evidence))
+
+    def lane_finished(self, rank: int) -> None:
+        """A member's fin arrived."""
+        for channel in (self._p2p, self._collective):
+            lane = channel.lanes.get(rank)
+            if lane is not None and lane.is_finished:
+                channel.mailbox.end(rank, self._view.left_error)
+                lane.member_left(lambda: self._view.left_error(rank))
+
+    def member_left(self, rank: int) -> None:
+        """Fail sends to a member that left; what it sent can still be received."""
+        for channel in (self._p2p, self._collective):
+            channel.member_left(rank, lambda: self._view.left_error(rank))
+        opening = self._opening.get(rank)
+        if opening is not None:
+            opening.cancel()
+
+    def abort(self) -> None:
+        """Fail everything and free all."""
+        self._is_over = True
+        self._cancel_opening()
+        self._p2p.abort(self._view.broken_error)
+        self._collective.abort(self._view.broken_error)
+
+    def begin_close(self) -> None:
+        """Queue a fin on every lane."""
+        for lane in self._lanes():
+            lane.begin_close()
+
+    async def close(self) -> None:
+        """Wait until what was sent has left, then free all."""
+        self.begin_close()
+        await asyncio.gather(*(lane.wait_drained() for lane in self._lanes()))
+
+    def close_nowait(self) -> None:
+        """Free all; TCP connections linger for the other side's sake."""
+        self._is_over = True
+        self._cancel_opening()
+        for channel in (self._p2p, self._collective):
+            channel.mailbox.abort(self._view.broken_error)
+        for lane in self._lanes():
+            if lane.finish_close(self._view.config.close_s):
+                self._view.linger(lane)
+
+    def _cancel_opening(self) -> None:
+        for task in self._opening.values():
+            task.cancel()
+
+    def _lanes(self) -> list[Lane]:
+        return [*self._p2p.lanes.values(), *self._collective.lanes.values()]
+
+    def filenos(self) -> list[int]:
+        """Return the descriptors that a forked child must close."""
+        return self._p2p.filenos() + self._collective.filenos()
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """Not here.
+
+        Raises:
+            UnsupportedOperationError: Always; c10d worlds have one.
+        """
+        raise UnsupportedOperationError(
+            "this world's backend has no c10d process group; join it with "
+            "backend='gloo' (or 'nccl')"
+        )
+
+
+def _retrieve(task: asyncio.Task[Any]) -> None:
+    """Look at a background task's error: whoever awaits the task gets it too."""
+    if not task.cancelled():
+        task.exception()
+
+
+# Checks: what a receive accepts.
+
+
+def _nowhere(_: Description) -> Tensor | None:
+    return None
+
+
+class _Fits:
+    """A receive into a given tensor."""
+
+    def __init__(self, out: Tensor) -> None:
+        self._out = out
+        self._code = code_of(out)
+        self._size = out.numel() * out.element_size()
+
+    def check(self, source: int, found: Description) -> Exception | None:
+        if found.kind != wire.TENSOR:
+            return _wrong_kind(source, found, "a tensor")
+        if (found.dtype, found.size) == (self._code, self._size):
+            return None
+        return TensorMismatchError(
+            f"rank {source} sent {_say(found)}, but the tensor to receive into holds "
+            f"{self._out.numel()} of {self._out.dtype}; the message is still there: "
+            "receive it with a tensor that fits, or with none"
+        )
+
+    def place(self, found: Description) -> Tensor | None:
+        return self._out if self._out.is_contiguous() else None
+
+
+def _say(found: Description) -> str:
+    return f"{list(found.shape)} of {DTYPES[found.dtype]}"
+
+
+def _wrong_kind(source: int, found: Description, wanted: str) -> TensorMismatchError:
+    receiver = {wire.TENSOR: "recv", wire.BUNDLE: "recv_bundle"}
+    call = receiver.get(found.kind, "recv_object")
+    return TensorMismatchError(
+        f"rank {source} sent {wire.KIND_NAMES[found.kind]}, not {wanted}; the message "
+        f"is still there: receive it with {call}"
+    )
+
+
+def _check_tensor(source: int, found: Description) -> Exception | None:
+    return None if found.kind == wire.TENSOR else _wrong_kind(source, found, "a tensor")
+
+
+def _check_bundle(source: int, found: Description) -> Exception | None:
+    return None if found.kind == wire.BUNDLE else _wrong_kind(source, found, "a bundle")
+
+
+def _check_object(source: int, found: Description) -> Exception | None:
+    return (
+        None if found.kind == wire.OBJECT else _wrong_kind(source, found, "an object")
+    )
+
+
+# Objects and bundles.
+
+
+def encode_object(obj: Any, what: str) -> bytes:
+    """Return plain data as JSON.
+
+    Raises:
+        ConfigError: JSON cannot say it.
+    """
+    try:
+        return json.dumps(obj, separators=(",", ":"), allow_nan=True).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        rule = f"plain data (str, int, float, bool, None, list, dict): {error}"
+        raise ConfigError(what, obj, rule) from error
+
+
+def decode_object(body: bytes) -> Any:
+    """Read plain data.
+
+    Raises:
+        TensorMismatchError: It is not JSON.
+    """
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise TensorMismatchError("an object arrived that is not JSON") from error
+
+
+_LENGTH = struct.Struct("<I")
+
+
+def pack_bundle(tensors: Mapping[str, Tensor], meta: Meta) -> tuple[bytes, Tensor]:
+    """Return the manifest and one tensor of bytes that holds it and all tensors.
+
+    Raises:
+        TensorMismatchError, ConfigError: Something in it cannot be sent.
+    """
+    entries, pieces, offset = [], [], 0
+    for name, tensor in tensors.items():
+        if not isinstance(name, str):
+            raise ConfigError("a tensor's name", name, "a str")
+        flat = plain(require_host(tensor, f"tensor {name!r}"))
+        size = flat.numel() * flat.element_size()
+        entries.append([name, code_of(flat), list(flat.shape), offset])
+        pieces.append((offset, flat))
+        offset += -(-size // ALIGNMENT) * ALIGNMENT
+    manifest = encode_object([entries, dict(meta)], "meta")
+    start = -(-len(manifest) // ALIGNMENT) * ALIGNMENT
+    packed = torch.empty(start + offset, dtype=torch.uint8)
+    memory = memory_of(packed)
+    memory[: len(manifest)] = manifest
+    for where, flat in pieces:
+        source = memory_of(flat)
+        memory[start + where : start + where + len(source)] = source
+    return manifest, packed
+
+
+def unpack_bundle(packed: Tensor, length: int, source: int) -> Bundle:
+    """Return the bundle whose manifest is the first ``length`` bytes of ``packed``.
+
+    Raises:
+        TensorMismatchError: The manifest does not describe what follows it.
+    """
+    start = -(-length // ALIGNMENT) * ALIGNMENT
+    content = decode_object(bytes(memory_of(packed)[:length]))
+    try:
+        entries, meta = content
+        tensors = {
+            str(name): _slice(packed, start + int(offset), int(code), shape)
+            for name, code, shape, offset in entries
+        }
+        return Bundle(tensors, dict(meta), source)
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise TensorMismatchError("a bundle's manifest is malformed") from error
+
+
+def _slice(packed: Tensor, begin: int, code: int, shape: list[int]) -> Tensor:
+    dtype = DTYPES[code]
+    count = 1
+    for extent in shape:
+        if extent < 0:
+            raise ValueError("a negative extent")
+        count *= extent
+    size = count * dtype.itemsize
+    if begin < 0 or begin + size > packed.numel():
+        raise ValueError("a tensor outside its bundle")
+    return packed[begin : begin + size].view(dtype).view(shape)

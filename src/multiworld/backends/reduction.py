@@ -1,0 +1,69 @@
+"""What the reduce operations do to host tensors. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from multiworld.errors import UnsupportedOperationError
+
+Combine = Callable[[Tensor, Tensor], object]
+
+_COMBINERS: dict[str, Combine] = {
+    "SUM": lambda total, other: total.add_(other),
+    "AVG": lambda total, other: total.add_(other),
+    "PRODUCT": lambda total, other: total.mul_(other),
+    "MIN": lambda total, other: torch.minimum(total, other, out=total),
+    "MAX": lambda total, other: torch.maximum(total, other, out=total),
+    "BAND": lambda total, other: total.bitwise_and_(other),
+    "BOR": lambda total, other: total.bitwise_or_(other),
+    "BXOR": lambda total, other: total.bitwise_xor_(other),
+}
+
+OP_CODES = {name: code for code, name in enumerate(_COMBINERS, start=1)}
+OP_NAMES = {code: name for name, code in OP_CODES.items()}
+
+
+def op_name(op: ReduceOp) -> str:
+    """Return the name of a reduce operation.
+
+    Raises:
+        UnsupportedOperationError: It is none of those in ``OP_CODES``.
+    """
+    for name in OP_CODES:
+        if op == getattr(ReduceOp, name):
+            return name
+    raise UnsupportedOperationError(
+        f"{op} is not supported; use one of {', '.join(OP_CODES)}"
+    )
+
+
+def combiner(op: ReduceOp, like: Tensor) -> Combine:
+    """Return ``combine(total, other)``, which works in place on ``total``.
+
+    Raises:
+        UnsupportedOperationError: ``op`` does not exist for tensors like ``like``. So
+            all members find out before anything is sent.
+    """
+    name = op_name(op)
+    combine = _COMBINERS[name]
+    one = torch.ones(1, dtype=torch.uint8).to(like.dtype)
+    try:
+        combine(one, one.clone())
+        if name == "AVG":
+            one.div_(2)
+    except RuntimeError as error:
+        raise UnsupportedOperationError(
+            f"{name} does not exist for {like.dtype} ({error}); convert the tensor, or "
+            "use another operation"
+        ) from error
+    return combine
+
+
+def finish_average(op: ReduceOp, total: Tensor, size: int) -> None:
+    """Divide by the world size if ``op`` is AVG."""
+    if op_name(op) == "AVG":
+        total.div_(size)

@@ -1,0 +1,81 @@
+"""How a world behaves: one frozen value, checked when it is made. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from multiworld.errors import ConfigError
+
+__all__ = ["WorldConfig"]
+
+KIB = 1024
+MIB = 1024 * KIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorldConfig:
+    """Settings of one world; every member should use the same ones.
+
+    Raises:
+        ConfigError: A value is outside what its field allows.
+    """
+
+    join_s: float = 30.0
+    """Seconds to wait for all members before ``JoinTimeoutError``; 30 as in the
+    prototype, whose programs rely on it."""
+
+    silence_s: float = 2.0
+    """Seconds without a sign of life after which a member is declared lost. The helper
+    process that beats was never more than 0.112 s late on a busy machine; 2 s leaves
+    room for an overloaded one and for a network that drops a few packets."""
+
+    close_s: float = 5.0
+    """Most seconds that ``close`` waits for data already sent to leave this process."""
+
+    heartbeat: Literal["process", "thread"] = "process"
+    """Who beats for this process. A helper process beats on while one C call holds the
+    GIL (20 s were measured for an unpickle) and tells when this process is stopped; a
+    thread costs no process, but can do neither."""
+
+    eager_bytes: int = 64 * KIB
+    """Messages up to this size are sent without waiting for the receiver."""
+
+    unexpected_bytes: int = 64 * MIB
+    """Most bytes held per pair for messages that nobody asked for yet; then reading
+    stops, and with it, in time, the sender."""
+
+    max_message_bytes: int = 1 << 40
+    """A header that announces more than this is taken for garbage and breaks the world
+    before anything is allocated."""
+
+    payload_checksum: bool = False
+    """Check every payload with CRC-32. Headers are always checked; payloads cross
+    memory or a checksummed TCP stream already, and a second sum costs most of the rate
+    at large sizes."""
+
+    host_p2p: Literal["direct", "backend"] = "direct"
+    """What carries send and recv of host tensors on a c10d world: our data path, which
+    can be cancelled and carries shapes, or the backend's own."""
+
+    operation_s: float = 1800.0
+    """Deadline that a c10d backend gets for its own operations; torch's default.
+    Liveness does not depend on it."""
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        for name in ("join_s", "silence_s", "close_s", "operation_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(name, getattr(self, name), "seconds, more than 0")
+        for name in ("eager_bytes", "unexpected_bytes", "max_message_bytes"):
+            if getattr(self, name) < 0:
+                raise ConfigError(name, getattr(self, name), "bytes, 0 or more")
+        if self.heartbeat not in ("process", "thread"):
+            raise ConfigError("heartbeat", self.heartbeat, "'process' or 'thread'")
+        if self.host_p2p not in ("direct", "backend"):
+            raise ConfigError("host_p2p", self.host_p2p, "'direct' or 'backend'")
+
+    def replace(self, **changes: Any) -> WorldConfig:
+        """Return a copy with ``changes`` applied, checked again."""
+        return dataclasses.replace(self, **changes)

@@ -1,0 +1,300 @@
+"""Every error that multiworld raises, in one tree.
+
+::
+
+    MultiWorldError
+    ├ ConfigError(ValueError)            a bad value, found before any I/O
+    ├ WorldError                         .world .epoch
+    │ ├ UnknownWorldError(ValueError)    no such world in this manager
+    │ ├ WorldExistsError(ValueError)     the name is in use in this manager
+    │ ├ WorldClosedError                 we closed it
+    │ │ └ MemberLeftError                the member we need has left  .rank
+    │ ├ RankTakenError                   another live process holds the rank
+    │ ├ UsedAfterForkError               a forked child may not use its parent's worlds
+    │ ├ WorldBrokenError                 the outside broke it  .reason .evidence .lost
+    │ │ ├ MemberLostError                .rank .silent_s
+    │ │ └ StaleEpochError                .seen .expected
+    │ └ WorldTimeoutError(TimeoutError)
+    │   └ JoinTimeoutError               .present .missing
+    ├ RendezvousError
+    │ ├ StoreUnreachableError            .address
+    │ ├ WrongSecretError
+    │ ├ ProtocolVersionError             .ours .theirs
+    │ └ JoinMismatchError                the members asked for different worlds
+    ├ BackendError
+    │ ├ UnsupportedOperationError
+    │ └ TensorMismatchError              the two sides disagree about a message
+    └ InternalError                      our bug, with the object's story
+
+*Closed* means that this process ended the world, *broken* that something outside did.
+Every error survives pickling with all its fields.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "BackendError",
+    "BrokenWorldException",
+    "ConfigError",
+    "InternalError",
+    "JoinMismatchError",
+    "JoinTimeoutError",
+    "MemberLeftError",
+    "MemberLostError",
+    "MultiWorldError",
+    "ProtocolVersionError",
+    "RankTakenError",
+    "RendezvousError",
+    "StaleEpochError",
+    "StoreUnreachableError",
+    "TensorMismatchError",
+    "UnknownWorldError",
+    "UnsupportedOperationError",
+    "UsedAfterForkError",
+    "WorldBrokenError",
+    "WorldClosedError",
+    "WorldError",
+    "WorldExistsError",
+    "WorldTimeoutError",
+    "WrongSecretError",
+]
+
+
+def _restore(
+    kind: type[MultiWorldError], args: tuple[Any, ...], fields: dict[str, Any]
+) -> MultiWorldError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(fields)
+    return error
+
+
+class MultiWorldError(Exception):
+    """Base of all errors of this package."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (type(self), self.args, dict(self.__dict__))
+
+
+class ConfigError(MultiWorldError, ValueError):
+    """A value that cannot work, found before any I/O.
+
+    Attributes:
+        field: Name of the parameter.
+        value: What was given, as ``repr`` shows it.
+        rule: What is allowed.
+    """
+
+    def __init__(self, field: str, value: object, rule: str) -> None:
+        self.field, self.value, self.rule = field, repr(value), rule
+        super().__init__(f"{field}={value!r} is not allowed: {rule}")
+
+
+class WorldError(MultiWorldError):
+    """Something about one world.
+
+    Attributes:
+        world: The world's name.
+        epoch: The incarnation it happened in; 0 where there was none yet.
+    """
+
+    def __init__(self, message: str = "", *, world: str = "", epoch: int = 0) -> None:
+        self.world, self.epoch = world, epoch
+        super().__init__(message)
+
+
+class UnknownWorldError(WorldError, ValueError):
+    """This manager has no world of that name."""
+
+
+class WorldExistsError(WorldError, ValueError):
+    """This manager already has a world of that name."""
+
+
+class WorldClosedError(WorldError):
+    """This process has left the world."""
+
+
+class MemberLeftError(WorldClosedError):
+    """The member needed for the operation has left the world politely.
+
+    Attributes:
+        rank: The member that left.
+    """
+
+    def __init__(
+        self, message: str = "", *, world: str = "", epoch: int = 0, rank: int = -1
+    ) -> None:
+        self.rank = rank
+        super().__init__(message, world=world, epoch=epoch)
+
+
+class RankTakenError(WorldError):
+    """Another live process holds the rank; it was not disturbed."""
+
+
+class UsedAfterForkError(WorldError):
+    """A forked child tried to use worlds of its parent."""
+
+
+class WorldBrokenError(WorldError):
+    """Something outside this process ended the world; it is unusable from now on.
+
+    Attributes:
+        reason: What happened, in words.
+        evidence: What was observed that led to the verdict.
+        lost: Ranks known to be lost when this error was made.
+    """
+
+    def __init__(
+        self,
+        world: str = "",
+        reason: str = "",
+        *,
+        epoch: int = 0,
+        evidence: str = "",
+        lost: frozenset[int] = frozenset(),
+    ) -> None:
+        self.reason, self.evidence, self.lost = reason, evidence, lost
+        message = f"{world} broken: {reason}"
+        if evidence:
+            message += f" ({evidence})"
+        super().__init__(message, world=world, epoch=epoch)
+
+
+BrokenWorldException = WorldBrokenError
+"""The name that programs written for pymultiworld catch."""
+
+
+class MemberLostError(WorldBrokenError):
+    """A member died, hung or was cut off, and the world broke with it.
+
+    Attributes:
+        rank: The member that was lost first.
+        silent_s: Seconds since it was last heard of, when it was declared lost.
+    """
+
+    def __init__(
+        self,
+        world: str = "",
+        reason: str = "",
+        *,
+        rank: int = -1,
+        silent_s: float = 0.0,
+        epoch: int = 0,
+        evidence: str = "",
+        lost: frozenset[int] = frozenset(),
+    ) -> None:
+        self.rank, self.silent_s = rank, silent_s
+        super().__init__(
+            world, reason, epoch=epoch, evidence=evidence, lost=lost | {rank}
+        )
+
+
+class StaleEpochError(WorldBrokenError):
+    """This process speaks for an incarnation that has been replaced.
+
+    Attributes:
+        seen: The epoch this process believed in.
+        expected: The epoch that is current.
+    """
+
+    def __init__(
+        self, world: str = "", reason: str = "", *, seen: int = 0, expected: int = 0
+    ) -> None:
+        self.seen, self.expected = seen, expected
+        super().__init__(world, reason, epoch=seen)
+
+
+class WorldTimeoutError(WorldError, TimeoutError):
+    """A deadline of the world's configuration has passed."""
+
+
+class JoinTimeoutError(WorldTimeoutError):
+    """Not every member came in time.
+
+    Attributes:
+        present: Ranks that had come, this process's own among them.
+        missing: Ranks that had not.
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        world: str = "",
+        epoch: int = 0,
+        present: tuple[int, ...] = (),
+        missing: tuple[int, ...] = (),
+    ) -> None:
+        self.present, self.missing = present, missing
+        super().__init__(message, world=world, epoch=epoch)
+
+
+class RendezvousError(MultiWorldError):
+    """The members could not meet."""
+
+
+class StoreUnreachableError(RendezvousError):
+    """No store answered.
+
+    Attributes:
+        address: Where it was looked for.
+    """
+
+    def __init__(self, message: str = "", *, address: str = "") -> None:
+        self.address = address
+        super().__init__(message)
+
+
+class WrongSecretError(RendezvousError):
+    """The two sides do not hold the same secret."""
+
+
+class ProtocolVersionError(RendezvousError):
+    """The two sides speak different versions of the protocol.
+
+    Attributes:
+        ours: The version that this process speaks.
+        theirs: The other side's, or 0 if it speaks another protocol altogether.
+    """
+
+    def __init__(self, message: str = "", *, ours: int = 0, theirs: int = 0) -> None:
+        self.ours, self.theirs = ours, theirs
+        super().__init__(message)
+
+
+class JoinMismatchError(RendezvousError):
+    """Members of one world asked for different sizes, backends or options.
+
+    Attributes:
+        world: The world's name.
+    """
+
+    def __init__(self, message: str = "", *, world: str = "") -> None:
+        self.world = world
+        super().__init__(message)
+
+
+class BackendError(MultiWorldError):
+    """A backend refused or failed an operation; the message says what to do."""
+
+
+class UnsupportedOperationError(BackendError):
+    """The backend cannot do this; the message names one that can, or another way."""
+
+
+class TensorMismatchError(BackendError):
+    """The two sides of an operation disagree about kind, dtype, size or device."""
+
+
+class InternalError(MultiWorldError):
+    """A bug in multiworld; the message tells the object's story. Please report it."""

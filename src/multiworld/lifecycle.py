@@ -1,0 +1,270 @@
+"""The life of one incarnation of a world. Pure.
+
+``handle(life, happening)`` takes what the world is and what happened, and returns what
+the world is now and what is to be done about it. Invariants: a world that is broken or
+closed never becomes ready again; the first breakage gives the reason, later ones only
+add to who is lost; nothing that concerns a member that left politely breaks a world.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, replace
+
+from multiworld.errors import MemberLostError, WorldBrokenError
+from multiworld.events import (
+    Event,
+    MemberLeft,
+    MemberLost,
+    WorldBroken,
+    WorldClosed,
+    WorldReady,
+)
+
+
+class Phase(enum.Enum):
+    """Where an incarnation stands."""
+
+    JOINING = "joining"
+    READY = "ready"
+    BROKEN = "broken"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breakage:
+    """Why a world is broken; makes a fresh error for each operation that fails."""
+
+    world: str
+    epoch: int
+    reason: str
+    evidence: str = ""
+    rank: int | None = None
+    silent_s: float = 0.0
+    lost: frozenset[int] = frozenset()
+
+    def error(self) -> WorldBrokenError:
+        """Return a new error; sharing one would mix up tracebacks."""
+        if self.rank is None:
+            return WorldBrokenError(
+                self.world,
+                self.reason,
+                epoch=self.epoch,
+                evidence=self.evidence,
+                lost=self.lost,
+            )
+        return MemberLostError(
+            self.world,
+            self.reason,
+            rank=self.rank,
+            silent_s=self.silent_s,
+            epoch=self.epoch,
+            evidence=self.evidence,
+            lost=self.lost,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """What an incarnation is, as one member sees it."""
+
+    world: str
+    epoch: int
+    rank: int
+    size: int
+    phase: Phase = Phase.JOINING
+    left: frozenset[int] = frozenset()
+    breakage: Breakage | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """True once the incarnation can carry no more traffic."""
+        return self.phase in (Phase.BROKEN, Phase.CLOSED)
+
+
+# What can happen.
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Every member is connected to every other."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaidLeft:
+    """A member told that it leaves."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class WasLost:
+    """This process's own watchdog, or a member that was first to know, gave a verdict."""
+
+    rank: int
+    reason: str
+    evidence: str = ""
+    silent_s: float = 0.0
+    told_by: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The world failed without a member to blame."""
+
+    reason: str
+    evidence: str = ""
+    told_by: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CloseAsked:
+    """This process wants to leave."""
+
+
+Happening = Opened | SaidLeft | WasLost | Failed | CloseAsked
+
+
+# What is to be done.
+
+
+@dataclass(frozen=True, slots=True)
+class FailOperations:
+    """Fail everything pending, and free what the incarnation holds."""
+
+    breakage: Breakage
+
+
+@dataclass(frozen=True, slots=True)
+class FailMember:
+    """Fail what only this member could have completed."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class TellBroken:
+    """Tell the other members the verdict."""
+
+    breakage: Breakage
+
+
+@dataclass(frozen=True, slots=True)
+class TellLeft:
+    """Tell the other members that this one leaves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Report to whoever reads the manager's events."""
+
+    event: Event
+
+
+Action = FailOperations | FailMember | TellBroken | TellLeft | Publish
+
+
+def handle(life: Life, happening: Happening) -> tuple[Life, tuple[Action, ...]]:
+    """Return the next state and the actions, in the order to carry them out."""
+    match happening:
+        case Opened():
+            return _opened(life)
+        case SaidLeft(rank):
+            return _said_left(life, rank)
+        case WasLost():
+            return _was_lost(life, happening)
+        case Failed():
+            return _failed(life, happening)
+        case CloseAsked():
+            return _close_asked(life)
+
+
+def _opened(life: Life) -> tuple[Life, tuple[Action, ...]]:
+    if life.phase is not Phase.JOINING:
+        return life, ()
+    ready = WorldReady(
+        world=life.world, epoch=life.epoch, rank=life.rank, size=life.size
+    )
+    return replace(life, phase=Phase.READY), (Publish(ready),)
+
+
+def _said_left(life: Life, rank: int) -> tuple[Life, tuple[Action, ...]]:
+    if life.is_over or rank in life.left or not _is_other(life, rank):
+        return life, ()
+    event = MemberLeft(world=life.world, epoch=life.epoch, rank=rank)
+    life = replace(life, left=life.left | {rank})
+    return life, (FailMember(rank), Publish(event))
+
+
+def _was_lost(life: Life, loss: WasLost) -> tuple[Life, tuple[Action, ...]]:
+    if rank_is_irrelevant(life, loss.rank):
+        return life, ()
+    if life.breakage is not None:
+        lost = life.breakage.lost | {loss.rank}
+        return replace(life, breakage=replace(life.breakage, lost=lost)), ()
+    breakage = Breakage(
+        world=life.world,
+        epoch=life.epoch,
+        reason=f"rank {loss.rank} was lost: {loss.reason}",
+        evidence=loss.evidence,
+        rank=loss.rank,
+        silent_s=loss.silent_s,
+        lost=frozenset({loss.rank}),
+    )
+    event = MemberLost(
+        world=life.world,
+        epoch=life.epoch,
+        rank=loss.rank,
+        reason=loss.reason,
+        evidence=loss.evidence,
+        silent_s=loss.silent_s,
+    )
+    life, actions = _break(life, breakage)
+    return life, (*actions[:-1], Publish(event), actions[-1])
+
+
+def rank_is_irrelevant(life: Life, rank: int) -> bool:
+    """Tell whether losing ``rank`` now changes nothing for this incarnation."""
+    return life.phase is Phase.CLOSED or rank in life.left or not _is_other(life, rank)
+
+
+def _failed(life: Life, failure: Failed) -> tuple[Life, tuple[Action, ...]]:
+    if life.is_over:
+        return life, ()
+    return _break(
+        life,
+        Breakage(
+            world=life.world,
+            epoch=life.epoch,
+            reason=failure.reason,
+            evidence=failure.evidence,
+        ),
+    )
+
+
+def _break(life: Life, breakage: Breakage) -> tuple[Life, tuple[Action, ...]]:
+    event = WorldBroken(
+        world=life.world,
+        epoch=life.epoch,
+        reason=breakage.reason,
+        evidence=breakage.evidence,
+        lost=breakage.lost,
+    )
+    life = replace(life, phase=Phase.BROKEN, breakage=breakage)
+    # The others are told before anything is closed: a member that sees a connection
+    # end without a word would accuse this one.
+    return life, (TellBroken(breakage), FailOperations(breakage), Publish(event))
+
+
+def _close_asked(life: Life) -> tuple[Life, tuple[Action, ...]]:
+    if life.phase is Phase.CLOSED:
+        return life, ()
+    event = Publish(WorldClosed(world=life.world, epoch=life.epoch))
+    closed = replace(life, phase=Phase.CLOSED)
+    if life.phase is Phase.BROKEN:
+        return closed, (event,)
+    return closed, (TellLeft(), event)
+
+
+def _is_other(life: Life, rank: int) -> bool:
+    return 0 <= rank < life.size and rank != life.rank

@@ -1,0 +1,84 @@
+"""A blocking connection to a store's values, for threads that have no event loop.
+
+c10d calls its store from C++ threads and waits inside the call. Each connection is used
+by one thread at a time, under a lock.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from typing import Any
+
+from multiworld.errors import StoreUnreachableError, WorldTimeoutError
+from multiworld.rendezvous import frames
+from multiworld.rendezvous.address import StoreAddress
+
+SLACK_S = 5.0
+"""How much longer than the store's own deadline an answer is waited for."""
+
+
+class BlockingValues:
+    """Keys and values of a store, one request at a time."""
+
+    def __init__(self, address: StoreAddress, timeout_s: float) -> None:
+        self._address = address
+        self._lock = threading.Lock()
+        self._requests = 0
+        try:
+            self._sock = socket.create_connection(
+                (address.host, address.port), timeout=timeout_s
+            )
+        except OSError as error:
+            raise self._unreachable(error) from error
+        self._sock.settimeout(timeout_s)
+        hello = {"multiworld": frames.PROTOCOL_VERSION, "world": ""}
+        self._exchange(hello)
+
+    def close(self) -> None:
+        """Hang up; a thread that waits for an answer gets an error."""
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self._sock.close()
+
+    def request(self, op: str, **fields: Any) -> Any:
+        """Return the store's result.
+
+        Raises:
+            WorldTimeoutError: The store's answer is that time ran out.
+            StoreUnreachableError: The connection ended.
+        """
+        with self._lock:
+            self._requests += 1
+            self._sock.settimeout(float(fields.get("deadline_s", 0.0)) + SLACK_S)
+            message = {"op": op, "request": self._requests, **fields}
+            reply = self._exchange(message)
+        if not reply.get("ok"):
+            keys = fields.get("keys", [fields.get("key", "")])
+            raise WorldTimeoutError(f"the store has no value for {keys} in time")
+        return reply.get("result")
+
+    def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
+        try:
+            self._sock.sendall(frames.encode(message))
+            length = frames.decode_length(self._read(4))
+            return frames.decode_body(self._read(length))
+        except (OSError, frames.FrameError) as error:
+            raise self._unreachable(error) from error
+
+    def _read(self, count: int) -> bytes:
+        chunks = bytearray()
+        while len(chunks) < count:
+            chunk = self._sock.recv(count - len(chunks))
+            if not chunk:
+                raise ConnectionResetError("the store hung up")
+            chunks += chunk
+        return bytes(chunks)
+
+    def _unreachable(self, error: Exception) -> StoreUnreachableError:
+        return StoreUnreachableError(
+            f"the store at {self._address} cannot be reached: {error}",
+            address=str(self._address),
+        )

@@ -1,0 +1,271 @@
+"""Meeting the other members: from a claim to an admitted incarnation. Shell.
+
+``Meeting`` keeps the sessions and the stores that one manager uses. Both are counted:
+a session closes with the last world that met there, an embedded store with the last
+world of this process that needs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from dataclasses import dataclass
+from typing import Any
+
+from multiworld.errors import (
+    JoinMismatchError,
+    JoinTimeoutError,
+    ProtocolVersionError,
+    RankTakenError,
+    RendezvousError,
+    StoreUnreachableError,
+)
+from multiworld.membership import Incarnation, Member
+from multiworld.rendezvous import frames
+from multiworld.rendezvous.address import StoreAddress
+from multiworld.rendezvous.server import StoreServer
+from multiworld.rendezvous.service import StoreService
+from multiworld.rendezvous.session import (
+    RETRY_S,
+    Holds,
+    LocalWire,
+    SessionLostError,
+    StoreSession,
+    connect,
+)
+
+_local_services: dict[str, StoreService] = {}
+"""The stores inside this process, by name; each goes with its last session."""
+
+
+SLACK_S = 1.0
+"""How long after the deadline the store's own answer (who is missing) may take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What a member wants: a rank in a world of this size, on these terms."""
+
+    world: str
+    rank: int
+    size: int
+    terms: str
+    seen: int
+
+
+class Meeting:
+    """A manager's sessions and embedded stores."""
+
+    def __init__(self, holds: Holds) -> None:
+        self._holds = holds
+        self._sessions: dict[StoreAddress, StoreSession] = {}
+        self._stores: dict[StoreAddress, StoreServer] = {}
+        self._opening: dict[StoreAddress, asyncio.Lock] = {}
+
+    async def enter(
+        self, address: StoreAddress, *, may_host: bool, world: str, deadline: float
+    ) -> StoreSession:
+        """Return an open session with the store at ``address``; ``leave`` it once.
+
+        With ``may_host``, the store is embedded here if nobody serves the address and
+        it is one of this host's.
+
+        Raises:
+            StoreUnreachableError, ProtocolVersionError: See ``session.connect``.
+
+        Cancellation: safe; nothing stays open.
+        """
+        lock = self._opening.setdefault(address, asyncio.Lock())
+        async with lock:
+            session = self._sessions.get(address)
+            if session is None or not session.is_open:
+                hosted = may_host and await self._host(address)
+                try:
+                    fresh = await self._open(address, world, deadline)
+                except BaseException:
+                    if hosted:
+                        self._close_store(address)
+                    raise
+                fresh.users = 0 if session is None else session.users
+                self._sessions[address] = session = fresh
+            elif may_host and not address.is_local:
+                await self._host(address)
+            session.users += 1
+        return session
+
+    def leave(self, address: StoreAddress) -> None:
+        """Give a session back; the last one closes it and the store embedded for it."""
+        session = self._sessions.get(address)
+        if session is None:
+            return
+        session.users -= 1
+        if session.users > 0:
+            return
+        del self._sessions[address]
+        self._opening.pop(address, None)
+        session.close()
+        self._close_store(address)
+
+    def session(self, address: StoreAddress) -> StoreSession | None:
+        """Return the session with the store at ``address``, if there is one."""
+        return self._sessions.get(address)
+
+    def close_nowait(self) -> None:
+        """Close every session and embedded store."""
+        for session in self._sessions.values():
+            session.close()
+        for address in list(self._stores):
+            self._close_store(address)
+        self._sessions.clear()
+
+    def filenos(self) -> list[int]:
+        """Return the descriptors that a forked child must close."""
+        found = [fd for store in self._stores.values() for fd in store.filenos()]
+        wires = [getattr(s._wire, "fileno", None) for s in self._sessions.values()]
+        return found + [wire() for wire in wires if wire is not None]
+
+    async def _host(self, address: StoreAddress) -> bool:
+        if address.is_local or address in self._stores:
+            return False
+        try:
+            self._stores[address] = await StoreServer.listen(address.host, address.port)
+        except OSError as error:
+            # In use: somebody serves it, and ``connect`` finds out who. Not ours: the
+            # store is on another host.
+            if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
+                return False
+            raise StoreUnreachableError(
+                f"cannot listen at {address} ({error}); give an address of this host "
+                "and a free port",
+                address=str(address),
+            ) from error
+        return True
+
+    def _close_store(self, address: StoreAddress) -> None:
+        store = self._stores.pop(address, None)
+        if store is not None:
+            store.close_nowait()
+
+    async def _open(
+        self, address: StoreAddress, world: str, deadline: float
+    ) -> StoreSession:
+        if not address.is_local:
+            return await connect(address, self._holds, world=world, deadline=deadline)
+        service = _local_services.get(address.host)
+        if service is None or not service.is_on_this_loop():
+            service = _local_services[address.host] = StoreService()
+        session = StoreSession(address, self._holds)
+        session.attach(_DisposableWire(address.host, service, session))
+        return session
+
+
+class _DisposableWire(LocalWire):
+    """Lets the in-process store go with its last session."""
+
+    def __init__(self, name: str, service: StoreService, session: StoreSession) -> None:
+        super().__init__(service, session)
+        self._name = name
+
+    def close(self) -> None:
+        self._service.close_session(self._key)
+        if self._service.session_count == 0:
+            self._service.close()
+            _local_services.pop(self._name, None)
+
+
+async def meet(
+    meeting: Meeting,
+    session: StoreSession,
+    claim: Claim,
+    member: Member,
+    deadline: float,
+    *,
+    may_host: bool,
+) -> tuple[StoreSession, Incarnation]:
+    """Claim a rank and wait for the other members; reopen the session if it is lost.
+
+    Raises:
+        JoinTimeoutError, RankTakenError, JoinMismatchError, ProtocolVersionError,
+        StoreUnreachableError: As their docstrings say.
+
+    Cancellation: withdraws the claim.
+    """
+    loop = asyncio.get_running_loop()
+    while True:
+        fields = {
+            "world": claim.world,
+            "rank": claim.rank,
+            "size": claim.size,
+            "terms": claim.terms,
+            "seen": claim.seen,
+            "uid": member.uid,
+            "member": member.to_json(),
+            "deadline_s": max(0.0, deadline - loop.time()),
+        }
+        try:
+            async with asyncio.timeout_at(deadline + SLACK_S):
+                reply = await session.claim(fields)
+            return session, _admitted(claim, reply)
+        except TimeoutError as error:
+            raise StoreUnreachableError(
+                f"the store at {session.address} took the claim on world "
+                f"{claim.world!r} and never answered; its process may be stopped",
+                address=str(session.address),
+            ) from error
+        except SessionLostError:
+            await asyncio.sleep(RETRY_S)
+            session = await meeting.enter(
+                session.address,
+                may_host=may_host,
+                world=claim.world,
+                deadline=deadline,
+            )
+            session.users -= 1  # it takes the place of the lost one
+
+
+def _admitted(claim: Claim, reply: dict[str, Any]) -> Incarnation:
+    if reply.get("ok"):
+        members = tuple(Member.from_json(record) for record in reply["members"])
+        return Incarnation(
+            world=claim.world,
+            epoch=int(reply["epoch"]),
+            nonce=int(reply["nonce"]),
+            members=members,
+        )
+    raise _refusal(claim, reply)
+
+
+def _refusal(claim: Claim, reply: dict[str, Any]) -> Exception:
+    where = f"world {claim.world!r}"
+    match reply.get("error"):
+        case "timeout":
+            present, missing = tuple(reply["present"]), tuple(reply["missing"])
+            return JoinTimeoutError(
+                f"{where}: rank {', '.join(map(str, missing))} of {claim.size} did not "
+                f"join in time (present: {', '.join(map(str, present))}); start the "
+                "missing members, or raise join_s",
+                world=claim.world,
+                present=present,
+                missing=missing,
+            )
+        case "taken":
+            return RankTakenError(
+                f"{where}: rank {claim.rank} is held by another live process; take a "
+                "free rank, or stop the holder first",
+                world=claim.world,
+            )
+        case "mismatch":
+            return JoinMismatchError(
+                f"{where}: the members do not agree: {reply['detail']}; start all of "
+                "them with the same size, backend and options",
+                world=claim.world,
+            )
+        case "version":
+            return ProtocolVersionError(
+                f"{where}: {reply['detail']}, we speak version "
+                f"{frames.PROTOCOL_VERSION}; use one release of multiworld everywhere",
+                ours=frames.PROTOCOL_VERSION,
+                theirs=int(reply["theirs"]),
+            )
+        case other:
+            return RendezvousError(f"{where}: the store refused the claim: {other!r}")

@@ -1,0 +1,100 @@
+"""The store's keys and values, as c10d wants them. Pure.
+
+Values are short texts (c10d's bytes travel as Latin-1, so that a counter is also its
+decimal text, as c10d expects). A ``get`` of a missing key waits
+until its deadline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+Waiter = Hashable
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The outcome for one waiter: the values it asked for, or None (time ran out)."""
+
+    waiter: Waiter
+    values: list[str] | None
+
+
+@dataclass(slots=True)
+class _Waiting:
+    keys: list[str]
+    deadline: float
+
+
+class Values:
+    """Keys, values and who waits for which."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+        self._waiting: dict[Waiter, _Waiting] = {}
+
+    def set(self, key: str, value: str) -> list[Answer]:
+        """Set ``key``; return those whose wait is over."""
+        self._values[key] = value
+        done = [
+            waiter
+            for waiter, waiting in self._waiting.items()
+            if key in waiting.keys and self.check(waiting.keys)
+        ]
+        return [self._finish(waiter) for waiter in done]
+
+    def _finish(self, waiter: Waiter) -> Answer:
+        waiting = self._waiting.pop(waiter)
+        return Answer(waiter, [self._values[key] for key in waiting.keys])
+
+    def get(self, waiter: Waiter, keys: list[str], deadline: float) -> list[Answer]:
+        """Answer now if all keys are there, else by ``deadline``."""
+        self._waiting[waiter] = _Waiting(keys, deadline)
+        return [self._finish(waiter)] if self.check(keys) else []
+
+    def check(self, keys: list[str]) -> bool:
+        """Tell whether all keys are there."""
+        return all(key in self._values for key in keys)
+
+    def add(self, key: str, amount: int) -> tuple[int, list[Answer]]:
+        """Add to a decimal counter that starts at 0; return its new value."""
+        total = int(self._values.get(key, "0")) + amount
+        return total, self.set(key, str(total))
+
+    def compare_set(
+        self, key: str, expected: str, desired: str
+    ) -> tuple[str, list[Answer]]:
+        """Set ``key`` if it holds ``expected`` (missing counts as empty)."""
+        held = self._values.get(key)
+        if held == expected or (held is None and expected == ""):
+            return desired, self.set(key, desired)
+        return held if held is not None else expected, []
+
+    def delete(self, key: str) -> bool:
+        """Delete ``key``; tell whether it was there."""
+        return self._values.pop(key, None) is not None
+
+    def delete_prefix(self, prefix: str) -> None:
+        """Delete every key that begins with ``prefix``."""
+        for key in [key for key in self._values if key.startswith(prefix)]:
+            del self._values[key]
+
+    def count(self) -> int:
+        """Return how many keys there are."""
+        return len(self._values)
+
+    def drop(self, waiter: Waiter) -> None:
+        """Forget a waiter."""
+        self._waiting.pop(waiter, None)
+
+    def expire(self, now: float) -> list[Answer]:
+        """Return those whose time has run out, and forget them."""
+        late = [w for w, waiting in self._waiting.items() if waiting.deadline <= now]
+        for waiter in late:
+            del self._waiting[waiter]
+        return [Answer(waiter, None) for waiter in late]
+
+    def next_deadline(self) -> float | None:
+        """Return when ``expire`` is wanted next."""
+        return min((w.deadline for w in self._waiting.values()), default=None)

@@ -1,0 +1,485 @@
+"""The watchdog: one control link per peer process, and who is lost. Shell.
+
+However many worlds two processes share, they have one link, one pair of beats and one
+account in ``Liveness``. The watchdog also carries the worlds' control messages and
+brings their data lanes in, since both arrive at the manager's one listener.
+
+Of two managers, the one with the smaller uid dials; so no two connections ever cross.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import socket
+import time
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from multiworld import heartbeat
+from multiworld.beating import Heart, Mode
+from multiworld.endpoint import Endpoint, dial
+from multiworld.link import Link, LinkKey, LocalLink, SocketLink
+from multiworld.liveness import (
+    Liveness,
+    PeerClosed,
+    PeerHeard,
+    PeerJoined,
+    ProcessState,
+    Ticked,
+    Unwatched,
+    Verdict,
+    Watched,
+)
+from multiworld.membership import Address, Incarnation, Member, this_host
+
+__all__ = ["WatchDog"]
+
+logger = logging.getLogger("multiworld.watchdog")
+
+Message = dict[str, Any]
+
+EARLY_LIMIT = 4096
+"""Most messages kept for incarnations this manager has not heard of yet: the store
+tells the members one after the other."""
+
+EARLY_S = 60.0
+RETIRED_LIMIT = 4096
+
+
+class WorldPort(Protocol):
+    """What the watchdog needs of a world."""
+
+    def on_message(self, rank: int, message: Message) -> None:
+        """A control message of a member arrived."""
+
+    def on_lost(self, rank: int, verdict: Verdict) -> None:
+        """A member's process is lost."""
+
+
+@dataclass(slots=True)
+class _Peer:
+    """One link, and the beats that go with it."""
+
+    link: Link
+    beat: socket.socket | None = None
+    beat_key: int = 0
+    inbox: bytes = b""
+    worlds: dict[int, int] = field(default_factory=dict)  # nonce -> rank
+
+
+@dataclass(slots=True)
+class _Attached:
+    port: WorldPort
+    peers: dict[int, LinkKey]  # rank -> link
+
+
+@dataclass(slots=True)
+class _Early:
+    since: float
+    messages: list[tuple[LinkKey, Message]] = field(default_factory=list)
+
+
+_watchdogs: weakref.WeakValueDictionary[str, WatchDog] = weakref.WeakValueDictionary()
+"""The watchdogs of this process, for links inside it."""
+
+
+class WatchDog:
+    """Watches the peers of one manager's worlds.
+
+    Made by ``WorldManager``; programs read its ``statistics`` at most. Everything here
+    runs on the manager's event loop.
+    """
+
+    def __init__(self, uid: str, *, is_enabled: bool = True) -> None:
+        self.uid = uid
+        self._is_enabled = is_enabled
+        self._liveness = Liveness(heartbeat.BEAT_S)
+        self._heart = Heart()
+        self._endpoints: dict[str, Endpoint] = {}
+        self._peers: dict[LinkKey, _Peer] = {}
+        self._awaited: dict[LinkKey, asyncio.Future[None]] = {}
+        self._dialing: dict[LinkKey, asyncio.Lock] = {}
+        self._worlds: dict[int, _Attached] = {}
+        self._early: dict[int, _Early] = {}
+        self._early_count = 0
+        self._retired: deque[int] = deque(maxlen=RETIRED_LIMIT)
+        self._lanes: dict[tuple[int, int, str], asyncio.Future[socket.socket]] = {}
+        self._ticker: asyncio.Task[None] | None = None
+        self._is_closed = False
+        self._mode: Mode = "process"
+        _watchdogs[uid] = self
+
+    # What worlds use.
+
+    def listen(self, host: str) -> Address:
+        """Return where this manager listens on ``host``; "" is this process alone."""
+        if not host:
+            where = this_host()
+            return Address(host="", port=0, unix="", boot=where.boot, netns=where.netns)
+        if host not in self._endpoints:
+            self._endpoints[host] = Endpoint.listen(host, self)
+        return self._endpoints[host].address
+
+    async def attach(
+        self,
+        incarnation: Incarnation,
+        rank: int,
+        port: WorldPort,
+        *,
+        silence_s: float,
+        mode: Mode,
+    ) -> None:
+        """Connect to every other member and watch it from now on.
+
+        Raises:
+            OSError, HelloError: A member could not be reached.
+
+        Cancellation: safe; call ``detach`` afterwards.
+        """
+        me = incarnation.members[rank]
+        self._mode = mode
+        attached = _Attached(port, {})
+        self._worlds[incarnation.nonce] = attached
+        for member in incarnation.members:
+            if member.rank == rank:
+                continue
+            key = self._key(me, member)
+            await self._link(key, member)
+            peer = self._peers.get(key)
+            if peer is None:
+                raise ConnectionResetError(f"{member} ended while joining")
+            attached.peers[member.rank] = key
+            peer.worlds[incarnation.nonce] = member.rank
+            self._start_beating(peer)
+            judged = self._is_enabled and not isinstance(peer.link, LocalLink)
+            limit_s = silence_s if judged else math.inf
+            self._observe(Watched(_name(key), incarnation.nonce, limit_s))
+            self._replay(incarnation.nonce, key)
+
+    def detach(self, nonce: int) -> None:
+        """Stop to watch for an incarnation; its messages are dropped from now on."""
+        attached = self._worlds.pop(nonce, None)
+        self._retired.append(nonce)
+        self._drop_early(nonce)
+        for lane_key in [key for key in self._lanes if key[0] == nonce]:
+            _discard(self._lanes.pop(lane_key))
+        if attached is None:
+            return
+        for key in attached.peers.values():
+            peer = self._peers.get(key)
+            if peer is not None:
+                peer.worlds.pop(nonce, None)
+            self._observe(Unwatched(_name(key), nonce))
+
+    def tell(self, nonce: int, rank: int, message: Message) -> None:
+        """Send a control message about an incarnation to one member; never waits."""
+        attached = self._worlds.get(nonce)
+        key = None if attached is None else attached.peers.get(rank)
+        peer = None if key is None else self._peers.get(key)
+        if peer is not None:
+            peer.link.send({"nonce": nonce, **message})
+
+    async def lane(
+        self, incarnation: Incarnation, rank: int, peer: int, channel: str
+    ) -> socket.socket:
+        """Return a connection for data between two members of an incarnation.
+
+        One side dials, the other waits for it: see the module.
+
+        Raises:
+            OSError, HelloError: The member could not be reached.
+
+        Cancellation: safe; nothing stays open.
+        """
+        member = incarnation.members[peer]
+        if self.uid < member.uid:
+            hello = {"kind": "lane", "nonce": incarnation.nonce, "rank": rank}
+            return await dial(member.address, {**hello, "channel": channel})
+        future = self._lane_future((incarnation.nonce, peer, channel))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            _discard(future)
+            raise
+        finally:
+            self._lanes.pop((incarnation.nonce, peer, channel), None)
+
+    def dials(self, member: Member) -> bool:
+        """Tell whether this manager dials ``member``, rather than waits for it."""
+        return self.uid < member.uid
+
+    @property
+    def link_count(self) -> int:
+        """How many peer managers there is a link to."""
+        return len(self._peers)
+
+    @property
+    def helper_pid(self) -> int | None:
+        """The process that beats for this one, if there is one."""
+        return self._heart.helper_pid
+
+    def filenos(self) -> list[int]:
+        """Return the descriptors that a forked child must close."""
+        found = self._heart.filenos()
+        for endpoint in self._endpoints.values():
+            found += endpoint.filenos()
+        for peer in self._peers.values():
+            found += peer.link.filenos()
+            found += [] if peer.beat is None else [peer.beat.fileno()]
+        return found
+
+    def close_nowait(self, *, politely: bool = True) -> None:
+        """End everything; ``politely`` tells the peers that it is meant."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        _watchdogs.pop(self.uid, None)
+        if self._ticker is not None:
+            self._ticker.cancel()
+        for key in list(self._peers):
+            peer = self._peers.pop(key)
+            if politely:
+                peer.link.say_bye()
+            self._drop(peer)
+        for future in [*self._lanes.values(), *self._awaited.values()]:
+            _discard(future)
+        for endpoint in self._endpoints.values():
+            endpoint.close_nowait()
+        self._heart.close()
+
+    async def close(self) -> None:
+        """End everything, politely, and wait until it has ended."""
+        self.close_nowait()
+        for endpoint in self._endpoints.values():
+            await endpoint.close()
+        if self._ticker is not None:
+            await asyncio.gather(self._ticker, return_exceptions=True)
+
+    # Links.
+
+    def _key(self, me: Member, member: Member) -> LinkKey:
+        return LinkKey(member.uid, me.address.host, member.address.host)
+
+    async def _link(self, key: LinkKey, member: Member) -> None:
+        if key in self._peers:
+            return
+        if not member.address.host:
+            self._join_local(key, member)
+        elif self.dials(member):
+            async with self._dialing.setdefault(key, asyncio.Lock()):
+                if key not in self._peers:
+                    await self._dial(key, member.address)
+            self._dialing.pop(key, None)
+        else:
+            await asyncio.shield(self._await_link(key))
+
+    async def _dial(self, key: LinkKey, address: Address) -> None:
+        hello = {
+            "from": self.uid,
+            "to": key.peer,
+            "from_host": key.local_host,
+            "to_host": key.remote_host,
+        }
+        control = await dial(address, {"kind": "link", **hello})
+        try:
+            beat = await dial(address, {"kind": "beat", **hello})
+        except BaseException:
+            control.close()
+            raise
+        self._take_beat(self._add(SocketLink(key, control, self)), beat)
+
+    def _join_local(self, key: LinkKey, member: Member) -> None:
+        other = _watchdogs.get(member.uid)
+        if other is None or other._is_closed:
+            raise ConnectionRefusedError(f"{member} is not in this process")
+        other_key = LinkKey(self.uid, key.remote_host, key.local_host)
+        ours, theirs = LocalLink.pair(key, self, other_key, other)
+        self._add(ours)
+        other._add(theirs)
+
+    def _add(self, link: Link) -> _Peer:
+        peer = self._peers[link.key] = _Peer(link)
+        self._observe(PeerJoined(_name(link.key)))
+        awaited = self._awaited.pop(link.key, None)
+        if awaited is not None and not awaited.done():
+            awaited.set_result(None)
+        if self._ticker is None:
+            loop = asyncio.get_running_loop()
+            self._ticker = loop.create_task(self._tick(), name="multiworld watchdog")
+        return peer
+
+    def _await_link(self, key: LinkKey) -> asyncio.Future[None]:
+        if key not in self._awaited:
+            self._awaited[key] = asyncio.get_running_loop().create_future()
+        return self._awaited[key]
+
+    def _drop(self, peer: _Peer) -> None:
+        peer.link.close()
+        if peer.beat is not None:
+            self._heart.remove(peer.beat_key)
+            asyncio.get_running_loop().remove_reader(peer.beat.fileno())
+            peer.beat.close()
+            peer.beat = None
+
+    # Beats.
+
+    def _take_beat(self, peer: _Peer, sock: socket.socket) -> None:
+        peer.beat = sock
+        loop = asyncio.get_running_loop()
+        loop.add_reader(sock.fileno(), self._read_beats, peer)
+        self._start_beating(peer)
+
+    def _start_beating(self, peer: _Peer) -> None:
+        if peer.beat is not None and peer.beat_key == 0 and peer.worlds:
+            peer.beat_key = self._heart.add(peer.beat, self._mode)
+
+    def _read_beats(self, peer: _Peer) -> None:
+        assert peer.beat is not None
+        try:
+            data = peer.beat.recv(4096)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data = b""
+        if not data:
+            # Not a verdict: the control link tells whether the process is gone.
+            asyncio.get_running_loop().remove_reader(peer.beat.fileno())
+            return
+        peer.inbox += data
+        size = heartbeat.FRAME.size
+        whole = len(peer.inbox) // size * size
+        frames, peer.inbox = peer.inbox[:whole], peer.inbox[whole:]
+        if not frames:
+            return
+        with contextlib.suppress(ValueError):
+            state, _, _ = heartbeat.decode_beat(frames[-size:])
+            self._observe(PeerHeard(_name(peer.link.key), ProcessState(state)))
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(heartbeat.BEAT_S)
+            self._heart.tick()
+            self._observe(Ticked())
+            self._purge()
+
+    def _observe(self, observation: Any) -> None:
+        for verdict in self._liveness.handle(observation, time.monotonic()):
+            attached = self._worlds.get(verdict.world)
+            if attached is None:
+                continue
+            for rank, key in attached.peers.items():
+                if _name(key) == verdict.peer:
+                    attached.port.on_lost(rank, verdict)
+
+    # LinkOwner.
+
+    def link_message(self, link: Link, message: Message) -> None:
+        """Hand a control message to its world, or keep it until that is known."""
+        nonce = message.get("nonce")
+        if not isinstance(nonce, int):
+            return
+        peer = self._peers.get(link.key)
+        rank = None if peer is None else peer.worlds.get(nonce)
+        if rank is not None and nonce in self._worlds:
+            self._worlds[nonce].port.on_message(rank, message)
+        elif nonce not in self._retired and self._early_count < EARLY_LIMIT:
+            early = self._early.setdefault(nonce, _Early(time.monotonic()))
+            early.messages.append((link.key, message))
+            self._early_count += 1
+
+    def link_ended(self, link: Link, reason: str, evidence: str) -> None:
+        """Judge the peer whose link has ended."""
+        peer = self._peers.get(link.key)
+        if peer is None or peer.link is not link:
+            return
+        del self._peers[link.key]
+        self._drop(peer)
+        self._observe(PeerClosed(_name(link.key), reason, evidence))
+
+    def _replay(self, nonce: int, key: LinkKey) -> None:
+        early = self._early.get(nonce)
+        if early is None:
+            return
+        due = [message for where, message in early.messages if where == key]
+        early.messages = [entry for entry in early.messages if entry[0] != key]
+        self._early_count -= len(due)
+        for message in due:
+            peer = self._peers.get(key)
+            if peer is not None:
+                self.link_message(peer.link, message)
+
+    def _drop_early(self, nonce: int) -> None:
+        early = self._early.pop(nonce, None)
+        if early is not None:
+            self._early_count -= len(early.messages)
+
+    def _purge(self) -> None:
+        now = time.monotonic()
+        for nonce, early in list(self._early.items()):
+            if now - early.since > EARLY_S:
+                self._drop_early(nonce)
+
+    # Acceptor.
+
+    def refusal(self, hello: Message) -> str | None:
+        """Say why a connection is unwanted, or None."""
+        if self._is_closed:
+            return "this manager is closed"
+        match hello["kind"]:
+            case "link" if hello["to"] != self.uid:
+                return f"this is manager {self.uid}, not {hello['to']}"
+            case "beat" if self._inbound_key(hello) not in self._peers:
+                return "no control link to go with these beats"
+            case "lane" if int(hello["nonce"]) in self._retired:
+                return "that incarnation of the world is over"
+            case "link" | "beat" | "lane":
+                return None
+            case other:
+                return f"unknown kind of connection {other!r}"
+
+    def take(self, sock: socket.socket, hello: Message) -> None:
+        """Own an accepted connection."""
+        if hello["kind"] == "lane":
+            key = int(hello["nonce"]), int(hello["rank"]), str(hello["channel"])
+            future = self._lane_future(key)
+            if future.done():
+                raise ValueError("that lane is there already")
+            future.set_result(sock)
+            return
+        link = self._inbound_key(hello)
+        if hello["kind"] == "link":
+            if link in self._peers:  # it dialled anew before we saw the old one end
+                old = self._peers[link].link
+                self.link_ended(old, "it replaced its control link", "it dialled again")
+            self._add(SocketLink(link, sock, self))
+        else:
+            self._take_beat(self._peers[link], sock)
+
+    def _inbound_key(self, hello: Message) -> LinkKey:
+        return LinkKey(
+            str(hello["from"]), str(hello["to_host"]), str(hello["from_host"])
+        )
+
+    def _lane_future(self, key: tuple[int, int, str]) -> asyncio.Future[socket.socket]:
+        if key not in self._lanes:
+            self._lanes[key] = asyncio.get_running_loop().create_future()
+        return self._lanes[key]
+
+
+def _name(key: LinkKey) -> str:
+    return f"{key.peer}|{key.local_host}|{key.remote_host}"
+
+
+def _discard(future: asyncio.Future[Any]) -> None:
+    """Cancel a future, or close the connection that it holds."""
+    if not future.done():
+        future.cancel()
+    elif not future.cancelled() and future.exception() is None:
+        result = future.result()
+        if isinstance(result, socket.socket):
+            result.close()

@@ -1,0 +1,527 @@
+"""The worlds of one process: joining, finding, closing them. Shell.
+
+A ``WorldManager`` belongs to one event loop. It owns the listener, the links and the
+heartbeat of the process (``WatchDog``), its sessions with the stores (``Meeting``) and
+its worlds. Joining, leaving or losing one world touches no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import weakref
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from multiworld.backends.base import Lingering
+from multiworld.config import WorldConfig
+from multiworld.errors import (
+    ConfigError,
+    JoinTimeoutError,
+    MemberLostError,
+    UnknownWorldError,
+    UsedAfterForkError,
+    WorldClosedError,
+    WorldExistsError,
+)
+from multiworld.events import Event, EventHub
+from multiworld.membership import Member
+from multiworld.rendezvous.address import StoreAddress, parse_store
+from multiworld.rendezvous.meeting import Claim, Meeting, meet
+from multiworld.watchdog import WatchDog
+from multiworld.world import Surroundings, World
+from multiworld.world_communicator import BrokenWorldException, WorldCommunicator
+
+__all__ = ["BrokenWorldException", "WorldManager"]
+
+DEFAULT_PORT = 29500
+"""What ``port=-1`` means: torch's own default for a store."""
+
+_managers: weakref.WeakSet[WorldManager] = weakref.WeakSet()
+_fork_hook_installed = False
+
+
+class WorldManager:
+    """Makes worlds and keeps them.
+
+    Make it inside a running event loop; use it with ``async with``, or call
+    ``await close()`` (or ``cleanup()``) at the end. All its methods are for that loop's
+    thread only.
+
+    Args:
+        enable_monitor: False switches silence detection off; a member whose process
+            ends is still noticed.
+        config: Settings of the worlds that are joined without their own.
+
+    Raises:
+        RuntimeError: There is no running event loop.
+    """
+
+    def __init__(
+        self, enable_monitor: bool = True, *, config: WorldConfig | None = None
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._config = config or WorldConfig()
+        self._uid = secrets.token_hex(16)
+        self._watchdog = WatchDog(self._uid, is_enabled=enable_monitor)
+        self._meeting = Meeting(self._holds)
+        self._worlds: dict[str, World] = {}
+        self._joining: dict[str, asyncio.Task[Any] | None] = {}
+        self._reserved: dict[str, str] = {}
+        self._stores: dict[World, StoreAddress] = {}
+        self._seen: dict[str, int] = {}
+        self._hub = EventHub()
+        self._lingering: set[Lingering] = set()
+        self._closing: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+        self._is_forked = False
+        self._communicator = WorldCommunicator(self)
+        _install_fork_hook()
+        _managers.add(self)
+
+    def __repr__(self) -> str:
+        ready = sum(world.is_ready for world in self._worlds.values())
+        links = self._watchdog.link_count
+        return f"<WorldManager {ready}/{len(self._worlds)} worlds ready, {links} links>"
+
+    async def __aenter__(self) -> WorldManager:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    # Finding.
+
+    @property
+    def communicator(self) -> WorldCommunicator:
+        """The operations by a world's name, as programs for pymultiworld use them."""
+        return self._communicator
+
+    @property
+    def watchdog(self) -> WatchDog:
+        """Who watches the peers of this manager's worlds."""
+        return self._watchdog
+
+    @property
+    def worlds(self) -> dict[str, World]:
+        """The worlds by name, broken ones included until they are replaced."""
+        return dict(self._worlds)
+
+    def world(self, name: str) -> World:
+        """Return the world ``name``.
+
+        Raises:
+            UnknownWorldError: There is none.
+        """
+        world = self._worlds.get(name)
+        if world is None:
+            known = ", ".join(sorted(self._worlds)) or "none"
+            raise UnknownWorldError(
+                f"this process is in no world {name!r} (it is in: {known}); join it "
+                "first",
+                world=name,
+            )
+        return world
+
+    def events(self) -> AsyncIterator[Event]:
+        """Iterate over what happens to this manager's worlds from now on.
+
+        Ends when the manager is closed. A reader that is 1,024 events behind loses the
+        oldest and is told how many (``EventsDropped``).
+
+        Cancellation: safe.
+        """
+        return self._hub.subscribe().events()
+
+    # Joining.
+
+    async def join(
+        self,
+        name: str,
+        *,
+        rank: int,
+        size: int,
+        store: str,
+        backend: str = "direct",
+        config: WorldConfig | None = None,
+        device: torch.device | str = "cpu",
+    ) -> World:
+        """Join a world and wait until every member has done so.
+
+        The members may start in any order. If this name was joined before and has
+        broken since, this opens its next epoch.
+
+        Args:
+            name: The world's name, the same on every member.
+            rank: This member's rank, 0 to ``size`` − 1.
+            size: World size, the same on every member.
+            store: Where to meet: ``tcp://HOST:PORT``, or ``memory://NAME`` for
+                ``backend="memory"``. If nobody serves the address and it is one of
+                this host's, rank 0 embeds the store.
+            backend: ``direct``, ``memory``, ``gloo``, ``nccl``, or any other that
+                ``torch.distributed`` knows.
+            config: Settings; the manager's by default.
+            device: Where a c10d backend's tensors are.
+
+        Raises:
+            ConfigError: An argument cannot work.
+            WorldExistsError: This manager is in that world, or is joining it.
+            JoinTimeoutError: Somebody did not come within ``config.join_s``.
+            RankTakenError: Another live process holds the rank.
+            JoinMismatchError: The members asked for different worlds.
+            StoreUnreachableError, ProtocolVersionError: The store cannot be used.
+            MemberLostError: A member was lost while all were connecting.
+
+        Cancellation: safe; the claim is withdrawn and nothing stays behind.
+        """
+        self._check_usable(name)
+        settings = config or self._config
+        where = parse_store(store)
+        target = torch.device(device)
+        _check_join(name, rank, size, backend, where, target)
+        self._reserve(name)
+        try:
+            return await self._join(name, rank, size, where, backend, settings, target)
+        finally:
+            self._joining.pop(name, None)
+
+    def _check_usable(self, name: str) -> None:
+        if self._is_forked:
+            raise UsedAfterForkError(
+                "this WorldManager belongs to the parent process; make one in the child",
+                world=name,
+            )
+        if self._is_closed:
+            raise WorldClosedError(
+                "this WorldManager is closed; make a new one", world=name
+            )
+
+    def _reserve(self, name: str) -> None:
+        world = self._worlds.get(name)
+        if name in self._joining:
+            raise WorldExistsError(
+                f"this process is joining world {name!r} already", world=name
+            )
+        if world is not None and not _is_spent(world):
+            raise WorldExistsError(
+                f"this process is in world {name!r} already (rank {world.rank}, epoch "
+                f"{world.epoch}); close it before joining again",
+                world=name,
+                epoch=world.epoch,
+            )
+        self._joining[name] = asyncio.current_task()
+
+    async def _join(
+        self,
+        name: str,
+        rank: int,
+        size: int,
+        where: StoreAddress,
+        backend: str,
+        config: WorldConfig,
+        device: torch.device,
+    ) -> World:
+        deadline = self._loop.time() + config.join_s
+        may_host = rank == 0
+        session = await self._meeting.enter(
+            where, may_host=may_host, world=name, deadline=deadline
+        )
+        world: World | None = None
+        try:
+            spent = self._worlds.get(name)
+            if spent is not None:
+                await self._remove(spent)
+            address = self._watchdog.listen(session.local_host)
+            member = Member(rank=rank, uid=self._uid, pid=os.getpid(), address=address)
+            claim = Claim(
+                world=name,
+                rank=rank,
+                size=size,
+                terms=f"backend {backend}, host_p2p {config.host_p2p}",
+                seen=self._seen.get(name, 0),
+            )
+            session, incarnation = await meet(
+                self._meeting, session, claim, member, deadline, may_host=may_host
+            )
+            self._seen[name] = incarnation.epoch
+            around = Surroundings(
+                watchdog=self._watchdog,
+                store=where,
+                publish=self._hub.publish,
+                over=self._forget,
+                linger=self._linger,
+            )
+            world = World(incarnation, rank, backend, config, device, around)
+            self._worlds[name], self._stores[world] = world, where
+            await self._open(world, deadline)
+        except BaseException:
+            if world is not None:
+                self._worlds.pop(name, None)
+                world.close_nowait()
+                self._stores.pop(world, None)
+            self._meeting.leave(where)
+            raise
+        return world
+
+    async def _open(self, world: World, deadline: float) -> None:
+        try:
+            async with asyncio.timeout_at(deadline):
+                await world.open()
+        except TimeoutError as error:
+            missing = world.missing
+            present = tuple(r for r in range(world.size) if r not in missing)
+            raise JoinTimeoutError(
+                f"world {world.name!r}: rank {', '.join(map(str, missing))} was admitted "
+                "but did not connect in time; its process may be gone, or a firewall is "
+                "in the way",
+                world=world.name,
+                epoch=world.epoch,
+                present=present,
+                missing=missing,
+            ) from error
+        except OSError as error:
+            raise MemberLostError(
+                world.name,
+                "a member could not be reached while joining",
+                epoch=world.epoch,
+                evidence=str(error),
+                rank=next(iter(world.missing), -1),
+            ) from error
+
+    def _holds(self, name: str, epoch: int, rank: int) -> bool:
+        """Answer the store: does this process hold that rank?"""
+        world = self._worlds.get(name)
+        if world is None or world.is_broken or world.is_closed:
+            return False
+        return (world.epoch, world.rank) == (epoch, rank)
+
+    def _forget(self, world: World) -> None:
+        """Tell the store that a world of ours is over."""
+        where = self._stores.get(world)
+        session = None if where is None else self._meeting.session(where)
+        if session is not None:
+            session.left(world.name, world.epoch, world.rank)
+
+    # Leaving.
+
+    async def close(self) -> None:
+        """Leave every world politely and free everything.
+
+        Cancellation: everything is freed all the same, at once.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            self._cancel_joins()
+            await asyncio.gather(*(world.close() for world in self._worlds.values()))
+            await asyncio.gather(*self._closing, return_exceptions=True)
+        finally:
+            self._free()
+        await self._watchdog.close()
+
+    def cleanup(self) -> None:
+        """Leave every world and free everything, without waiting.
+
+        For programs written for pymultiworld, which call it last. What was sent and
+        not yet taken by the network may be lost; ``close`` waits for it.
+        """
+        if self._is_closed or self._is_forked:
+            return
+        self._is_closed = True
+        self._cancel_joins()
+        for world in self._worlds.values():
+            world.close_nowait()
+        self._free()
+
+    def _free(self) -> None:
+        for world in list(self._worlds.values()):
+            world.close_nowait()
+        self._worlds.clear()
+        for connection in self._lingering:
+            connection.close_nowait()
+        self._lingering.clear()
+        self._meeting.close_nowait()
+        self._watchdog.close_nowait()
+        self._hub.close()
+        _managers.discard(self)
+
+    def _cancel_joins(self) -> None:
+        for task in self._joining.values():
+            if task is not None and task is not asyncio.current_task():
+                task.cancel()
+
+    async def leave(self, name: str) -> None:
+        """Leave one world politely and forget it.
+
+        Raises:
+            UnknownWorldError: There is none.
+
+        Cancellation: the world is left all the same.
+        """
+        await self._remove(self.world(name))
+
+    async def _remove(self, world: World) -> None:
+        if self._worlds.get(world.name) is world:
+            del self._worlds[world.name]
+        try:
+            await world.close()
+        finally:
+            self._release(world)
+
+    def _release(self, world: World) -> None:
+        where = self._stores.pop(world, None)
+        if where is not None:
+            self._meeting.leave(where)
+
+    def _linger(self, connection: Lingering) -> None:
+        self._lingering = {c for c in self._lingering if c.fileno() >= 0}
+        self._lingering.add(connection)
+
+    # The original's names.
+
+    async def initialize_world(
+        self,
+        world_name: str,
+        rank: int,
+        world_size: int,
+        backend: str = "gloo",
+        addr: str = "127.0.0.1",
+        port: int = -1,
+        timeout: float = 30,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Join a world whose store rank 0 hosts on ``addr``:``port``.
+
+        Args:
+            world_name: The world's name.
+            rank: This member's rank.
+            world_size: World size.
+            backend: As for ``join``.
+            addr: Rank 0's address, as every member reaches it.
+            port: Rank 0's port; −1 is 29500.
+            timeout: Seconds to wait for the other members.
+            device: As for ``join``.
+
+        Raises:
+            As ``join``.
+
+        Cancellation: as for ``join``.
+        """
+        host = f"[{addr}]" if ":" in addr else addr
+        reserved = self._reserved.pop(world_name, None)
+        try:
+            await self.join(
+                world_name,
+                rank=rank,
+                size=world_size,
+                store=f"tcp://{host}:{DEFAULT_PORT if port == -1 else port}",
+                backend=backend,
+                config=self._config.replace(join_s=timeout),
+                device=device,
+            )
+        except BaseException:
+            if reserved is not None:
+                self._reserved[world_name] = reserved
+            raise
+
+    def add_world(self, world_name: str, backend: str) -> None:
+        """Reserve a name; ``initialize_world`` joins it.
+
+        Raises:
+            WorldExistsError: The name is in use (a ``ValueError``).
+        """
+        if world_name in self._worlds or world_name in self._reserved:
+            raise WorldExistsError(
+                f"this process has a world {world_name!r} already", world=world_name
+            )
+        self._reserved[world_name] = backend
+
+    def remove_world(self, world_name: str) -> None:
+        """Leave a world politely and forget it; what was sent leaves in the background.
+
+        Raises:
+            UnknownWorldError: There is none (a ``ValueError``).
+        """
+        if self._reserved.pop(world_name, None) is not None:
+            return
+        world = self.world(world_name)
+        del self._worlds[world_name]
+        task = self._loop.create_task(
+            self._remove(world), name=f"multiworld leave {world_name}"
+        )
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    # Forks.
+
+    def _close_after_fork(self) -> None:
+        """In a forked child: close every descriptor, so as not to hide the parent's
+        death from its peers. The loop's selector is the parent's: leave it alone."""
+        self._is_forked = True
+        found = self._watchdog.filenos() + self._meeting.filenos()
+        for world in self._worlds.values():
+            found += world.filenos()
+            world.abandon_after_fork()
+        found += [connection.fileno() for connection in self._lingering]
+        for fd in found:
+            if fd >= 0:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+
+
+def _install_fork_hook() -> None:
+    global _fork_hook_installed
+    if not _fork_hook_installed:
+        _fork_hook_installed = True
+        os.register_at_fork(after_in_child=_after_fork)
+
+
+def _after_fork() -> None:
+    for manager in list(_managers):
+        manager._close_after_fork()
+
+
+def _is_spent(world: World) -> bool:
+    """Tell whether a world may be replaced by its next epoch."""
+    return world.is_broken or world.is_closed or bool(world.left)
+
+
+def _check_join(
+    name: str,
+    rank: int,
+    size: int,
+    backend: str,
+    where: StoreAddress,
+    device: torch.device,
+) -> None:
+    if not isinstance(name, str) or not name:
+        raise ConfigError("name", name, "a non-empty str")
+    if not isinstance(size, int) or size < 1:
+        raise ConfigError("size", size, "an int, 1 or more")
+    if not isinstance(rank, int) or not 0 <= rank < size:
+        raise ConfigError("rank", rank, f"an int from 0 to size - 1, here {size - 1}")
+    if (backend == "memory") != where.is_local:
+        raise ConfigError(
+            "store",
+            str(where),
+            "backend 'memory' meets at memory://NAME, the others at tcp://HOST:PORT",
+        )
+    if backend in ("direct", "memory", "gloo") and device.type != "cpu":
+        raise ConfigError(
+            "device", str(device), f"backend {backend!r} carries host tensors: 'cpu'"
+        )
+    if backend not in ("direct", "memory"):
+        from multiworld.backends.c10d.backend import check_backend
+
+        check_backend(backend, device)
