@@ -132,7 +132,7 @@ class Endpoint:
         """
         info = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
         tcp = socket.create_server(
-            info[0][4][:2],  # type: ignore[arg-type]
+            info[0][4][:2],
             family=info[0][0],
             backlog=BACKLOG,
         )

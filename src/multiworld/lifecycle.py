@@ -99,7 +99,7 @@ class SaidLeft:
 
 @dataclass(frozen=True, slots=True)
 class WasLost:
-    """This process's own watchdog, or a member that was first to know, gave a verdict."""
+    """The own watchdog, or a member that was first to know, gave a verdict."""
 
     rank: int
     reason: str

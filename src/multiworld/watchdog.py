@@ -246,8 +246,10 @@ class WatchDog:
             if politely:
                 peer.link.say_bye()
             self._drop(peer)
-        for future in [*self._lanes.values(), *self._awaited.values()]:
-            _discard(future)
+        for lane in self._lanes.values():
+            _discard(lane)
+        for awaited in self._awaited.values():
+            _discard(awaited)
         for endpoint in self._endpoints.values():
             endpoint.close_nowait()
         self._heart.close()

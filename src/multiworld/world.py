@@ -229,7 +229,8 @@ class World:
                 object. It stays at the head: receive it another way.
 
         Cancellation: no message is lost, at whatever byte it is; the content of ``out``
-        is undefined. A c10d backend's own receive cannot be withdrawn: the world breaks.
+        is undefined. A c10d backend's own receive cannot be withdrawn: the world
+        breaks.
         """
         with self._operation(src, tag):
             return (await self._backend.recv(out, src, tag)).tensor
@@ -687,8 +688,8 @@ class World:
         from multiworld.errors import UsedAfterForkError
 
         return UsedAfterForkError(
-            f"world {self.name!r} belongs to the parent process; make a WorldManager of "
-            "its own in the child and join there",
+            f"world {self.name!r} belongs to the parent process; make a WorldManager "
+            "in the child and join there",
             world=self.name,
             epoch=self.epoch,
         )

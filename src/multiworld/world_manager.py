@@ -163,7 +163,7 @@ class WorldManager:
 
         Args:
             name: The world's name, the same on every member.
-            rank: This member's rank, 0 to ``size`` − 1.
+            rank: This member's rank, 0 to ``size`` - 1.
             size: World size, the same on every member.
             store: Where to meet: ``tcp://HOST:PORT``, or ``memory://NAME`` for
                 ``backend="memory"``. If nobody serves the address and it is one of
@@ -198,7 +198,7 @@ class WorldManager:
     def _check_usable(self, name: str) -> None:
         if self._is_forked:
             raise UsedAfterForkError(
-                "this WorldManager belongs to the parent process; make one in the child",
+                "this WorldManager belongs to the parent; make one in the child",
                 world=name,
             )
         if self._is_closed:
@@ -281,9 +281,9 @@ class WorldManager:
             missing = world.missing
             present = tuple(r for r in range(world.size) if r not in missing)
             raise JoinTimeoutError(
-                f"world {world.name!r}: rank {', '.join(map(str, missing))} was admitted "
-                "but did not connect in time; its process may be gone, or a firewall is "
-                "in the way",
+                f"world {world.name!r}: rank {', '.join(map(str, missing))} was "
+                "admitted but did not connect in time; its process may be gone, or a "
+                "firewall is in the way",
                 world=world.name,
                 epoch=world.epoch,
                 present=present,
@@ -409,7 +409,7 @@ class WorldManager:
             world_size: World size.
             backend: As for ``join``.
             addr: Rank 0's address, as every member reaches it.
-            port: Rank 0's port; −1 is 29500.
+            port: Rank 0's port; -1 is 29500.
             timeout: Seconds to wait for the other members.
             device: As for ``join``.
 

@@ -69,7 +69,7 @@ class Operation(NamedTuple):
     number: int
     kind: int
     dtype: int
-    count: int
+    elements: int
     root: int
     op: int
 
@@ -82,7 +82,7 @@ class Operation(NamedTuple):
         root = f", root {self.root}" if name in _ROOTED else ""
         op = f", {OP_NAMES.get(self.op, self.op)}" if name in _REDUCING else ""
         dtype = str(DTYPES.get(self.dtype, self.dtype)).removeprefix("torch.")
-        return f"{name} #{self.number} of {self.count} {dtype}{root}{op}"
+        return f"{name} #{self.number} of {self.elements} {dtype}{root}{op}"
 
 
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
@@ -301,7 +301,7 @@ class Collectives:
     async def _recursive_doubling(
         self, operation: Operation, flat: Tensor, combine: Combine
     ) -> None:
-        """Reduce among the largest power of two; the rest hands in and is handed out."""
+        """Reduce among the largest power of two; the rest hands in, and gets."""
         power = 1 << (self._size.bit_length() - 1)
         extra = self._size - power
         arrived = torch.empty_like(flat)
@@ -405,7 +405,7 @@ class Collectives:
         description = Description(
             wire.COLLECTIVE,
             operation.dtype,
-            (operation.number, operation.count),
+            (operation.number, operation.elements),
             len(memory),
             0,
             operation.label(),

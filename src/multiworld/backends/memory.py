@@ -71,7 +71,7 @@ class MemoryLane:
 
     async def _wait_taken(self, other: MemoryBackend, arrival: Arrival) -> None:
         taken = asyncio.get_running_loop().create_future()
-        arrival.on_taken = lambda: taken.done() or taken.set_result(None)
+        arrival.on_taken = lambda: _complete(taken)
         try:
             await self._wait(taken)
         except asyncio.CancelledError:
@@ -123,6 +123,11 @@ class MemoryLane:
 
     def close_nowait(self) -> None:
         """Nothing to do."""
+
+
+def _complete(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 class MemoryBackend(MessageBackend):

@@ -153,7 +153,7 @@ class StoreService:
 
     def _answer(self, answers: list[Answer]) -> None:
         for answer in answers:
-            session, request = answer.waiter  # type: ignore[misc]
+            session, request = answer.waiter
             if answer.values is None:
                 body = {"op": "reply", "request": request, "ok": False}
                 self._send(session, {**body, "error": "timeout"})

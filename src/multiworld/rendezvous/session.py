@@ -126,9 +126,11 @@ class LocalWire:
     def __init__(self, service: StoreService, session: StoreSession) -> None:
         loop = asyncio.get_running_loop()
         self._loop, self._service = loop, service
-        self._key = service.open_session(
-            lambda message: loop.call_soon(session.receive, message) and None
-        )
+        self._session = session
+        self._key = service.open_session(self._deliver)
+
+    def _deliver(self, message: Message) -> None:
+        self._loop.call_soon(self._session.receive, message)
 
     def send(self, message: Message) -> None:
         """Hand ``message`` over on the next turn of the loop."""

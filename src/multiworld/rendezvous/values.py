@@ -7,10 +7,10 @@ until its deadline.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 
-Waiter = Hashable
+Waiter = tuple[int, int]
+"""Session and request."""
 
 
 @dataclass(frozen=True, slots=True)

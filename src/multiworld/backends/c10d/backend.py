@@ -85,7 +85,7 @@ class C10dBackend:
             await asyncio.shield(making)
         except asyncio.CancelledError:
             group.give_up()
-            making.add_done_callback(lambda done: (done.exception(), group.drop()))
+            making.add_done_callback(lambda making: _drop_made(making, group))
             self._group = None
             raise
         except (RuntimeError, TimeoutError) as error:
@@ -629,7 +629,7 @@ def _reducible(flat: Tensor, op: ReduceOp, size: int) -> tuple[Tensor, Any, Fini
         if name == "AVG":
             work.div_(size)
         if work.data_ptr() != result.data_ptr():
-            result.copy_(work)
+            result.copy_(work)  # a wider dtype; a view needs nothing
 
     if flat.dtype in _NATIVE:
         return flat, native, finish
@@ -640,10 +640,17 @@ def _reducible(flat: Tensor, op: ReduceOp, size: int) -> tuple[Tensor, Any, Fini
     if flat.dtype.is_complex and name in ("SUM", "AVG"):
         work = torch.view_as_real(flat)
         if work.dtype in _NATIVE:
-            return work, native, lambda w, r: w.div_(size) if name == "AVG" else None
+            return work, native, finish
     raise UnsupportedOperationError(
         f"Gloo cannot reduce {flat.dtype} by {name}; use backend='direct', or convert"
     )
+
+
+def _drop_made(making: asyncio.Future[Any], group: Group) -> None:
+    """Free a group whose making went on after its caller was cancelled."""
+    if not making.cancelled():
+        making.exception()
+    group.drop()
 
 
 def _wait_for(work: Any, name: str) -> None:

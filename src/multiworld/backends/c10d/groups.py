@@ -1,7 +1,7 @@
 """Making, aborting and dropping c10d's own process groups. Shell.
 
-A ``Group`` wraps one native group (``ProcessGroupGloo``, ``ProcessGroupNCCL``, or what a
-registered creator makes). Making one blocks and may fail half way; it is done in a
+A ``Group`` wraps one native group (``ProcessGroupGloo``, ``ProcessGroupNCCL``, or what
+a registered creator makes). Making one blocks and may fail half way; it is done in a
 thread, and ``give_up`` ends it early.
 """
 
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
 from multiworld.backends.c10d import sockets
 from multiworld.backends.c10d.store import C10dStore
@@ -29,20 +30,18 @@ class Maker(Protocol):
     """Makes a native group on a store."""
 
     def __call__(
-        self, store: dist.Store, rank: int, size: int, host: str, timeout_s: float
+        self, store: Store, rank: int, size: int, host: str, timeout_s: float
     ) -> Any:
         """Return the group; blocks."""
 
 
-def make_gloo(
-    store: dist.Store, rank: int, size: int, host: str, timeout_s: float
-) -> Any:
+def make_gloo(store: Store, rank: int, size: int, host: str, timeout_s: float) -> Any:
     """Make a Gloo group that binds to ``host`` and connects eagerly.
 
     Each group gets a device, and so a listener, of its own: its connections can then be
     told from those of other worlds.
     """
-    gloo = torch._C._distributed_c10d.ProcessGroupGloo
+    gloo: Any = ProcessGroupGloo
     options = gloo._Options()
     try:
         options._devices = [gloo.create_device(hostname=host, lazy_init=False)]
@@ -56,9 +55,7 @@ def make_gloo(
     return group
 
 
-def make_nccl(
-    store: dist.Store, rank: int, size: int, host: str, timeout_s: float
-) -> Any:
+def make_nccl(store: Store, rank: int, size: int, host: str, timeout_s: float) -> Any:
     """Make an NCCL group whose own watchdog leaves the process alone.
 
     Not tested where this was written: there was no GPU.
@@ -81,9 +78,7 @@ def make_registered(name: str) -> Maker:
     """Return a maker for a backend that a plugin registered with torch."""
     plugin = dist.Backend._plugins[name.upper()]
 
-    def make(
-        store: dist.Store, rank: int, size: int, host: str, timeout_s: float
-    ) -> Any:
+    def make(store: Store, rank: int, size: int, host: str, timeout_s: float) -> Any:
         if plugin.extended_api:
             raise ConfigError(
                 "backend", name, "a backend whose creator has the plain signature"

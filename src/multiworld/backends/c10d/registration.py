@@ -3,8 +3,8 @@
 ``register`` makes functions with ``group=``, functional collectives, DeviceMesh and
 DTensor accept the group; ``unregister`` takes that back. The recipe's two traps:
 
-DeviceMesh compares meshes by their ranks alone, so the global ids of two worlds' members
-must differ or one world's traffic goes out on the other; ids are therefore never used
+DeviceMesh compares meshes by their ranks alone, so the ids of two worlds' members must
+differ or one world's traffic goes out on the other; ids are therefore never used
 twice in a process. Only this process's own id is its rank in the default group, because
 a mesh finds its own place by it.
 
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,12 +37,12 @@ _meshes: dict[str, list[weakref.ref[Any]]] = {}
 def _ensure_default_group() -> None:
     """torch's functions need a default group: a private one of size 1 will do."""
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
 
 
 def register(
     backend: Any,
-    store: dist.Store,
+    store: Store,
     rank: int,
     size: int,
     *,
@@ -54,7 +55,7 @@ def register(
     kind = {"gloo": kinds.GLOO, "nccl": kinds.NCCL}.get(name, kinds.CUSTOM)
     with _lock:
         _ensure_default_group()
-        group_name = f"multiworld:{next(_names)}:{world}"
+        group_name: Any = f"multiworld:{next(_names)}:{world}"
         group = ProcessGroup(store, rank, size)
         group._set_default_backend(kind)
         group._register_backend(torch.device(device.type), kind, backend)

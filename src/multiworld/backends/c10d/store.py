@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from multiworld.rendezvous.blocking import BlockingValues
 
 Recorder = Callable[[str, bytes], None]
 
 
-class C10dStore(dist.Store):
+class C10dStore(Store):
     """Keys of one incarnation, in our store under its prefix.
 
     Args:

@@ -22,7 +22,7 @@ offset bytes field        meaning
 52     4     label        bundle: bytes of manifest · collective: what it is
 56     4     payload sum  CRC-32 of the payload, or 0
 60     4     header sum   CRC-32 of the 60 bytes before and of the dimensions
-64     8×n   dimensions   the tensor's shape
+64     8*n   dimensions   the tensor's shape
 ====== ===== ============ ======================================================
 """
 

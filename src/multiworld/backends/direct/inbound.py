@@ -115,7 +115,8 @@ class Inbound:
     def _took(self, count: int) -> None:
         """Note that ``count`` bytes of payload are in place."""
         arrival, header = self._arrival, self._header
-        assert arrival is not None and header is not None
+        assert arrival is not None
+        assert header is not None
         if header.flags & wire.SUMMED:
             begin = arrival.received
             self._sum = zlib.crc32(arrival.memory[begin : begin + count], self._sum)

@@ -1,0 +1,1 @@
+"""The ``multiworld`` command. Thin: it parses, calls, prints and sets the exit code."""

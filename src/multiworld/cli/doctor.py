@@ -1,0 +1,242 @@
+"""``multiworld doctor``: what is here, whether it works, and what to do if not."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import platform
+import socket
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+Status = Literal["ok", "warn", "fail"]
+STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
+
+LOOPBACK_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    subject: str
+    status: Status
+    found: str
+    remedy: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return asdict(self)
+
+
+def examine() -> list[Finding]:
+    """Look at everything."""
+    findings = [_python(), _platform(), _package(), _torch()]
+    if findings[-1].status == "fail":
+        return findings
+    findings += [*_backends(), _devices(), _helper(), *_addresses()]
+    findings += [_loopback("direct"), _loopback("gloo")]
+    return findings
+
+
+def report(findings: list[Finding]) -> None:
+    """Print a table, and the remedies below it."""
+    table = Table(show_lines=False)
+    for column in ("", "what", "found"):
+        table.add_column(column, overflow="fold")
+    for finding in findings:
+        mark = f"[{STYLES[finding.status]}]{finding.status}[/]"
+        table.add_row(mark, finding.subject, finding.found)
+    console = Console()
+    console.print(table)
+    for finding in findings:
+        if finding.remedy:
+            style = STYLES[finding.status]
+            console.print(f"[{style}]{finding.subject}[/]: {finding.remedy}")
+
+
+def _python() -> Finding:
+    found = platform.python_version()
+    if sys.version_info >= (3, 12):
+        return Finding("Python", "warn", found, "only Python 3.11 was tested")
+    return Finding("Python", "ok", found)
+
+
+def _platform() -> Finding:
+    found = f"{platform.system()} {platform.release()}"
+    if platform.system() != "Linux":
+        return Finding("system", "fail", found, "multiworld needs Linux")
+    return Finding("system", "ok", found)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _package() -> Finding:
+    ours = _version("multiworld-elastic")
+    old = _version("multiworld")
+    if old is not None:
+        return Finding(
+            "multiworld",
+            "warn",
+            f"multiworld-elastic {ours} beside multiworld {old}",
+            "the old prototype has the same import name: pip uninstall multiworld, "
+            "then reinstall multiworld-elastic",
+        )
+    if ours is None:
+        return Finding("multiworld", "warn", "not installed as a package")
+    return Finding("multiworld", "ok", f"multiworld-elastic {ours}")
+
+
+def _torch() -> Finding:
+    try:
+        import torch
+    except ImportError as error:
+        return Finding("torch", "fail", str(error), "pip install torch")
+    found = torch.__version__
+    if not found.startswith("2.13."):
+        return Finding("torch", "warn", found, "only torch 2.13 was tested")
+    return Finding("torch", "ok", found)
+
+
+def _backends() -> list[Finding]:
+    import torch.distributed as dist
+
+    findings = [Finding("backend direct", "ok", "built in")]
+    if dist.is_gloo_available():
+        findings.append(Finding("backend gloo", "ok", "available"))
+    else:
+        remedy = "install a torch build with Gloo, or use backend='direct'"
+        findings.append(Finding("backend gloo", "warn", "missing", remedy))
+    if dist.is_nccl_available():
+        findings.append(Finding("backend nccl", "ok", "available"))
+    else:
+        remedy = "for GPUs, install a CUDA build of torch"
+        findings.append(Finding("backend nccl", "warn", "missing", remedy))
+    return findings
+
+
+def _devices() -> Finding:
+    import torch
+
+    if not torch.cuda.is_available():
+        return Finding("devices", "ok", "CPU only")
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return Finding("devices", "ok", ", ".join(names))
+
+
+def _helper() -> Finding:
+    from multiworld import heartbeat
+
+    state = heartbeat.process_state(1)
+    if state == heartbeat.GONE:
+        return Finding(
+            "heartbeat",
+            "warn",
+            "/proc does not show processes",
+            "a stopped process is then told from a busy one by silence alone",
+        )
+    return Finding("heartbeat", "ok", "helper process, /proc readable")
+
+
+def _addresses() -> list[Finding]:
+    name = socket.gethostname()
+    try:
+        entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        remedy = "give addresses, not names, to the other hosts"
+        return [Finding("host name", "warn", f"{name}: {error}", remedy)]
+    found = sorted({str(entry[4][0]) for entry in entries})
+    findings = []
+    outside = _outside_address()
+    if outside is None:
+        remedy = "worlds across hosts need a network interface"
+        findings.append(Finding("address", "warn", "loopback only", remedy))
+    else:
+        text = f"{outside} ({_interface_of(outside)})"
+        findings.append(Finding("address", "ok", text))
+    if all(address.startswith("127.") for address in found):
+        remedy = (
+            "harmless here: multiworld binds to the address by which the store is "
+            "reached; plain torch.distributed would bind to loopback"
+        )
+        findings.append(
+            Finding("host name", "warn", f"{name} is {', '.join(found)}", remedy)
+        )
+    else:
+        findings.append(Finding("host name", "ok", f"{name} is {', '.join(found)}"))
+    return findings
+
+
+def _outside_address() -> str | None:
+    """Return the address other hosts would see. Nothing is sent: UDP only connects."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect(("192.0.2.1", 9))  # TEST-NET-1 of RFC 5737
+        except OSError:
+            return None
+        address = str(sock.getsockname()[0])
+    return None if address.startswith("127.") else address
+
+
+def _interface_of(address: str) -> str:
+    import array
+    import fcntl
+    import struct
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            request = array.array("B", struct.pack("256s", name.encode()[:15]))
+            try:
+                fcntl.ioctl(sock.fileno(), 0x8915, request)  # SIOCGIFADDR
+            except OSError:
+                continue
+            if socket.inet_ntoa(request[20:24].tobytes()) == address:
+                return name
+    return "unknown interface"
+
+
+def _loopback(backend: str) -> Finding:
+    subject = f"loopback world ({backend})"
+    try:
+        asyncio.run(_try_world(backend))
+    except Exception as error:
+        remedy = "see the error; a firewall on loopback, or /proc or Unix sockets amiss"
+        return Finding(subject, "fail", f"{type(error).__name__}: {error}", remedy)
+    return Finding(subject, "ok", "two members joined, sent and received")
+
+
+async def _try_world(backend: str) -> None:
+    import torch
+
+    from multiworld import WorldConfig, WorldManager
+    from multiworld.rendezvous.server import StoreServer
+
+    config = WorldConfig(join_s=LOOPBACK_S)
+    server = await StoreServer.listen("127.0.0.1", 0)
+    store = f"tcp://127.0.0.1:{server.port}"
+    try:
+        async with (
+            asyncio.timeout(2 * LOOPBACK_S),
+            WorldManager(config=config) as one,
+            WorldManager(config=config) as two,
+        ):
+            left, right = await asyncio.gather(
+                one.join("doctor", rank=0, size=2, store=store, backend=backend),
+                two.join("doctor", rank=1, size=2, store=store, backend=backend),
+            )
+            sent = torch.arange(1000)
+            await left.send(sent, dst=1)
+            if not torch.equal(await right.recv(src=0), sent):
+                raise RuntimeError("what arrived is not what was sent")
+            await asyncio.gather(left.barrier(), right.barrier())
+    finally:
+        await server.close()

@@ -1,0 +1,74 @@
+"""The ``multiworld`` command."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+
+import click
+
+from multiworld import __version__
+
+BACKENDS = ("direct", "gloo")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="multiworld")
+def cli() -> None:
+    """Elastic, fault-tolerant worlds (process groups) for PyTorch."""
+    # M8D_LOG_LEVEL is the name that programs for pymultiworld know.
+    level = os.environ.get("M8D_LOG_LEVEL", "WARNING").upper()
+    known = logging.getLevelNamesMapping()
+    logging.basicConfig(
+        level=known.get(level, logging.WARNING),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+
+
+@cli.command()
+@click.option("--backend", type=click.Choice(BACKENDS), default="direct")
+@click.option(
+    "--phase-s",
+    type=click.FloatRange(0.5, 600),
+    default=4.0,
+    show_default=True,
+    help="Seconds of traffic before the kill, and after the replacement has joined.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON.")
+def demo(backend: str, phase_s: float, as_json: bool) -> None:
+    """Run a real model on two workers, kill one, and watch the other go on.
+
+    Exits with 1 if an image was lost, or anything else that is promised did not hold.
+    """
+    try:
+        from multiworld.demo.run import run
+    except ModuleNotFoundError as error:
+        raise click.ClickException(
+            f"the demo needs {error.name}: pip install 'multiworld-elastic[demo]'"
+        ) from error
+    sys.exit(run(backend, phase_s, as_json=as_json))
+
+
+@cli.command()
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def doctor(as_json: bool) -> None:
+    """Check this installation and this machine; exits with 1 if something fails."""
+    from multiworld.cli.doctor import examine, report
+
+    findings = examine()
+    if as_json:
+        click.echo(json.dumps([finding.to_json() for finding in findings], indent=2))
+    else:
+        report(findings)
+    sys.exit(1 if any(finding.status == "fail" for finding in findings) else 0)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    cli()
+
+
+if __name__ == "__main__":
+    main()

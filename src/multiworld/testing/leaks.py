@@ -1,0 +1,113 @@
+"""Checks that nothing was left behind: threads, descriptors, tasks, children."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+SETTLE_S = 5.0
+"""How long what is ending may take to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leak:
+    """What one process has open.
+
+    Attributes:
+        threads: Operating system threads.
+        descriptors: Open descriptors, by number, and what they are.
+        tasks: Names of the running loop's tasks.
+        children: Child processes.
+    """
+
+    threads: frozenset[str]
+    descriptors: dict[int, str]
+    tasks: frozenset[str]
+    children: frozenset[int]
+
+    @classmethod
+    def now(cls) -> Leak:
+        """Look at this process."""
+        return cls(_threads(), _descriptors(), _tasks(), _children())
+
+    def since(self, before: Leak) -> list[str]:
+        """Return what is here and was not before, in words."""
+        new = [f"thread {name}" for name in self.threads - before.threads]
+        new += [
+            f"descriptor {fd}: {what}"
+            for fd, what in self.descriptors.items()
+            if before.descriptors.get(fd) != what
+        ]
+        new += [f"task {name}" for name in self.tasks - before.tasks]
+        new += [f"child process {pid}" for pid in self.children - before.children]
+        return sorted(new)
+
+
+class LeakError(AssertionError):
+    """Something was left behind."""
+
+
+def _threads() -> frozenset[str]:
+    names = {t.native_id: t.name for t in threading.enumerate()}
+    found = set()
+    for tid in map(int, os.listdir("/proc/self/task")):
+        found.add(f"{tid} ({names.get(tid, 'native')})")
+    return frozenset(found)
+
+
+def _descriptors() -> dict[int, str]:
+    found = {}
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            found[fd] = os.readlink(f"/proc/self/fd/{fd}")
+    return {fd: what for fd, what in found.items() if not what.startswith("/proc/")}
+
+
+def _tasks() -> frozenset[str]:
+    try:
+        tasks = asyncio.all_tasks()
+    except RuntimeError:
+        return frozenset()
+    return frozenset(f"{task.get_name()} {id(task)}" for task in tasks)
+
+
+def _children() -> frozenset[int]:
+    me = os.getpid()
+    try:
+        listed = Path(f"/proc/{me}/task/{me}/children").read_text()
+    except OSError:
+        return frozenset()
+    return frozenset(map(int, listed.split()))
+
+
+@contextlib.asynccontextmanager
+async def no_leaks(*, allow: tuple[str, ...] = ()) -> AsyncIterator[None]:
+    """Check that what runs inside leaves nothing behind, in this process.
+
+    Args:
+        allow: Words that make a leftover acceptable ("asyncio_" for the threads of the
+            loop's own pool).
+
+    Raises:
+        LeakError: Something is still there after five seconds.
+    """
+    gc.collect()
+    before = Leak.now()
+    yield
+    loop = asyncio.get_running_loop()
+    end = loop.time() + SETTLE_S
+    while True:
+        gc.collect()
+        new = Leak.now().since(before)
+        new = [what for what in new if not any(word in what for word in allow)]
+        if not new:
+            return
+        if loop.time() > end:
+            raise LeakError("left behind: " + "; ".join(new))
+        await asyncio.sleep(0.02)

@@ -1,0 +1,45 @@
+"""Every backend passes the same suite."""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+
+import pytest
+import uvloop
+
+from multiworld import WorldConfig
+from multiworld.testing import CHECKS, Arena, Check, no_leaks
+
+VARIANTS = {
+    "memory": ("memory", WorldConfig(join_s=20)),
+    "memory-rendezvous": ("memory", WorldConfig(join_s=20, eager_bytes=0)),
+    "direct": ("direct", WorldConfig(join_s=20)),
+    "direct-checksums": ("direct", WorldConfig(join_s=20, payload_checksum=True)),
+    "gloo": ("gloo", WorldConfig(join_s=20)),
+    "gloo-own-p2p": ("gloo", WorldConfig(join_s=20, host_p2p="backend")),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+async def test_contract_on_every_backend(check: Check, variant: str) -> None:
+    """A backend keeps the contract, and leaves nothing behind."""
+    backend, config = VARIANTS[variant]
+    async with no_leaks(allow=("asyncio_",)), Arena(backend, config) as arena:
+        await check(arena)
+
+
+@pytest.mark.parametrize("backend", ["memory", "direct", "gloo"])
+def test_contract_under_uvloop(backend: str) -> None:
+    """The suite passes on uvloop as well."""
+
+    async def all_checks() -> None:
+        for check in CHECKS:
+            async with Arena(backend) as arena:
+                await check(arena)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # uvloop's own
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(all_checks())
