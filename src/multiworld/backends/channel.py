@@ -155,6 +155,12 @@ class Channel:
         else:
             self.mailbox.end(rank, lambda _: make_error())
 
+    def end(self, make_error: ErrorMaker) -> None:
+        """Fail everything, now and from now on, but stay connected."""
+        self.mailbox.abort(make_error)
+        for lane in self.lanes.values():
+            lane.member_left(make_error)
+
     def abort(self, make_error: ErrorMaker) -> None:
         """Fail everything and hang up."""
         self.mailbox.abort(make_error)

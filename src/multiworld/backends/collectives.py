@@ -371,9 +371,6 @@ class Collectives:
                 Failed(f"rank {self._rank} cancelled {operation} half way")
             )
             raise
-        except TensorMismatchError as error:
-            self._view.report(Failed(f"the members do not agree: {error}"))
-            raise
         except MemberLeftError as error:
             # The members that wait for this one, not for the one that left, must hear.
             self.end_from(operation.number, error.rank)
@@ -387,11 +384,14 @@ class Collectives:
         if self._ends_at is None or number < self._ends_at[0]:
             self._ends_at = number, left
         if self._running >= number:
-            self._channel.mailbox.abort(lambda: self._view.left_error(left))
+            self._channel.end(lambda: self._view.left_error(left))
 
     def _check_end(self, number: int) -> None:
         if self._ends_at is not None and number >= self._ends_at[0]:
             raise self._view.left_error(self._ends_at[1])
+
+    def _disagree(self, error: TensorMismatchError) -> None:
+        self._view.report(Failed(f"the members do not agree: {error}"))
 
     def _others(self) -> list[int]:
         """The other ranks, this one's successors first, so that not all begin at 0."""
@@ -419,11 +419,15 @@ class Collectives:
             theirs = _operation_of(found)
             if theirs == operation and found.size == size:
                 return None
-            return TensorMismatchError(
+            error = TensorMismatchError(
                 f"rank {self._rank} is in {operation}, rank {source} in {theirs}; all "
                 "members must call the same collectives in the same order, with equal "
                 "dtypes and sizes"
             )
+            # At once, and not when somebody looks at the receive: this member may be
+            # in a send that the other will never take.
+            asyncio.get_running_loop().call_soon(self._disagree, error)
+            return error
 
         return self._channel.post(src, 0, check, lambda _: flat)
 
@@ -450,6 +454,10 @@ class Collectives:
             await self._send(operation, dst, give)
         except BaseException:
             self._channel.mailbox.cancel(receive)
+            if receive.future.done() and not receive.future.cancelled():
+                error = receive.future.exception()
+                if isinstance(error, TensorMismatchError):
+                    raise error from None
             raise
         await self._finish(receive, take)
 

@@ -164,8 +164,7 @@ async def keeps_order_of_each_tag(arena: Arena) -> None:
     even: list[int] = []
 
     async def receive(tag: int, into: list[int]) -> None:
-        for _ in range(10):
-            into.append(int(await right.recv(src=0, tag=tag)))
+        into.extend([int(await right.recv(src=0, tag=tag)) for _ in range(10)])
 
     await asyncio.gather(receive(1, odd), receive(0, even), sending)
     assert odd == list(range(1, 20, 2))
@@ -189,8 +188,9 @@ async def receives_from_whoever_is_first(arena: Arena) -> None:
     if arena.config.host_p2p == "backend":
         return  # torch's own never notices a lost member; it is refused
     worlds = await arena.world(3)
-    await worlds[2].send(torch.tensor(2), dst=0)
+    sending = asyncio.ensure_future(worlds[2].send(torch.tensor(2), dst=0))
     source, tensor = await worlds[0].recv_any()
+    await sending
     assert (source, int(tensor)) == (2, 2)
     pending = asyncio.ensure_future(worlds[0].recv_any())
     await asyncio.sleep(0)
@@ -510,8 +510,8 @@ async def waits_at_a_barrier(arena: Arena) -> None:
     """Nobody passes before the last has come."""
     worlds = await arena.world(3)
     early = [asyncio.ensure_future(world.barrier()) for world in worlds[:2]]
-    await worlds[0].send(torch.ones(1), dst=2)
-    await worlds[2].recv(src=0)
+    one = torch.ones(1)
+    await asyncio.gather(worlds[0].send(one, dst=2), _expect(worlds[2], one))
     assert not any(task.done() for task in early)
     await worlds[2].barrier()
     await asyncio.gather(*early)
@@ -525,9 +525,8 @@ async def runs_many_operations_at_once(arena: Arena) -> None:
     for worlds in (one, two):
         for _ in range(4):
             steps.extend(world.all_reduce(torch.ones(100)) for world in worlds)
-        for i in range(10):
-            steps.append(worlds[0].send(torch.tensor(i), dst=1))
-            steps.append(worlds[1].recv(src=0))
+        steps.extend(worlds[0].send(torch.tensor(i), dst=1) for i in range(10))
+        steps.extend(worlds[1].recv(src=0) for i in range(10))
     results = await asyncio.gather(*steps)
     reduced = [r for r in results if r is not None and r.numel() == 100]
     assert all(torch.equal(r, torch.full((100,), 3.0)) for r in reduced)

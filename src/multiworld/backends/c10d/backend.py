@@ -15,11 +15,13 @@ import asyncio
 import threading
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import ProcessGroup, ReduceOp
 
 from multiworld.backends.base import Bundle, Meta, Received, WorldView
@@ -56,10 +58,10 @@ class C10dBackend:
         self._public: ProcessGroup | None = None
         self._waiting: set[asyncio.Future[Any]] = set()
         self._turn = asyncio.Lock()
-        self._sending: dict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._receiving: dict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._sending: dict[tuple[int, int], asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._receiving: dict[tuple[int, int], asyncio.Lock] = defaultdict(asyncio.Lock)
         self._headers: dict[tuple[int, int], deque[Any]] = defaultdict(deque)
-        self._is_over = False
+        self._limit = timedelta(seconds=view.config.operation_s)
 
     async def open(self) -> None:
         """Open our own lanes, then make the group.
@@ -99,8 +101,8 @@ class C10dBackend:
 
     def _is_ours(self, tensor: Tensor | None) -> bool:
         """Tell whether our own data path carries ``tensor``."""
-        if tensor is not None and tensor.device.type != "cpu":
-            return False
+        if isinstance(tensor, Tensor) and tensor.device.type != "cpu":
+            return self._view.device.type == "cpu"  # where it gets a clear refusal
         return self._view.config.host_p2p == "direct"
 
     async def send(self, tensor: Tensor, dst: int, tag: int) -> None:
@@ -115,7 +117,7 @@ class C10dBackend:
         self._check_tag(tag)
         contiguous = self._on_device(tensor, "the tensor to send").contiguous()
         header = [CODES[contiguous.dtype], list(contiguous.shape)]
-        async with self._sending[dst]:
+        async with self._sending[dst, tag]:
             await self._direct.send_object(header, dst, HEADER_TAG_BASE + tag)
             await self._wait_in_thread(
                 lambda native: native.send([_bytes(contiguous)], dst, tag)
@@ -135,7 +137,7 @@ class C10dBackend:
                 f"{self._name} cannot receive from anybody: its own call never notices "
                 "a lost member; name a source, or use host_p2p='direct'"
             )
-        async with self._receiving[src]:
+        async with self._receiving[src, tag]:
             code, shape = await self._next_header(src, tag)
             target = self._target(out, src, code, shape)
             self._headers[src, tag].popleft()
@@ -217,7 +219,7 @@ class C10dBackend:
     async def broadcast(self, tensor: Tensor, src: int) -> None:
         """Copy ``tensor`` of ``src`` into everybody's."""
         flat = self._flat(tensor)
-        options = dist.BroadcastOptions()
+        options = self._options(dist.BroadcastOptions())
         options.rootRank = src
         await self._collective(
             "broadcast", flat, lambda pg: pg.broadcast([_bytes(flat)], options), src
@@ -228,7 +230,7 @@ class C10dBackend:
         """Reduce into everybody's ``tensor``."""
         flat = self._flat(tensor)
         work, native_op, finish = _reducible(flat, op, self._size)
-        options = dist.AllreduceOptions()
+        options = self._options(dist.AllreduceOptions())
         options.reduceOp = native_op
         await self._collective(
             "all_reduce", flat, lambda pg: pg.allreduce([work], options), op=op
@@ -241,7 +243,7 @@ class C10dBackend:
         flat = self._flat(tensor)
         total = flat if self._rank == dst else flat.clone()  # Gloo scribbles on it
         work, native_op, finish = _reducible(total, op, self._size)
-        options = dist.ReduceOptions()
+        options = self._options(dist.ReduceOptions())
         options.reduceOp, options.rootRank = native_op, dst
         await self._collective(
             "reduce", flat, lambda pg: pg.reduce([work], options), dst, op
@@ -255,8 +257,11 @@ class C10dBackend:
         mine = self._flat(tensor)
         flats = self._alike(outs, mine, "outs")
         views = [_bytes(flat) for flat in flats]
+        options = self._options(AllgatherOptions())
         await self._collective(
-            "all_gather", mine, lambda pg: pg.allgather([views], [_bytes(mine)])
+            "all_gather",
+            mine,
+            lambda pg: pg.allgather([views], [_bytes(mine)], options),
         )
         _write_back_all(outs, flats)
 
@@ -268,7 +273,7 @@ class C10dBackend:
         is_root = self._rank == dst
         flats = self._alike(outs, mine, "outs") if is_root else []
         views = [[_bytes(flat) for flat in flats]] if is_root else []
-        options = dist.GatherOptions()
+        options = self._options(dist.GatherOptions())
         options.rootRank = dst
         await self._collective(
             "gather", mine, lambda pg: pg.gather(views, [_bytes(mine)], options), dst
@@ -283,7 +288,7 @@ class C10dBackend:
         is_root = self._rank == src
         parts = self._alike(tensors, flat, "tensors") if is_root else []
         views = [[_bytes(part) for part in parts]] if is_root else []
-        options = dist.ScatterOptions()
+        options = self._options(dist.ScatterOptions())
         options.rootRank = src
         await self._collective(
             "scatter", flat, lambda pg: pg.scatter([_bytes(flat)], views, options), src
@@ -301,7 +306,7 @@ class C10dBackend:
         parts = self._alike(tensors, flat, "tensors")
         whole = torch.cat(parts)
         work, native_op, finish = _reducible(whole, op, self._size)
-        options = dist.AllreduceOptions()
+        options = self._options(dist.AllreduceOptions())
         options.reduceOp = native_op
         await self._collective(
             "reduce_scatter", flat, lambda pg: pg.allreduce([work], options), op=op
@@ -317,7 +322,7 @@ class C10dBackend:
         takes = self._alike(outs, like, "outs")
         give = torch.cat([_bytes(g) for g in gives])
         take = torch.empty_like(give)
-        options = dist.AllToAllOptions()
+        options = self._options(dist.AllToAllOptions())
         await self._collective(
             "all_to_all",
             like,
@@ -330,7 +335,12 @@ class C10dBackend:
     async def barrier(self) -> None:
         """Wait until every member is here."""
         nothing = torch.empty(0, dtype=torch.uint8, device=self._view.device)
-        await self._collective("barrier", nothing, lambda pg: pg.barrier())
+        options = self._options(dist.BarrierOptions())
+        await self._collective("barrier", nothing, lambda pg: pg.barrier(options))
+
+    def _options(self, options: Any) -> Any:
+        options.timeout = self._limit
+        return options
 
     def _flat(self, tensor: Tensor) -> Tensor:
         """Return ``tensor`` flat and contiguous, as a view where that is possible."""
@@ -458,7 +468,7 @@ class C10dBackend:
         native = self._native()
         try:
             work = start(native)
-            await self._in_thread(lambda: _wait_for(work, self._name))
+            await self._in_thread(lambda: _wait_for(work, self._name, self._limit))
         except asyncio.CancelledError:
             self._view.report(
                 Failed(f"rank {self._rank} cancelled a {self._name} send or receive")
@@ -653,8 +663,8 @@ def _drop_made(making: asyncio.Future[Any], group: Group) -> None:
     group.drop()
 
 
-def _wait_for(work: Any, name: str) -> None:
-    _synchronize(work) if name == "nccl" else work.wait()
+def _wait_for(work: Any, name: str, limit: timedelta) -> None:
+    _synchronize(work) if name == "nccl" else work.wait(limit)
 
 
 def _synchronize(work: Any) -> None:

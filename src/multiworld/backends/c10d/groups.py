@@ -51,7 +51,6 @@ def make_gloo(store: Store, rank: int, size: int, host: str, timeout_s: float) -
     finally:
         # A traceback that is kept would keep the device: a thread and four descriptors.
         del options
-    group._set_default_timeout(timedelta(seconds=timeout_s))
     return group
 
 
