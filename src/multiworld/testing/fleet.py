@@ -115,6 +115,7 @@ class Child:
     def __init__(self, process: BaseProcess, connection: Connection) -> None:
         self._process = process
         self._mail = _Mail(connection)
+        self._is_ended = False
 
     @property
     def pid(self) -> int:
@@ -176,7 +177,10 @@ class Child:
         os.kill(self.pid, signal.SIGCONT)
 
     def end(self) -> None:
-        """Kill it if it lives, and forget it."""
+        """Kill it if it lives, and forget it; safe to repeat."""
+        if self._is_ended:
+            return
+        self._is_ended = True
         if self._process.is_alive():
             self._process.kill()
         self._process.join()

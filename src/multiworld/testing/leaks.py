@@ -71,7 +71,7 @@ def _descriptors() -> dict[int, str]:
 
 def _tasks() -> frozenset[str]:
     try:
-        tasks = asyncio.all_tasks()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
     except RuntimeError:
         return frozenset()
     return frozenset(f"{task.get_name()} {id(task)}" for task in tasks)

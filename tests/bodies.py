@@ -1,0 +1,96 @@
+"""What the children of the process tests run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+import torch
+
+from multiworld import WorldBrokenError, WorldClosedError, WorldConfig, WorldManager
+from multiworld.testing import Role
+
+
+async def echo(role: Role, name: str, store: str, backend: str) -> None:
+    """Rank 1 of a world of two: send back what comes, until the other leaves."""
+    async with WorldManager(config=WorldConfig(join_s=20)) as manager:
+        world = await manager.join(name, rank=1, size=2, store=store, backend=backend)
+        role.report("ready")
+        try:
+            while True:
+                await world.send(await world.recv(src=0), dst=0)
+        except (WorldClosedError, WorldBrokenError) as error:
+            role.report(type(error).__name__)
+
+
+async def member(
+    role: Role,
+    name: str,
+    rank: int,
+    size: int,
+    store: str,
+    backend: str,
+    config: WorldConfig,
+) -> None:
+    """A member that does what it is ordered, and reports what came of it."""
+    async with WorldManager(config=config) as manager:
+        world = await manager.join(
+            name, rank=rank, size=size, store=store, backend=backend
+        )
+        role.report("ready")
+        while True:
+            order = await role.order()
+            if order == "leave":
+                break
+            result: object
+            try:
+                match order:
+                    case "all_reduce":
+                        result = (await world.all_reduce(torch.ones(8)))[0].item()
+                    case ("recv", src):
+                        result = (await world.recv(src=src)).sum().item()
+                    case ("send", dst, size):
+                        await world.send(torch.ones(size), dst=dst)
+                        result = "sent"
+                    case "wait_over":
+                        await world.wait_over()
+                        result = await _why(world.recv(src=(rank + 1) % size))
+                    case "fork":
+                        result = _fork()
+                    case "exit":
+                        os._exit(3)
+                    case "segfault":
+                        os.kill(os.getpid(), signal.SIGSEGV)
+                    case "block":
+                        time.sleep(600)  # noqa: ASYNC251 - to be stuck is the point
+            except WorldBrokenError as error:
+                result = error
+            except WorldClosedError as error:
+                result = error
+            role.report(result)
+
+
+async def _why(step: object) -> object:
+    try:
+        return await step  # type: ignore[misc]
+    except (WorldBrokenError, WorldClosedError) as error:
+        return error
+
+
+def _fork() -> int:
+    """Fork a child that outlives us for a while."""
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(8)
+        os._exit(0)
+    return pid
+
+
+async def idle(role: Role, name: str, store: str, backend: str) -> None:
+    """Rank 1 of a world of two that only waits."""
+    async with WorldManager(config=WorldConfig(join_s=20)) as manager:
+        await manager.join(name, rank=1, size=2, store=store, backend=backend)
+        role.report("ready")
+        await asyncio.Event().wait()
