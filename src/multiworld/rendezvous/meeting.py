@@ -205,7 +205,6 @@ async def meet(
         try:
             async with asyncio.timeout_at(deadline + SLACK_S):
                 reply = await session.claim(fields)
-            return session, _admitted(claim, reply)
         except TimeoutError as error:
             raise StoreUnreachableError(
                 f"the store at {session.address} took the claim on world "
@@ -221,6 +220,8 @@ async def meet(
                 deadline=deadline,
             )
             session.users -= 1  # it takes the place of the lost one
+        else:
+            return session, _admitted(claim, reply)
 
 
 def _admitted(claim: Claim, reply: dict[str, Any]) -> Incarnation:

@@ -1,0 +1,21 @@
+"""The members of each world add their tensors up, and all have the sum."""
+
+from __future__ import annotations
+
+import torch
+
+from common import run
+from multiworld import World
+
+
+async def step(world: World, number: int) -> str:
+    """Everybody has the sum afterwards."""
+    tensor = torch.full((4,), float(world.rank + number))
+    await world.all_reduce(tensor)
+    total = sum(rank + number for rank in range(world.size))
+    assert torch.equal(tensor, torch.full((4,), float(total)))
+    return f"have {tensor.tolist()}"
+
+
+if __name__ == "__main__":
+    run(__doc__, step)

@@ -1,0 +1,144 @@
+"""What the examples share: arguments, starting workers, and the loop around a step.
+
+The process that is started without ``--world`` is the leader: rank 0 of world 1 and of
+world 2. It starts the other members as processes, each in one world only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+
+import multiworld
+from multiworld import World, WorldBrokenError, WorldClosedError, WorldManager
+
+WORLDS = (1, 2)
+STEP_S = 0.01  # a pace at which a person can see what happens
+
+Step = Callable[[World, int], Awaitable[str]]
+
+
+def parse(description: str | None) -> argparse.Namespace:
+    """Read the arguments that all examples have."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument(
+        "--world",
+        action="append",
+        default=[],
+        metavar="ID:RANK",
+        help="join world ID as RANK (repeat for several; default: lead, start workers)",
+    )
+    parser.add_argument(
+        "--addr", default="", metavar="HOST:PORT", help="where rank 0 of world 1 is"
+    )
+    parser.add_argument("--backend", default="direct", help="direct (default) or gloo")
+    parser.add_argument("--size", type=int, default=2, help="members of each world")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--kill", action="store_true", help="kill a worker half way")
+    args = parser.parse_args()
+    if args.world and not args.addr:
+        parser.error("--world needs --addr: where rank 0 of world 1 is")
+    return args
+
+
+def run(description: str | None, step: Step) -> None:
+    """Run an example: ``step(world, number)`` on every member of every world."""
+    args = parse(description)
+    with contextlib.ExitStack() as stack:
+        workers: dict[int, subprocess.Popen[bytes]] = {}
+        memberships = [tuple(map(int, world.split(":"))) for world in args.world]
+        if not memberships:
+            args.addr = args.addr or f"127.0.0.1:{free_port()}"
+            memberships = [(world, 0) for world in WORLDS]
+            for world in WORLDS:
+                for rank in range(1, args.size):
+                    workers[world] = stack.enter_context(
+                        start_worker(args, world, rank)
+                    )
+        good = asyncio.run(take_part(args, memberships, step, workers))
+    sys.exit(0 if good else 1)
+
+
+@contextlib.contextmanager
+def start_worker(
+    args: argparse.Namespace, world: int, rank: int
+) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
+    """Start this same program as one member of one world; end it at the end."""
+    command = [sys.executable, sys.argv[0], "--world", f"{world}:{rank}"]
+    command += ["--addr", args.addr, "--backend", args.backend]
+    command += ["--size", str(args.size), "--steps", str(args.steps)]
+    process = subprocess.Popen(command)
+    try:
+        yield process
+        process.wait(timeout=20)
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def take_part(
+    args: argparse.Namespace,
+    memberships: list[tuple[int, int]],
+    step: Step,
+    workers: dict[int, subprocess.Popen[bytes]],
+) -> bool:
+    """Join every world, each with a task of its own; tell whether all went well."""
+    async with WorldManager() as manager:
+        tasks = [
+            member(manager, args, world, rank, step, workers.get(world))
+            for world, rank in memberships
+        ]
+        return all(await asyncio.gather(*tasks))
+
+
+async def member(
+    manager: WorldManager,
+    args: argparse.Namespace,
+    world_id: int,
+    rank: int,
+    step: Step,
+    worker: subprocess.Popen[bytes] | None,
+) -> bool:
+    """Take all steps in one world, or as many as it lives."""
+    is_victim = args.kill and worker is not None and world_id == WORLDS[-1]
+    world = await manager.join(
+        f"world{world_id}",
+        rank=rank,
+        size=args.size,
+        store=f"tcp://{args.addr}",
+        backend=args.backend,
+    )
+    try:
+        for number in range(args.steps):
+            if is_victim and worker is not None and number == args.steps // 2:
+                say(world, f"killing process {worker.pid}")
+                worker.kill()
+            text = await step(world, number)
+            if number % max(1, args.steps // 4) == 0:
+                say(world, f"step {number}: {text}")
+            await asyncio.sleep(STEP_S)
+    except (WorldBrokenError, WorldClosedError) as error:
+        say(world, f"stopped at step {number}: {error}")
+        # A worker whose leader is done, or a leader whose worker was killed on purpose.
+        return is_victim and isinstance(error, multiworld.MemberLostError)
+    say(world, f"all {args.steps} steps done")
+    return not is_victim
+
+
+def say(world: World, text: str) -> None:
+    """Print a line that says who speaks."""
+    # One write a line: several processes share the terminal.
+    sys.stdout.write(f"[{world.name} rank {world.rank}] {text}\n")
+    sys.stdout.flush()
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])

@@ -1,0 +1,117 @@
+"""A worker joins a running leader while its other world's traffic is measured.
+
+World 1 passes messages all the time. World 2's worker starts when world 1 has done a
+third of its steps. The summary shows the time between messages of world 1 before, while
+and after world 2 was joined. With --kill, world 2's worker is killed in the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import statistics
+import sys
+import time
+
+import torch
+
+from common import free_port, parse, say, start_worker
+from multiworld import MemberLostError, MultiWorldError, World, WorldManager
+
+
+async def answer(world: World) -> None:
+    """A worker's part: send back what comes, until the leader leaves."""
+    with contextlib.suppress(MultiWorldError):
+        while True:
+            await world.send(await world.recv(src=0), dst=0)
+
+
+async def ask(world: World, times: list[float]) -> None:
+    """The leader's part: round trips for ever, noting when each was done."""
+    while True:
+        await world.send(torch.ones(256), dst=1)
+        await world.recv(src=1)
+        times.append(time.monotonic())
+        await asyncio.sleep(0.001)
+
+
+async def work(args: argparse.Namespace) -> bool:
+    """Be a worker, in as many worlds as were given."""
+    async with WorldManager() as manager:
+        for world_id, rank in (map(int, w.split(":")) for w in args.world):
+            world = await manager.join(
+                f"world{world_id}",
+                rank=rank,
+                size=2,
+                store=f"tcp://{args.addr}",
+                backend=args.backend,
+            )
+            await answer(world)
+    return True
+
+
+async def lead(args: argparse.Namespace) -> bool:
+    """Be rank 0 of both worlds."""
+    args.addr = args.addr or f"127.0.0.1:{free_port()}"
+    joining = {"rank": 0, "size": 2, "store": f"tcp://{args.addr}"}
+    joining["backend"] = args.backend
+    times: list[float] = []
+    marks: list[float] = []
+    phase_s = args.steps / 100
+    with start_worker(args, 1, 1):
+        async with WorldManager() as manager:
+            one = await manager.join("world1", **joining)
+            traffic = asyncio.create_task(ask(one, times))
+            await asyncio.sleep(phase_s)
+            marks.append(time.monotonic())
+            with start_worker(args, 2, 1) as late:
+                two = await manager.join("world2", **joining)
+                say(two, "joined while world1 was busy")
+                marks.append(time.monotonic())
+                good = await use(two, late if args.kill else None)
+                await asyncio.sleep(phase_s)
+                good = good and not traffic.done()
+                traffic.cancel()
+                await manager.close()
+    report(times, marks)
+    return good
+
+
+async def use(world: World, victim: object) -> bool:
+    """Use the new world a little; kill its worker if that is wanted."""
+    for number in range(100):
+        try:
+            if victim is not None and number == 50:
+                say(world, "killing its worker")
+                victim.kill()  # type: ignore[attr-defined]
+            await world.send(torch.tensor(number), dst=1)
+            await world.recv(src=1)
+        except MemberLostError as error:
+            say(world, f"stopped at step {number}: {error}")
+            return victim is not None
+    say(world, "all 100 steps done")
+    return victim is None
+
+
+def report(times: list[float], marks: list[float]) -> None:
+    """Print the gaps between world 1's messages, phase by phase."""
+    bounds = [float("-inf"), *marks, float("inf")]
+    for name, begin, end in zip(
+        ("before", "while joining", "after"), bounds[:-1], bounds[1:], strict=True
+    ):
+        chosen = [t for t in times if begin <= t < end]
+        gaps = [late - early for early, late in itertools.pairwise(chosen)]
+        if gaps:
+            median, longest = statistics.median(gaps) * 1e3, max(gaps) * 1e3
+            print(
+                f"world1 {name}: {len(gaps)} messages, "
+                f"median gap {median:.2f} ms, longest {longest:.2f} ms"
+            )
+
+
+if __name__ == "__main__":
+    arguments = parse(__doc__)
+    good = asyncio.run(work(arguments) if arguments.world else lead(arguments))
+    sys.exit(0 if good else 1)

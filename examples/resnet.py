@@ -1,0 +1,56 @@
+"""A trained ResNet on the workers of each world; the leader sends it images.
+
+The model and the images (scikit-learn's handwritten digits) are those of the demo:
+pip install 'multiworld-elastic[demo]'
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+
+import torch
+
+from common import run
+from multiworld import World
+from multiworld.demo.model import (
+    Digits,
+    DigitsResNet,
+    load_digits,
+    load_model,
+    trained_weights,
+)
+from multiworld.demo.worker import classify
+
+BATCH = 8
+
+
+@functools.cache
+def prepare() -> tuple[DigitsResNet, Digits]:
+    """Return the model, trained the first time, and the images it never saw."""
+    torch.set_num_threads(1)
+    training, test = load_digits()
+    weights, _ = trained_weights(training)
+    return load_model(weights), test
+
+
+async def step(world: World, number: int) -> str:
+    """The leader asks each worker about one batch; a worker answers one."""
+    model, test = prepare()
+    if world.rank != 0:
+        batch = await world.recv_bundle(src=0)
+        # Never compute on the loop: other worlds live there.
+        digits = await asyncio.to_thread(classify, model, batch.tensors["images"])
+        await world.send(digits, dst=0)
+        return f"classified {len(digits)} images"
+    right = 0
+    for rank in range(1, world.size):
+        chosen = torch.arange(number * BATCH, (number + 1) * BATCH) % len(test.labels)
+        await world.send_bundle({"images": test.images[chosen]}, dst=rank)
+        right += int((await world.recv(src=rank) == test.labels[chosen]).sum())
+    return f"{right} of {BATCH * (world.size - 1)} right"
+
+
+if __name__ == "__main__":
+    prepare()
+    run(__doc__, step)

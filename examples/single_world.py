@@ -1,0 +1,89 @@
+"""Plain torch.distributed, for comparison: one world, and one failure stops everybody.
+
+All members run all_reduce in a loop. (All_reduce, because on Gloo point-to-point pairs
+are independent of each other and would hide the effect.) With --kill, or when you kill
+one by hand, every other member's loop ends with an error that names nobody.
+
+    python examples/single_world.py --kill
+    python examples/single_world.py --worldsize 3 --rank 0 --addr 10.0.0.1 --multihost
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from common import free_port
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the arguments; the names are those of pymultiworld's example."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--backend", default="gloo")
+    parser.add_argument("--worldsize", type=int, default=3)
+    parser.add_argument("--multihost", action="store_true", help="run one rank only")
+    parser.add_argument("--rank", type=int, default=-1)
+    parser.add_argument("--addr", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--kill", action="store_true", help="kill a member half way")
+    args = parser.parse_args()
+    if args.multihost and args.rank < 0:
+        parser.error("--multihost needs --rank")
+    return args
+
+
+def reduce_for_ever(args: argparse.Namespace) -> int:
+    """Be one member; return the number of steps that went well."""
+    os.environ.update(MASTER_ADDR=args.addr, MASTER_PORT=str(args.port or 29500))
+    dist.init_process_group(args.backend, rank=args.rank, world_size=args.worldsize)
+    print(f"[rank {args.rank}] process {os.getpid()}", flush=True)
+    done = 0
+    try:
+        for done in range(args.steps):
+            dist.all_reduce(torch.ones(4))
+            if args.kill and done == args.steps // 2 and args.rank == 1:
+                os.kill(os.getpid(), 9)
+            time.sleep(0.01)
+    except RuntimeError as error:
+        text = str(error).splitlines()[0][:150]
+        print(f"[rank {args.rank}] stopped at step {done}: {text}", flush=True)
+        return done
+    print(f"[rank {args.rank}] all {args.steps} steps done", flush=True)
+    dist.destroy_process_group()
+    return args.steps
+
+
+def start_all(args: argparse.Namespace) -> bool:
+    """Start every member; tell whether it went as it should."""
+    port = str(args.port or free_port())
+    command = [sys.executable, sys.argv[0], "--multihost", "--port", port]
+    command += ["--worldsize", str(args.worldsize), "--steps", str(args.steps)]
+    command += ["--backend", args.backend, "--addr", args.addr]
+    command += ["--kill"] if args.kill else []
+    members = [
+        subprocess.Popen([*command, "--rank", str(rank)])
+        for rank in range(args.worldsize)
+    ]
+    codes = []
+    for process in members:
+        try:
+            codes.append(process.wait(timeout=60))
+        finally:
+            process.kill()
+    finished = sum(code == 0 for code in codes)
+    print(f"{finished} of {args.worldsize} members took all steps")
+    return finished == (0 if args.kill else args.worldsize)
+
+
+if __name__ == "__main__":
+    arguments = parse_arguments()
+    if arguments.multihost:
+        sys.exit(0 if reduce_for_ever(arguments) == arguments.steps else 1)
+    sys.exit(0 if start_all(arguments) else 1)

@@ -1,0 +1,335 @@
+"""Joining: any order, deadlines, taken ranks, mismatches, strangers, re-joining."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+import torch
+
+from multiworld import (
+    ConfigError,
+    JoinMismatchError,
+    JoinTimeoutError,
+    ProtocolVersionError,
+    RankTakenError,
+    StoreUnreachableError,
+    UnknownWorldError,
+    WorldClosedError,
+    WorldConfig,
+    WorldExistsError,
+    WorldManager,
+)
+from multiworld.rendezvous import frames
+from multiworld.rendezvous.server import StoreServer
+from multiworld.testing import ProcessFleet, no_leaks
+from tests import bodies
+from tests.ports import free_port
+from tests.traffic import Traffic
+
+SHORT = WorldConfig(join_s=1.0)
+LONG = WorldConfig(join_s=20.0)
+
+
+@pytest.fixture
+async def store() -> AsyncIterator[str]:
+    """Return the address of a store that stands alone; checks for leaks."""
+    async with no_leaks(allow=("asyncio_",)):
+        server = await StoreServer.listen("127.0.0.1", 0)
+        yield f"tcp://127.0.0.1:{server.port}"
+        await server.close()
+
+
+async def pair(one: WorldManager, two: WorldManager, name: str, store: str) -> None:
+    """Let two managers join a world of two."""
+    await asyncio.gather(
+        one.join(name, rank=0, size=2, store=store),
+        two.join(name, rank=1, size=2, store=store),
+    )
+
+
+@pytest.mark.parametrize("first", [0, 1])
+async def test_members_may_start_in_any_order(first: int) -> None:
+    """Rank 0 embeds the store; the others wait for it."""
+    address = f"tcp://127.0.0.1:{free_port()}"
+    async with no_leaks(), WorldManager() as one, WorldManager() as two:
+        early = asyncio.ensure_future(one.join("w", rank=first, size=2, store=address))
+        await asyncio.sleep(0)
+        late = await two.join("w", rank=1 - first, size=2, store=address)
+        world = await early
+        assert {world.epoch, late.epoch} == {1}
+
+
+async def test_deadline_names_who_is_missing(store: str) -> None:
+    """On every member that waits."""
+    async with WorldManager(config=SHORT) as one, WorldManager(config=SHORT) as two:
+        results = await asyncio.gather(
+            one.join("w", rank=0, size=4, store=store),
+            two.join("w", rank=2, size=4, store=store),
+            return_exceptions=True,
+        )
+        for error in results:
+            assert isinstance(error, JoinTimeoutError), error
+            assert error.present == (0, 2)
+            assert error.missing == (1, 3)
+        assert one.worlds == {}
+
+
+async def test_no_store_is_an_error_in_time() -> None:
+    """With the address, and what to do."""
+    address = f"tcp://127.0.0.1:{free_port()}"
+    async with no_leaks(), WorldManager(config=SHORT) as manager:
+        with pytest.raises(StoreUnreachableError, match="start rank 0") as caught:
+            await manager.join("w", rank=1, size=2, store=address)
+        assert caught.value.address == address
+
+
+async def test_address_of_another_host_is_not_hosted() -> None:
+    """Rank 0 only embeds the store on an address of its own."""
+    async with no_leaks(), WorldManager(config=SHORT) as manager:
+        with pytest.raises(StoreUnreachableError):
+            await manager.join("w", rank=0, size=2, store="tcp://127.0.0.1:1")
+
+
+async def test_held_rank_is_refused_and_its_holder_not_disturbed(store: str) -> None:
+    """Traffic goes on while others claim."""
+    async with (
+        WorldManager() as one,
+        WorldManager() as two,
+        WorldManager() as thief,
+    ):
+        await pair(one, two, "w", store)
+        echo = asyncio.ensure_future(_echo(two))
+        async with Traffic(one.world("w")) as traffic:
+            for rank in (0, 1, 0, 1):
+                with pytest.raises(RankTakenError, match="held by another"):
+                    await thief.join("w", rank=rank, size=2, store=store)
+                await traffic.advances(5)
+        assert thief.worlds == {}
+        echo.cancel()
+        await asyncio.gather(echo, return_exceptions=True)
+
+
+async def _echo(manager: WorldManager) -> None:
+    world = manager.world("w")
+    while True:
+        await world.send(await world.recv(src=0), dst=0)
+
+
+async def test_rank_that_waits_is_taken_too(store: str) -> None:
+    """Two claims on one rank of a world that is gathering."""
+    async with WorldManager(config=SHORT) as one, WorldManager() as two:
+        waiting = asyncio.ensure_future(one.join("w", rank=0, size=2, store=store))
+        await asyncio.sleep(0.2)
+        with pytest.raises(RankTakenError):
+            await two.join("w", rank=0, size=2, store=store)
+        with pytest.raises(JoinTimeoutError):
+            await waiting
+
+
+async def test_rank_of_a_dead_holder_opens_the_next_epoch(
+    store: str, fork_server: None
+) -> None:
+    """The replacement waits for the survivor, which joins again."""
+    async with ProcessFleet() as fleet, WorldManager(config=LONG) as manager:
+        args = ("w", store, "direct")
+        child = fleet.start(bodies.idle, *args)
+        world = await manager.join("w", rank=0, size=2, store=store)
+        await child.report()
+        child.kill()
+        replacement = fleet.start(bodies.idle, *args)
+        await world.wait_over()
+        again = await manager.join("w", rank=0, size=2, store=store)
+        await replacement.report()
+        assert (world.epoch, again.epoch) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("size", "backend"), [(3, "direct"), (2, "gloo")], ids=["size", "backend"]
+)
+async def test_members_that_ask_for_different_worlds_all_learn_it(
+    store: str, size: int, backend: str
+) -> None:
+    """At once, with what each asked for."""
+    async with WorldManager(config=LONG) as one, WorldManager(config=LONG) as two:
+        results = await asyncio.gather(
+            one.join("w", rank=0, size=2, store=store),
+            two.join("w", rank=1, size=size, store=store, backend=backend),
+            return_exceptions=True,
+        )
+        for error in results:
+            assert isinstance(error, JoinMismatchError), error
+            assert "rank 0 asked for size 2, backend direct" in str(error)
+            assert f"rank 1 asked for size {size}, backend {backend}" in str(error)
+        await pair(one, two, "w", store)
+
+
+async def test_store_of_another_version_is_named() -> None:
+    """To the member that dials it."""
+
+    async def answer(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        await frames.read(reader)
+        writer.write(frames.encode({"multiworld": 99, "ok": False}))
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, WorldManager(config=LONG) as manager:
+        with pytest.raises(ProtocolVersionError) as caught:
+            await manager.join("w", rank=1, size=2, store=f"tcp://127.0.0.1:{port}")
+        assert (caught.value.ours, caught.value.theirs) == (1, 99)
+
+
+async def test_member_of_another_version_is_named_to_those_who_wait(
+    store: str,
+) -> None:
+    """It can never come: they learn it at once."""
+    host, _, port = store.removeprefix("tcp://").partition(":")
+    async with WorldManager(config=LONG) as manager:
+        waiting = asyncio.ensure_future(manager.join("w", rank=0, size=2, store=store))
+        await asyncio.sleep(0.2)
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(frames.encode({"multiworld": 99, "world": "w"}))
+        assert (await frames.read(reader))["ok"] is False
+        writer.close()
+        with pytest.raises(ProtocolVersionError, match="speaks version 99"):
+            await waiting
+
+
+async def test_port_of_another_service_is_named() -> None:
+    """Something that is no store at all."""
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, WorldManager(config=LONG) as manager:
+        for rank in (0, 1):
+            with pytest.raises(ProtocolVersionError, match="not a multiworld store"):
+                await manager.join(
+                    "w", rank=rank, size=2, store=f"tcp://127.0.0.1:{port}"
+                )
+
+
+async def test_garbage_on_the_store_disturbs_nobody(store: str) -> None:
+    """Strangers are hung up on."""
+    host, _, port = store.removeprefix("tcp://").partition(":")
+    async with WorldManager() as one, WorldManager() as two:
+        for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\2{}", b"\xff" * 64, b""):
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.write(garbage)
+            writer.close()
+        await pair(one, two, "w", store)
+
+
+async def test_cancelled_join_leaves_nothing_behind(store: str) -> None:
+    """The rank is free again."""
+    async with WorldManager() as one, WorldManager() as two, WorldManager() as three:
+        joining = asyncio.ensure_future(one.join("w", rank=0, size=2, store=store))
+        await asyncio.sleep(0.2)
+        joining.cancel()
+        await asyncio.gather(joining, return_exceptions=True)
+        assert one.worlds == {}
+        await pair(two, three, "w", store)
+        await pair(one, two, "v", store)
+
+
+async def test_second_join_is_refused_and_the_world_lives_on(store: str) -> None:
+    """Ready, or while joining."""
+    async with WorldManager() as one, WorldManager() as two:
+        joining = asyncio.ensure_future(one.join("w", rank=0, size=2, store=store))
+        await asyncio.sleep(0)
+        with pytest.raises(WorldExistsError, match="is joining"):
+            await one.join("w", rank=0, size=2, store=store)
+        await two.join("w", rank=1, size=2, store=store)
+        world = await joining
+        with pytest.raises(WorldExistsError, match="close it"):
+            await one.join("w", rank=0, size=2, store=store)
+        await world.send(torch.ones(1), dst=1)
+        await two.world("w").recv(src=0)
+
+
+async def test_closed_world_can_be_joined_again(store: str) -> None:
+    """As the next epoch, however it was closed."""
+    async with WorldManager() as one, WorldManager() as two:
+        for epoch in (1, 2, 3):
+            await pair(one, two, "w", store)
+            assert one.world("w").epoch == epoch
+            if epoch == 1:
+                await one.world("w").close()
+                await two.leave("w")
+            else:
+                one.remove_world("w")
+                two.remove_world("w")
+
+
+async def test_bad_arguments_are_named_before_any_io(store: str) -> None:
+    """Each with what is allowed."""
+    async with WorldManager() as manager:
+        for name, rank, size, address, backend, device in (
+            ("", 0, 2, store, "direct", "cpu"),
+            ("w", 2, 2, store, "direct", "cpu"),
+            ("w", -1, 2, store, "direct", "cpu"),
+            ("w", 0, 0, store, "direct", "cpu"),
+            ("w", 0, 2, "nowhere", "direct", "cpu"),
+            ("w", 0, 2, store, "carrier-pigeon", "cpu"),
+            ("w", 0, 2, store, "memory", "cpu"),
+            ("w", 0, 2, "memory://x", "direct", "cpu"),
+            ("w", 0, 2, store, "direct", "cuda"),
+            ("w", 0, 2, store, "nccl", "cpu"),
+        ):
+            with pytest.raises(ConfigError):
+                await manager.join(
+                    name,
+                    rank=rank,
+                    size=size,
+                    store=address,
+                    backend=backend,
+                    device=device,
+                )
+        with pytest.raises(UnknownWorldError, match="join it first"):
+            manager.world("w")
+        with pytest.raises(UnknownWorldError):
+            await manager.communicator.send(torch.ones(1), 1, "w")
+        with pytest.raises(UnknownWorldError):
+            manager.remove_world("w")
+        manager.add_world("w", "gloo")
+        with pytest.raises(ValueError, match="already"):
+            manager.add_world("w", "gloo")
+        manager.remove_world("w")
+    with pytest.raises(WorldClosedError):
+        await manager.join("w", rank=0, size=1, store=store)
+
+
+async def test_joining_disturbs_no_traffic(store: str, fork_server: None) -> None:
+    """A world's messages go on while others are made and left."""
+    async with ProcessFleet() as fleet, WorldManager() as one, WorldManager() as two:
+        child = fleet.start(bodies.echo, "busy", store, "direct")
+        busy = await one.join("busy", rank=0, size=2, store=store)
+        await child.report()
+        async with Traffic(busy) as traffic:
+            for number in range(10):
+                await pair(one, two, f"w{number}", store)
+                await traffic.advances(3)
+                await one.leave(f"w{number}")
+                await two.leave(f"w{number}")
+                await traffic.advances(3)
+
+
+async def test_world_of_one(store: str) -> None:
+    """Collectives with oneself."""
+    async with WorldManager() as manager:
+        for backend in ("direct", "gloo"):
+            world = await manager.join(
+                backend, rank=0, size=1, store=store, backend=backend
+            )
+            assert torch.equal(await world.all_reduce(torch.ones(2)), torch.ones(2))
+            assert len(await world.all_gather(torch.ones(2))) == 1
+            await world.barrier()

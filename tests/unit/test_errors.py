@@ -1,0 +1,68 @@
+"""The error tree: pickling, fields, and what COMPATIBILITY promises."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from multiworld import errors
+
+MADE = [
+    errors.ConfigError("rank", 7, "0 to 3"),
+    errors.UnknownWorldError("no", world="w"),
+    errors.WorldExistsError("yes", world="w", epoch=3),
+    errors.WorldClosedError("closed", world="w", epoch=1),
+    errors.MemberLeftError("left", world="w", epoch=1, rank=2),
+    errors.RankTakenError("taken", world="w"),
+    errors.UsedAfterForkError("fork", world="w"),
+    errors.WorldBrokenError("w", "why", epoch=2, evidence="seen", lost=frozenset({1})),
+    errors.MemberLostError("w", "why", rank=1, silent_s=2.5, epoch=2),
+    errors.StaleEpochError("w", "old", seen=1, expected=2),
+    errors.WorldTimeoutError("late", world="w"),
+    errors.JoinTimeoutError("late", world="w", present=(0,), missing=(1, 2)),
+    errors.RendezvousError("r"),
+    errors.StoreUnreachableError("gone", address="tcp://h:1"),
+    errors.WrongSecretError("secret"),
+    errors.ProtocolVersionError("version", ours=1, theirs=2),
+    errors.JoinMismatchError("sizes", world="w"),
+    errors.BackendError("b"),
+    errors.UnsupportedOperationError("u"),
+    errors.TensorMismatchError("t"),
+    errors.InternalError("i"),
+]
+
+
+@pytest.mark.parametrize("error", MADE, ids=lambda error: type(error).__name__)
+def test_error_when_pickled_then_keeps_every_field(
+    error: errors.MultiWorldError,
+) -> None:
+    """Errors cross process boundaries whole."""
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert str(copy) == str(error)
+    assert copy.__dict__ == error.__dict__
+    assert isinstance(copy, errors.MultiWorldError)
+
+
+def test_every_exported_error_is_made_here() -> None:
+    """No error escapes the pickling test."""
+    made = {type(error).__name__ for error in MADE}
+    abstract = {"MultiWorldError", "WorldError", "BrokenWorldException"}
+    assert made == set(errors.__all__) - abstract
+
+
+def test_broken_world_exception_takes_two_positional_arguments() -> None:
+    """As programs for pymultiworld make it."""
+    error = errors.BrokenWorldException("world1", "gone")
+    assert str(error) == "world1 broken: gone"
+    assert isinstance(error, errors.WorldBrokenError)
+
+
+def test_errors_are_also_what_python_programs_expect() -> None:
+    """ValueError for bad values and names, TimeoutError for deadlines."""
+    assert issubclass(errors.ConfigError, ValueError)
+    assert issubclass(errors.WorldExistsError, ValueError)
+    assert issubclass(errors.UnknownWorldError, ValueError)
+    assert issubclass(errors.JoinTimeoutError, TimeoutError)
+    assert issubclass(errors.MemberLeftError, errors.WorldClosedError)

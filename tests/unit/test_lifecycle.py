@@ -1,0 +1,140 @@
+"""The pure life of a world: by table, and by random histories."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from multiworld.errors import MemberLostError
+from multiworld.events import MemberLeft, MemberLost, WorldBroken, WorldClosed
+from multiworld.lifecycle import (
+    Action,
+    CloseAsked,
+    Failed,
+    FailMember,
+    FailOperations,
+    Happening,
+    Life,
+    Opened,
+    Phase,
+    Publish,
+    SaidLeft,
+    TellBroken,
+    TellLeft,
+    WasLost,
+    handle,
+)
+
+NEW = Life(world="w", epoch=3, rank=0, size=4)
+
+
+def play(*happenings: Happening) -> tuple[Life, list[Action]]:
+    """Return the life after all happenings, and the actions of the last."""
+    life, actions = NEW, tuple[Action, ...]()
+    for happening in happenings:
+        life, actions = handle(life, happening)
+    return life, list(actions)
+
+
+def published(actions: list[Action]) -> list[type]:
+    """Return the kinds of events in ``actions``."""
+    return [type(action.event) for action in actions if isinstance(action, Publish)]
+
+
+def test_opened_when_joining_then_ready() -> None:
+    """Only a joining world becomes ready."""
+    assert play(Opened())[0].phase is Phase.READY
+    assert play(Opened(), Opened())[1] == []
+    assert play(WasLost(1, "x"), Opened())[0].phase is Phase.BROKEN
+
+
+def test_loss_when_ready_then_others_are_told_before_anything_closes() -> None:
+    """A member that sees a connection end without a word would accuse this one."""
+    life, actions = play(Opened(), WasLost(2, "died", "eof", 0.5))
+    assert life.phase is Phase.BROKEN
+    kinds = [type(action) for action in actions]
+    assert kinds.index(TellBroken) < kinds.index(FailOperations)
+    assert published(actions) == [MemberLost, WorldBroken]
+    assert life.breakage is not None
+    error = life.breakage.error()
+    assert isinstance(error, MemberLostError)
+    assert (error.rank, error.lost, error.epoch) == (2, frozenset({2}), 3)
+
+
+def test_second_loss_adds_to_the_lost_and_keeps_the_reason() -> None:
+    """The first verdict names; the lost set grows to the union."""
+    life, actions = play(Opened(), WasLost(2, "died"), WasLost(1, "too"))
+    assert actions == []
+    assert life.breakage is not None
+    assert life.breakage.rank == 2
+    assert life.breakage.lost == {1, 2}
+
+
+def test_member_that_left_can_not_break_the_world() -> None:
+    """Its connections may end as they like."""
+    life, actions = play(Opened(), SaidLeft(1), WasLost(1, "eof"))
+    assert life.phase is Phase.READY
+    assert actions == []
+    assert life.left == {1}
+
+
+def test_leave_when_ready_then_member_fails_and_is_reported() -> None:
+    """A leave is no fault."""
+    _, actions = play(Opened(), SaidLeft(3))
+    assert actions[0] == FailMember(3)
+    assert published(actions) == [MemberLeft]
+
+
+def test_close_when_ready_then_others_are_told() -> None:
+    """A polite end."""
+    life, actions = play(Opened(), CloseAsked())
+    assert life.phase is Phase.CLOSED
+    assert isinstance(actions[0], TellLeft)
+    assert published(actions) == [WorldClosed]
+    assert play(Opened(), CloseAsked(), CloseAsked())[1] == []
+
+
+def test_close_when_broken_then_nobody_is_told() -> None:
+    """They know."""
+    _, actions = play(Opened(), WasLost(1, "x"), CloseAsked())
+    assert published(actions) == [WorldClosed]
+    assert not any(isinstance(action, TellLeft) for action in actions)
+
+
+def test_own_rank_and_unknown_ranks_are_ignored() -> None:
+    """Nobody can be talked into losing itself."""
+    for rank in (0, 4, -1):
+        assert play(Opened(), WasLost(rank, "x"))[0].phase is Phase.READY
+        assert play(Opened(), SaidLeft(rank))[0].left == frozenset()
+
+
+ranks = st.integers(-1, 4)
+histories = st.lists(
+    st.one_of(
+        st.just(Opened()),
+        st.just(CloseAsked()),
+        st.builds(SaidLeft, ranks),
+        st.builds(WasLost, ranks, st.just("x")),
+        st.builds(Failed, st.just("y")),
+    ),
+    max_size=12,
+)
+
+
+@given(histories)
+def test_any_history_then_invariants_hold(history: list[Happening]) -> None:
+    """Over is over; operations fail at most once; what left is not lost."""
+    life, failures = NEW, 0
+    for happening in history:
+        before = life
+        life, actions = handle(life, happening)
+        failures += sum(isinstance(a, FailOperations) for a in actions)
+        if before.is_over:
+            assert life.is_over
+        if before.phase is Phase.CLOSED:
+            assert life == before
+            assert actions == ()
+        if life.breakage is not None and before.breakage is None:
+            assert not life.breakage.lost & life.left
+        assert life.rank not in life.left
+    assert failures <= 1

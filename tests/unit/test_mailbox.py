@@ -1,0 +1,205 @@
+"""Which message goes to which receive, by table and by random histories."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multiworld import MemberLeftError, TensorMismatchError
+from multiworld.backends.dtypes import UINT8
+from multiworld.backends.mailbox import Arrival, Description, Mailbox, Receive
+
+
+def describe(size: int = 4, tag: int = 0) -> Description:
+    """Return a message of bytes."""
+    return Description(0, UINT8, (size,), size, tag, 0)
+
+
+class Bench:
+    """A mailbox for two sources."""
+
+    def __init__(self, budget: int = 100) -> None:
+        self.mailbox = Mailbox(frozenset({1, 2}), budget)
+
+    def post(self, source: int | None = 1, tag: int = 0, size: int = 4) -> Receive:
+        def check(_: int, found: Description) -> Exception | None:
+            return None if found.size == size else TensorMismatchError("size")
+
+        future: asyncio.Future[Arrival] = asyncio.get_running_loop().create_future()
+        receive = Receive(source, tag, check, lambda _: None, future)
+        self.mailbox.post(receive)
+        return receive
+
+    def send(self, source: int, value: int, tag: int = 0, size: int = 4) -> None:
+        arrival = self.mailbox.begin(source, describe(size, tag))
+        assert arrival is not None
+        fill(arrival, value)
+        self.mailbox.finish(arrival)
+
+
+def fill(arrival: Arrival, value: int) -> None:
+    """Put the whole message in place."""
+    arrival.memory[:] = bytes([value]) * len(arrival.memory)
+    arrival.received = len(arrival.memory)
+
+
+def value(receive: Receive) -> int | None:
+    """Return the first byte of what a receive got, or None."""
+    return receive.future.result().memory[0] if receive.future.done() else None
+
+
+async def test_messages_and_receives_match_in_order() -> None:
+    """Whichever comes first."""
+    bench = Bench()
+    early = [bench.post(), bench.post()]
+    for number in (1, 2, 3):
+        bench.send(1, number)
+    late = bench.post()
+    assert [value(r) for r in (*early, late)] == [1, 2, 3]
+
+
+async def test_tags_and_sources_do_not_mix() -> None:
+    """Each receive gets its own."""
+    bench = Bench()
+    bench.send(1, 1, tag=5)
+    bench.send(2, 2, tag=0)
+    assert value(bench.post(1, 0)) is None
+    assert value(bench.post(1, 5)) == 1
+    assert value(bench.post(2, 0)) == 2
+
+
+async def test_any_source_takes_the_first_to_arrive() -> None:
+    """And competes with named receives in call order."""
+    bench = Bench()
+    bench.send(2, 7)
+    bench.send(1, 8)
+    assert value(bench.post(None)) == 7
+    anyone, named = bench.post(None), bench.post(1)
+    assert value(anyone) == 8
+    bench.send(1, 9)
+    assert value(named) == 9
+
+
+async def test_mismatch_fails_the_receive_and_keeps_the_message() -> None:
+    """The next receive that fits gets it."""
+    bench = Bench()
+    wrong, right = bench.post(size=9), bench.post(size=4)
+    bench.send(1, 3)
+    assert isinstance(wrong.future.exception(), TensorMismatchError)
+    assert value(right) == 3
+    bench.send(1, 4)
+    wrong = bench.post(size=9)
+    assert isinstance(wrong.future.exception(), TensorMismatchError)
+    assert value(bench.post()) == 4
+
+
+async def test_cancelled_receive_puts_its_message_back_in_place() -> None:
+    """Half arrived or whole, at the head of its queue."""
+    bench = Bench()
+    receive = bench.post()
+    arrival = bench.mailbox.begin(1, describe())
+    assert arrival is not None
+    arrival.memory[:2] = b"\x05\x05"
+    arrival.received = 2
+    bench.mailbox.cancel(receive)
+    arrival.memory[2:] = b"\x05\x05"
+    arrival.received = 4
+    bench.mailbox.finish(arrival)
+    bench.send(1, 6)
+    done = bench.post()
+    assert value(done) == 5
+    bench.mailbox.cancel(done)  # cancelled after it was served, before it was seen
+    assert [value(bench.post()), value(bench.post())] == [5, 6]
+
+
+async def test_revoked_message_gives_its_receive_back_its_turn() -> None:
+    """The receive waits on, before later ones."""
+    bench = Bench()
+    first, second = bench.post(), bench.post()
+    arrival = bench.mailbox.begin(1, describe())
+    assert arrival is not None
+    bench.mailbox.revoke(arrival)
+    bench.send(1, 1)
+    bench.send(1, 2)
+    assert [value(first), value(second)] == [1, 2]
+
+
+async def test_budget_stalls_until_a_receive_makes_room() -> None:
+    """Beyond it, ``begin`` says no."""
+    bench = Bench(budget=8)
+    bench.send(1, 1)
+    bench.send(1, 2)
+    assert bench.mailbox.begin(1, describe()) is None
+    assert bench.mailbox.begin(2, describe()) is not None
+    room: list[bool] = []
+    bench.mailbox.stall(1, lambda: room.append(True))
+    assert value(bench.post()) == 1
+    assert room == [True]
+    assert bench.mailbox.begin(1, describe()) is not None
+
+
+async def test_end_of_a_source_comes_behind_its_messages() -> None:
+    """Receives first get what is held."""
+    bench = Bench()
+    bench.send(1, 1)
+    bench.mailbox.end(1, lambda rank: MemberLeftError("left", rank=rank))
+    assert value(bench.post()) == 1
+    assert isinstance(bench.post().future.exception(), MemberLeftError)
+    anyone = bench.post(None)
+    assert not anyone.future.done()
+    bench.mailbox.end(2, lambda rank: MemberLeftError("left", rank=rank))
+    assert isinstance(anyone.future.exception(), MemberLeftError)
+
+
+async def test_abort_fails_everything_now_and_later() -> None:
+    """Waiting, half served, and not posted yet."""
+    bench = Bench()
+    waiting, served = bench.post(tag=1), bench.post()
+    bench.mailbox.begin(1, describe())
+    bench.mailbox.abort(lambda: RuntimeError("over"))
+    for receive in (waiting, served, bench.post()):
+        assert isinstance(receive.future.exception(), RuntimeError)
+    assert bench.mailbox.waiting_count == 0
+
+
+steps = st.lists(
+    st.tuples(st.sampled_from(["post", "any", "send", "cancel"]), st.integers(0, 5)),
+    max_size=40,
+)
+
+
+@settings(deadline=None)
+@given(steps)
+def test_any_history_then_every_message_is_received_once_and_in_order(
+    history: list[tuple[str, int]],
+) -> None:
+    """Cancelling loses and doubles nothing; each source stays in order."""
+
+    async def play() -> None:
+        bench = Bench(budget=10_000)
+        receives: list[Receive] = []
+        sent: dict[int, list[int]] = {1: [], 2: []}
+        for kind, number in history:
+            source = 1 + number % 2
+            if kind == "post":
+                receives.append(bench.post(source))
+            elif kind == "any":
+                receives.append(bench.post(None))
+            elif kind == "send":
+                sent[source].append(len(sent[1]) + len(sent[2]))
+                bench.send(source, sent[source][-1])
+            elif number < len(receives) and not receives[number].future.done():
+                bench.mailbox.cancel(receives.pop(number))
+        for source in (1, 2):
+            receives += [bench.post(source) for _ in sent[source]]
+        got: dict[int, list[int]] = {1: [], 2: []}
+        for receive in receives:
+            if receive.future.done():
+                arrival: Any = receive.future.result()
+                got[arrival.source].append(arrival.memory[0])
+        assert {s: sorted(v) for s, v in got.items()} == sent
+
+    asyncio.run(play())

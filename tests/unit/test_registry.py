@@ -1,0 +1,229 @@
+"""Who is admitted: claims, epochs, holders, deadlines. No network, no clock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from multiworld.rendezvous.registry import (
+    ASK_S,
+    Answered,
+    Ask,
+    Claimed,
+    Forget,
+    Left,
+    Refused,
+    Registry,
+    Reply,
+    SessionEnded,
+    Ticked,
+    Withdrawn,
+)
+
+
+class Bench:
+    """A registry, and a few words. Session n is process n."""
+
+    def __init__(self) -> None:
+        self.registry = Registry()
+        self.now = 0.0
+        self.requests = 0
+
+    def handle(self, happening: Any) -> list[Any]:
+        return list(self.registry.handle(happening, self.now))
+
+    def claim(
+        self, session: int, rank: int, size: int = 2, *, seen: int = 0, terms: str = "t"
+    ) -> list[Any]:
+        self.requests += 1
+        return self.handle(
+            Claimed(
+                session=session,
+                request=self.requests,
+                world="w",
+                rank=rank,
+                size=size,
+                terms=terms,
+                uid=f"u{session}",
+                seen=seen,
+                deadline=self.now + 30,
+                member={"rank": rank},
+                fresh_nonce=self.requests,
+            )
+        )
+
+    def admitted(self, actions: list[Any]) -> tuple[int, set[int]]:
+        """Return epoch and sessions of a complete world."""
+        replies = [a for a in actions if isinstance(a, Reply)]
+        assert all(reply.body["ok"] for reply in replies), replies
+        return replies[0].body["epoch"], {reply.session for reply in replies}
+
+
+def errors(actions: list[Any]) -> list[tuple[int, str]]:
+    """Return who was refused, and why."""
+    return [
+        (a.session, a.body["error"])
+        for a in actions
+        if isinstance(a, Reply) and not a.body["ok"]
+    ]
+
+
+def test_claims_when_complete_then_all_are_admitted_together() -> None:
+    """In any order; one epoch, one nonce."""
+    bench = Bench()
+    assert bench.claim(1, 1) == []
+    actions = bench.claim(2, 0)
+    assert bench.admitted(actions) == (1, {1, 2})
+    assert actions[0].body == actions[1].body
+    assert [m["rank"] for m in actions[0].body["members"]] == [0, 1]
+
+
+def test_epoch_is_one_more_than_any_joiner_has_seen() -> None:
+    """A fresh registry does not go back in numbers."""
+    bench = Bench()
+    bench.claim(1, 0, seen=0)
+    assert bench.admitted(bench.claim(2, 1, seen=7))[0] == 8
+
+
+def test_claim_on_a_waiting_rank_is_refused() -> None:
+    """The first to wait keeps it."""
+    bench = Bench()
+    bench.claim(1, 0)
+    assert errors(bench.claim(2, 0)) == [(2, "taken")]
+    assert bench.admitted(bench.claim(3, 1)) == (1, {1, 3})
+
+
+def held() -> Bench:
+    """Return a bench where sessions 1 and 2 hold ranks 0 and 1."""
+    bench = Bench()
+    bench.claim(1, 0)
+    bench.claim(2, 1)
+    return bench
+
+
+def test_claim_on_a_held_rank_asks_the_holder_who_keeps_it() -> None:
+    """An answer refuses the claim."""
+    bench = held()
+    (ask,) = bench.claim(3, 1)
+    assert isinstance(ask, Ask)
+    assert (ask.session, ask.world, ask.epoch, ask.rank) == (2, "w", 1, 1)
+    assert errors(bench.handle(Answered(ask.ask, True))) == [(3, "taken")]
+
+
+def test_claim_on_a_held_rank_when_the_holder_is_silent_then_next_epoch() -> None:
+    """Silence lets the claim in."""
+    bench = held()
+    bench.claim(3, 1)
+    bench.now += ASK_S
+    assert bench.handle(Ticked()) == []
+    bench.handle(Left(1, "w", 1, 0))
+    assert (
+        bench.admitted([a for a in bench.claim(1, 0) if isinstance(a, Reply)])[0] == 2
+    )
+
+
+def test_claim_on_a_dead_holders_rank_needs_no_question() -> None:
+    """Its session is gone."""
+    bench = held()
+    bench.handle(SessionEnded(2))
+    assert bench.claim(3, 1) == []
+    actions = bench.claim(1, 0)
+    assert isinstance(actions[0], Forget)
+    assert bench.admitted(actions[1:]) == (2, {1, 3})
+
+
+def test_holder_that_dies_while_it_is_asked_lets_the_claim_in() -> None:
+    """No need to wait out the question."""
+    bench = held()
+    bench.claim(3, 1)
+    bench.handle(SessionEnded(2))
+    bench.handle(Left(1, "w", 1, 0))
+    replies = [a for a in bench.claim(1, 0) if isinstance(a, Reply)]
+    assert bench.admitted(replies) == (2, {1, 3})
+
+
+def test_holder_that_claims_again_replaces_itself() -> None:
+    """A process may come back without saying that it left."""
+    bench = held()
+    assert bench.claim(2, 1) == []
+
+
+def test_different_terms_dissolve_the_gathering() -> None:
+    """Everybody learns who asked for what."""
+    bench = Bench()
+    bench.claim(1, 0, 2)
+    actions = bench.claim(2, 1, 3)
+    assert errors(actions) == [(1, "mismatch"), (2, "mismatch")]
+    assert "rank 1 asked for size 3" in actions[0].body["detail"]
+    assert bench.registry.next_deadline() is None
+
+
+def test_deadline_names_present_and_missing() -> None:
+    """Each claim has its own."""
+    bench = Bench()
+    bench.claim(1, 0, 3)
+    bench.claim(2, 2, 3)
+    assert bench.registry.next_deadline() == 30
+    bench.now = 30
+    actions = bench.handle(Ticked())
+    assert errors(actions) == [(1, "timeout"), (2, "timeout")]
+    assert actions[0].body["present"] == [0, 2]
+    assert actions[0].body["missing"] == [1]
+
+
+def test_withdrawn_claim_frees_its_rank() -> None:
+    """A cancelled join leaves nothing behind."""
+    bench = Bench()
+    bench.claim(1, 0)
+    bench.handle(Withdrawn(1, 1))
+    bench.claim(2, 0)
+    assert bench.admitted(bench.claim(3, 1)) == (1, {2, 3})
+
+
+def test_refused_stranger_is_told_to_those_who_wait() -> None:
+    """A member of another version can never come."""
+    bench = Bench()
+    bench.claim(1, 0)
+    assert errors(bench.handle(Refused("w", {"error": "version"}))) == [(1, "version")]
+    assert bench.handle(Refused("unknown", {"error": "version"})) == []
+
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("claim"), st.integers(1, 4), st.integers(0, 2)),
+        st.tuples(st.just("end"), st.integers(1, 4), st.just(0)),
+        st.tuples(st.just("time"), st.integers(0, 40), st.just(0)),
+        st.tuples(st.just("answer"), st.integers(1, 6), st.integers(0, 1)),
+    ),
+    max_size=40,
+)
+
+
+@given(steps)
+def test_any_history_then_epochs_grow_and_every_claim_is_answered_once(
+    history: list[tuple[str, int, int]],
+) -> None:
+    """There are never two incarnations with one number."""
+    bench = Bench()
+    epochs: list[int] = []
+    answered: set[tuple[int, int]] = set()
+    for kind, one, two in history:
+        if kind == "claim":
+            actions = bench.claim(one, two, 3)
+        elif kind == "end":
+            actions = bench.handle(SessionEnded(one))
+        elif kind == "time":
+            bench.now += one
+            actions = bench.handle(Ticked())
+        else:
+            actions = bench.handle(Answered(one, bool(two)))
+        replies = [a for a in actions if isinstance(a, Reply)]
+        for reply in replies:
+            assert (reply.session, reply.request) not in answered
+            answered.add((reply.session, reply.request))
+        new = {r.body["epoch"] for r in replies if r.body["ok"]}
+        assert len(new) <= 1
+        epochs += new
+    assert epochs == sorted(set(epochs))

@@ -1,0 +1,34 @@
+"""Store addresses."""
+
+from __future__ import annotations
+
+import pytest
+
+from multiworld import ConfigError
+from multiworld.rendezvous.address import parse_store
+
+
+@pytest.mark.parametrize(
+    "text", ["tcp://10.0.0.1:29500", "tcp://[::1]:80", "tcp://host:1", "memory://x"]
+)
+def test_good_address_is_read_and_shown_alike(text: str) -> None:
+    """What is read is what is shown."""
+    assert str(parse_store(text)) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "host:80",
+        "tcp://host",
+        "tcp://:80",
+        "tcp://h:99999",
+        "udp://h:1",
+        "memory://",
+    ],
+)
+def test_bad_address_is_refused_with_the_two_forms(text: str) -> None:
+    """The error shows what is allowed."""
+    with pytest.raises(ConfigError, match="tcp://HOST:PORT"):
+        parse_store(text)

@@ -1,0 +1,52 @@
+"""The store's keys and values."""
+
+from __future__ import annotations
+
+from multiworld.rendezvous.values import Answer, Values
+
+
+def test_get_waits_until_every_key_is_there() -> None:
+    """And answers in the order of the keys."""
+    values = Values()
+    assert values.get((1, 1), ["a", "b"], 10) == []
+    assert values.set("b", "2") == []
+    assert values.set("a", "1") == [Answer((1, 1), ["1", "2"])]
+    assert values.get((1, 2), ["a"], 10) == [Answer((1, 2), ["1"])]
+
+
+def test_get_when_time_runs_out_then_answers_nothing() -> None:
+    """The waiter is forgotten."""
+    values = Values()
+    values.get((1, 1), ["a"], 10)
+    assert values.next_deadline() == 10
+    assert values.expire(9.9) == []
+    assert values.expire(10) == [Answer((1, 1), None)]
+    assert values.set("a", "1") == []
+
+
+def test_add_counts_from_zero_and_is_also_text() -> None:
+    """As c10d expects of a counter."""
+    values = Values()
+    assert values.add("n", 2)[0] == 2
+    assert values.add("n", -5)[0] == -3
+    assert values.get((1, 1), ["n"], 0)[0].values == ["-3"]
+
+
+def test_compare_set_only_when_expected() -> None:
+    """A missing key counts as empty."""
+    values = Values()
+    assert values.compare_set("k", "x", "y")[0] == "x"
+    assert values.compare_set("k", "", "y")[0] == "y"
+    assert values.compare_set("k", "x", "z")[0] == "y"
+    assert values.compare_set("k", "y", "z")[0] == "z"
+
+
+def test_delete_prefix_drops_one_incarnation() -> None:
+    """And no other."""
+    values = Values()
+    for key in ("w/1/a", "w/1/b", "w/2/a"):
+        values.set(key, "")
+    values.delete_prefix("w/1/")
+    assert values.count() == 1
+    assert values.delete("w/2/a")
+    assert not values.delete("w/2/a")
