@@ -9,7 +9,13 @@ import time
 
 import torch
 
-from multiworld import WorldBrokenError, WorldClosedError, WorldConfig, WorldManager
+from multiworld import (
+    World,
+    WorldBrokenError,
+    WorldClosedError,
+    WorldConfig,
+    WorldManager,
+)
 from multiworld.testing import Role
 
 
@@ -94,3 +100,32 @@ async def idle(role: Role, name: str, store: str, backend: str) -> None:
         await manager.join(name, rank=1, size=2, store=store, backend=backend)
         role.report("ready")
         await asyncio.Event().wait()
+
+
+async def many(role: Role, count: int, store: str) -> None:
+    """Rank 1 of many worlds at once; echoes in each."""
+    async with WorldManager(config=WorldConfig(join_s=20)) as manager:
+        worlds = [
+            await manager.join(f"w{number}", rank=1, size=2, store=store)
+            for number in range(count)
+        ]
+
+        async def echo_one(world: World) -> None:
+            while True:
+                await world.send(await world.recv(src=0), dst=0)
+
+        tasks = [asyncio.create_task(echo_one(world)) for world in worlds]
+        role.report("ready")
+        await asyncio.gather(*tasks)
+
+
+async def cycles(role: Role, name: str, count: int, store: str, backend: str) -> None:
+    """Rank 1 of one world after the other."""
+    async with WorldManager(config=WorldConfig(join_s=20)) as manager:
+        for _ in range(count):
+            world = await manager.join(
+                name, rank=1, size=2, store=store, backend=backend
+            )
+            await world.send(await world.recv(src=0), dst=0)
+            await world.barrier()
+            await manager.leave(name)

@@ -9,6 +9,7 @@ import pytest
 import uvloop
 
 from multiworld import WorldConfig
+from multiworld.membership import Address
 from multiworld.testing import CHECKS, Arena, Check, no_leaks
 
 VARIANTS = {
@@ -16,6 +17,7 @@ VARIANTS = {
     "memory-rendezvous": ("memory", WorldConfig(join_s=20, eager_bytes=0)),
     "direct": ("direct", WorldConfig(join_s=20)),
     "direct-checksums": ("direct", WorldConfig(join_s=20, payload_checksum=True)),
+    "direct-tcp": ("direct", WorldConfig(join_s=20)),
     "gloo": ("gloo", WorldConfig(join_s=20)),
     "gloo-own-p2p": ("gloo", WorldConfig(join_s=20, host_p2p="backend")),
 }
@@ -23,9 +25,13 @@ VARIANTS = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-async def test_contract_on_every_backend(check: Check, variant: str) -> None:
+async def test_contract_on_every_backend(
+    check: Check, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A backend keeps the contract, and leaves nothing behind."""
     backend, config = VARIANTS[variant]
+    if variant == "direct-tcp":  # as between hosts
+        monkeypatch.setattr(Address, "is_on", lambda self, host: False)
     async with no_leaks(allow=("asyncio_",)), Arena(backend, config) as arena:
         await check(arena)
 

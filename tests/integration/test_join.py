@@ -85,13 +85,6 @@ async def test_no_store_is_an_error_in_time() -> None:
         assert caught.value.address == address
 
 
-async def test_address_of_another_host_is_not_hosted() -> None:
-    """Rank 0 only embeds the store on an address of its own."""
-    async with no_leaks(), WorldManager(config=SHORT) as manager:
-        with pytest.raises(StoreUnreachableError):
-            await manager.join("w", rank=0, size=2, store="tcp://127.0.0.1:1")
-
-
 async def test_held_rank_is_refused_and_its_holder_not_disturbed(store: str) -> None:
     """Traffic goes on while others claim."""
     async with (

@@ -1,0 +1,121 @@
+"""The commands, as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+BIN = Path(sys.executable).parent
+
+
+def run(*args: str, limit_s: float = 50) -> subprocess.CompletedProcess[str]:
+    """Run an installed command."""
+    return subprocess.run(
+        [BIN / args[0], *args[1:]],
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+        check=False,
+    )
+
+
+def test_help_answers_without_torch() -> None:
+    """Importing torch takes seconds; help must not."""
+    done = run("multiworld", "--help")
+    assert done.returncode == 0
+    assert "demo" in done.stdout
+    code = (
+        "import sys, multiworld, multiworld.cli.main as m; "
+        "m.cli(['--help'], standalone_mode=False); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("backend", ["direct", "gloo"])
+def test_demo_when_json_then_every_promise_is_in_it(backend: str) -> None:
+    """The whole demo, shorter phases."""
+    done = run("multiworld", "demo", "--json", "--phase-s", "1", "--backend", backend)
+    assert done.returncode == 0, done.stdout + done.stderr
+    outcome = json.loads(done.stdout)
+    assert outcome["failures"] == []
+    assert outcome["lost"] == 0
+    assert outcome["accuracy"] >= 0.95
+    assert outcome["lost_rank"] == 1
+    assert set(outcome["images"]) == {"world1", "world2"}
+
+
+def test_doctor_reports_everything_in_text_and_json() -> None:
+    """Loopback worlds included."""
+    done = run("multiworld", "doctor", "--json")
+    findings = {f["subject"]: f for f in json.loads(done.stdout)}
+    assert done.returncode == 0, done.stdout
+    for subject in ("Python", "torch", "devices", "backend gloo", "backend nccl"):
+        assert subject in findings
+    assert findings["loopback world (direct)"]["status"] == "ok"
+    assert findings["loopback world (gloo)"]["status"] == "ok"
+    assert all(f["remedy"] for f in findings.values() if f["status"] == "fail")
+    text = run("multiworld", "doctor")
+    assert "loopback world (direct)" in text.stdout
+
+
+def test_post_setup_needs_no_patch() -> None:
+    """With and without the argument that scripts pass."""
+    for args in ((), ("/some/patch/file",)):
+        done = run("m8d-post-setup", *args)
+        assert done.returncode == 0
+        assert "no patch is needed" in done.stdout
+
+
+def test_log_level_is_honoured_by_the_command() -> None:
+    """And the library never configures logging."""
+    code = (
+        "import logging, multiworld.world_manager; "
+        "assert not logging.getLogger().handlers; "
+        "assert logging.getLogger('multiworld').level == logging.NOTSET"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    code = (
+        "import logging, os; os.environ['M8D_LOG_LEVEL'] = 'DEBUG'; "
+        "import multiworld.cli.main as m; "
+        "m.cli(['doctor', '--help'], standalone_mode=False); "
+        "assert logging.getLogger().level == logging.DEBUG"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_command_ends_on_interrupt() -> None:
+    """Ctrl-C ends the demo and its workers."""
+    process = subprocess.Popen(
+        [BIN / "multiworld", "demo"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            if "is ready" in line:
+                break
+        process.send_signal(2)
+        process.communicate(timeout=20)
+        assert process.returncode != 0
+    finally:
+        process.kill()
+        process.wait()
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        listed = subprocess.run(
+            ["ps", "-eo", "ppid,args"], capture_output=True, text=True, check=True
+        ).stdout
+        if not any(
+            "multiworld.demo.worker" in row and row.split()[0] == "1"
+            for row in listed.splitlines()
+        ):
+            return
+    raise AssertionError("a worker outlived the demo")

@@ -1,0 +1,215 @@
+"""The manager: events, cleanup, forks, the by-name interface."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+
+import pytest
+import torch
+
+from multiworld import (
+    EventsDropped,
+    MemberLeft,
+    MemberLost,
+    UsedAfterForkError,
+    WorldBroken,
+    WorldClosed,
+    WorldConfig,
+    WorldManager,
+    WorldReady,
+)
+from multiworld.events import QUEUE_LIMIT, EventHub
+from multiworld.rendezvous.server import StoreServer
+from multiworld.testing import Arena, ProcessFleet, no_leaks
+from tests import bodies
+from tests.ports import free_port
+
+
+async def test_events_tell_the_story_of_a_world(fork_server: None) -> None:
+    """In order, and only from the moment of asking."""
+    server = await StoreServer.listen("127.0.0.1", 0)
+    store = f"tcp://127.0.0.1:{server.port}"
+    seen = []
+    async with ProcessFleet() as fleet:
+        async with WorldManager() as manager:
+            events = manager.events()
+            child = fleet.start(bodies.idle, "w", store, "direct")
+            world = await manager.join("w", rank=0, size=2, store=store)
+            await child.report()
+            child.kill()
+            await world.wait_over()
+            await world.close()
+            single = await manager.join("v", rank=0, size=1, store=store)
+            await single.close()
+        seen = [event async for event in events]
+    kinds = [type(event) for event in seen]
+    assert kinds[:4] == [WorldReady, MemberLost, WorldBroken, WorldClosed]
+    assert kinds[4:] == [WorldReady, WorldClosed]
+    assert isinstance(seen[1], MemberLost)
+    assert (seen[1].world, seen[1].rank, seen[1].epoch) == ("w", 1, 1)
+    await server.close()
+
+
+async def test_leave_is_an_event_and_no_loss() -> None:
+    """On those that stay."""
+    async with Arena("direct") as arena:
+        left, right = await arena.world(2)
+        events = arena.manager(1).events()
+        await left.close()
+        event = await anext(events)
+        assert event == MemberLeft(world=right.name, epoch=1, rank=0)
+
+
+async def test_slow_reader_of_events_is_told_how_many_it_missed() -> None:
+    """And slows nobody down."""
+    hub = EventHub()
+    subscription = hub.subscribe()
+    for number in range(QUEUE_LIMIT + 5):
+        hub.publish(WorldClosed(world="w", epoch=number))
+    hub.close()
+    events = [event async for event in subscription.events()]
+    assert events[0] == EventsDropped(world="", epoch=0, count=5)
+    assert len(events) == QUEUE_LIMIT + 1
+
+
+async def test_cleanup_frees_everything_at_once() -> None:
+    """Without waiting, as programs for pymultiworld call it; the others are told."""
+    store = f"tcp://127.0.0.1:{free_port()}"
+    async with no_leaks(allow=("asyncio_",)):
+        for backend in ("direct", "gloo"):
+            one, two = WorldManager(), WorldManager()
+            await asyncio.gather(
+                one.join("w", rank=0, size=2, store=store, backend=backend),
+                two.join("w", rank=1, size=2, store=store, backend=backend),
+            )
+            await one.communicator.send(torch.ones(3), 1, "w")
+            one.cleanup()
+            one.cleanup()
+            got = torch.zeros(3)
+            await two.communicator.recv(got, 0)
+            assert torch.equal(got, torch.ones(3))
+            await two.world("w").wait_over() if two.world("w").is_broken else None
+            assert not two.world("w").is_broken
+            two.cleanup()
+            assert one.communicator.is_broken("w")
+            assert one.communicator.is_broken("never")
+
+
+async def test_by_name_interface_has_every_operation() -> None:
+    """With the original's argument order."""
+    port = free_port()
+    one, two = WorldManager(), WorldManager()
+    for rank, manager in enumerate((one, two)):
+        assert manager.communicator is manager.communicator
+        if rank == 0:
+            joining = asyncio.ensure_future(
+                manager.initialize_world("w", 0, 2, "direct", "127.0.0.1", port)
+            )
+        else:
+            await manager.initialize_world(
+                "w", 1, 2, backend="direct", addr="127.0.0.1", port=port, timeout=20
+            )
+    await joining
+
+    async def member(manager: WorldManager, rank: int) -> None:
+        c = manager.communicator
+        if rank == 0:
+            await c.send(torch.ones(2), 1, "w")
+        else:
+            await c.recv(torch.zeros(2), 0, "w")
+        tensor = torch.full((2,), float(rank))
+        await c.broadcast(tensor, 1, "w")
+        assert torch.equal(tensor, torch.ones(2))
+        await c.all_reduce(tensor, world_name="w")
+        assert torch.equal(tensor, torch.full((2,), 2.0))
+        await c.reduce(tensor, 0, torch.distributed.ReduceOp.MAX, "w")
+        tensors = [torch.zeros(2), torch.zeros(2)]
+        await c.all_gather(tensors, torch.full((2,), float(rank)), "w")
+        assert [int(t[0]) for t in tensors] == [0, 1]
+        await c.gather(tensor, tensors if rank == 0 else None, 0, "w")
+        await c.scatter(tensor, tensors if rank == 0 else None, 0, "w")
+        await c.scatter(tensor, tensors if rank == 0 else [], 0, "w")
+        assert not c.is_broken("w")
+
+    await asyncio.gather(member(one, 0), member(two, 1))
+    one.cleanup()
+    two.cleanup()
+
+
+async def test_forked_child_can_not_use_its_parents_worlds(fork_server: None) -> None:
+    """It gets a named error, and the parent's world does not notice."""
+    async with Arena("direct") as arena:
+        left, right = await arena.world(2)
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            text = "nothing raised"
+            try:
+                # Not awaited on a loop: the check comes before anything is waited for.
+                left.send(torch.ones(1), dst=1).send(None)
+            except UsedAfterForkError as error:
+                text = f"{type(error).__name__}: {error}"
+            finally:
+                os.write(writer, text.encode())
+                os._exit(0)
+        await asyncio.to_thread(os.waitpid, pid, 0)
+        text = os.read(reader, 1000).decode()
+        os.close(reader)
+        os.close(writer)
+        assert text.startswith("UsedAfterForkError"), text
+        await asyncio.gather(left.send(torch.ones(1), dst=1), right.recv(src=0))
+
+
+def test_manager_needs_a_running_loop() -> None:
+    """It belongs to one."""
+    with pytest.raises(RuntimeError, match="no running event loop"):
+        WorldManager()
+
+
+async def test_reprs_are_status_lines() -> None:
+    """What a person sees in a log."""
+    async with Arena("direct") as arena:
+        left, _ = await arena.world(2, "edge:a-b")
+        assert repr(left) == "<World 'edge:a-b' ready rank 0/2 epoch 1 direct>"
+        assert re.match(
+            r"<WorldManager 1/1 worlds ready, 1 links>", repr(arena.manager(0))
+        )
+        statistics = left.statistics()
+        assert (statistics.phase, statistics.pending) == ("ready", 0)
+        assert all("process" in member for member in left.members)
+
+
+async def test_thread_heartbeat_and_no_monitor() -> None:
+    """Both ways of watching less."""
+    config = WorldConfig(join_s=20, heartbeat="thread")
+    async with no_leaks(allow=("asyncio_",)):
+        async with Arena("direct", config) as arena:
+            await arena.world(2)
+            assert arena.manager(0).watchdog.helper_pid is None
+            await asyncio.sleep(3)  # longer than the silence that would be noticed
+            assert all(m.worlds for m in arena.managers)
+        store = f"tcp://127.0.0.1:{free_port()}"
+        async with WorldManager(False) as one, WorldManager(False) as two:
+            left, right = await asyncio.gather(
+                one.join("w", rank=0, size=2, store=store),
+                two.join("w", rank=1, size=2, store=store),
+            )
+            two.watchdog.close_nowait(politely=False)
+            await left.wait_over()
+            assert left.is_broken
+            assert right.is_ready
+
+
+async def test_helper_that_is_killed_is_replaced() -> None:
+    """Nobody is declared lost for the loss of a helper."""
+    async with Arena("direct") as arena:
+        left, right = await arena.world(2)
+        helper = arena.manager(0).watchdog.helper_pid
+        assert helper is not None
+        os.kill(helper, 9)
+        await asyncio.sleep(3)
+        assert left.is_ready
+        assert right.is_ready
+        assert arena.manager(0).watchdog.helper_pid not in (None, helper)

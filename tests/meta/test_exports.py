@@ -1,0 +1,105 @@
+"""The public names, their documentation, and where the documents speak of them."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import multiworld
+from multiworld import errors
+
+ROOT = Path(__file__).parents[2]
+MODULES = [
+    info.name
+    for info in pkgutil.walk_packages(multiworld.__path__, "multiworld.")
+    if not info.name.endswith(".main")
+]
+
+
+def test_every_public_name_resolves() -> None:
+    """Lazily, and to one home."""
+    for name in multiworld.__all__:
+        assert getattr(multiworld, name) is not None
+    assert set(multiworld.__all__) <= set(dir(multiworld))
+    with pytest.raises(AttributeError, match="no attribute"):
+        _ = multiworld.nothing_of_this_name
+
+
+def test_every_error_is_public() -> None:
+    """Whoever catches must be able to name."""
+    assert set(errors.__all__) <= set(multiworld.__all__)
+
+
+def test_compatibility_names_are_where_programs_look() -> None:
+    """Under both sets of file names."""
+    from multiworld import communicator, manager, world_communicator, world_manager
+    from multiworld.watchdog import WatchDog
+
+    assert manager.WorldManager is world_manager.WorldManager
+    assert communicator.WorldCommunicator is world_communicator.WorldCommunicator
+    assert communicator.BrokenWorldException is multiworld.WorldBrokenError
+    assert manager.BrokenWorldException is multiworld.WorldBrokenError
+    assert WatchDog is multiworld.WatchDog
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_module_and_public_thing_is_documented(name: str) -> None:
+    """With a docstring; async methods of the API say what cancelling does."""
+    module = importlib.import_module(name)
+    assert module.__doc__, name
+    for thing_name, thing in vars(module).items():
+        if thing_name.startswith("_") or getattr(thing, "__module__", "") != name:
+            continue
+        if inspect.isclass(thing) or inspect.isfunction(thing):
+            assert thing.__doc__, f"{name}.{thing_name}"
+        if inspect.isclass(thing):
+            for method_name, method in vars(thing).items():
+                if inspect.isfunction(method) and not method_name.startswith("_"):
+                    assert method.__doc__, f"{name}.{thing_name}.{method_name}"
+
+
+API: list[type] = [
+    multiworld.World,
+    multiworld.WorldManager,
+    multiworld.WorldCommunicator,
+]
+
+
+@pytest.mark.parametrize("kind", API)
+def test_every_async_method_says_what_cancelling_does(kind: type) -> None:
+    """It is the part of the contract that is seldom written down."""
+    for name, method in vars(kind).items():
+        if inspect.iscoroutinefunction(method) and not name.startswith("_"):
+            if name == "open":
+                continue
+            assert "Cancellation:" in (method.__doc__ or ""), f"{kind.__name__}.{name}"
+
+
+@pytest.mark.parametrize("name", ["world_manager", "world", "watchdog", "errors"])
+def test_pydoc_reads(name: str) -> None:
+    """``python -m pydoc multiworld.world_manager``."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pydoc", f"multiworld.{name}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert len(done.stdout) > 1000
+
+
+def test_blocking_facade_has_every_operation() -> None:
+    """What can be awaited can be waited for."""
+    blocking: ModuleType = importlib.import_module("multiworld.blocking")
+    for name, method in vars(multiworld.World).items():
+        if inspect.iscoroutinefunction(method) and not name.startswith("_"):
+            if name in ("open", "wait_over"):
+                continue
+            assert hasattr(blocking.World, name), name
