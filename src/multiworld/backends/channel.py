@@ -26,6 +26,11 @@ SPIN_S = 50e-6
 as four round trips of a Unix socket; spinning 200 µs starved the peer on two cores."""
 
 
+SHORT_WAIT_S = 10 * SPIN_S
+"""Waits that were shorter than this are worth a spin: parking makes a wait of 30 µs one
+of 200 µs."""
+
+
 class Lane(Protocol):
     """What a channel needs of a connection; see ``direct.lane``."""
 
@@ -126,7 +131,7 @@ class Channel:
 
     def _spin(self, receive: Receive) -> bool:
         """Poll for a moment if recent waits were short and nobody else waits."""
-        if _Parked.count or self._recent_wait_s > 2 * SPIN_S:
+        if _Parked.count or self._recent_wait_s > SHORT_WAIT_S:
             return False
         end = time.perf_counter() + SPIN_S
         while time.perf_counter() < end:

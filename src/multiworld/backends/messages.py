@@ -106,11 +106,12 @@ class MessageBackend:
         receive = self._p2p.post(src, tag, fits.check, fits.place)
         arrival = await self._p2p.wait(receive)
         if not arrival.is_borrowed:
-            await self._copy(out, arrival.tensor.view(out.dtype))
+            await self._copy(out, arrival.tensor)
         return Received(out, arrival.source)
 
     async def _copy(self, out: Tensor, tensor: Tensor) -> None:
-        tensor = tensor.view(out.shape)
+        if tensor.shape != out.shape:
+            tensor = tensor.view(out.shape)
         if out.numel() * out.element_size() > COPY_OFF_LOOP_BYTES:
             await asyncio.shield(asyncio.to_thread(out.copy_, tensor))
         else:

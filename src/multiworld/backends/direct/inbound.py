@@ -17,6 +17,13 @@ from multiworld.backends.mailbox import Arrival, Description, Mailbox
 
 STAGE_BYTES = 128 * 1024
 
+AHEAD_BYTES = wire.SIZE + 8 * 8
+"""Read beyond a large payload that goes straight into its tensor: enough for the next
+header, and little enough that the next payload is not copied twice."""
+
+LARGE_BYTES = 32 * 1024
+"""From here on a copy costs more than a system call for each message."""
+
 
 class Inbound:
     """Parses one lane. ``on_fin`` is called at the sender's fin."""
@@ -61,7 +68,8 @@ class Inbound:
             if self._rest and self._arrival is not None:
                 begin = self._arrival.received
                 payload = self._arrival.memory[begin : begin + self._rest]
-                return [payload, self._stage]
+                ahead = AHEAD_BYTES if self._rest >= LARGE_BYTES else STAGE_BYTES
+                return [payload, self._stage[:ahead]]
         elif STAGE_BYTES - self._end < wire.SIZE + 8 * wire.MAX_NDIM:
             self._compact()
         return [self._stage[self._end :]]

@@ -204,8 +204,9 @@ class Lane:
             if count == 0:
                 self._end("connection closed by peer")
                 return
-            wanted = sum(map(len, buffers))
-            if not self._advance(count) or count < wanted:
+            # A read that did not fill its first buffer has emptied the socket.
+            is_drained = count < len(buffers[0])
+            if not self._advance(count) or is_drained:
                 return
             moved += count
 
