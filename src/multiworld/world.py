@@ -1,48 +1,24 @@
-"""A world: a process group, its health, and the operations on it. Shell.
+"""A world: the operations on one incarnation. Thin: checks, then the backend.
 
-``World`` carries out what ``lifecycle`` decides and hands the operations to its
-backend. A broken world stays broken: the same name is joined again as the next epoch,
-and that is another ``World``.
+A broken world stays broken: the same name is joined again as the next epoch, and that
+is another ``World``.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from multiworld.backends import make_backend
-from multiworld.backends.base import Bundle, Lingering
-from multiworld.config import WorldConfig
-from multiworld.errors import ConfigError, MemberLeftError, WorldClosedError
-from multiworld.events import Event
-from multiworld.lifecycle import (
-    CloseAsked,
-    Failed,
-    FailMember,
-    FailOperations,
-    Happening,
-    Life,
-    Opened,
-    Phase,
-    Publish,
-    SaidLeft,
-    TellBroken,
-    TellLeft,
-    WasLost,
-    handle,
-)
-from multiworld.liveness import Verdict
-from multiworld.membership import Incarnation
-from multiworld.rendezvous.address import StoreAddress
-from multiworld.watchdog import WatchDog
+from multiworld.backends.base import Bundle
+from multiworld.errors import ConfigError
+from multiworld.lifecycle import Phase
+from multiworld.world_life import WorldLife
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -50,10 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["Bundle", "World", "WorldStatistics"]
 
 MAX_TAG = 2**63 - 1
-
-LINK_GRACE_S = 1.0
-"""How long a world waits, when a data connection has ended, for the control link to
-tell why. Both end together when a process dies; the link's word only has to be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +36,7 @@ class WorldStatistics:
         phase: "joining", "ready", "broken" or "closed".
         left: Ranks that have left politely.
         pending: Operations that wait right now.
-        completed: Operations that have completed since the world was made.
+        started: Operations that were started since the world was made.
     """
 
     world: str
@@ -74,18 +46,28 @@ class WorldStatistics:
     phase: str
     left: frozenset[int]
     pending: int
-    completed: int
+    started: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
-    """What a manager gives each of its worlds."""
+class _Pending:
+    """Counts operations while they run; a class, as it is entered for each message."""
 
-    watchdog: WatchDog
-    store: StoreAddress
-    publish: Callable[[Event], None]
-    over: Callable[[World], None]
-    linger: Callable[[Lingering], None]
+    __slots__ = ("count", "started")
+
+    def __init__(self) -> None:
+        self.count = self.started = 0
+
+    def __enter__(self) -> None:
+        self.count += 1
+        self.started += 1
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.count -= 1
 
 
 class World:
@@ -106,33 +88,17 @@ class World:
         size: World size.
     """
 
-    def __init__(
-        self,
-        incarnation: Incarnation,
-        rank: int,
-        backend: str,
-        config: WorldConfig,
-        device: torch.device,
-        around: Surroundings,
-    ) -> None:
+    def __init__(self, life: WorldLife) -> None:
+        incarnation = life.incarnation
         self.name, self.epoch = incarnation.world, incarnation.epoch
-        self.rank, self.size = rank, incarnation.size
-        self.device, self.backend_name = device, backend
-        self._around = around
-        self._loop = asyncio.get_running_loop()
-        self._life = Life(world=self.name, epoch=self.epoch, rank=rank, size=self.size)
-        self._over = self._loop.create_future()
-        self._ready_ranks = {rank}
-        self._all_ready = self._loop.create_future()
-        self._grace: dict[int | None, asyncio.TimerHandle] = {}
-        self._pending = self._completed = 0
-        self._is_forked = False
-        self._view = _View(self, incarnation, config, around)
-        self._backend = make_backend(backend, self._view)
+        self.rank, self.size = life.rank, incarnation.size
+        self.backend_name = life.backend_name
+        self._life = life
+        self._pending = _Pending()
 
     def __repr__(self) -> str:
-        state = self._life.phase.value
         place = f"rank {self.rank}/{self.size} epoch {self.epoch}"
+        state = self._life.phase.value
         return f"<World {self.name!r} {state} {place} {self.backend_name}>"
 
     # Health.
@@ -160,7 +126,7 @@ class World:
     @property
     def members(self) -> tuple[str, ...]:
         """Who is in it, by rank, for messages to people."""
-        return tuple(map(str, self._view.incarnation.members))
+        return tuple(map(str, self._life.incarnation.members))
 
     def statistics(self) -> WorldStatistics:
         """Return a snapshot."""
@@ -171,8 +137,8 @@ class World:
             size=self.size,
             phase=self._life.phase.value,
             left=self._life.left,
-            pending=self._pending,
-            completed=self._completed,
+            pending=self._pending.count,
+            started=self._pending.started,
         )
 
     async def wait_over(self) -> None:
@@ -180,7 +146,7 @@ class World:
 
         Cancellation: safe.
         """
-        await asyncio.shield(self._over)
+        await self._life.wait_over()
 
     # Point to point.
 
@@ -206,7 +172,7 @@ class World:
         breaks.
         """
         with self._operation(dst, tag):
-            await self._backend.send(tensor, dst, tag)
+            await self._life.backend.send(tensor, dst, tag)
 
     async def recv(
         self, out: Tensor | None = None, *, src: int, tag: int = 0
@@ -233,7 +199,7 @@ class World:
         breaks.
         """
         with self._operation(src, tag):
-            return (await self._backend.recv(out, src, tag)).tensor
+            return (await self._life.backend.recv(out, src, tag)).tensor
 
     async def recv_any(
         self, out: Tensor | None = None, *, tag: int = 0
@@ -249,7 +215,7 @@ class World:
         Cancellation: as for ``recv``.
         """
         with self._operation(None, tag):
-            received = await self._backend.recv(out, None, tag)
+            received = await self._life.backend.recv(out, None, tag)
             return received.source, received.tensor
 
     async def send_bundle(
@@ -271,7 +237,7 @@ class World:
         Cancellation: as for ``send``.
         """
         with self._operation(dst, tag):
-            await self._backend.send_bundle(tensors, meta or {}, dst, tag)
+            await self._life.backend.send_bundle(tensors, meta or {}, dst, tag)
 
     async def recv_bundle(self, *, src: int | None = None, tag: int = 0) -> Bundle:
         """Receive what ``send_bundle`` sent; from anybody if ``src`` is None.
@@ -279,7 +245,7 @@ class World:
         Cancellation: as for ``recv``.
         """
         with self._operation(src, tag):
-            return await self._backend.recv_bundle(src, tag)
+            return await self._life.backend.recv_bundle(src, tag)
 
     async def send_object(self, obj: Any, *, dst: int, tag: int = 0) -> None:
         """Send small plain data: what JSON can say. Nothing is ever unpickled.
@@ -287,7 +253,7 @@ class World:
         Cancellation: as for ``send``.
         """
         with self._operation(dst, tag):
-            await self._backend.send_object(obj, dst, tag)
+            await self._life.backend.send_object(obj, dst, tag)
 
     async def recv_object(self, *, src: int | None = None, tag: int = 0) -> Any:
         """Receive what ``send_object`` sent; from anybody if ``src`` is None.
@@ -295,7 +261,7 @@ class World:
         Cancellation: as for ``recv``.
         """
         with self._operation(src, tag):
-            return await self._backend.recv_object(src, tag)
+            return await self._life.backend.recv_object(src, tag)
 
     # Collectives.
 
@@ -311,7 +277,7 @@ class World:
         world breaks, and no other. So for every collective.
         """
         with self._operation(src, self_too=True):
-            await self._backend.broadcast(tensor, src)
+            await self._life.backend.broadcast(tensor, src)
         return tensor
 
     async def all_reduce(self, tensor: Tensor, op: Any = ReduceOp.SUM) -> Tensor:
@@ -327,7 +293,7 @@ class World:
         Cancellation: as for ``broadcast``.
         """
         with self._operation():
-            await self._backend.all_reduce(tensor, op)
+            await self._life.backend.all_reduce(tensor, op)
         return tensor
 
     async def reduce(
@@ -340,7 +306,7 @@ class World:
         Cancellation: as for ``broadcast``.
         """
         with self._operation(dst, self_too=True):
-            await self._backend.reduce(tensor, dst, op)
+            await self._life.backend.reduce(tensor, dst, op)
         return tensor
 
     async def all_gather(
@@ -352,7 +318,7 @@ class World:
         """
         with self._operation():
             outs = self._like(tensor) if outs is None else outs
-            await self._backend.all_gather(outs, tensor)
+            await self._life.backend.all_gather(outs, tensor)
         return list(outs)
 
     async def gather(
@@ -367,7 +333,7 @@ class World:
                 outs = None
             elif outs is None:
                 outs = self._like(tensor)
-            await self._backend.gather(tensor, outs, dst)
+            await self._life.backend.gather(tensor, outs, dst)
         return None if outs is None else list(outs)
 
     async def scatter(
@@ -383,7 +349,9 @@ class World:
         Cancellation: as for ``broadcast``.
         """
         with self._operation(src, self_too=True):
-            await self._backend.scatter(out, tensors if self.rank == src else None, src)
+            await self._life.backend.scatter(
+                out, tensors if self.rank == src else None, src
+            )
         return out
 
     async def reduce_scatter(
@@ -394,7 +362,7 @@ class World:
         Cancellation: as for ``broadcast``.
         """
         with self._operation():
-            await self._backend.reduce_scatter(out, tensors, op)
+            await self._life.backend.reduce_scatter(out, tensors, op)
         return out
 
     async def all_to_all(
@@ -409,7 +377,7 @@ class World:
         Cancellation: as for ``broadcast``.
         """
         with self._operation():
-            await self._backend.all_to_all(outs, ins)
+            await self._life.backend.all_to_all(outs, ins)
         return list(outs)
 
     async def barrier(self) -> None:
@@ -418,7 +386,7 @@ class World:
         Cancellation: as for ``broadcast``.
         """
         with self._operation():
-            await self._backend.barrier()
+            await self._life.backend.barrier()
 
     # c10d.
 
@@ -430,8 +398,8 @@ class World:
         Raises:
             UnsupportedOperationError: The backend is not one of c10d's.
         """
-        self._check()
-        return self._backend.process_group
+        self._life.check()
+        return self._life.backend.process_group
 
     def device_mesh(self, dim_name: str = "world") -> DeviceMesh:
         """Return a one-dimensional DeviceMesh over this world, for DTensor.
@@ -441,7 +409,7 @@ class World:
         """
         from multiworld.backends.c10d.registration import mesh_of
 
-        return mesh_of(self.process_group, self.device, dim_name)
+        return mesh_of(self.process_group, self._life.device, dim_name)
 
     # The end.
 
@@ -453,218 +421,20 @@ class World:
 
         Cancellation: the world is closed all the same, at once.
         """
-        is_first = not self.is_closed
-        self._happen(CloseAsked())
-        if not is_first:
-            return
-        try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._view.config.close_s):
-                    await self._backend.close()
-        finally:
-            self._free()
-
-    def close_nowait(self) -> None:
-        """Leave politely, without waiting for what the network has not taken."""
-        is_first = not self.is_closed
-        self._happen(CloseAsked())
-        if is_first:
-            self._free()
-
-    def abandon_after_fork(self) -> None:
-        """Make every operation of this copy in a forked child fail."""
-        self._is_forked = True
-
-    def filenos(self) -> list[int]:
-        """Return the descriptors that a forked child must close."""
-        return self._backend.filenos()
-
-    # Joining, for the manager.
-
-    async def open(self) -> None:
-        """Connect to every member and wait until all have done so.
-
-        Raises:
-            WorldBrokenError: A member was lost meanwhile.
-            OSError: A member could not be reached.
-
-        Cancellation: the caller closes the world.
-        """
-        view = self._view
-        await view.watchdog.attach(
-            view.incarnation,
-            self.rank,
-            self,
-            silence_s=view.config.silence_s,
-            mode=view.config.heartbeat,
-        )
-        if self._life.breakage is not None:
-            raise self._life.breakage.error()
-        await self._until_over(self._backend.open())
-        for rank in self._others():
-            view.watchdog.tell(view.incarnation.nonce, rank, {"op": "ready"})
-        self._check_ready()
-        await self._until_over(self._wait_ready())
-        self._happen(Opened())
-
-    @property
-    def missing(self) -> tuple[int, ...]:
-        """Ranks that have not said that they are ready."""
-        return tuple(r for r in range(self.size) if r not in self._ready_ranks)
-
-    async def _wait_ready(self) -> None:
-        await asyncio.shield(self._all_ready)
-
-    async def _until_over(self, step: Any) -> None:
-        """Await ``step``, or raise why the world is over, whichever is first."""
-        task = asyncio.ensure_future(step)
-        try:
-            await asyncio.wait((task, self._over), return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                task.result()
-        finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-        if self._life.is_over:
-            raise self._over_error()
-
-    def _check_ready(self) -> None:
-        if len(self._ready_ranks) == self.size and not self._all_ready.done():
-            self._all_ready.set_result(None)
-
-    # WorldPort: what the watchdog tells.
-
-    def on_message(self, rank: int, message: dict[str, Any]) -> None:
-        """Take a control message of a member."""
-        match message.get("op"):
-            case "ready":
-                self._ready_ranks.add(rank)
-                self._check_ready()
-            case "left":
-                self._happen(SaidLeft(rank))
-            case "broken":
-                self._on_broken(rank, message)
-            case "backend":
-                if not self._life.is_over:
-                    self._backend.on_message(rank, message["body"])
-
-    def _on_broken(self, rank: int, message: dict[str, Any]) -> None:
-        if message["rank"] is None:
-            told = Failed(message["reason"], message["evidence"], told_by=rank)
-        elif message["rank"] == self.rank:
-            # We are accused, and live: to the others this world is over.
-            told = Failed(
-                f"rank {rank} declared this process lost: {message['reason']}",
-                message["evidence"],
-                told_by=rank,
-            )
-        else:
-            prefix = f"rank {message['rank']} was lost: "
-            self._happen(
-                WasLost(
-                    int(message["rank"]),
-                    str(message["reason"]).removeprefix(prefix),
-                    f"told by rank {rank}: {message['evidence']}",
-                    float(message["silent_s"]),
-                    told_by=rank,
-                )
-            )
-            return
-        self._happen(told)
-
-    def on_lost(self, rank: int, verdict: Verdict) -> None:
-        """Take the watchdog's own verdict."""
-        self._happen(WasLost(rank, verdict.reason, verdict.evidence, verdict.silent_s))
-
-    # Deciding and acting.
-
-    def _happen(self, happening: Happening) -> None:
-        self._life, actions = handle(self._life, happening)
-        for action in actions:
-            match action:
-                case Publish(event):
-                    self._around.publish(event)
-                case FailMember(rank):
-                    self._cancel_grace(rank)
-                    self._backend.member_left(rank)
-                case FailOperations():
-                    self._backend.abort()
-                    self._free()
-                case TellBroken(breakage):
-                    self._tell_all(
-                        {
-                            "op": "broken",
-                            "rank": breakage.rank,
-                            "reason": breakage.reason,
-                            "evidence": breakage.evidence,
-                            "silent_s": breakage.silent_s,
-                        }
-                    )
-                case TellLeft():
-                    self._backend.begin_close()
-                    self._tell_all({"op": "left"})
-
-    def _tell_all(self, message: dict[str, Any]) -> None:
-        for rank in self._others():
-            self._around.watchdog.tell(self._view.incarnation.nonce, rank, message)
-
-    def _others(self) -> list[int]:
-        return [rank for rank in range(self.size) if rank != self.rank]
-
-    def _free(self) -> None:
-        """Give everything back; once."""
-        if self._over.done():
-            return
-        self._over.set_result(None)
-        for rank in list(self._grace):
-            self._cancel_grace(rank)
-        self._backend.close_nowait()
-        self._around.watchdog.detach(self._view.incarnation.nonce)
-        self._around.over(self)
-
-    def data_trouble(self, rank: int | None, evidence: str) -> None:
-        """Give the control link time to tell whose fault it is."""
-        if self._life.is_over or rank in self._life.left or rank in self._grace:
-            return
-        self._grace[rank] = self._loop.call_later(
-            LINK_GRACE_S, self._grace_over, rank, evidence
-        )
-
-    def _grace_over(self, rank: int | None, evidence: str) -> None:
-        self._grace.pop(rank, None)
-        what = "a data connection" if rank is None else f"the connection to rank {rank}"
-        self._happen(Failed(f"{what} failed, though every member lives", evidence))
-
-    def _cancel_grace(self, rank: int | None) -> None:
-        timer = self._grace.pop(rank, None)
-        if timer is not None:
-            timer.cancel()
+        await self._life.close()
 
     # Checks.
 
-    @contextlib.contextmanager
     def _operation(
         self, peer: int | None = None, tag: int = 0, *, self_too: bool = False
-    ) -> Any:
-        """Check what every operation needs, and count it."""
-        self._check()
+    ) -> _Pending:
+        """Check what every operation needs; what is returned counts it."""
+        self._life.check()
         if peer is not None:
             self._check_rank(peer, self_too=self_too)
         if not isinstance(tag, int) or not 0 <= tag <= MAX_TAG:
             raise ConfigError("tag", tag, "an int from 0 to 2**63-1")
-        self._pending += 1
-        try:
-            yield
-        finally:
-            self._pending -= 1
-        self._completed += 1
-
-    def _check(self) -> None:
-        if self._is_forked:
-            raise self._forked_error()
-        if self._life.phase is not Phase.READY:
-            raise self._over_error()
+        return self._pending
 
     def _check_rank(self, rank: int, *, self_too: bool) -> None:
         if not isinstance(rank, int) or not 0 <= rank < self.size:
@@ -674,80 +444,5 @@ class World:
             rule = f"this is rank {rank} of world {self.name!r} itself"
             raise ConfigError("rank", rank, rule)
 
-    def _over_error(self) -> Exception:
-        breakage = self._life.breakage
-        if breakage is not None:
-            return breakage.error()
-        return WorldClosedError(
-            f"world {self.name!r} was closed by this process; join it again to use it",
-            world=self.name,
-            epoch=self.epoch,
-        )
-
-    def _forked_error(self) -> Exception:
-        from multiworld.errors import UsedAfterForkError
-
-        return UsedAfterForkError(
-            f"world {self.name!r} belongs to the parent process; make a WorldManager "
-            "in the child and join there",
-            world=self.name,
-            epoch=self.epoch,
-        )
-
-    def left_error(self, rank: int) -> MemberLeftError:
-        """Return a fresh error for an operation that needs ``rank``."""
-        return MemberLeftError(
-            f"rank {rank} has left world {self.name!r}; close it, and join again when "
-            "the member is back",
-            world=self.name,
-            epoch=self.epoch,
-            rank=rank,
-        )
-
     def _like(self, tensor: Tensor) -> list[Tensor]:
         return [torch.empty_like(tensor) for _ in range(self.size)]
-
-
-class _View:
-    """What the backend sees of the world; see ``WorldView``."""
-
-    def __init__(
-        self,
-        world: World,
-        incarnation: Incarnation,
-        config: WorldConfig,
-        around: Surroundings,
-    ) -> None:
-        self._world = world
-        self.incarnation, self.rank, self.config = incarnation, world.rank, config
-        self.device = world.device
-        self.watchdog, self.store = around.watchdog, around.store
-        self.linger = around.linger
-
-    async def lane(self, rank: int, channel: str) -> socket.socket:
-        return await self.watchdog.lane(self.incarnation, self.rank, rank, channel)
-
-    def dials(self, rank: int) -> bool:
-        return self.watchdog.dials(self.incarnation.members[rank])
-
-    def report(self, happening: Happening) -> None:
-        self._world._happen(happening)
-
-    def trouble(self, rank: int | None, evidence: str) -> None:
-        self._world.data_trouble(rank, evidence)
-
-    async def wait_over(self) -> None:
-        await self._world.wait_over()
-
-    def has_left(self, rank: int) -> bool:
-        return rank in self._world.left
-
-    def tell(self, rank: int, message: dict[str, Any]) -> None:
-        nonce = self.incarnation.nonce
-        self.watchdog.tell(nonce, rank, {"op": "backend", "body": message})
-
-    def broken_error(self) -> Exception:
-        return self._world._over_error()
-
-    def left_error(self, rank: int) -> Exception:
-        return self._world.left_error(rank)

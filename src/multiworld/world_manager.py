@@ -30,12 +30,14 @@ from multiworld.errors import (
     WorldExistsError,
 )
 from multiworld.events import Event, EventHub
+from multiworld.lifecycle import CloseAsked, Phase
 from multiworld.membership import Member
 from multiworld.rendezvous.address import StoreAddress, parse_store
 from multiworld.rendezvous.meeting import Claim, Meeting, meet
 from multiworld.watchdog import WatchDog
-from multiworld.world import Surroundings, World
+from multiworld.world import World
 from multiworld.world_communicator import BrokenWorldException, WorldCommunicator
+from multiworld.world_life import Surroundings, WorldLife
 
 __all__ = ["BrokenWorldException", "WorldManager"]
 
@@ -73,7 +75,8 @@ class WorldManager:
         self._worlds: dict[str, World] = {}
         self._joining: dict[str, asyncio.Task[Any] | None] = {}
         self._reserved: dict[str, str] = {}
-        self._stores: dict[World, StoreAddress] = {}
+        self._lives: dict[str, WorldLife] = {}
+        self._ending: set[WorldLife] = set()
         self._seen: dict[str, int] = {}
         self._hub = EventHub()
         self._lingering: set[Lingering] = set()
@@ -236,11 +239,10 @@ class WorldManager:
         session = await self._meeting.enter(
             where, may_host=may_host, world=name, deadline=deadline
         )
-        world: World | None = None
+        life: WorldLife | None = None
         try:
-            spent = self._worlds.get(name)
-            if spent is not None:
-                await self._remove(spent)
+            if name in self._worlds:  # spent: its next epoch takes its place
+                await self._end(self._take(name))
             address = self._watchdog.listen(session.local_host)
             member = Member(rank=rank, uid=self._uid, pid=os.getpid(), address=address)
             claim = Claim(
@@ -261,56 +263,58 @@ class WorldManager:
                 over=self._forget,
                 linger=self._linger,
             )
-            world = World(incarnation, rank, backend, config, device, around)
-            self._worlds[name], self._stores[world] = world, where
-            await self._open(world, deadline)
+            life = WorldLife(incarnation, rank, backend, config, device, around)
+            self._lives[name] = life
+            await self._open(life, deadline)
         except BaseException:
-            if world is not None:
-                self._worlds.pop(name, None)
-                world.close_nowait()
-                self._stores.pop(world, None)
+            if life is not None:
+                life.close_nowait()
+                self._lives.pop(name, None)
             self._meeting.leave(where)
             raise
+        self._worlds[name] = world = World(life)
         return world
 
-    async def _open(self, world: World, deadline: float) -> None:
+    async def _open(self, life: WorldLife, deadline: float) -> None:
+        name, epoch = life.incarnation.world, life.incarnation.epoch
         try:
             async with asyncio.timeout_at(deadline):
-                await world.open()
+                await life.open()
         except TimeoutError as error:
-            missing = world.missing
-            present = tuple(r for r in range(world.size) if r not in missing)
+            missing = life.missing
+            size = life.incarnation.size
+            present = tuple(r for r in range(size) if r not in missing)
             raise JoinTimeoutError(
-                f"world {world.name!r}: rank {', '.join(map(str, missing))} was "
-                "admitted but did not connect in time; its process may be gone, or a "
-                "firewall is in the way",
-                world=world.name,
-                epoch=world.epoch,
+                f"world {name!r}: rank {', '.join(map(str, missing))} was admitted but "
+                "did not connect in time; its process may be gone, or a firewall is in "
+                "the way",
+                world=name,
+                epoch=epoch,
                 present=present,
                 missing=missing,
             ) from error
         except OSError as error:
             raise MemberLostError(
-                world.name,
+                name,
                 "a member could not be reached while joining",
-                epoch=world.epoch,
+                epoch=epoch,
                 evidence=str(error),
-                rank=next(iter(world.missing), -1),
+                rank=next(iter(life.missing), -1),
             ) from error
 
     def _holds(self, name: str, epoch: int, rank: int) -> bool:
         """Answer the store: does this process hold that rank?"""
-        world = self._worlds.get(name)
-        if world is None or world.is_broken or world.is_closed:
+        life = self._lives.get(name)
+        if life is None or life.phase in (Phase.BROKEN, Phase.CLOSED):
             return False
-        return (world.epoch, world.rank) == (epoch, rank)
+        return (life.incarnation.epoch, life.rank) == (epoch, rank)
 
-    def _forget(self, world: World) -> None:
+    def _forget(self, life: WorldLife) -> None:
         """Tell the store that a world of ours is over."""
-        where = self._stores.get(world)
-        session = None if where is None else self._meeting.session(where)
+        session = self._meeting.session(life.store)
         if session is not None:
-            session.left(world.name, world.epoch, world.rank)
+            where = life.incarnation
+            session.left(where.world, where.epoch, life.rank)
 
     # Leaving.
 
@@ -340,14 +344,13 @@ class WorldManager:
             return
         self._is_closed = True
         self._cancel_joins()
-        for world in self._worlds.values():
-            world.close_nowait()
         self._free()
 
     def _free(self) -> None:
-        for world in list(self._worlds.values()):
-            world.close_nowait()
+        for life in (*self._lives.values(), *self._ending):
+            life.close_nowait()
         self._worlds.clear()
+        self._lives.clear()
         for connection in self._lingering:
             connection.close_nowait()
         self._lingering.clear()
@@ -369,20 +372,22 @@ class WorldManager:
 
         Cancellation: the world is left all the same.
         """
-        await self._remove(self.world(name))
+        self.world(name)
+        await self._end(self._take(name))
 
-    async def _remove(self, world: World) -> None:
-        if self._worlds.get(world.name) is world:
-            del self._worlds[world.name]
+    def _take(self, name: str) -> WorldLife:
+        """Forget a world, which the caller ends."""
+        del self._worlds[name]
+        life = self._lives.pop(name)
+        self._ending.add(life)
+        return life
+
+    async def _end(self, life: WorldLife) -> None:
         try:
-            await world.close()
+            await life.close()
         finally:
-            self._release(world)
-
-    def _release(self, world: World) -> None:
-        where = self._stores.pop(world, None)
-        if where is not None:
-            self._meeting.leave(where)
+            self._ending.discard(life)
+            self._meeting.leave(life.store)
 
     def _linger(self, connection: Lingering) -> None:
         self._lingering = {c for c in self._lingering if c.fileno() >= 0}
@@ -455,10 +460,11 @@ class WorldManager:
         """
         if self._reserved.pop(world_name, None) is not None:
             return
-        world = self.world(world_name)
-        del self._worlds[world_name]
+        self.world(world_name)
+        life = self._take(world_name)
+        life.report(CloseAsked())  # the others are told now, whatever the loop does
         task = self._loop.create_task(
-            self._remove(world), name=f"multiworld leave {world_name}"
+            self._end(life), name=f"multiworld leave {world_name}"
         )
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
@@ -470,9 +476,9 @@ class WorldManager:
         death from its peers. The loop's selector is the parent's: leave it alone."""
         self._is_forked = True
         found = self._watchdog.filenos() + self._meeting.filenos()
-        for world in self._worlds.values():
-            found += world.filenos()
-            world.abandon_after_fork()
+        for life in (*self._lives.values(), *self._ending):
+            found += life.filenos()
+            life.abandon_after_fork()
         found += [connection.fileno() for connection in self._lingering]
         for fd in found:
             if fd >= 0:

@@ -25,7 +25,7 @@ LAYERS = (
     },
     {"backends"},
     {"beating", "endpoint", "link", "watchdog"},
-    {"world", "world_communicator", "world_manager"},
+    {"world", "world_communicator", "world_life", "world_manager"},
     {"manager", "communicator", "blocking"},
     {"testing"},
     {"demo"},
@@ -136,4 +136,5 @@ assert not [name for name in sys.modules if name.startswith(("rich", "click"))]
 def test_no_file_is_too_long() -> None:
     """Two rooms read better than a hall."""
     for path in SOURCE.rglob("*.py"):
-        assert len(path.read_text().splitlines()) <= 750, path
+        limit = 700 if path.name == "contract.py" else 620
+        assert len(path.read_text().splitlines()) <= limit, path

@@ -12,9 +12,8 @@ receives can only be waited for, so each pending one has a thread.
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,11 +24,15 @@ from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import ProcessGroup, ReduceOp
 
 from multiworld.backends.base import Bundle, Meta, Received, WorldView
+from multiworld.backends.c10d.flat import as_bytes, write_back, write_back_all
 from multiworld.backends.c10d.groups import Group, check_backend
+from multiworld.backends.c10d.reducing import reducible
 from multiworld.backends.c10d.store import C10dStore
+from multiworld.backends.c10d.threads import in_thread
+from multiworld.backends.collectives import KINDS
 from multiworld.backends.direct.backend import DirectBackend
 from multiworld.backends.dtypes import CODES, DTYPES
-from multiworld.backends.reduction import OP_CODES, OP_NAMES, combiner, op_name
+from multiworld.backends.reduction import OP_CODES, OP_NAMES, op_name
 from multiworld.errors import (
     TensorMismatchError,
     UnsupportedOperationError,
@@ -77,7 +80,7 @@ class C10dBackend:
         store = C10dStore(values, f"{prefix}{self._name}/", limit_s, self._record)
         self._group = group = Group(self._name, store)
         making = asyncio.ensure_future(
-            _in_thread(
+            in_thread(
                 lambda: group.make(
                     self._rank, self._size, host, self._view.config.operation_s
                 )
@@ -120,7 +123,7 @@ class C10dBackend:
         async with self._sending[dst, tag]:
             await self._direct.send_object(header, dst, HEADER_TAG_BASE + tag)
             await self._wait_in_thread(
-                lambda native: native.send([_bytes(contiguous)], dst, tag)
+                lambda native: native.send([as_bytes(contiguous)], dst, tag)
             )
 
     async def recv(self, out: Tensor | None, src: int | None, tag: int) -> Received:
@@ -142,7 +145,7 @@ class C10dBackend:
             target = self._target(out, src, code, shape)
             self._headers[src, tag].popleft()
             await self._wait_in_thread(
-                lambda native: native.recv([_bytes(target)], src, tag)
+                lambda native: native.recv([as_bytes(target)], src, tag)
             )
         if out is not None and target is not out:
             out.copy_(target.view(out.shape))
@@ -222,27 +225,27 @@ class C10dBackend:
         options = self._options(dist.BroadcastOptions())
         options.rootRank = src
         await self._collective(
-            "broadcast", flat, lambda pg: pg.broadcast([_bytes(flat)], options), src
+            "broadcast", flat, lambda pg: pg.broadcast([as_bytes(flat)], options), src
         )
-        _write_back(tensor, flat)
+        write_back(tensor, flat)
 
     async def all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
         """Reduce into everybody's ``tensor``."""
         flat = self._flat(tensor)
-        work, native_op, finish = _reducible(flat, op, self._size)
+        work, native_op, finish = reducible(flat, op, self._size)
         options = self._options(dist.AllreduceOptions())
         options.reduceOp = native_op
         await self._collective(
             "all_reduce", flat, lambda pg: pg.allreduce([work], options), op=op
         )
         finish(work, flat)
-        _write_back(tensor, flat)
+        write_back(tensor, flat)
 
     async def reduce(self, tensor: Tensor, dst: int, op: ReduceOp) -> None:
         """Reduce into ``tensor`` of ``dst``."""
         flat = self._flat(tensor)
         total = flat if self._rank == dst else flat.clone()  # Gloo scribbles on it
-        work, native_op, finish = _reducible(total, op, self._size)
+        work, native_op, finish = reducible(total, op, self._size)
         options = self._options(dist.ReduceOptions())
         options.reduceOp, options.rootRank = native_op, dst
         await self._collective(
@@ -250,20 +253,20 @@ class C10dBackend:
         )
         if self._rank == dst:
             finish(work, flat)
-            _write_back(tensor, flat)
+            write_back(tensor, flat)
 
     async def all_gather(self, outs: Sequence[Tensor], tensor: Tensor) -> None:
         """Put every member's tensor into ``outs``."""
         mine = self._flat(tensor)
         flats = self._alike(outs, mine, "outs")
-        views = [_bytes(flat) for flat in flats]
+        views = [as_bytes(flat) for flat in flats]
         options = self._options(AllgatherOptions())
         await self._collective(
             "all_gather",
             mine,
-            lambda pg: pg.allgather([views], [_bytes(mine)], options),
+            lambda pg: pg.allgather([views], [as_bytes(mine)], options),
         )
-        _write_back_all(outs, flats)
+        write_back_all(outs, flats)
 
     async def gather(
         self, tensor: Tensor, outs: Sequence[Tensor] | None, dst: int
@@ -272,13 +275,13 @@ class C10dBackend:
         mine = self._flat(tensor)
         is_root = self._rank == dst
         flats = self._alike(outs, mine, "outs") if is_root else []
-        views = [[_bytes(flat) for flat in flats]] if is_root else []
+        views = [[as_bytes(flat) for flat in flats]] if is_root else []
         options = self._options(dist.GatherOptions())
         options.rootRank = dst
         await self._collective(
-            "gather", mine, lambda pg: pg.gather(views, [_bytes(mine)], options), dst
+            "gather", mine, lambda pg: pg.gather(views, [as_bytes(mine)], options), dst
         )
-        _write_back_all(outs or [], flats)
+        write_back_all(outs or [], flats)
 
     async def scatter(
         self, out: Tensor, tensors: Sequence[Tensor] | None, src: int
@@ -287,13 +290,16 @@ class C10dBackend:
         flat = self._flat(out)
         is_root = self._rank == src
         parts = self._alike(tensors, flat, "tensors") if is_root else []
-        views = [[_bytes(part) for part in parts]] if is_root else []
+        views = [[as_bytes(part) for part in parts]] if is_root else []
         options = self._options(dist.ScatterOptions())
         options.rootRank = src
         await self._collective(
-            "scatter", flat, lambda pg: pg.scatter([_bytes(flat)], views, options), src
+            "scatter",
+            flat,
+            lambda pg: pg.scatter([as_bytes(flat)], views, options),
+            src,
         )
-        _write_back(out, flat)
+        write_back(out, flat)
 
     async def reduce_scatter(
         self, out: Tensor, tensors: Sequence[Tensor], op: ReduceOp
@@ -305,7 +311,7 @@ class C10dBackend:
         flat = self._flat(out)
         parts = self._alike(tensors, flat, "tensors")
         whole = torch.cat(parts)
-        work, native_op, finish = _reducible(whole, op, self._size)
+        work, native_op, finish = reducible(whole, op, self._size)
         options = self._options(dist.AllreduceOptions())
         options.reduceOp = native_op
         await self._collective(
@@ -313,14 +319,14 @@ class C10dBackend:
         )
         finish(work, whole)
         flat.copy_(whole.view(self._size, -1)[self._rank])
-        _write_back(out, flat)
+        write_back(out, flat)
 
     async def all_to_all(self, outs: Sequence[Tensor], ins: Sequence[Tensor]) -> None:
         """Send ``ins[i]`` to member i."""
         like = self._flat(ins[0]) if len(ins) else torch.empty(0)
         gives = self._alike(ins, like, "ins")
         takes = self._alike(outs, like, "outs")
-        give = torch.cat([_bytes(g) for g in gives])
+        give = torch.cat([as_bytes(g) for g in gives])
         take = torch.empty_like(give)
         options = self._options(dist.AllToAllOptions())
         await self._collective(
@@ -329,8 +335,8 @@ class C10dBackend:
             lambda pg: pg.alltoall_base(take, give, [], [], options),
         )
         for flat, part in zip(takes, take.view(self._size, -1), strict=True):
-            _bytes(flat).copy_(part)
-        _write_back_all(outs, takes)
+            as_bytes(flat).copy_(part)
+        write_back_all(outs, takes)
 
     async def barrier(self) -> None:
         """Wait until every member is here."""
@@ -377,7 +383,7 @@ class C10dBackend:
     ) -> None:
         """Agree on the operation, start it, and wait until it is done."""
         op_code = 0 if op is None else OP_CODES[op_name(op)]
-        terms = [_KINDS.index(kind), CODES[like.dtype], like.numel(), root, op_code]
+        terms = [KINDS.index(kind), CODES[like.dtype], like.numel(), root, op_code]
         try:
             async with self._turn:
                 await self._agree(terms)
@@ -478,7 +484,7 @@ class C10dBackend:
             await self._translate(error)
 
     async def _in_thread(self, call: Callable[[], Any]) -> None:
-        await self._until(asyncio.ensure_future(_in_thread(call)))
+        await self._until(asyncio.ensure_future(in_thread(call)))
 
     def _native(self) -> Any:
         if self._group is None or self._group.native is None:
@@ -559,101 +565,11 @@ class C10dBackend:
         return found if self._group is None else found + self._group.filenos()
 
 
-_KINDS = (
-    "broadcast",
-    "all_reduce",
-    "reduce",
-    "all_gather",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "all_to_all",
-    "barrier",
-)
-
-
 def _say(terms: list[int]) -> str:
     kind, code, count, root, op = terms
     operation = f", {OP_NAMES[op]}" if op in OP_NAMES else ""
     dtype = str(DTYPES.get(code, code)).removeprefix("torch.")
-    return f"{_KINDS[kind]} of {count} {dtype}, root {root}{operation}"
-
-
-def _bytes(flat: Tensor) -> Tensor:
-    """Return the memory of a contiguous tensor as bytes: any dtype can be moved."""
-    return flat.view(-1).view(torch.uint8)
-
-
-def _write_back(tensor: Tensor, flat: Tensor) -> None:
-    if tensor.data_ptr() != flat.data_ptr() or not tensor.is_contiguous():
-        tensor.detach().copy_(flat.view(tensor.shape))
-
-
-def _write_back_all(tensors: Sequence[Tensor], flats: Sequence[Tensor]) -> None:
-    for tensor, flat in zip(tensors, flats, strict=True):
-        _write_back(tensor, flat)
-
-
-_WIDER = {
-    torch.int16: torch.int32,
-    torch.uint16: torch.int32,
-    torch.uint32: torch.int64,
-}
-"""dtypes that Gloo cannot reduce, and where the same sum can be had (modulo 2^bits)."""
-
-_ON_BOOL = {
-    "SUM": ReduceOp.MAX,
-    "MAX": ReduceOp.MAX,
-    "BOR": ReduceOp.MAX,
-    "PRODUCT": ReduceOp.MIN,
-    "MIN": ReduceOp.MIN,
-    "BAND": ReduceOp.MIN,
-    "BXOR": ReduceOp.BXOR,
-}
-
-_NATIVE = (
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.int8,
-    torch.uint8,
-    torch.int32,
-    torch.int64,
-)
-
-Finish = Callable[[Tensor, Tensor], None]
-
-
-def _reducible(flat: Tensor, op: ReduceOp, size: int) -> tuple[Tensor, Any, Finish]:
-    """Return what to reduce, with which operation, and how to bring the result back.
-
-    Raises:
-        UnsupportedOperationError: There is no way; all members find out alike.
-    """
-    combiner(op, flat.cpu() if flat.device.type != "cpu" else flat)
-    name = op_name(op)
-    native = getattr(ReduceOp, "SUM" if name == "AVG" else name)
-
-    def finish(work: Tensor, result: Tensor) -> None:
-        if name == "AVG":
-            work.div_(size)
-        if work.data_ptr() != result.data_ptr():
-            result.copy_(work)  # a wider dtype; a view needs nothing
-
-    if flat.dtype in _NATIVE:
-        return flat, native, finish
-    if flat.dtype is torch.bool:
-        return flat.to(torch.uint8), _ON_BOOL[name], finish
-    if flat.dtype in _WIDER and name != "AVG":
-        return flat.to(_WIDER[flat.dtype]), native, finish
-    if flat.dtype.is_complex and name in ("SUM", "AVG"):
-        work = torch.view_as_real(flat)
-        if work.dtype in _NATIVE:
-            return work, native, finish
-    raise UnsupportedOperationError(
-        f"Gloo cannot reduce {flat.dtype} by {name}; use backend='direct', or convert"
-    )
+    return f"{KINDS[kind]} of {count} {dtype}, root {root}{operation}"
 
 
 def _drop_made(making: asyncio.Future[Any], group: Group) -> None:
@@ -677,28 +593,3 @@ def _fail(future: asyncio.Future[Any], error: Exception) -> None:
         future.cancel()
     else:
         future.set_exception(error)
-
-
-def _in_thread(call: Callable[[], Any]) -> Awaitable[Any]:
-    """Run ``call`` in a thread of its own (a pool's could all be waiting)."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def complete(result: Any, error: BaseException | None) -> None:
-        if future.done():
-            return
-        future.set_result(result) if error is None else future.set_exception(error)
-
-    def run() -> None:
-        result, failure = None, None
-        try:
-            result = call()
-        except Exception as error:
-            failure = error
-        try:
-            loop.call_soon_threadsafe(complete, result, failure)
-        except RuntimeError:
-            pass  # the loop has ended
-
-    threading.Thread(target=run, name="multiworld-c10d", daemon=True).start()
-    return future

@@ -1,0 +1,25 @@
+"""Tensors as flat memory, and the way back. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def as_bytes(flat: Tensor) -> Tensor:
+    """Return the memory of a contiguous tensor as bytes: any dtype can be moved."""
+    return flat.view(-1).view(torch.uint8)
+
+
+def write_back(tensor: Tensor, flat: Tensor) -> None:
+    """Copy ``flat`` into ``tensor``, unless it is a view of it."""
+    if tensor.data_ptr() != flat.data_ptr() or not tensor.is_contiguous():
+        tensor.detach().copy_(flat.view(tensor.shape))
+
+
+def write_back_all(tensors: Sequence[Tensor], flats: Sequence[Tensor]) -> None:
+    """Copy each of ``flats`` into its tensor."""
+    for tensor, flat in zip(tensors, flats, strict=True):
+        write_back(tensor, flat)

@@ -1,0 +1,358 @@
+"""One member's side of one incarnation: joining, health, the end. Shell.
+
+``WorldLife`` carries out what ``lifecycle`` decides. To the watchdog it is where
+control messages and verdicts go (``WorldPort``), to the backend it is the world
+(``WorldView``); ``World`` puts the operations on top.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from multiworld.backends import make_backend
+from multiworld.backends.base import Lingering
+from multiworld.config import WorldConfig
+from multiworld.errors import MemberLeftError, UsedAfterForkError, WorldClosedError
+from multiworld.events import Event
+from multiworld.lifecycle import (
+    CloseAsked,
+    Failed,
+    FailMember,
+    FailOperations,
+    Happening,
+    Life,
+    Opened,
+    Phase,
+    Publish,
+    SaidLeft,
+    TellBroken,
+    TellLeft,
+    WasLost,
+    handle,
+)
+from multiworld.liveness import Verdict
+from multiworld.membership import Incarnation
+from multiworld.rendezvous.address import StoreAddress
+from multiworld.watchdog import WatchDog
+
+LINK_GRACE_S = 1.0
+"""How long a world waits, when a data connection has ended, for the control link to
+tell why. Both end together when a process dies; the link's word only has to be read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What a manager gives each of its worlds."""
+
+    watchdog: WatchDog
+    store: StoreAddress
+    publish: Callable[[Event], None]
+    over: Callable[[WorldLife], None]
+    linger: Callable[[Lingering], None]
+
+
+class WorldLife:
+    """Joins, watches and ends one incarnation."""
+
+    def __init__(
+        self,
+        incarnation: Incarnation,
+        rank: int,
+        backend: str,
+        config: WorldConfig,
+        device: torch.device,
+        around: Surroundings,
+    ) -> None:
+        self.incarnation, self.rank = incarnation, rank
+        self.config, self.device = config, device
+        self.store, self.linger = around.store, around.linger
+        self._around, self._watchdog = around, around.watchdog
+        self._loop = asyncio.get_running_loop()
+        self._life = Life(
+            world=incarnation.world,
+            epoch=incarnation.epoch,
+            rank=rank,
+            size=incarnation.size,
+        )
+        self._over = self._loop.create_future()
+        self._ready_ranks = {rank}
+        self._all_ready = self._loop.create_future()
+        self._grace: dict[int | None, asyncio.TimerHandle] = {}
+        self._is_forked = False
+        self.backend_name = backend
+        self.backend = make_backend(backend, self)
+
+    @property
+    def phase(self) -> Phase:
+        """Where the incarnation stands."""
+        return self._life.phase
+
+    @property
+    def left(self) -> frozenset[int]:
+        """Ranks that have left politely."""
+        return self._life.left
+
+    async def wait_over(self) -> None:
+        """Wait until the world is broken or closed."""
+        await asyncio.shield(self._over)
+
+    def check(self) -> None:
+        """Check that traffic may flow.
+
+        Raises:
+            WorldBrokenError, WorldClosedError, UsedAfterForkError: It may not.
+        """
+        if self._is_forked:
+            raise self._forked_error()
+        if self._life.phase is not Phase.READY:
+            raise self.broken_error()
+
+    # Joining.
+
+    async def open(self) -> None:
+        """Connect to every member and wait until all have done so.
+
+        Raises:
+            WorldBrokenError: A member was lost meanwhile.
+            OSError: A member could not be reached.
+
+        Cancellation: the caller closes the world.
+        """
+        await self._watchdog.attach(
+            self.incarnation,
+            self.rank,
+            self,
+            silence_s=self.config.silence_s,
+            mode=self.config.heartbeat,
+        )
+        if self._life.is_over:
+            raise self.broken_error()
+        await self._until_over(self.backend.open())
+        self._tell_all({"op": "ready"})
+        self._check_ready()
+        await self._until_over(self._wait_ready())
+        self.report(Opened())
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Ranks that have not said that they are ready."""
+        size = self.incarnation.size
+        return tuple(r for r in range(size) if r not in self._ready_ranks)
+
+    async def _wait_ready(self) -> None:
+        await asyncio.shield(self._all_ready)
+
+    async def _until_over(self, step: Coroutine[Any, Any, None]) -> None:
+        """Await ``step``, or raise why the world is over, whichever is first."""
+        task = self._loop.create_task(step, name=f"multiworld join {self._life.world}")
+        try:
+            await asyncio.wait((task, self._over), return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        if self._life.is_over:
+            raise self.broken_error()
+
+    def _check_ready(self) -> None:
+        if not self.missing and not self._all_ready.done():
+            self._all_ready.set_result(None)
+
+    # The end.
+
+    async def close(self) -> None:
+        """Leave politely, waiting at most ``close_s`` for what was sent.
+
+        Cancellation: the world is closed all the same, at once.
+        """
+        self.report(CloseAsked())
+        if self._over.done():
+            return
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.config.close_s):
+                    await self.backend.close()
+        finally:
+            self._free()
+
+    def close_nowait(self) -> None:
+        """Leave politely, without waiting for what the network has not taken."""
+        self.report(CloseAsked())
+        self._free()
+
+    def abandon_after_fork(self) -> None:
+        """Make every operation of this copy in a forked child fail."""
+        self._is_forked = True
+
+    def filenos(self) -> list[int]:
+        """Return the descriptors that a forked child must close."""
+        return self.backend.filenos()
+
+    def _free(self) -> None:
+        """Give everything back; once."""
+        if self._over.done():
+            return
+        self._over.set_result(None)
+        for rank in list(self._grace):
+            self._cancel_grace(rank)
+        self.backend.close_nowait()
+        self._watchdog.detach(self.incarnation.nonce)
+        self._around.over(self)
+
+    # WorldPort: what the watchdog tells.
+
+    def on_message(self, rank: int, message: dict[str, Any]) -> None:
+        """Take a control message of a member."""
+        match message.get("op"):
+            case "ready":
+                self._ready_ranks.add(rank)
+                self._check_ready()
+            case "left":
+                self.report(SaidLeft(rank))
+            case "broken":
+                self._on_broken(rank, message)
+            case "backend":
+                if not self._life.is_over:
+                    self.backend.on_message(rank, message["body"])
+
+    def _on_broken(self, rank: int, message: dict[str, Any]) -> None:
+        if message["rank"] is None:
+            told = Failed(message["reason"], message["evidence"], told_by=rank)
+        elif message["rank"] == self.rank:
+            # We are accused, and live: to the others this world is over.
+            told = Failed(
+                f"rank {rank} declared this process lost: {message['reason']}",
+                message["evidence"],
+                told_by=rank,
+            )
+        else:
+            prefix = f"rank {message['rank']} was lost: "
+            self.report(
+                WasLost(
+                    int(message["rank"]),
+                    str(message["reason"]).removeprefix(prefix),
+                    f"told by rank {rank}: {message['evidence']}",
+                    float(message["silent_s"]),
+                    told_by=rank,
+                )
+            )
+            return
+        self.report(told)
+
+    def on_lost(self, rank: int, verdict: Verdict) -> None:
+        """Take the watchdog's own verdict."""
+        self.report(WasLost(rank, verdict.reason, verdict.evidence, verdict.silent_s))
+
+    # Deciding and acting.
+
+    def report(self, happening: Happening) -> None:
+        """Let ``lifecycle`` decide what follows, and carry it out."""
+        self._life, actions = handle(self._life, happening)
+        for action in actions:
+            match action:
+                case Publish(event):
+                    self._around.publish(event)
+                case FailMember(rank):
+                    self._cancel_grace(rank)
+                    self.backend.member_left(rank)
+                case FailOperations():
+                    self.backend.abort()
+                    self._free()
+                case TellBroken(breakage):
+                    self._tell_all(
+                        {
+                            "op": "broken",
+                            "rank": breakage.rank,
+                            "reason": breakage.reason,
+                            "evidence": breakage.evidence,
+                            "silent_s": breakage.silent_s,
+                        }
+                    )
+                case TellLeft():
+                    self.backend.begin_close()
+                    self._tell_all({"op": "left"})
+
+    def _tell_all(self, message: dict[str, Any]) -> None:
+        for rank in self._others():
+            self._watchdog.tell(self.incarnation.nonce, rank, message)
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.incarnation.size) if rank != self.rank]
+
+    def trouble(self, rank: int | None, evidence: str) -> None:
+        """Give the control link time to tell whose fault it is."""
+        if self._life.is_over or rank in self._life.left or rank in self._grace:
+            return
+        self._grace[rank] = self._loop.call_later(
+            LINK_GRACE_S, self._grace_over, rank, evidence
+        )
+
+    def _grace_over(self, rank: int | None, evidence: str) -> None:
+        self._grace.pop(rank, None)
+        what = "a data connection" if rank is None else f"the connection to rank {rank}"
+        self.report(Failed(f"{what} failed, though every member lives", evidence))
+
+    def _cancel_grace(self, rank: int | None) -> None:
+        timer = self._grace.pop(rank, None)
+        if timer is not None:
+            timer.cancel()
+
+    # What the backend may ask.
+
+    async def lane(self, rank: int, channel: str) -> socket.socket:
+        """Return a new connection with a member, for data."""
+        return await self._watchdog.lane(self.incarnation, self.rank, rank, channel)
+
+    def dials(self, rank: int) -> bool:
+        """Tell whether this member dials the other one, or waits for it."""
+        return self._watchdog.dials(self.incarnation.members[rank])
+
+    def has_left(self, rank: int) -> bool:
+        """Tell whether a member has left politely."""
+        return rank in self._life.left
+
+    def tell(self, rank: int, message: dict[str, Any]) -> None:
+        """Send a control message to the member's backend."""
+        wrapped = {"op": "backend", "body": message}
+        self._watchdog.tell(self.incarnation.nonce, rank, wrapped)
+
+    # Errors, a fresh one each time: sharing one would mix up tracebacks.
+
+    def broken_error(self) -> Exception:
+        """Return why no operation is possible any more."""
+        breakage = self._life.breakage
+        if breakage is not None:
+            return breakage.error()
+        return WorldClosedError(
+            f"world {self._life.world!r} was closed by this process; join it again to "
+            "use it",
+            world=self._life.world,
+            epoch=self._life.epoch,
+        )
+
+    def left_error(self, rank: int) -> MemberLeftError:
+        """Return an error for an operation that needs ``rank``."""
+        return MemberLeftError(
+            f"rank {rank} has left world {self._life.world!r}; close it, and join "
+            "again when the member is back",
+            world=self._life.world,
+            epoch=self._life.epoch,
+            rank=rank,
+        )
+
+    def _forked_error(self) -> UsedAfterForkError:
+        return UsedAfterForkError(
+            f"world {self._life.world!r} belongs to the parent process; make a "
+            "WorldManager in the child and join there",
+            world=self._life.world,
+            epoch=self._life.epoch,
+        )

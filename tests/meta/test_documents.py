@@ -1,0 +1,77 @@
+"""The documents are true: code runs, names exist, links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ports import free_port
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [
+    *ROOT.glob("*.md"),
+    *(ROOT / "docs").rglob("*.md"),
+    ROOT / "examples" / "README.md",
+]
+README = (ROOT / "README.md").read_text()
+
+
+def test_readme_code_runs(tmp_path: Path) -> None:
+    """As it stands, but for the port."""
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len(code.splitlines()) < 40
+    program = tmp_path / "readme.py"
+    program.write_text(code.replace("29500", str(free_port())))
+    done = subprocess.run(
+        [sys.executable, "-X", "dev", program],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "tensor([0, 1, 2, 3])" in done.stdout
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    """Relative ones."""
+    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
+        if not target.startswith("http"):
+            assert (path.parent / target).exists(), f"{path}: {target}"
+
+
+def test_guarantees_name_tests_that_exist() -> None:
+    """Each promise stands next to the test that proves it."""
+    text = (ROOT / "docs" / "guarantees.md").read_text()
+    everything = "".join(p.read_text() for p in (ROOT / "tests").rglob("*.py"))
+    for name in re.findall(r"`(test_\w+)`", text):
+        assert f"def {name}" in everything, name
+    for place in re.findall(r"`(tests/[\w/.]+)`", text):
+        assert (ROOT / place).exists(), place
+
+
+def test_make_targets_exist() -> None:
+    """Those that the documents speak of."""
+    makefile = (ROOT / "Makefile").read_text()
+    for document in DOCUMENTS:
+        for target in re.findall(r"make ([a-z-]+)", document.read_text()):
+            if f"make {target}" in re.sub(r"`[^`]*`", "", document.read_text()):
+                continue  # prose ("make sure")
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_nothing_speaks_of_where_it_was_made() -> None:
+    """The reader found the project on the web."""
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    for name in listed.stdout.split():
+        path = ROOT / name
+        if path.suffix in (".py", ".md", ".toml", ".txt", ".yml", ".yaml", ""):
+            assert "/work" + "/main" not in path.read_text(), name
