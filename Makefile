@@ -5,6 +5,11 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 STAMP := .venv/.ready
 
+# The modules that programs import from; the rest is not promised.
+PUBLIC := multiworld $(addprefix multiworld., world world_manager world_communicator \
+	blocking config errors events watchdog testing testing.arena testing.fleet \
+	testing.leaks testing.clock testing.contract manager communicator)
+
 .PHONY: setup demo test test-all lint types faults bench docs clean
 
 setup: $(STAMP)
@@ -40,7 +45,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/p2p.py $(ARGS)
 
 docs: $(STAMP)
-	$(BIN)/pdoc --docformat google -o build/docs multiworld '!multiworld.cli' '!multiworld.demo'
+	$(BIN)/pdoc --docformat google -o build/docs $(PUBLIC)
 	@echo "open build/docs/index.html"
 
 clean:

@@ -29,6 +29,7 @@ class Heart:
         self._mode: Mode = "process"
         self._sockets: dict[int, socket.socket] = {}
         self._keys = itertools.count(1)
+        self._unsent: set[int] = set()
 
     @property
     def helper_pid(self) -> int | None:
@@ -59,6 +60,9 @@ class Heart:
                 self._process.returncode,
             )
             self._restart()
+        unsent, self._unsent = self._unsent, set()
+        for key in unsent & self._sockets.keys():
+            self._pass(key, self._sockets[key])
         self._order(heartbeat.encode_order(heartbeat.TICK))
 
     def filenos(self) -> list[int]:
@@ -115,8 +119,10 @@ class Heart:
     def _pass(self, key: int, sock: socket.socket) -> None:
         assert self._control is not None
         order = heartbeat.encode_order(heartbeat.ADD, key)
-        with contextlib.suppress(OSError):
+        try:
             socket.send_fds(self._control, [order], [sock.fileno()])
+        except OSError:
+            self._unsent.add(key)  # the helper is behind; the next tick tries again
 
     def _order(self, order: bytes) -> None:
         if self._control is not None:

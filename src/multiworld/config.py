@@ -37,7 +37,8 @@ class WorldConfig:
     heartbeat: Literal["process", "thread"] = "process"
     """Who beats for this process. A helper process beats on while one C call holds the
     GIL (20 s were measured for an unpickle) and tells when this process is stopped; a
-    thread costs no process, but can do neither."""
+    thread costs no process, but can do neither. One beats for all worlds of a manager,
+    so this is taken from the manager's settings, not from a single join's."""
 
     eager_bytes: int = 64 * KIB
     """Messages up to this size are sent without waiting for the receiver."""

@@ -263,6 +263,11 @@ def _close_asked(life: Life) -> tuple[Life, tuple[Action, ...]]:
     closed = replace(life, phase=Phase.CLOSED)
     if life.phase is Phase.BROKEN:
         return closed, (event,)
+    if life.phase is Phase.JOINING:
+        # The others wait for this member: to them it is no leave.
+        reason = f"rank {life.rank} gave up while joining"
+        breakage = Breakage(world=life.world, epoch=life.epoch, reason=reason)
+        return closed, (TellBroken(breakage), event)
     return closed, (TellLeft(), event)
 
 

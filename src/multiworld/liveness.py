@@ -102,6 +102,7 @@ class Liveness:
         self._tick_s = tick_s
         self._peers: dict[PeerKey, _Peer] = {}
         self._ticked_at: float | None = None
+        self._was_late = False
 
     def handle(self, observation: Observation, now: float) -> list[Verdict]:
         """Take note of ``observation`` at ``now`` (monotonic seconds) and judge."""
@@ -162,16 +163,19 @@ class Liveness:
 
     def _tick(self, now: float) -> list[Verdict]:
         last, self._ticked_at = self._ticked_at, now
-        late_s = 0.0 if last is None else now - last - self._tick_s
-        if late_s > self._tick_s:
+        late_s = 0.0 if last is None else max(0.0, now - last - self._tick_s)
+        was_late, self._was_late = self._was_late, late_s > self._tick_s
+        if self._was_late and not was_late:
             for peer in self._peers.values():
                 peer.heard_at = min(now, peer.heard_at + late_s)
                 peer.beat_at = min(now, peer.beat_at + late_s)
             return []
+        # An observer that is late every time must judge all the same; what came since
+        # its last tick may not be read yet, what came before that has been.
         verdicts: list[Verdict] = []
         for key, peer in self._peers.items():
-            if now - peer.heard_at > peer.shortest_s:
-                verdicts += self._silent(key, peer, now)
+            if now - late_s - peer.heard_at > peer.shortest_s:
+                verdicts += self._silent(key, peer, now - late_s)
         return verdicts
 
     def _silent(self, key: PeerKey, peer: _Peer, now: float) -> list[Verdict]:

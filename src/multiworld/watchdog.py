@@ -51,6 +51,14 @@ EARLY_S = 60.0
 RETIRED_LIMIT = 4096
 
 
+class MemberUnreachableError(ConnectionError):
+    """A member that was admitted could not be connected to."""
+
+    def __init__(self, rank: int, why: str) -> None:
+        self.rank = rank
+        super().__init__(f"rank {rank} could not be reached: {why}")
+
+
 class WorldPort(Protocol):
     """What the watchdog needs of a world."""
 
@@ -95,7 +103,9 @@ class WatchDog:
     runs on the manager's event loop.
     """
 
-    def __init__(self, uid: str, *, is_enabled: bool = True) -> None:
+    def __init__(
+        self, uid: str, *, is_enabled: bool = True, mode: Mode = "process"
+    ) -> None:
         self.uid = uid
         self._is_enabled = is_enabled
         self._liveness = Liveness(heartbeat.BEAT_S)
@@ -109,9 +119,10 @@ class WatchDog:
         self._early_count = 0
         self._retired: deque[int] = deque(maxlen=RETIRED_LIMIT)
         self._lanes: dict[tuple[int, int, str], asyncio.Future[socket.socket]] = {}
+        self._lanes_since: dict[tuple[int, int, str], float] = {}
         self._ticker: asyncio.Task[None] | None = None
         self._is_closed = False
-        self._mode: Mode = "process"
+        self._mode = mode
         _watchdogs[uid] = self
 
     # What worlds use.
@@ -132,30 +143,30 @@ class WatchDog:
         port: WorldPort,
         *,
         silence_s: float,
-        mode: Mode,
     ) -> None:
         """Connect to every other member and watch it from now on.
 
         Raises:
-            OSError, HelloError: A member could not be reached.
+            MemberUnreachableError: A member could not be reached.
 
         Cancellation: safe; call ``detach`` afterwards.
         """
         me = incarnation.members[rank]
-        self._mode = mode
         attached = _Attached(port, {})
         self._worlds[incarnation.nonce] = attached
         for member in incarnation.members:
             if member.rank == rank:
                 continue
             key = self._key(me, member)
-            await self._link(key, member)
+            try:
+                await self._link(key, member)
+            except OSError as error:
+                raise MemberUnreachableError(member.rank, str(error)) from error
             peer = self._peers.get(key)
             if peer is None:
-                raise ConnectionResetError(f"{member} ended while joining")
+                raise MemberUnreachableError(member.rank, "it ended while joining")
             attached.peers[member.rank] = key
             peer.worlds[incarnation.nonce] = member.rank
-            self._start_beating(peer)
             judged = self._is_enabled and not isinstance(peer.link, LocalLink)
             limit_s = silence_s if judged else math.inf
             self._observe(Watched(_name(key), incarnation.nonce, limit_s))
@@ -192,14 +203,17 @@ class WatchDog:
         One side dials, the other waits for it: see the module.
 
         Raises:
-            OSError, HelloError: The member could not be reached.
+            MemberUnreachableError: The member could not be reached.
 
         Cancellation: safe; nothing stays open.
         """
         member = incarnation.members[peer]
         if self.uid < member.uid:
             hello = {"kind": "lane", "nonce": incarnation.nonce, "rank": rank}
-            return await dial(member.address, {**hello, "channel": channel})
+            try:
+                return await dial(member.address, {**hello, "channel": channel})
+            except OSError as error:
+                raise MemberUnreachableError(peer, str(error)) from error
         future = self._lane_future((incarnation.nonce, peer, channel))
         try:
             return await future
@@ -208,6 +222,11 @@ class WatchDog:
             raise
         finally:
             self._lanes.pop((incarnation.nonce, peer, channel), None)
+
+    def has_lane(self, nonce: int, rank: int, channel: str) -> bool:
+        """Tell whether a connection that a member opened waits to be taken."""
+        future = self._lanes.get((nonce, rank, channel))
+        return future is not None and future.done() and not future.cancelled()
 
     def dials(self, member: Member) -> bool:
         """Tell whether this manager dials ``member``, rather than waits for it."""
@@ -231,6 +250,9 @@ class WatchDog:
         for peer in self._peers.values():
             found += peer.link.filenos()
             found += [] if peer.beat is None else [peer.beat.fileno()]
+        for lane in self._lanes.values():
+            if lane.done() and not lane.cancelled():
+                found.append(lane.result().fileno())
         return found
 
     def close_nowait(self, *, politely: bool = True) -> None:
@@ -334,11 +356,8 @@ class WatchDog:
         peer.beat = sock
         loop = asyncio.get_running_loop()
         loop.add_reader(sock.fileno(), self._read_beats, peer)
-        self._start_beating(peer)
-
-    def _start_beating(self, peer: _Peer) -> None:
-        if peer.beat is not None and peer.beat_key == 0 and peer.worlds:
-            peer.beat_key = self._heart.add(peer.beat, self._mode)
+        # At once: the peer may watch this process before this one has come so far.
+        peer.beat_key = self._heart.add(sock, self._mode)
 
     def _read_beats(self, peer: _Peer) -> None:
         assert peer.beat is not None
@@ -425,6 +444,11 @@ class WatchDog:
         for nonce, early in list(self._early.items()):
             if now - early.since > EARLY_S:
                 self._drop_early(nonce)
+        for key, since in list(self._lanes_since.items()):
+            if key not in self._lanes:
+                del self._lanes_since[key]
+            elif key[0] not in self._worlds and now - since > EARLY_S:
+                _discard(self._lanes.pop(key))
 
     # Acceptor.
 
@@ -470,6 +494,7 @@ class WatchDog:
     def _lane_future(self, key: tuple[int, int, str]) -> asyncio.Future[socket.socket]:
         if key not in self._lanes:
             self._lanes[key] = asyncio.get_running_loop().create_future()
+            self._lanes_since[key] = time.monotonic()
         return self._lanes[key]
 
 

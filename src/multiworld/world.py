@@ -211,9 +211,12 @@ class World:
 
         Raises:
             MemberLeftError: All other members have left.
+            ConfigError: There are no other members.
 
         Cancellation: as for ``recv``.
         """
+        if self.size == 1:
+            raise ConfigError("recv_any", self.size, "a world with other members")
         with self._operation(None, tag):
             received = await self._life.backend.recv(out, None, tag)
             return received.source, received.tensor

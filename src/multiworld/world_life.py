@@ -125,15 +125,11 @@ class WorldLife:
 
         Cancellation: the caller closes the world.
         """
-        await self._watchdog.attach(
-            self.incarnation,
-            self.rank,
-            self,
-            silence_s=self.config.silence_s,
-            mode=self.config.heartbeat,
+        silence_s = self.config.silence_s
+        attaching = self._watchdog.attach(
+            self.incarnation, self.rank, self, silence_s=silence_s
         )
-        if self._life.is_over:
-            raise self.broken_error()
+        await self._until_over(attaching)
         await self._until_over(self.backend.open())
         self._tell_all({"op": "ready"})
         self._check_ready()
@@ -311,6 +307,10 @@ class WorldLife:
     async def lane(self, rank: int, channel: str) -> socket.socket:
         """Return a new connection with a member, for data."""
         return await self._watchdog.lane(self.incarnation, self.rank, rank, channel)
+
+    def has_lane(self, rank: int, channel: str) -> bool:
+        """Tell whether a connection that the member opened waits to be taken."""
+        return self._watchdog.has_lane(self.incarnation.nonce, rank, channel)
 
     def dials(self, rank: int) -> bool:
         """Tell whether this member dials the other one, or waits for it."""

@@ -14,7 +14,6 @@ import secrets
 import weakref
 from collections.abc import AsyncIterator
 from types import TracebackType
-from typing import Any
 
 import torch
 
@@ -26,6 +25,7 @@ from multiworld.errors import (
     MemberLostError,
     UnknownWorldError,
     UsedAfterForkError,
+    WorldBrokenError,
     WorldClosedError,
     WorldExistsError,
 )
@@ -34,7 +34,7 @@ from multiworld.lifecycle import CloseAsked, Phase
 from multiworld.membership import Member
 from multiworld.rendezvous.address import StoreAddress, parse_store
 from multiworld.rendezvous.meeting import Claim, Meeting, meet
-from multiworld.watchdog import WatchDog
+from multiworld.watchdog import MemberUnreachableError, WatchDog
 from multiworld.world import World
 from multiworld.world_communicator import BrokenWorldException, WorldCommunicator
 from multiworld.world_life import Surroundings, WorldLife
@@ -70,13 +70,15 @@ class WorldManager:
         self._loop = asyncio.get_running_loop()
         self._config = config or WorldConfig()
         self._uid = secrets.token_hex(16)
-        self._watchdog = WatchDog(self._uid, is_enabled=enable_monitor)
+        self._watchdog = WatchDog(
+            self._uid, is_enabled=enable_monitor, mode=self._config.heartbeat
+        )
         self._meeting = Meeting(self._holds)
         self._worlds: dict[str, World] = {}
-        self._joining: dict[str, asyncio.Task[Any] | None] = {}
+        self._joining: dict[str, asyncio.Task[World] | None] = {}
         self._reserved: dict[str, str] = {}
         self._lives: dict[str, WorldLife] = {}
-        self._ending: set[WorldLife] = set()
+        self._met: set[WorldLife] = set()  # those that use a session with a store
         self._seen: dict[str, int] = {}
         self._hub = EventHub()
         self._lingering: set[Lingering] = set()
@@ -193,8 +195,18 @@ class WorldManager:
         target = torch.device(device)
         _check_join(name, rank, size, backend, where, target)
         self._reserve(name)
+        joining = self._loop.create_task(
+            self._join(name, rank, size, where, backend, settings, target),
+            name=f"multiworld join {name}",
+        )
+        self._joining[name] = joining
         try:
-            return await self._join(name, rank, size, where, backend, settings, target)
+            return await joining
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._is_closed and task is not None and not task.cancelling():
+                raise self._closed_error(name) from None
+            raise
         finally:
             self._joining.pop(name, None)
 
@@ -205,9 +217,12 @@ class WorldManager:
                 world=name,
             )
         if self._is_closed:
-            raise WorldClosedError(
-                "this WorldManager is closed; make a new one", world=name
-            )
+            raise self._closed_error(name)
+
+    def _closed_error(self, name: str) -> WorldClosedError:
+        return WorldClosedError(
+            "this WorldManager is closed; make a new one", world=name
+        )
 
     def _reserve(self, name: str) -> None:
         world = self._worlds.get(name)
@@ -222,7 +237,7 @@ class WorldManager:
                 world=name,
                 epoch=world.epoch,
             )
-        self._joining[name] = asyncio.current_task()
+        self._joining[name] = None
 
     async def _join(
         self,
@@ -242,7 +257,7 @@ class WorldManager:
         life: WorldLife | None = None
         try:
             if name in self._worlds:  # spent: its next epoch takes its place
-                await self._end(self._take(name))
+                await self._end(self._lives[name])
             address = self._watchdog.listen(session.local_host)
             member = Member(rank=rank, uid=self._uid, pid=os.getpid(), address=address)
             claim = Claim(
@@ -260,17 +275,19 @@ class WorldManager:
                 watchdog=self._watchdog,
                 store=where,
                 publish=self._hub.publish,
-                over=self._forget,
+                over=self._over,
                 linger=self._linger,
             )
             life = WorldLife(incarnation, rank, backend, config, device, around)
             self._lives[name] = life
+            self._met.add(life)
             await self._open(life, deadline)
         except BaseException:
-            if life is not None:
+            if life is None:
+                self._meeting.leave(where)
+            else:
                 life.close_nowait()
-                self._lives.pop(name, None)
-            self._meeting.leave(where)
+                self._release(life)
             raise
         self._worlds[name] = world = World(life)
         return world
@@ -293,13 +310,17 @@ class WorldManager:
                 present=present,
                 missing=missing,
             ) from error
-        except OSError as error:
+        except MemberUnreachableError as error:
             raise MemberLostError(
                 name,
-                "a member could not be reached while joining",
+                f"rank {error.rank} was lost while joining",
                 epoch=epoch,
                 evidence=str(error),
-                rank=next(iter(life.missing), -1),
+                rank=error.rank,
+            ) from error
+        except OSError as error:
+            raise WorldBrokenError(
+                name, "it could not be opened", epoch=epoch, evidence=str(error)
             ) from error
 
     def _holds(self, name: str, epoch: int, rank: int) -> bool:
@@ -309,12 +330,24 @@ class WorldManager:
             return False
         return (life.incarnation.epoch, life.rank) == (epoch, rank)
 
-    def _forget(self, life: WorldLife) -> None:
-        """Tell the store that a world of ours is over."""
+    def _over(self, life: WorldLife) -> None:
+        """Tell the store that a world of ours is over; forget it if it was closed."""
         session = self._meeting.session(life.store)
         if session is not None:
             where = life.incarnation
             session.left(where.world, where.epoch, life.rank)
+        if life.phase is Phase.CLOSED:
+            self._release(life)
+
+    def _release(self, life: WorldLife) -> None:
+        """Drop a world that is closed; safe to repeat."""
+        name = life.incarnation.world
+        if self._lives.get(name) is life:
+            del self._lives[name]
+            self._worlds.pop(name, None)
+        if life in self._met:
+            self._met.discard(life)
+            self._meeting.leave(life.store)
 
     # Leaving.
 
@@ -326,10 +359,14 @@ class WorldManager:
         if self._is_closed:
             return
         self._is_closed = True
+        joining = self._cancel_joins()
         try:
-            self._cancel_joins()
-            await asyncio.gather(*(world.close() for world in self._worlds.values()))
+            await asyncio.gather(*joining, return_exceptions=True)
+            await asyncio.gather(*(life.close() for life in self._lives.values()))
             await asyncio.gather(*self._closing, return_exceptions=True)
+            # These close by themselves, at the latest after ``close_s``; to cut them
+            # now would take from others what they have not read.
+            await asyncio.gather(*(lane.wait_closed() for lane in self._lingering))
         finally:
             self._free()
         await self._watchdog.close()
@@ -347,7 +384,7 @@ class WorldManager:
         self._free()
 
     def _free(self) -> None:
-        for life in (*self._lives.values(), *self._ending):
+        for life in list(self._met):
             life.close_nowait()
         self._worlds.clear()
         self._lives.clear()
@@ -359,10 +396,11 @@ class WorldManager:
         self._hub.close()
         _managers.discard(self)
 
-    def _cancel_joins(self) -> None:
-        for task in self._joining.values():
-            if task is not None and task is not asyncio.current_task():
-                task.cancel()
+    def _cancel_joins(self) -> list[asyncio.Task[World]]:
+        joining = [task for task in self._joining.values() if task is not None]
+        for task in joining:
+            task.cancel()
+        return joining
 
     async def leave(self, name: str) -> None:
         """Leave one world politely and forget it.
@@ -373,21 +411,13 @@ class WorldManager:
         Cancellation: the world is left all the same.
         """
         self.world(name)
-        await self._end(self._take(name))
-
-    def _take(self, name: str) -> WorldLife:
-        """Forget a world, which the caller ends."""
-        del self._worlds[name]
-        life = self._lives.pop(name)
-        self._ending.add(life)
-        return life
+        await self._end(self._lives[name])
 
     async def _end(self, life: WorldLife) -> None:
         try:
             await life.close()
         finally:
-            self._ending.discard(life)
-            self._meeting.leave(life.store)
+            self._release(life)
 
     def _linger(self, connection: Lingering) -> None:
         self._lingering = {c for c in self._lingering if c.fileno() >= 0}
@@ -461,7 +491,8 @@ class WorldManager:
         if self._reserved.pop(world_name, None) is not None:
             return
         self.world(world_name)
-        life = self._take(world_name)
+        life = self._lives.pop(world_name)
+        del self._worlds[world_name]
         life.report(CloseAsked())  # the others are told now, whatever the loop does
         task = self._loop.create_task(
             self._end(life), name=f"multiworld leave {world_name}"
@@ -476,7 +507,7 @@ class WorldManager:
         death from its peers. The loop's selector is the parent's: leave it alone."""
         self._is_forked = True
         found = self._watchdog.filenos() + self._meeting.filenos()
-        for life in (*self._lives.values(), *self._ending):
+        for life in self._met:
             found += life.filenos()
             life.abandon_after_fork()
         found += [connection.fileno() for connection in self._lingering]

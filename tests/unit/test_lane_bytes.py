@@ -15,7 +15,13 @@ from multiworld.backends.direct.header import FRAGMENT_BYTES, HeaderError
 from multiworld.backends.direct.inbound import Inbound
 from multiworld.backends.direct.outbound import Outbound, Outgoing
 from multiworld.backends.dtypes import code_of, memory_of
-from multiworld.backends.mailbox import Arrival, Description, Mailbox, Receive
+from multiworld.backends.mailbox import (
+    MESSAGE_BYTES,
+    Arrival,
+    Description,
+    Mailbox,
+    Receive,
+)
 
 NONCE = 77
 BUDGET = 4 * FRAGMENT_BYTES
@@ -309,13 +315,13 @@ async def test_fin_in_the_middle_of_a_message_is_refused() -> None:
 
 async def test_budget_when_spent_then_reading_stops_and_goes_on() -> None:
     """Not a byte beyond the header of what has no room is taken into a tensor."""
-    sender, receiver = Sender(), Receiver(budget=250)
+    sender, receiver = Sender(), Receiver(budget=2 * (100 + MESSAGE_BYTES) + 9)
     for _ in range(3):
         sender.put(content(100))
     data = sender.write()
     receiver.read(data)
     assert receiver.inbound.is_stalled
-    assert receiver.mailbox.held_bytes == 200
+    assert receiver.mailbox.held_bytes == 2 * (100 + MESSAGE_BYTES)
     assert torch.equal(got(receiver.post()), content(100))
     assert receiver.inbound.retry()
     for _ in range(2):

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from multiworld import MemberLeftError, TensorMismatchError
 from multiworld.backends.dtypes import UINT8
-from multiworld.backends.mailbox import Arrival, Description, Mailbox, Receive
+from multiworld.backends.mailbox import (
+    MESSAGE_BYTES,
+    Arrival,
+    Description,
+    Mailbox,
+    Receive,
+)
 
 
 def describe(size: int = 4, tag: int = 0) -> Description:
@@ -21,7 +27,7 @@ def describe(size: int = 4, tag: int = 0) -> Description:
 class Bench:
     """A mailbox for two sources."""
 
-    def __init__(self, budget: int = 100) -> None:
+    def __init__(self, budget: int = 100_000) -> None:
         self.mailbox = Mailbox(frozenset({1, 2}), budget)
 
     def post(self, source: int | None = 1, tag: int = 0, size: int = 4) -> Receive:
@@ -129,7 +135,7 @@ async def test_revoked_message_gives_its_receive_back_its_turn() -> None:
 
 async def test_budget_stalls_until_a_receive_makes_room() -> None:
     """Beyond it, ``begin`` says no."""
-    bench = Bench(budget=8)
+    bench = Bench(budget=2 * (4 + MESSAGE_BYTES))
     bench.send(1, 1)
     bench.send(1, 2)
     assert bench.mailbox.begin(1, describe()) is None
@@ -179,7 +185,7 @@ def test_any_history_then_every_message_is_received_once_and_in_order(
     """Cancelling loses and doubles nothing; each source stays in order."""
 
     async def play() -> None:
-        bench = Bench(budget=10_000)
+        bench = Bench()
         receives: list[Receive] = []
         sent: dict[int, list[int]] = {1: [], 2: []}
         for kind, number in history:

@@ -44,6 +44,9 @@ class Lingering(Protocol):
     def fileno(self) -> int:
         """Return the descriptor, or -1 once closed."""
 
+    async def wait_closed(self) -> None:
+        """Wait until it has closed."""
+
 
 class WorldView(Protocol):
     """What a backend sees of its world."""
@@ -56,6 +59,9 @@ class WorldView(Protocol):
 
     async def lane(self, rank: int, channel: str) -> socket.socket:
         """Return a new connection with a member, for data."""
+
+    def has_lane(self, rank: int, channel: str) -> bool:
+        """Tell whether a connection that the member opened waits to be taken."""
 
     def dials(self, rank: int) -> bool:
         """Tell whether this member dials the other one, or waits for it."""

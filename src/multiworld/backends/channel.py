@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from multiworld.backends.base import ErrorMaker
@@ -20,6 +20,7 @@ from multiworld.backends.mailbox import (
     Place,
     Receive,
 )
+from multiworld.backends.offload import OFFLOAD_BYTES
 
 SPIN_S = 50e-6
 """Longest bounded spin before parking. Measured: the selector's wake-up costs as much
@@ -51,11 +52,18 @@ class Lane(Protocol):
     def poll(self) -> None:
         """Take what has arrived already."""
 
-    def member_left(self, make_error: ErrorMaker) -> None:
-        """Fail every send."""
+    @property
+    def is_dead(self) -> bool:
+        """True once nothing more can arrive."""
 
-    def begin_close(self) -> None:
-        """Queue the fin."""
+    def fail_sends(self, make_error: ErrorMaker) -> None:
+        """Fail every send, now and from now on."""
+
+    async def paused(self, call: Callable[[], object]) -> None:
+        """Run ``call`` in a thread while nothing arrives."""
+
+    def begin_close(self, make_error: ErrorMaker) -> None:
+        """Queue the fin; refuse what comes after it."""
 
     async def wait_drained(self) -> None:
         """Wait until everything has left."""
@@ -68,6 +76,9 @@ class Lane(Protocol):
 
     def close_nowait(self) -> None:
         """Hang up."""
+
+    async def wait_closed(self) -> None:
+        """Wait until the connection is closed."""
 
     def fileno(self) -> int:
         """Return the descriptor, or -1."""
@@ -110,10 +121,25 @@ class Channel:
                 await self._park(future)
             arrival = future.result()
         except asyncio.CancelledError:
+            await self._own_large(receive.arrival)
             self.mailbox.cancel(receive)
             raise
         receive.arrival = None
         return arrival
+
+    async def _own_large(self, arrival: Arrival | None) -> None:
+        """Move a large message out of the caller's tensor without holding up the loop.
+
+        ``cancel`` does it as well, at once; that is for short ones.
+        """
+        if (
+            arrival is None
+            or not arrival.is_borrowed
+            or arrival.source not in self.lanes
+        ):
+            return
+        if arrival.received > OFFLOAD_BYTES:
+            await self.lanes[arrival.source].paused(arrival.own)
 
     async def _take_turn(self, receive: Receive) -> None:
         """Give way every so often, where messages are always there already."""
@@ -156,15 +182,15 @@ class Channel:
         """Fail every send to a member that left; receives go on to its fin."""
         lane = self.lanes.get(rank)
         if lane is not None:
-            lane.member_left(make_error)
-        else:
+            lane.fail_sends(make_error)
+        if lane is None or (lane.is_dead and not lane.is_finished):
             self.mailbox.end(rank, lambda _: make_error())
 
     def end(self, make_error: ErrorMaker) -> None:
         """Fail everything, now and from now on, but stay connected."""
         self.mailbox.abort(make_error)
         for lane in self.lanes.values():
-            lane.member_left(make_error)
+            lane.fail_sends(make_error)
 
     def abort(self, make_error: ErrorMaker) -> None:
         """Fail everything and hang up."""

@@ -103,6 +103,11 @@ def require_host(tensor: object, what: str) -> Tensor:
     return tensor.detach() if tensor.requires_grad else tensor
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Tell whether a tensor's memory is its elements, in order."""
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
 def plain(tensor: Tensor) -> Tensor:
     """Return ``tensor`` contiguous, with lazy conjugation and negation carried out."""
     if tensor.is_conj():

@@ -85,6 +85,14 @@ def allocate(description: Description) -> Tensor:
     return torch.empty(description.size, dtype=torch.uint8)
 
 
+MESSAGE_BYTES = 512
+"""What a message costs beside its payload, roughly: many small ones are not free."""
+
+
+def _weight(description: Description) -> int:
+    return description.size + MESSAGE_BYTES
+
+
 def _product(shape: tuple[int, ...]) -> int:
     total = 1
     for extent in shape:
@@ -111,13 +119,17 @@ class Receive:
         self.arrival: Arrival | None = None
 
     def fail(self, error: Exception) -> None:
-        """End the wait with ``error``."""
+        """End the wait with ``error``; nobody need be left to look at it."""
         if not self.future.done():
             self.future.set_exception(error)
+            self.future.exception()
 
 
 class Mailbox:
-    """Matches the messages of all sources of one world (and channel)."""
+    """Matches the messages of all sources of one world (and channel).
+
+    Invariant: no message is held that a posted receive would take.
+    """
 
     def __init__(self, sources: frozenset[int], budget_bytes: int) -> None:
         self._sources = sources
@@ -154,11 +166,16 @@ class Mailbox:
         self._unpost(receive)
         self._taken.discard(receive)
         arrival, receive.arrival = receive.arrival, None
-        if arrival is None or self._broken is not None:
+        if arrival is not None:
+            self.put_back(arrival)
+
+    def put_back(self, arrival: Arrival) -> None:
+        """Let a message that was given out wait in its place for the next receive."""
+        if self._broken is not None:
             return
         arrival.own()
         arrival.receive = None
-        self._hold(arrival, at_head=True)
+        self._hold(arrival)
         self._rematch(arrival)
 
     def _unpost(self, receive: Receive) -> None:
@@ -190,7 +207,7 @@ class Mailbox:
         queue.popleft()
         if not queue:
             del self._queues[key]
-        self._held[arrival.source] -= arrival.description.size
+        self._held[arrival.source] -= _weight(arrival.description)
         self._take(arrival, receive)
         return True
 
@@ -203,11 +220,15 @@ class Mailbox:
         else:
             self._taken.add(receive)
 
-    def _hold(self, arrival: Arrival, *, at_head: bool = False) -> None:
+    def _hold(self, arrival: Arrival) -> None:
         key = arrival.source, arrival.description.tag
         queue = self._queues.setdefault(key, deque())
-        queue.appendleft(arrival) if at_head else queue.append(arrival)
-        self._held[arrival.source] += arrival.description.size
+        if queue and queue[-1].number > arrival.number:  # it was put back
+            earlier = sum(1 for other in queue if other.number < arrival.number)
+            queue.insert(earlier, arrival)
+        else:
+            queue.append(arrival)
+        self._held[arrival.source] += _weight(arrival.description)
 
     def _rematch(self, arrival: Arrival) -> None:
         for receive in self._waiting_for(arrival.source, arrival.description.tag):
@@ -236,17 +257,17 @@ class Mailbox:
         """Take the first header of a message; None if there is no room for it now."""
         for receive in self._waiting_for(source, description.tag):
             error = receive.check(source, description)
-            self._unpost(receive)
             if error is None:
                 place = receive.place(description)
                 number = next(self._numbers)
-                arrival = Arrival(number, source, description, place)
+                arrival = Arrival(number, source, description, place)  # may raise
+                self._unpost(receive)
                 arrival.receive, receive.arrival = receive, arrival
                 self._taken.add(receive)
                 return arrival
+            self._unpost(receive)
             receive.fail(error)
-        held = self._held[source]
-        if held + description.size > self._budget and description.size > 0:
+        if self._held[source] + _weight(description) > self._budget:
             return None
         arrival = Arrival(next(self._numbers), source, description, None)
         self._hold(arrival)
@@ -265,17 +286,28 @@ class Mailbox:
         """Drop a message that its sender withdrew half way."""
         receive = arrival.receive
         if receive is None:
-            key = arrival.source, arrival.description.tag
-            self._queues[key].remove(arrival)
-            if not self._queues[key]:
-                del self._queues[key]
-            self._held[arrival.source] -= arrival.description.size
+            self._unhold(arrival)
             return
         receive.arrival = None
         self._taken.discard(receive)
-        self._repost(receive)
+        held = self._head(receive)  # it may take from anybody
+        if held is None or not self._offer(held, receive):
+            self._repost(receive)
+        self._make_room()
+
+    def _unhold(self, arrival: Arrival) -> None:
+        key = arrival.source, arrival.description.tag
+        queue = self._queues.get(key)
+        if queue is None or arrival not in queue:
+            return  # the mailbox was aborted meanwhile
+        queue.remove(arrival)
+        if not queue:
+            del self._queues[key]
+        self._held[arrival.source] -= _weight(arrival.description)
 
     def _repost(self, receive: Receive) -> None:
+        if receive.future.done():
+            return
         waiting = self._posted[receive.tag]
         earlier = sum(1 for other in waiting if other.number < receive.number)
         waiting.insert(earlier, receive)
@@ -304,12 +336,25 @@ class Mailbox:
         if source in self._ended:
             return
         self._ended[source] = story
+        self._drop_unfinished(source, story)
         for waiting in list(self._posted.values()):
             for receive in list(waiting):
                 error = self._no_source_left(receive)
                 if error is not None:
                     self._unpost(receive)
                     receive.fail(error)
+
+    def _drop_unfinished(self, source: int, story: Story) -> None:
+        """Messages of ``source`` that are not complete never will be."""
+        for receive in list(self._taken):
+            if receive.arrival is not None and receive.arrival.source == source:
+                self._taken.discard(receive)
+                receive.arrival = None
+                receive.fail(story(source))
+        for queue in list(self._queues.values()):
+            for arrival in list(queue):
+                if arrival.source == source and not arrival.is_complete:
+                    self._unhold(arrival)
 
     def abort(self, make_error: Callable[[], Exception]) -> None:
         """Fail every receive, now and from now on; drop what is held."""

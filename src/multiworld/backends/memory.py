@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
+from collections.abc import Callable
 
 import torch
 
@@ -19,7 +20,7 @@ from multiworld.backends.channel import Lane as AnyLane
 from multiworld.backends.direct.header import TENSOR
 from multiworld.backends.dtypes import DTYPES, memory_of
 from multiworld.backends.mailbox import Arrival, Description
-from multiworld.backends.messages import MessageBackend
+from multiworld.backends.messages import COLLECTIVE, P2P, MessageBackend
 
 _Key = tuple[int, int]  # nonce, rank
 _backends: weakref.WeakValueDictionary[_Key, MemoryBackend] = (
@@ -35,7 +36,7 @@ class MemoryLane:
     def __init__(self, owner: MemoryBackend, peer: int, name: str) -> None:
         self.rank = peer
         self._owner, self._name = owner, name
-        self._left: ErrorMaker | None = None
+        self._refusal: ErrorMaker | None = None
         self._waiting: set[asyncio.Future[None]] = set()
         self._messages = 0
         self.is_finished = False
@@ -51,11 +52,8 @@ class MemoryLane:
 
         Cancellation: a message that was not received yet is withdrawn.
         """
-        self._messages += 1
-        if self._messages >= TURN_MESSAGES:
-            await self.give_way()
-        if self._left is not None:
-            raise self._left()
+        if self._refusal is not None:
+            raise self._refusal()
         other = self._owner.peer(self.rank)
         if other is None:
             await self._wait(asyncio.get_running_loop().create_future())
@@ -68,6 +66,9 @@ class MemoryLane:
         arrival = mailbox.deliver(self._owner.rank, description, copy)
         if description.size > self._owner.eager_bytes and arrival.receive is None:
             await self._wait_taken(other, arrival)
+        self._messages += 1
+        if self._messages >= TURN_MESSAGES:
+            await self.give_way()
 
     async def _wait_taken(self, other: MemoryBackend, arrival: Arrival) -> None:
         taken = asyncio.get_running_loop().create_future()
@@ -94,21 +95,25 @@ class MemoryLane:
     def poll(self) -> None:
         """Nothing to do: messages are handed over at once."""
 
-    def member_left(self, make_error: ErrorMaker) -> None:
-        """Fail every send."""
-        self._left = make_error
+    @property
+    def is_dead(self) -> bool:
+        """False: there is no connection that could fail."""
+        return False
+
+    async def paused(self, call: Callable[[], object]) -> None:
+        """Run ``call`` in a thread."""
+        await asyncio.shield(asyncio.to_thread(call))
+
+    def fail_sends(self, make_error: ErrorMaker) -> None:
+        """Fail every send, now and from now on."""
+        self._refusal = make_error
         for future in self._waiting:
             if not future.done():
                 future.set_exception(make_error())
 
-    def begin_close(self) -> None:
-        """Say fin to the other side."""
-        other = self._owner.peer(self.rank)
-        if other is not None:
-            lane = other.channel(self._name).lanes.get(self._owner.rank)
-            if isinstance(lane, MemoryLane) and not lane.is_finished:
-                lane.is_finished = True
-                other.lane_finished(self._owner.rank)
+    def begin_close(self, make_error: ErrorMaker) -> None:
+        """Refuse what comes from now on; the backend says fin."""
+        self._refusal = self._refusal or make_error
 
     async def wait_drained(self) -> None:
         """Return at once."""
@@ -119,10 +124,13 @@ class MemoryLane:
 
     def abort(self, make_error: ErrorMaker) -> None:
         """Fail every send."""
-        self.member_left(make_error)
+        self.fail_sends(make_error)
 
     def close_nowait(self) -> None:
         """Nothing to do."""
+
+    async def wait_closed(self) -> None:
+        """Return at once."""
 
 
 def _complete(future: asyncio.Future[None]) -> None:
@@ -145,12 +153,33 @@ class MemoryBackend(MessageBackend):
 
     def channel(self, name: str) -> Channel:
         """Return a channel by name."""
-        return self._p2p if name == "p2p" else self._collective
+        return self._p2p if name == P2P else self._collective
 
     def peer(self, rank: int) -> MemoryBackend | None:
         """Return another member's backend, or None once it is gone."""
         backend = _backends.get((self._view.incarnation.nonce, rank))
         return None if backend is None or backend._is_over else backend
+
+    def fin(self, rank: int, name: str) -> None:
+        """Take a member's fin, behind all its messages."""
+        channel = self.channel(name)
+        channel.mailbox.end(rank, self._view.left_error)
+        lane = channel.lanes.get(rank)
+        if isinstance(lane, MemoryLane):
+            lane.is_finished = True
+            lane.fail_sends(lambda: self._view.left_error(rank))
+
+    def begin_close(self) -> None:
+        """Say fin to everybody, on both channels."""
+        super().begin_close()
+        for rank in self._others:
+            other = self.peer(rank)
+            if other is not None:
+                other.fin(self.rank, P2P)
+                other.fin(self.rank, COLLECTIVE)
+
+    def _has_lane(self, rank: int) -> bool:
+        return True  # there is nothing to open
 
     async def open(self) -> None:
         """Let the other ranks find this one."""

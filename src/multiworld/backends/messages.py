@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,11 +21,13 @@ from multiworld.backends.dtypes import (
     DTYPES,
     UINT8,
     code_of,
+    is_plain,
     memory_of,
     plain,
     require_host,
 )
 from multiworld.backends.mailbox import Description
+from multiworld.backends.offload import offload, size_of
 from multiworld.errors import (
     ConfigError,
     TensorMismatchError,
@@ -37,10 +40,6 @@ P2P, COLLECTIVE = "p2p", "collective"
 ALIGNMENT = 64
 """Each tensor of a bundle begins at a multiple of this: a cache line, and enough for
 any vector load."""
-
-COPY_OFF_LOOP_BYTES = 4 * 1024 * 1024
-"""A copy of more than this goes to a thread: it would hold up the loop for a
-millisecond or more."""
 
 
 class MessageBackend:
@@ -55,6 +54,8 @@ class MessageBackend:
         self._collective = Channel(others, budget)
         self._collectives = Collectives(view, self._collective, self._collective_lane)
         self._opening: dict[int, asyncio.Task[Lane]] = {}
+        self._turns: dict[int, asyncio.Lock] = {}
+        self._in_turn: dict[int, int] = {}
         self._is_over = False
 
     async def _open_lane(self, rank: int, name: str, channel: Channel) -> Lane:
@@ -66,9 +67,20 @@ class MessageBackend:
 
         Cancellation: safe; call ``close_nowait`` afterwards.
         """
-        lanes = [self._open_lane(rank, P2P, self._p2p) for rank in self._others]
-        for lane in await asyncio.gather(*lanes):
-            self._p2p.lanes[lane.rank] = lane
+        loop = asyncio.get_running_loop()
+        opening = [loop.create_task(self._open_p2p(rank)) for rank in self._others]
+        try:
+            await asyncio.gather(*opening)
+        finally:
+            for task in opening:
+                task.cancel()
+            await asyncio.gather(*opening, return_exceptions=True)
+
+    async def _open_p2p(self, rank: int) -> None:
+        lane = await self._open_lane(rank, P2P, self._p2p)
+        self._p2p.lanes[rank] = lane
+        if self._is_over:
+            lane.close_nowait()
 
     # Point to point.
 
@@ -77,20 +89,34 @@ class MessageBackend:
 
         Cancellation: what is left of the message is withdrawn; the world lives on.
         """
-        tensor = await self._plain(require_host(tensor, "the tensor to send"))
-        shape = tuple(tensor.shape)
+        tensor = require_host(tensor, "the tensor to send")
+        code = code_of(tensor)
+        turn = self._turns.get(dst)
+        if turn is None and is_plain(tensor):
+            await self._send_plain(tensor, code, dst, tag)
+            return
+        async with self._turn(dst):
+            tensor = await offload(size_of(tensor), plain, tensor)
+            await self._send_plain(tensor, code, dst, tag)
+
+    async def _send_plain(self, tensor: Tensor, code: int, dst: int, tag: int) -> None:
         memory = memory_of(tensor)
-        description = Description(
-            wire.TENSOR, code_of(tensor), shape, len(memory), tag, 0
-        )
+        shape = tuple(tensor.shape)
+        description = Description(wire.TENSOR, code, shape, len(memory), tag, 0)
         await self._p2p.lanes[dst].send(description, memory, tensor)
 
-    async def _plain(self, tensor: Tensor) -> Tensor:
-        if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
-            return tensor
-        if tensor.numel() * tensor.element_size() > COPY_OFF_LOOP_BYTES:
-            return await asyncio.to_thread(plain, tensor)
-        return plain(tensor)
+    @contextlib.asynccontextmanager
+    async def _turn(self, dst: int) -> AsyncIterator[None]:
+        """Keep sends to ``dst`` in call order while one of them is being prepared."""
+        turn = self._turns.setdefault(dst, asyncio.Lock())
+        self._in_turn[dst] = self._in_turn.get(dst, 0) + 1
+        try:
+            async with turn:
+                yield
+        finally:
+            self._in_turn[dst] -= 1
+            if not self._in_turn[dst]:
+                del self._turns[dst]
 
     async def recv(self, out: Tensor | None, src: int | None, tag: int) -> Received:
         """Receive one tensor, into ``out`` or into a new one.
@@ -101,21 +127,20 @@ class MessageBackend:
             receive = self._p2p.post(src, tag, _check_tensor, _nowhere)
             arrival = await self._p2p.wait(receive)
             return Received(arrival.tensor, arrival.source)
-        out = require_host(out, "the tensor to receive into")
+        given, out = out, require_host(out, "the tensor to receive into")
         fits = _Fits(out)
         receive = self._p2p.post(src, tag, fits.check, fits.place)
         arrival = await self._p2p.wait(receive)
         if not arrival.is_borrowed:
-            await self._copy(out, arrival.tensor)
-        return Received(out, arrival.source)
-
-    async def _copy(self, out: Tensor, tensor: Tensor) -> None:
-        if tensor.shape != out.shape:
-            tensor = tensor.view(out.shape)
-        if out.numel() * out.element_size() > COPY_OFF_LOOP_BYTES:
-            await asyncio.shield(asyncio.to_thread(out.copy_, tensor))
-        else:
-            out.copy_(tensor)
+            tensor = arrival.tensor
+            if tensor.shape != out.shape:
+                tensor = tensor.view(out.shape)
+            try:
+                await offload(size_of(out), out.copy_, tensor)
+            except asyncio.CancelledError:
+                self._p2p.mailbox.put_back(arrival)
+                raise
+        return Received(given, arrival.source)
 
     async def send_bundle(
         self, tensors: Mapping[str, Tensor], meta: Meta, dst: int, tag: int
@@ -124,11 +149,12 @@ class MessageBackend:
 
         Cancellation: what is left of the message is withdrawn; the world lives on.
         """
-        manifest, packed = pack_bundle(tensors, meta)
-        description = Description(
-            wire.BUNDLE, UINT8, (), packed.numel(), tag, len(manifest)
-        )
-        await self._p2p.lanes[dst].send(description, memory_of(packed), packed)
+        layout = lay_out(tensors, meta)
+        async with self._turn(dst):
+            packed = await offload(layout.size, layout.pack)
+            size, label = packed.numel(), len(layout.manifest)
+            description = Description(wire.BUNDLE, UINT8, (), size, tag, label)
+            await self._p2p.lanes[dst].send(description, memory_of(packed), packed)
 
     async def recv_bundle(self, src: int | None, tag: int) -> Bundle:
         """Receive several tensors.
@@ -148,7 +174,11 @@ class MessageBackend:
         body = bytearray(encode_object(obj, "the object to send"))
         memory = memoryview(body)
         description = Description(wire.OBJECT, UINT8, (), len(body), tag, 0)
-        await self._p2p.lanes[dst].send(description, memory, body)
+        if dst not in self._turns:
+            await self._p2p.lanes[dst].send(description, memory, body)
+            return
+        async with self._turn(dst):
+            await self._p2p.lanes[dst].send(description, memory, body)
 
     async def recv_object(self, src: int | None, tag: int) -> Any:
         """Receive plain data.
@@ -207,7 +237,8 @@ class MessageBackend:
         """Open the lane for collectives with ``rank``, at the first need."""
         if rank in self._collective.lanes:
             return
-        if self._view.has_left(rank):
+        # A lane that the member opened before it left still brings what it sent.
+        if self._view.has_left(rank) and not self._has_lane(rank):
             raise self._view.left_error(rank)
         if not self._view.dials(rank) and rank not in self._opening:
             self._view.tell(rank, {"op": "lane"})
@@ -243,7 +274,13 @@ class MessageBackend:
             lane.close_nowait()
             raise self._view.broken_error()
         self._collective.lanes[rank] = lane
+        if self._view.has_left(rank):
+            lane.fail_sends(lambda: self._view.left_error(rank))
         return lane
+
+    def _has_lane(self, rank: int) -> bool:
+        """Tell whether the member has opened a lane for collectives already."""
+        return self._view.has_lane(rank, COLLECTIVE)
 
     def on_message(self, rank: int, message: dict[str, Any]) -> None:
         """Open a lane that another member needs."""
@@ -258,7 +295,13 @@ class MessageBackend:
 
     def lane_ended(self, rank: int, evidence: str) -> None:
         """A connection ended without a fin; the world waits for the link's word."""
-        if not self._is_over:
+        if self._is_over:
+            return
+        if self._view.has_left(rank):  # it could not wait until all was sent
+            self._p2p.member_left(rank, lambda: self._view.left_error(rank))
+            if rank in self._collective.lanes:
+                self._collective.member_left(rank, lambda: self._view.left_error(rank))
+        else:
             self._view.trouble(rank, evidence)
 
     def lane_corrupt(self, rank: int, evidence: str) -> None:
@@ -272,14 +315,15 @@ class MessageBackend:
             lane = channel.lanes.get(rank)
             if lane is not None and lane.is_finished:
                 channel.mailbox.end(rank, self._view.left_error)
-                lane.member_left(lambda: self._view.left_error(rank))
+                lane.fail_sends(lambda: self._view.left_error(rank))
 
     def member_left(self, rank: int) -> None:
         """Fail sends to a member that left; what it sent can still be received."""
-        for channel in (self._p2p, self._collective):
-            channel.member_left(rank, lambda: self._view.left_error(rank))
+        self._p2p.member_left(rank, lambda: self._view.left_error(rank))
+        if rank in self._collective.lanes or not self._has_lane(rank):
+            self._collective.member_left(rank, lambda: self._view.left_error(rank))
         opening = self._opening.get(rank)
-        if opening is not None:
+        if opening is not None and not self._has_lane(rank):
             opening.cancel()
 
     def abort(self) -> None:
@@ -292,7 +336,7 @@ class MessageBackend:
     def begin_close(self) -> None:
         """Queue a fin on every lane."""
         for lane in self._lanes():
-            lane.begin_close()
+            lane.begin_close(self._view.broken_error)
 
     async def close(self) -> None:
         """Wait until what was sent has left, then free all."""
@@ -306,6 +350,7 @@ class MessageBackend:
         for channel in (self._p2p, self._collective):
             channel.mailbox.abort(self._view.broken_error)
         for lane in self._lanes():
+            lane.fail_sends(self._view.broken_error)
             if lane.finish_close(self._view.config.close_s):
                 self._view.linger(lane)
 
@@ -350,6 +395,11 @@ class _Fits:
     """A receive into a given tensor."""
 
     def __init__(self, out: Tensor) -> None:
+        if any(s == 0 and n > 1 for s, n in zip(out.stride(), out.shape, strict=True)):
+            raise TensorMismatchError(
+                "the tensor to receive into overlaps itself (expand); give one whose "
+                "elements have memory of their own"
+            )
         self._out = out
         self._code = code_of(out)
         self._size = out.numel() * out.element_size()
@@ -366,7 +416,7 @@ class _Fits:
         )
 
     def place(self, found: Description) -> Tensor | None:
-        return self._out if self._out.is_contiguous() else None
+        return self._out if is_plain(self._out) else None
 
 
 def _say(found: Description) -> str:
@@ -424,33 +474,48 @@ def decode_object(body: bytes) -> Any:
         raise TensorMismatchError("an object arrived that is not JSON") from error
 
 
-_LENGTH = struct.Struct("<I")
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where everything in a bundle goes."""
+
+    manifest: bytes
+    pieces: list[tuple[int, Tensor]]
+    size: int
+
+    def pack(self) -> Tensor:
+        """Return one tensor of bytes that holds the manifest and all tensors."""
+        packed = torch.empty(self.size, dtype=torch.uint8)
+        memory = memory_of(packed)
+        memory[: len(self.manifest)] = self.manifest
+        for begin, tensor in self.pieces:
+            flat = plain(tensor)
+            source = memory_of(flat)
+            memory[begin : begin + len(source)] = source
+        return packed
 
 
-def pack_bundle(tensors: Mapping[str, Tensor], meta: Meta) -> tuple[bytes, Tensor]:
-    """Return the manifest and one tensor of bytes that holds it and all tensors.
+def lay_out(tensors: Mapping[str, Tensor], meta: Meta) -> Layout:
+    """Plan a bundle.
 
     Raises:
         TensorMismatchError, ConfigError: Something in it cannot be sent.
     """
     entries, pieces, offset = [], [], 0
-    for name, tensor in tensors.items():
+    for name, given in tensors.items():
         if not isinstance(name, str):
             raise ConfigError("a tensor's name", name, "a str")
-        flat = plain(require_host(tensor, f"tensor {name!r}"))
-        size = flat.numel() * flat.element_size()
-        entries.append([name, code_of(flat), list(flat.shape), offset])
-        pieces.append((offset, flat))
-        offset += -(-size // ALIGNMENT) * ALIGNMENT
+        tensor = require_host(given, f"tensor {name!r}")
+        entries.append([name, code_of(tensor), list(tensor.shape), offset])
+        pieces.append((offset, tensor))
+        offset += _aligned(size_of(tensor))
     manifest = encode_object([entries, dict(meta)], "meta")
-    start = -(-len(manifest) // ALIGNMENT) * ALIGNMENT
-    packed = torch.empty(start + offset, dtype=torch.uint8)
-    memory = memory_of(packed)
-    memory[: len(manifest)] = manifest
-    for where, flat in pieces:
-        source = memory_of(flat)
-        memory[start + where : start + where + len(source)] = source
-    return manifest, packed
+    start = _aligned(len(manifest))
+    placed = [(start + where, tensor) for where, tensor in pieces]
+    return Layout(manifest, placed, start + offset)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def unpack_bundle(packed: Tensor, length: int, source: int) -> Bundle:
@@ -459,7 +524,7 @@ def unpack_bundle(packed: Tensor, length: int, source: int) -> Bundle:
     Raises:
         TensorMismatchError: The manifest does not describe what follows it.
     """
-    start = -(-length // ALIGNMENT) * ALIGNMENT
+    start = _aligned(length)
     content = decode_object(bytes(memory_of(packed)[:length]))
     try:
         entries, meta = content

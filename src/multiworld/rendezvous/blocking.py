@@ -35,6 +35,10 @@ class BlockingValues:
         hello = {"multiworld": frames.PROTOCOL_VERSION, "world": ""}
         self._exchange(hello)
 
+    def fileno(self) -> int:
+        """Return the socket's descriptor, or -1 once closed."""
+        return self._sock.fileno()
+
     def close(self) -> None:
         """Hang up; a thread that waits for an answer gets an error."""
         try:

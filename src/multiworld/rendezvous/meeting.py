@@ -61,6 +61,7 @@ class Meeting:
         self._sessions: dict[StoreAddress, StoreSession] = {}
         self._stores: dict[StoreAddress, StoreServer] = {}
         self._opening: dict[StoreAddress, asyncio.Lock] = {}
+        self._users: dict[StoreAddress, int] = {}
 
     async def enter(
         self, address: StoreAddress, *, may_host: bool, world: str, deadline: float
@@ -75,35 +76,40 @@ class Meeting:
 
         Cancellation: safe; nothing stays open.
         """
-        lock = self._opening.setdefault(address, asyncio.Lock())
-        async with lock:
+        self._users[address] = self._users.get(address, 0) + 1
+        try:
+            return await self.reopen(
+                address, may_host=may_host, world=world, deadline=deadline
+            )
+        except BaseException:
+            self.leave(address)
+            raise
+
+    async def reopen(
+        self, address: StoreAddress, *, may_host: bool, world: str, deadline: float
+    ) -> StoreSession:
+        """Return an open session for one who has entered already."""
+        async with self._opening.setdefault(address, asyncio.Lock()):
+            if may_host:
+                await self._host(address)
             session = self._sessions.get(address)
             if session is None or not session.is_open:
-                hosted = may_host and await self._host(address)
-                try:
-                    fresh = await self._open(address, world, deadline)
-                except BaseException:
-                    if hosted:
-                        self._close_store(address)
-                    raise
-                fresh.users = 0 if session is None else session.users
-                self._sessions[address] = session = fresh
-            elif may_host and not address.is_local:
-                await self._host(address)
-            session.users += 1
+                session = await self._open(address, world, deadline)
+                self._sessions[address] = session
         return session
 
     def leave(self, address: StoreAddress) -> None:
         """Give a session back; the last one closes it and the store embedded for it."""
-        session = self._sessions.get(address)
-        if session is None:
+        if address not in self._users:
+            return  # the manager is closed
+        self._users[address] -= 1
+        if self._users[address] > 0:
             return
-        session.users -= 1
-        if session.users > 0:
-            return
-        del self._sessions[address]
+        del self._users[address]
         self._opening.pop(address, None)
-        session.close()
+        session = self._sessions.pop(address, None)
+        if session is not None:
+            session.close()
         self._close_store(address)
 
     def session(self, address: StoreAddress) -> StoreSession | None:
@@ -117,6 +123,7 @@ class Meeting:
         for address in list(self._stores):
             self._close_store(address)
         self._sessions.clear()
+        self._users.clear()
 
     def filenos(self) -> list[int]:
         """Return the descriptors that a forked child must close."""
@@ -124,22 +131,21 @@ class Meeting:
         wires = [getattr(s._wire, "fileno", None) for s in self._sessions.values()]
         return found + [wire() for wire in wires if wire is not None]
 
-    async def _host(self, address: StoreAddress) -> bool:
+    async def _host(self, address: StoreAddress) -> None:
         if address.is_local or address in self._stores:
-            return False
+            return
         try:
             self._stores[address] = await StoreServer.listen(address.host, address.port)
         except OSError as error:
             # In use: somebody serves it, and ``connect`` finds out who. Not ours: the
             # store is on another host.
             if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
-                return False
+                return
             raise StoreUnreachableError(
                 f"cannot listen at {address} ({error}); give an address of this host "
                 "and a free port",
                 address=str(address),
             ) from error
-        return True
 
     def _close_store(self, address: StoreAddress) -> None:
         store = self._stores.pop(address, None)
@@ -213,13 +219,12 @@ async def meet(
             ) from error
         except SessionLostError:
             await asyncio.sleep(RETRY_S)
-            session = await meeting.enter(
+            session = await meeting.reopen(
                 session.address,
                 may_host=may_host,
                 world=claim.world,
                 deadline=deadline,
             )
-            session.users -= 1  # it takes the place of the lost one
         else:
             return session, _admitted(claim, reply)
 

@@ -139,7 +139,6 @@ class _Current:
 
 @dataclass(slots=True)
 class _World:
-    highest: int = 0
     current: _Current | None = None
     forming: dict[int, Claimed] = field(default_factory=dict)
 
@@ -163,6 +162,7 @@ class Registry:
 
     def __init__(self) -> None:
         self._worlds: dict[str, _World] = {}
+        self._highest: dict[str, int] = {}
         self._forming: set[str] = set()
         self._asking: dict[int, _Asking] = {}
         self._prefixes: dict[str, str] = {}
@@ -174,13 +174,13 @@ class Registry:
             case Claimed():
                 return self._claim(happening, now)
             case Left():
-                self._leave(happening)
+                return self._leave(happening)
             case Withdrawn():
                 self._withdraw(happening)
             case Answered():
-                return self._answered(happening)
+                return self._answered(happening, now)
             case SessionEnded(session):
-                return self._session_ended(session)
+                return self._session_ended(session, now)
             case Refused(world, error):
                 return self._dissolve(world, error)
             case Ticked():
@@ -198,7 +198,8 @@ class Registry:
         return min(deadlines, default=None)
 
     def _waiting_worlds(self) -> list[tuple[str, _World]]:
-        self._forming = {name for name in self._forming if self._worlds[name].forming}
+        live = self._worlds
+        self._forming = {n for n in self._forming if n in live and live[n].forming}
         return [(name, self._worlds[name]) for name in self._forming]
 
     # Claims.
@@ -231,21 +232,22 @@ class Registry:
         )
         return [Ask(holder, self._asks, claim.world, current.epoch, claim.rank)]
 
-    def _answered(self, answer: Answered) -> list[Action]:
+    def _answered(self, answer: Answered, now: float) -> list[Action]:
         asking = self._asking.pop(answer.ask, None)
         if asking is None:
             return []
         if answer.holds:
             return [_taken(claim) for claim in asking.claims]
-        return self._vacate(asking)
+        return self._vacate(asking, now)
 
-    def _vacate(self, asking: _Asking) -> list[Action]:
-        world = self._worlds[asking.world]
-        if world.current is not None and world.current.epoch == asking.epoch:
-            world.current.holders.pop(asking.rank, None)
+    def _vacate(self, asking: _Asking, now: float) -> list[Action]:
+        world = self._worlds.get(asking.world)
+        current = None if world is None else world.current
+        if current is not None and current.epoch == asking.epoch:
+            current.holders.pop(asking.rank, None)
         actions: list[Action] = []
         for claim in asking.claims:
-            actions += self._admit(world, claim)
+            actions += self._claim(claim, now)
         return actions
 
     def _admit(self, world: _World, claim: Claimed) -> list[Action]:
@@ -264,8 +266,9 @@ class Registry:
     def _complete(self, name: str, world: _World, nonce: int) -> list[Action]:
         claims = [world.forming[rank] for rank in sorted(world.forming)]
         world.forming = {}
-        epoch = max([world.highest, *(claim.seen for claim in claims)]) + 1
-        world.highest = epoch
+        highest = self._highest.get(name, 0)
+        epoch = max([highest, *(claim.seen for claim in claims)]) + 1
+        self._highest[name] = epoch
         holders = {claim.rank: _Holder(claim.uid, claim.session) for claim in claims}
         world.current = _Current(epoch, holders)
         members = [claim.member for claim in claims]
@@ -288,13 +291,27 @@ class Registry:
 
     # Departures.
 
-    def _leave(self, left: Left) -> None:
+    def _leave(self, left: Left) -> list[Action]:
         world = self._worlds.get(left.world)
         if world is None or world.current is None or world.current.epoch != left.epoch:
-            return
+            return []
         holder = world.current.holders.get(left.rank)
         if holder is not None and holder.session == left.session:
             del world.current.holders[left.rank]
+        return self._tidy(left.world)
+
+    def _tidy(self, name: str) -> list[Action]:
+        """Forget an incarnation that nobody holds any more, but not its number."""
+        world = self._worlds.get(name)
+        if world is None or world.forming:
+            return []
+        holders = [] if world.current is None else list(world.current.holders.values())
+        if any(holder.session is not None for holder in holders):
+            return []
+        if any(asking.world == name for asking in self._asking.values()):
+            return []
+        del self._worlds[name]
+        return self._forget(name)
 
     def _withdraw(self, withdrawn: Withdrawn) -> None:
         wanted = (withdrawn.session, withdrawn.request)
@@ -307,7 +324,7 @@ class Registry:
                 c for c in asking.claims if (c.session, c.request) != wanted
             ]
 
-    def _session_ended(self, session: SessionKey) -> list[Action]:
+    def _session_ended(self, session: SessionKey, now: float) -> list[Action]:
         for world in self._worlds.values():
             for rank, claim in list(world.forming.items()):
                 if claim.session == session:
@@ -321,11 +338,14 @@ class Registry:
             asking.claims = [c for c in asking.claims if c.session != session]
             if self._holder_is_gone(asking):
                 del self._asking[ask]
-                actions += self._vacate(asking)
+                actions += self._vacate(asking, now)
+        for name in list(self._worlds):
+            actions += self._tidy(name)
         return actions
 
     def _holder_is_gone(self, asking: _Asking) -> bool:
-        current = self._worlds[asking.world].current
+        world = self._worlds.get(asking.world)
+        current = None if world is None else world.current
         if current is None or current.epoch != asking.epoch:
             return True
         holder = current.holders.get(asking.rank)
@@ -336,7 +356,7 @@ class Registry:
         for ask, asking in list(self._asking.items()):
             if asking.deadline <= now:
                 del self._asking[ask]
-                actions += self._vacate(asking)
+                actions += self._vacate(asking, now)
         for _, world in self._waiting_worlds():
             actions += _expire(world, now)
         return actions

@@ -9,7 +9,6 @@ member of another version asked for.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from typing import Any
 
@@ -28,10 +27,11 @@ MAX_BACKLOG_BYTES = 64 * 1024 * 1024
 class StoreServer:
     """A store that listens on one address until ``close``."""
 
-    def __init__(self, service: StoreService, server: asyncio.Server) -> None:
-        self._service, self._server = service, server
+    def __init__(self) -> None:
+        self._service = StoreService()
+        self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self.users = 0
+        self._writers: set[asyncio.StreamWriter] = set()
 
     @classmethod
     async def listen(cls, host: str, port: int) -> StoreServer:
@@ -40,31 +40,43 @@ class StoreServer:
         Raises:
             OSError: The address is not ours, or in use.
         """
-        service = StoreService()
-        store: StoreServer
-
-        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            task = asyncio.ensure_future(store._serve(reader, writer))
-            store._tasks.add(task)
-            task.add_done_callback(store._tasks.discard)
-
-        server = await asyncio.start_server(accept, host, port, backlog=1024)
-        store = cls(service, server)
+        store = cls()
+        store._server = await asyncio.start_server(
+            store._accept, host, port, backlog=1024, start_serving=False
+        )
+        try:
+            await store._server.start_serving()
+        except BaseException:
+            store.close_nowait()
+            raise
         return store
+
+    def _accept(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        task = asyncio.ensure_future(self._serve(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    @property
+    def _sockets(self) -> tuple[Any, ...]:
+        return () if self._server is None else self._server.sockets
 
     @property
     def port(self) -> int:
         """The port it listens on."""
-        port: int = self._server.sockets[0].getsockname()[1]
+        port: int = self._sockets[0].getsockname()[1]
         return port
 
     def filenos(self) -> list[int]:
         """Return the descriptors that a forked child must close."""
-        return [sock.fileno() for sock in self._server.sockets]
+        accepted = [writer.get_extra_info("socket") for writer in self._writers]
+        return [s.fileno() for s in (*self._sockets, *accepted) if s is not None]
 
     def close_nowait(self) -> None:
         """Stop listening and hang up on everybody."""
-        self._server.close()
+        if self._server is not None:
+            self._server.close()
         self._service.close()
         for task in self._tasks:
             task.cancel()
@@ -78,6 +90,7 @@ class StoreServer:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         session: int | None = None
+        self._writers.add(writer)
         try:
             async with asyncio.timeout(HELLO_S):
                 if not await self._greet(reader, writer):
@@ -102,12 +115,8 @@ class StoreServer:
         finally:
             if session is not None:
                 self._service.close_session(session)
+            self._writers.discard(writer)
             writer.close()
-            with contextlib.suppress(OSError):
-                writer.transport.abort() if self._is_closing() else None
-
-    def _is_closing(self) -> bool:
-        return not self._server.is_serving()
 
     async def _greet(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter

@@ -49,6 +49,7 @@ class StoreService:
     def close_session(self, session: int) -> None:
         """End a session: what it waits for is dropped, what it holds is unguarded."""
         if self._sessions.pop(session, None) is not None:
+            self._values.drop_session(session)
             self._handle(registry.SessionEnded(session))
 
     def refuse(self, world: str, error: Message) -> None:

@@ -45,7 +45,6 @@ class StoreSession:
     def __init__(self, address: StoreAddress, holds: Holds) -> None:
         self.address = address
         self.local_host = ""
-        self.users = 0
         self._holds = holds
         self._wire: Wire | None = None
         self._waiting: dict[int, asyncio.Future[Message]] = {}

@@ -84,9 +84,10 @@ class Values:
         """Return how many keys there are."""
         return len(self._values)
 
-    def drop(self, waiter: Waiter) -> None:
-        """Forget a waiter."""
-        self._waiting.pop(waiter, None)
+    def drop_session(self, session: int) -> None:
+        """Forget everything that a session waits for."""
+        for waiter in [waiter for waiter in self._waiting if waiter[0] == session]:
+            del self._waiting[waiter]
 
     def expire(self, now: float) -> list[Answer]:
         """Return those whose time has run out, and forget them."""

@@ -123,8 +123,7 @@ class Group:
         self.store = store
         self.native: Any = None
         self._published: dict[str, bytes] = {}
-        self._own: sockets.Where | None = None
-        self._peers: set[sockets.Where] = set()
+        self._connections: sockets.Connections | None = None
 
     def record(self, key: str, value: bytes) -> None:
         """Remember what passed through the store while the group was made."""
@@ -138,13 +137,17 @@ class Group:
         self._published.clear()
 
     def _note_addresses(self, rank: int) -> None:
+        own: sockets.Where | None = None
+        peers: set[sockets.Where] = set()
         for key, value in self._published.items():
             with contextlib.suppress(ValueError):
                 where = sockets.parse_published(value)
                 if key.rpartition("/")[2] == str(rank):
-                    self._own = where
+                    own = where
                 else:
-                    self._peers.add(where)
+                    peers.add(where)
+        if own is not None:
+            self._connections = sockets.Connections(own, peers)
 
     def give_up(self) -> None:
         """End a ``make`` that is under way, with an error."""
@@ -152,19 +155,17 @@ class Group:
 
     def cut(self) -> None:
         """Release everybody who waits in an operation of this group."""
-        if self._own is not None:
-            sockets.cut(self._own, self._peers)
+        if self._connections is not None:
+            self._connections.cut()
         elif self.native is not None and hasattr(self.native, "abort"):
             self.native.abort()
 
     def filenos(self) -> list[int]:
         """Return the connections that a forked child must close."""
-        found = []
-        if self._own is not None:
-            for fd, sock in sockets.connected(self._own, self._peers):
-                sock.close()
-                found.append(fd)
-        return found
+        found = [self.store.fileno()]
+        return (
+            found if self._connections is None else self._connections.filenos() + found
+        )
 
     def drop(self, done: Callable[[], None] | None = None) -> None:
         """Free the native group in a thread: its destructor joins threads.

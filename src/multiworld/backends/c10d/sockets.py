@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 import struct
-from collections.abc import Iterator
 
 Where = tuple[str, int]
 
@@ -44,42 +44,64 @@ def parse_published(blob: bytes) -> Where:
     raise ValueError(f"Gloo published an address of family {family}")
 
 
-def connected(own: Where, peers: set[Where]) -> Iterator[tuple[int, socket.socket]]:
-    """Yield descriptor and a duplicate (for the caller to close) of each socket."""
-    for name in os.listdir("/proc/self/fd"):
-        fd = int(name)
-        try:
-            if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+class Connections:
+    """The connected sockets of one world, found once, when all are there.
+
+    Gloo connects eagerly and never again, so the descriptors stay; each is looked at
+    again before it is used, for it may have been closed and given to something else.
+    """
+
+    def __init__(self, own: Where, peers: set[Where]) -> None:
+        self._own, self._peers = own, peers
+        self._fds = [int(name) for name in os.listdir("/proc/self/fd")]
+        self._fds = self.filenos()
+
+    def filenos(self) -> list[int]:
+        """Return the descriptors that are still this world's."""
+        found = []
+        for fd in self._fds:
+            sock = self._duplicate(fd)
+            if sock is not None:
+                sock.close()
+                found.append(fd)
+        return found
+
+    def cut(self) -> int:
+        """Shut every connection down; return how many there were."""
+        count = 0
+        for fd in self._fds:
+            sock = self._duplicate(fd)
+            if sock is None:
                 continue
+            with sock:
+                try:
+                    sock.shutdown(socket.SHUT_RDWR)
+                    count += 1
+                except OSError:
+                    pass
+        return count
+
+    def _duplicate(self, fd: int) -> socket.socket | None:
+        """Return a duplicate of a socket, if it is a connection of this world."""
+        try:
+            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+                return None
             sock = socket.socket(fileno=os.dup(fd))
         except OSError:
-            continue  # closed meanwhile
+            return None  # closed meanwhile
         try:
-            is_ours = _is_one_of(sock, own, peers)
+            if self._is_one(sock):
+                return sock
         except OSError:
-            is_ours = False
-        if is_ours:
-            yield fd, sock
-        else:
-            sock.close()
+            pass
+        sock.close()
+        return None
 
-
-def _is_one_of(sock: socket.socket, own: Where, peers: set[Where]) -> bool:
-    if sock.family not in (socket.AF_INET, socket.AF_INET6):
-        return False
-    if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-        return False
-    return sock.getsockname()[:2] == own or sock.getpeername()[:2] in peers
-
-
-def cut(own: Where, peers: set[Where]) -> int:
-    """Shut every connection of the world down; return how many there were."""
-    count = 0
-    for _, sock in connected(own, peers):
-        with sock:
-            try:
-                sock.shutdown(socket.SHUT_RDWR)
-                count += 1
-            except OSError:
-                pass
-    return count
+    def _is_one(self, sock: socket.socket) -> bool:
+        if sock.family not in (socket.AF_INET, socket.AF_INET6):
+            return False
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return False
+        return sock.getsockname()[:2] == self._own or (
+            sock.getpeername()[:2] in self._peers
+        )

@@ -34,6 +34,10 @@ class C10dStore(Store):
         self._timeout_s = timeout_s
         self._record = record
 
+    def fileno(self) -> int:
+        """Return the connection's descriptor, or -1 once closed."""
+        return self._values.fileno()
+
     def close(self) -> None:
         """Hang up, and end every wait with an error."""
         self._values.close()

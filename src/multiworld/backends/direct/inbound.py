@@ -210,7 +210,11 @@ class Inbound:
         )
 
     def _begin(self, header: Header, description: Description) -> bool:
-        arrival = self._mailbox.begin(self._source, description)
+        try:
+            arrival = self._mailbox.begin(self._source, description)
+        except (MemoryError, RuntimeError) as error:
+            size = description.size
+            raise HeaderError(f"no memory for its {size} bytes: {error}") from error
         if arrival is None:
             self._pending = header, description
             return False

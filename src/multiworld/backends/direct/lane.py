@@ -20,7 +20,7 @@ from typing import Protocol
 from multiworld.backends.direct.header import FRAGMENT_BYTES, HeaderError
 from multiworld.backends.direct.inbound import Inbound
 from multiworld.backends.direct.outbound import Outbound, Outgoing
-from multiworld.backends.mailbox import Description, Mailbox
+from multiworld.backends.mailbox import MESSAGE_BYTES, Description, Mailbox
 from multiworld.config import WorldConfig
 
 TURN_MESSAGES = 64
@@ -75,8 +75,10 @@ class Lane:
         self._drained: asyncio.Future[None] | None = None
         self._is_open = True
         self._is_reading = self._is_writing = False
-        self._is_broken = self._is_leaving = False
-        self._left: ErrorMaker | None = None
+        self._is_dead = False  # the connection failed, or ended without a fin
+        self._is_leaving = False  # our fin is queued: what arrives is dropped
+        self._refusal: ErrorMaker | None = None  # why nothing more can be sent
+        self._closed = self._loop.create_future()
         self._messages = self._bytes = 0
         self._read_on()
 
@@ -98,15 +100,18 @@ class Lane:
 
         Cancellation: the frame that is being written is finished, the rest withdrawn.
         """
-        if self._messages >= TURN_MESSAGES or self._bytes >= TURN_BYTES:
-            await self.give_way()
-        if self._left is not None:
-            raise self._left()
+        if self._refusal is not None:
+            raise self._refusal()
         self._messages += 1
         self._bytes += description.size
         message = self._start(description, memory, owner)
         if message is None:
+            # Only after the message has its place: tasks that send at once stay in
+            # the order in which they called.
+            if self._messages >= TURN_MESSAGES or self._bytes >= TURN_BYTES:
+                await self.give_way()
             return
+        self._messages = self._bytes = 0
         assert message.future is not None
         future = message.future
         try:
@@ -126,7 +131,7 @@ class Lane:
     ) -> Outgoing | None:
         """Hand over what the socket takes; return the message if it must be awaited."""
         outbound, size = self._outbound, description.size
-        if size > FRAGMENT_BYTES or self._is_broken or not outbound.is_idle:
+        if size > FRAGMENT_BYTES or self._is_dead or not outbound.is_idle:
             message = self._outgoing(description, memory, owner)
             outbound.put(message)
             if not self._is_writing:
@@ -147,7 +152,8 @@ class Lane:
     ) -> Outgoing:
         size = description.size
         is_eager = size <= self._config.eager_bytes
-        if is_eager and self._outbound.queued_bytes + size <= OUTBOX_BYTES:
+        queued = self._outbound.queued_bytes
+        if is_eager and queued + size + MESSAGE_BYTES <= OUTBOX_BYTES:
             return Outgoing(description, memoryview(bytes(memory)), None, None)
         return Outgoing(description, memory, owner, self._loop.create_future())
 
@@ -158,12 +164,12 @@ class Lane:
             return 0
         except OSError:
             # The reader finds the end of the connection, behind what the member sent.
-            self._is_broken = True
+            self._is_dead = True
             return 0
 
     def _flush(self) -> None:
         moved = 0
-        while self._is_open and not self._is_broken and moved < TURN_BYTES:
+        while self._is_open and not self._is_dead and moved < TURN_BYTES:
             chunks = self._outbound.chunks()
             if not chunks:
                 break
@@ -173,7 +179,7 @@ class Lane:
             moved += written
             if written < wanted:
                 break
-        if self._outbound.is_idle or self._is_broken:
+        if self._outbound.is_idle or self._is_dead:
             self._write_off()
             self._wake_drained()
         else:
@@ -191,6 +197,9 @@ class Lane:
             self._on_readable()
 
     def _on_readable(self) -> None:
+        if self._is_leaving:
+            self._drain()
+            return
         moved = 0
         while moved < TURN_BYTES and self._is_reading:
             buffers = self._inbound.buffers()
@@ -210,9 +219,18 @@ class Lane:
                 return
             moved += count
 
+    def _drain(self) -> None:
+        """Read and drop: the caller's tensors are no longer ours to write to."""
+        try:
+            if self._sock.recv(TURN_BYTES):
+                return
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            pass
+        self._end("connection closed by peer")
+
     def _advance(self, count: int) -> bool:
-        if self._is_leaving:
-            return True  # we have left: what still comes is read, and dropped
         try:
             self._inbound.advance(count)
         except HeaderError as error:
@@ -241,7 +259,7 @@ class Lane:
 
     def _corrupt(self, error: HeaderError) -> None:
         self._read_off()
-        self._is_broken = True
+        self._is_dead = True
         self._owner.lane_corrupt(self.rank, str(error))
 
     def _on_fin(self) -> None:
@@ -250,7 +268,7 @@ class Lane:
 
     def _end(self, evidence: str) -> None:
         self._read_off()
-        self._is_broken = True
+        self._is_dead = True
         if self._is_leaving:
             self.close_nowait()
         elif not self._inbound.is_finished:
@@ -259,22 +277,28 @@ class Lane:
 
     # The end.
 
-    def member_left(self, make_error: ErrorMaker) -> None:
-        """Fail every send, now and from now on; receives go on to the fin."""
-        if self._left is None:
-            self._left = make_error
-            self._outbound.fail(make_error)
-            self._flush()
+    @property
+    def is_dead(self) -> bool:
+        """True once nothing more can arrive."""
+        return self._is_dead or not self._is_open
 
-    def begin_close(self) -> None:
-        """Queue the fin behind all that was sent; from now on what comes is dropped."""
+    def fail_sends(self, make_error: ErrorMaker) -> None:
+        """Fail every send, now and from now on; receives go on to the fin."""
+        self._refusal = make_error
+        self._outbound.fail(make_error)
+        self._write_off()
+        self._wake_drained()
+
+    def begin_close(self, make_error: ErrorMaker) -> None:
+        """Queue the fin behind all that was sent; refuse what comes after it."""
         if self._is_leaving or not self._is_open:
             return
         self._is_leaving = True
-        if self._left is None and not self._is_broken:
+        if self._refusal is None and not self._is_dead:
+            self._refusal = make_error
             self._outbound.put_fin()
             self._flush()
-        if self._is_open and not self._is_broken:
+        if self._is_open and not self._is_dead:
             self._read_on()
 
     async def wait_drained(self) -> None:
@@ -282,7 +306,7 @@ class Lane:
 
         Cancellation: safe.
         """
-        while self._is_open and not self._is_broken and not self._outbound.is_idle:
+        while self._is_open and not self._is_dead and not self._outbound.is_idle:
             self._drained = self._loop.create_future()
             await self._drained
 
@@ -293,10 +317,8 @@ class Lane:
         what the member has not read. So it stays until the member hangs up, or for
         ``linger_s`` at most. A Unix socket needs none of that.
         """
-        if not self._is_open or self._is_broken or self._left is not None:
-            self.close_nowait()
-            return False
-        if self._sock.family == socket.AF_UNIX:
+        is_needed = self._sock.family != socket.AF_UNIX and self._outbound.is_idle
+        if self.is_dead or self._inbound.is_finished or not is_needed:
             self.close_nowait()
             return False
         with contextlib.suppress(OSError):
@@ -306,9 +328,25 @@ class Lane:
 
     def abort(self, make_error: ErrorMaker) -> None:
         """Fail every send and hang up at once."""
-        self._left = make_error
-        self._outbound.fail(make_error)
+        self.fail_sends(make_error)
         self.close_nowait()
+
+    async def wait_closed(self) -> None:
+        """Wait until the connection is closed; see ``finish_close``.
+
+        Cancellation: safe.
+        """
+        await asyncio.shield(self._closed)
+
+    async def paused(self, call: Callable[[], object]) -> None:
+        """Run ``call`` in a thread; what arrives meanwhile stays in the kernel."""
+        was_reading = self._is_reading
+        self._read_off()
+        try:
+            await asyncio.shield(asyncio.to_thread(call))
+        finally:
+            if was_reading and not self.is_dead:
+                self._read_on()
 
     def close_nowait(self) -> None:
         """Hang up; safe to repeat."""
@@ -319,6 +357,8 @@ class Lane:
         self._is_open = False
         self._sock.close()
         self._wake_drained()
+        if not self._closed.done():
+            self._closed.set_result(None)
 
     # The loop.
 

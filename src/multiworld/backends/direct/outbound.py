@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from multiworld.backends.direct import header as wire
 from multiworld.backends.direct.header import FRAGMENT_BYTES, Header
-from multiworld.backends.mailbox import Description
+from multiworld.backends.mailbox import MESSAGE_BYTES, Description
 
 
 class Outgoing:
@@ -57,7 +57,7 @@ class Outbound:
     def put(self, message: Outgoing) -> None:
         """Append a message."""
         self._queue.append(message)
-        self.queued_bytes += message.description.size
+        self.queued_bytes += message.description.size + MESSAGE_BYTES
 
     def put_fin(self) -> None:
         """Append the last frame of all."""
@@ -86,7 +86,7 @@ class Outbound:
         message.future = None
         if message in self._queue:
             self._queue.remove(message)
-            self.queued_bytes -= message.description.size
+            self.queued_bytes -= message.description.size + MESSAGE_BYTES
         elif message is self._current:
             if self._frame:
                 self._frame = [memoryview(bytes(piece)) for piece in self._frame]
@@ -105,7 +105,7 @@ class Outbound:
 
     def _done(self, message: Outgoing) -> None:
         self._current = None
-        self.queued_bytes -= message.description.size
+        self.queued_bytes -= message.description.size + MESSAGE_BYTES
         message.owner = None
         if message.future is not None and not message.future.done():
             message.future.set_result(None)
@@ -174,7 +174,7 @@ class Outbound:
         message.offset = message.description.size
         message.fragment = 1
         self._current = message
-        self.queued_bytes += message.description.size
+        self.queued_bytes += message.description.size + MESSAGE_BYTES
         self._frame = [memoryview(head)]
         if message.description.size:
             self._frame.append(message.memory)

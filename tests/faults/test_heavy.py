@@ -1,0 +1,97 @@
+"""Ten thousand cycles, a thousand kills: minutes, so only with make test-all."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+
+from multiworld import MemberLostError, WorldConfig, WorldManager
+from multiworld.rendezvous.server import StoreServer
+from multiworld.testing import ProcessFleet
+from multiworld.testing.leaks import Leak
+from tests import bodies
+
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(1700)]
+
+CYCLES = {"direct": 10_000, "gloo": 2_000}
+KILLS = 1_000
+GROWTH_BYTES = 24 * 1024 * 1024
+"""Noise of the allocator; a leak of 3 KiB a cycle would show."""
+
+
+class Footprint:
+    """What this process holds right now."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        now = Leak.now()
+        self.threads = len(now.threads)
+        self.descriptors = len(now.descriptors)
+        self.tasks = len(now.tasks)
+        statm = Path("/proc/self/statm").read_text().split()
+        self.bytes = int(statm[1]) * 4096
+
+    def check_against(self, before: Footprint) -> None:
+        """Assert that nothing has grown."""
+        assert self.threads <= before.threads
+        assert self.descriptors <= before.descriptors
+        assert self.tasks <= before.tasks
+        assert self.bytes - before.bytes < GROWTH_BYTES
+
+
+@pytest.mark.parametrize("backend", CYCLES)
+async def test_cycles_then_nothing_has_grown(backend: str, fork_server: None) -> None:
+    """Create, use, close; again and again, under one name and one store."""
+    count, warm = CYCLES[backend], 200
+    server = await StoreServer.listen("127.0.0.1", 0)
+    store = f"tcp://127.0.0.1:{server.port}"
+    async with (
+        ProcessFleet() as fleet,
+        WorldManager(config=WorldConfig(join_s=20)) as manager,
+    ):
+        child = fleet.start(bodies.cycles, "w", count + warm, store, backend)
+        before = None
+        for number in range(count + warm):
+            if number == warm:
+                before = Footprint()
+            world = await manager.join(
+                "w", rank=0, size=2, store=store, backend=backend
+            )
+            assert world.epoch == number + 1
+            await world.send(torch.ones(3), dst=1)
+            await world.recv(src=1)
+            await world.barrier()
+            await manager.leave("w")
+        assert before is not None
+        Footprint().check_against(before)
+        await child.done(60)
+    await server.close()
+
+
+async def test_kills_then_nothing_has_grown(fork_server: None) -> None:
+    """A member is killed a thousand times; the other names it each time."""
+    server = await StoreServer.listen("127.0.0.1", 0)
+    store = f"tcp://127.0.0.1:{server.port}"
+    async with WorldManager(config=WorldConfig(join_s=20)) as manager:
+        before = None
+        for number in range(KILLS):
+            if number == 20:
+                before = Footprint()
+            async with ProcessFleet() as fleet:
+                child = fleet.start(bodies.idle, "w", store, "direct")
+                world = await manager.join("w", rank=0, size=2, store=store)
+                await child.report()
+                pending = asyncio.ensure_future(world.recv(src=1))
+                child.kill()
+                with pytest.raises(MemberLostError) as caught:
+                    await pending
+                assert caught.value.rank == 1
+                assert world.epoch == number + 1
+        assert before is not None
+        await manager.leave("w")
+        Footprint().check_against(before)
+    await server.close()
