@@ -16,6 +16,7 @@ from multiworld import (
     RankTakenError,
     StoreUnreachableError,
     UnknownWorldError,
+    WorldBrokenError,
     WorldClosedError,
     WorldConfig,
     WorldExistsError,
@@ -232,6 +233,47 @@ async def test_cancelled_join_leaves_nothing_behind(store: str) -> None:
         assert one.worlds == {}
         await pair(two, three, "w", store)
         await pair(one, two, "v", store)
+
+
+async def test_join_when_the_manager_closes_then_it_says_so(store: str) -> None:
+    """And not as if somebody had cancelled the caller."""
+    manager = WorldManager()
+    joining = asyncio.ensure_future(manager.join("w", rank=0, size=2, store=store))
+    await asyncio.sleep(0.1)
+    await manager.close()
+    with pytest.raises(WorldClosedError, match="closed"):
+        await joining
+
+
+async def test_member_that_gives_up_while_joining_fails_the_others_at_once(
+    store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They need not wait for the deadline."""
+    async with WorldManager(config=LONG) as one, WorldManager(config=LONG) as two:
+        with monkeypatch.context() as patch:
+            never = asyncio.Event()
+            patch.setattr(type(two.watchdog), "lane", lambda *_: never.wait())
+            joins = [
+                asyncio.ensure_future(manager.join("w", rank=rank, size=2, store=store))
+                for rank, manager in enumerate((one, two))
+            ]
+            await asyncio.sleep(0.3)
+            joins[1].cancel()
+            async with asyncio.timeout(5):
+                with pytest.raises(WorldBrokenError, match="gave up"):
+                    await joins[0]
+        await asyncio.gather(*joins, return_exceptions=True)
+        await pair(one, two, "w", store)
+
+
+async def test_names_that_come_and_go_leave_nothing(store: str) -> None:
+    """Not in the manager either, however they are closed."""
+    async with WorldManager() as one, WorldManager() as two:
+        for number in range(5):
+            name = f"w{number}"
+            await pair(one, two, name, store)
+            await asyncio.gather(one.world(name).close(), two.world(name).close())
+        assert one.worlds == two.worlds == {}
 
 
 async def test_second_join_is_refused_and_the_world_lives_on(store: str) -> None:

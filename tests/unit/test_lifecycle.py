@@ -101,6 +101,13 @@ def test_close_when_broken_then_nobody_is_told() -> None:
     assert not any(isinstance(action, TellLeft) for action in actions)
 
 
+def test_close_when_joining_then_the_others_are_told_that_it_gave_up() -> None:
+    """They wait for this member: to them it is no leave."""
+    _, actions = play(CloseAsked())
+    assert isinstance(actions[0], TellBroken)
+    assert "gave up" in actions[0].breakage.reason
+
+
 def test_own_rank_and_unknown_ranks_are_ignored() -> None:
     """Nobody can be talked into losing itself."""
     for rank in (0, 4, -1):

@@ -100,6 +100,26 @@ def test_late_observer_judges_nobody_before_it_has_read() -> None:
     assert len(bench.run(3, None)) == 1
 
 
+def test_observer_that_is_always_late_judges_all_the_same() -> None:
+    """A loop that computes half a second a step still learns of a loss."""
+    bench = Bench()
+    bench.run(5)
+    verdicts: list[Verdict] = []
+    for _ in range(10):
+        bench.clock.advance(0.65)
+        verdicts += bench.handle(Ticked())
+    assert len(verdicts) == 1
+
+
+def test_observer_that_is_always_late_accuses_nobody_who_beats() -> None:
+    """Beats are read between its ticks."""
+    bench = Bench()
+    for _ in range(100):
+        bench.clock.advance(0.65)
+        assert bench.handle(Ticked()) == []
+        bench.handle(PeerHeard("p"))
+
+
 def test_worlds_have_their_own_limits() -> None:
     """Each is judged by its own; leaving one leaves the others watched."""
     bench = Bench(silence_s=1.0)

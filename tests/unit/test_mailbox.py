@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -131,6 +132,50 @@ async def test_revoked_message_gives_its_receive_back_its_turn() -> None:
     bench.send(1, 1)
     bench.send(1, 2)
     assert [value(first), value(second)] == [1, 2]
+
+
+async def test_several_cancelled_receives_put_back_in_order() -> None:
+    """Not the last one first."""
+    bench = Bench()
+    receives = [bench.post(), bench.post()]
+    bench.send(1, 1)
+    bench.send(1, 2)
+    for receive in receives:
+        bench.mailbox.cancel(receive)
+    assert [value(bench.post()), value(bench.post())] == [1, 2]
+
+
+async def test_revoked_message_lets_its_receive_look_again() -> None:
+    """One for anybody takes what another source sent meanwhile."""
+    bench = Bench()
+    anyone = bench.post(None)
+    arrival = bench.mailbox.begin(1, describe())
+    assert arrival is not None
+    bench.send(2, 7)
+    bench.mailbox.revoke(arrival)
+    assert value(anyone) == 7
+
+
+async def test_end_of_a_source_fails_the_receive_of_its_unfinished_message() -> None:
+    """It will never be complete."""
+    bench = Bench()
+    receive = bench.post()
+    bench.mailbox.begin(1, describe())
+    bench.mailbox.begin(1, describe(tag=3))
+    bench.mailbox.end(1, lambda rank: MemberLeftError("left", rank=rank))
+    assert isinstance(receive.future.exception(), MemberLeftError)
+    assert isinstance(bench.post(1, 3).future.exception(), MemberLeftError)
+    assert bench.mailbox.held_bytes == 0
+
+
+async def test_message_that_does_not_fit_in_memory_leaves_its_receive_posted() -> None:
+    """The world breaks, and the receive fails with it."""
+    bench = Bench()
+    receive = bench.post(size=1 << 62)
+    with pytest.raises(RuntimeError):
+        bench.mailbox.begin(1, describe(size=1 << 62))
+    bench.mailbox.abort(lambda: RuntimeError("over"))
+    assert receive.future.exception() is not None
 
 
 async def test_budget_stalls_until_a_receive_makes_room() -> None:

@@ -190,6 +190,25 @@ def test_refused_stranger_is_told_to_those_who_wait() -> None:
     assert bench.handle(Refused("unknown", {"error": "version"})) == []
 
 
+def test_names_that_nobody_holds_are_forgotten_but_their_numbers() -> None:
+    """With the keys of their last incarnation."""
+    bench = held()
+    assert bench.handle(Left(1, "w", 1, 0)) == []
+    (forget,) = bench.handle(Left(2, "w", 1, 1))
+    assert isinstance(forget, Forget)
+    bench.claim(1, 0)
+    assert bench.admitted(bench.claim(2, 1))[0] == 2
+
+
+def test_two_claims_on_a_silent_rank_then_the_first_gets_it() -> None:
+    """And the second is told so."""
+    bench = held()
+    bench.claim(3, 1)
+    bench.claim(4, 1)
+    bench.now += ASK_S
+    assert errors(bench.handle(Ticked())) == [(4, "taken")]
+
+
 steps = st.lists(
     st.one_of(
         st.tuples(st.just("claim"), st.integers(1, 4), st.integers(0, 2)),

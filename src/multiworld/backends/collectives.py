@@ -28,11 +28,13 @@ from multiworld.backends.direct import header as wire
 from multiworld.backends.dtypes import (
     DTYPES,
     code_of,
+    is_plain,
     memory_of,
     plain,
     require_host,
 )
 from multiworld.backends.mailbox import Description, Receive
+from multiworld.backends.offload import offload, size_of
 from multiworld.backends.reduction import (
     OP_CODES,
     OP_NAMES,
@@ -58,9 +60,6 @@ KINDS = (
 
 RING_BYTES = 128 * 1024
 """From this size on an all-reduce is bound by bandwidth, and a ring moves the least."""
-
-COMBINE_OFF_LOOP_BYTES = 1024 * 1024
-"""A reduction of more than this goes to a thread."""
 
 
 class Operation(NamedTuple):
@@ -111,142 +110,156 @@ class Collectives:
         self._number = self._running = 0
         self._ends_at: tuple[int, int] | None = None
 
-    # The operations.
+    # The operations. Everything is checked before the operation gets its number, and
+    # copied only when it is its turn: concurrent calls stay in the order of the calls.
 
     async def broadcast(self, tensor: Tensor, src: int) -> None:
         """Copy ``tensor`` of ``src`` into everybody's."""
-        buffer = _Buffer(tensor)
+        tensor = _checked(tensor)
 
         async def steps(operation: Operation) -> None:
+            buffer = await _Buffer.of(tensor)
             await self._binomial_down(operation, buffer.flat, src)
+            await buffer.write_back()
 
-        await self._run("broadcast", buffer.flat, steps, root=src)
-        buffer.write_back()
+        await self._run("broadcast", tensor, steps, root=src)
 
     async def all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
         """Reduce into everybody's ``tensor``."""
-        buffer = _Buffer(tensor)
-        combine = combiner(op, buffer.flat)
-        size = buffer.flat.numel() * buffer.flat.element_size()
+        tensor = _checked(tensor)
+        combine = combiner(op, tensor)
 
         async def steps(operation: Operation) -> None:
-            if size >= RING_BYTES and buffer.flat.numel() >= self._size:
-                await self._ring_all_reduce(operation, buffer.flat, combine)
+            buffer = await _Buffer.of(tensor)
+            flat = buffer.flat
+            if size_of(flat) >= RING_BYTES and flat.numel() >= self._size:
+                await self._ring_all_reduce(operation, flat, combine)
             else:
-                await self._recursive_doubling(operation, buffer.flat, combine)
+                await self._recursive_doubling(operation, flat, combine)
+            await offload(size_of(flat), finish_average, op, flat, self._size)
+            await buffer.write_back()
 
-        await self._run("all_reduce", buffer.flat, steps, op=op)
-        finish_average(op, buffer.flat, self._size)
-        buffer.write_back()
+        await self._run("all_reduce", tensor, steps, op=op)
 
     async def reduce(self, tensor: Tensor, dst: int, op: ReduceOp) -> None:
         """Reduce into ``tensor`` of ``dst``; the others' stay as they are."""
-        buffer = _Buffer(tensor)
-        combine = combiner(op, buffer.flat)
-        total = buffer.flat if self._rank == dst else buffer.flat.clone()
+        tensor = _checked(tensor)
+        combine = combiner(op, tensor)
 
         async def steps(operation: Operation) -> None:
+            buffer = await _Buffer.of(tensor)
+            total = buffer.flat
+            if self._rank != dst:
+                total = await offload(size_of(total), total.clone)
             await self._binomial_up(operation, total, dst, combine)
+            if self._rank == dst:
+                await offload(size_of(total), finish_average, op, total, self._size)
+                await buffer.write_back()
 
-        await self._run("reduce", total, steps, root=dst, op=op)
-        if self._rank == dst:
-            finish_average(op, total, self._size)
-            buffer.write_back()
+        await self._run("reduce", tensor, steps, root=dst, op=op)
 
     async def all_gather(self, outs: Sequence[Tensor], tensor: Tensor) -> None:
         """Put every member's tensor into ``outs``, by rank."""
-        mine = _Buffer(tensor).flat
-        buffers = self._alike(outs, mine, "outs")
-        buffers[self._rank].flat.copy_(mine)
+        tensor = _checked(tensor)
+        targets = self._alike(outs, tensor, "outs")
 
         async def steps(operation: Operation) -> None:
+            buffers = [await _Buffer.of(target) for target in targets]
+            await _copy(buffers[self._rank].flat, tensor)
             right, left = self._neighbours()
             for step in range(self._size - 1):
                 give = buffers[(self._rank - step) % self._size].flat
                 take = buffers[(self._rank - step - 1) % self._size].flat
                 await self._exchange(operation, right, give, left, take)
+            for buffer in buffers:
+                await buffer.write_back()
 
-        await self._run("all_gather", mine, steps)
-        for buffer in buffers:
-            buffer.write_back()
+        await self._run("all_gather", tensor, steps)
 
     async def gather(
         self, tensor: Tensor, outs: Sequence[Tensor] | None, dst: int
     ) -> None:
         """Put every member's tensor into ``outs`` of ``dst``."""
-        mine = _Buffer(tensor).flat
+        tensor = _checked(tensor)
         is_root = self._rank == dst
-        buffers = self._alike(outs, mine, "outs") if is_root else []
+        targets = self._alike(outs, tensor, "outs") if is_root else []
 
         async def steps(operation: Operation) -> None:
             if not is_root:
-                await self._send(operation, dst, mine)
+                mine = await _Buffer.of(tensor)
+                await self._send(operation, dst, mine.flat)
                 return
-            buffers[dst].flat.copy_(mine)
+            buffers = [await _Buffer.of(target) for target in targets]
+            await _copy(buffers[dst].flat, tensor)
             await self._receive_all(operation, [b.flat for b in buffers])
+            for buffer in buffers:
+                await buffer.write_back()
 
-        await self._run("gather", mine, steps, root=dst)
-        for buffer in buffers:
-            buffer.write_back()
+        await self._run("gather", tensor, steps, root=dst)
 
     async def scatter(
         self, out: Tensor, tensors: Sequence[Tensor] | None, src: int
     ) -> None:
         """Put ``tensors[rank]`` of ``src`` into ``out``."""
-        buffer = _Buffer(out)
+        out = _checked(out)
         is_root = self._rank == src
-        parts = self._alike(tensors, buffer.flat, "tensors") if is_root else []
+        parts = self._alike(tensors, out, "tensors") if is_root else []
 
         async def steps(operation: Operation) -> None:
-            if not is_root:
+            buffer = await _Buffer.of(out)
+            if is_root:
+                await _copy(buffer.flat, parts[src])
+                for rank in self._others():
+                    part = await _Buffer.of(parts[rank])
+                    await self._send(operation, rank, part.flat)
+            else:
                 await self._receive_into(operation, src, buffer.flat)
-                return
-            buffer.flat.copy_(parts[src].flat)
-            for rank in self._others():
-                await self._send(operation, rank, parts[rank].flat)
+            await buffer.write_back()
 
-        await self._run("scatter", buffer.flat, steps, root=src)
-        buffer.write_back()
+        await self._run("scatter", out, steps, root=src)
 
     async def reduce_scatter(
         self, out: Tensor, tensors: Sequence[Tensor], op: ReduceOp
     ) -> None:
         """Reduce ``tensors[i]`` of all into ``out`` of member i."""
-        buffer = _Buffer(out)
-        combine = combiner(op, buffer.flat)
-        parts = [b.flat.clone() for b in self._alike(tensors, buffer.flat, "tensors")]
+        out = _checked(out)
+        combine = combiner(op, out)
+        given = self._alike(tensors, out, "tensors")
 
         async def steps(operation: Operation) -> None:
+            size = size_of(out)
+            parts = [await offload(size, _flat_copy, tensor) for tensor in given]
             right, left = self._neighbours()
-            arrived = torch.empty_like(buffer.flat)
+            arrived = torch.empty_like(parts[0])
             for step in range(self._size - 1):
                 give = parts[(self._rank - step - 1) % self._size]
                 await self._exchange(operation, right, give, left, arrived)
                 total = parts[(self._rank - step - 2) % self._size]
                 await self._combine(combine, total, arrived)
+            mine = parts[self._rank]
+            await offload(size, finish_average, op, mine, self._size)
+            await _copy(out, mine)
 
-        await self._run("reduce_scatter", buffer.flat, steps, op=op)
-        buffer.flat.copy_(parts[self._rank])
-        finish_average(op, buffer.flat, self._size)
-        buffer.write_back()
+        await self._run("reduce_scatter", out, steps, op=op)
 
     async def all_to_all(self, outs: Sequence[Tensor], ins: Sequence[Tensor]) -> None:
         """Send ``ins[i]`` to member i, and put what it sent into ``outs[i]``."""
-        like = _Buffer(ins[0]).flat if len(ins) else torch.empty(0)
+        like = _checked(ins[0]) if len(ins) else torch.empty(0)
         gives = self._alike(ins, like, "ins")
-        takes = self._alike(outs, like, "outs")
-        takes[self._rank].flat.copy_(gives[self._rank].flat)
+        targets = self._alike(outs, like, "outs")
 
         async def steps(operation: Operation) -> None:
+            takes = [await _Buffer.of(target) for target in targets]
+            await _copy(takes[self._rank].flat, gives[self._rank])
             for step in range(1, self._size):
                 dst = (self._rank + step) % self._size
                 src = (self._rank - step) % self._size
-                give, take = gives[dst].flat, takes[src].flat
-                await self._exchange(operation, dst, give, src, take)
+                give = await _Buffer.of(gives[dst])
+                await self._exchange(operation, dst, give.flat, src, takes[src].flat)
+            for take in takes:
+                await take.write_back()
 
         await self._run("all_to_all", like, steps)
-        for buffer in takes:
-            buffer.write_back()
 
     async def barrier(self) -> None:
         """Wait until every member is here."""
@@ -434,7 +447,7 @@ class Collectives:
     async def _finish(self, receive: Receive, flat: Tensor) -> None:
         arrival = await self._channel.wait(receive)
         if not arrival.is_borrowed:
-            memory_of(flat)[:] = arrival.memory
+            await offload(size_of(flat), _move, memory_of(flat), arrival.memory)
 
     async def _receive_into(self, operation: Operation, src: int, flat: Tensor) -> None:
         await self._finish(self._post(operation, src, flat), flat)
@@ -462,42 +475,62 @@ class Collectives:
         await self._finish(receive, take)
 
     async def _combine(self, combine: Combine, total: Tensor, arrived: Tensor) -> None:
-        if total.numel() * total.element_size() > COMBINE_OFF_LOOP_BYTES:
-            await asyncio.to_thread(combine, total, arrived)
-        else:
-            combine(total, arrived)
+        await offload(size_of(total), combine, total, arrived)
 
     def _alike(
         self, tensors: Sequence[Tensor] | None, like: Tensor, what: str
-    ) -> list[_Buffer]:
-        """Return the tensors as buffers if there is one like ``like`` for each rank."""
+    ) -> list[Tensor]:
+        """Return ``tensors`` if there is one like ``like`` for each rank."""
         count = 0 if tensors is None else len(tensors)
         if tensors is None or count != self._size:
             raise TensorMismatchError(
                 f"{what} holds {count} tensors; this world has {self._size} members, "
                 "give one tensor for each"
             )
-        buffers = [_Buffer(tensor) for tensor in tensors]
-        for rank, buffer in enumerate(buffers):
-            flat = buffer.flat
-            if (flat.dtype, flat.numel()) != (like.dtype, like.numel()):
+        checked = [_checked(tensor) for tensor in tensors]
+        for rank, tensor in enumerate(checked):
+            if (tensor.dtype, tensor.numel()) != (like.dtype, like.numel()):
                 raise TensorMismatchError(
-                    f"{what}[{rank}] holds {flat.numel()} of {flat.dtype}, wanted are "
-                    f"{like.numel()} of {like.dtype}"
+                    f"{what}[{rank}] holds {tensor.numel()} of {tensor.dtype}, wanted "
+                    f"are {like.numel()} of {like.dtype}"
                 )
-        return buffers
+        return checked
+
+
+def _move(target: memoryview, source: memoryview) -> None:
+    target[:] = source
+
+
+def _checked(tensor: Tensor) -> Tensor:
+    tensor = require_host(tensor, "a collective's tensor")
+    code_of(tensor)
+    return tensor
+
+
+def _flat_copy(tensor: Tensor) -> Tensor:
+    return plain(tensor).view(-1).clone()
+
+
+async def _copy(target: Tensor, source: Tensor) -> None:
+    await offload(size_of(target), target.copy_, source.reshape(target.shape))
 
 
 class _Buffer:
     """A tensor as flat, contiguous memory, and the way back if that is a copy."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = require_host(tensor, "a collective's tensor")
-        code_of(self._tensor)
-        whole = plain(self._tensor)
+    def __init__(self, tensor: Tensor, whole: Tensor) -> None:
+        self._tensor = tensor
         self.flat = whole.view(-1)
-        self._is_copy = whole is not self._tensor
+        self._is_copy = whole is not tensor
 
-    def write_back(self) -> None:
+    @classmethod
+    async def of(cls, tensor: Tensor) -> _Buffer:
+        """Return the tensor's own memory, or a copy of it."""
+        if is_plain(tensor):
+            return cls(tensor, tensor)
+        return cls(tensor, await offload(size_of(tensor), plain, tensor))
+
+    async def write_back(self) -> None:
+        """Bring the tensor up to date."""
         if self._is_copy:
-            self._tensor.copy_(self.flat.view(self._tensor.shape))
+            await _copy(self._tensor, self.flat)

@@ -1,0 +1,12 @@
+"""What every backend promises, as checks that run on any of them.
+
+Each check is an ``async`` function of an ``Arena``. A backend is done when all of
+``CHECKS`` pass on it; a check that it documents not to carry returns at once.
+"""
+
+from __future__ import annotations
+
+from multiworld.testing.contract import collectives, endings, messages
+from multiworld.testing.contract.harness import CHECKS, Check, check
+
+__all__ = ["CHECKS", "Check", "check", "collectives", "endings", "messages"]

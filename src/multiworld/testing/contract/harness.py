@@ -1,0 +1,87 @@
+"""What the checks of the contract share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multiworld.testing.arena import Arena
+from multiworld.world import World
+
+Check = Callable[[Arena], Awaitable[None]]
+CHECKS: list[Check] = []
+
+HANG_S = 20.0
+"""A check that takes longer hangs."""
+
+DTYPES = [
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+    torch.bool,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
+
+
+def check(function: Check) -> Check:
+    """Add a check to the suite, bounded in time."""
+
+    async def bounded(arena: Arena) -> None:
+        async with asyncio.timeout(HANG_S):
+            await function(arena)
+
+    bounded.__name__, bounded.__doc__ = function.__name__, function.__doc__
+    CHECKS.append(bounded)
+    return bounded
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Compare bytes, shape and dtype: works for every dtype, NaN included."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    flat = one.contiguous().view(-1).view(torch.uint8)
+    return torch.equal(flat, other.contiguous().view(-1).view(torch.uint8))
+
+
+def some(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return a tensor whose elements differ."""
+    count = 1
+    for extent in shape:
+        count *= extent
+    return (torch.arange(count) % 100).to(dtype).view(shape)
+
+
+async def every(worlds: list[World], call: Callable[..., Awaitable[Any]]) -> Any:
+    """Let every member do the same; return the results by rank."""
+    return await asyncio.gather(*(call(world) for world in worlds))
+
+
+async def raised_by(step: Awaitable[Any]) -> BaseException | None:
+    """Return the error of a step, or None."""
+    try:
+        await step
+    except Exception as error:
+        return error
+    return None
+
+
+async def expect(world: World, tensor: Tensor, src: int = 0, tag: int = 0) -> None:
+    """Receive, and compare."""
+    got = await world.recv(src=src, tag=tag)
+    assert same(got, tensor), f"sent {tensor}, got {got}"
