@@ -90,10 +90,10 @@ class Meeting:
     ) -> StoreSession:
         """Return an open session for one who has entered already."""
         async with self._opening.setdefault(address, asyncio.Lock()):
-            if may_host:
-                await self._host(address)
             session = self._sessions.get(address)
             if session is None or not session.is_open:
+                if may_host:
+                    await self._host(address)
                 session = await self._open(address, world, deadline)
                 self._sessions[address] = session
         return session
