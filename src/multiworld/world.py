@@ -183,7 +183,8 @@ class World:
 
         Args:
             out: Where to put it: of the sent dtype and number of elements, any shape
-                and strides. None: a new tensor of the sent dtype and shape.
+                and strides. None: a new tensor of the sent dtype and shape, on this
+                world's device.
             src: The sender's rank in this world.
             tag: Only messages of this tag.
 

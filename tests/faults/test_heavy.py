@@ -11,7 +11,7 @@ import torch
 
 from multiworld import MemberLostError, WorldConfig, WorldManager
 from multiworld.rendezvous.server import StoreServer
-from multiworld.testing import ProcessFleet
+from multiworld.testing import Arena, ProcessFleet
 from multiworld.testing.leaks import Leak
 from tests import bodies
 
@@ -95,3 +95,20 @@ async def test_kills_then_nothing_has_grown(fork_server: None) -> None:
         await manager.leave("w")
         Footprint().check_against(before)
     await server.close()
+
+
+@pytest.mark.parametrize("backend", ["direct", "gloo"])
+async def test_tensor_larger_than_two_gib(backend: str) -> None:
+    """Sizes are 64 bits everywhere."""
+    size = (1 << 31) + (1 << 20) + 3
+    config = WorldConfig(join_s=20, operation_s=300)
+    async with Arena(backend, config) as arena:
+        left, right = await arena.world(2)
+        tensor = torch.zeros(size, dtype=torch.uint8)
+        tensor[-3:] = torch.tensor([1, 2, 3], dtype=torch.uint8)
+        _, got = await asyncio.gather(left.send(tensor, dst=1), right.recv(src=0))
+        assert got.shape == tensor.shape
+        assert got[-3:].tolist() == [1, 2, 3]
+        got.zero_()
+        await asyncio.gather(left.broadcast(tensor, src=0), right.broadcast(got, src=0))
+        assert got[-3:].tolist() == [1, 2, 3]

@@ -103,9 +103,16 @@ class C10dBackend:
     # Point to point.
 
     def _is_ours(self, tensor: Tensor | None) -> bool:
-        """Tell whether our own data path carries ``tensor``."""
+        """Tell whether our own data path carries ``tensor``.
+
+        A receive that gives no tensor takes what the world is for: host tensors on a
+        host world, device tensors on a device world.
+        """
+        is_host_world = self._view.device.type == "cpu"
         if isinstance(tensor, Tensor) and tensor.device.type != "cpu":
-            return self._view.device.type == "cpu"  # where it gets a clear refusal
+            return is_host_world  # where it gets a clear refusal
+        if not is_host_world:
+            return tensor is not None
         return self._view.config.host_p2p == "direct"
 
     async def send(self, tensor: Tensor, dst: int, tag: int) -> None:
