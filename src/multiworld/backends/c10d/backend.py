@@ -24,14 +24,20 @@ from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import ProcessGroup, ReduceOp
 
 from multiworld.backends.base import Bundle, Meta, Received, WorldView
-from multiworld.backends.c10d.flat import as_bytes, write_back, write_back_all
+from multiworld.backends.c10d.flat import (
+    as_bytes,
+    flat_of,
+    write_back,
+    write_back_all,
+)
 from multiworld.backends.c10d.groups import Group, check_backend
-from multiworld.backends.c10d.reducing import reducible
+from multiworld.backends.c10d.reducing import Reduction
 from multiworld.backends.c10d.store import C10dStore
 from multiworld.backends.c10d.threads import in_thread
 from multiworld.backends.collectives import KINDS
 from multiworld.backends.direct.backend import DirectBackend
 from multiworld.backends.dtypes import CODES, DTYPES
+from multiworld.backends.offload import offload, size_of
 from multiworld.backends.reduction import OP_CODES, OP_NAMES, op_name
 from multiworld.errors import (
     TensorMismatchError,
@@ -226,87 +232,126 @@ class C10dBackend:
 
     # Collectives.
 
+    # Each is checked at once, and prepared, run and finished when it is its turn; what
+    # copies much does so in a thread.
+
     async def broadcast(self, tensor: Tensor, src: int) -> None:
         """Copy ``tensor`` of ``src`` into everybody's."""
-        flat = self._flat(tensor)
         options = self._options(dist.BroadcastOptions())
         options.rootRank = src
         await self._collective(
-            "broadcast", flat, lambda pg: pg.broadcast([as_bytes(flat)], options), src
+            "broadcast",
+            self._checked(tensor),
+            prepare=lambda: [flat_of(tensor)],
+            start=lambda pg, work: pg.broadcast([as_bytes(work[0])], options),
+            finish=lambda work: write_back(tensor, work[0]),
+            root=src,
         )
-        write_back(tensor, flat)
 
     async def all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
         """Reduce into everybody's ``tensor``."""
-        flat = self._flat(tensor)
-        work, native_op, finish = reducible(flat, op, self._size)
+        plan = Reduction(self._checked(tensor), op, self._size)
         options = self._options(dist.AllreduceOptions())
-        options.reduceOp = native_op
+        options.reduceOp = plan.native_op
+
+        def finish(work: list[Tensor]) -> None:
+            plan.finish(work[1], work[0])
+            write_back(tensor, work[0])
+
         await self._collective(
-            "all_reduce", flat, lambda pg: pg.allreduce([work], options), op=op
+            "all_reduce",
+            tensor,
+            prepare=lambda: plan.prepare(flat_of(tensor)),
+            start=lambda pg, work: pg.allreduce([work[1]], options),
+            finish=finish,
+            op=op,
         )
-        finish(work, flat)
-        write_back(tensor, flat)
 
     async def reduce(self, tensor: Tensor, dst: int, op: ReduceOp) -> None:
         """Reduce into ``tensor`` of ``dst``."""
-        flat = self._flat(tensor)
-        total = flat if self._rank == dst else flat.clone()  # Gloo scribbles on it
-        work, native_op, finish = reducible(total, op, self._size)
+        plan = Reduction(self._checked(tensor), op, self._size)
         options = self._options(dist.ReduceOptions())
-        options.reduceOp, options.rootRank = native_op, dst
+        options.reduceOp, options.rootRank = plan.native_op, dst
+        is_root = self._rank == dst
+
+        def prepare() -> list[Tensor]:
+            flat = flat_of(tensor)
+            return plan.prepare(flat if is_root else flat.clone())  # Gloo scribbles
+
+        def finish(work: list[Tensor]) -> None:
+            if is_root:
+                plan.finish(work[1], work[0])
+                write_back(tensor, work[0])
+
         await self._collective(
-            "reduce", flat, lambda pg: pg.reduce([work], options), dst, op
+            "reduce",
+            tensor,
+            prepare=prepare,
+            start=lambda pg, work: pg.reduce([work[1]], options),
+            finish=finish,
+            root=dst,
+            op=op,
         )
-        if self._rank == dst:
-            finish(work, flat)
-            write_back(tensor, flat)
 
     async def all_gather(self, outs: Sequence[Tensor], tensor: Tensor) -> None:
         """Put every member's tensor into ``outs``."""
-        mine = self._flat(tensor)
-        flats = self._alike(outs, mine, "outs")
-        views = [as_bytes(flat) for flat in flats]
+        self._alike(outs, self._checked(tensor), "outs")
         options = self._options(AllgatherOptions())
         await self._collective(
             "all_gather",
-            mine,
-            lambda pg: pg.allgather([views], [as_bytes(mine)], options),
+            tensor,
+            prepare=lambda: [flat_of(tensor), *map(flat_of, outs)],
+            start=lambda pg, work: pg.allgather(
+                [[as_bytes(flat) for flat in work[1:]]], [as_bytes(work[0])], options
+            ),
+            finish=lambda work: write_back_all(outs, work[1:]),
         )
-        write_back_all(outs, flats)
 
     async def gather(
         self, tensor: Tensor, outs: Sequence[Tensor] | None, dst: int
     ) -> None:
         """Put every member's tensor into ``outs`` of ``dst``."""
-        mine = self._flat(tensor)
+        self._checked(tensor)
         is_root = self._rank == dst
-        flats = self._alike(outs, mine, "outs") if is_root else []
-        views = [[as_bytes(flat) for flat in flats]] if is_root else []
+        targets = self._alike(outs, tensor, "outs") if is_root else []
         options = self._options(dist.GatherOptions())
         options.rootRank = dst
+
+        def start(pg: Any, work: list[Tensor]) -> Any:
+            views = [[as_bytes(flat) for flat in work[1:]]] if is_root else []
+            return pg.gather(views, [as_bytes(work[0])], options)
+
         await self._collective(
-            "gather", mine, lambda pg: pg.gather(views, [as_bytes(mine)], options), dst
+            "gather",
+            tensor,
+            prepare=lambda: [flat_of(tensor), *map(flat_of, targets)],
+            start=start,
+            finish=lambda work: write_back_all(targets, work[1:]),
+            root=dst,
         )
-        write_back_all(outs or [], flats)
 
     async def scatter(
         self, out: Tensor, tensors: Sequence[Tensor] | None, src: int
     ) -> None:
         """Put ``tensors[rank]`` of ``src`` into ``out``."""
-        flat = self._flat(out)
+        self._checked(out)
         is_root = self._rank == src
-        parts = self._alike(tensors, flat, "tensors") if is_root else []
-        views = [[as_bytes(part) for part in parts]] if is_root else []
+        parts = self._alike(tensors, out, "tensors") if is_root else []
         options = self._options(dist.ScatterOptions())
         options.rootRank = src
+
+        def start(pg: Any, work: list[Tensor]) -> Any:
+            views = [[as_bytes(flat) for flat in work[1:]]] if is_root else []
+            return pg.scatter([as_bytes(work[0])], views, options)
+
         await self._collective(
             "scatter",
-            flat,
-            lambda pg: pg.scatter([as_bytes(flat)], views, options),
-            src,
+            out,
+            prepare=lambda: [flat_of(out), *map(flat_of, parts)],
+            start=start,
+            finish=lambda work: write_back(out, work[0]),
+            root=src,
         )
-        write_back(out, flat)
 
     async def reduce_scatter(
         self, out: Tensor, tensors: Sequence[Tensor], op: ReduceOp
@@ -315,52 +360,69 @@ class C10dBackend:
 
         Over an all-reduce: Gloo's own cannot report that it is done.
         """
-        flat = self._flat(out)
-        parts = self._alike(tensors, flat, "tensors")
-        whole = torch.cat(parts)
-        work, native_op, finish = reducible(whole, op, self._size)
+        plan = Reduction(self._checked(out), op, self._size)
+        parts = self._alike(tensors, out, "tensors")
         options = self._options(dist.AllreduceOptions())
-        options.reduceOp = native_op
+        options.reduceOp = plan.native_op
+
+        def finish(work: list[Tensor]) -> None:
+            plan.finish(work[1], work[0])
+            mine = work[0].view(self._size, -1)[self._rank]
+            out.detach().copy_(mine.view(out.shape))
+
         await self._collective(
-            "reduce_scatter", flat, lambda pg: pg.allreduce([work], options), op=op
+            "reduce_scatter",
+            out,
+            prepare=lambda: plan.prepare(torch.cat([flat_of(part) for part in parts])),
+            start=lambda pg, work: pg.allreduce([work[1]], options),
+            finish=finish,
+            op=op,
         )
-        finish(work, whole)
-        flat.copy_(whole.view(self._size, -1)[self._rank])
-        write_back(out, flat)
 
     async def all_to_all(self, outs: Sequence[Tensor], ins: Sequence[Tensor]) -> None:
         """Send ``ins[i]`` to member i."""
-        like = self._flat(ins[0]) if len(ins) else torch.empty(0)
-        gives = self._alike(ins, like, "ins")
-        takes = self._alike(outs, like, "outs")
-        give = torch.cat([as_bytes(g) for g in gives])
-        take = torch.empty_like(give)
+        like = self._checked(ins[0]) if len(ins) else torch.empty(0)
+        self._alike(ins, like, "ins")
+        self._alike(outs, like, "outs")
         options = self._options(dist.AllToAllOptions())
+
+        def prepare() -> list[Tensor]:
+            give = torch.cat([as_bytes(flat_of(tensor)) for tensor in ins])
+            return [give, torch.empty_like(give)]
+
+        def finish(work: list[Tensor]) -> None:
+            for out, part in zip(outs, work[1].view(self._size, -1), strict=True):
+                out.detach().copy_(part.view(out.dtype).view(out.shape))
+
         await self._collective(
             "all_to_all",
             like,
-            lambda pg: pg.alltoall_base(take, give, [], [], options),
+            prepare=prepare,
+            start=lambda pg, work: pg.alltoall_base(work[1], work[0], [], [], options),
+            finish=finish,
         )
-        for flat, part in zip(takes, take.view(self._size, -1), strict=True):
-            as_bytes(flat).copy_(part)
-        write_back_all(outs, takes)
 
     async def barrier(self) -> None:
         """Wait until every member is here."""
         nothing = torch.empty(0, dtype=torch.uint8, device=self._view.device)
         options = self._options(dist.BarrierOptions())
-        await self._collective("barrier", nothing, lambda pg: pg.barrier(options))
+        await self._collective(
+            "barrier",
+            nothing,
+            prepare=list,
+            start=lambda pg, _: pg.barrier(options),
+            finish=lambda _: None,
+        )
 
     def _options(self, options: Any) -> Any:
         options.timeout = self._limit
         return options
 
-    def _flat(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor`` flat and contiguous, as a view where that is possible."""
+    def _checked(self, tensor: Tensor) -> Tensor:
         tensor = self._on_device(tensor, "a collective's tensor")
         if tensor.dtype not in CODES:
             raise TensorMismatchError(f"tensors of {tensor.dtype} cannot be sent")
-        return tensor.resolve_conj().resolve_neg().contiguous().view(-1)
+        return tensor
 
     def _alike(
         self, tensors: Sequence[Tensor] | None, like: Tensor, what: str
@@ -371,30 +433,36 @@ class C10dBackend:
                 f"{what} holds {count} tensors; this world has {self._size} members, "
                 "give one tensor for each"
             )
-        flats = [self._flat(tensor) for tensor in tensors]
-        for index, flat in enumerate(flats):
-            if (flat.dtype, flat.numel()) != (like.dtype, like.numel()):
+        checked = [self._checked(tensor) for tensor in tensors]
+        for index, tensor in enumerate(checked):
+            if (tensor.dtype, tensor.numel()) != (like.dtype, like.numel()):
                 raise TensorMismatchError(
-                    f"{what}[{index}] holds {flat.numel()} of {flat.dtype}, wanted are "
-                    f"{like.numel()} of {like.dtype}"
+                    f"{what}[{index}] holds {tensor.numel()} of {tensor.dtype}, wanted "
+                    f"are {like.numel()} of {like.dtype}"
                 )
-        return flats
+        return checked
 
     async def _collective(
         self,
         kind: str,
         like: Tensor,
-        start: Callable[[Any], Any],
+        *,
+        prepare: Callable[[], list[Tensor]],
+        start: Callable[[Any, list[Tensor]], Any],
+        finish: Callable[[list[Tensor]], None],
         root: int = 0,
         op: ReduceOp | None = None,
     ) -> None:
-        """Agree on the operation, start it, and wait until it is done."""
+        """Agree on the operation, then prepare, start, await and finish it."""
         op_code = 0 if op is None else OP_CODES[op_name(op)]
         terms = [KINDS.index(kind), CODES[like.dtype], like.numel(), root, op_code]
+        size = size_of(like) * self._size
         try:
             async with self._turn:
                 await self._agree(terms)
-                await self._finish(start)
+                work = await offload(size, prepare)
+                await self._carry_out(lambda native: start(native, work))
+                await offload(size, finish, work)
         except asyncio.CancelledError:
             reason = f"rank {self._rank} cancelled {kind} half way"
             self._view.report(Failed(reason))
@@ -412,7 +480,7 @@ class C10dBackend:
                     "collectives in the same order, with equal dtypes and sizes"
                 )
 
-    async def _finish(self, start: Callable[[Any], Any]) -> None:
+    async def _carry_out(self, start: Callable[[Any], Any]) -> None:
         native = self._native()
         try:
             work = start(native)

@@ -8,6 +8,11 @@ import torch
 from torch import Tensor
 
 
+def flat_of(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` flat and contiguous, as a view where that is possible."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+
+
 def as_bytes(flat: Tensor) -> Tensor:
     """Return the memory of a contiguous tensor as bytes: any dtype can be moved."""
     return flat.view(-1).view(torch.uint8)

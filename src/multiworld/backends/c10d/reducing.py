@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,6 +28,8 @@ _ON_BOOL = {
     "BXOR": ReduceOp.BXOR,
 }
 
+_COMPLEX = (torch.complex64, torch.complex128)
+
 _NATIVE = (
     torch.float16,
     torch.bfloat16,
@@ -40,35 +41,42 @@ _NATIVE = (
     torch.int64,
 )
 
-Finish = Callable[[Tensor, Tensor], None]
 
-
-def reducible(flat: Tensor, op: ReduceOp, size: int) -> tuple[Tensor, Any, Finish]:
-    """Return what to reduce, with which operation, and how to bring the result back.
+class Reduction:
+    """How tensors like ``like`` are reduced by ``op``.
 
     Raises:
         UnsupportedOperationError: There is no way; all members find out alike.
     """
-    combiner(op, flat.cpu() if flat.device.type != "cpu" else flat)
-    name = op_name(op)
-    native = getattr(ReduceOp, "SUM" if name == "AVG" else name)
 
-    def finish(work: Tensor, result: Tensor) -> None:
-        if name == "AVG":
-            work.div_(size)
-        if work.data_ptr() != result.data_ptr():
-            result.copy_(work)  # a wider dtype; a view needs nothing
+    def __init__(self, like: Tensor, op: ReduceOp, size: int) -> None:
+        combiner(op, like)
+        self._name, self._size = op_name(op), size
+        name = "SUM" if self._name == "AVG" else self._name
+        self.native_op: Any = getattr(ReduceOp, name)
+        self._wider: torch.dtype | None = None
+        self._is_complex = like.dtype.is_complex
+        if like.dtype in _NATIVE:
+            return
+        if like.dtype is torch.bool:
+            self._wider, self.native_op = torch.uint8, _ON_BOOL[self._name]
+        elif like.dtype in _WIDER and self._name != "AVG":
+            self._wider = _WIDER[like.dtype]
+        elif like.dtype not in _COMPLEX or name != "SUM":
+            raise UnsupportedOperationError(
+                f"Gloo cannot reduce {like.dtype} by {self._name}; use "
+                "backend='direct', or convert"
+            )
 
-    if flat.dtype in _NATIVE:
-        return flat, native, finish
-    if flat.dtype is torch.bool:
-        return flat.to(torch.uint8), _ON_BOOL[name], finish
-    if flat.dtype in _WIDER and name != "AVG":
-        return flat.to(_WIDER[flat.dtype]), native, finish
-    if flat.dtype.is_complex and name in ("SUM", "AVG"):
-        work = torch.view_as_real(flat)
-        if work.dtype in _NATIVE:
-            return work, native, finish
-    raise UnsupportedOperationError(
-        f"Gloo cannot reduce {flat.dtype} by {name}; use backend='direct', or convert"
-    )
+    def prepare(self, flat: Tensor) -> list[Tensor]:
+        """Return ``flat``, and what Gloo is to reduce in its place."""
+        if self._wider is not None:
+            return [flat, flat.to(self._wider)]
+        return [flat, torch.view_as_real(flat) if self._is_complex else flat]
+
+    def finish(self, work: Tensor, flat: Tensor) -> None:
+        """Bring the result, in ``work``, into ``flat``."""
+        if self._name == "AVG":
+            work.div_(self._size)
+        if self._wider is not None:
+            flat.copy_(work)
