@@ -7,6 +7,26 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from multiworld.errors import TensorMismatchError
+
+
+def on_device(tensor: Tensor, device: torch.device, what: str) -> Tensor:
+    """Return ``tensor`` if it is a dense one on a device of ``device``'s type.
+
+    Raises:
+        TensorMismatchError: It is something else.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TensorMismatchError(
+            f"{what} must be a torch.Tensor, not {type(tensor).__name__}"
+        )
+    if tensor.device.type != device.type or tensor.layout is not torch.strided:
+        raise TensorMismatchError(
+            f"{what} is {tensor.layout} on {tensor.device}; this world carries dense "
+            f"tensors on {device.type!r}"
+        )
+    return tensor.detach()
+
 
 def flat_of(tensor: Tensor) -> Tensor:
     """Return ``tensor`` flat and contiguous, as a view where that is possible."""

@@ -1,0 +1,302 @@
+"""Collectives on a native group. Shell.
+
+Before each the members agree, over our own data path, on what they are about to do:
+Gloo kills the process when two members' sizes differ, and waits for ever when their
+operations do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
+from torch.distributed import ReduceOp
+
+from multiworld.backends.base import WorldView
+from multiworld.backends.c10d.flat import (
+    as_bytes,
+    flat_of,
+    on_device,
+    write_back,
+    write_back_all,
+)
+from multiworld.backends.c10d.reducing import Reduction
+from multiworld.backends.c10d.running import Runner
+from multiworld.backends.collectives import KINDS
+from multiworld.backends.direct.backend import DirectBackend
+from multiworld.backends.dtypes import CODES, DTYPES
+from multiworld.backends.offload import offload, size_of
+from multiworld.backends.reduction import OP_CODES, OP_NAMES, op_name
+from multiworld.errors import TensorMismatchError
+from multiworld.lifecycle import Failed
+
+
+class GroupCollectives:
+    """The collectives of one world on its native group."""
+
+    def __init__(self, view: WorldView, direct: DirectBackend, runner: Runner) -> None:
+        self._view, self._direct, self._runner = view, direct, runner
+        self._rank, self._size = view.rank, view.incarnation.size
+        self._turn = asyncio.Lock()
+        self._limit = timedelta(seconds=view.config.operation_s)
+
+    # Each is checked at once, and prepared, run and finished when it is its turn; what
+    # copies much does so in a thread.
+
+    async def broadcast(self, tensor: Tensor, src: int) -> None:
+        """Copy ``tensor`` of ``src`` into everybody's."""
+        options = self._options(dist.BroadcastOptions())
+        options.rootRank = src
+        await self._collective(
+            "broadcast",
+            self._checked(tensor),
+            prepare=lambda: [flat_of(tensor)],
+            start=lambda pg, work: pg.broadcast([as_bytes(work[0])], options),
+            finish=lambda work: write_back(tensor, work[0]),
+            root=src,
+        )
+
+    async def all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
+        """Reduce into everybody's ``tensor``."""
+        plan = Reduction(self._checked(tensor), op, self._size)
+        options = self._options(dist.AllreduceOptions())
+        options.reduceOp = plan.native_op
+
+        def finish(work: list[Tensor]) -> None:
+            plan.finish(work[1], work[0])
+            write_back(tensor, work[0])
+
+        await self._collective(
+            "all_reduce",
+            tensor,
+            prepare=lambda: plan.prepare(flat_of(tensor)),
+            start=lambda pg, work: pg.allreduce([work[1]], options),
+            finish=finish,
+            op=op,
+        )
+
+    async def reduce(self, tensor: Tensor, dst: int, op: ReduceOp) -> None:
+        """Reduce into ``tensor`` of ``dst``."""
+        plan = Reduction(self._checked(tensor), op, self._size)
+        options = self._options(dist.ReduceOptions())
+        options.reduceOp, options.rootRank = plan.native_op, dst
+        is_root = self._rank == dst
+
+        def prepare() -> list[Tensor]:
+            flat = flat_of(tensor)
+            return plan.prepare(flat if is_root else flat.clone())  # Gloo scribbles
+
+        def finish(work: list[Tensor]) -> None:
+            if is_root:
+                plan.finish(work[1], work[0])
+                write_back(tensor, work[0])
+
+        await self._collective(
+            "reduce",
+            tensor,
+            prepare=prepare,
+            start=lambda pg, work: pg.reduce([work[1]], options),
+            finish=finish,
+            root=dst,
+            op=op,
+        )
+
+    async def all_gather(self, outs: Sequence[Tensor], tensor: Tensor) -> None:
+        """Put every member's tensor into ``outs``."""
+        self._alike(outs, self._checked(tensor), "outs")
+        options = self._options(AllgatherOptions())
+        await self._collective(
+            "all_gather",
+            tensor,
+            prepare=lambda: [flat_of(tensor), *map(flat_of, outs)],
+            start=lambda pg, work: pg.allgather(
+                [[as_bytes(flat) for flat in work[1:]]], [as_bytes(work[0])], options
+            ),
+            finish=lambda work: write_back_all(outs, work[1:]),
+        )
+
+    async def gather(
+        self, tensor: Tensor, outs: Sequence[Tensor] | None, dst: int
+    ) -> None:
+        """Put every member's tensor into ``outs`` of ``dst``."""
+        self._checked(tensor)
+        is_root = self._rank == dst
+        targets = self._alike(outs, tensor, "outs") if is_root else []
+        options = self._options(dist.GatherOptions())
+        options.rootRank = dst
+
+        def start(pg: Any, work: list[Tensor]) -> Any:
+            views = [[as_bytes(flat) for flat in work[1:]]] if is_root else []
+            return pg.gather(views, [as_bytes(work[0])], options)
+
+        await self._collective(
+            "gather",
+            tensor,
+            prepare=lambda: [flat_of(tensor), *map(flat_of, targets)],
+            start=start,
+            finish=lambda work: write_back_all(targets, work[1:]),
+            root=dst,
+        )
+
+    async def scatter(
+        self, out: Tensor, tensors: Sequence[Tensor] | None, src: int
+    ) -> None:
+        """Put ``tensors[rank]`` of ``src`` into ``out``."""
+        self._checked(out)
+        is_root = self._rank == src
+        parts = self._alike(tensors, out, "tensors") if is_root else []
+        options = self._options(dist.ScatterOptions())
+        options.rootRank = src
+
+        def start(pg: Any, work: list[Tensor]) -> Any:
+            views = [[as_bytes(flat) for flat in work[1:]]] if is_root else []
+            return pg.scatter([as_bytes(work[0])], views, options)
+
+        await self._collective(
+            "scatter",
+            out,
+            prepare=lambda: [flat_of(out), *map(flat_of, parts)],
+            start=start,
+            finish=lambda work: write_back(out, work[0]),
+            root=src,
+        )
+
+    async def reduce_scatter(
+        self, out: Tensor, tensors: Sequence[Tensor], op: ReduceOp
+    ) -> None:
+        """Reduce ``tensors[i]`` of all into ``out`` of member i.
+
+        Over an all-reduce: Gloo's own cannot report that it is done.
+        """
+        plan = Reduction(self._checked(out), op, self._size)
+        parts = self._alike(tensors, out, "tensors")
+        options = self._options(dist.AllreduceOptions())
+        options.reduceOp = plan.native_op
+
+        def finish(work: list[Tensor]) -> None:
+            plan.finish(work[1], work[0])
+            mine = work[0].view(self._size, -1)[self._rank]
+            out.detach().copy_(mine.view(out.shape))
+
+        await self._collective(
+            "reduce_scatter",
+            out,
+            prepare=lambda: plan.prepare(torch.cat([flat_of(part) for part in parts])),
+            start=lambda pg, work: pg.allreduce([work[1]], options),
+            finish=finish,
+            op=op,
+        )
+
+    async def all_to_all(self, outs: Sequence[Tensor], ins: Sequence[Tensor]) -> None:
+        """Send ``ins[i]`` to member i."""
+        like = self._checked(ins[0]) if len(ins) else torch.empty(0)
+        self._alike(ins, like, "ins")
+        self._alike(outs, like, "outs")
+        options = self._options(dist.AllToAllOptions())
+
+        def prepare() -> list[Tensor]:
+            give = torch.cat([as_bytes(flat_of(tensor)) for tensor in ins])
+            return [give, torch.empty_like(give)]
+
+        def finish(work: list[Tensor]) -> None:
+            for out, part in zip(outs, work[1].view(self._size, -1), strict=True):
+                out.detach().copy_(part.view(out.dtype).view(out.shape))
+
+        await self._collective(
+            "all_to_all",
+            like,
+            prepare=prepare,
+            start=lambda pg, work: pg.alltoall_base(work[1], work[0], [], [], options),
+            finish=finish,
+        )
+
+    async def barrier(self) -> None:
+        """Wait until every member is here."""
+        nothing = torch.empty(0, dtype=torch.uint8, device=self._view.device)
+        options = self._options(dist.BarrierOptions())
+        await self._collective(
+            "barrier",
+            nothing,
+            prepare=list,
+            start=lambda pg, _: pg.barrier(options),
+            finish=lambda _: None,
+        )
+
+    def _options(self, options: Any) -> Any:
+        options.timeout = self._limit
+        return options
+
+    def _checked(self, tensor: Tensor) -> Tensor:
+        tensor = on_device(tensor, self._view.device, "a collective's tensor")
+        if tensor.dtype not in CODES:
+            raise TensorMismatchError(f"tensors of {tensor.dtype} cannot be sent")
+        return tensor
+
+    def _alike(
+        self, tensors: Sequence[Tensor] | None, like: Tensor, what: str
+    ) -> list[Tensor]:
+        count = 0 if tensors is None else len(tensors)
+        if tensors is None or count != self._size:
+            raise TensorMismatchError(
+                f"{what} holds {count} tensors; this world has {self._size} members, "
+                "give one tensor for each"
+            )
+        checked = [self._checked(tensor) for tensor in tensors]
+        for index, tensor in enumerate(checked):
+            if (tensor.dtype, tensor.numel()) != (like.dtype, like.numel()):
+                raise TensorMismatchError(
+                    f"{what}[{index}] holds {tensor.numel()} of {tensor.dtype}, wanted "
+                    f"are {like.numel()} of {like.dtype}"
+                )
+        return checked
+
+    async def _collective(
+        self,
+        kind: str,
+        like: Tensor,
+        *,
+        prepare: Callable[[], list[Tensor]],
+        start: Callable[[Any, list[Tensor]], Any],
+        finish: Callable[[list[Tensor]], None],
+        root: int = 0,
+        op: ReduceOp | None = None,
+    ) -> None:
+        """Agree on the operation, then prepare, start, await and finish it."""
+        op_code = 0 if op is None else OP_CODES[op_name(op)]
+        terms = [KINDS.index(kind), CODES[like.dtype], like.numel(), root, op_code]
+        size = size_of(like) * self._size
+        try:
+            async with self._turn:
+                await self._agree(terms)
+                work = await offload(size, prepare)
+                await self._runner.carry_out(lambda native: start(native, work))
+                await offload(size, finish, work)
+        except asyncio.CancelledError:
+            reason = f"rank {self._rank} cancelled {kind} half way"
+            self._view.report(Failed(reason))
+            raise
+
+    async def _agree(self, terms: list[int]) -> None:
+        mine = torch.tensor(terms)
+        outs = [torch.empty_like(mine) for _ in range(self._size)]
+        await self._direct.all_gather(outs, mine)
+        for rank, theirs in enumerate(outs):
+            if theirs.tolist() != terms:
+                raise TensorMismatchError(
+                    f"rank {self._rank} is in {_say(terms)}, rank {rank} in "
+                    f"{_say(theirs.tolist())}; all members must call the same "
+                    "collectives in the same order, with equal dtypes and sizes"
+                )
+
+
+def _say(terms: list[int]) -> str:
+    kind, code, count, root, op = terms
+    operation = f", {OP_NAMES[op]}" if op in OP_NAMES else ""
+    dtype = str(DTYPES.get(code, code)).removeprefix("torch.")
+    return f"{KINDS[kind]} of {count} {dtype}, root {root}{operation}"
