@@ -94,6 +94,7 @@ class World:
         self.rank, self.size = life.rank, incarnation.size
         self.backend_name = life.backend_name
         self._life = life
+        self._collectives = life.backend.collectives
         self._pending = _Pending()
 
     def __repr__(self) -> str:
@@ -281,7 +282,7 @@ class World:
         world breaks, and no other. So for every collective.
         """
         with self._operation(src, self_too=True):
-            await self._life.backend.broadcast(tensor, src)
+            await self._collectives.broadcast(tensor, src)
         return tensor
 
     async def all_reduce(self, tensor: Tensor, op: Any = ReduceOp.SUM) -> Tensor:
@@ -297,7 +298,7 @@ class World:
         Cancellation: as for ``broadcast``.
         """
         with self._operation():
-            await self._life.backend.all_reduce(tensor, op)
+            await self._collectives.all_reduce(tensor, op)
         return tensor
 
     async def reduce(
@@ -310,7 +311,7 @@ class World:
         Cancellation: as for ``broadcast``.
         """
         with self._operation(dst, self_too=True):
-            await self._life.backend.reduce(tensor, dst, op)
+            await self._collectives.reduce(tensor, dst, op)
         return tensor
 
     async def all_gather(
@@ -322,7 +323,7 @@ class World:
         """
         with self._operation():
             outs = self._like(tensor) if outs is None else outs
-            await self._life.backend.all_gather(outs, tensor)
+            await self._collectives.all_gather(outs, tensor)
         return list(outs)
 
     async def gather(
@@ -337,7 +338,7 @@ class World:
                 outs = None
             elif outs is None:
                 outs = self._like(tensor)
-            await self._life.backend.gather(tensor, outs, dst)
+            await self._collectives.gather(tensor, outs, dst)
         return None if outs is None else list(outs)
 
     async def scatter(
@@ -353,7 +354,7 @@ class World:
         Cancellation: as for ``broadcast``.
         """
         with self._operation(src, self_too=True):
-            await self._life.backend.scatter(
+            await self._collectives.scatter(
                 out, tensors if self.rank == src else None, src
             )
         return out
@@ -366,7 +367,7 @@ class World:
         Cancellation: as for ``broadcast``.
         """
         with self._operation():
-            await self._life.backend.reduce_scatter(out, tensors, op)
+            await self._collectives.reduce_scatter(out, tensors, op)
         return out
 
     async def all_to_all(
@@ -381,7 +382,7 @@ class World:
         Cancellation: as for ``broadcast``.
         """
         with self._operation():
-            await self._life.backend.all_to_all(outs, ins)
+            await self._collectives.all_to_all(outs, ins)
         return list(outs)
 
     async def barrier(self) -> None:
@@ -390,7 +391,7 @@ class World:
         Cancellation: as for ``broadcast``.
         """
         with self._operation():
-            await self._life.backend.barrier()
+            await self._collectives.barrier()
 
     # c10d.
 

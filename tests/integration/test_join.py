@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
 
 import pytest
 import torch
@@ -34,12 +35,25 @@ LONG = WorldConfig(join_s=20.0)
 
 
 @pytest.fixture
-async def store() -> AsyncIterator[str]:
-    """Return the address of a store that stands alone; checks for leaks."""
+async def server() -> AsyncIterator[StoreServer]:
+    """Return a store that stands alone; checks for leaks."""
     async with no_leaks(allow=("asyncio_",)):
         server = await StoreServer.listen("127.0.0.1", 0)
-        yield f"tcp://127.0.0.1:{server.port}"
+        yield server
         await server.close()
+
+
+@pytest.fixture
+def store(server: StoreServer) -> str:
+    """Return its address."""
+    return f"tcp://127.0.0.1:{server.port}"
+
+
+async def one_waits(server: StoreServer) -> None:
+    """Wait until a claim has reached the store and waits there."""
+    async with asyncio.timeout(10):
+        while not server.waiting_count:
+            await asyncio.sleep(0)
 
 
 async def pair(one: WorldManager, two: WorldManager, name: str, store: str) -> None:
@@ -111,11 +125,11 @@ async def _echo(manager: WorldManager) -> None:
         await world.send(await world.recv(src=0), dst=0)
 
 
-async def test_rank_that_waits_is_taken_too(store: str) -> None:
+async def test_rank_that_waits_is_taken_too(server: StoreServer, store: str) -> None:
     """Two claims on one rank of a world that is gathering."""
     async with WorldManager(config=SHORT) as one, WorldManager() as two:
         waiting = asyncio.ensure_future(one.join("w", rank=0, size=2, store=store))
-        await asyncio.sleep(0.2)
+        await one_waits(server)
         with pytest.raises(RankTakenError):
             await two.join("w", rank=0, size=2, store=store)
         with pytest.raises(JoinTimeoutError):
@@ -179,13 +193,13 @@ async def test_store_of_another_version_is_named() -> None:
 
 
 async def test_member_of_another_version_is_named_to_those_who_wait(
-    store: str,
+    server: StoreServer, store: str
 ) -> None:
     """It can never come: they learn it at once."""
     host, _, port = store.removeprefix("tcp://").partition(":")
     async with WorldManager(config=LONG) as manager:
         waiting = asyncio.ensure_future(manager.join("w", rank=0, size=2, store=store))
-        await asyncio.sleep(0.2)
+        await one_waits(server)
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(frames.encode({"multiworld": 99, "world": "w"}))
         assert (await frames.read(reader))["ok"] is False
@@ -223,11 +237,13 @@ async def test_garbage_on_the_store_disturbs_nobody(store: str) -> None:
         await pair(one, two, "w", store)
 
 
-async def test_cancelled_join_leaves_nothing_behind(store: str) -> None:
+async def test_cancelled_join_leaves_nothing_behind(
+    server: StoreServer, store: str
+) -> None:
     """The rank is free again."""
     async with WorldManager() as one, WorldManager() as two, WorldManager() as three:
         joining = asyncio.ensure_future(one.join("w", rank=0, size=2, store=store))
-        await asyncio.sleep(0.2)
+        await one_waits(server)
         joining.cancel()
         await asyncio.gather(joining, return_exceptions=True)
         assert one.worlds == {}
@@ -235,11 +251,13 @@ async def test_cancelled_join_leaves_nothing_behind(store: str) -> None:
         await pair(one, two, "v", store)
 
 
-async def test_join_when_the_manager_closes_then_it_says_so(store: str) -> None:
+async def test_join_when_the_manager_closes_then_it_says_so(
+    server: StoreServer, store: str
+) -> None:
     """And not as if somebody had cancelled the caller."""
     manager = WorldManager()
     joining = asyncio.ensure_future(manager.join("w", rank=0, size=2, store=store))
-    await asyncio.sleep(0.1)
+    await one_waits(server)
     await manager.close()
     with pytest.raises(WorldClosedError, match="closed"):
         await joining
@@ -251,13 +269,18 @@ async def test_member_that_gives_up_while_joining_fails_the_others_at_once(
     """They need not wait for the deadline."""
     async with WorldManager(config=LONG) as one, WorldManager(config=LONG) as two:
         with monkeypatch.context() as patch:
-            never = asyncio.Event()
-            patch.setattr(type(two.watchdog), "lane", lambda *_: never.wait())
+            never, reached = asyncio.Event(), asyncio.Event()
+
+            def stuck(*_: object) -> Coroutine[Any, Any, bool]:
+                reached.set()
+                return never.wait()
+
+            patch.setattr(type(two.watchdog), "lane", stuck)
             joins = [
                 asyncio.ensure_future(manager.join("w", rank=rank, size=2, store=store))
                 for rank, manager in enumerate((one, two))
             ]
-            await asyncio.sleep(0.3)
+            await reached.wait()
             joins[1].cancel()
             async with asyncio.timeout(5):
                 with pytest.raises(WorldBrokenError, match="gave up"):

@@ -95,36 +95,11 @@ class WorldView(Protocol):
         """Return a fresh error for an operation that needs a member that left."""
 
 
-class Backend(Protocol):
-    """One world's way of moving tensors.
+class CollectiveOperations(Protocol):
+    """What all members of one world do together; each calls the same.
 
-    Ranks were checked by the caller. Every operation raises ``TensorMismatchError`` on
-    a message it cannot take, and whatever ``abort`` was given once that was called.
-    Unless its docstring says otherwise, cancelling an operation breaks the world.
+    Raises ``TensorMismatchError`` where they do not. Cancelling one breaks the world.
     """
-
-    async def open(self) -> None:
-        """Connect to the other members."""
-
-    async def send(self, tensor: Tensor, dst: int, tag: int) -> None:
-        """Send one tensor."""
-
-    async def recv(self, out: Tensor | None, src: int | None, tag: int) -> Received:
-        """Receive one tensor, from anybody if ``src`` is None."""
-
-    async def send_bundle(
-        self, tensors: Mapping[str, Tensor], meta: Meta, dst: int, tag: int
-    ) -> None:
-        """Send several tensors as one message."""
-
-    async def recv_bundle(self, src: int | None, tag: int) -> Bundle:
-        """Receive several tensors."""
-
-    async def send_object(self, obj: Any, dst: int, tag: int) -> None:
-        """Send plain data."""
-
-    async def recv_object(self, src: int | None, tag: int) -> Any:
-        """Receive plain data."""
 
     async def broadcast(self, tensor: Tensor, src: int) -> None:
         """Copy ``tensor`` of ``src`` into everybody's."""
@@ -158,6 +133,42 @@ class Backend(Protocol):
 
     async def barrier(self) -> None:
         """Wait until every member is here."""
+
+
+class Backend(Protocol):
+    """One world's way of moving tensors.
+
+    Ranks were checked by the caller. Every operation raises ``TensorMismatchError`` on
+    a message it cannot take, and whatever ``abort`` was given once that was called.
+    Unless its docstring says otherwise, cancelling an operation breaks the world.
+    """
+
+    async def open(self) -> None:
+        """Connect to the other members."""
+
+    async def send(self, tensor: Tensor, dst: int, tag: int) -> None:
+        """Send one tensor."""
+
+    async def recv(self, out: Tensor | None, src: int | None, tag: int) -> Received:
+        """Receive one tensor, from anybody if ``src`` is None."""
+
+    async def send_bundle(
+        self, tensors: Mapping[str, Tensor], meta: Meta, dst: int, tag: int
+    ) -> None:
+        """Send several tensors as one message."""
+
+    async def recv_bundle(self, src: int | None, tag: int) -> Bundle:
+        """Receive several tensors."""
+
+    async def send_object(self, obj: Any, dst: int, tag: int) -> None:
+        """Send plain data."""
+
+    async def recv_object(self, src: int | None, tag: int) -> Any:
+        """Receive plain data."""
+
+    @property
+    def collectives(self) -> CollectiveOperations:
+        """The operations of all members together."""
 
     def on_message(self, rank: int, message: dict[str, Any]) -> None:
         """Take a control message of another member's backend."""

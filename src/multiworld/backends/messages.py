@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed import ProcessGroup
 
 from multiworld.backends.base import Bundle, Meta, Received, WorldView
 from multiworld.backends.channel import Channel, Lane
@@ -52,7 +52,7 @@ class MessageBackend:
         self._others = others
         self._p2p = Channel(others, budget)
         self._collective = Channel(others, budget)
-        self._collectives = Collectives(view, self._collective, self._collective_lane)
+        self.collectives = Collectives(view, self._collective, self._collective_lane)
         self._opening: dict[int, asyncio.Task[Lane]] = {}
         self._turns: dict[int, asyncio.Lock] = {}
         self._in_turn: dict[int, int] = {}
@@ -189,49 +189,7 @@ class MessageBackend:
         arrival = await self._p2p.wait(receive)
         return decode_object(bytes(arrival.memory))
 
-    # Collectives.
-
-    async def broadcast(self, tensor: Tensor, src: int) -> None:
-        """Copy ``tensor`` of ``src`` into everybody's (binomial tree)."""
-        await self._collectives.broadcast(tensor, src)
-
-    async def all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
-        """Reduce into everybody's ``tensor`` (recursive doubling, or a ring)."""
-        await self._collectives.all_reduce(tensor, op)
-
-    async def reduce(self, tensor: Tensor, dst: int, op: ReduceOp) -> None:
-        """Reduce into ``tensor`` of ``dst`` (binomial tree)."""
-        await self._collectives.reduce(tensor, dst, op)
-
-    async def all_gather(self, outs: Sequence[Tensor], tensor: Tensor) -> None:
-        """Put every member's tensor into ``outs`` (ring)."""
-        await self._collectives.all_gather(outs, tensor)
-
-    async def gather(
-        self, tensor: Tensor, outs: Sequence[Tensor] | None, dst: int
-    ) -> None:
-        """Put every member's tensor into ``outs`` of ``dst``."""
-        await self._collectives.gather(tensor, outs, dst)
-
-    async def scatter(
-        self, out: Tensor, tensors: Sequence[Tensor] | None, src: int
-    ) -> None:
-        """Put ``tensors[rank]`` of ``src`` into ``out``."""
-        await self._collectives.scatter(out, tensors, src)
-
-    async def reduce_scatter(
-        self, out: Tensor, tensors: Sequence[Tensor], op: ReduceOp
-    ) -> None:
-        """Reduce ``tensors[i]`` of all into ``out`` of member i (ring)."""
-        await self._collectives.reduce_scatter(out, tensors, op)
-
-    async def all_to_all(self, outs: Sequence[Tensor], ins: Sequence[Tensor]) -> None:
-        """Send ``ins[i]`` to member i (pairwise exchange)."""
-        await self._collectives.all_to_all(outs, ins)
-
-    async def barrier(self) -> None:
-        """Wait until every member is here (dissemination)."""
-        await self._collectives.barrier()
+    # Collectives' lanes.
 
     async def _collective_lane(self, rank: int) -> None:
         """Open the lane for collectives with ``rank``, at the first need."""
@@ -289,7 +247,7 @@ class MessageBackend:
         if message.get("op") == "lane":
             self._start_opening(rank)
         elif message.get("op") == "uncollective":
-            self._collectives.end_from(int(message["number"]), int(message["left"]))
+            self.collectives.end_from(int(message["number"]), int(message["left"]))
 
     # The end.
 

@@ -187,6 +187,10 @@ class Registry:
                 return self._tick(now)
         return []
 
+    def waiting_count(self) -> int:
+        """Return how many claims wait for other members."""
+        return sum(len(world.forming) for _, world in self._waiting_worlds())
+
     def next_deadline(self) -> float | None:
         """Return when ``Ticked`` is wanted next, or None."""
         deadlines = [

@@ -68,6 +68,11 @@ class StoreServer:
         port: int = self._sockets[0].getsockname()[1]
         return port
 
+    @property
+    def waiting_count(self) -> int:
+        """How many claims wait for other members."""
+        return self._service.waiting_count
+
     def filenos(self) -> list[int]:
         """Return the descriptors that a forked child must close."""
         accepted = [writer.get_extra_info("socket") for writer in self._writers]

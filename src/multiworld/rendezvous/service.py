@@ -36,6 +36,11 @@ class StoreService:
         """How many sessions are open."""
         return len(self._sessions)
 
+    @property
+    def waiting_count(self) -> int:
+        """How many claims wait for other members."""
+        return self._registry.waiting_count()
+
     def is_on_this_loop(self) -> bool:
         """False for a store left over from an event loop that has ended."""
         return self._loop is asyncio.get_running_loop()

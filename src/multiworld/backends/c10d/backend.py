@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed import ProcessGroup
 
 from multiworld.backends.base import Bundle, Meta, Received, WorldView
 from multiworld.backends.c10d.collectives import GroupCollectives
@@ -46,7 +46,7 @@ class C10dBackend:
         self._loop = asyncio.get_running_loop()
         self._direct = DirectBackend(view)
         self._runner = Runner(view, name)
-        self._collectives = GroupCollectives(view, self._direct, self._runner)
+        self.collectives = GroupCollectives(view, self._direct, self._runner)
         self._public: ProcessGroup | None = None
         self._sending: dict[tuple[int, int], asyncio.Lock] = defaultdict(asyncio.Lock)
         self._receiving: dict[tuple[int, int], asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -198,50 +198,6 @@ class C10dBackend:
     async def recv_object(self, src: int | None, tag: int) -> Any:
         """Receive plain data over our own data path."""
         return await self._direct.recv_object(src, tag)
-
-    # Collectives.
-
-    async def broadcast(self, tensor: Tensor, src: int) -> None:
-        """Copy ``tensor`` of ``src`` into everybody's."""
-        await self._collectives.broadcast(tensor, src)
-
-    async def all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
-        """Reduce into everybody's ``tensor``."""
-        await self._collectives.all_reduce(tensor, op)
-
-    async def reduce(self, tensor: Tensor, dst: int, op: ReduceOp) -> None:
-        """Reduce into ``tensor`` of ``dst``."""
-        await self._collectives.reduce(tensor, dst, op)
-
-    async def all_gather(self, outs: Sequence[Tensor], tensor: Tensor) -> None:
-        """Put every member's tensor into ``outs``."""
-        await self._collectives.all_gather(outs, tensor)
-
-    async def gather(
-        self, tensor: Tensor, outs: Sequence[Tensor] | None, dst: int
-    ) -> None:
-        """Put every member's tensor into ``outs`` of ``dst``."""
-        await self._collectives.gather(tensor, outs, dst)
-
-    async def scatter(
-        self, out: Tensor, tensors: Sequence[Tensor] | None, src: int
-    ) -> None:
-        """Put ``tensors[rank]`` of ``src`` into ``out``."""
-        await self._collectives.scatter(out, tensors, src)
-
-    async def reduce_scatter(
-        self, out: Tensor, tensors: Sequence[Tensor], op: ReduceOp
-    ) -> None:
-        """Reduce ``tensors[i]`` of all into ``out`` of member i."""
-        await self._collectives.reduce_scatter(out, tensors, op)
-
-    async def all_to_all(self, outs: Sequence[Tensor], ins: Sequence[Tensor]) -> None:
-        """Send ``ins[i]`` to member i."""
-        await self._collectives.all_to_all(outs, ins)
-
-    async def barrier(self) -> None:
-        """Wait until every member is here."""
-        await self._collectives.barrier()
 
     # The rest.
 

@@ -285,7 +285,7 @@ class GroupCollectives:
     async def _agree(self, terms: list[int]) -> None:
         mine = torch.tensor(terms)
         outs = [torch.empty_like(mine) for _ in range(self._size)]
-        await self._direct.all_gather(outs, mine)
+        await self._direct.collectives.all_gather(outs, mine)
         for rank, theirs in enumerate(outs):
             if theirs.tolist() != terms:
                 raise TensorMismatchError(
