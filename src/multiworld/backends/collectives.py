@@ -447,7 +447,9 @@ class Collectives:
     async def _finish(self, receive: Receive, flat: Tensor) -> None:
         arrival = await self._channel.wait(receive)
         if not arrival.is_borrowed:
-            await offload(size_of(flat), _move, memory_of(flat), arrival.memory)
+            source = arrival.tensor.view(-1).view(torch.uint8)
+            target = flat.view(torch.uint8)
+            await offload(size_of(flat), target.copy_, source)
 
     async def _receive_into(self, operation: Operation, src: int, flat: Tensor) -> None:
         await self._finish(self._post(operation, src, flat), flat)
@@ -495,10 +497,6 @@ class Collectives:
                     f"are {like.numel()} of {like.dtype}"
                 )
         return checked
-
-
-def _move(target: memoryview, source: memoryview) -> None:
-    target[:] = source
 
 
 def _checked(tensor: Tensor) -> Tensor:

@@ -72,9 +72,11 @@ class Arrival:
         if not self.is_borrowed:
             return
         tensor = allocate(self.description)
-        memory = memory_of(tensor)
-        memory[: self.received] = self.memory[: self.received]
-        self.tensor, self.memory, self.is_borrowed = tensor, memory, False
+        source = self.tensor.view(-1).view(torch.uint8)[: self.received]
+        # By torch and not by memoryview, which would hold the GIL meanwhile.
+        tensor.view(-1).view(torch.uint8)[: self.received].copy_(source)
+        self.tensor, self.memory = tensor, memory_of(tensor)
+        self.is_borrowed = False
 
 
 def allocate(description: Description) -> Tensor:

@@ -443,12 +443,11 @@ class Layout:
     def pack(self) -> Tensor:
         """Return one tensor of bytes that holds the manifest and all tensors."""
         packed = torch.empty(self.size, dtype=torch.uint8)
-        memory = memory_of(packed)
-        memory[: len(self.manifest)] = self.manifest
+        memory_of(packed)[: len(self.manifest)] = self.manifest
         for begin, tensor in self.pieces:
-            flat = plain(tensor)
-            source = memory_of(flat)
-            memory[begin : begin + len(source)] = source
+            source = plain(tensor).view(-1).view(torch.uint8)
+            # By torch and not by memoryview, which would hold the GIL meanwhile.
+            packed[begin : begin + len(source)].copy_(source)
         return packed
 
 
