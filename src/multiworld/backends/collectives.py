@@ -31,6 +31,7 @@ from multiworld.backends.dtypes import (
     is_plain,
     memory_of,
     plain,
+    require_alike,
     require_host,
 )
 from multiworld.backends.mailbox import Description, Receive
@@ -483,20 +484,7 @@ class Collectives:
         self, tensors: Sequence[Tensor] | None, like: Tensor, what: str
     ) -> list[Tensor]:
         """Return ``tensors`` if there is one like ``like`` for each rank."""
-        count = 0 if tensors is None else len(tensors)
-        if tensors is None or count != self._size:
-            raise TensorMismatchError(
-                f"{what} holds {count} tensors; this world has {self._size} members, "
-                "give one tensor for each"
-            )
-        checked = [_checked(tensor) for tensor in tensors]
-        for rank, tensor in enumerate(checked):
-            if (tensor.dtype, tensor.numel()) != (like.dtype, like.numel()):
-                raise TensorMismatchError(
-                    f"{what}[{rank}] holds {tensor.numel()} of {tensor.dtype}, wanted "
-                    f"are {like.numel()} of {like.dtype}"
-                )
-        return checked
+        return require_alike(tensors, like, self._size, what, _checked)
 
 
 def _checked(tensor: Tensor) -> Tensor:

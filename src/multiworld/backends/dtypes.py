@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -101,6 +102,35 @@ def require_host(tensor: object, what: str) -> Tensor:
             "(.to_dense(), .dequantize())"
         )
     return tensor.detach() if tensor.requires_grad else tensor
+
+
+def require_alike(
+    tensors: Sequence[Tensor] | None,
+    like: Tensor,
+    size: int,
+    what: str,
+    check: Callable[[Tensor], Tensor],
+) -> list[Tensor]:
+    """Return ``tensors``, each through ``check``, if there is one for each rank.
+
+    Raises:
+        TensorMismatchError: There are more or fewer than ``size``, or one is not of the
+            dtype and number of elements of ``like``.
+    """
+    count = 0 if tensors is None else len(tensors)
+    if tensors is None or count != size:
+        raise TensorMismatchError(
+            f"{what} holds {count} tensors; this world has {size} members, give one "
+            "tensor for each"
+        )
+    checked = [check(tensor) for tensor in tensors]
+    for rank, tensor in enumerate(checked):
+        if (tensor.dtype, tensor.numel()) != (like.dtype, like.numel()):
+            raise TensorMismatchError(
+                f"{what}[{rank}] holds {tensor.numel()} of {tensor.dtype}, wanted are "
+                f"{like.numel()} of {like.dtype}"
+            )
+    return checked
 
 
 def is_plain(tensor: Tensor) -> bool:

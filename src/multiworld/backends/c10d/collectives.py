@@ -30,7 +30,7 @@ from multiworld.backends.c10d.reducing import Reduction
 from multiworld.backends.c10d.running import Runner
 from multiworld.backends.collectives import KINDS
 from multiworld.backends.direct.backend import DirectBackend
-from multiworld.backends.dtypes import CODES, DTYPES
+from multiworld.backends.dtypes import CODES, DTYPES, require_alike
 from multiworld.backends.offload import offload, size_of
 from multiworld.backends.reduction import OP_CODES, OP_NAMES, op_name
 from multiworld.errors import TensorMismatchError
@@ -241,20 +241,7 @@ class GroupCollectives:
     def _alike(
         self, tensors: Sequence[Tensor] | None, like: Tensor, what: str
     ) -> list[Tensor]:
-        count = 0 if tensors is None else len(tensors)
-        if tensors is None or count != self._size:
-            raise TensorMismatchError(
-                f"{what} holds {count} tensors; this world has {self._size} members, "
-                "give one tensor for each"
-            )
-        checked = [self._checked(tensor) for tensor in tensors]
-        for index, tensor in enumerate(checked):
-            if (tensor.dtype, tensor.numel()) != (like.dtype, like.numel()):
-                raise TensorMismatchError(
-                    f"{what}[{index}] holds {tensor.numel()} of {tensor.dtype}, wanted "
-                    f"are {like.numel()} of {like.dtype}"
-                )
-        return checked
+        return require_alike(tensors, like, self._size, what, self._checked)
 
     async def _collective(
         self,
