@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import logging
@@ -10,6 +11,8 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 from multiworld import heartbeat
@@ -19,16 +22,43 @@ logger = logging.getLogger("multiworld.watchdog")
 Mode = Literal["process", "thread"]
 
 
-class Heart:
-    """Starts, feeds and replaces whoever beats for this process."""
+OnReport = Callable[[int, "Report"], None]
 
-    def __init__(self) -> None:
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the helper heard of a peer.
+
+    Attributes:
+        state: The peer's process, as its own helper sees it.
+        doing: What the thread of its event loop does.
+        lag_s: Seconds since its event loop turned, when it said so.
+        heard_us_s: Seconds since it heard this process, or None: never yet.
+        at: When the beat arrived, in monotonic seconds.
+    """
+
+    state: int
+    doing: int
+    lag_s: float
+    heard_us_s: float | None
+    at: float
+
+
+class Heart:
+    """Starts, feeds and replaces whoever beats for this process.
+
+    Args:
+        on_report: Called on the event loop for every beat that came.
+    """
+
+    def __init__(self, on_report: OnReport) -> None:
+        self._on_report = on_report
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         self._mode: Mode = "process"
-        self._sockets: dict[int, socket.socket] = {}
-        self._keys = itertools.count(1)
+        self._sockets: dict[int, tuple[socket.socket, bytes]] = {}
+        self._numbers = itertools.count(1)
         self._unsent: set[int] = set()
 
     @property
@@ -36,19 +66,43 @@ class Heart:
         """The helper process, for messages and tests."""
         return None if self._process is None else self._process.pid
 
-    def add(self, sock: socket.socket, mode: Mode) -> int:
-        """Let beats go out on ``sock`` (the caller keeps and closes its own copy)."""
+    def add(self, sock: socket.socket, key: bytes, mode: Mode) -> int:
+        """Let beats go both ways on ``sock``, sealed with ``key`` (32 bytes).
+
+        The caller keeps and closes its own copy, and reads nothing from it. Returns
+        the number that reports carry.
+        """
         if self._control is None:
             self._start(mode)
-        key = next(self._keys)
-        self._sockets[key] = sock
-        self._pass(key, sock)
-        return key
+        number = next(self._numbers)
+        self._sockets[number] = sock, key
+        self._pass(number)
+        return number
 
-    def remove(self, key: int) -> None:
+    def remove(self, number: int) -> None:
         """End the beats on a socket."""
-        if self._sockets.pop(key, None) is not None:
-            self._order(heartbeat.encode_order(heartbeat.REMOVE, key))
+        if self._sockets.pop(number, None) is not None:
+            self._order(heartbeat.encode_order(heartbeat.REMOVE, number))
+
+    def listen(self) -> None:
+        """Take the reports that wait, without waiting for the loop."""
+        while self._control is not None:
+            try:
+                message = self._control.recv(heartbeat.READ_BYTES)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError:
+                message = b""
+            if not message:
+                # The helper ended; the next tick starts another.
+                asyncio.get_running_loop().remove_reader(self._control.fileno())
+                return
+            for number, state, doing, lag, heard, at in heartbeat.REPORT.iter_unpack(
+                message
+            ):
+                heard_us_s = None if heard == heartbeat.NEVER_MS else heard / 1000
+                report = Report(state, doing, lag / 1000, heard_us_s, at)
+                self._on_report(number, report)
 
     def tick(self) -> None:
         """Give a sign that the event loop turns; replace a helper that died."""
@@ -61,8 +115,8 @@ class Heart:
             )
             self._restart()
         unsent, self._unsent = self._unsent, set()
-        for key in unsent & self._sockets.keys():
-            self._pass(key, self._sockets[key])
+        for number in unsent & self._sockets.keys():
+            self._pass(number)
         self._order(heartbeat.encode_order(heartbeat.TICK))
 
     def filenos(self) -> list[int]:
@@ -77,14 +131,15 @@ class Heart:
     def _restart(self) -> None:
         self._stop()
         self._start(self._mode)
-        for key, sock in self._sockets.items():
-            self._pass(key, sock)
+        for number in self._sockets:
+            self._pass(number)
 
     def _start(self, mode: Mode) -> None:
         self._mode = mode
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         self._control = ours
+        asyncio.get_running_loop().add_reader(ours.fileno(), self.listen)
         if mode == "thread":
             beater = heartbeat.Beater(theirs, owner=None)
             self._thread = threading.Thread(
@@ -95,9 +150,10 @@ class Heart:
         # A session of its own: a Ctrl-C at the terminal is for the program, not for
         # its helper, which ends with it anyway.
         command = [sys.executable, "-I", "-S", "-E", heartbeat.__file__]
+        thread = str(threading.get_native_id())
         with theirs:
             self._process = subprocess.Popen(
-                [*command, str(theirs.fileno()), str(os.getpid())],
+                [*command, str(theirs.fileno()), str(os.getpid()), thread],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -106,6 +162,8 @@ class Heart:
 
     def _stop(self) -> None:
         if self._control is not None:
+            with contextlib.suppress(RuntimeError):  # no loop runs any more
+                asyncio.get_running_loop().remove_reader(self._control.fileno())
             self._control.close()
             self._control = None
         if self._process is not None:
@@ -116,13 +174,14 @@ class Heart:
             self._thread.join(timeout=heartbeat.BEAT_S * 5)
             self._thread = None
 
-    def _pass(self, key: int, sock: socket.socket) -> None:
+    def _pass(self, number: int) -> None:
         assert self._control is not None
-        order = heartbeat.encode_order(heartbeat.ADD, key)
+        sock, key = self._sockets[number]
+        order = heartbeat.encode_order(heartbeat.ADD, number, key)
         try:
             socket.send_fds(self._control, [order], [sock.fileno()])
         except OSError:
-            self._unsent.add(key)  # the helper is behind; the next tick tries again
+            self._unsent.add(number)  # the helper is behind; the next tick tries again
 
     def _order(self, order: bytes) -> None:
         if self._control is not None:

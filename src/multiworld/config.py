@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,6 +31,15 @@ class WorldConfig:
     """Seconds without a sign of life after which a member is declared lost. The helper
     process that beats was never more than 0.112 s late on a busy machine; 2 s leaves
     room for an overloaded one and for a network that drops a few packets."""
+
+    stall_s: float = 2.0
+    """Seconds that a member's event loop may give no sign before ``MemberStalled`` is
+    published. Stalled is not lost: its helper says that the process runs."""
+
+    stalled_limit_s: float = math.inf
+    """Seconds after which a stalled member counts as lost. Never, by default: a long
+    call (loading weights, a collection of garbage) is no fault. Set it where a hung
+    process must be replaced like a dead one."""
 
     close_s: float = 5.0
     """Most seconds that ``close`` waits for data already sent to leave this process."""
@@ -66,7 +76,14 @@ class WorldConfig:
 
     def __post_init__(self) -> None:
         """Check every field."""
-        for name in ("join_s", "silence_s", "close_s", "operation_s"):
+        for name in (
+            "join_s",
+            "silence_s",
+            "stall_s",
+            "stalled_limit_s",
+            "close_s",
+            "operation_s",
+        ):
             if not getattr(self, name) > 0:
                 raise ConfigError(name, getattr(self, name), "seconds, more than 0")
         for name in ("eager_bytes", "unexpected_bytes", "max_message_bytes"):

@@ -200,18 +200,28 @@ class MemberLostError(WorldBrokenError):
 
 
 class StaleEpochError(WorldBrokenError):
-    """This process speaks for an incarnation that has been replaced.
+    """This process speaks for an incarnation that goes on, or went on, without it.
+
+    It was declared lost (stopped too long, cut off) and lives after all. It is fenced:
+    nothing it sends counts any more. Join again to be back.
 
     Attributes:
         seen: The epoch this process believed in.
-        expected: The epoch that is current.
+        expected: The lowest epoch that can be current.
     """
 
     def __init__(
-        self, world: str = "", reason: str = "", *, seen: int = 0, expected: int = 0
+        self,
+        world: str = "",
+        reason: str = "",
+        *,
+        seen: int = 0,
+        expected: int = 0,
+        evidence: str = "",
+        lost: frozenset[int] = frozenset(),
     ) -> None:
         self.seen, self.expected = seen, expected
-        super().__init__(world, reason, epoch=seen)
+        super().__init__(world, reason, epoch=seen, evidence=evidence, lost=lost)
 
 
 class WorldTimeoutError(WorldError, TimeoutError):

@@ -17,6 +17,9 @@ __all__ = [
     "EventsDropped",
     "MemberLeft",
     "MemberLost",
+    "MemberResumed",
+    "MemberStalled",
+    "MemberWaiting",
     "WorldBroken",
     "WorldClosed",
     "WorldReady",
@@ -56,6 +59,45 @@ class MemberLost(Event):
     reason: str
     evidence: str
     silent_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberStalled(Event):
+    """A member's process runs, but its event loop gives no sign; the world lives on.
+
+    Attributes:
+        rank: The member.
+        stalled_s: For how long.
+        evidence: What its loop's thread seems to do.
+    """
+
+    rank: int
+    stalled_s: float
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberResumed(Event):
+    """The event loop of a stalled member turns again."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberWaiting(Event):
+    """A process claims a rank of the next incarnation of a world that lives.
+
+    ``World.grow`` (or ``reform``, if the world is broken) lets it in.
+
+    Attributes:
+        rank: The rank it claims.
+        size: The world size it expects.
+        is_gone: True if it has given up waiting.
+    """
+
+    rank: int
+    size: int
+    is_gone: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

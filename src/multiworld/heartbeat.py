@@ -1,16 +1,22 @@
-"""Beats for a process from outside its GIL. Standard library only.
+"""Beats for a process from outside its GIL, both ways. Standard library only.
 
-Run as a script by a helper process (``python -I -S -E heartbeat.py FD PID``) or as a
-thread. The owner passes sockets over a control socket; every ``BEAT_S`` one frame goes
-out on each: the state of the owner and the time since its event loop last gave a sign.
+Run as a script by a helper process (``python -I -S -E heartbeat.py FD PID TID``) or as
+a thread. The owner passes sockets over a control socket. Every ``BEAT_S`` one frame
+goes out on each: the state of the owner, how long ago its event loop last gave a sign,
+what its loop's thread is doing, and how long ago this peer was last heard. The helper also
+reads the peers' beats, stamps them with the time of their arrival and reports them, so
+that an owner which was stuck can tell what arrived while it was.
+
 The helper ends with its owner: by the control socket's end, or when it is reparented
 (a forked child of the owner may hold the control socket open).
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import os
-import select
+import selectors
 import socket
 import struct
 import sys
@@ -20,64 +26,130 @@ BEAT_S = 0.2
 """Seconds between beats: ten in the default silence of 2 s, so that a few lost or late
 ones mean nothing; five wake-ups a second cost less than 0.1 % of a core."""
 
-FRAME = struct.Struct("<4sB3xII")
-MAGIC = b"MWB1"
 RUNNING, STOPPED, GONE = 0, 1, 2
+WAITING, COMPUTING = 0, 1
+"""What the thread of the owner's event loop does: sleep in a system call, or run."""
+
+NEVER_MS = 0xFFFFFFFF
 
 ADD, REMOVE, TICK = b"A", b"R", b"T"
-_KEY = struct.Struct("<cQ")
+KEY_BYTES = 32
+_ORDER = struct.Struct(f"<cQ{KEY_BYTES}s")
+
+MAGIC = b"MWB2"
+_SEAL_BYTES = 12
+_FRAME = struct.Struct("<4sBB2xQII")
+FRAME_BYTES = _FRAME.size + _SEAL_BYTES
+
+REPORT = struct.Struct("<QBBIId")
+"""Key, state, doing, lag, heard (milliseconds), time of arrival (monotonic seconds)."""
+REPORTS_A_MESSAGE = 64
+
+READ_BYTES = 64 * 1024
 
 
-def encode_order(order: bytes, key: int = 0) -> bytes:
-    """Return one message of the owner: ``ADD`` (a socket rides along), ``REMOVE``, or
-    ``TICK`` (the owner's event loop turned)."""
-    return _KEY.pack(order, key)
+class Beat:
+    """What one frame says of its sender.
+
+    Attributes:
+        state: ``RUNNING`` or ``STOPPED``.
+        doing: ``WAITING`` or ``COMPUTING``; meaningful while the loop gives no sign.
+        sequence: Grows from beat to beat.
+        lag_ms: Milliseconds since the sender's event loop turned.
+        heard_ms: Milliseconds since the sender heard the receiver, or ``NEVER_MS``.
+    """
+
+    __slots__ = ("doing", "heard_ms", "lag_ms", "sequence", "state")
+
+    def __init__(
+        self, state: int, doing: int, sequence: int, lag_ms: int, heard_ms: int
+    ) -> None:
+        self.state, self.doing, self.sequence = state, doing, sequence
+        self.lag_ms, self.heard_ms = lag_ms, heard_ms
 
 
-def encode_beat(state: int, sequence: int, lag_ms: int) -> bytes:
-    """Return one beat."""
-    return FRAME.pack(MAGIC, state, sequence & 0xFFFFFFFF, min(lag_ms, 0xFFFFFFFF))
+def encode_order(order: bytes, number: int = 0, key: bytes = b"") -> bytes:
+    """Return one message of the owner: ``ADD`` (a socket rides along; ``key`` seals its
+    frames), ``REMOVE``, or ``TICK`` (the owner's event loop turned)."""
+    return _ORDER.pack(order, number, key)
 
 
-def decode_beat(frame: bytes) -> tuple[int, int, int]:
-    """Return state, sequence number and milliseconds since the loop's last sign.
+def seal(body: bytes, key: bytes) -> bytes:
+    """Return the seal of a frame: without the key nobody makes one that counts."""
+    return hmac.digest(key, body, hashlib.sha256)[:_SEAL_BYTES]
+
+
+def encode_beat(beat: Beat, key: bytes) -> bytes:
+    """Return one frame."""
+    lag_ms, heard_ms = min(beat.lag_ms, NEVER_MS), min(beat.heard_ms, NEVER_MS)
+    body = _FRAME.pack(MAGIC, beat.state, beat.doing, beat.sequence, lag_ms, heard_ms)
+    return body + seal(body, key)
+
+
+def decode_beat(frame: bytes, key: bytes) -> Beat:
+    """Return what a frame says.
 
     Raises:
-        ValueError: It is no beat.
+        ValueError: It is no beat, or its seal is not ours.
     """
-    magic, state, sequence, lag_ms = FRAME.unpack(frame)
+    body = frame[: _FRAME.size]
+    magic, state, doing, sequence, lag_ms, heard_ms = _FRAME.unpack(body)
     if magic != MAGIC or state not in (RUNNING, STOPPED):
         raise ValueError("not a beat")
-    return state, sequence, lag_ms
+    if not hmac.compare_digest(frame[_FRAME.size :], seal(body, key)):
+        raise ValueError("a beat with a wrong seal")
+    return Beat(state, doing, sequence, lag_ms, heard_ms)
+
+
+def _stat_of(path: str) -> list[bytes] | None:
+    """Return the fields of a ``stat`` file behind the name; None if it is gone."""
+    try:
+        with open(path, "rb") as stat:
+            return stat.read().rpartition(b")")[2].split()
+    except FileNotFoundError:
+        return None
 
 
 def process_state(pid: int) -> int:
     """Return what ``/proc`` says of ``pid``; running where it says nothing."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            fields = stat.read().rpartition(b")")[2].split()
-    except FileNotFoundError:
-        return GONE if os.path.isdir("/proc/self") else RUNNING
+        fields = _stat_of(f"/proc/{pid}/stat")
     except OSError:
         return RUNNING
+    if fields is None:
+        return GONE if os.path.isdir("/proc/self") else RUNNING
     if fields[0] in (b"T", b"t"):
         return STOPPED
     return GONE if fields[0] in (b"X", b"x") else RUNNING
 
 
+def thread_doing(pid: int, tid: int) -> int:
+    """Return whether a thread runs or sleeps in a system call."""
+    try:
+        fields = _stat_of(f"/proc/{pid}/task/{tid}/stat")
+    except OSError:
+        fields = None
+    return COMPUTING if fields is not None and fields[0] == b"R" else WAITING
+
+
 class Target:
-    """One socket that gets the beats; a slow reader gets fewer, never a torn one."""
+    """One socket with beats both ways; a slow reader gets fewer, never a torn one."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, key: bytes) -> None:
         sock.setblocking(False)
-        self._sock = sock
+        self.sock = sock
+        self._key = key
         self._rest = b""
+        self._inbox = b""
+        self._sequence = 0
+        self.heard_at: float | None = None
+        self.latest: Beat | None = None
 
-    def beat(self, frame: bytes) -> bool:
-        """Send ``frame``, or the rest of the last one; False if the reader is gone."""
-        frame = self._rest or frame
+    def send(self, beat: Beat) -> bool:
+        """Send ``beat``, or the rest of the last one; False if the reader is gone."""
+        frame = self._rest or encode_beat(beat, self._key)
         try:
-            sent = self._sock.send(frame)
+            sent = self.sock.send(frame)
         except (BlockingIOError, InterruptedError):
             return True
         except OSError:
@@ -85,74 +157,150 @@ class Target:
         self._rest = frame[sent:]
         return True
 
-    def close(self) -> None:
-        """Close the socket."""
-        self._sock.close()
+    def read(self, now: float) -> bool:
+        """Take what has arrived; False at the end of the connection."""
+        try:
+            data = self.sock.recv(READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return True
+        except OSError:
+            return False
+        self._inbox += data
+        while len(self._inbox) >= FRAME_BYTES:
+            frame = self._inbox[:FRAME_BYTES]
+            try:
+                self._take(decode_beat(frame, self._key), now)
+                self._inbox = self._inbox[FRAME_BYTES:]
+            except ValueError:
+                # A helper that was replaced in the middle of a frame, or a stranger:
+                # go on at the next thing that looks like a frame.
+                start = self._inbox.find(MAGIC, 1)
+                self._inbox = self._inbox[start:] if start > 0 else b""
+        return bool(data)
+
+    def _take(self, beat: Beat, now: float) -> None:
+        if beat.sequence > self._sequence:
+            self._sequence, self.heard_at, self.latest = beat.sequence, now, beat
 
 
 class Beater:
     """The helper's loop."""
 
-    def __init__(self, control: socket.socket, owner: int | None) -> None:
-        self._control, self._owner = control, owner
+    def __init__(
+        self, control: socket.socket, owner: int | None, thread: int = 0
+    ) -> None:
+        control.setblocking(False)
+        self._control, self._owner, self._thread = control, owner, thread
         self._targets: dict[int, Target] = {}
-        self._sequence = 0
+        self._news: dict[int, Target] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(control, selectors.EVENT_READ, None)
         self._ticked_at = time.monotonic()
+        self._is_over = False
 
     def run(self) -> None:
         """Beat until the owner ends."""
         due = time.monotonic() + BEAT_S
-        while self._obey(max(0.0, due - time.monotonic())):
+        while not self._is_over:
+            for selected, _ in self._selector.select(max(0.0, due - time.monotonic())):
+                if selected.data is None:
+                    self._obey()
+                else:
+                    self._hear(selected.data)
+            self._report()
             now = time.monotonic()
-            if now < due:
-                continue
-            due = now + BEAT_S
-            if not self._beat(now):
-                break
-        for target in self._targets.values():
-            target.close()
+            if now >= due:
+                due = now + BEAT_S
+                self._beat(now)
+        for number in list(self._targets):
+            self._drop(number)
+        self._selector.close()
         self._control.close()
 
-    def _beat(self, now: float) -> bool:
-        state = RUNNING
-        if self._owner is not None:
-            if os.getppid() != self._owner:
-                return False
-            state = process_state(self._owner)
-        if state == GONE:
-            return False
-        self._sequence += 1
+    def _beat(self, now: float) -> None:
+        state, doing = RUNNING, WAITING
         lag_ms = int((now - self._ticked_at) * 1000)
-        frame = encode_beat(state, self._sequence, lag_ms)
-        for key, target in list(self._targets.items()):
-            if not target.beat(frame):
-                target.close()
-                del self._targets[key]
-        return True
+        if self._owner is not None:
+            state = process_state(self._owner)
+            if state == GONE or os.getppid() != self._owner:
+                self._is_over = True
+                return
+            if lag_ms > 2 * BEAT_S * 1000:
+                doing = thread_doing(self._owner, self._thread)
+        sequence = int(now * 1000)
+        for number, target in list(self._targets.items()):
+            heard_ms = NEVER_MS
+            if target.heard_at is not None:
+                heard_ms = int((now - target.heard_at) * 1000)
+            if not target.send(Beat(state, doing, sequence, lag_ms, heard_ms)):
+                self._drop(number)
 
-    def _obey(self, wait_s: float) -> bool:
-        if not select.select([self._control], [], [], wait_s)[0]:
-            return True
+    def _hear(self, number: int) -> None:
+        target = self._targets.get(number)
+        if target is None:
+            return
+        if not target.read(time.monotonic()):
+            # No verdict: the control link tells whether the process is gone.
+            self._selector.unregister(target.sock)
+        if target.latest is not None:
+            self._news[number] = target
+
+    def _report(self) -> None:
+        """Tell the owner what is new; what it does not take waits, the latest only."""
+        while self._news:
+            numbers = list(self._news)[:REPORTS_A_MESSAGE]
+            message = b"".join(_report_of(n, self._news[n]) for n in numbers)
+            try:
+                self._control.send(message)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError:
+                self._is_over = True
+                return
+            for number in numbers:
+                del self._news[number]
+
+    def _obey(self) -> None:
         try:
-            order, fds, _, _ = socket.recv_fds(self._control, _KEY.size, 1)
+            order, fds, _, _ = socket.recv_fds(self._control, _ORDER.size, 1)
+        except (BlockingIOError, InterruptedError):
+            return
         except OSError:
-            return False
-        if len(order) != _KEY.size:
-            return False
-        kind, key = _KEY.unpack(order)
+            order, fds = b"", []
+        if len(order) != _ORDER.size:
+            self._is_over = True
+            return
+        kind, number, key = _ORDER.unpack(order)
         if kind == ADD and fds:
-            self._targets[key] = Target(socket.socket(fileno=fds[0]))
-        elif kind == REMOVE and key in self._targets:
-            self._targets.pop(key).close()
+            target = Target(socket.socket(fileno=fds[0]), key)
+            self._targets[number] = target
+            self._selector.register(target.sock, selectors.EVENT_READ, number)
+        elif kind == REMOVE and number in self._targets:
+            self._drop(number)
         elif kind == TICK:
             self._ticked_at = time.monotonic()
-        return True
+
+    def _drop(self, number: int) -> None:
+        target = self._targets.pop(number)
+        self._news.pop(number, None)
+        try:
+            self._selector.unregister(target.sock)
+        except KeyError:
+            pass
+        target.sock.close()
+
+
+def _report_of(number: int, target: Target) -> bytes:
+    beat, at = target.latest, target.heard_at
+    assert beat is not None
+    assert at is not None
+    return REPORT.pack(number, beat.state, beat.doing, beat.lag_ms, beat.heard_ms, at)
 
 
 def main() -> None:
     """Run as the helper process."""
-    control, owner = int(sys.argv[1]), int(sys.argv[2])
-    Beater(socket.socket(fileno=control), owner).run()
+    control, owner, thread = map(int, sys.argv[1:4])
+    Beater(socket.socket(fileno=control), owner, thread).run()
 
 
 if __name__ == "__main__":

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, replace
+from typing import Any
 
-from multiworld.errors import MemberLostError, WorldBrokenError
+from multiworld.errors import MemberLostError, StaleEpochError, WorldBrokenError
 from multiworld.events import (
     Event,
     MemberLeft,
     MemberLost,
+    MemberResumed,
+    MemberStalled,
     WorldBroken,
     WorldClosed,
     WorldReady,
@@ -42,9 +45,19 @@ class Breakage:
     rank: int | None = None
     silent_s: float = 0.0
     lost: frozenset[int] = frozenset()
+    is_stale: bool = False
 
     def error(self) -> WorldBrokenError:
         """Return a new error; sharing one would mix up tracebacks."""
+        if self.is_stale:
+            return StaleEpochError(
+                self.world,
+                self.reason,
+                evidence=self.evidence,
+                seen=self.epoch,
+                expected=self.epoch + 1,
+                lost=self.lost,
+            )
         if self.rank is None:
             return WorldBrokenError(
                 self.world,
@@ -109,6 +122,32 @@ class WasLost:
 
 
 @dataclass(frozen=True, slots=True)
+class WasAccused:
+    """A member declared this process lost. It lives, and must not go on here: the
+    others go on without it."""
+
+    by: int
+    reason: str
+    evidence: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Stalls:
+    """The event loop of a member gives no sign, though its process runs."""
+
+    rank: int
+    stalled_s: float
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resumes:
+    """The event loop of a stalled member turns again."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """The world failed without a member to blame."""
 
@@ -122,7 +161,9 @@ class CloseAsked:
     """This process wants to leave."""
 
 
-Happening = Opened | SaidLeft | WasLost | Failed | CloseAsked
+Happening = (
+    Opened | SaidLeft | WasLost | WasAccused | Stalls | Resumes | Failed | CloseAsked
+)
 
 
 # What is to be done.
@@ -173,6 +214,14 @@ def handle(life: Life, happening: Happening) -> tuple[Life, tuple[Action, ...]]:
             return _said_left(life, rank)
         case WasLost():
             return _was_lost(life, happening)
+        case WasAccused():
+            return _was_accused(life, happening)
+        case Stalls(rank, stalled_s, evidence):
+            return _noticed(
+                life, MemberStalled, rank, stalled_s=stalled_s, evidence=evidence
+            )
+        case Resumes(rank):
+            return _noticed(life, MemberResumed, rank)
         case Failed():
             return _failed(life, happening)
         case CloseAsked():
@@ -200,9 +249,27 @@ def _was_lost(life: Life, loss: WasLost) -> tuple[Life, tuple[Action, ...]]:
     if rank_is_irrelevant(life, loss.rank):
         return life, ()
     if life.breakage is not None:
-        lost = life.breakage.lost | {loss.rank}
-        return replace(life, breakage=replace(life.breakage, lost=lost)), ()
-    breakage = Breakage(
+        return _lost_too(life, life.breakage, loss)
+    breakage = _breakage_of(life, loss)
+    life, actions = _break(life, breakage)
+    return life, (*actions[:-1], Publish(_lost_event(life, loss)), actions[-1])
+
+
+def _lost_too(
+    life: Life, first: Breakage, loss: WasLost
+) -> tuple[Life, tuple[Action, ...]]:
+    """Add to the lost of a world that is broken already."""
+    if loss.rank in first.lost:
+        return life, ()
+    life = replace(life, breakage=replace(first, lost=first.lost | {loss.rank}))
+    event = Publish(_lost_event(life, loss))
+    if loss.told_by is not None:
+        return life, (event,)
+    return life, (TellBroken(_breakage_of(life, loss)), event)
+
+
+def _breakage_of(life: Life, loss: WasLost) -> Breakage:
+    return Breakage(
         world=life.world,
         epoch=life.epoch,
         reason=f"rank {loss.rank} was lost: {loss.reason}",
@@ -211,7 +278,10 @@ def _was_lost(life: Life, loss: WasLost) -> tuple[Life, tuple[Action, ...]]:
         silent_s=loss.silent_s,
         lost=frozenset({loss.rank}),
     )
-    event = MemberLost(
+
+
+def _lost_event(life: Life, loss: WasLost) -> MemberLost:
+    return MemberLost(
         world=life.world,
         epoch=life.epoch,
         rank=loss.rank,
@@ -219,13 +289,37 @@ def _was_lost(life: Life, loss: WasLost) -> tuple[Life, tuple[Action, ...]]:
         evidence=loss.evidence,
         silent_s=loss.silent_s,
     )
-    life, actions = _break(life, breakage)
-    return life, (*actions[:-1], Publish(event), actions[-1])
 
 
 def rank_is_irrelevant(life: Life, rank: int) -> bool:
     """Tell whether losing ``rank`` now changes nothing for this incarnation."""
     return life.phase is Phase.CLOSED or rank in life.left or not _is_other(life, rank)
+
+
+def _was_accused(life: Life, accusation: WasAccused) -> tuple[Life, tuple[Action, ...]]:
+    if life.is_over or not _is_other(life, accusation.by):
+        return life, ()
+    breakage = Breakage(
+        world=life.world,
+        epoch=life.epoch,
+        reason=f"rank {accusation.by} declared this process lost: {accusation.reason}",
+        evidence=accusation.evidence,
+        lost=frozenset({life.rank}),
+        is_stale=True,
+    )
+    life, actions = _break(life, breakage)
+    # The accuser has told the others; a word from the accused would only confuse them.
+    return life, actions[1:]
+
+
+def _noticed(
+    life: Life, event: type[MemberStalled | MemberResumed], rank: int, **fields: Any
+) -> tuple[Life, tuple[Action, ...]]:
+    if life.phase is not Phase.READY or rank in life.left:
+        return life, ()
+    return life, (
+        Publish(event(world=life.world, epoch=life.epoch, rank=rank, **fields)),
+    )
 
 
 def _failed(life: Life, failure: Failed) -> tuple[Life, tuple[Action, ...]]:

@@ -2,17 +2,22 @@
 
 One ``Liveness`` judges all peer processes of this one. Its cost grows with the number
 of peers, never with the number of worlds shared with them: each peer keeps the shortest
-deadline of its worlds, and only when that has passed are its worlds looked at.
+deadlines of its worlds, and only when one has passed are its worlds looked at.
 
-Two rules keep it from crying wolf. An observer that was late itself (its own loop was
+Three rules keep it from crying wolf. An observer that was late itself (its own loop was
 stuck, its machine was suspended) adds its delay to everybody's account and judges
-nobody before it has read what arrived meanwhile. And a process that its helper reports
-as stopped has not been *heard*, though beats keep coming.
+nobody before it has read what arrived meanwhile. A process that its helper reports as
+stopped has not been *heard*, though beats keep coming. And a process whose event loop
+gives no sign is *stalled*, which is told and is no loss, unless a world says so.
+
+A cut in one direction is seen on both sides: a beat says how long ago its sender heard
+this process, so that one who still hears knows that nobody listens.
 """
 
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field
 
 PeerKey = str
@@ -33,12 +38,24 @@ class PeerJoined:
     peer: PeerKey
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PeerHeard:
-    """A beat or a message arrived."""
+    """A beat arrived.
+
+    Attributes:
+        at: When it arrived (monotonic seconds); None: now.
+        state: The peer's process.
+        lag_s: Seconds since the peer's event loop gave a sign.
+        is_computing: Whether its loop's thread runs, rather than waits for something.
+        heard_us_s: Seconds since the peer heard this process; None: not yet.
+    """
 
     peer: PeerKey
+    at: float | None = None
     state: ProcessState = ProcessState.RUNNING
+    lag_s: float = 0.0
+    is_computing: bool = False
+    heard_us_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +68,31 @@ class PeerClosed:
 
 
 @dataclass(frozen=True, slots=True)
+class Limits:
+    """When a world gives a member up, in seconds.
+
+    Attributes:
+        silence_s: Without a sign of life.
+        stall_s: Its event loop gives no sign: ``Stalled`` is told.
+        stalled_limit_s: The same, and it counts as lost.
+    """
+
+    silence_s: float
+    stall_s: float = math.inf
+    stalled_limit_s: float = math.inf
+
+    def shortest_s(self) -> float:
+        """Return the limit that is reached first."""
+        return min(self.silence_s, self.stall_s, self.stalled_limit_s)
+
+
+@dataclass(frozen=True, slots=True)
 class Watched:
-    """A world shares the peer and wants to know of its loss after ``silence_s``."""
+    """A world shares the peer and wants to know of its loss within ``limits``."""
 
     peer: PeerKey
     world: WorldKey
-    silence_s: float
+    limits: Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +122,38 @@ class Verdict:
     silent_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stalled:
+    """A peer lives, but its event loop gives no sign. No verdict."""
+
+    peer: PeerKey
+    world: WorldKey
+    stalled_s: float
+    is_computing: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """The event loop of a stalled peer turns again."""
+
+    peer: PeerKey
+    world: WorldKey
+
+
+Finding = Verdict | Stalled | Resumed
+
+
 @dataclass(slots=True)
 class _Peer:
     heard_at: float
     beat_at: float
     state: ProcessState = ProcessState.RUNNING
-    worlds: dict[WorldKey, float] = field(default_factory=dict)
-    shortest_s: float = float("inf")
+    turned_at: float = math.inf  # when its loop last gave a sign; inf: it just did
+    is_computing: bool = False
+    unheard_s: float = 0.0  # for how long it had not heard us when it last beat
+    worlds: dict[WorldKey, Limits] = field(default_factory=dict)
+    stalled: set[WorldKey] = field(default_factory=set)
+    shortest_s: float = math.inf
 
 
 class Liveness:
@@ -104,49 +165,69 @@ class Liveness:
         self._ticked_at: float | None = None
         self._was_late = False
 
-    def handle(self, observation: Observation, now: float) -> list[Verdict]:
+    def handle(self, observation: Observation, now: float) -> list[Finding]:
         """Take note of ``observation`` at ``now`` (monotonic seconds) and judge."""
         match observation:
-            case PeerHeard(key, state):
-                self._heard(key, state, now)
+            case PeerHeard():
+                return self._heard(observation, now)
             case Ticked():
                 return self._tick(now)
             case PeerJoined(key):
                 self._peers.setdefault(key, _Peer(heard_at=now, beat_at=now))
             case PeerClosed():
                 return self._closed(observation, now)
-            case Watched(key, world, silence_s):
-                self._watch(key, world, silence_s, now)
+            case Watched(key, world, limits):
+                self._watch(key, world, limits, now)
             case Unwatched(key, world):
                 self._unwatch(key, world)
         return []
 
-    def _heard(self, key: PeerKey, state: ProcessState, now: float) -> None:
+    def silent_s(self, key: PeerKey, now: float) -> float:
+        """Return for how long a peer has not been heard; 0 for one unknown."""
         peer = self._peers.get(key)
-        if peer is None:
-            return
-        peer.beat_at, peer.state = now, state
-        if state is ProcessState.RUNNING:
-            peer.heard_at = now
+        return 0.0 if peer is None else now - peer.heard_at
 
-    def _watch(
-        self, key: PeerKey, world: WorldKey, silence_s: float, now: float
-    ) -> None:
+    def _heard(self, heard: PeerHeard, now: float) -> list[Finding]:
+        peer = self._peers.get(heard.peer)
+        if peer is None:
+            return []
+        at = now if heard.at is None else min(heard.at, now)
+        peer.state = heard.state
+        peer.beat_at = max(peer.beat_at, at)
+        if heard.state is ProcessState.RUNNING:
+            peer.heard_at = max(peer.heard_at, at)
+        # A stopped process is a case of its own; and a beat every ``tick_s`` makes the
+        # loop of a healthy one look up to that late.
+        is_late = heard.state is ProcessState.RUNNING and heard.lag_s > 2 * self._tick_s
+        peer.turned_at = at - heard.lag_s if is_late else math.inf
+        peer.is_computing = heard.is_computing
+        # Two beats of room: what it had not heard when it sent this may be under way.
+        peer.unheard_s = max(0.0, (heard.heard_us_s or 0.0) - 2 * self._tick_s)
+        if is_late or not peer.stalled:
+            return []
+        resumed, peer.stalled = sorted(peer.stalled), set()
+        return [Resumed(peer=heard.peer, world=world) for world in resumed]
+
+    def _watch(self, key: PeerKey, world: WorldKey, limits: Limits, now: float) -> None:
         peer = self._peers.setdefault(key, _Peer(heard_at=now, beat_at=now))
         if not peer.worlds:  # nobody judged it until now, and it need not have beaten
             peer.heard_at = peer.beat_at = now
-        peer.worlds[world] = silence_s
-        peer.shortest_s = min(peer.shortest_s, silence_s)
+            peer.turned_at, peer.unheard_s = math.inf, 0.0
+        peer.worlds[world] = limits
+        peer.shortest_s = min(peer.shortest_s, limits.shortest_s())
 
     def _unwatch(self, key: PeerKey, world: WorldKey) -> None:
         peer = self._peers.get(key)
         if peer is None:
             return
-        silence_s = peer.worlds.pop(world, None)
-        if silence_s is not None and silence_s <= peer.shortest_s:
-            peer.shortest_s = min(peer.worlds.values(), default=float("inf"))
+        peer.stalled.discard(world)
+        limits = peer.worlds.pop(world, None)
+        if limits is not None and limits.shortest_s() <= peer.shortest_s:
+            peer.shortest_s = min(
+                (other.shortest_s() for other in peer.worlds.values()), default=math.inf
+            )
 
-    def _closed(self, closed: PeerClosed, now: float) -> list[Verdict]:
+    def _closed(self, closed: PeerClosed, now: float) -> list[Finding]:
         peer = self._peers.pop(closed.peer, None)
         if peer is None:
             return []
@@ -161,7 +242,7 @@ class Liveness:
             for world in peer.worlds
         ]
 
-    def _tick(self, now: float) -> list[Verdict]:
+    def _tick(self, now: float) -> list[Finding]:
         last, self._ticked_at = self._ticked_at, now
         late_s = 0.0 if last is None else max(0.0, now - last - self._tick_s)
         was_late, self._was_late = self._was_late, late_s > self._tick_s
@@ -169,34 +250,78 @@ class Liveness:
             for peer in self._peers.values():
                 peer.heard_at = min(now, peer.heard_at + late_s)
                 peer.beat_at = min(now, peer.beat_at + late_s)
+                peer.turned_at += late_s
             return []
         # An observer that is late every time must judge all the same; what came since
         # its last tick may not be read yet, what came before that has been.
-        verdicts: list[Verdict] = []
+        findings: list[Finding] = []
         for key, peer in self._peers.items():
-            if now - late_s - peer.heard_at > peer.shortest_s:
-                verdicts += self._silent(key, peer, now - late_s)
-        return verdicts
+            quiet_s = now - late_s - min(peer.heard_at, peer.turned_at)
+            if max(quiet_s, peer.unheard_s) > peer.shortest_s:
+                findings += self._judge(key, peer, now - late_s)
+        return findings
 
-    def _silent(self, key: PeerKey, peer: _Peer, now: float) -> list[Verdict]:
-        silent_s = now - peer.heard_at
-        if peer.state is ProcessState.STOPPED and now - peer.beat_at < silent_s:
-            reason = "its process is stopped (SIGSTOP or a debugger)"
-            evidence = f"its helper reports it stopped for {silent_s:.1f} s"
-        else:
-            reason = f"it has been silent for {silent_s:.1f} s"
-            evidence = "no beat arrived; its host or the network may be gone"
-        due = [world for world, limit in peer.worlds.items() if silent_s > limit]
-        verdicts = [
-            Verdict(
-                peer=key,
-                world=world,
-                reason=reason,
-                evidence=f"{evidence}; the limit is {peer.worlds[world]:g} s",
-                silent_s=silent_s,
-            )
-            for world in due
-        ]
-        for world in due:
-            self._unwatch(key, world)
-        return verdicts
+    def _judge(self, key: PeerKey, peer: _Peer, now: float) -> list[Finding]:
+        findings: list[Finding] = []
+        for world, limits in list(peer.worlds.items()):
+            verdict = _verdict(key, peer, world, limits, now)
+            if verdict is not None:
+                findings.append(verdict)
+                self._unwatch(key, world)
+            elif now - peer.turned_at > limits.stall_s and world not in peer.stalled:
+                peer.stalled.add(world)
+                stalled_s = now - peer.turned_at
+                findings.append(
+                    Stalled(
+                        peer=key,
+                        world=world,
+                        stalled_s=stalled_s,
+                        is_computing=peer.is_computing,
+                    )
+                )
+        return findings
+
+
+def _verdict(
+    key: PeerKey, peer: _Peer, world: WorldKey, limits: Limits, now: float
+) -> Verdict | None:
+    silent_s, stalled_s = now - peer.heard_at, now - peer.turned_at
+    if silent_s > limits.silence_s:
+        limit_s = limits.silence_s
+        reason, evidence = _silence(peer, silent_s, now)
+    elif peer.unheard_s > limits.silence_s:
+        limit_s = limits.silence_s
+        reason = f"it has not heard this process for over {peer.unheard_s:.1f} s"
+        evidence = "its beats arrive and say so; the network is cut in one direction"
+    elif stalled_s > limits.stalled_limit_s:
+        limit_s = limits.stalled_limit_s
+        reason = f"its event loop has not turned for {stalled_s:.1f} s"
+        evidence = f"its helper beats and says so; {doing(peer.is_computing)}"
+    else:
+        return None
+    return Verdict(
+        peer=key,
+        world=world,
+        reason=reason,
+        evidence=f"{evidence}; the limit is {limit_s:g} s",
+        silent_s=max(0.0, silent_s),
+    )
+
+
+def _silence(peer: _Peer, silent_s: float, now: float) -> tuple[str, str]:
+    if peer.state is ProcessState.STOPPED and now - peer.beat_at < silent_s:
+        return (
+            "its process is stopped (SIGSTOP or a debugger)",
+            f"its helper reports it stopped for {silent_s:.1f} s",
+        )
+    return (
+        f"it has been silent for {silent_s:.1f} s",
+        "no beat arrived; its host or the network may be gone",
+    )
+
+
+def doing(is_computing: bool) -> str:
+    """Say what the thread of a stalled event loop does."""
+    if is_computing:
+        return "its loop's thread computes (a long call, perhaps one holding the GIL)"
+    return "its loop's thread waits (a blocking call, or a lock)"

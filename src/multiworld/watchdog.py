@@ -10,7 +10,6 @@ Of two managers, the one with the smaller uid dials; so no two connections ever 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import socket
@@ -21,10 +20,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from multiworld import heartbeat
-from multiworld.beating import Heart, Mode
+from multiworld.beating import Heart, Mode, Report
 from multiworld.endpoint import Endpoint, dial
 from multiworld.link import Link, LinkKey, LocalLink, SocketLink
 from multiworld.liveness import (
+    Finding,
+    Limits,
     Liveness,
     PeerClosed,
     PeerHeard,
@@ -32,7 +33,6 @@ from multiworld.liveness import (
     ProcessState,
     Ticked,
     Unwatched,
-    Verdict,
     Watched,
 )
 from multiworld.membership import Address, Incarnation, Member, this_host
@@ -65,8 +65,8 @@ class WorldPort(Protocol):
     def on_message(self, rank: int, message: Message) -> None:
         """A control message of a member arrived."""
 
-    def on_lost(self, rank: int, verdict: Verdict) -> None:
-        """A member's process is lost."""
+    def on_finding(self, rank: int, finding: Finding) -> None:
+        """Something was found out about a member's process."""
 
 
 @dataclass(slots=True)
@@ -75,8 +75,7 @@ class _Peer:
 
     link: Link
     beat: socket.socket | None = None
-    beat_key: int = 0
-    inbox: bytes = b""
+    beat_number: int = 0
     worlds: dict[int, int] = field(default_factory=dict)  # nonce -> rank
 
 
@@ -109,7 +108,8 @@ class WatchDog:
         self.uid = uid
         self._is_enabled = is_enabled
         self._liveness = Liveness(heartbeat.BEAT_S)
-        self._heart = Heart()
+        self._heart = Heart(self._on_report)
+        self._beating: dict[int, str] = {}
         self._endpoints: dict[str, Endpoint] = {}
         self._peers: dict[LinkKey, _Peer] = {}
         self._awaited: dict[LinkKey, asyncio.Future[None]] = {}
@@ -141,8 +141,7 @@ class WatchDog:
         incarnation: Incarnation,
         rank: int,
         port: WorldPort,
-        *,
-        silence_s: float,
+        limits: Limits,
     ) -> None:
         """Connect to every other member and watch it from now on.
 
@@ -168,17 +167,14 @@ class WatchDog:
             attached.peers[member.rank] = key
             peer.worlds[incarnation.nonce] = member.rank
             judged = self._is_enabled and not isinstance(peer.link, LocalLink)
-            limit_s = silence_s if judged else math.inf
-            self._observe(Watched(_name(key), incarnation.nonce, limit_s))
+            watched = limits if judged else Limits(math.inf)
+            self._observe(Watched(_name(key), incarnation.nonce, watched))
             self._replay(incarnation.nonce, key)
 
     def detach(self, nonce: int) -> None:
         """Stop to watch for an incarnation; its messages are dropped from now on."""
         attached = self._worlds.pop(nonce, None)
-        self._retired.append(nonce)
-        self._drop_early(nonce)
-        for lane_key in [key for key in self._lanes if key[0] == nonce]:
-            _discard(self._lanes.pop(lane_key))
+        self.retire(nonce)
         if attached is None:
             return
         for key in attached.peers.values():
@@ -186,6 +182,14 @@ class WatchDog:
             if peer is not None:
                 peer.worlds.pop(nonce, None)
             self._observe(Unwatched(_name(key), nonce))
+
+    def retire(self, nonce: int) -> None:
+        """Refuse data for an incarnation that is broken; its messages still arrive."""
+        if nonce not in self._retired:
+            self._retired.append(nonce)
+        self._drop_early(nonce)
+        for lane_key in [key for key in self._lanes if key[0] == nonce]:
+            _discard(self._lanes.pop(lane_key))
 
     def tell(self, nonce: int, rank: int, message: Message) -> None:
         """Send a control message about an incarnation to one member; never waits."""
@@ -345,8 +349,8 @@ class WatchDog:
     def _drop(self, peer: _Peer) -> None:
         peer.link.close()
         if peer.beat is not None:
-            self._heart.remove(peer.beat_key)
-            asyncio.get_running_loop().remove_reader(peer.beat.fileno())
+            self._heart.remove(peer.beat_number)
+            self._beating.pop(peer.beat_number, None)
             peer.beat.close()
             peer.beat = None
 
@@ -354,48 +358,41 @@ class WatchDog:
 
     def _take_beat(self, peer: _Peer, sock: socket.socket) -> None:
         peer.beat = sock
-        loop = asyncio.get_running_loop()
-        loop.add_reader(sock.fileno(), self._read_beats, peer)
         # At once: the peer may watch this process before this one has come so far.
-        peer.beat_key = self._heart.add(sock, self._mode)
+        peer.beat_number = self._heart.add(sock, bytes(heartbeat.KEY_BYTES), self._mode)
+        self._beating[peer.beat_number] = _name(peer.link.key)
 
-    def _read_beats(self, peer: _Peer) -> None:
-        assert peer.beat is not None
-        try:
-            data = peer.beat.recv(4096)
-        except (BlockingIOError, InterruptedError):
+    def _on_report(self, number: int, report: Report) -> None:
+        name = self._beating.get(number)
+        if name is None:
             return
-        except OSError:
-            data = b""
-        if not data:
-            # Not a verdict: the control link tells whether the process is gone.
-            asyncio.get_running_loop().remove_reader(peer.beat.fileno())
-            return
-        peer.inbox += data
-        size = heartbeat.FRAME.size
-        whole = len(peer.inbox) // size * size
-        frames, peer.inbox = peer.inbox[:whole], peer.inbox[whole:]
-        if not frames:
-            return
-        with contextlib.suppress(ValueError):
-            state, _, _ = heartbeat.decode_beat(frames[-size:])
-            self._observe(PeerHeard(_name(peer.link.key), ProcessState(state)))
+        self._observe(
+            PeerHeard(
+                peer=name,
+                at=report.at,
+                state=ProcessState(report.state),
+                lag_s=report.lag_s,
+                is_computing=report.doing == heartbeat.COMPUTING,
+                heard_us_s=report.heard_us_s,
+            )
+        )
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(heartbeat.BEAT_S)
             self._heart.tick()
+            self._heart.listen()  # what has arrived is read before anyone is judged
             self._observe(Ticked())
             self._purge()
 
     def _observe(self, observation: Any) -> None:
-        for verdict in self._liveness.handle(observation, time.monotonic()):
-            attached = self._worlds.get(verdict.world)
+        for finding in self._liveness.handle(observation, time.monotonic()):
+            attached = self._worlds.get(finding.world)
             if attached is None:
                 continue
             for rank, key in attached.peers.items():
-                if _name(key) == verdict.peer:
-                    attached.port.on_lost(rank, verdict)
+                if _name(key) == finding.peer:
+                    attached.port.on_finding(rank, finding)
 
     # LinkOwner.
 

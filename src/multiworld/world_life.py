@@ -31,13 +31,16 @@ from multiworld.lifecycle import (
     Opened,
     Phase,
     Publish,
+    Resumes,
     SaidLeft,
+    Stalls,
     TellBroken,
     TellLeft,
+    WasAccused,
     WasLost,
     handle,
 )
-from multiworld.liveness import Verdict
+from multiworld.liveness import Finding, Limits, Resumed, Stalled, Verdict, doing
 from multiworld.membership import Incarnation
 from multiworld.rendezvous.address import StoreAddress
 from multiworld.watchdog import WatchDog
@@ -125,10 +128,9 @@ class WorldLife:
 
         Cancellation: the caller closes the world.
         """
-        silence_s = self.config.silence_s
-        attaching = self._watchdog.attach(
-            self.incarnation, self.rank, self, silence_s=silence_s
-        )
+        config = self.config
+        limits = Limits(config.silence_s, config.stall_s, config.stalled_limit_s)
+        attaching = self._watchdog.attach(self.incarnation, self.rank, self, limits)
         await self._until_over(attaching)
         await self._until_over(self.backend.open())
         self._tell_all({"op": "ready"})
@@ -172,6 +174,7 @@ class WorldLife:
         """
         self.report(CloseAsked())
         if self._over.done():
+            self._free()
             return
         try:
             with contextlib.suppress(TimeoutError):
@@ -193,16 +196,20 @@ class WorldLife:
         """Return the descriptors that a forked child must close."""
         return self.backend.filenos()
 
-    def _free(self) -> None:
-        """Give everything back; once."""
+    def _end_data(self) -> None:
+        """Give back what carries data; a broken world hears on who else is lost."""
         if self._over.done():
             return
         self._over.set_result(None)
         for rank in list(self._grace):
             self._cancel_grace(rank)
         self.backend.close_nowait()
-        self._watchdog.detach(self.incarnation.nonce)
         self._around.over(self)
+
+    def _free(self) -> None:
+        """Give everything back; safe to repeat."""
+        self._end_data()
+        self._watchdog.detach(self.incarnation.nonce)
 
     # WorldPort: what the watchdog tells.
 
@@ -224,12 +231,10 @@ class WorldLife:
         if message["rank"] is None:
             told = Failed(message["reason"], message["evidence"], told_by=rank)
         elif message["rank"] == self.rank:
-            # We are accused, and live: to the others this world is over.
-            told = Failed(
-                f"rank {rank} declared this process lost: {message['reason']}",
-                message["evidence"],
-                told_by=rank,
-            )
+            prefix = f"rank {self.rank} was lost: "
+            reason = str(message["reason"]).removeprefix(prefix)
+            self.report(WasAccused(rank, reason, message["evidence"]))
+            return
         else:
             prefix = f"rank {message['rank']} was lost: "
             self.report(
@@ -244,9 +249,15 @@ class WorldLife:
             return
         self.report(told)
 
-    def on_lost(self, rank: int, verdict: Verdict) -> None:
-        """Take the watchdog's own verdict."""
-        self.report(WasLost(rank, verdict.reason, verdict.evidence, verdict.silent_s))
+    def on_finding(self, rank: int, finding: Finding) -> None:
+        """Take what the watchdog found out about a member."""
+        match finding:
+            case Verdict(reason=reason, evidence=evidence, silent_s=silent_s):
+                self.report(WasLost(rank, reason, evidence, silent_s))
+            case Stalled(stalled_s=stalled_s, is_computing=is_computing):
+                self.report(Stalls(rank, stalled_s, doing(is_computing)))
+            case Resumed():
+                self.report(Resumes(rank))
 
     # Deciding and acting.
 
@@ -262,7 +273,8 @@ class WorldLife:
                     self.backend.member_left(rank)
                 case FailOperations():
                     self.backend.abort()
-                    self._free()
+                    self._end_data()
+                    self._watchdog.retire(self.incarnation.nonce)
                 case TellBroken(breakage):
                     self._tell_all(
                         {

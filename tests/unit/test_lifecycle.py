@@ -5,8 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiworld.errors import MemberLostError
-from multiworld.events import MemberLeft, MemberLost, WorldBroken, WorldClosed
+from multiworld.errors import MemberLostError, StaleEpochError
+from multiworld.events import (
+    MemberLeft,
+    MemberLost,
+    MemberResumed,
+    MemberStalled,
+    WorldBroken,
+    WorldClosed,
+)
 from multiworld.lifecycle import (
     Action,
     CloseAsked,
@@ -18,9 +25,12 @@ from multiworld.lifecycle import (
     Opened,
     Phase,
     Publish,
+    Resumes,
     SaidLeft,
+    Stalls,
     TellBroken,
     TellLeft,
+    WasAccused,
     WasLost,
     handle,
 )
@@ -64,10 +74,44 @@ def test_loss_when_ready_then_others_are_told_before_anything_closes() -> None:
 def test_second_loss_adds_to_the_lost_and_keeps_the_reason() -> None:
     """The first verdict names; the lost set grows to the union."""
     life, actions = play(Opened(), WasLost(2, "died"), WasLost(1, "too"))
-    assert actions == []
+    assert published(actions) == [MemberLost]
+    assert isinstance(actions[0], TellBroken)  # only this member may know of it
+    assert actions[0].breakage.rank == 1
+    assert play(Opened(), WasLost(2, "died"), WasLost(2, "again"))[1] == []
+    told = WasLost(1, "too", told_by=3)
+    assert [type(a) for a in play(Opened(), WasLost(2, "died"), told)[1]] == [Publish]
     assert life.breakage is not None
     assert life.breakage.rank == 2
     assert life.breakage.lost == {1, 2}
+
+
+def test_accused_that_lives_is_fenced_and_accuses_nobody() -> None:
+    """The others go on without it; its own word would only confuse them."""
+    life, actions = play(Opened(), WasAccused(2, "it has been silent"))
+    assert life.phase is Phase.BROKEN
+    assert not any(isinstance(action, TellBroken) for action in actions)
+    assert any(isinstance(action, FailOperations) for action in actions)
+    assert life.breakage is not None
+    error = life.breakage.error()
+    assert isinstance(error, StaleEpochError)
+    assert (error.seen, error.expected, error.lost) == (3, 4, frozenset({0}))
+    assert "rank 2" in error.reason
+
+
+def test_mutual_accusation_keeps_the_first() -> None:
+    """Who accused before it was accused names whom it accused."""
+    life, _ = play(Opened(), WasLost(1, "silent"), WasAccused(1, "silent"))
+    assert life.breakage is not None
+    assert isinstance(life.breakage.error(), MemberLostError)
+
+
+def test_stalled_member_is_told_and_breaks_nothing() -> None:
+    """Stalled is not lost."""
+    life, actions = play(Opened(), Stalls(1, 3.0, "computes"))
+    assert life.phase is Phase.READY
+    assert published(actions) == [MemberStalled]
+    assert published(play(Opened(), Resumes(1))[1]) == [MemberResumed]
+    assert play(Opened(), SaidLeft(1), Stalls(1, 3.0, "computes"))[1] == []
 
 
 def test_member_that_left_can_not_break_the_world() -> None:
@@ -123,6 +167,8 @@ histories = st.lists(
         st.builds(SaidLeft, ranks),
         st.builds(WasLost, ranks, st.just("x")),
         st.builds(Failed, st.just("y")),
+        st.builds(WasAccused, ranks, st.just("z")),
+        st.builds(Stalls, ranks, st.just(3.0), st.just("computes")),
     ),
     max_size=12,
 )

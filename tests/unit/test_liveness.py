@@ -8,11 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multiworld.liveness import (
+    Finding,
+    Limits,
     Liveness,
+    Observation,
     PeerClosed,
     PeerHeard,
     PeerJoined,
     ProcessState,
+    Resumed,
+    Stalled,
     Ticked,
     Unwatched,
     Verdict,
@@ -31,10 +36,14 @@ class Bench:
         self.live = Liveness(TICK_S)
         self.handle(PeerJoined("p"))
         for world in range(worlds):
-            self.handle(Watched("p", world, silence_s))
+            self.handle(Watched("p", world, Limits(silence_s)))
 
-    def handle(self, observation: object) -> list[Verdict]:
-        return self.live.handle(observation, self.clock.now)  # type: ignore[arg-type]
+    def find(self, observation: Observation) -> list[Finding]:
+        return self.live.handle(observation, self.clock.now)
+
+    def handle(self, observation: Observation) -> list[Verdict]:
+        findings = self.find(observation)
+        return [finding for finding in findings if isinstance(finding, Verdict)]
 
     def run(
         self, seconds: float, state: ProcessState | None = ProcessState.RUNNING
@@ -44,7 +53,7 @@ class Bench:
         for _ in range(round(seconds / TICK_S)):
             self.clock.advance(TICK_S)
             if state is not None:
-                self.handle(PeerHeard("p", state))
+                self.handle(PeerHeard(peer="p", state=state))
             verdicts += self.handle(Ticked())
         return verdicts
 
@@ -117,14 +126,14 @@ def test_observer_that_is_always_late_accuses_nobody_who_beats() -> None:
     for _ in range(100):
         bench.clock.advance(0.65)
         assert bench.handle(Ticked()) == []
-        bench.handle(PeerHeard("p"))
+        bench.handle(PeerHeard(peer="p"))
 
 
 def test_worlds_have_their_own_limits() -> None:
     """Each is judged by its own; leaving one leaves the others watched."""
     bench = Bench(silence_s=1.0)
-    bench.handle(Watched("p", 7, 5.0))
-    bench.handle(Watched("p", 8, math.inf))
+    bench.handle(Watched("p", 7, Limits(5.0)))
+    bench.handle(Watched("p", 8, Limits(math.inf)))
     assert [v.world for v in bench.run(2, None)] == [0]
     assert [v.world for v in bench.run(4, None)] == [7]
     assert bench.run(60, None) == []
@@ -142,9 +151,89 @@ def test_peer_that_was_not_watched_starts_afresh() -> None:
     bench = Bench()
     bench.handle(Unwatched("p", 0))
     bench.run(60, None)
-    bench.handle(Watched("p", 1, 2.0))
+    bench.handle(Watched("p", 1, Limits(2.0)))
     assert bench.run(1.6, None) == []
     assert len(bench.run(2, None)) == 1
+
+
+def test_beat_that_came_in_time_counts_though_it_is_read_late() -> None:
+    """The helper stamped it; a loop that was stuck reads it before it judges."""
+    bench = Bench()
+    bench.run(5)
+    arrived = bench.clock.now + 29.5
+    bench.clock.advance(30)
+    bench.handle(PeerHeard(peer="p", at=arrived))
+    assert bench.handle(Ticked()) == []
+    assert bench.run(1.4, None) == []
+
+
+def test_peer_that_does_not_hear_us_is_lost_though_it_beats() -> None:
+    """A cut in one direction is seen on both sides."""
+    bench = Bench()
+    bench.run(5)
+    verdicts: list[Verdict] = []
+    for step in range(30):
+        bench.clock.advance(TICK_S)
+        bench.handle(PeerHeard(peer="p", heard_us_s=step * TICK_S))
+        verdicts += bench.handle(Ticked())
+    assert len(verdicts) == 1
+    assert "one direction" in verdicts[0].evidence
+
+
+def test_what_a_delayed_beat_had_not_heard_does_not_grow() -> None:
+    """A network that stalls and comes back before the deadline is no fault."""
+    bench = Bench()
+    bench.run(5)
+    assert bench.run(1.8, None) == []
+    assert bench.handle(PeerHeard(peer="p", heard_us_s=1.8)) == []
+    assert bench.run(0.8, None) == []
+    assert bench.run(5) == []
+
+
+def stall(bench: Bench, seconds: float, lag_s: float = 0.0) -> list[Finding]:
+    """Let the peer's loop be stuck, while its helper beats."""
+    findings: list[Finding] = []
+    for _ in range(round(seconds / TICK_S)):
+        bench.clock.advance(TICK_S)
+        lag_s += TICK_S
+        heard = PeerHeard(peer="p", lag_s=lag_s, is_computing=True)
+        findings += bench.find(heard) + bench.find(Ticked())
+    return findings
+
+
+def test_stuck_loop_is_told_once_and_is_no_loss() -> None:
+    """And once more when it turns again."""
+    bench = Bench()
+    bench.handle(Watched("p", 0, Limits(2.0, stall_s=2.0)))
+    bench.run(5)
+    findings = stall(bench, 30)
+    assert [type(finding) for finding in findings] == [Stalled]
+    assert isinstance(findings[0], Stalled)
+    assert findings[0].is_computing
+    assert 2.0 < findings[0].stalled_s < 2.0 + 3 * TICK_S
+    resumed = bench.find(PeerHeard(peer="p"))
+    assert [type(finding) for finding in resumed] == [Resumed]
+    assert bench.run(5) == []
+
+
+def test_stuck_loop_is_a_loss_where_a_world_says_so() -> None:
+    """Only to that world."""
+    bench = Bench(worlds=2)
+    limits = Limits(2.0, stall_s=1.0, stalled_limit_s=4.0)
+    bench.handle(Watched("p", 7, limits))
+    found = stall(bench, 10)
+    assert [(type(f), f.world) for f in found] == [(Stalled, 7), (Verdict, 7)]
+
+
+def test_stopped_process_is_not_called_stalled() -> None:
+    """Its loop gives no sign either, but that has its own name."""
+    bench = Bench()
+    bench.handle(Watched("p", 0, Limits(60, stall_s=1.0)))
+    for step in range(40):
+        bench.clock.advance(TICK_S)
+        state = ProcessState.STOPPED
+        bench.find(PeerHeard(peer="p", state=state, lag_s=step * TICK_S))
+        assert bench.find(Ticked()) == []
 
 
 @given(st.lists(st.tuples(st.floats(0, 5), st.booleans()), max_size=60))
@@ -157,7 +246,7 @@ def test_any_history_then_nobody_is_accused_within_the_limit(
     for seconds, beats in steps:
         bench.clock.advance(seconds)
         if beats:
-            bench.handle(PeerHeard("p"))
+            bench.handle(PeerHeard(peer="p"))
             heard = bench.clock.now
         if bench.handle(Ticked()):
             assert bench.clock.now - heard > 2.0
