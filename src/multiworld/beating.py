@@ -53,11 +53,14 @@ class Heart:
 
     def __init__(self, on_report: OnReport) -> None:
         self._on_report = on_report
+        self._reported = asyncio.Event()
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         self._mode: Mode = "process"
         self._sockets: dict[int, tuple[socket.socket, bytes]] = {}
+        self._datagrams: dict[int, socket.socket] = {}
+        self._passed: set[int] = set()
         self._numbers = itertools.count(1)
         self._unsent: set[int] = set()
 
@@ -79,13 +82,27 @@ class Heart:
         self._pass(number)
         return number
 
+    def add_datagrams(self, number: int, sock: socket.socket) -> None:
+        """Let the beats of ``number`` go over a connected UDP socket as well.
+
+        Taken over: closed by ``remove`` or ``close``.
+        """
+        if number in self._sockets:
+            self._datagrams[number] = sock
+            self._pass(number)
+        else:
+            sock.close()
+
     def remove(self, number: int) -> None:
         """End the beats on a socket."""
+        datagrams = self._datagrams.pop(number, None)
+        if datagrams is not None:
+            datagrams.close()
         if self._sockets.pop(number, None) is not None:
+            self._passed.discard(number)
             self._order(heartbeat.encode_order(heartbeat.REMOVE, number))
 
-    def listen(self) -> None:
-        """Take the reports that wait, without waiting for the loop."""
+    def _listen(self) -> None:
         while self._control is not None:
             try:
                 message = self._control.recv(heartbeat.READ_BYTES)
@@ -100,12 +117,20 @@ class Heart:
             for number, state, doing, lag, heard, at in heartbeat.REPORT.iter_unpack(
                 message
             ):
+                if number == heartbeat.END_OF_REPORT:
+                    self._reported.set()
+                    continue
                 heard_us_s = None if heard == heartbeat.NEVER_MS else heard / 1000
                 report = Report(state, doing, lag / 1000, heard_us_s, at)
                 self._on_report(number, report)
 
-    def tick(self) -> None:
-        """Give a sign that the event loop turns; replace a helper that died."""
+    async def tick(self) -> None:
+        """Give a sign that the event loop turns, and take the helper's report.
+
+        Returns once that is read, or after a beat's time; replaces a helper that died.
+
+        Cancellation: safe.
+        """
         if self._control is None:
             return
         if self._process is not None and self._process.poll() is not None:
@@ -117,19 +142,28 @@ class Heart:
         unsent, self._unsent = self._unsent, set()
         for number in unsent & self._sockets.keys():
             self._pass(number)
+        self._reported.clear()
         self._order(heartbeat.encode_order(heartbeat.TICK))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(heartbeat.BEAT_S):
+                await self._reported.wait()
 
     def filenos(self) -> list[int]:
         """Return the descriptors that a forked child must close."""
-        return [] if self._control is None else [self._control.fileno()]
+        found = [sock.fileno() for sock in self._datagrams.values()]
+        return found if self._control is None else [*found, self._control.fileno()]
 
     def close(self) -> None:
         """End the helper; returns once it is gone."""
         self._sockets.clear()
+        for sock in self._datagrams.values():
+            sock.close()
+        self._datagrams.clear()
         self._stop()
 
     def _restart(self) -> None:
         self._stop()
+        self._passed.clear()
         self._start(self._mode)
         for number in self._sockets:
             self._pass(number)
@@ -139,7 +173,7 @@ class Heart:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         self._control = ours
-        asyncio.get_running_loop().add_reader(ours.fileno(), self.listen)
+        asyncio.get_running_loop().add_reader(ours.fileno(), self._listen)
         if mode == "thread":
             beater = heartbeat.Beater(theirs, owner=None)
             self._thread = threading.Thread(
@@ -175,11 +209,18 @@ class Heart:
             self._thread = None
 
     def _pass(self, number: int) -> None:
+        """Hand the sockets of ``number`` to the helper; the second one may follow."""
         assert self._control is not None
         sock, key = self._sockets[number]
-        order = heartbeat.encode_order(heartbeat.ADD, number, key)
+        datagrams = self._datagrams.get(number)
         try:
-            socket.send_fds(self._control, [order], [sock.fileno()])
+            if number not in self._passed:
+                order = heartbeat.encode_order(heartbeat.ADD, number, key)
+                socket.send_fds(self._control, [order], [sock.fileno()])
+                self._passed.add(number)
+            if datagrams is not None:
+                order = heartbeat.encode_order(heartbeat.ADD_DATAGRAMS, number)
+                socket.send_fds(self._control, [order], [datagrams.fileno()])
         except OSError:
             self._unsent.add(number)  # the helper is behind; the next tick tries again
 

@@ -28,9 +28,10 @@ class WorldConfig:
     prototype, whose programs rely on it."""
 
     silence_s: float = 2.0
-    """Seconds without a sign of life after which a member is declared lost. The helper
-    process that beats was never more than 0.112 s late on a busy machine; 2 s leaves
-    room for an overloaded one and for a network that drops a few packets."""
+    """Seconds that a member may give no sign of life, or the network be away; it is
+    declared lost within half a second after. The helper process that beats was never
+    more than 0.112 s late on a busy machine; 2 s leaves room for an overloaded one and
+    for a network that drops packets or switches over. See ``docs/detection.md``."""
 
     stall_s: float = 2.0
     """Seconds that a member's event loop may give no sign before ``MemberStalled`` is

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from multiworld.membership import Address, this_host
 from multiworld.rendezvous import frames
+from multiworld.tcp import persist
 
 logger = logging.getLogger("multiworld.watchdog")
 
@@ -70,6 +71,7 @@ def tune(sock: socket.socket) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, UNIX_BUFFER_BYTES)
     else:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        persist(sock)
 
 
 async def dial(address: Address, hello: Message) -> socket.socket:

@@ -3,9 +3,14 @@
 Run as a script by a helper process (``python -I -S -E heartbeat.py FD PID TID``) or as
 a thread. The owner passes sockets over a control socket. Every ``BEAT_S`` one frame
 goes out on each: the state of the owner, how long ago its event loop last gave a sign,
-what its loop's thread is doing, and how long ago this peer was last heard. The helper also
-reads the peers' beats, stamps them with the time of their arrival and reports them, so
-that an owner which was stuck can tell what arrived while it was.
+what its loop's thread is doing, and how long ago this peer was last heard. The helper
+also reads the peers' beats and stamps them with the time of their arrival. When the
+owner's loop turns, it gets one report of all that is new: few wake-ups, however many
+peers there are, and an owner which was stuck can tell what arrived while it was.
+
+Between hosts, beats go over TCP and UDP at once, and what comes first counts: after a
+network has stalled, TCP tries again only after pauses that double, and would look
+silent long after the network is back; and UDP may be filtered.
 
 The helper ends with its owner: by the control socket's end, or when it is reparented
 (a forked child of the owner may hold the control socket open).
@@ -22,9 +27,10 @@ import struct
 import sys
 import time
 
-BEAT_S = 0.2
-"""Seconds between beats: ten in the default silence of 2 s, so that a few lost or late
-ones mean nothing; five wake-ups a second cost less than 0.1 % of a core."""
+BEAT_S = 0.1
+"""Seconds between beats: twenty in the default silence of 2 s, so that a few lost or
+late ones mean nothing, and a network that is back within ``silence_s`` is heard in
+time; see ``Liveness`` for what follows from it."""
 
 RUNNING, STOPPED, GONE = 0, 1, 2
 WAITING, COMPUTING = 0, 1
@@ -32,7 +38,7 @@ WAITING, COMPUTING = 0, 1
 
 NEVER_MS = 0xFFFFFFFF
 
-ADD, REMOVE, TICK = b"A", b"R", b"T"
+ADD, ADD_DATAGRAMS, REMOVE, TICK = b"A", b"D", b"R", b"T"
 KEY_BYTES = 32
 _ORDER = struct.Struct(f"<cQ{KEY_BYTES}s")
 
@@ -44,6 +50,8 @@ FRAME_BYTES = _FRAME.size + _SEAL_BYTES
 REPORT = struct.Struct("<QBBIId")
 """Key, state, doing, lag, heard (milliseconds), time of arrival (monotonic seconds)."""
 REPORTS_A_MESSAGE = 64
+END_OF_REPORT = 0
+"""The number, used for no socket, of the last entry that answers a ``TICK``."""
 
 READ_BYTES = 64 * 1024
 
@@ -69,8 +77,11 @@ class Beat:
 
 
 def encode_order(order: bytes, number: int = 0, key: bytes = b"") -> bytes:
-    """Return one message of the owner: ``ADD`` (a socket rides along; ``key`` seals its
-    frames), ``REMOVE``, or ``TICK`` (the owner's event loop turned)."""
+    """Return one message of the owner.
+
+    ``ADD``: a socket rides along, and ``key`` seals its frames. ``ADD_DATAGRAMS``: a
+    second one for the same number. ``REMOVE``. ``TICK``: the owner's event loop turned.
+    """
     return _ORDER.pack(order, number, key)
 
 
@@ -138,6 +149,7 @@ class Target:
     def __init__(self, sock: socket.socket, key: bytes) -> None:
         sock.setblocking(False)
         self.sock = sock
+        self.datagrams: socket.socket | None = None
         self._key = key
         self._rest = b""
         self._inbox = b""
@@ -147,7 +159,13 @@ class Target:
 
     def send(self, beat: Beat) -> bool:
         """Send ``beat``, or the rest of the last one; False if the reader is gone."""
-        frame = self._rest or encode_beat(beat, self._key)
+        fresh = encode_beat(beat, self._key)
+        if self.datagrams is not None:
+            try:
+                self.datagrams.send(fresh)
+            except OSError:
+                pass  # refused, filtered, no route: the connection beats as well
+        frame = self._rest or fresh
         try:
             sent = self.sock.send(frame)
         except (BlockingIOError, InterruptedError):
@@ -178,6 +196,28 @@ class Target:
                 self._inbox = self._inbox[start:] if start > 0 else b""
         return bool(data)
 
+    def read_datagrams(self, now: float) -> None:
+        """Take what has arrived beside the connection."""
+        assert self.datagrams is not None
+        while True:
+            try:
+                frame = self.datagrams.recv(FRAME_BYTES + 1)
+                self._take(decode_beat(frame, self._key), now)
+            except (BlockingIOError, InterruptedError):
+                return
+            except (OSError, ValueError, struct.error):
+                # An error of an earlier send, or a stranger's datagram.
+                if not self._is_readable():
+                    return
+
+    def _is_readable(self) -> bool:
+        assert self.datagrams is not None
+        try:
+            self.datagrams.recv(1, socket.MSG_PEEK)
+        except OSError:
+            return False
+        return True
+
     def _take(self, beat: Beat, now: float) -> None:
         if beat.sequence > self._sequence:
             self._sequence, self.heard_at, self.latest = beat.sequence, now, beat
@@ -202,12 +242,14 @@ class Beater:
         """Beat until the owner ends."""
         due = time.monotonic() + BEAT_S
         while not self._is_over:
+            is_ordered = False
             for selected, _ in self._selector.select(max(0.0, due - time.monotonic())):
                 if selected.data is None:
-                    self._obey()
+                    is_ordered = True
                 else:
-                    self._hear(selected.data)
-            self._report()
+                    self._hear(selected.data, selected.fileobj)
+            if is_ordered:  # after the rest: a report tells all that has arrived
+                self._obey()
             now = time.monotonic()
             if now >= due:
                 due = now + BEAT_S
@@ -235,11 +277,13 @@ class Beater:
             if not target.send(Beat(state, doing, sequence, lag_ms, heard_ms)):
                 self._drop(number)
 
-    def _hear(self, number: int) -> None:
+    def _hear(self, number: int, where: object) -> None:
         target = self._targets.get(number)
         if target is None:
             return
-        if not target.read(time.monotonic()):
+        if where is target.datagrams:
+            target.read_datagrams(time.monotonic())
+        elif not target.read(time.monotonic()):
             # No verdict: the control link tells whether the process is gone.
             self._selector.unregister(target.sock)
         if target.latest is not None:
@@ -247,9 +291,12 @@ class Beater:
 
     def _report(self) -> None:
         """Tell the owner what is new; what it does not take waits, the latest only."""
-        while self._news:
+        is_last = False
+        while not is_last:
             numbers = list(self._news)[:REPORTS_A_MESSAGE]
+            is_last = len(numbers) == len(self._news)
             message = b"".join(_report_of(n, self._news[n]) for n in numbers)
+            message += REPORT.pack(END_OF_REPORT, 0, 0, 0, 0, 0.0) if is_last else b""
             try:
                 self._control.send(message)
             except (BlockingIOError, InterruptedError):
@@ -275,19 +322,26 @@ class Beater:
             target = Target(socket.socket(fileno=fds[0]), key)
             self._targets[number] = target
             self._selector.register(target.sock, selectors.EVENT_READ, number)
+        elif kind == ADD_DATAGRAMS and fds and number in self._targets:
+            datagrams = socket.socket(fileno=fds[0])
+            self._targets[number].datagrams = datagrams
+            self._selector.register(datagrams, selectors.EVENT_READ, number)
         elif kind == REMOVE and number in self._targets:
             self._drop(number)
         elif kind == TICK:
             self._ticked_at = time.monotonic()
+            self._report()
 
     def _drop(self, number: int) -> None:
         target = self._targets.pop(number)
         self._news.pop(number, None)
-        try:
-            self._selector.unregister(target.sock)
-        except KeyError:
-            pass
-        target.sock.close()
+        for sock in (target.sock, target.datagrams):
+            if sock is not None:
+                try:
+                    self._selector.unregister(sock)
+                except KeyError:
+                    pass
+                sock.close()
 
 
 def _report_of(number: int, target: Target) -> bytes:

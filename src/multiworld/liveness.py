@@ -10,6 +10,10 @@ nobody before it has read what arrived meanwhile. A process that its helper repo
 stopped has not been *heard*, though beats keep coming. And a process whose event loop
 gives no sign is *stalled*, which is told and is no loss, unless a world says so.
 
+A limit of silence is what the network may be away for: the last beat before it went may
+be one beat old, and the first one after it came back may take another. So two beats are
+added to every limit before a verdict.
+
 A cut in one direction is seen on both sides: a beat says how long ago its sender heard
 this process, so that one who still hears knows that nobody listens.
 """
@@ -143,6 +147,14 @@ class Resumed:
 Finding = Verdict | Stalled | Resumed
 
 
+@dataclass(frozen=True, slots=True)
+class _Watch:
+    """A world's interest in a peer. What was before it began counts for nothing."""
+
+    limits: Limits
+    since: float
+
+
 @dataclass(slots=True)
 class _Peer:
     heard_at: float
@@ -151,7 +163,7 @@ class _Peer:
     turned_at: float = math.inf  # when its loop last gave a sign; inf: it just did
     is_computing: bool = False
     unheard_s: float = 0.0  # for how long it had not heard us when it last beat
-    worlds: dict[WorldKey, Limits] = field(default_factory=dict)
+    worlds: dict[WorldKey, _Watch] = field(default_factory=dict)
     stalled: set[WorldKey] = field(default_factory=set)
     shortest_s: float = math.inf
 
@@ -160,7 +172,7 @@ class Liveness:
     """The account of every peer process."""
 
     def __init__(self, tick_s: float) -> None:
-        self._tick_s = tick_s
+        self._tick_s, self._room_s = tick_s, 2 * tick_s
         self._peers: dict[PeerKey, _Peer] = {}
         self._ticked_at: float | None = None
         self._was_late = False
@@ -198,11 +210,11 @@ class Liveness:
             peer.heard_at = max(peer.heard_at, at)
         # A stopped process is a case of its own; and a beat every ``tick_s`` makes the
         # loop of a healthy one look up to that late.
-        is_late = heard.state is ProcessState.RUNNING and heard.lag_s > 2 * self._tick_s
+        is_late = heard.state is ProcessState.RUNNING and heard.lag_s > self._room_s
         peer.turned_at = at - heard.lag_s if is_late else math.inf
         peer.is_computing = heard.is_computing
-        # Two beats of room: what it had not heard when it sent this may be under way.
-        peer.unheard_s = max(0.0, (heard.heard_us_s or 0.0) - 2 * self._tick_s)
+        # What it had not heard when it sent this may be under way.
+        peer.unheard_s = max(0.0, (heard.heard_us_s or 0.0) - self._room_s)
         if is_late or not peer.stalled:
             return []
         resumed, peer.stalled = sorted(peer.stalled), set()
@@ -213,7 +225,7 @@ class Liveness:
         if not peer.worlds:  # nobody judged it until now, and it need not have beaten
             peer.heard_at = peer.beat_at = now
             peer.turned_at, peer.unheard_s = math.inf, 0.0
-        peer.worlds[world] = limits
+        peer.worlds[world] = _Watch(limits, now)
         peer.shortest_s = min(peer.shortest_s, limits.shortest_s())
 
     def _unwatch(self, key: PeerKey, world: WorldKey) -> None:
@@ -221,11 +233,10 @@ class Liveness:
         if peer is None:
             return
         peer.stalled.discard(world)
-        limits = peer.worlds.pop(world, None)
-        if limits is not None and limits.shortest_s() <= peer.shortest_s:
-            peer.shortest_s = min(
-                (other.shortest_s() for other in peer.worlds.values()), default=math.inf
-            )
+        watch = peer.worlds.pop(world, None)
+        if watch is not None and watch.limits.shortest_s() <= peer.shortest_s:
+            others = (other.limits.shortest_s() for other in peer.worlds.values())
+            peer.shortest_s = min(others, default=math.inf)
 
     def _closed(self, closed: PeerClosed, now: float) -> list[Finding]:
         peer = self._peers.pop(closed.peer, None)
@@ -256,19 +267,19 @@ class Liveness:
         # its last tick may not be read yet, what came before that has been.
         findings: list[Finding] = []
         for key, peer in self._peers.items():
-            quiet_s = now - late_s - min(peer.heard_at, peer.turned_at)
+            quiet_s = now - late_s - self._room_s - min(peer.heard_at, peer.turned_at)
             if max(quiet_s, peer.unheard_s) > peer.shortest_s:
                 findings += self._judge(key, peer, now - late_s)
         return findings
 
     def _judge(self, key: PeerKey, peer: _Peer, now: float) -> list[Finding]:
         findings: list[Finding] = []
-        for world, limits in list(peer.worlds.items()):
-            verdict = _verdict(key, peer, world, limits, now)
+        for world, watch in list(peer.worlds.items()):
+            verdict = _verdict(key, peer, world, watch, now, self._room_s)
             if verdict is not None:
                 findings.append(verdict)
                 self._unwatch(key, world)
-            elif now - peer.turned_at > limits.stall_s and world not in peer.stalled:
+            elif self._is_newly_stalled(peer, world, now):
                 peer.stalled.add(world)
                 stalled_s = now - peer.turned_at
                 findings.append(
@@ -281,19 +292,33 @@ class Liveness:
                 )
         return findings
 
+    def _is_newly_stalled(self, peer: _Peer, world: WorldKey, now: float) -> bool:
+        stalled_s = now - peer.turned_at - self._room_s
+        return (
+            stalled_s > peer.worlds[world].limits.stall_s and world not in peer.stalled
+        )
+
 
 def _verdict(
-    key: PeerKey, peer: _Peer, world: WorldKey, limits: Limits, now: float
+    key: PeerKey,
+    peer: _Peer,
+    world: WorldKey,
+    watch: _Watch,
+    now: float,
+    room_s: float,
 ) -> Verdict | None:
+    limits = watch.limits
     silent_s, stalled_s = now - peer.heard_at, now - peer.turned_at
-    if silent_s > limits.silence_s:
+    known_s = now - watch.since - room_s
+    if min(silent_s - room_s, known_s) > limits.silence_s:
         limit_s = limits.silence_s
         reason, evidence = _silence(peer, silent_s, now)
-    elif peer.unheard_s > limits.silence_s:
+    elif min(peer.unheard_s - room_s, known_s) > limits.silence_s:
+        # With more room than silence has: who hears nothing is to be the first to know.
         limit_s = limits.silence_s
         reason = f"it has not heard this process for over {peer.unheard_s:.1f} s"
         evidence = "its beats arrive and say so; the network is cut in one direction"
-    elif stalled_s > limits.stalled_limit_s:
+    elif min(stalled_s - room_s, known_s) > limits.stalled_limit_s:
         limit_s = limits.stalled_limit_s
         reason = f"its event loop has not turned for {stalled_s:.1f} s"
         evidence = f"its helper beats and says so; {doing(peer.is_computing)}"

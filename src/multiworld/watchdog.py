@@ -76,6 +76,9 @@ class _Peer:
     link: Link
     beat: socket.socket | None = None
     beat_number: int = 0
+    datagrams: socket.socket | None = None
+    """For beats beside the connection, until the peer says where it listens."""
+    datagram_port: int = 0
     worlds: dict[int, int] = field(default_factory=dict)  # nonce -> rank
 
 
@@ -253,7 +256,8 @@ class WatchDog:
             found += endpoint.filenos()
         for peer in self._peers.values():
             found += peer.link.filenos()
-            found += [] if peer.beat is None else [peer.beat.fileno()]
+            own = (peer.beat, peer.datagrams)
+            found += [sock.fileno() for sock in own if sock is not None]
         for lane in self._lanes.values():
             if lane.done() and not lane.cancelled():
                 found.append(lane.result().fileno())
@@ -353,6 +357,9 @@ class WatchDog:
             self._beating.pop(peer.beat_number, None)
             peer.beat.close()
             peer.beat = None
+        if peer.datagrams is not None:
+            peer.datagrams.close()
+            peer.datagrams = None
 
     # Beats.
 
@@ -361,6 +368,24 @@ class WatchDog:
         # At once: the peer may watch this process before this one has come so far.
         peer.beat_number = self._heart.add(sock, bytes(heartbeat.KEY_BYTES), self._mode)
         self._beating[peer.beat_number] = _name(peer.link.key)
+        if sock.family != socket.AF_UNIX:
+            peer.datagrams = _datagram_socket(peer.link.key.local_host)
+        if peer.datagrams is not None:
+            port = peer.datagrams.getsockname()[1]
+            peer.link.send({"op": "datagrams", "port": port})
+            self._join_datagrams(peer)
+
+    def _join_datagrams(self, peer: _Peer) -> None:
+        """Beat over UDP too, once both sides have said where they listen."""
+        if peer.datagrams is None or not peer.datagram_port:
+            return
+        sock, peer.datagrams = peer.datagrams, None
+        try:
+            sock.connect((peer.link.key.remote_host, peer.datagram_port))
+        except OSError:
+            sock.close()
+            return
+        self._heart.add_datagrams(peer.beat_number, sock)
 
     def _on_report(self, number: int, report: Report) -> None:
         name = self._beating.get(number)
@@ -380,8 +405,7 @@ class WatchDog:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(heartbeat.BEAT_S)
-            self._heart.tick()
-            self._heart.listen()  # what has arrived is read before anyone is judged
+            await self._heart.tick()  # what has arrived is read before anyone is judged
             self._observe(Ticked())
             self._purge()
 
@@ -399,9 +423,13 @@ class WatchDog:
     def link_message(self, link: Link, message: Message) -> None:
         """Hand a control message to its world, or keep it until that is known."""
         nonce = message.get("nonce")
-        if not isinstance(nonce, int):
-            return
         peer = self._peers.get(link.key)
+        if not isinstance(nonce, int):
+            port = message.get("port")
+            if peer is not None and isinstance(port, int) and 0 < port < 65536:
+                peer.datagram_port = port
+                self._join_datagrams(peer)
+            return
         rank = None if peer is None else peer.worlds.get(nonce)
         if rank is not None and nonce in self._worlds:
             self._worlds[nonce].port.on_message(rank, message)
@@ -497,6 +525,17 @@ class WatchDog:
 
 def _name(key: LinkKey) -> str:
     return f"{key.peer}|{key.local_host}|{key.remote_host}"
+
+
+def _datagram_socket(host: str) -> socket.socket | None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+    try:
+        sock.bind((host, 0))
+    except OSError:
+        sock.close()
+        return None
+    return sock
 
 
 def _discard(future: asyncio.Future[Any]) -> None:

@@ -125,6 +125,11 @@ class World:
         return self._life.left
 
     @property
+    def lost(self) -> frozenset[int]:
+        """Ranks known to be lost; it may grow after the world broke."""
+        return self._life.lost
+
+    @property
     def members(self) -> tuple[str, ...]:
         """Who is in it, by rank, for messages to people."""
         return tuple(map(str, self._life.incarnation.members))

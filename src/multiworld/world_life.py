@@ -102,6 +102,12 @@ class WorldLife:
         """Ranks that have left politely."""
         return self._life.left
 
+    @property
+    def lost(self) -> frozenset[int]:
+        """Ranks known to be lost."""
+        breakage = self._life.breakage
+        return frozenset() if breakage is None else breakage.lost
+
     async def wait_over(self) -> None:
         """Wait until the world is broken or closed."""
         await asyncio.shield(self._over)

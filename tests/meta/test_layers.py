@@ -22,6 +22,7 @@ LAYERS = (
         "membership",
         "heartbeat",
         "rendezvous",
+        "tcp",
     },
     {"backends"},
     {"beating", "endpoint", "link", "watchdog"},

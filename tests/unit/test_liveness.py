@@ -70,7 +70,7 @@ def test_silent_peer_is_lost_after_the_limit_and_once() -> None:
     assert bench.run(1.8, None) == []
     verdicts = bench.run(3, None)
     assert len(verdicts) == 1
-    assert 2.0 < verdicts[0].silent_s <= 2.0 + 2 * TICK_S
+    assert 2.0 + 2 * TICK_S < verdicts[0].silent_s <= 2.0 + 3 * TICK_S
     assert "silent" in verdicts[0].reason
 
 
@@ -210,7 +210,7 @@ def test_stuck_loop_is_told_once_and_is_no_loss() -> None:
     assert [type(finding) for finding in findings] == [Stalled]
     assert isinstance(findings[0], Stalled)
     assert findings[0].is_computing
-    assert 2.0 < findings[0].stalled_s < 2.0 + 3 * TICK_S
+    assert 2.0 < findings[0].stalled_s < 2.0 + 4 * TICK_S
     resumed = bench.find(PeerHeard(peer="p"))
     assert [type(finding) for finding in resumed] == [Resumed]
     assert bench.run(5) == []

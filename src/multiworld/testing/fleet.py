@@ -21,6 +21,8 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any
 
+from multiworld.testing.hosts import Host, enter_namespace
+
 PRELOAD = ["torch", "torch.distributed", "multiworld.world_manager"]
 
 REPORT_S = 30.0
@@ -92,9 +94,13 @@ class Role:
 Body = Callable[..., Awaitable[None]]
 
 
-def _run(connection: Connection, body: Body, args: tuple[Any, ...]) -> None:
+def _run(
+    connection: Connection, body: Body, args: tuple[Any, ...], namespace: str | None
+) -> None:
     import torch
 
+    if namespace is not None:
+        enter_namespace(namespace)
     torch.set_num_threads(1)
 
     async def main() -> None:
@@ -216,10 +222,13 @@ class ProcessFleet:
         for child in self._children:
             child.end()
 
-    def start(self, body: Body, *args: Any) -> Child:
-        """Run ``await body(role, *args)`` in a new process."""
+    def start(self, body: Body, *args: Any, host: Host | None = None) -> Child:
+        """Run ``await body(role, *args)`` in a new process, on ``host`` if given."""
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_run, args=(theirs, body, args))
+        namespace = None if host is None else host.namespace
+        process = self._context.Process(
+            target=_run, args=(theirs, body, args, namespace)
+        )
         process.start()
         theirs.close()
         child = Child(process, ours)

@@ -13,6 +13,8 @@ import socket
 import stat
 import struct
 
+from multiworld.tcp import persist
+
 Where = tuple[str, int]
 
 _MINIMUM = 28  # bytes of a sockaddr_in6
@@ -55,6 +57,11 @@ class Connections:
         self._own, self._peers = own, peers
         self._fds = [int(name) for name in os.listdir("/proc/self/fd")]
         self._fds = self.filenos()
+        for fd in self._fds:
+            sock = self._duplicate(fd)
+            if sock is not None:
+                with sock:
+                    persist(sock)
 
     def filenos(self) -> list[int]:
         """Return the descriptors that are still this world's."""
