@@ -142,8 +142,8 @@ async def _obey(life: Life, order: Any) -> Any:
             return [event for event in life.events if isinstance(event, MemberStalled)]
         case "events":
             return list(life.events)
-        case ("busy", kind, seconds):
-            return _hold_the_gil(kind, seconds)
+        case ("busy", kind, *seconds):
+            return _hold_the_gil(kind, *seconds)
         case ("sleep", seconds):
             time.sleep(seconds)  # noqa: ASYNC251 - to be stuck is the point
             return "slept"
@@ -189,24 +189,31 @@ async def _round(world: World, number: int) -> None:
     assert total.item() == ranks + world.size * number, (total, number)
 
 
-def _hold_the_gil(kind: str, seconds: float) -> float:
-    """Sit in one C call that holds the GIL, again and again, for ``seconds``."""
-    count = 2_000_000
-    call: Callable[[], object]
-    if kind == "pickle":
-        data = pickle.dumps([{"a": i} for i in range(count // 4)])
-        call = lambda: pickle.loads(data)  # noqa: E731 - our own data
-    elif kind == "json":
-        text = json.dumps(list(range(count)))
-        call = lambda: json.loads(text)  # noqa: E731
-    else:
-        values = [str(-i) for i in range(count)]
-        call = lambda: sorted(values)  # noqa: E731
-    end, longest = time.monotonic() + seconds, 0.0
+def _hold_the_gil(kind: str, seconds: float, one_call_s: float = 1.5) -> float:
+    """Sit in C calls that hold the GIL for ``seconds``; return the longest of them."""
+    count, took = 100_000, 0.0
+    while took < one_call_s:
+        call = _long_call(kind, count)
+        begin = time.monotonic()
+        call()
+        took = time.monotonic() - begin
+        count = int(count * max(1.3, min(8.0, 1.2 * one_call_s / max(took, 1e-3))))
+    longest, end = took, time.monotonic() + seconds - took
     while (begin := time.monotonic()) < end:
         call()
         longest = max(longest, time.monotonic() - begin)
     return longest
+
+
+def _long_call(kind: str, count: int) -> Callable[[], object]:
+    if kind == "pickle":
+        data = pickle.dumps([{"a": i} for i in range(count)])
+        return lambda: pickle.loads(data)
+    if kind == "json":
+        text = json.dumps([[i] for i in range(count)])
+        return lambda: json.loads(text)
+    values = [str(i * 7919 % count) for i in range(count)]
+    return lambda: sorted(values)
 
 
 async def store_host(role: Role, host: str) -> None:

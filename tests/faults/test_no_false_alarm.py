@@ -1,0 +1,221 @@
+"""What looks like a loss and is none; and what is one although the process lives."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, contextmanager
+
+import pytest
+
+from multiworld import MemberLostError, MemberStalled, StaleEpochError, WorldConfig
+from multiworld.rendezvous.server import StoreServer
+from multiworld.testing import Child, ProcessFleet
+from tests.citizen import Account, Membership, citizen
+
+SILENCE_S = 1.0
+CONFIG = WorldConfig(join_s=30, silence_s=SILENCE_S, stall_s=0.5)
+HANG_S = 60.0
+
+
+class Town:
+    """Two citizens share the world ``w``; a third is in ``other`` with the first."""
+
+    def __init__(self, fleet: ProcessFleet, store: str) -> None:
+        self.fleet, self.store = fleet, store
+        self.citizens: list[Child] = []
+
+    async def settle(
+        self, config: WorldConfig = CONFIG, backend: str = "direct"
+    ) -> None:
+        """Start everybody and wait until both worlds pass messages."""
+        for worlds in (
+            [Membership("w", 0, 2, backend), Membership("other", 0, 2)],
+            [Membership("w", 1, 2, backend)],
+            [Membership("other", 1, 2)],
+        ):
+            self.citizens.append(self.fleet.start(citizen, self.store, config, worlds))
+        for child in self.citizens:
+            assert await child.report() == "ready"
+        await self.advances("w", 0, 1)
+
+    async def advances(self, world: str, *members: int) -> None:
+        for number in members:
+            self.citizens[number].order(("advance", world, 10))
+        for number in members:
+            await self.citizens[number].report(HANG_S)
+
+    async def account(self, number: int, world: str = "w") -> Account:
+        self.citizens[number].order("status")
+        account: Account = (await self.citizens[number].report(HANG_S))[world]
+        return account
+
+    async def broken(self, number: int) -> Account:
+        """Return the account of ``w`` once its error is there; others pass traffic."""
+        async with asyncio.timeout(HANG_S):
+            while (account := await self.account(number)).error is None:
+                await self.advances("other", 0, 2)
+        return account
+
+    async def stalls(self, number: int) -> list[MemberStalled]:
+        self.citizens[number].order("stalled")
+        events: list[MemberStalled] = await self.citizens[number].report(HANG_S)
+        return events
+
+
+@pytest.fixture
+async def town(fork_server: None) -> AsyncIterator[Town]:
+    """Return an empty town with a store."""
+    async with AsyncExitStack() as stack:
+        server = await StoreServer.listen("127.0.0.1", 0)
+        stack.push_async_callback(server.close)
+        fleet = await stack.enter_async_context(ProcessFleet())
+        yield Town(fleet, f"tcp://127.0.0.1:{server.port}")
+
+
+@pytest.mark.parametrize("kind", ["pickle", "json", "sort"])
+async def test_call_that_holds_the_gil_is_no_loss(town: Town, kind: str) -> None:
+    """It is told as a stall, with what the thread does, and the world lives on."""
+    await town.settle()
+    town.citizens[1].order(("busy", kind, 3 * SILENCE_S))
+    begin = time.monotonic()
+    await town.advances("other", 0, 2)
+    longest = await town.citizens[1].report(HANG_S)
+    assert longest > SILENCE_S  # or the test shows nothing
+    assert time.monotonic() - begin > SILENCE_S
+    await town.advances("w", 0, 1)
+    account = await town.account(0)
+    assert (account.error, account.epoch) == (None, 1)
+    stalls = await town.stalls(0)
+    assert stalls
+    assert {(stall.world, stall.rank) for stall in stalls} == {("w", 1)}
+    assert all("computes" in stall.evidence for stall in stalls)
+
+
+async def test_blocked_loop_is_told_as_waiting(town: Town) -> None:
+    """A blocking call on the loop; a stall that ends is a stall that ended."""
+    await town.settle()
+    town.citizens[1].order(("sleep", 3.0))
+    assert await town.citizens[1].report() == "slept"
+    await town.advances("w", 0, 1)
+    stalls = await town.stalls(0)
+    assert len(stalls) == 1
+    assert "waits" in stalls[0].evidence
+    town.citizens[0].order("events")
+    events = await town.citizens[0].report()
+    assert "MemberResumed" in [type(event).__name__ for event in events]
+
+
+async def test_blocked_loop_is_a_loss_where_configured(town: Town) -> None:
+    """``stalled_limit_s`` makes a hung process count as lost; it is fenced."""
+    await town.settle(CONFIG.replace(stalled_limit_s=1.5))
+    town.citizens[1].order(("sleep", 5.0))
+    await town.advances("other", 0, 2)
+    account = await town.broken(0)
+    assert isinstance(account.error, MemberLostError)
+    assert "event loop" in account.error.reason
+    assert await town.citizens[1].report() == "slept"
+    hung = await town.broken(1)
+    assert isinstance(hung.error, StaleEpochError), hung.error
+
+
+@contextmanager
+def full_load(times: int) -> Iterator[None]:
+    """Keep every core busy several times over."""
+    context = multiprocessing.get_context("spawn")
+    processes = [
+        context.Process(target=_spin, daemon=True)
+        for _ in range(times * (os.cpu_count() or 1))
+    ]
+    for process in processes:
+        process.start()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+            process.close()
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+async def _loaded(town: Town, seconds: float, config: WorldConfig) -> None:
+    await town.settle(config)
+    with full_load(5):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            await town.advances("w", 0, 1)
+            await town.advances("other", 0, 2)
+    for number in (0, 1):
+        account = await town.account(number)
+        assert (account.error, account.epoch) == (None, 1)
+
+
+async def test_cores_five_times_over_subscribed_are_no_loss(town: Town) -> None:
+    """Everything is late, the observers too; nobody is accused."""
+    await _loaded(town, 8, CONFIG)
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(900)
+async def test_ten_minutes_of_full_load_are_no_loss(town: Town) -> None:
+    """With the default limits."""
+    await _loaded(town, 600, WorldConfig(join_s=30))
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["pickle", "json", "sort"])
+async def test_long_call_that_holds_the_gil_is_no_loss(town: Town, kind: str) -> None:
+    """Twenty seconds in C calls, ten of them in one."""
+    await town.settle(WorldConfig(join_s=30))
+    town.citizens[1].order(("busy", kind, 20.0, 10.0))
+    await town.citizens[1].report(200)
+    await town.advances("w", 0, 1)
+    account = await town.account(0)
+    assert (account.error, account.epoch) == (None, 1)
+
+
+async def test_revived_process_is_fenced_and_can_join_again(town: Town) -> None:
+    """Stopped until it is declared lost, then continued: it can do no harm."""
+    for backend in ("direct", "gloo"):
+        await town.settle(CONFIG, backend)
+        stopped = town.citizens[1]
+        stopped.stop()
+        account = await town.broken(0)
+        epoch = account.epoch
+        assert isinstance(account.error, MemberLostError)
+        assert "stopped" in account.error.reason
+        # A replacement takes its place while it is stopped.
+        replacement = town.fleet.start(
+            citizen, town.store, CONFIG, [Membership("w", 1, 2, backend)]
+        )
+        town.citizens[0].order(("join", Membership("w", 0, 2, backend)))
+        assert await town.citizens[0].report() is None
+        assert await replacement.report() == "ready"
+        await town.advances("w", 0)
+        stopped.go_on()
+        revived = await town.broken(1)
+        assert isinstance(revived.error, StaleEpochError), revived.error
+        assert (revived.error.seen, revived.error.expected) == (epoch, epoch + 1)
+        await town.advances("w", 0)
+        replacement.order("leave")
+        await replacement.done()
+        stopped.order(("join", Membership("w", 1, 2, backend)))
+        town.citizens[0].order(("join", Membership("w", 0, 2, backend)))
+        assert await stopped.report() is None
+        assert await town.citizens[0].report() is None
+        assert (await town.account(1)).epoch == epoch + 2
+        await town.advances("w", 0, 1)
+        for child in town.citizens:
+            child.order("leave")
+            await child.done()
+        town.citizens.clear()
