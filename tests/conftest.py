@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -14,6 +17,24 @@ torch.set_num_threads(1)  # a pool that starts in the middle of a test looks lik
 
 async def _hello(role: Role) -> None:
     role.report("hello")
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return an environment where modules are compiled already, as when installed.
+
+    asyncio's debug mode tells of every step over a tenth of a second, which importing
+    this package for the first time can take where no compiled files may be written.
+    """
+    environment = {
+        **os.environ,
+        "PYTHONPYCACHEPREFIX": str(tmp_path_factory.mktemp("c")),
+    }
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    modules = "multiworld.world_manager, multiworld.backends.c10d.backend"
+    command = [sys.executable, "-X", "dev", "-c", f"import {modules}"]
+    subprocess.run(command, env=environment, check=True, timeout=50)
+    return environment
 
 
 @pytest.fixture(scope="session")

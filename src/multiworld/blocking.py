@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, TypeVar
@@ -102,6 +102,10 @@ def _is_inside_a_loop() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+async def _next(items: AsyncIterator[T]) -> T:
+    return await anext(items)
 
 
 class World:
@@ -290,6 +294,27 @@ class World:
         """Wait until every member has called it."""
         self._loop.call(self._world.barrier(), timeout_s)
 
+    @property
+    def lost(self) -> frozenset[int]:
+        """Ranks known to be lost."""
+        return self._world.lost
+
+    def wait_over(self, timeout_s: float | None = None) -> None:
+        """Wait until the world is broken or closed."""
+        self._loop.call(self._world.wait_over(), timeout_s)
+
+    def wait_incomplete(self, timeout_s: float | None = None) -> None:
+        """Wait until the world is broken or closed, or a member has left."""
+        self._loop.call(self._world.wait_incomplete(), timeout_s)
+
+    def reform(self) -> World:
+        """Go on in a smaller world, without the lost."""
+        return World(self._loop.call(self._world.reform()), self._loop)
+
+    def grow(self, *, to: int) -> World:
+        """Let newcomers into this world."""
+        return World(self._loop.call(self._world.grow(to=to)), self._loop)
+
     def close(self) -> None:
         """Leave politely."""
         self._loop.call(self._world.close())
@@ -332,7 +357,7 @@ class WorldManager:
         *,
         rank: int,
         size: int,
-        store: str,
+        store: str | None = None,
         backend: str = "direct",
         config: WorldConfig | None = None,
         device: torch.device | str = "cpu",
@@ -348,6 +373,34 @@ class WorldManager:
             device=device,
         )
         return World(self._loop.call(step), self._loop)
+
+    def keep(
+        self,
+        name: str,
+        *,
+        rank: int,
+        size: int,
+        store: str | None = None,
+        backend: str = "direct",
+        config: WorldConfig | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Iterator[World]:
+        """Stay in a world: yield it, and its next incarnation whenever it is over."""
+        worlds = self._manager.keep(
+            name,
+            rank=rank,
+            size=size,
+            store=store,
+            backend=backend,
+            config=config,
+            device=device,
+        )
+        while True:
+            try:
+                world = self._loop.call(_next(worlds))
+            except StopAsyncIteration:
+                return
+            yield World(world, self._loop)
 
     def leave(self, name: str) -> None:
         """Leave one world politely and forget it."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -70,6 +70,16 @@ class _Pending:
         self.count -= 1
 
 
+class Changes(Protocol):
+    """Who makes the next incarnation of a world."""
+
+    async def reform(self, name: str) -> World:
+        """Go on without the lost."""
+
+    async def grow(self, name: str, to: int) -> World:
+        """Let newcomers in."""
+
+
 class World:
     """One incarnation of a world, seen by one member. Made by ``WorldManager.join``.
 
@@ -88,7 +98,8 @@ class World:
         size: World size.
     """
 
-    def __init__(self, life: WorldLife) -> None:
+    def __init__(self, life: WorldLife, changes: Changes) -> None:
+        self._changes = changes
         incarnation = life.incarnation
         self.name, self.epoch = incarnation.world, incarnation.epoch
         self.rank, self.size = life.rank, incarnation.size
@@ -153,6 +164,13 @@ class World:
         Cancellation: safe.
         """
         await self._life.wait_over()
+
+    async def wait_incomplete(self) -> None:
+        """Wait until the world is broken or closed, or a member has left.
+
+        Cancellation: safe.
+        """
+        await self._life.wait_incomplete()
 
     # Point to point.
 
@@ -420,6 +438,66 @@ class World:
         from multiworld.backends.c10d.registration import mesh_of
 
         return mesh_of(self.process_group, self._life.device, dim_name)
+
+    # Changing size.
+
+    @property
+    def waiting(self) -> dict[int, int]:
+        """Ranks that strangers claim in the next incarnation, and the world size that
+        each expects; see ``grow`` and the event ``MemberWaiting``."""
+        return dict(self._life.waiting)
+
+    async def reform(self) -> World:
+        """Go on in a smaller world, without the members that are lost or have left.
+
+        Every survivor calls it; all of them return when the last has. Ranks are
+        compacted in their old order. The name stays, the epoch grows; this object stays
+        broken. Who survives is settled at the store by the first who come: members
+        that accused each other do not both go on. If one more is lost meanwhile, it
+        goes on without that one too. On an object that is not the newest of its name
+        it acts on the newest.
+
+        Returns:
+            The next incarnation, which may have only this member.
+
+        Raises:
+            StaleEpochError: The others went on without this member; join again.
+            JoinTimeoutError: A survivor did not call within ``join_s``.
+            ConfigError: Nobody is lost and nobody has left.
+            WorldClosedError: This process has closed the world.
+            StoreUnreachableError: The store is needed for this.
+
+        Cancellation: the claim is withdrawn; the world stays as it is.
+        """
+        return await self._changes.reform(self.name)
+
+    async def grow(self, *, to: int) -> World:
+        """Let newcomers into this world, while it lives.
+
+        A collective: every member calls it with the same ``to``, and each newcomer
+        joins as usual, ``manager.join(name, rank=r, size=to, ...)``, with one of the
+        ranks that are new; ``MemberWaiting`` tells the members that one wants in.
+        Members keep their ranks. No other world is touched. Messages of this
+        incarnation that were not received before are dropped, and so is this object.
+
+        Args:
+            to: The new world size.
+
+        Returns:
+            The next incarnation.
+
+        Raises:
+            JoinTimeoutError: Not everybody came within ``join_s``; this world lives on.
+            WorldBrokenError: A member was lost. If this happened after all had been
+                admitted, the next incarnation is the one that broke, on every member:
+                ``manager.world(name).reform()`` goes on.
+            ConfigError: ``to`` is not more than the present size.
+            StoreUnreachableError: The store is needed for this; this world lives on.
+
+        Cancellation: the claim is withdrawn; the world stays as it is.
+        """
+        self._life.check()
+        return await self._changes.grow(self.name, to)
 
     # The end.
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import socket
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,7 +21,7 @@ from multiworld.backends import make_backend
 from multiworld.backends.base import Lingering
 from multiworld.config import WorldConfig
 from multiworld.errors import MemberLeftError, UsedAfterForkError, WorldClosedError
-from multiworld.events import Event
+from multiworld.events import Event, MemberWaiting
 from multiworld.lifecycle import (
     CloseAsked,
     Failed,
@@ -42,8 +43,10 @@ from multiworld.lifecycle import (
 )
 from multiworld.liveness import Finding, Limits, Resumed, Stalled, Verdict, doing
 from multiworld.membership import Incarnation
-from multiworld.rendezvous.address import StoreAddress
+from multiworld.rendezvous.address import StoreAddress, StoreAddresses
 from multiworld.watchdog import WatchDog
+
+T = TypeVar("T")
 
 LINK_GRACE_S = 1.0
 """How long a world waits, when a data connection has ended, for the control link to
@@ -51,14 +54,41 @@ tell why. Both end together when a process dies; the link's word only has to be 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What a member asks for when it joins; kept for when the world changes size."""
+
+    name: str
+    rank: int
+    size: int
+    where: StoreAddresses
+    backend: str
+    config: WorldConfig
+    device: torch.device
+
+    def terms(self) -> str:
+        """Return what all members must agree on, in words."""
+        stores = len(self.where.stores)
+        terms = f"backend {self.backend}, host_p2p {self.config.host_p2p}"
+        return terms if stores == 1 else f"{terms}, {stores} stores"
+
+    def replace(self, **changes: Any) -> Wish:
+        """Return a copy with ``changes`` applied."""
+        return dataclasses.replace(self, **changes)
+
+
+def _nothing(_: WorldLife) -> None:
+    """Do nothing at the end of an incarnation."""
+
+
+@dataclass(slots=True, kw_only=True)
 class Surroundings:
     """What a manager gives each of its worlds."""
 
     watchdog: WatchDog
-    store: StoreAddress
     publish: Callable[[Event], None]
-    over: Callable[[WorldLife], None]
     linger: Callable[[Lingering], None]
+    closing: set[asyncio.Task[None]]
+    over: Callable[[WorldLife], None] = _nothing
 
 
 class WorldLife:
@@ -67,30 +97,31 @@ class WorldLife:
     def __init__(
         self,
         incarnation: Incarnation,
-        rank: int,
-        backend: str,
-        config: WorldConfig,
-        device: torch.device,
+        wish: Wish,
+        store: StoreAddress,
         around: Surroundings,
     ) -> None:
-        self.incarnation, self.rank = incarnation, rank
-        self.config, self.device = config, device
-        self.store, self.linger = around.store, around.linger
+        self.incarnation, self.wish, self.rank = incarnation, wish, wish.rank
+        self.config, self.device = wish.config, wish.device
+        self.store, self.linger = store, around.linger
         self._around, self._watchdog = around, around.watchdog
         self._loop = asyncio.get_running_loop()
         self._life = Life(
             world=incarnation.world,
             epoch=incarnation.epoch,
-            rank=rank,
+            rank=self.rank,
             size=incarnation.size,
         )
+        self._changed = asyncio.Event()
+        self._is_superseded = False
+        self.waiting: dict[int, int] = {}  # rank -> the size that it expects
         self._over = self._loop.create_future()
-        self._ready_ranks = {rank}
+        self._ready_ranks = {self.rank}
         self._all_ready = self._loop.create_future()
         self._grace: dict[int | None, asyncio.TimerHandle] = {}
         self._is_forked = False
-        self.backend_name = backend
-        self.backend = make_backend(backend, self)
+        self.backend_name = wish.backend
+        self.backend = make_backend(wish.backend, self)
 
     @property
     def phase(self) -> Phase:
@@ -107,6 +138,49 @@ class WorldLife:
         """Ranks known to be lost."""
         breakage = self._life.breakage
         return frozenset() if breakage is None else breakage.lost
+
+    @property
+    def is_stale(self) -> bool:
+        """True if the others declared this member lost."""
+        breakage = self._life.breakage
+        return breakage is not None and breakage.is_stale
+
+    async def wait_more_lost(self, known: frozenset[int]) -> None:
+        """Wait until more members are lost or have left than ``known``."""
+        while self.lost | self.left <= known:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def wait_incomplete(self) -> None:
+        """Wait until this incarnation is over, or a member has left."""
+        while not (self._life.is_over or self._life.left):
+            self._changed.clear()
+            await self._changed.wait()
+
+    def member_waits(self, rank: int, size: int, *, is_gone: bool) -> None:
+        """Take note that a stranger wants into the next incarnation, or no longer."""
+        if is_gone:
+            self.waiting.pop(rank, None)
+        else:
+            self.waiting[rank] = size
+        where = self.incarnation
+        self._publish(
+            MemberWaiting(
+                world=where.world,
+                epoch=where.epoch,
+                rank=rank,
+                size=size,
+                is_gone=is_gone,
+            )
+        )
+
+    def supersede(self) -> None:
+        """Let what happens to this incarnation from now on interest nobody."""
+        self._is_superseded = True
+
+    def _publish(self, event: Event) -> None:
+        if not self._is_superseded:
+            self._around.publish(event)
 
     async def wait_over(self) -> None:
         """Wait until the world is broken or closed."""
@@ -137,11 +211,13 @@ class WorldLife:
         config = self.config
         limits = Limits(config.silence_s, config.stall_s, config.stalled_limit_s)
         attaching = self._watchdog.attach(self.incarnation, self.rank, self, limits)
-        await self._until_over(attaching)
-        await self._until_over(self.backend.open())
+        await self.until_over(attaching)
+        await self.until_over(self.backend.open())
         self._tell_all({"op": "ready"})
         self._check_ready()
-        await self._until_over(self._wait_ready())
+        await self.until_over(self._wait_ready())
+        if self._life.is_over:
+            raise self.broken_error()
         self.report(Opened())
 
     @property
@@ -153,19 +229,21 @@ class WorldLife:
     async def _wait_ready(self) -> None:
         await asyncio.shield(self._all_ready)
 
-    async def _until_over(self, step: Coroutine[Any, Any, None]) -> None:
-        """Await ``step``, or raise why the world is over, whichever is first."""
+    async def until_over(self, step: Coroutine[Any, Any, T]) -> T:
+        """Return what ``step`` does, or raise why the world is over, if that is first.
+
+        Cancellation: ``step`` is cancelled.
+        """
         task = self._loop.create_task(step, name=f"multiworld join {self._life.world}")
         try:
             await asyncio.wait((task, self._over), return_when=asyncio.FIRST_COMPLETED)
             if task.done():
-                task.result()
+                return task.result()
         finally:
             if not task.done():
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
-        if self._life.is_over:
-            raise self.broken_error()
+        raise self.broken_error()
 
     def _check_ready(self) -> None:
         if not self.missing and not self._all_ready.done():
@@ -270,10 +348,11 @@ class WorldLife:
     def report(self, happening: Happening) -> None:
         """Let ``lifecycle`` decide what follows, and carry it out."""
         self._life, actions = handle(self._life, happening)
+        self._changed.set()
         for action in actions:
             match action:
                 case Publish(event):
-                    self._around.publish(event)
+                    self._publish(event)
                 case FailMember(rank):
                     self._cancel_grace(rank)
                     self.backend.member_left(rank)

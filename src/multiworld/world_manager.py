@@ -17,27 +17,24 @@ from types import TracebackType
 
 import torch
 
+from multiworld.admission import Admission
 from multiworld.backends.base import Lingering
 from multiworld.config import WorldConfig
 from multiworld.errors import (
     ConfigError,
-    JoinTimeoutError,
-    MemberLostError,
     UnknownWorldError,
     UsedAfterForkError,
-    WorldBrokenError,
     WorldClosedError,
     WorldExistsError,
 )
 from multiworld.events import Event, EventHub
-from multiworld.lifecycle import CloseAsked, Phase
-from multiworld.membership import Member
-from multiworld.rendezvous.address import StoreAddress, parse_store
-from multiworld.rendezvous.meeting import Claim, Meeting, meet
-from multiworld.watchdog import MemberUnreachableError, WatchDog
+from multiworld.keeping import keep
+from multiworld.lifecycle import CloseAsked
+from multiworld.rendezvous.address import parse_store
+from multiworld.watchdog import WatchDog
 from multiworld.world import World
 from multiworld.world_communicator import BrokenWorldException, WorldCommunicator
-from multiworld.world_life import Surroundings, WorldLife
+from multiworld.world_life import Surroundings, Wish
 
 __all__ = ["BrokenWorldException", "WorldManager"]
 
@@ -73,16 +70,18 @@ class WorldManager:
         self._watchdog = WatchDog(
             self._uid, is_enabled=enable_monitor, mode=self._config.heartbeat
         )
-        self._meeting = Meeting(self._holds)
-        self._worlds: dict[str, World] = {}
         self._joining: dict[str, asyncio.Task[World] | None] = {}
         self._reserved: dict[str, str] = {}
-        self._lives: dict[str, WorldLife] = {}
-        self._met: set[WorldLife] = set()  # those that use a session with a store
-        self._seen: dict[str, int] = {}
         self._hub = EventHub()
         self._lingering: set[Lingering] = set()
         self._closing: set[asyncio.Task[None]] = set()
+        around = Surroundings(
+            watchdog=self._watchdog,
+            publish=self._hub.publish,
+            linger=self._linger,
+            closing=self._closing,
+        )
+        self._admission = Admission(self._uid, self._watchdog, around)
         self._is_closed = False
         self._is_forked = False
         self._communicator = WorldCommunicator(self)
@@ -90,9 +89,10 @@ class WorldManager:
         _managers.add(self)
 
     def __repr__(self) -> str:
-        ready = sum(world.is_ready for world in self._worlds.values())
+        worlds = self.worlds
+        ready = sum(world.is_ready for world in worlds.values())
         links = self._watchdog.link_count
-        return f"<WorldManager {ready}/{len(self._worlds)} worlds ready, {links} links>"
+        return f"<WorldManager {ready}/{len(worlds)} worlds ready, {links} links>"
 
     async def __aenter__(self) -> WorldManager:
         return self
@@ -120,7 +120,7 @@ class WorldManager:
     @property
     def worlds(self) -> dict[str, World]:
         """The worlds by name, broken ones included until they are replaced."""
-        return dict(self._worlds)
+        return self._admission.worlds
 
     def world(self, name: str) -> World:
         """Return the world ``name``.
@@ -128,9 +128,9 @@ class WorldManager:
         Raises:
             UnknownWorldError: There is none.
         """
-        world = self._worlds.get(name)
+        world = self.worlds.get(name)
         if world is None:
-            known = ", ".join(sorted(self._worlds)) or "none"
+            known = ", ".join(sorted(self.worlds)) or "none"
             raise UnknownWorldError(
                 f"this process is in no world {name!r} (it is in: {known}); join it "
                 "first",
@@ -156,7 +156,7 @@ class WorldManager:
         *,
         rank: int,
         size: int,
-        store: str,
+        store: str | None = None,
         backend: str = "direct",
         config: WorldConfig | None = None,
         device: torch.device | str = "cpu",
@@ -171,8 +171,10 @@ class WorldManager:
             rank: This member's rank, 0 to ``size`` - 1.
             size: World size, the same on every member.
             store: Where to meet: ``tcp://HOST:PORT``, or ``memory://NAME`` for
-                ``backend="memory"``. If nobody serves the address and it is one of
-                this host's, rank 0 embeds the store.
+                ``backend="memory"``; the environment's ``MULTIWORLD_STORE`` by default.
+                If nobody serves the address and it is one of this host's, rank 0 embeds
+                the store. Of several addresses with commas between, the same for every
+                member, the first that answers is used (none is embedded then).
             backend: ``direct``, ``memory``, ``gloo``, ``nccl``, or any other that
                 ``torch.distributed`` knows.
             config: Settings; the manager's by default.
@@ -190,14 +192,19 @@ class WorldManager:
         Cancellation: safe; the claim is withdrawn and nothing stays behind.
         """
         self._check_usable(name)
-        settings = config or self._config
-        where = parse_store(store)
-        target = torch.device(device)
-        _check_join(name, rank, size, backend, where, target)
+        wish = Wish(
+            name=name,
+            rank=rank,
+            size=size,
+            where=parse_store(store or _default_store()),
+            backend=backend,
+            config=config or self._config,
+            device=torch.device(device),
+        )
+        _check_wish(wish)
         self._reserve(name)
         joining = self._loop.create_task(
-            self._join(name, rank, size, where, backend, settings, target),
-            name=f"multiworld join {name}",
+            self._admission.join(wish), name=f"multiworld join {name}"
         )
         self._joining[name] = joining
         try:
@@ -209,6 +216,61 @@ class WorldManager:
             raise
         finally:
             self._joining.pop(name, None)
+
+    def keep(
+        self,
+        name: str,
+        *,
+        rank: int,
+        size: int,
+        store: str | None = None,
+        backend: str = "direct",
+        config: WorldConfig | None = None,
+        device: torch.device | str = "cpu",
+    ) -> AsyncIterator[World]:
+        """Stay in a world for as long as it is wanted.
+
+        ::
+
+            async for world in manager.keep("w", rank=1, size=2):
+                try:
+                    while True:
+                        await world.send(await world.recv(src=0), dst=0)
+                except (multiworld.WorldBrokenError, multiworld.WorldClosedError):
+                    pass  # the next turn of the loop has the next incarnation
+
+        Joins, yields the world, and when that is broken or a member has left, joins
+        again, with pauses that grow from 0.1 to 5 s. It is wanted until the loop is
+        left, the manager is closed, or the world is left with ``leave``.
+
+        Args:
+            name: As for ``join``, like all others.
+            rank: As for ``join``.
+            size: As for ``join``.
+            store: As for ``join``.
+            backend: As for ``join``.
+            config: As for ``join``.
+            device: As for ``join``.
+
+        Raises:
+            As ``join``, but what another try may mend: a member that did not come, a
+            rank still held, a store that cannot be reached, a loss while joining.
+
+        Cancellation: safe; a world that was yielded stays as it is.
+        """
+
+        async def join() -> World:
+            return await self.join(
+                name,
+                rank=rank,
+                size=size,
+                store=store,
+                backend=backend,
+                config=config,
+                device=device,
+            )
+
+        return keep(name, join)
 
     def _check_usable(self, name: str) -> None:
         if self._is_forked:
@@ -225,7 +287,7 @@ class WorldManager:
         )
 
     def _reserve(self, name: str) -> None:
-        world = self._worlds.get(name)
+        world = self.worlds.get(name)
         if name in self._joining:
             raise WorldExistsError(
                 f"this process is joining world {name!r} already", world=name
@@ -238,116 +300,6 @@ class WorldManager:
                 epoch=world.epoch,
             )
         self._joining[name] = None
-
-    async def _join(
-        self,
-        name: str,
-        rank: int,
-        size: int,
-        where: StoreAddress,
-        backend: str,
-        config: WorldConfig,
-        device: torch.device,
-    ) -> World:
-        deadline = self._loop.time() + config.join_s
-        may_host = rank == 0
-        session = await self._meeting.enter(
-            where, may_host=may_host, world=name, deadline=deadline
-        )
-        life: WorldLife | None = None
-        try:
-            if name in self._worlds:  # spent: its next epoch takes its place
-                await self._end(self._lives[name])
-            address = self._watchdog.listen(session.local_host)
-            member = Member(rank=rank, uid=self._uid, pid=os.getpid(), address=address)
-            claim = Claim(
-                world=name,
-                rank=rank,
-                size=size,
-                terms=f"backend {backend}, host_p2p {config.host_p2p}",
-                seen=self._seen.get(name, 0),
-            )
-            session, incarnation = await meet(
-                self._meeting, session, claim, member, deadline, may_host=may_host
-            )
-            self._seen[name] = incarnation.epoch
-            around = Surroundings(
-                watchdog=self._watchdog,
-                store=where,
-                publish=self._hub.publish,
-                over=self._over,
-                linger=self._linger,
-            )
-            life = WorldLife(incarnation, rank, backend, config, device, around)
-            self._lives[name] = life
-            self._met.add(life)
-            await self._open(life, deadline)
-        except BaseException:
-            if life is None:
-                self._meeting.leave(where)
-            else:
-                life.close_nowait()
-                self._release(life)
-            raise
-        self._worlds[name] = world = World(life)
-        return world
-
-    async def _open(self, life: WorldLife, deadline: float) -> None:
-        name, epoch = life.incarnation.world, life.incarnation.epoch
-        try:
-            async with asyncio.timeout_at(deadline):
-                await life.open()
-        except TimeoutError as error:
-            missing = life.missing
-            size = life.incarnation.size
-            present = tuple(r for r in range(size) if r not in missing)
-            raise JoinTimeoutError(
-                f"world {name!r}: rank {', '.join(map(str, missing))} was admitted but "
-                "did not connect in time; its process may be gone, or a firewall is in "
-                "the way",
-                world=name,
-                epoch=epoch,
-                present=present,
-                missing=missing,
-            ) from error
-        except MemberUnreachableError as error:
-            raise MemberLostError(
-                name,
-                f"rank {error.rank} was lost while joining",
-                epoch=epoch,
-                evidence=str(error),
-                rank=error.rank,
-            ) from error
-        except OSError as error:
-            raise WorldBrokenError(
-                name, "it could not be opened", epoch=epoch, evidence=str(error)
-            ) from error
-
-    def _holds(self, name: str, epoch: int, rank: int) -> bool:
-        """Answer the store: does this process hold that rank?"""
-        life = self._lives.get(name)
-        if life is None or life.phase in (Phase.BROKEN, Phase.CLOSED):
-            return False
-        return (life.incarnation.epoch, life.rank) == (epoch, rank)
-
-    def _over(self, life: WorldLife) -> None:
-        """Tell the store that a world of ours is over; forget it if it was closed."""
-        session = self._meeting.session(life.store)
-        if session is not None:
-            where = life.incarnation
-            session.left(where.world, where.epoch, life.rank)
-        if life.phase is Phase.CLOSED:
-            self._release(life)
-
-    def _release(self, life: WorldLife) -> None:
-        """Drop a world that is closed; safe to repeat."""
-        name = life.incarnation.world
-        if self._lives.get(name) is life:
-            del self._lives[name]
-            self._worlds.pop(name, None)
-        if life in self._met:
-            self._met.discard(life)
-            self._meeting.leave(life.store)
 
     # Leaving.
 
@@ -362,7 +314,8 @@ class WorldManager:
         joining = self._cancel_joins()
         try:
             await asyncio.gather(*joining, return_exceptions=True)
-            await asyncio.gather(*(life.close() for life in self._lives.values()))
+            lives = self._admission.lives()
+            await asyncio.gather(*(life.close() for life in lives))
             await asyncio.gather(*self._closing, return_exceptions=True)
             # These close by themselves, at the latest after ``close_s``; to cut them
             # now would take from others what they have not read.
@@ -384,14 +337,10 @@ class WorldManager:
         self._free()
 
     def _free(self) -> None:
-        for life in list(self._met):
-            life.close_nowait()
-        self._worlds.clear()
-        self._lives.clear()
+        self._admission.close_nowait()
         for connection in self._lingering:
             connection.close_nowait()
         self._lingering.clear()
-        self._meeting.close_nowait()
         self._watchdog.close_nowait()
         self._hub.close()
         _managers.discard(self)
@@ -411,13 +360,7 @@ class WorldManager:
         Cancellation: the world is left all the same.
         """
         self.world(name)
-        await self._end(self._lives[name])
-
-    async def _end(self, life: WorldLife) -> None:
-        try:
-            await life.close()
-        finally:
-            self._release(life)
+        await self._admission.end(self._admission.life(name))
 
     def _linger(self, connection: Lingering) -> None:
         self._lingering = {c for c in self._lingering if c.fileno() >= 0}
@@ -476,7 +419,7 @@ class WorldManager:
         Raises:
             WorldExistsError: The name is in use (a ``ValueError``).
         """
-        if world_name in self._worlds or world_name in self._reserved:
+        if world_name in self.worlds or world_name in self._reserved:
             raise WorldExistsError(
                 f"this process has a world {world_name!r} already", world=world_name
             )
@@ -491,11 +434,10 @@ class WorldManager:
         if self._reserved.pop(world_name, None) is not None:
             return
         self.world(world_name)
-        life = self._lives.pop(world_name)
-        del self._worlds[world_name]
+        life = self._admission.take_out(world_name)
         life.report(CloseAsked())  # the others are told now, whatever the loop does
         task = self._loop.create_task(
-            self._end(life), name=f"multiworld leave {world_name}"
+            self._admission.end(life), name=f"multiworld leave {world_name}"
         )
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
@@ -506,8 +448,8 @@ class WorldManager:
         """In a forked child: close every descriptor, so as not to hide the parent's
         death from its peers. The loop's selector is the parent's: leave it alone."""
         self._is_forked = True
-        found = self._watchdog.filenos() + self._meeting.filenos()
-        for life in self._met:
+        found = self._watchdog.filenos() + self._admission.meeting.filenos()
+        for life in self._admission.lives():
             found += life.filenos()
             life.abandon_after_fork()
         found += [connection.fileno() for connection in self._lingering]
@@ -534,24 +476,28 @@ def _is_spent(world: World) -> bool:
     return world.is_broken or world.is_closed or bool(world.left)
 
 
-def _check_join(
-    name: str,
-    rank: int,
-    size: int,
-    backend: str,
-    where: StoreAddress,
-    device: torch.device,
-) -> None:
+def _default_store() -> str:
+    store = os.environ.get("MULTIWORLD_STORE", "")
+    if not store:
+        raise ConfigError(
+            "store", None, "an address; or set MULTIWORLD_STORE in the environment"
+        )
+    return store
+
+
+def _check_wish(wish: Wish) -> None:
+    name, rank, size = wish.name, wish.rank, wish.size
     if not isinstance(name, str) or not name:
         raise ConfigError("name", name, "a non-empty str")
     if not isinstance(size, int) or size < 1:
         raise ConfigError("size", size, "an int, 1 or more")
     if not isinstance(rank, int) or not 0 <= rank < size:
         raise ConfigError("rank", rank, f"an int from 0 to size - 1, here {size - 1}")
-    if (backend == "memory") != where.is_local:
+    backend, device = wish.backend, wish.device
+    if (backend == "memory") != wish.where.is_local:
         raise ConfigError(
             "store",
-            str(where),
+            str(wish.where),
             "backend 'memory' meets at memory://NAME, the others at tcp://HOST:PORT",
         )
     if backend in ("direct", "memory", "gloo") and device.type != "cpu":

@@ -16,8 +16,12 @@ PROGRAMS = Path(__file__).parents[1] / "programs"
 
 
 @pytest.fixture
-def started() -> Iterator[ExitStack]:
+def started(
+    compiled: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[ExitStack]:
     """Return a stack that ends every process put on it."""
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", compiled["PYTHONPYCACHEPREFIX"])
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     with ExitStack() as stack:
         yield stack
 

@@ -20,7 +20,7 @@ DOCUMENTS = [
 README = (ROOT / "README.md").read_text()
 
 
-def test_readme_code_runs(tmp_path: Path) -> None:
+def test_readme_code_runs(tmp_path: Path, compiled: dict[str, str]) -> None:
     """As it stands, but for the port."""
     (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert len(code.splitlines()) < 40
@@ -32,6 +32,7 @@ def test_readme_code_runs(tmp_path: Path) -> None:
         text=True,
         timeout=50,
         check=False,
+        env=compiled,
     )
     assert done.returncode == 0, done.stderr
     assert "tensor([0, 1, 2, 3])" in done.stdout

@@ -26,7 +26,14 @@ LAYERS = (
     },
     {"backends"},
     {"beating", "endpoint", "link", "watchdog"},
-    {"world", "world_communicator", "world_life", "world_manager"},
+    {
+        "admission",
+        "keeping",
+        "world",
+        "world_communicator",
+        "world_life",
+        "world_manager",
+    },
     {"manager", "communicator", "blocking"},
     {"testing"},
     {"demo"},
@@ -37,6 +44,7 @@ RANK = {name: number for number, names in enumerate(LAYERS) for name in names}
 PURE = [
     "lifecycle",
     "liveness",
+    "rendezvous/reforming",
     "rendezvous/registry",
     "rendezvous/values",
     "rendezvous/address",

@@ -7,19 +7,24 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from multiworld.rendezvous.reforming import ReformClaim
 from multiworld.rendezvous.registry import (
     ASK_S,
+    Announced,
     Answered,
     Ask,
     Claimed,
     Forget,
     Left,
+    Notify,
     Refused,
     Registry,
+    Remember,
     Reply,
     SessionEnded,
     Ticked,
     Withdrawn,
+    next_epoch,
 )
 
 
@@ -56,9 +61,19 @@ class Bench:
 
     def admitted(self, actions: list[Any]) -> tuple[int, set[int]]:
         """Return epoch and sessions of a complete world."""
-        replies = [a for a in actions if isinstance(a, Reply)]
+        replies = replies_of(actions)
         assert all(reply.body["ok"] for reply in replies), replies
         return replies[0].body["epoch"], {reply.session for reply in replies}
+
+
+def replies_of(actions: list[Any]) -> list[Reply]:
+    """Return the answers among ``actions``."""
+    return [action for action in actions if isinstance(action, Reply)]
+
+
+def kinds(actions: list[Any]) -> list[type]:
+    """Return what sort of actions they are."""
+    return [type(action) for action in actions]
 
 
 def errors(actions: list[Any]) -> list[tuple[int, str]]:
@@ -76,8 +91,10 @@ def test_claims_when_complete_then_all_are_admitted_together() -> None:
     assert bench.claim(1, 1) == []
     actions = bench.claim(2, 0)
     assert bench.admitted(actions) == (1, {1, 2})
-    assert actions[0].body == actions[1].body
-    assert [m["rank"] for m in actions[0].body["members"]] == [0, 1]
+    first, second = replies_of(actions)
+    assert first.body == second.body
+    assert [m["rank"] for m in first.body["members"]] == [0, 1]
+    assert Remember("w", 1) in actions
 
 
 def test_epoch_is_one_more_than_any_joiner_has_seen() -> None:
@@ -117,7 +134,7 @@ def test_claim_on_a_held_rank_when_the_holder_is_silent_then_next_epoch() -> Non
     bench = held()
     bench.claim(3, 1)
     bench.now += ASK_S
-    assert bench.handle(Ticked()) == []
+    assert kinds(bench.handle(Ticked())) == [Notify]
     bench.handle(Left(1, "w", 1, 0))
     assert (
         bench.admitted([a for a in bench.claim(1, 0) if isinstance(a, Reply)])[0] == 2
@@ -128,7 +145,8 @@ def test_claim_on_a_dead_holders_rank_needs_no_question() -> None:
     """Its session is gone."""
     bench = held()
     bench.handle(SessionEnded(2))
-    assert bench.claim(3, 1) == []
+    (note,) = bench.claim(3, 1)  # who is left of the old one is told
+    assert (note.session, note.epoch, note.rank, note.is_gone) == (1, 1, 1, False)
     actions = bench.claim(1, 0)
     assert isinstance(actions[0], Forget)
     assert bench.admitted(actions[1:]) == (2, {1, 3})
@@ -246,3 +264,154 @@ def test_any_history_then_epochs_grow_and_every_claim_is_answered_once(
         assert len(new) <= 1
         epochs += new
     assert epochs == sorted(set(epochs))
+
+
+# Growing.
+
+
+def test_stranger_is_told_to_the_members_until_it_is_gone() -> None:
+    """Those who hold a rank learn who wants in; the claimant waits."""
+    bench = held()
+    notes = bench.claim(3, 2, size=3)
+    assert {note.session for note in notes} == {1, 2}
+    assert {(note.rank, note.size, note.is_gone) for note in notes} == {(2, 3, False)}
+    gone = bench.handle(Withdrawn(3, bench.requests))
+    assert {(note.session, note.is_gone) for note in gone} == {(1, True), (2, True)}
+
+
+def test_members_that_grow_hold_what_they_have_until_it_is_complete() -> None:
+    """A claim that is withdrawn changes nothing; one that is complete replaces all."""
+    bench = held()
+    bench.claim(3, 2, size=3)
+    assert errors(bench.claim(1, 0, size=3)) == []
+    bench.handle(Withdrawn(1, bench.requests))
+    (ask,) = bench.claim(4, 0, size=3)  # still held
+    assert isinstance(ask, Ask)
+    bench.handle(Answered(ask.ask, True))
+    bench.claim(1, 0, size=3)
+    assert bench.admitted(bench.claim(2, 1, size=3)) == (2, {1, 2, 3})
+
+
+# Going on without the lost.
+
+
+def reform(
+    bench: Bench,
+    session: int,
+    rank: int,
+    lost: set[int],
+    *,
+    size: int = 3,
+    epoch: int = 1,
+) -> list[Any]:
+    """Let a survivor claim."""
+    bench.requests += 1
+    return bench.handle(
+        ReformClaim(
+            session=session,
+            request=bench.requests,
+            world="w",
+            epoch=epoch,
+            rank=rank,
+            size=size,
+            lost=frozenset(lost),
+            terms="t",
+            uid=f"u{session}",
+            deadline=bench.now + 30,
+            member={"rank": rank, "uid": f"u{session}"},
+            fresh_nonce=bench.requests,
+        )
+    )
+
+
+def three() -> Bench:
+    """Return a bench where sessions 1, 2, 3 held ranks 0, 1, 2, and broke."""
+    bench = Bench()
+    for rank in range(3):
+        bench.claim(rank + 1, rank, 3)
+    for rank in range(3):
+        bench.handle(Left(rank + 1, "w", 1, rank))
+    return bench
+
+
+def test_survivors_go_on_with_compacted_ranks() -> None:
+    """In the order of their old ones."""
+    bench = three()
+    assert reform(bench, 3, 2, {0}) == []
+    actions = reform(bench, 2, 1, {0})
+    assert bench.admitted(actions) == (2, {2, 3})
+    members = replies_of(actions)[0].body["members"]
+    assert [(m["rank"], m["uid"]) for m in members] == [(0, "u2"), (1, "u3")]
+
+
+def test_two_that_accuse_each_other_do_not_both_go_on() -> None:
+    """Who reaches the store first does; there is one incarnation of each number."""
+    bench = Bench()
+    bench.claim(1, 0)
+    bench.claim(2, 1)
+    assert bench.admitted(reform(bench, 1, 0, {1}, size=2)) == (2, {1})
+    assert errors(reform(bench, 2, 1, {0}, size=2)) == [(2, "stale")]
+
+
+def test_accused_survivor_is_refused_and_its_accusation_counts_for_nothing() -> None:
+    """A came first and accuses B; C has heard both; A and C go on."""
+    bench = three()
+    assert reform(bench, 1, 0, {1}) == []
+    assert errors(reform(bench, 2, 1, {0})) == [(2, "stale")]
+    assert bench.admitted(reform(bench, 3, 2, {0, 1})) == (2, {1, 3})
+
+
+def test_more_lost_in_a_later_claim_of_the_same_survivor_counts() -> None:
+    """A second member was lost while the first waited."""
+    bench = three()
+    assert reform(bench, 1, 0, {1}) == []
+    assert bench.admitted(reform(bench, 1, 0, {1, 2})) == (2, {1})
+
+
+def test_survivors_of_an_older_incarnation_are_refused() -> None:
+    """The name has gone on."""
+    bench = three()
+    reform(bench, 1, 0, {1, 2})
+    assert errors(reform(bench, 3, 2, {0, 1})) == [(3, "stale")]
+    assert bench.admitted(reform(bench, 1, 0, set(), size=1, epoch=2)) == (3, {1})
+
+
+def test_survivors_that_wait_too_long_are_told_who_is_missing() -> None:
+    """And the gathering is forgotten with its last."""
+    bench = three()
+    reform(bench, 1, 0, {1})
+    assert bench.registry.waiting_count() == 1
+    bench.now += 31
+    (reply,) = bench.handle(Ticked())
+    assert (reply.body["error"], reply.body["missing"]) == ("timeout", [2])
+    assert bench.registry.next_deadline() is None
+
+
+# Stores that are several, or were restarted.
+
+
+@given(st.integers(0, 1000), st.integers(1, 8))
+def test_no_two_places_give_out_the_same_epoch(highest: int, count: int) -> None:
+    """And each goes up by no more than there are places."""
+    epochs = {next_epoch(highest, (number, count)) for number in range(count)}
+    assert epochs == set(range(highest + 1, highest + 1 + count))
+
+
+def test_what_was_announced_is_held_and_its_number_not_given_again() -> None:
+    """A store that lost everything learns it from those who were here before."""
+    bench = Bench()
+    bench.handle(Announced(session=1, world="w", epoch=5, rank=0, uid="u1"))
+    (ask,) = bench.claim(3, 0)
+    assert isinstance(ask, Ask)
+    assert errors(bench.handle(Answered(ask.ask, True))) == [(3, "taken")]
+    bench.handle(Left(1, "w", 5, 0))
+    bench.claim(3, 0)
+    assert bench.admitted(bench.claim(4, 1))[0] == 6
+
+
+def test_remembered_epochs_go_on() -> None:
+    """From a file, say."""
+    bench = Bench()
+    bench.registry = Registry({"w": 9})
+    bench.claim(1, 0)
+    assert bench.admitted(bench.claim(2, 1))[0] == 10

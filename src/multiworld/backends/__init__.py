@@ -7,6 +7,7 @@ process), or any backend registered with ``torch.distributed``.
 from __future__ import annotations
 
 from multiworld.backends.base import Backend, Bundle, WorldView
+from multiworld.backends.direct.backend import DirectBackend
 
 __all__ = ["Backend", "Bundle", "make_backend"]
 
@@ -14,8 +15,6 @@ __all__ = ["Backend", "Bundle", "make_backend"]
 def make_backend(name: str, view: WorldView) -> Backend:
     """Return the backend ``name`` for one incarnation, not yet open."""
     if name == "direct":
-        from multiworld.backends.direct.backend import DirectBackend
-
         return DirectBackend(view)
     if name == "memory":
         from multiworld.backends.memory import MemoryBackend

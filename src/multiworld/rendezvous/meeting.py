@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from dataclasses import dataclass
+import logging
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from multiworld.errors import (
@@ -18,21 +19,31 @@ from multiworld.errors import (
     ProtocolVersionError,
     RankTakenError,
     RendezvousError,
+    StaleEpochError,
     StoreUnreachableError,
 )
 from multiworld.membership import Incarnation, Member
 from multiworld.rendezvous import frames
-from multiworld.rendezvous.address import StoreAddress
+from multiworld.rendezvous.address import StoreAddresses
 from multiworld.rendezvous.server import StoreServer
 from multiworld.rendezvous.service import StoreService
 from multiworld.rendezvous.session import (
     RETRY_S,
-    Holds,
     LocalWire,
     SessionLostError,
+    SessionOwner,
     StoreSession,
     connect,
 )
+
+logger = logging.getLogger("multiworld.store")
+
+RETURN_S = 2.0
+"""Seconds that one attempt to come back to a lost store may take."""
+
+MAX_RETRY_S = 0.5
+"""Longest pause between attempts: a store that was restarted waits a second for those
+who were here before."""
 
 _local_services: dict[str, StoreService] = {}
 """The stores inside this process, by name; each goes with its last session."""
@@ -56,15 +67,16 @@ class Claim:
 class Meeting:
     """A manager's sessions and embedded stores."""
 
-    def __init__(self, holds: Holds) -> None:
-        self._holds = holds
-        self._sessions: dict[StoreAddress, StoreSession] = {}
-        self._stores: dict[StoreAddress, StoreServer] = {}
-        self._opening: dict[StoreAddress, asyncio.Lock] = {}
-        self._users: dict[StoreAddress, int] = {}
+    def __init__(self, owner: SessionOwner) -> None:
+        self._owner = owner
+        self._sessions: dict[StoreAddresses, StoreSession] = {}
+        self._stores: dict[StoreAddresses, StoreServer] = {}
+        self._opening: dict[StoreAddresses, asyncio.Lock] = {}
+        self._users: dict[StoreAddresses, int] = {}
+        self._returning: dict[StoreAddresses, asyncio.Task[None]] = {}
 
     async def enter(
-        self, address: StoreAddress, *, may_host: bool, world: str, deadline: float
+        self, address: StoreAddresses, *, may_host: bool, world: str, deadline: float
     ) -> StoreSession:
         """Return an open session with the store at ``address``; ``leave`` it once.
 
@@ -86,7 +98,7 @@ class Meeting:
             raise
 
     async def reopen(
-        self, address: StoreAddress, *, may_host: bool, world: str, deadline: float
+        self, address: StoreAddresses, *, may_host: bool, world: str, deadline: float
     ) -> StoreSession:
         """Return an open session for one who has entered already."""
         async with self._opening.setdefault(address, asyncio.Lock()):
@@ -96,9 +108,40 @@ class Meeting:
                     await self._host(address)
                 session = await self._open(address, world, deadline)
                 self._sessions[address] = session
+                session.watch(lambda: self._lost(address))
+                session.announce(address)
         return session
 
-    def leave(self, address: StoreAddress) -> None:
+    def _lost(self, address: StoreAddresses) -> None:
+        """Come back by ourselves: a store must know what is held before it admits."""
+        if address in self._users and address not in self._returning:
+            loop = asyncio.get_running_loop()
+            self._returning[address] = loop.create_task(
+                self._come_back(address), name=f"multiworld back to {address}"
+            )
+
+    async def _come_back(self, address: StoreAddresses) -> None:
+        loop = asyncio.get_running_loop()
+        wait_s = RETRY_S
+        try:
+            while True:
+                await asyncio.sleep(wait_s)
+                try:
+                    await self.reopen(
+                        address,
+                        may_host=False,
+                        world="",
+                        deadline=loop.time() + RETURN_S,
+                    )
+                except RendezvousError as error:
+                    logger.info("the store at %s is still away: %s", address, error)
+                    wait_s = min(2 * wait_s, MAX_RETRY_S)
+                else:
+                    return
+        finally:
+            self._returning.pop(address, None)
+
+    def leave(self, address: StoreAddresses) -> None:
         """Give a session back; the last one closes it and the store embedded for it."""
         if address not in self._users:
             return  # the manager is closed
@@ -107,23 +150,31 @@ class Meeting:
             return
         del self._users[address]
         self._opening.pop(address, None)
+        self._stay_away(address)
         session = self._sessions.pop(address, None)
         if session is not None:
             session.close()
         self._close_store(address)
 
-    def session(self, address: StoreAddress) -> StoreSession | None:
+    def _stay_away(self, address: StoreAddresses) -> None:
+        returning = self._returning.pop(address, None)
+        if returning is not None:
+            returning.cancel()
+
+    def session(self, address: StoreAddresses) -> StoreSession | None:
         """Return the session with the store at ``address``, if there is one."""
         return self._sessions.get(address)
 
     def close_nowait(self) -> None:
         """Close every session and embedded store."""
+        self._users.clear()
+        for address in list(self._returning):
+            self._stay_away(address)
         for session in self._sessions.values():
             session.close()
         for address in list(self._stores):
             self._close_store(address)
         self._sessions.clear()
-        self._users.clear()
 
     def filenos(self) -> list[int]:
         """Return the descriptors that a forked child must close."""
@@ -131,11 +182,14 @@ class Meeting:
         wires = [getattr(s._wire, "fileno", None) for s in self._sessions.values()]
         return found + [wire() for wire in wires if wire is not None]
 
-    async def _host(self, address: StoreAddress) -> None:
-        if address.is_local or address in self._stores:
+    async def _host(self, addresses: StoreAddresses) -> None:
+        # One of several is a service apart: which of them a member embeds could differ
+        # from member to member.
+        if addresses.is_local or addresses in self._stores or len(addresses.stores) > 1:
             return
+        (address,) = addresses.stores
         try:
-            self._stores[address] = await StoreServer.listen(address.host, address.port)
+            store = await StoreServer.listen(address.host, address.port)
         except OSError as error:
             # In use: somebody serves it, and ``connect`` finds out who. Not ours: the
             # store is on another host.
@@ -146,21 +200,23 @@ class Meeting:
                 "and a free port",
                 address=str(address),
             ) from error
+        self._stores[addresses] = store
 
-    def _close_store(self, address: StoreAddress) -> None:
+    def _close_store(self, address: StoreAddresses) -> None:
         store = self._stores.pop(address, None)
         if store is not None:
             store.close_nowait()
 
     async def _open(
-        self, address: StoreAddress, world: str, deadline: float
+        self, addresses: StoreAddresses, world: str, deadline: float
     ) -> StoreSession:
-        if not address.is_local:
-            return await connect(address, self._holds, world=world, deadline=deadline)
+        if not addresses.is_local:
+            return await connect(addresses, self._owner, world=world, deadline=deadline)
+        (address,) = addresses.stores
         service = _local_services.get(address.host)
         if service is None or not service.is_on_this_loop():
             service = _local_services[address.host] = StoreService()
-        session = StoreSession(address, self._holds)
+        session = StoreSession(address, self._owner)
         session.attach(_DisposableWire(address.host, service, session))
         return session
 
@@ -179,10 +235,30 @@ class _DisposableWire(LocalWire):
             _local_services.pop(self._name, None)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survivor:
+    """What a member of a broken world wants: to go on in a smaller one.
+
+    Attributes:
+        epoch: The incarnation that broke.
+        rank: Its rank there.
+        size: That incarnation's world size.
+        lost: Ranks that are not to be waited for.
+    """
+
+    world: str
+    epoch: int
+    rank: int
+    size: int
+    terms: str
+    lost: frozenset[int]
+
+
 async def meet(
     meeting: Meeting,
+    addresses: StoreAddresses,
     session: StoreSession,
-    claim: Claim,
+    wanted: Claim | Survivor,
     member: Member,
     deadline: float,
     *,
@@ -192,56 +268,57 @@ async def meet(
 
     Raises:
         JoinTimeoutError, RankTakenError, JoinMismatchError, ProtocolVersionError,
-        StoreUnreachableError: As their docstrings say.
+        StoreUnreachableError, StaleEpochError: As their docstrings say.
 
     Cancellation: withdraws the claim.
     """
     loop = asyncio.get_running_loop()
+    op = "claim" if isinstance(wanted, Claim) else "reform"
     while True:
         fields = {
-            "world": claim.world,
-            "rank": claim.rank,
-            "size": claim.size,
-            "terms": claim.terms,
-            "seen": claim.seen,
+            **_fields_of(wanted),
             "uid": member.uid,
             "member": member.to_json(),
             "deadline_s": max(0.0, deadline - loop.time()),
         }
         try:
             async with asyncio.timeout_at(deadline + SLACK_S):
-                reply = await session.claim(fields)
+                reply = await session.claim(op, fields)
         except TimeoutError as error:
             raise StoreUnreachableError(
                 f"the store at {session.address} took the claim on world "
-                f"{claim.world!r} and never answered; its process may be stopped",
+                f"{wanted.world!r} and never answered; its process may be stopped",
                 address=str(session.address),
             ) from error
         except SessionLostError:
             await asyncio.sleep(RETRY_S)
             session = await meeting.reopen(
-                session.address,
-                may_host=may_host,
-                world=claim.world,
-                deadline=deadline,
+                addresses, may_host=may_host, world=wanted.world, deadline=deadline
             )
         else:
-            return session, _admitted(claim, reply)
+            return session, _admitted(wanted, reply)
 
 
-def _admitted(claim: Claim, reply: dict[str, Any]) -> Incarnation:
+def _fields_of(wanted: Claim | Survivor) -> dict[str, Any]:
+    fields = asdict(wanted)
+    if isinstance(wanted, Survivor):
+        fields["lost"] = sorted(wanted.lost)
+    return fields
+
+
+def _admitted(wanted: Claim | Survivor, reply: dict[str, Any]) -> Incarnation:
     if reply.get("ok"):
         members = tuple(Member.from_json(record) for record in reply["members"])
         return Incarnation(
-            world=claim.world,
+            world=wanted.world,
             epoch=int(reply["epoch"]),
             nonce=int(reply["nonce"]),
             members=members,
         )
-    raise _refusal(claim, reply)
+    raise _refusal(wanted, reply)
 
 
-def _refusal(claim: Claim, reply: dict[str, Any]) -> Exception:
+def _refusal(claim: Claim | Survivor, reply: dict[str, Any]) -> Exception:
     where = f"world {claim.world!r}"
     match reply.get("error"):
         case "timeout":
@@ -253,6 +330,16 @@ def _refusal(claim: Claim, reply: dict[str, Any]) -> Exception:
                 world=claim.world,
                 present=present,
                 missing=missing,
+            )
+        case "stale":
+            current = int(reply["current"])
+            seen = claim.epoch if isinstance(claim, Survivor) else claim.seen
+            return StaleEpochError(
+                claim.world,
+                "the others went on without this process; join again to be back",
+                seen=seen,
+                expected=max(current, seen + 1),
+                evidence=f"the store is at epoch {current}",
             )
         case "taken":
             return RankTakenError(

@@ -7,12 +7,23 @@ go back even if the registry was lost and started afresh.
 
 A claim on a rank that is held makes the registry ask the holder. An answer refuses the
 claim; silence, or a holder whose session is gone, lets the claim open the next epoch.
+
+Members of a living incarnation may claim their own ranks in a larger one (they grow);
+until it is complete they hold what they have. They are told of every stranger that
+waits. Survivors of a broken one may go on without the lost: see ``reforming``.
+
+Several registries can serve the same names if each has a place (its number, and how
+many there are): their epochs come from different residue classes, so that no two ever
+give out the same number.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from multiworld.rendezvous.reforming import ReformClaim, Reforming
 
 SessionKey = int
 RequestKey = int
@@ -41,6 +52,18 @@ class Claimed:
     deadline: float
     member: Record
     fresh_nonce: int
+    place: tuple[int, int] = (0, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Announced:
+    """A session says what it holds: it was here before this registry was."""
+
+    session: SessionKey
+    world: str
+    epoch: int
+    rank: int
+    uid: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +112,17 @@ class Ticked:
     """Time may have run out for someone."""
 
 
-Happening = Claimed | Left | Withdrawn | Answered | SessionEnded | Refused | Ticked
+Happening = (
+    Claimed
+    | ReformClaim
+    | Announced
+    | Left
+    | Withdrawn
+    | Answered
+    | SessionEnded
+    | Refused
+    | Ticked
+)
 
 
 # What is to be done.
@@ -122,7 +155,27 @@ class Forget:
     prefix: str
 
 
-Action = Reply | Ask | Forget
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notify:
+    """Tell a holder that a stranger waits for the next incarnation, or no longer."""
+
+    session: SessionKey
+    world: str
+    epoch: int
+    rank: int
+    size: int
+    is_gone: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Remember:
+    """Keep the highest epoch of a name where a restart does not lose it."""
+
+    world: str
+    epoch: int
+
+
+Action = Reply | Ask | Forget | Notify | Remember
 
 
 @dataclass(slots=True)
@@ -141,6 +194,12 @@ class _Current:
 class _World:
     current: _Current | None = None
     forming: dict[int, Claimed] = field(default_factory=dict)
+    reforming: Reforming | None = None
+
+    @property
+    def waits(self) -> bool:
+        """True while anybody waits for anybody."""
+        return bool(self.forming) or self.reforming is not None
 
 
 @dataclass(slots=True)
@@ -157,12 +216,22 @@ def key_prefix(world: str, epoch: int, nonce: int) -> str:
     return f"{world}/{epoch}-{nonce:016x}/"
 
 
-class Registry:
-    """The account of every name. One instance, one store."""
+def next_epoch(highest: int, place: tuple[int, int]) -> int:
+    """Return the lowest epoch above ``highest`` that the registry at ``place`` owns."""
+    number, count = place
+    return highest + 1 + (number - highest) % count
 
-    def __init__(self) -> None:
+
+class Registry:
+    """The account of every name. One instance, one store.
+
+    Args:
+        highest: The highest epoch of each name, as remembered from before a restart.
+    """
+
+    def __init__(self, highest: dict[str, int] | None = None) -> None:
         self._worlds: dict[str, _World] = {}
-        self._highest: dict[str, int] = {}
+        self._highest: dict[str, int] = dict(highest or {})
         self._forming: set[str] = set()
         self._asking: dict[int, _Asking] = {}
         self._prefixes: dict[str, str] = {}
@@ -173,10 +242,14 @@ class Registry:
         match happening:
             case Claimed():
                 return self._claim(happening, now)
+            case ReformClaim():
+                return self._reform(happening)
+            case Announced():
+                return self._announced(happening)
             case Left():
                 return self._leave(happening)
             case Withdrawn():
-                self._withdraw(happening)
+                return self._withdraw(happening)
             case Answered():
                 return self._answered(happening, now)
             case SessionEnded(session):
@@ -185,25 +258,24 @@ class Registry:
                 return self._dissolve(world, error)
             case Ticked():
                 return self._tick(now)
-        return []
 
     def waiting_count(self) -> int:
         """Return how many claims wait for other members."""
-        return sum(len(world.forming) for _, world in self._waiting_worlds())
+        return sum(len(_claims_of(world)) for _, world in self._waiting_worlds())
 
     def next_deadline(self) -> float | None:
         """Return when ``Ticked`` is wanted next, or None."""
         deadlines = [
             claim.deadline
             for _, world in self._waiting_worlds()
-            for claim in world.forming.values()
+            for claim in _claims_of(world)
         ]
         deadlines += [asking.deadline for asking in self._asking.values()]
         return min(deadlines, default=None)
 
     def _waiting_worlds(self) -> list[tuple[str, _World]]:
         live = self._worlds
-        self._forming = {n for n in self._forming if n in live and live[n].forming}
+        self._forming = {n for n in self._forming if n in live and live[n].waits}
         return [(name, self._worlds[name]) for name in self._forming]
 
     # Claims.
@@ -214,7 +286,9 @@ class Registry:
         holder = current.holders.get(claim.rank) if current else None
         if current is None or holder is None:
             return self._admit(world, claim)
-        if holder.uid == claim.uid or holder.session is None:
+        if holder.uid == claim.uid:  # it keeps what it has until the next is complete
+            return self._admit(world, claim)
+        if holder.session is None:
             del current.holders[claim.rank]
             return self._admit(world, claim)
         return self._ask(current, holder.session, claim, now)
@@ -264,22 +338,101 @@ class Registry:
         if len(terms) > 1:
             return self._dissolve(claim.world, _mismatch(world.forming))
         if len(world.forming) < claim.size:
-            return []
-        return self._complete(claim.world, world, claim.fresh_nonce)
-
-    def _complete(self, name: str, world: _World, nonce: int) -> list[Action]:
+            return self._notify(claim, is_gone=False)
         claims = [world.forming[rank] for rank in sorted(world.forming)]
         world.forming = {}
-        highest = self._highest.get(name, 0)
-        epoch = max([highest, *(claim.seen for claim in claims)]) + 1
+        seen = max(claim.seen for claim in claims)
+        return self._complete(world, claims, claim.fresh_nonce, seen)
+
+    def _complete(
+        self,
+        world: _World,
+        claims: Sequence[Claimed | ReformClaim],
+        nonce: int,
+        seen: int,
+    ) -> list[Action]:
+        name, place = claims[0].world, claims[0].place
+        epoch = next_epoch(max(self._highest.get(name, 0), seen), place)
         self._highest[name] = epoch
-        holders = {claim.rank: _Holder(claim.uid, claim.session) for claim in claims}
+        ranks = enumerate(claims)
+        holders = {rank: _Holder(claim.uid, claim.session) for rank, claim in ranks}
         world.current = _Current(epoch, holders)
-        members = [claim.member for claim in claims]
+        members = [{**claim.member, "rank": rank} for rank, claim in enumerate(claims)]
         body = {"ok": True, "epoch": epoch, "nonce": nonce, "members": members}
-        actions = self._forget(name)
+        actions = [*self._forget(name), Remember(name, epoch)]
         self._prefixes[name] = key_prefix(name, epoch, nonce)
         return [*actions, *(Reply(c.session, c.request, body) for c in claims)]
+
+    def _notify(self, claim: Claimed, *, is_gone: bool) -> list[Action]:
+        """Tell the holders of the living incarnation of one who waits."""
+        world = self._worlds.get(claim.world)
+        current = None if world is None else world.current
+        if current is None or world is None:
+            return []
+        waiting = {waiting.uid for waiting in world.forming.values()}
+        if any(holder.uid == claim.uid for holder in current.holders.values()):
+            return []  # no stranger: a member that grows
+        return [
+            Notify(
+                session=holder.session,
+                world=claim.world,
+                epoch=current.epoch,
+                rank=claim.rank,
+                size=claim.size,
+                is_gone=is_gone,
+            )
+            for holder in current.holders.values()
+            if holder.session is not None and holder.uid not in waiting
+        ]
+
+    # Going on without the lost, and after a restart of the store.
+
+    def _reform(self, claim: ReformClaim) -> list[Action]:
+        world = self._worlds.setdefault(claim.world, _World())
+        current = max(
+            self._highest.get(claim.world, 0),
+            0 if world.current is None else world.current.epoch,
+        )
+        if current > claim.epoch:
+            return [*self._tidy(claim.world), _stale(claim, current)]
+        gathering = world.reforming
+        if gathering is None or gathering.epoch < claim.epoch:
+            gathering = world.reforming = Reforming(claim.epoch, claim.size)
+        if gathering.accuses(claim):
+            return [_stale(claim, claim.epoch)]
+        if any(other.terms != claim.terms for other in gathering.claims.values()):
+            body = {"ok": False, "error": "mismatch", "detail": claim.terms}
+            return [Reply(claim.session, claim.request, body)]
+        gathering.accept(claim)
+        self._forming.add(claim.world)
+        if gathering.missing():
+            return []
+        world.reforming = None
+        claims = gathering.members()
+        return self._complete(world, claims, claim.fresh_nonce, claim.epoch)
+
+    def _announced(self, announced: Announced) -> list[Action]:
+        name, epoch = announced.world, announced.epoch
+        self._highest[name] = max(self._highest.get(name, 0), epoch)
+        world = self._worlds.setdefault(name, _World())
+        if world.current is None or world.current.epoch < epoch:
+            world.current = _Current(epoch, {})
+        if world.current.epoch > epoch:
+            return []
+        holder = world.current.holders.get(announced.rank)
+        if holder is None or holder.session is None or holder.uid == announced.uid:
+            world.current.holders[announced.rank] = _Holder(
+                announced.uid, announced.session
+            )
+        actions: list[Action] = [Remember(name, self._highest[name])]
+        for claim in world.forming.values():
+            notes = self._notify(claim, is_gone=False)
+            actions += [
+                note
+                for note in notes
+                if isinstance(note, Notify) and note.session == announced.session
+            ]
+        return actions
 
     def _forget(self, name: str) -> list[Action]:
         prefix = self._prefixes.pop(name, None)
@@ -291,7 +444,11 @@ class Registry:
             return []
         claims, world.forming = list(world.forming.values()), {}
         body = {"ok": False, **error}
-        return [Reply(claim.session, claim.request, body) for claim in claims]
+        actions: list[Action] = []
+        for claim in claims:
+            actions += self._notify(claim, is_gone=True)
+            actions.append(Reply(claim.session, claim.request, body))
+        return actions
 
     # Departures.
 
@@ -307,7 +464,7 @@ class Registry:
     def _tidy(self, name: str) -> list[Action]:
         """Forget an incarnation that nobody holds any more, but not its number."""
         world = self._worlds.get(name)
-        if world is None or world.forming:
+        if world is None or world.waits:
             return []
         holders = [] if world.current is None else list(world.current.holders.values())
         if any(holder.session is not None for holder in holders):
@@ -317,27 +474,37 @@ class Registry:
         del self._worlds[name]
         return self._forget(name)
 
-    def _withdraw(self, withdrawn: Withdrawn) -> None:
-        wanted = (withdrawn.session, withdrawn.request)
-        for _, world in self._waiting_worlds():
-            for rank, claim in list(world.forming.items()):
-                if (claim.session, claim.request) == wanted:
-                    del world.forming[rank]
+    def _withdraw(self, withdrawn: Withdrawn) -> list[Action]:
+        session, request = withdrawn.session, withdrawn.request
         for asking in self._asking.values():
             asking.claims = [
-                c for c in asking.claims if (c.session, c.request) != wanted
+                c for c in asking.claims if (c.session, c.request) != (session, request)
             ]
+        return self._drop_claims(session, request)
+
+    def _drop_claims(
+        self, session: SessionKey, request: RequestKey | None
+    ) -> list[Action]:
+        """Forget what a session waits for, or one of its requests."""
+        actions: list[Action] = []
+        for _, world in self._waiting_worlds():
+            for rank, claim in list(world.forming.items()):
+                if claim.session == session and request in (None, claim.request):
+                    del world.forming[rank]
+                    actions += self._notify(claim, is_gone=True)
+            if world.reforming is not None:
+                world.reforming.drop(session, request)
+                if not world.reforming.claims:
+                    world.reforming = None
+        return actions
 
     def _session_ended(self, session: SessionKey, now: float) -> list[Action]:
+        actions = self._drop_claims(session, None)
         for world in self._worlds.values():
-            for rank, claim in list(world.forming.items()):
-                if claim.session == session:
-                    del world.forming[rank]
             if world.current is not None:
                 for holder in world.current.holders.values():
                     if holder.session == session:
                         holder.session = None
-        actions: list[Action] = []
         for ask, asking in list(self._asking.items()):
             asking.claims = [c for c in asking.claims if c.session != session]
             if self._holder_is_gone(asking):
@@ -361,26 +528,53 @@ class Registry:
             if asking.deadline <= now:
                 del self._asking[ask]
                 actions += self._vacate(asking, now)
-        for _, world in self._waiting_worlds():
-            actions += _expire(world, now)
+        for name, world in self._waiting_worlds():
+            actions += self._expire(world, now)
+            actions += _expire_reforming(world, now)
+            actions += self._tidy(name)
+        return actions
+
+    def _expire(self, world: _World, now: float) -> list[Action]:
+        late = [claim for claim in world.forming.values() if claim.deadline <= now]
+        present = sorted(world.forming)
+        actions: list[Action] = []
+        for claim in late:
+            del world.forming[claim.rank]
+            actions += self._notify(claim, is_gone=True)
+            missing = [rank for rank in range(claim.size) if rank not in present]
+            actions.append(_timeout(claim, present, missing))
         return actions
 
 
-def _expire(world: _World, now: float) -> list[Action]:
-    late = [claim for claim in world.forming.values() if claim.deadline <= now]
-    present = sorted(world.forming)
-    actions: list[Action] = []
+def _expire_reforming(world: _World, now: float) -> list[Action]:
+    gathering = world.reforming
+    if gathering is None:
+        return []
+    late = [claim for claim in gathering.claims.values() if claim.deadline <= now]
+    present, missing = sorted(gathering.claims), gathering.missing()
     for claim in late:
-        del world.forming[claim.rank]
-        missing = [rank for rank in range(claim.size) if rank not in present]
-        body = {
-            "ok": False,
-            "error": "timeout",
-            "present": present,
-            "missing": missing,
-        }
-        actions.append(Reply(claim.session, claim.request, body))
-    return actions
+        gathering.drop(claim.session, claim.request)
+    if not gathering.claims:
+        world.reforming = None
+    return [_timeout(claim, present, missing) for claim in late]
+
+
+def _claims_of(world: _World) -> list[Claimed | ReformClaim]:
+    reforming = world.reforming
+    survivors = [] if reforming is None else list(reforming.claims.values())
+    return [*world.forming.values(), *survivors]
+
+
+def _timeout(
+    claim: Claimed | ReformClaim, present: list[int], missing: list[int]
+) -> Reply:
+    body = {"ok": False, "error": "timeout", "present": present, "missing": missing}
+    return Reply(claim.session, claim.request, body)
+
+
+def _stale(claim: ReformClaim, current: int) -> Reply:
+    body = {"ok": False, "error": "stale", "current": current}
+    return Reply(claim.session, claim.request, body)
 
 
 def _taken(claim: Claimed) -> Reply:

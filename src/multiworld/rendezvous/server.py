@@ -27,20 +27,22 @@ MAX_BACKLOG_BYTES = 64 * 1024 * 1024
 class StoreServer:
     """A store that listens on one address until ``close``."""
 
-    def __init__(self) -> None:
-        self._service = StoreService()
+    def __init__(self, service: StoreService | None = None) -> None:
+        self._service = service or StoreService()
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._writers: set[asyncio.StreamWriter] = set()
 
     @classmethod
-    async def listen(cls, host: str, port: int) -> StoreServer:
+    async def listen(
+        cls, host: str, port: int, *, service: StoreService | None = None
+    ) -> StoreServer:
         """Listen on ``host``:``port`` (0: any free port).
 
         Raises:
             OSError: The address is not ours, or in use.
         """
-        store = cls()
+        store = cls(service)
         store._server = await asyncio.start_server(
             store._accept, host, port, backlog=1024, start_serving=False
         )

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from multiworld.rendezvous import registry
+from multiworld.rendezvous.reforming import ReformClaim
 from multiworld.rendezvous.registry import Registry
 from multiworld.rendezvous.values import Answer, Values
 
@@ -20,12 +21,33 @@ Message = dict[str, Any]
 Deliver = Callable[[Message], None]
 
 
-class StoreService:
-    """Carries out what the registry decides. Runs on one event loop."""
+class EpochMemory(Protocol):
+    """What outlasts a restart of the store."""
 
-    def __init__(self) -> None:
+    def epochs(self) -> dict[str, int]:
+        """Return the highest epoch of every name."""
+
+    def remember(self, world: str, epoch: int) -> None:
+        """Keep the highest epoch of a name."""
+
+
+class StoreService:
+    """Carries out what the registry decides. Runs on one event loop.
+
+    Args:
+        memory: Where the highest epochs are kept, if anywhere.
+        settle_s: For so long after the start nobody is admitted: members of worlds
+            that are older than this service say first what they hold.
+    """
+
+    def __init__(
+        self, *, memory: EpochMemory | None = None, settle_s: float = 0.0
+    ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._registry = Registry()
+        self._memory = memory
+        self._registry = Registry(None if memory is None else memory.epochs())
+        self._settled_at = self._loop.time() + settle_s
+        self._deferred: set[asyncio.TimerHandle] = set()
         self._values = Values()
         self._sessions: dict[int, Deliver] = {}
         self._opened = 0
@@ -66,6 +88,8 @@ class StoreService:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        for deferred in self._deferred:
+            deferred.cancel()
 
     def receive(self, session: int, message: Message) -> None:
         """Take one message of a session.
@@ -75,7 +99,19 @@ class StoreService:
         """
         match message["op"]:
             case "claim":
-                self._handle(self._claim(session, message))
+                self._when_settled(session, self._claim(session, message))
+            case "reform":
+                self._when_settled(session, self._reform_claim(session, message))
+            case "announce":
+                self._handle(
+                    registry.Announced(
+                        session=session,
+                        world=str(message["world"]),
+                        epoch=int(message["epoch"]),
+                        rank=int(message["rank"]),
+                        uid=str(message["uid"]),
+                    )
+                )
             case "left":
                 self._handle(
                     registry.Left(
@@ -107,7 +143,43 @@ class StoreService:
             deadline=self._loop.time() + float(message["deadline_s"]),
             member=dict(message["member"]),
             fresh_nonce=secrets.randbits(63) | 1,
+            place=_place(message),
         )
+
+    def _reform_claim(self, session: int, message: Message) -> ReformClaim:
+        return ReformClaim(
+            session=session,
+            request=int(message["request"]),
+            world=str(message["world"]),
+            epoch=int(message["epoch"]),
+            rank=int(message["rank"]),
+            size=int(message["size"]),
+            lost=frozenset(map(int, message["lost"])),
+            terms=str(message["terms"]),
+            uid=str(message["uid"]),
+            deadline=self._loop.time() + float(message["deadline_s"]),
+            member=dict(message["member"]),
+            fresh_nonce=secrets.randbits(63) | 1,
+            place=_place(message),
+        )
+
+    def _when_settled(
+        self, session: int, claim: registry.Claimed | ReformClaim
+    ) -> None:
+        """Take a claim, and say at once that it has arrived."""
+        self._send(session, {"op": "taken", "request": claim.request})
+        wait_s = self._settled_at - self._loop.time()
+        if wait_s <= 0:
+            self._handle(claim)
+            return
+
+        def go_on() -> None:
+            self._deferred.discard(timer)
+            if session in self._sessions:
+                self._handle(claim)
+
+        timer = self._loop.call_later(wait_s, go_on)
+        self._deferred.add(timer)
 
     def _handle(self, happening: registry.Happening) -> None:
         for action in self._registry.handle(happening, self._loop.time()):
@@ -117,9 +189,19 @@ class StoreService:
                 case registry.Ask(session, ask, world, epoch, rank):
                     question = {"world": world, "epoch": epoch, "rank": rank}
                     self._send(session, {"op": "ask", "ask": ask, **question})
+                case registry.Notify():
+                    self._notify(action)
+                case registry.Remember(world, epoch):
+                    if self._memory is not None:
+                        self._memory.remember(world, epoch)
                 case registry.Forget(prefix):
                     self._values.delete_prefix(prefix)
         self._arm()
+
+    def _notify(self, note: registry.Notify) -> None:
+        who = {"world": note.world, "epoch": note.epoch, "rank": note.rank}
+        waiting = {"op": "waiting", "size": note.size, "is_gone": note.is_gone}
+        self._send(note.session, {**waiting, **who})
 
     # Values.
 
@@ -189,3 +271,10 @@ class StoreService:
     def _tick(self) -> None:
         self._answer(self._values.expire(self._loop.time()))
         self._handle(registry.Ticked())
+
+
+def _place(message: Message) -> tuple[int, int]:
+    number, count = message.get("place", (0, 1))
+    if not 0 <= int(number) < int(count):
+        raise ValueError("a place that cannot be")
+    return int(number), int(count)

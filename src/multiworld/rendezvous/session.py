@@ -15,14 +15,33 @@ from typing import Any, Protocol
 
 from multiworld.errors import ProtocolVersionError, StoreUnreachableError
 from multiworld.rendezvous import frames
-from multiworld.rendezvous.address import StoreAddress
+from multiworld.rendezvous.address import StoreAddress, StoreAddresses
 from multiworld.rendezvous.service import StoreService
 
 Message = dict[str, Any]
-Holds = Callable[[str, int, int], bool]
-
 RETRY_S = 0.05
 """Seconds between attempts to reach a store that is not there yet."""
+
+
+TAKEN_S = 2.0
+"""Seconds that a store has to say that a claim has arrived; else its process is stopped
+or its host gone, and the session counts as lost."""
+
+CONNECT_S = 2.0
+"""Seconds that one store has to answer before the next address is tried."""
+
+
+class SessionOwner(Protocol):
+    """Whose sessions these are."""
+
+    def holds(self, world: str, epoch: int, rank: int) -> bool:
+        """Tell whether this process holds a rank."""
+
+    def holdings(self, where: StoreAddresses) -> list[Message]:
+        """Return what is held of the worlds that met there: world, epoch, rank, uid."""
+
+    def member_waits(self, note: Message) -> None:
+        """Take note that a stranger waits for a rank, or no longer."""
 
 
 class SessionLostError(Exception):
@@ -42,10 +61,12 @@ class Wire(Protocol):
 class StoreSession:
     """Requests and their replies, over any wire."""
 
-    def __init__(self, address: StoreAddress, holds: Holds) -> None:
+    def __init__(self, address: StoreAddress, owner: SessionOwner) -> None:
         self.address = address
         self.local_host = ""
-        self._holds = holds
+        self._owner = owner
+        self._on_lost: Callable[[], None] = _ignore
+        self._taken: dict[int, asyncio.Future[None]] = {}
         self._wire: Wire | None = None
         self._waiting: dict[int, asyncio.Future[Message]] = {}
         self._requests = itertools.count(1)
@@ -59,22 +80,41 @@ class StoreSession:
         """Start to use ``wire``."""
         self._wire = wire
 
-    async def claim(self, fields: Message) -> Message:
-        """Claim a rank and wait for the store's reply.
+    def watch(self, on_lost: Callable[[], None]) -> None:
+        """Call ``on_lost`` when the store goes away by itself."""
+        self._on_lost = on_lost
+
+    def announce(self, where: StoreAddresses) -> None:
+        """Tell a store that may be new what this process holds."""
+        for holding in self._owner.holdings(where):
+            self._tell({"op": "announce", **holding})
+
+    async def claim(self, op: str, fields: Message) -> Message:
+        """Claim a rank (``op`` "claim" or "reform") and wait for the store's reply.
 
         Raises:
-            SessionLostError: The store went away.
+            SessionLostError: The store went away, or takes no claims.
 
         Cancellation: withdraws the claim.
         """
-        request, future = self._ask("claim", fields)
+        place = list(self.address.place)
+        request, future = self._ask(op, {**fields, "place": place})
+        taken = self._taken[request] = asyncio.get_running_loop().create_future()
         try:
+            waiting = (taken, future)
+            await asyncio.wait(
+                waiting, timeout=TAKEN_S, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not (taken.done() or future.done()):
+                self.drop()
+                raise SessionLostError
             return await future
         except asyncio.CancelledError:
             self._tell({"op": "withdraw", "request": request})
             raise
         finally:
             self._waiting.pop(request, None)
+            self._taken.pop(request, None)
 
     def left(self, world: str, epoch: int, rank: int) -> None:
         """Tell the store that this process holds ``rank`` no longer."""
@@ -95,11 +135,20 @@ class StoreSession:
 
     def receive(self, message: Message) -> None:
         """Take one message of the store."""
-        if message.get("op") == "ask":
-            where = message["world"], message["epoch"], message["rank"]
-            answer = {"ask": message["ask"], "holds": self._holds(*where)}
-            self._tell({"op": "answer", **answer})
-            return
+        match message.get("op"):
+            case "ask":
+                where = message["world"], message["epoch"], message["rank"]
+                answer = {"ask": message["ask"], "holds": self._owner.holds(*where)}
+                self._tell({"op": "answer", **answer})
+                return
+            case "waiting":
+                self._owner.member_waits(message)
+                return
+            case "taken":
+                taken = self._taken.get(message.get("request", 0))
+                if taken is not None and not taken.done():
+                    taken.set_result(None)
+                return
         future = self._waiting.get(message.get("request", 0))
         if future is not None and not future.done():
             future.set_result(message)
@@ -110,13 +159,20 @@ class StoreSession:
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(SessionLostError())
+        on_lost, self._on_lost = self._on_lost, _ignore
+        on_lost()
 
-    def close(self) -> None:
-        """End the session; the store frees what it held."""
+    def drop(self) -> None:
+        """Hang up on a store that does not answer."""
         wire, self._wire = self._wire, None
         if wire is not None:
             wire.close()
         self.ended()
+
+    def close(self) -> None:
+        """End the session; the store frees what it held."""
+        self._on_lost = _ignore
+        self.drop()
 
 
 class LocalWire:
@@ -180,36 +236,44 @@ class TcpWire:
 
 
 async def connect(
-    address: StoreAddress, holds: Holds, *, world: str, deadline: float
+    addresses: StoreAddresses, owner: SessionOwner, *, world: str, deadline: float
 ) -> StoreSession:
-    """Open a session over TCP, trying again until ``deadline`` (loop time, seconds).
+    """Open a session with the first store that answers, trying until ``deadline``.
+
+    Args:
+        addresses: Where the store may be.
+        owner: Whose session it is.
+        world: For the store's log.
+        deadline: Of the loop's clock, in seconds.
 
     Raises:
         StoreUnreachableError: Nobody answered in time.
         ProtocolVersionError: What answered speaks another version, or is no store.
     """
     loop = asyncio.get_running_loop()
-    failure = "no attempt was made"
-    while True:
-        remaining = deadline - loop.time()
-        if remaining <= 0:
-            break
-        try:
-            async with asyncio.timeout(remaining):
-                return await _connect_once(address, holds, world)
-        except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
-            failure = str(error) or type(error).__name__
+    failures: dict[StoreAddress, str] = {}
+    while deadline > loop.time():
+        for address in addresses.stores:
+            remaining = deadline - loop.time()
+            # The last hope gets all the time there is.
+            limit_s = CONNECT_S if len(addresses.stores) > 1 else remaining
+            try:
+                async with asyncio.timeout(min(remaining, limit_s)):
+                    return await _connect_once(address, owner, world)
+            except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
+                failures[address] = str(error) or type(error).__name__
         await asyncio.sleep(min(RETRY_S, max(0.0, deadline - loop.time())))
+    why = "; ".join(f"{where}: {what}" for where, what in failures.items())
     raise StoreUnreachableError(
-        f"no store answered at {address} for world {world!r} in time ({failure}); "
-        "start rank 0 there or `multiworld store`, and check address, port and "
-        "firewall",
-        address=str(address),
+        f"no store answered at {addresses} for world {world!r} in time "
+        f"({why or 'no attempt was made'}); start rank 0 there or `multiworld store`, "
+        "and check address, port and firewall",
+        address=str(addresses),
     )
 
 
 async def _connect_once(
-    address: StoreAddress, holds: Holds, world: str
+    address: StoreAddress, owner: SessionOwner, world: str
 ) -> StoreSession:
     reader, writer = await asyncio.open_connection(address.host, address.port)
     try:
@@ -222,13 +286,17 @@ async def _connect_once(
             theirs = 0
         if theirs != ours:
             raise _other_version(address, ours, theirs)
-        session = StoreSession(address, holds)
+        session = StoreSession(address, owner)
         session.local_host = writer.get_extra_info("sockname")[0]
         session.attach(TcpWire(reader, writer, session))
     except BaseException:
         writer.close()
         raise
     return session
+
+
+def _ignore() -> None:
+    """Nobody wants to know."""
 
 
 def _other_version(
