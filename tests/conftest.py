@@ -6,13 +6,38 @@ import asyncio
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+import trustme
 
+from multiworld import Tls
 from multiworld.testing import ProcessFleet, Role
 
 torch.set_num_threads(1)  # a pool that starts in the middle of a test looks like a leak
+
+
+@pytest.fixture(scope="session")
+def authority() -> trustme.CA:
+    """Return who signs this session's certificates."""
+    return trustme.CA()
+
+
+def certificates(authority: trustme.CA, folder: Path) -> Tls:
+    """Return files with a certificate of ``authority``, for both sides."""
+    issued = authority.issue_cert("multiworld.test", "127.0.0.1")
+    names = [folder / name for name in ("certificate", "key", "authority")]
+    issued.cert_chain_pems[0].write_to_path(str(names[0]))
+    issued.private_key_pem.write_to_path(str(names[1]))
+    authority.cert_pem.write_to_path(str(names[2]))
+    return Tls(certificate=names[0], key=names[1], authority=names[2])
+
+
+@pytest.fixture(scope="session")
+def tls(authority: trustme.CA, tmp_path_factory: pytest.TempPathFactory) -> Tls:
+    """Return certificates that all members of a test share."""
+    return certificates(authority, tmp_path_factory.mktemp("tls"))
 
 
 async def _hello(role: Role) -> None:

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
         WorldClosed,
         WorldReady,
     )
+    from multiworld.security import Security, Tls
     from multiworld.watchdog import WatchDog
     from multiworld.world import World, WorldStatistics
     from multiworld.world_communicator import WorldCommunicator
@@ -108,6 +109,7 @@ _HOMES = {
         "WorldClosed",
         "WorldReady",
     ),
+    "multiworld.security": ("Security", "Tls"),
     "multiworld.watchdog": ("WatchDog",),
     "multiworld.world": ("World", "WorldStatistics"),
     "multiworld.world_communicator": ("WorldCommunicator",),
@@ -136,9 +138,11 @@ __all__ = [
     "ProtocolVersionError",
     "RankTakenError",
     "RendezvousError",
+    "Security",
     "StaleEpochError",
     "StoreUnreachableError",
     "TensorMismatchError",
+    "Tls",
     "UnknownWorldError",
     "UnsupportedOperationError",
     "UsedAfterForkError",

@@ -35,7 +35,7 @@ class Admission:
     def __init__(self, uid: str, watchdog: WatchDog, around: Surroundings) -> None:
         self._uid, self._watchdog, self._around = uid, watchdog, around
         self._loop = asyncio.get_running_loop()
-        self.meeting = Meeting(self)
+        self.meeting = Meeting(self, watchdog.security)
         self._worlds: dict[str, World] = {}
         self._lives: dict[str, WorldLife] = {}
         self._met: set[WorldLife] = set()  # those that use a session with a store

@@ -38,6 +38,7 @@ from multiworld.backends.base import Bundle
 from multiworld.config import WorldConfig
 from multiworld.errors import ConfigError
 from multiworld.events import Event
+from multiworld.security import Security
 from multiworld.world import WorldStatistics
 
 __all__ = ["World", "WorldManager"]
@@ -327,14 +328,24 @@ class WorldManager:
     """
 
     def __init__(
-        self, enable_monitor: bool = True, *, config: WorldConfig | None = None
+        self,
+        enable_monitor: bool = True,
+        *,
+        config: WorldConfig | None = None,
+        security: Security | None = None,
     ) -> None:
         self._loop = _Loop()
 
         async def make() -> _manager.WorldManager:
-            return _manager.WorldManager(enable_monitor, config=config)
+            return _manager.WorldManager(
+                enable_monitor, config=config, security=security
+            )
 
-        self._manager = self._loop.call(make())
+        try:
+            self._manager = self._loop.call(make())
+        except BaseException:
+            self._loop.close()
+            raise
         self._is_closed = False
 
     def __enter__(self) -> WorldManager:

@@ -2,8 +2,8 @@
 
 Control links, beats and data lanes all come in at one listener: a TCP port on the
 interface in use and an abstract Unix socket for the same host. Each connection begins
-with a hello that says what it is for; the answer is yes or why not. A stranger that
-sends garbage, or nothing, is hung up on and bothers nobody.
+with a handshake that says what it is for; see ``rendezvous.handshake``. A stranger that
+sends garbage, or nothing, is hung up on, counted, and bothers nobody.
 """
 
 from __future__ import annotations
@@ -13,21 +13,36 @@ import contextlib
 import logging
 import secrets
 import socket
+import ssl
+from collections import Counter
 from typing import Any, Protocol
 
 from multiworld.membership import Address, this_host
 from multiworld.rendezvous import frames
+from multiworld.rendezvous.handshake import (
+    HELLO_BYTES,
+    HELLO_S,
+    MAX_GREETING,
+    HandshakeError,
+    accepting,
+    dialing,
+    refusal,
+)
+from multiworld.rendezvous.refusals import Refusals
+from multiworld.security import Security
+from multiworld.streams import (
+    Stream,
+    TlsStream,
+    read_exactly,
+    start_tls,
+    wait_readable,
+    write_all,
+)
 from multiworld.tcp import persist
 
 logger = logging.getLogger("multiworld.watchdog")
 
 Message = dict[str, Any]
-
-HELLO_S = 5.0
-"""Seconds a connection has to say hello."""
-
-MAX_GREETING = 128
-"""Most connections that may be saying hello at once; more wait in the backlog."""
 
 BACKLOG = 1024
 UNIX_BUFFER_BYTES = 1 << 20
@@ -40,27 +55,13 @@ class Acceptor(Protocol):
     def refusal(self, hello: Message) -> str | None:
         """Say why a connection with this hello is unwanted, or None."""
 
-    def take(self, sock: socket.socket, hello: Message) -> None:
+    def take(self, stream: Stream, hello: Message) -> None:
         """Own the connection from now on."""
 
 
-class HelloError(ConnectionRefusedError):
-    """The other side's answer to our hello was no."""
-
-
-async def _read_frame(sock: socket.socket) -> Message:
-    loop = asyncio.get_running_loop()
-
-    async def exactly(count: int) -> bytes:
-        data = b""
-        while len(data) < count:
-            chunk = await loop.sock_recv(sock, count - len(data))
-            if not chunk:
-                raise ConnectionResetError("hung up during the hello")
-            data += chunk
-        return data
-
-    return frames.decode_body(await exactly(frames.decode_length(await exactly(4))))
+async def _read_frame(stream: Stream) -> Message:
+    length = frames.decode_length(await read_exactly(stream, 4), HELLO_BYTES)
+    return frames.decode_body(await read_exactly(stream, length))
 
 
 def tune(sock: socket.socket) -> None:
@@ -74,36 +75,55 @@ def tune(sock: socket.socket) -> None:
         persist(sock)
 
 
-async def dial(address: Address, hello: Message) -> socket.socket:
-    """Connect to ``address``, say ``hello`` and return the connection.
+async def dial(address: Address, hello: Message, security: Security) -> Stream:
+    """Connect to ``address``, shake hands and return the connection.
+
+    Beats (``kind`` "beat") are sealed frame by frame and go without TLS: a helper
+    process sends them.
 
     Raises:
         OSError: Nobody is there.
-        HelloError: Somebody is, and refused.
+        HandshakeError: Somebody is who is not one of ours, or refused.
 
     Cancellation: safe; nothing stays open.
     """
+    stream = await _connect(address)
+    try:
+        if security.tls is not None and hello["kind"] != "beat":
+            assert isinstance(stream, socket.socket)
+            context = security.tls.context(is_server=False)
+            stream = await start_tls(stream, context, is_server=False)
+        steps = dialing(hello, security)
+        try:
+            message = next(steps)
+            while True:
+                await write_all(stream, frames.encode(message))
+                message = steps.send(await _read_frame(stream))
+        except StopIteration:
+            return stream
+        except frames.FrameError as error:
+            why = f"what answers there is no multiworld: {error}"
+            raise HandshakeError("malformed", why) from error
+    except BaseException:
+        stream.close()
+        raise
+
+
+async def _connect(address: Address) -> Stream:
     loop = asyncio.get_running_loop()
+    target: Any
     if address.is_on(this_host()):
-        family, target = socket.AF_UNIX, "\0" + address.unix
-        sock = socket.socket(family, socket.SOCK_STREAM)
+        target = "\0" + address.unix
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     else:
         info = await loop.getaddrinfo(
             address.host, address.port, type=socket.SOCK_STREAM
         )
         sock = socket.socket(info[0][0], socket.SOCK_STREAM)
-        target = info[0][4]  # type: ignore[assignment]
+        target = info[0][4]
     try:
         tune(sock)
         await loop.sock_connect(sock, target)
-        greeting = {"multiworld": frames.PROTOCOL_VERSION, **hello}
-        await loop.sock_sendall(sock, frames.encode(greeting))
-        try:
-            answer = await _read_frame(sock)
-        except frames.FrameError as error:
-            raise HelloError(f"what answers there is no multiworld: {error}") from error
-        if not answer.get("ok"):
-            raise HelloError(str(answer.get("error", "no reason given")))
     except BaseException:
         sock.close()
         raise
@@ -114,11 +134,17 @@ class Endpoint:
     """A manager's listener on one interface."""
 
     def __init__(
-        self, address: Address, sockets: list[socket.socket], acceptor: Acceptor
+        self,
+        address: Address,
+        sockets: list[socket.socket],
+        acceptor: Acceptor,
+        security: Security,
     ) -> None:
         self.address = address
-        self._sockets, self._acceptor = sockets, acceptor
-        self._greeting = asyncio.Semaphore(MAX_GREETING)
+        self._sockets, self._acceptor, self._security = sockets, acceptor, security
+        self._refusals = Refusals(logger, f"the listener on {address.host}")
+        self._greeting: dict[asyncio.Task[None], None] = {}
+        self._is_closed = False
         loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = {
             loop.create_task(self._listen(sock), name="multiworld endpoint")
@@ -126,7 +152,7 @@ class Endpoint:
         }
 
     @classmethod
-    def listen(cls, host: str, acceptor: Acceptor) -> Endpoint:
+    def listen(cls, host: str, acceptor: Acceptor, security: Security) -> Endpoint:
         """Listen on a free port of ``host`` and on a Unix name of our own.
 
         Raises:
@@ -152,7 +178,12 @@ class Endpoint:
             boot=where.boot,
             netns=where.netns,
         )
-        return cls(address, [tcp, unix], acceptor)
+        return cls(address, [tcp, unix], acceptor, security)
+
+    @property
+    def refused(self) -> Counter[str]:
+        """How many connections were refused, by kind."""
+        return self._refusals.counts
 
     def filenos(self) -> list[int]:
         """Return the descriptors that a forked child must close."""
@@ -160,6 +191,7 @@ class Endpoint:
 
     def close_nowait(self) -> None:
         """Stop listening."""
+        self._is_closed = True
         for task in self._tasks:
             task.cancel()
         loop = asyncio.get_running_loop()
@@ -176,49 +208,85 @@ class Endpoint:
     async def _listen(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            await self._greeting.acquire()
             try:
-                sock, _ = await loop.sock_accept(listener)
+                sock, where = await loop.sock_accept(listener)
             except OSError as error:
                 # Out of descriptors, or the dialer was gone again.
-                self._greeting.release()
                 logger.warning("could not accept a connection: %s", error)
                 await asyncio.sleep(0.05)
                 continue
-            task = loop.create_task(self._greet(sock), name="multiworld hello")
+            task = loop.create_task(self._greet(sock, where), name="multiworld hello")
+            self._greeting[task] = None
             self._tasks.add(task)
             task.add_done_callback(self._greeted)
+            if len(self._greeting) > MAX_GREETING:
+                next(iter(self._greeting)).cancel()
 
     def _greeted(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        self._greeting.release()
+        self._greeting.pop(task, None)
 
-    async def _greet(self, sock: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
+    async def _greet(self, sock: socket.socket, where: object) -> None:
+        """Shake hands and hand the connection over; hang up on all others."""
+        refused = self._refusals
+        stream: Stream = sock
         kept = False
         try:
             tune(sock)
             async with asyncio.timeout(HELLO_S):
-                hello = await _read_frame(sock)
-                error = _wrong_version(hello) or self._acceptor.refusal(hello)
-                answer: Message = {"ok": error is None, "error": error}
-                await loop.sock_sendall(sock, frames.encode(answer))
-            if error is not None:
-                logger.info("refused a connection: %s", error)
-                return
-            self._acceptor.take(sock, hello)
+                if self._security.tls is not None and await _speaks_tls(sock):
+                    context = self._security.tls.context(is_server=True)
+                    stream = await start_tls(sock, context, is_server=True)
+                hello = await self._welcome(stream)
+            self._acceptor.take(stream, hello)
             kept = True
-        except (OSError, frames.FrameError, TimeoutError) as failure:
-            logger.info("a connection ended during its hello: %r", failure)
-        except (KeyError, TypeError, ValueError) as failure:
-            logger.warning("refused a connection with a malformed hello: %r", failure)
+        except HandshakeError as error:
+            refused.add(error.kind, where, error)
+        except TimeoutError:
+            refused.add("slow", where, f"no hello within {HELLO_S:g} s")
+        except asyncio.CancelledError:
+            if self._is_closed:
+                raise
+            refused.add("crowded", where, "too many say hello at once")
+        except ssl.SSLError as error:
+            refused.add("tls", where, error)
+        except OSError as error:
+            refused.add("malformed", where, error)
+        except (frames.FrameError, KeyError, TypeError, ValueError) as error:
+            refused.add("malformed", where, repr(error))
         finally:
             if not kept:
-                sock.close()
+                stream.close()
+
+    async def _welcome(self, stream: Stream) -> Message:
+        hello = await _read_frame(stream)
+        is_plain = self._security.tls is not None and not isinstance(stream, TlsStream)
+        if is_plain and hello.get("kind") != "beat":
+            raise HandshakeError("tls", "it came without TLS")
+        steps = accepting(hello, self._security)
+        try:
+            try:
+                message = next(steps)
+                while True:
+                    await write_all(stream, frames.encode(message))
+                    message = steps.send(await _read_frame(stream))
+            except StopIteration as end:
+                answer = end.value
+            why = self._acceptor.refusal(hello)
+            if why is not None:
+                raise HandshakeError("refused", why, answer=refusal(why))
+        except HandshakeError as error:
+            if error.answer is not None:
+                await write_all(stream, frames.encode(error.answer))
+            raise
+        await write_all(stream, frames.encode(answer))
+        return hello
 
 
-def _wrong_version(hello: Message) -> str | None:
-    theirs, ours = hello.get("multiworld"), frames.PROTOCOL_VERSION
-    if theirs == ours:
-        return None
-    return f"we speak protocol version {ours}, you {theirs}"
+async def _speaks_tls(sock: socket.socket) -> bool:
+    """Look at the first byte: TLS begins with 22, a frame of ours with a 0."""
+    while True:
+        try:
+            return sock.recv(1, socket.MSG_PEEK) == b"\x16"
+        except (BlockingIOError, InterruptedError):
+            await wait_readable(sock)

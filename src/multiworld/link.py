@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from multiworld.rendezvous import frames
+from multiworld.streams import Stream
 
 Message = dict[str, Any]
 
@@ -63,7 +63,7 @@ class Link(Protocol):
 class SocketLink:
     """A link over a connected, non-blocking socket."""
 
-    def __init__(self, key: LinkKey, sock: socket.socket, owner: LinkOwner) -> None:
+    def __init__(self, key: LinkKey, sock: Stream, owner: LinkOwner) -> None:
         self.key = key
         self._sock, self._owner = sock, owner
         self._loop = asyncio.get_running_loop()

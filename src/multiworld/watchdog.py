@@ -10,17 +10,20 @@ Of two managers, the one with the smaller uid dials; so no two connections ever 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import math
+import secrets
 import socket
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from multiworld import heartbeat
 from multiworld.beating import Heart, Mode, Report
+from multiworld.early import EarlyMessages
 from multiworld.endpoint import Endpoint, dial
 from multiworld.link import Link, LinkKey, LocalLink, SocketLink
 from multiworld.liveness import (
@@ -36,6 +39,8 @@ from multiworld.liveness import (
     Watched,
 )
 from multiworld.membership import Address, Incarnation, Member, this_host
+from multiworld.security import Security
+from multiworld.streams import Stream
 
 __all__ = ["WatchDog"]
 
@@ -43,11 +48,15 @@ logger = logging.getLogger("multiworld.watchdog")
 
 Message = dict[str, Any]
 
-EARLY_LIMIT = 4096
-"""Most messages kept for incarnations this manager has not heard of yet: the store
-tells the members one after the other."""
+SILENT_S = 60.0
+"""Seconds of silence after which a link that no world uses is given up."""
 
-EARLY_S = 60.0
+CROWDED_S = (0.05, 0.2, 0.5)
+"""Pauses before another attempt with a listener that had too many at its door."""
+
+LANE_S = 60.0
+"""Seconds that a connection waits for an incarnation nobody here knows yet."""
+
 RETIRED_LIMIT = 4096
 
 
@@ -74,6 +83,7 @@ class _Peer:
     """One link, and the beats that go with it."""
 
     link: Link
+    seal: bytes = b""
     beat: socket.socket | None = None
     beat_number: int = 0
     datagrams: socket.socket | None = None
@@ -88,12 +98,6 @@ class _Attached:
     peers: dict[int, LinkKey]  # rank -> link
 
 
-@dataclass(slots=True)
-class _Early:
-    since: float
-    messages: list[tuple[LinkKey, Message]] = field(default_factory=list)
-
-
 _watchdogs: weakref.WeakValueDictionary[str, WatchDog] = weakref.WeakValueDictionary()
 """The watchdogs of this process, for links inside it."""
 
@@ -106,9 +110,15 @@ class WatchDog:
     """
 
     def __init__(
-        self, uid: str, *, is_enabled: bool = True, mode: Mode = "process"
+        self,
+        uid: str,
+        *,
+        is_enabled: bool = True,
+        mode: Mode = "process",
+        security: Security | None = None,
     ) -> None:
         self.uid = uid
+        self.security = security or Security()
         self._is_enabled = is_enabled
         self._liveness = Liveness(heartbeat.BEAT_S)
         self._heart = Heart(self._on_report)
@@ -118,10 +128,9 @@ class WatchDog:
         self._awaited: dict[LinkKey, asyncio.Future[None]] = {}
         self._dialing: dict[LinkKey, asyncio.Lock] = {}
         self._worlds: dict[int, _Attached] = {}
-        self._early: dict[int, _Early] = {}
-        self._early_count = 0
+        self._early = EarlyMessages[LinkKey, Message]()
         self._retired: deque[int] = deque(maxlen=RETIRED_LIMIT)
-        self._lanes: dict[tuple[int, int, str], asyncio.Future[socket.socket]] = {}
+        self._lanes: dict[tuple[int, int, str], asyncio.Future[Stream]] = {}
         self._lanes_since: dict[tuple[int, int, str], float] = {}
         self._ticker: asyncio.Task[None] | None = None
         self._is_closed = False
@@ -136,7 +145,7 @@ class WatchDog:
             where = this_host()
             return Address(host="", port=0, unix="", boot=where.boot, netns=where.netns)
         if host not in self._endpoints:
-            self._endpoints[host] = Endpoint.listen(host, self)
+            self._endpoints[host] = Endpoint.listen(host, self, self.security)
         return self._endpoints[host].address
 
     async def attach(
@@ -190,7 +199,7 @@ class WatchDog:
         """Refuse data for an incarnation that is broken; its messages still arrive."""
         if nonce not in self._retired:
             self._retired.append(nonce)
-        self._drop_early(nonce)
+        self._early.drop(nonce)
         for lane_key in [key for key in self._lanes if key[0] == nonce]:
             _discard(self._lanes.pop(lane_key))
 
@@ -204,7 +213,7 @@ class WatchDog:
 
     async def lane(
         self, incarnation: Incarnation, rank: int, peer: int, channel: str
-    ) -> socket.socket:
+    ) -> Stream:
         """Return a connection for data between two members of an incarnation.
 
         One side dials, the other waits for it: see the module.
@@ -218,7 +227,8 @@ class WatchDog:
         if self.uid < member.uid:
             hello = {"kind": "lane", "nonce": incarnation.nonce, "rank": rank}
             try:
-                return await dial(member.address, {**hello, "channel": channel})
+                hello["channel"] = channel
+                return await self._reach(member.address, hello)
             except OSError as error:
                 raise MemberUnreachableError(peer, str(error)) from error
         future = self._lane_future((incarnation.nonce, peer, channel))
@@ -248,6 +258,11 @@ class WatchDog:
     def helper_pid(self) -> int | None:
         """The process that beats for this one, if there is one."""
         return self._heart.helper_pid
+
+    @property
+    def refused(self) -> Counter[str]:
+        """How many connections were refused, by kind."""
+        return sum((e.refused for e in self._endpoints.values()), Counter[str]())
 
     def filenos(self) -> list[int]:
         """Return the descriptors that a forked child must close."""
@@ -317,13 +332,34 @@ class WatchDog:
             "from_host": key.local_host,
             "to_host": key.remote_host,
         }
-        control = await dial(address, {"kind": "link", **hello})
+        fresh = secrets.token_hex(16)
+        seal = self._seal_of(fresh)
+        link_hello = {"kind": "link", "seal": fresh, **hello}
+        control = await self._reach(address, link_hello)
         try:
-            beat = await dial(address, {"kind": "beat", **hello})
+            beat_hello = {"kind": "beat", "proof": _beat_proof(seal), **hello}
+            beat = await self._reach(address, beat_hello)
         except BaseException:
             control.close()
             raise
-        self._take_beat(self._add(SocketLink(key, control, self)), beat)
+        assert isinstance(beat, socket.socket)
+        self._take_beat(self._add(SocketLink(key, control, self), seal), beat)
+
+    async def _reach(self, address: Address, hello: Message) -> Stream:
+        """Dial; try again if the other side was too crowded to listen."""
+        for pause_s in CROWDED_S:
+            try:
+                return await dial(address, hello, self.security)
+            except ConnectionResetError:
+                await asyncio.sleep(pause_s)
+        return await dial(address, hello, self.security)
+
+    def _seal_of(self, fresh: str) -> bytes:
+        """Return the key that seals the beats of one link.
+
+        With a secret, who saw the link's hello cannot make it; with TLS, nobody did.
+        """
+        return bytes.fromhex(self.security.proof("beats", fresh))
 
     def _join_local(self, key: LinkKey, member: Member) -> None:
         other = _watchdogs.get(member.uid)
@@ -334,8 +370,8 @@ class WatchDog:
         self._add(ours)
         other._add(theirs)
 
-    def _add(self, link: Link) -> _Peer:
-        peer = self._peers[link.key] = _Peer(link)
+    def _add(self, link: Link, seal: bytes = b"") -> _Peer:
+        peer = self._peers[link.key] = _Peer(link, seal)
         self._observe(PeerJoined(_name(link.key)))
         awaited = self._awaited.pop(link.key, None)
         if awaited is not None and not awaited.done():
@@ -366,7 +402,7 @@ class WatchDog:
     def _take_beat(self, peer: _Peer, sock: socket.socket) -> None:
         peer.beat = sock
         # At once: the peer may watch this process before this one has come so far.
-        peer.beat_number = self._heart.add(sock, bytes(heartbeat.KEY_BYTES), self._mode)
+        peer.beat_number = self._heart.add(sock, peer.seal, self._mode)
         self._beating[peer.beat_number] = _name(peer.link.key)
         if sock.family != socket.AF_UNIX:
             peer.datagrams = _datagram_socket(peer.link.key.local_host)
@@ -433,10 +469,8 @@ class WatchDog:
         rank = None if peer is None else peer.worlds.get(nonce)
         if rank is not None and nonce in self._worlds:
             self._worlds[nonce].port.on_message(rank, message)
-        elif nonce not in self._retired and self._early_count < EARLY_LIMIT:
-            early = self._early.setdefault(nonce, _Early(time.monotonic()))
-            early.messages.append((link.key, message))
-            self._early_count += 1
+        elif nonce not in self._retired:
+            self._early.keep(nonce, link.key, message, time.monotonic())
 
     def link_ended(self, link: Link, reason: str, evidence: str) -> None:
         """Judge the peer whose link has ended."""
@@ -448,32 +482,24 @@ class WatchDog:
         self._observe(PeerClosed(_name(link.key), reason, evidence))
 
     def _replay(self, nonce: int, key: LinkKey) -> None:
-        early = self._early.get(nonce)
-        if early is None:
-            return
-        due = [message for where, message in early.messages if where == key]
-        early.messages = [entry for entry in early.messages if entry[0] != key]
-        self._early_count -= len(due)
-        for message in due:
+        for message in self._early.take(nonce, key):
             peer = self._peers.get(key)
             if peer is not None:
                 self.link_message(peer.link, message)
 
-    def _drop_early(self, nonce: int) -> None:
-        early = self._early.pop(nonce, None)
-        if early is not None:
-            self._early_count -= len(early.messages)
-
     def _purge(self) -> None:
         now = time.monotonic()
-        for nonce, early in list(self._early.items()):
-            if now - early.since > EARLY_S:
-                self._drop_early(nonce)
-        for key, since in list(self._lanes_since.items()):
-            if key not in self._lanes:
-                del self._lanes_since[key]
-            elif key[0] not in self._worlds and now - since > EARLY_S:
-                _discard(self._lanes.pop(key))
+        self._early.purge(now)
+        for lane, since in list(self._lanes_since.items()):
+            if lane not in self._lanes:
+                del self._lanes_since[lane]
+            elif lane[0] not in self._worlds and now - since > LANE_S:
+                _discard(self._lanes.pop(lane))
+        for key, peer in list(self._peers.items()):
+            # Nobody needs it, and its host may be gone without a word.
+            silent_s = self._liveness.silent_s(_name(key), now)
+            if not peer.worlds and silent_s > SILENT_S and peer.beat is not None:
+                self.link_ended(peer.link, "it has been silent", "no world needed it")
 
     # Acceptor.
 
@@ -484,16 +510,26 @@ class WatchDog:
         match hello["kind"]:
             case "link" if hello["to"] != self.uid:
                 return f"this is manager {self.uid}, not {hello['to']}"
-            case "beat" if self._inbound_key(hello) not in self._peers:
-                return "no control link to go with these beats"
+            case "beat":
+                return self._refuse_beat(hello)
             case "lane" if int(hello["nonce"]) in self._retired:
                 return "that incarnation of the world is over"
-            case "link" | "beat" | "lane":
+            case "link" | "lane":
                 return None
             case other:
                 return f"unknown kind of connection {other!r}"
 
-    def take(self, sock: socket.socket, hello: Message) -> None:
+    def _refuse_beat(self, hello: Message) -> str | None:
+        peer = self._peers.get(self._inbound_key(hello))
+        if peer is None:
+            return "no control link to go with these beats"
+        if peer.beat is not None:
+            return "these beats have a connection already"
+        if not hmac.compare_digest(str(hello["proof"]), _beat_proof(peer.seal)):
+            return "these beats do not belong to that control link"
+        return None
+
+    def take(self, sock: Stream, hello: Message) -> None:
         """Own an accepted connection."""
         if hello["kind"] == "lane":
             key = int(hello["nonce"]), int(hello["rank"]), str(hello["channel"])
@@ -507,8 +543,9 @@ class WatchDog:
             if link in self._peers:  # it dialled anew before we saw the old one end
                 old = self._peers[link].link
                 self.link_ended(old, "it replaced its control link", "it dialled again")
-            self._add(SocketLink(link, sock, self))
+            self._add(SocketLink(link, sock, self), self._seal_of(str(hello["seal"])))
         else:
+            assert isinstance(sock, socket.socket)
             self._take_beat(self._peers[link], sock)
 
     def _inbound_key(self, hello: Message) -> LinkKey:
@@ -516,11 +553,16 @@ class WatchDog:
             str(hello["from"]), str(hello["to_host"]), str(hello["from_host"])
         )
 
-    def _lane_future(self, key: tuple[int, int, str]) -> asyncio.Future[socket.socket]:
+    def _lane_future(self, key: tuple[int, int, str]) -> asyncio.Future[Stream]:
         if key not in self._lanes:
             self._lanes[key] = asyncio.get_running_loop().create_future()
             self._lanes_since[key] = time.monotonic()
         return self._lanes[key]
+
+
+def _beat_proof(seal: bytes) -> str:
+    """Return what shows that a connection for beats belongs to a link."""
+    return heartbeat.seal(b"beats", seal).hex()
 
 
 def _name(key: LinkKey) -> str:
@@ -544,5 +586,5 @@ def _discard(future: asyncio.Future[Any]) -> None:
         future.cancel()
     elif not future.cancelled() and future.exception() is None:
         result = future.result()
-        if isinstance(result, socket.socket):
+        if result is not None:
             result.close()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import socket
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -44,6 +43,7 @@ from multiworld.lifecycle import (
 from multiworld.liveness import Finding, Limits, Resumed, Stalled, Verdict, doing
 from multiworld.membership import Incarnation
 from multiworld.rendezvous.address import StoreAddress, StoreAddresses
+from multiworld.streams import Stream
 from multiworld.watchdog import WatchDog
 
 T = TypeVar("T")
@@ -112,6 +112,7 @@ class WorldLife:
             rank=self.rank,
             size=incarnation.size,
         )
+        self.security = around.watchdog.security
         self._changed = asyncio.Event()
         self._is_superseded = False
         self.waiting: dict[int, int] = {}  # rank -> the size that it expects
@@ -401,7 +402,7 @@ class WorldLife:
 
     # What the backend may ask.
 
-    async def lane(self, rank: int, channel: str) -> socket.socket:
+    async def lane(self, rank: int, channel: str) -> Stream:
         """Return a new connection with a member, for data."""
         return await self._watchdog.lane(self.incarnation, self.rank, rank, channel)
 

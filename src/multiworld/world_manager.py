@@ -31,6 +31,7 @@ from multiworld.events import Event, EventHub
 from multiworld.keeping import keep
 from multiworld.lifecycle import CloseAsked
 from multiworld.rendezvous.address import parse_store
+from multiworld.security import Security
 from multiworld.watchdog import WatchDog
 from multiworld.world import World
 from multiworld.world_communicator import BrokenWorldException, WorldCommunicator
@@ -56,19 +57,30 @@ class WorldManager:
         enable_monitor: False switches silence detection off; a member whose process
             ends is still noticed.
         config: Settings of the worlds that are joined without their own.
+        security: What others must show, and what this process shows; by default what
+            the environment says, see ``Security.from_environment``.
 
     Raises:
+        ConfigError: The environment contradicts itself.
         RuntimeError: There is no running event loop.
     """
 
     def __init__(
-        self, enable_monitor: bool = True, *, config: WorldConfig | None = None
+        self,
+        enable_monitor: bool = True,
+        *,
+        config: WorldConfig | None = None,
+        security: Security | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._config = config or WorldConfig()
         self._uid = secrets.token_hex(16)
+        self._security = security or Security.from_environment()
         self._watchdog = WatchDog(
-            self._uid, is_enabled=enable_monitor, mode=self._config.heartbeat
+            self._uid,
+            is_enabled=enable_monitor,
+            mode=self._config.heartbeat,
+            security=self._security,
         )
         self._joining: dict[str, asyncio.Task[World] | None] = {}
         self._reserved: dict[str, str] = {}
@@ -116,6 +128,12 @@ class WorldManager:
     def watchdog(self) -> WatchDog:
         """Who watches the peers of this manager's worlds."""
         return self._watchdog
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """How many connections were refused, by kind: "version", "secret", "tls",
+        "malformed", "slow", "crowded", "refused"."""
+        return dict(self._watchdog.refused)
 
     @property
     def worlds(self) -> dict[str, World]:
@@ -202,6 +220,7 @@ class WorldManager:
             device=torch.device(device),
         )
         _check_wish(wish)
+        self._security.check_backend(backend)
         self._reserve(name)
         joining = self._loop.create_task(
             self._admission.join(wish), name=f"multiworld join {name}"

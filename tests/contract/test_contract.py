@@ -8,9 +8,11 @@ import warnings
 import pytest
 import uvloop
 
-from multiworld import WorldConfig
+from multiworld import Security, Tls, WorldConfig
 from multiworld.membership import Address
 from multiworld.testing import CHECKS, Arena, Check, no_leaks
+
+SECRET = b"a secret long enough to be one"
 
 VARIANTS = {
     "memory": ("memory", WorldConfig(join_s=20)),
@@ -18,6 +20,9 @@ VARIANTS = {
     "direct": ("direct", WorldConfig(join_s=20)),
     "direct-checksums": ("direct", WorldConfig(join_s=20, payload_checksum=True)),
     "direct-tcp": ("direct", WorldConfig(join_s=20)),
+    "direct-secret": ("direct", WorldConfig(join_s=20)),
+    "direct-tls": ("direct", WorldConfig(join_s=20)),
+    "direct-tls-tcp": ("direct", WorldConfig(join_s=20)),
     "gloo": ("gloo", WorldConfig(join_s=20)),
     "gloo-own-p2p": ("gloo", WorldConfig(join_s=20, host_p2p="backend")),
 }
@@ -26,13 +31,20 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 async def test_contract_on_every_backend(
-    check: Check, variant: str, monkeypatch: pytest.MonkeyPatch
+    check: Check, variant: str, monkeypatch: pytest.MonkeyPatch, tls: Tls
 ) -> None:
     """A backend keeps the contract, and leaves nothing behind."""
     backend, config = VARIANTS[variant]
-    if variant == "direct-tcp":  # as between hosts
+    if variant.endswith("-tcp"):  # as between hosts
         monkeypatch.setattr(Address, "is_on", lambda self, host: False)
-    async with no_leaks(allow=("asyncio_",)), Arena(backend, config) as arena:
+    security = Security(
+        secret=SECRET if "secret" in variant else b"",
+        tls=tls if "tls" in variant else None,
+    )
+    async with (
+        no_leaks(allow=("asyncio_",)),
+        Arena(backend, config, security) as arena,
+    ):
         await check(arena)
 
 

@@ -189,7 +189,10 @@ async def test_store_of_another_version_is_named() -> None:
     async with server, WorldManager(config=LONG) as manager:
         with pytest.raises(ProtocolVersionError) as caught:
             await manager.join("w", rank=1, size=2, store=f"tcp://127.0.0.1:{port}")
-        assert (caught.value.ours, caught.value.theirs) == (1, 99)
+        assert (caught.value.ours, caught.value.theirs) == (
+            frames.PROTOCOL_VERSION,
+            99,
+        )
 
 
 async def test_member_of_another_version_is_named_to_those_who_wait(

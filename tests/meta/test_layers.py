@@ -16,12 +16,15 @@ LAYERS = (
     {
         "errors",
         "config",
+        "early",
         "events",
         "lifecycle",
         "liveness",
         "membership",
         "heartbeat",
         "rendezvous",
+        "security",
+        "streams",
         "tcp",
     },
     {"backends"},
@@ -42,6 +45,7 @@ LAYERS = (
 RANK = {name: number for number, names in enumerate(LAYERS) for name in names}
 
 PURE = [
+    "early",
     "lifecycle",
     "liveness",
     "rendezvous/reforming",

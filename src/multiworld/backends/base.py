@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -15,6 +14,8 @@ from multiworld.config import WorldConfig
 from multiworld.lifecycle import Happening
 from multiworld.membership import Incarnation
 from multiworld.rendezvous.address import StoreAddress
+from multiworld.security import Security
+from multiworld.streams import Stream
 
 ErrorMaker = Callable[[], Exception]
 Meta = Mapping[str, Any]
@@ -56,8 +57,9 @@ class WorldView(Protocol):
     config: WorldConfig
     device: torch.device
     store: StoreAddress
+    security: Security
 
-    async def lane(self, rank: int, channel: str) -> socket.socket:
+    async def lane(self, rank: int, channel: str) -> Stream:
         """Return a new connection with a member, for data."""
 
     def has_lane(self, rank: int, channel: str) -> bool:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+from pathlib import Path
 
 import click
 
@@ -63,6 +64,39 @@ def doctor(as_json: bool) -> None:
     else:
         report(findings)
     sys.exit(1 if any(finding.status == "fail" for finding in findings) else 0)
+
+
+@cli.command()
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="The address to listen on: one that the members reach, of this host.",
+)
+@click.option("--port", type=click.IntRange(0, 65535), default=29500, show_default=True)
+@click.option(
+    "--state",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    help="Remember epochs in this file, so that a restart goes on with the numbers.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the address as JSON.")
+def store(host: str, port: int, state: Path | None, as_json: bool) -> None:
+    """Serve the place where the members of worlds meet, until it is stopped.
+
+    Members find it by MULTIWORLD_STORE or the store= of join. Losing it hurts no ready
+    world; members come back by themselves when it is started again. A second one can
+    stand by: give the members both addresses, with a comma between.
+
+    A secret is taken from MULTIWORLD_SECRET or MULTIWORLD_SECRET_FILE, certificates
+    from MULTIWORLD_TLS_CERT, MULTIWORLD_TLS_KEY and MULTIWORLD_TLS_CA.
+    """
+    from multiworld.cli.store import run
+    from multiworld.errors import MultiWorldError
+
+    try:
+        sys.exit(run(host, port, state, as_json=as_json))
+    except MultiWorldError as error:
+        raise click.ClickException(str(error)) from error
 
 
 def main() -> None:

@@ -13,6 +13,9 @@ from typing import Any
 from multiworld.errors import StoreUnreachableError, WorldTimeoutError
 from multiworld.rendezvous import frames
 from multiworld.rendezvous.address import StoreAddress
+from multiworld.rendezvous.handshake import HandshakeError, dialing
+from multiworld.rendezvous.session import refused_by
+from multiworld.security import Security
 
 SLACK_S = 5.0
 """How much longer than the store's own deadline an answer is waited for."""
@@ -21,7 +24,9 @@ SLACK_S = 5.0
 class BlockingValues:
     """Keys and values of a store, one request at a time."""
 
-    def __init__(self, address: StoreAddress, timeout_s: float) -> None:
+    def __init__(
+        self, address: StoreAddress, timeout_s: float, security: Security
+    ) -> None:
         self._address = address
         self._lock = threading.Lock()
         self._requests = 0
@@ -32,8 +37,25 @@ class BlockingValues:
         except OSError as error:
             raise self._unreachable(error) from error
         self._sock.settimeout(timeout_s)
-        hello = {"multiworld": frames.PROTOCOL_VERSION, "world": ""}
-        self._exchange(hello)
+        try:
+            if security.tls is not None:
+                context = security.tls.context(is_server=False)
+                self._sock = context.wrap_socket(self._sock)
+            steps = dialing({"world": ""}, security)
+            message = next(steps)
+            while True:
+                message = steps.send(self._exchange(message))
+        except StopIteration:
+            return
+        except HandshakeError as error:
+            self._sock.close()
+            raise refused_by(address, error) from error
+        except OSError as error:
+            self._sock.close()
+            raise self._unreachable(error) from error
+        except BaseException:
+            self._sock.close()
+            raise
 
     def fileno(self) -> int:
         """Return the socket's descriptor, or -1 once closed."""

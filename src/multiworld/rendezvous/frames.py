@@ -11,7 +11,7 @@ import json
 import struct
 from typing import Any
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 _LENGTH = struct.Struct(">I")
 
@@ -28,10 +28,10 @@ def encode(message: dict[str, Any]) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-def decode_length(prefix: bytes) -> int:
+def decode_length(prefix: bytes, limit: int = MAX_FRAME_BYTES) -> int:
     """Return the length of the body that follows ``prefix`` (four bytes)."""
     length: int = _LENGTH.unpack(prefix)[0]
-    if length > MAX_FRAME_BYTES:
+    if length > limit:
         raise FrameError(f"a frame announces {length} bytes; it is not one of ours")
     return length
 
@@ -47,12 +47,14 @@ def decode_body(body: bytes) -> dict[str, Any]:
     return message
 
 
-async def read(reader: asyncio.StreamReader) -> dict[str, Any]:
-    """Read one frame.
+async def read(
+    reader: asyncio.StreamReader, limit: int = MAX_FRAME_BYTES
+) -> dict[str, Any]:
+    """Read one frame of at most ``limit`` bytes.
 
     Raises:
         FrameError: It is not one of ours.
         asyncio.IncompleteReadError, OSError: The connection ended.
     """
-    length = decode_length(await reader.readexactly(_LENGTH.size))
+    length = decode_length(await reader.readexactly(_LENGTH.size), limit)
     return decode_body(await reader.readexactly(length))

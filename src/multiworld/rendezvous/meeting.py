@@ -21,6 +21,7 @@ from multiworld.errors import (
     RendezvousError,
     StaleEpochError,
     StoreUnreachableError,
+    WrongSecretError,
 )
 from multiworld.membership import Incarnation, Member
 from multiworld.rendezvous import frames
@@ -35,6 +36,7 @@ from multiworld.rendezvous.session import (
     StoreSession,
     connect,
 )
+from multiworld.security import Security
 
 logger = logging.getLogger("multiworld.store")
 
@@ -67,8 +69,8 @@ class Claim:
 class Meeting:
     """A manager's sessions and embedded stores."""
 
-    def __init__(self, owner: SessionOwner) -> None:
-        self._owner = owner
+    def __init__(self, owner: SessionOwner, security: Security) -> None:
+        self._owner, self.security = owner, security
         self._sessions: dict[StoreAddresses, StoreSession] = {}
         self._stores: dict[StoreAddresses, StoreServer] = {}
         self._opening: dict[StoreAddresses, asyncio.Lock] = {}
@@ -189,7 +191,9 @@ class Meeting:
             return
         (address,) = addresses.stores
         try:
-            store = await StoreServer.listen(address.host, address.port)
+            store = await StoreServer.listen(
+                address.host, address.port, security=self.security
+            )
         except OSError as error:
             # In use: somebody serves it, and ``connect`` finds out who. Not ours: the
             # store is on another host.
@@ -211,7 +215,13 @@ class Meeting:
         self, addresses: StoreAddresses, world: str, deadline: float
     ) -> StoreSession:
         if not addresses.is_local:
-            return await connect(addresses, self._owner, world=world, deadline=deadline)
+            return await connect(
+                addresses,
+                self._owner,
+                world=world,
+                deadline=deadline,
+                security=self.security,
+            )
         (address,) = addresses.stores
         service = _local_services.get(address.host)
         if service is None or not service.is_on_this_loop():
@@ -278,7 +288,7 @@ async def meet(
         fields = {
             **_fields_of(wanted),
             "uid": member.uid,
-            "member": member.to_json(),
+            "member": _sealed(member.to_json(), wanted.world, meeting.security),
             "deadline_s": max(0.0, deadline - loop.time()),
         }
         try:
@@ -296,7 +306,7 @@ async def meet(
                 addresses, may_host=may_host, world=wanted.world, deadline=deadline
             )
         else:
-            return session, _admitted(wanted, reply)
+            return session, _admitted(wanted, reply, meeting.security)
 
 
 def _fields_of(wanted: Claim | Survivor) -> dict[str, Any]:
@@ -306,9 +316,39 @@ def _fields_of(wanted: Claim | Survivor) -> dict[str, Any]:
     return fields
 
 
-def _admitted(wanted: Claim | Survivor, reply: dict[str, Any]) -> Incarnation:
+def _sealed(record: dict[str, Any], world: str, security: Security) -> dict[str, Any]:
+    """Add proof that a holder of the secret made this record, for this world.
+
+    Without the rank: that is for the store to settle.
+    """
+    if not security.secret:
+        return record
+    return {**record, "proof": security.proof("member", world, _lasting(record))}
+
+
+def _lasting(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: record.get(name) for name in ("uid", "pid", "address")}
+
+
+def _member(record: dict[str, Any], world: str, security: Security) -> Member:
+    proof = record.get("proof")
+    if security.secret and not security.is_proof(
+        proof, "member", world, _lasting(record)
+    ):
+        raise WrongSecretError(
+            f"world {world!r}: the record of rank {record.get('rank')} was not made "
+            "with our secret"
+        )
+    return Member.from_json(record)
+
+
+def _admitted(
+    wanted: Claim | Survivor, reply: dict[str, Any], security: Security
+) -> Incarnation:
     if reply.get("ok"):
-        members = tuple(Member.from_json(record) for record in reply["members"])
+        members = tuple(
+            _member(record, wanted.world, security) for record in reply["members"]
+        )
         return Incarnation(
             world=wanted.world,
             epoch=int(reply["epoch"]),

@@ -10,13 +10,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import ssl
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from multiworld.errors import ProtocolVersionError, StoreUnreachableError
+from multiworld.errors import (
+    ProtocolVersionError,
+    StoreUnreachableError,
+    WrongSecretError,
+)
 from multiworld.rendezvous import frames
 from multiworld.rendezvous.address import StoreAddress, StoreAddresses
+from multiworld.rendezvous.handshake import HELLO_BYTES, HandshakeError, dialing
 from multiworld.rendezvous.service import StoreService
+from multiworld.security import Security
 
 Message = dict[str, Any]
 RETRY_S = 0.05
@@ -236,7 +243,12 @@ class TcpWire:
 
 
 async def connect(
-    addresses: StoreAddresses, owner: SessionOwner, *, world: str, deadline: float
+    addresses: StoreAddresses,
+    owner: SessionOwner,
+    *,
+    world: str,
+    deadline: float,
+    security: Security,
 ) -> StoreSession:
     """Open a session with the first store that answers, trying until ``deadline``.
 
@@ -245,9 +257,11 @@ async def connect(
         owner: Whose session it is.
         world: For the store's log.
         deadline: Of the loop's clock, in seconds.
+        security: What both sides must show.
 
     Raises:
         StoreUnreachableError: Nobody answered in time.
+        WrongSecretError: What answered does not hold our secret, or no TLS came about.
         ProtocolVersionError: What answered speaks another version, or is no store.
     """
     loop = asyncio.get_running_loop()
@@ -259,7 +273,7 @@ async def connect(
             limit_s = CONNECT_S if len(addresses.stores) > 1 else remaining
             try:
                 async with asyncio.timeout(min(remaining, limit_s)):
-                    return await _connect_once(address, owner, world)
+                    return await _connect_once(address, owner, world, security)
             except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
                 failures[address] = str(error) or type(error).__name__
         await asyncio.sleep(min(RETRY_S, max(0.0, deadline - loop.time())))
@@ -273,19 +287,17 @@ async def connect(
 
 
 async def _connect_once(
-    address: StoreAddress, owner: SessionOwner, world: str
+    address: StoreAddress, owner: SessionOwner, world: str, security: Security
 ) -> StoreSession:
-    reader, writer = await asyncio.open_connection(address.host, address.port)
+    tls = None if security.tls is None else security.tls.context(is_server=False)
     try:
-        ours = frames.PROTOCOL_VERSION
-        writer.write(frames.encode({"multiworld": ours, "world": world}))
-        try:
-            hello = await frames.read(reader)
-            theirs = int(hello.get("multiworld", 0))
-        except (frames.FrameError, ValueError, TypeError):
-            theirs = 0
-        if theirs != ours:
-            raise _other_version(address, ours, theirs)
+        reader, writer = await asyncio.open_connection(
+            address.host, address.port, ssl=tls
+        )
+    except ssl.SSLError as error:
+        raise tls_failed(address, error) from error
+    try:
+        await _shake_hands(address, reader, writer, world, security)
         session = StoreSession(address, owner)
         session.local_host = writer.get_extra_info("sockname")[0]
         session.attach(TcpWire(reader, writer, session))
@@ -295,13 +307,56 @@ async def _connect_once(
     return session
 
 
+async def _shake_hands(
+    address: StoreAddress,
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    world: str,
+    security: Security,
+) -> None:
+    steps = dialing({"world": world}, security)
+    try:
+        writer.write(frames.encode(next(steps)))
+        while True:
+            answer = await frames.read(reader, HELLO_BYTES)
+            writer.write(frames.encode(steps.send(answer)))
+    except StopIteration:
+        return
+    except frames.FrameError as error:
+        raise other_version(address, 0) from error
+    except ssl.SSLError as error:
+        raise tls_failed(address, error) from error
+    except HandshakeError as error:
+        raise refused_by(address, error) from error
+
+
+def refused_by(address: StoreAddress, error: HandshakeError) -> Exception:
+    """Return what a refused handshake with a store means to the caller."""
+    if error.kind == "version":
+        return other_version(address, error.theirs)
+    if error.kind == "secret":
+        return WrongSecretError(
+            f"the store at {address} and this process do not hold the same secret: "
+            f"{error}; set MULTIWORLD_SECRET or MULTIWORLD_SECRET_FILE alike everywhere"
+        )
+    return error
+
+
+def tls_failed(address: StoreAddress, error: ssl.SSLError) -> WrongSecretError:
+    """Return what a failed TLS handshake means to the caller."""
+    return WrongSecretError(
+        f"no TLS connection with the store at {address}: {error}; check that both "
+        "sides have certificates of one authority, and that the store has TLS on"
+    )
+
+
 def _ignore() -> None:
     """Nobody wants to know."""
 
 
-def _other_version(
-    address: StoreAddress, ours: int, theirs: int
-) -> ProtocolVersionError:
+def other_version(address: StoreAddress, theirs: int) -> ProtocolVersionError:
+    """Return that a store speaks another version, or 0: no language of ours."""
+    ours = frames.PROTOCOL_VERSION
     if theirs == 0:
         what = "what answers there is not a multiworld store; check the port"
     else:

@@ -9,6 +9,7 @@ from types import TracebackType
 
 from multiworld.config import WorldConfig
 from multiworld.rendezvous.server import StoreServer
+from multiworld.security import Security
 from multiworld.world import World
 from multiworld.world_manager import WorldManager
 
@@ -25,8 +26,14 @@ class Arena:
             await left.send(tensor, dst=1)
     """
 
-    def __init__(self, backend: str, config: WorldConfig | None = None) -> None:
+    def __init__(
+        self,
+        backend: str,
+        config: WorldConfig | None = None,
+        security: Security | None = None,
+    ) -> None:
         self.backend = backend
+        self.security = security or Security()
         self.config = config or WorldConfig(join_s=20)
         self.managers: list[WorldManager] = []
         self.store = f"memory://arena-{next(_names)}"
@@ -35,7 +42,9 @@ class Arena:
 
     async def __aenter__(self) -> Arena:
         if self.backend != "memory":
-            self._server = await StoreServer.listen("127.0.0.1", 0)
+            self._server = await StoreServer.listen(
+                "127.0.0.1", 0, security=self.security
+            )
             self.store = f"tcp://127.0.0.1:{self._server.port}"
             self._stack.push_async_callback(self._server.close)
         return self
@@ -52,7 +61,8 @@ class Arena:
     def manager(self, rank: int) -> WorldManager:
         """Return the manager that holds ``rank`` in this arena's worlds."""
         while len(self.managers) <= rank:
-            self.managers.append(WorldManager(config=self.config))
+            manager = WorldManager(config=self.config, security=self.security)
+            self.managers.append(manager)
         return self.managers[rank]
 
     async def world(self, size: int, name: str = "") -> list[World]:

@@ -62,7 +62,9 @@ class C10dBackend:
         prefix = key_prefix(incarnation.world, incarnation.epoch, incarnation.nonce)
         host = incarnation.members[self._rank].address.host
         limit_s = self._view.config.join_s
-        values = await asyncio.to_thread(BlockingValues, self._view.store, limit_s)
+        values = await asyncio.to_thread(
+            BlockingValues, self._view.store, limit_s, self._view.security
+        )
         store = C10dStore(values, f"{prefix}{self._name}/", limit_s, self._record)
         self._runner.group = group = Group(self._name, store)
         making = asyncio.ensure_future(

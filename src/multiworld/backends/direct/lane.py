@@ -22,6 +22,7 @@ from multiworld.backends.direct.inbound import Inbound
 from multiworld.backends.direct.outbound import Outbound, Outgoing
 from multiworld.backends.mailbox import MESSAGE_BYTES, Description, Mailbox
 from multiworld.config import WorldConfig
+from multiworld.streams import Stream
 
 TURN_MESSAGES = 64
 TURN_BYTES = FRAGMENT_BYTES
@@ -52,7 +53,7 @@ class Lane:
 
     def __init__(
         self,
-        sock: socket.socket,
+        sock: Stream,
         rank: int,
         nonce: int,
         mailbox: Mailbox,
@@ -61,6 +62,8 @@ class Lane:
     ) -> None:
         self.rank = rank
         self._sock, self._owner, self._config = sock, owner, config
+        # Under TLS, bytes can be there that the loop does not see.
+        self._pending: Callable[[], int] | None = getattr(sock, "pending", None)
         self._fd = sock.fileno()
         self._loop = asyncio.get_running_loop()
         self._mailbox = mailbox
@@ -218,6 +221,11 @@ class Lane:
             if not self._advance(count) or is_drained:
                 return
             moved += count
+        self._look_again()
+
+    def _look_again(self) -> None:
+        if self._pending is not None and self._is_reading and self._pending():
+            self._loop.call_soon(self.poll)
 
     def _drain(self) -> None:
         """Read and drop: the caller's tensors are no longer ours to write to."""
@@ -366,6 +374,7 @@ class Lane:
         if not self._is_reading and self._is_open:
             self._is_reading = True
             self._loop.add_reader(self._fd, self._on_readable)
+            self._look_again()
 
     def _read_off(self) -> None:
         if self._is_reading:

@@ -1,0 +1,68 @@
+"""``multiworld store``: the place where members meet, as a service of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+from pathlib import Path
+
+import click
+
+from multiworld.rendezvous.remembering import EpochFile
+from multiworld.rendezvous.server import StoreServer
+from multiworld.rendezvous.service import StoreService
+from multiworld.security import Security, describe
+
+SETTLE_S = 1.0
+"""Twice the longest pause of members that try to come back: those who were here before
+a restart say what they hold before anybody is admitted."""
+
+
+async def serve(
+    host: str, port: int, state: Path | None, security: Security, *, as_json: bool
+) -> int:
+    """Serve until SIGINT or SIGTERM; return the exit code."""
+    memory = None if state is None else EpochFile(state)
+    service = StoreService(memory=memory, settle_s=SETTLE_S)
+    try:
+        server = await StoreServer.listen(
+            host, port, service=service, security=security
+        )
+    except OSError as error:
+        raise click.ClickException(
+            f"cannot listen at {host}:{port}: {error.strerror or error}; give an "
+            "address of this host (--host) and a free port (--port)"
+        ) from error
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopped.set)
+    shown = f"[{host}]" if ":" in host else host
+    address = f"tcp://{shown}:{server.port}"
+    asked = describe(security)
+    if as_json:
+        click.echo(json.dumps({"store": address, "pid": os.getpid(), **asked}))
+    else:
+        words = [name for name, is_on in asked.items() if is_on] or ["nothing"]
+        click.echo(f"multiworld store at {address} (asks for: {', '.join(words)})")
+        click.echo(f"for the members: export MULTIWORLD_STORE={address}")
+    await stopped.wait()
+    refused = server.refused
+    await server.close()
+    if memory is not None:
+        memory.close()
+    if refused and not as_json:
+        counts = ", ".join(f"{count} {kind}" for kind, count in refused.items())
+        click.echo(f"refused: {counts}")
+    return 0
+
+
+def run(host: str, port: int, state: Path | None, *, as_json: bool) -> int:
+    """Run the service; the secret and the certificates come from the environment."""
+    with contextlib.suppress(KeyboardInterrupt):
+        security = Security.from_environment()
+        return asyncio.run(serve(host, port, state, security, as_json=as_json))
+    return 130

@@ -1,0 +1,66 @@
+"""The highest epoch of every name, in a file. Shell.
+
+A store that is started anew with the same file goes on with its numbers. One line a
+change, ``{"world": name, "epoch": number}``; rewritten without what is outdated at the
+start. A torn last line (the machine lost power) is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import IO
+
+
+class EpochFile:
+    """What a store remembers; see the module.
+
+    Args:
+        path: The file; made if it is not there.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._epochs = _read(path) if path.exists() else {}
+        fresh = path.with_name(path.name + ".new")
+        with fresh.open("w") as file:
+            for world, epoch in self._epochs.items():
+                _write(file, world, epoch)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(path)
+        self._file = path.open("a")
+
+    def epochs(self) -> dict[str, int]:
+        """Return the highest epoch of every name."""
+        return dict(self._epochs)
+
+    def remember(self, world: str, epoch: int) -> None:
+        """Keep the highest epoch of a name; outlasts this process, not the machine."""
+        if epoch > self._epochs.get(world, 0):
+            self._epochs[world] = epoch
+            _write(self._file, world, epoch)
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _write(file: IO[str], world: str, epoch: int) -> None:
+    file.write(json.dumps({"world": world, "epoch": epoch}) + "\n")
+
+
+def _read(path: Path) -> dict[str, int]:
+    epochs: dict[str, int] = {}
+    for line in path.read_text().splitlines():
+        try:
+            entry = json.loads(line)
+            world, epoch = str(entry["world"]), int(entry["epoch"])
+        except (json.JSONDecodeError, KeyError, TypeError, ValueError):
+            continue
+        epochs[world] = max(epoch, epochs.get(world, 0))
+    return epochs

@@ -1,0 +1,427 @@
+"""Letting no one in: secrets, certificates, strangers at every port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import random
+import socket
+import struct
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+import trustme
+
+from multiworld import (
+    ConfigError,
+    Security,
+    StoreUnreachableError,
+    Tls,
+    World,
+    WorldConfig,
+    WorldManager,
+    WrongSecretError,
+)
+from multiworld.membership import Address
+from multiworld.rendezvous import frames
+from multiworld.rendezvous.server import StoreServer
+from multiworld.testing import no_leaks
+from tests.conftest import certificates
+from tests.traffic import Traffic
+
+SECRET = b"a secret long enough to be one"
+OTHER = b"another that is long enough, too"
+CONFIG = WorldConfig(join_s=10)
+SHORT = WorldConfig(join_s=1.5)
+
+
+class Fort:
+    """A store and two members with traffic between them, all with one security."""
+
+    def __init__(
+        self, server: StoreServer, managers: list[WorldManager], worlds: list[World]
+    ) -> None:
+        self.server, self.managers, self.worlds = server, managers, worlds
+        self.store = f"tcp://127.0.0.1:{server.port}"
+
+    def listeners(self) -> list[tuple[int, object]]:
+        """Return where strangers can knock: family and address."""
+        doors: list[tuple[int, object]] = [
+            (socket.AF_INET, ("127.0.0.1", self.server.port))
+        ]
+        for member in self.worlds[0]._life.incarnation.members:
+            doors.append((socket.AF_INET, ("127.0.0.1", member.address.port)))
+            doors.append((socket.AF_UNIX, "\0" + member.address.unix))
+        return doors
+
+    def refused(self) -> int:
+        """How many strangers were refused, by all together."""
+        managers = sum(sum(manager.refused.values()) for manager in self.managers)
+        return managers + sum(self.server.refused.values())
+
+
+@contextlib.asynccontextmanager
+async def fort(security: Security, backend: str = "direct") -> AsyncIterator[Fort]:
+    """Return a fort whose traffic goes on until the end."""
+    server = await StoreServer.listen("127.0.0.1", 0, security=security)
+    store = f"tcp://127.0.0.1:{server.port}"
+    async with (
+        WorldManager(config=CONFIG, security=security) as one,
+        WorldManager(config=CONFIG, security=security) as two,
+    ):
+        worlds = await asyncio.gather(
+            one.join("w", rank=0, size=2, store=store, backend=backend),
+            two.join("w", rank=1, size=2, store=store, backend=backend),
+        )
+        yield Fort(server, [one, two], list(worlds))
+    await server.close()
+
+
+@contextlib.asynccontextmanager
+async def traffic(here: Fort) -> AsyncIterator[Traffic]:
+    """Keep messages going between the two members."""
+
+    async def echo() -> None:
+        while True:
+            await here.worlds[1].send(await here.worlds[1].recv(src=0), dst=0)
+
+    echoing = asyncio.create_task(echo())
+    try:
+        async with Traffic(here.worlds[0]) as going:
+            yield going
+    finally:
+        echoing.cancel()
+        await asyncio.gather(echoing, return_exceptions=True)
+
+
+def kinds_of_security(tls: Tls) -> list[Security]:
+    """Return every way to be secured."""
+    return [
+        Security(secret=SECRET),
+        Security(tls=tls),
+        Security(secret=SECRET, tls=tls),
+        Security(),
+    ]
+
+
+@pytest.fixture(params=["secret", "tls", "both", "open"])
+def security(request: pytest.FixtureRequest, tls: Tls) -> Security:
+    """Return one way to be secured."""
+    names = ("secret", "tls", "both", "open")
+    return kinds_of_security(tls)[names.index(request.param)]
+
+
+async def test_strangers_at_every_port_disturb_nobody(security: Security) -> None:
+    """Port scanners, garbage, half hellos, lies about sizes, deep JSON."""
+    async with no_leaks(allow=("asyncio_",)), fort(security) as here:
+        async with traffic(here) as going:
+            knocks = garbage()
+            for family, where in here.listeners():
+                for knock in knocks:
+                    await stranger(family, where, knock)
+                await going.advances(5)
+        refused = here.refused()
+        # A stranger that hangs up with bytes unread may be gone before it is looked at.
+        assert refused > len(knocks)
+        assert here.worlds[0].is_ready
+
+
+def garbage() -> list[bytes]:
+    """Return what strangers say."""
+    seeded = random.Random(7)
+    knocks = [
+        b"",
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"\x16\x03\x01\x00\x05hello",
+        struct.pack(">I", 0xFFFFFFFF),
+        struct.pack(">I", 16 * 1024 + 1),
+        struct.pack(">I", 5) + b"hello",
+        struct.pack(">I", 2) + b"{}",
+        struct.pack(">I", 2) + b"[]",
+        struct.pack(">I", 10_000) + b"[" * 10_000,
+        frames.encode({"multiworld": "x"}),
+        frames.encode({"multiworld": frames.PROTOCOL_VERSION}),
+        frames.encode({"multiworld": frames.PROTOCOL_VERSION, "kind": "link"}),
+        frames.encode({"multiworld": frames.PROTOCOL_VERSION, "kind": ["lane"]}),
+        frames.encode(
+            {"multiworld": frames.PROTOCOL_VERSION, "kind": "lane", "nonce": "x"}
+        ),
+        frames.encode({"multiworld": frames.PROTOCOL_VERSION, "sealed": True}),
+    ]
+    return knocks + [seeded.randbytes(seeded.randrange(1, 400)) for _ in range(60)]
+
+
+async def stranger(family: int, where: object, knock: bytes) -> None:
+    """Say something and hang up."""
+    loop = asyncio.get_running_loop()
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        sock.setblocking(False)
+        await loop.sock_connect(sock, where)  # type: ignore[arg-type]
+        with contextlib.suppress(OSError):
+            await loop.sock_sendall(sock, knock)
+            sock.shutdown(socket.SHUT_WR)
+            await asyncio.wait_for(loop.sock_recv(sock, 65536), 10)
+
+
+async def test_slow_strangers_in_a_crowd_keep_nobody_out(security: Security) -> None:
+    """Hundreds that connect and say nothing, or one byte; members still come in."""
+    async with fort(security) as here, traffic(here) as going:
+        slow = []
+        for family, where in here.listeners():
+            for number in range(300):
+                sock = socket.socket(family, socket.SOCK_STREAM)
+                sock.setblocking(False)
+                await asyncio.get_running_loop().sock_connect(sock, where)  # type: ignore[arg-type]
+                with contextlib.suppress(OSError):
+                    sock.send(b"\0" * (number % 3))
+                slow.append(sock)
+        await going.advances(5)
+        new = await asyncio.wait_for(
+            asyncio.gather(
+                *(
+                    manager.join("new", rank=rank, size=2, store=here.store)
+                    for rank, manager in enumerate(here.managers)
+                )
+            ),
+            10,
+        )
+        await asyncio.gather(*(world.barrier() for world in new))
+        for sock in slow:
+            sock.close()
+        assert here.server.refused["crowded"] > 0
+        assert here.managers[0].refused["crowded"] > 0
+
+
+async def test_wrong_secret_is_named_and_disturbs_nobody(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A wrong one, none where one is wanted, one where none is wanted."""
+    caplog.set_level(logging.WARNING, logger="multiworld")
+    with caplog.at_level(logging.CRITICAL, logger="multiworld"):
+        for ours, theirs in ((SECRET, OTHER), (SECRET, b""), (b"", OTHER)):
+            async with fort(Security(secret=ours)) as here, traffic(here) as going:
+                async with WorldManager(security=Security(secret=theirs)) as bad:
+                    with pytest.raises(WrongSecretError, match="MULTIWORLD_SECRET"):
+                        await bad.join("w", rank=1, size=2, store=here.store)
+                assert here.server.refused == {"secret": 1}
+                await going.advances(5)
+
+
+async def test_recorded_handshake_opens_nothing() -> None:
+    """What a member said once proves nothing the next time, on any port."""
+    async with fort(Security(secret=SECRET)) as here, traffic(here) as going:
+        recorded = await record_handshake(here)
+        assert len(recorded) > 100
+        before = here.server.refused.get("secret", 0)
+        loop = asyncio.get_running_loop()
+        with socket.create_connection(("127.0.0.1", here.server.port)) as sock:
+            sock.setblocking(False)
+            await loop.sock_sendall(sock, recorded)
+            answers = b""
+            with contextlib.suppress(OSError):
+                while chunk := await asyncio.wait_for(loop.sock_recv(sock, 65536), 10):
+                    answers += chunk
+        assert b'"ok":true' not in answers
+        assert here.server.refused["secret"] == before + 1
+        await going.advances(5)
+
+
+async def record_handshake(here: Fort) -> bytes:
+    """Let a member join through a relay, and return what it said."""
+    recorded = b""
+    done = asyncio.Event()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", here.server.port)
+
+        async def pump(
+            source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, keep: bool
+        ) -> None:
+            nonlocal recorded
+            while data := await source.read(65536):
+                recorded += data if keep else b""
+                sink.write(data)
+            sink.close()
+
+        await asyncio.gather(
+            pump(reader, back, keep=True), pump(there, writer, keep=False)
+        )
+        done.set()
+
+    server = await asyncio.start_server(relay, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with WorldManager(security=Security(secret=SECRET)) as guest:
+        await guest.join("alone", rank=0, size=1, store=f"tcp://127.0.0.1:{port}")
+    await asyncio.wait_for(done.wait(), 10)
+    server.close()
+    await server.wait_closed()
+    return recorded
+
+
+async def test_member_record_that_the_store_forged_is_refused() -> None:
+    """Even whoever runs the store cannot send members elsewhere."""
+    security = Security(secret=SECRET)
+    async with fort(security) as here:
+        service = here.server._service
+        genuine = service._claim
+
+        def forged(session: int, message: dict[str, object]) -> object:
+            record = message["member"]
+            assert isinstance(record, dict)
+            address = {**record["address"], "port": 1}
+            return genuine(
+                session, {**message, "member": {**record, "address": address}}
+            )
+
+        service._claim = forged  # type: ignore[method-assign, assignment]
+        with pytest.raises(WrongSecretError, match="record of rank 0"):
+            await here.managers[0].join("x", rank=0, size=1, store=here.store)
+
+
+async def test_tls_carries_large_tensors_between_hosts(
+    monkeypatch: pytest.MonkeyPatch, tls: Tls
+) -> None:
+    """Over TCP, both ways at once, with a cancel in the middle."""
+    monkeypatch.setattr(Address, "is_on", lambda self, host: False)
+    async with fort(Security(tls=tls, secret=SECRET)) as here:
+        left, right = here.worlds
+        big = torch.arange(4_000_000, dtype=torch.int32)
+        for _ in range(3):
+            sends = asyncio.gather(left.send(big, dst=1), right.send(big, dst=0))
+            got = await asyncio.gather(right.recv(src=0), left.recv(src=1))
+            await sends
+            assert all(torch.equal(tensor, big) for tensor in got)
+        sending = asyncio.create_task(left.send(big, dst=1))
+        await asyncio.sleep(0.01)
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+        await left.send(torch.ones(3), dst=1, tag=5)
+        assert (await right.recv(src=0, tag=5)).tolist() == [1, 1, 1]
+        totals = [torch.ones(300_000), torch.ones(300_000)]
+        await asyncio.gather(left.all_reduce(totals[0]), right.all_reduce(totals[1]))
+        assert totals[0].sum() == 600_000
+
+
+async def test_certificate_of_another_authority_is_refused(
+    tls: Tls, tmp_path: Path
+) -> None:
+    """And so is who comes without any; the others carry on."""
+    strange = certificates(trustme.CA(), tmp_path)
+    async with fort(Security(tls=tls)) as here, traffic(here) as going:
+        async with WorldManager(config=SHORT, security=Security(tls=strange)) as bad:
+            with pytest.raises(WrongSecretError, match="certificate"):
+                await bad.join("w", rank=1, size=2, store=here.store)
+        async with WorldManager(config=SHORT, security=Security()) as bad:
+            with pytest.raises(StoreUnreachableError):
+                await bad.join("w", rank=1, size=2, store=here.store)
+        await going.advances(5)
+        assert sum(here.server.refused.values()) > 0
+
+
+async def test_backends_that_would_go_around_it_are_refused(tls: Tls) -> None:
+    """Gloo knows neither TLS nor our secret; with a secret it can be allowed."""
+    async with WorldManager(security=Security(tls=tls)) as manager:
+        with pytest.raises(ConfigError, match="TLS"):
+            await manager.join(
+                "w", rank=0, size=1, store="tcp://127.0.0.1:1", backend="gloo"
+            )
+    async with WorldManager(security=Security(secret=SECRET)) as manager:
+        with pytest.raises(ConfigError, match="open_backends"):
+            await manager.join(
+                "w", rank=0, size=1, store="tcp://127.0.0.1:1", backend="gloo"
+            )
+    allowed = Security(secret=SECRET, open_backends=True)
+    async with fort(allowed, "gloo") as here, traffic(here) as going:
+        await going.advances(5)
+
+
+def test_security_comes_from_the_environment(tmp_path: Path, tls: Tls) -> None:
+    """Never from a command line; contradictions and bad files are named."""
+    read = Security.from_environment
+    assert read({}) == Security()
+    assert read({"MULTIWORLD_SECRET": SECRET.decode()}).secret == SECRET
+    file = tmp_path / "secret"
+    file.write_bytes(SECRET + b"\n")
+    assert read({"MULTIWORLD_SECRET_FILE": str(file)}).secret == SECRET
+    assert SECRET.decode() not in repr(read({"MULTIWORLD_SECRET": SECRET.decode()}))
+    certificates = {
+        "MULTIWORLD_TLS_CERT": str(tls.certificate),
+        "MULTIWORLD_TLS_KEY": str(tls.key),
+        "MULTIWORLD_TLS_CA": str(tls.authority),
+    }
+    assert read(certificates).tls == tls
+    for bad in (
+        {"MULTIWORLD_SECRET": "short"},
+        {"MULTIWORLD_SECRET": SECRET.decode(), "MULTIWORLD_SECRET_FILE": str(file)},
+        {"MULTIWORLD_SECRET_FILE": str(tmp_path / "missing")},
+        {"MULTIWORLD_TLS_CERT": str(tls.certificate)},
+        {**certificates, "MULTIWORLD_TLS_KEY": str(file)},
+    ):
+        with pytest.raises(ConfigError):
+            read(bad)
+
+
+async def test_sockets_bind_to_the_interface_in_use() -> None:
+    """Nothing of ours listens on all interfaces."""
+    async with fort(Security()) as here:
+        for family, where in here.listeners():
+            if family == socket.AF_INET:
+                with pytest.raises(OSError, match="refused"):
+                    socket.create_connection(("127.0.0.2", where[1]))  # type: ignore[index]
+        listening = own_listeners()
+        assert listening
+        assert not [where for where in listening if where.startswith("00000000:")]
+
+
+def own_listeners() -> list[str]:
+    """Return where this process listens, as the kernel writes it."""
+    lines = Path("/proc/self/net/tcp").read_text().splitlines()[1:]
+    rows = [line.split() for line in lines]
+    inodes = own_inodes()
+    return [row[1] for row in rows if row[3] == "0A" and row[9] in inodes]
+
+
+def own_inodes() -> set[str]:
+    """Return the inodes of this process's sockets."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{fd}")
+            if target.startswith("socket:["):
+                found.add(target[8:-1])
+    return found
+
+
+async def test_lie_about_a_size_allocates_nothing() -> None:
+    """A frame that announces gigabytes breaks its world before memory is touched."""
+    config = CONFIG.replace(max_message_bytes=1 << 20)
+    security = Security()
+    server = await StoreServer.listen("127.0.0.1", 0, security=security)
+    store = f"tcp://127.0.0.1:{server.port}"
+    async with WorldManager(config=config) as one, WorldManager(config=CONFIG) as two:
+        left, right = await asyncio.gather(
+            one.join("w", rank=0, size=2, store=store),
+            two.join("w", rank=1, size=2, store=store),
+        )
+        sending = asyncio.create_task(right.send(torch.empty(1 << 28), dst=0))
+        with pytest.raises(Exception, match="announces"):
+            await left.recv(src=1)
+        await asyncio.gather(sending, return_exceptions=True)
+    await server.close()
+
+
+def test_frames_of_json_only() -> None:
+    """Nothing that is received is unpickled, anywhere."""
+    source = Path(frames.__file__).parents[1]
+    for path in source.rglob("*.py"):
+        if path.relative_to(source).parts[0] in ("testing", "demo"):
+            continue  # pipes to a test's own children; weights that the demo saved
+        text = path.read_text()
+        assert "pickle.load" not in text, path
+        assert "torch.load" not in text, path
+    assert json.loads(frames.encode({"a": 1})[4:]) == {"a": 1}
