@@ -136,6 +136,10 @@ async def _obey(life: Life, order: Any) -> Any:
             return life.status()
         case ("advance", name, rounds):
             return await life.advance(name, rounds)
+        case ("event", kind):
+            return await life.until(
+                lambda: any(type(event).__name__ == kind for event in life.events)
+            )
         case ("lost", name, ranks):
             return await life.until(lambda: life.manager.world(name).lost == ranks)
         case "stalled":

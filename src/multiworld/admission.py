@@ -339,7 +339,7 @@ class Admission:
         session = self.meeting.session(life.wish.where)
         if session is not None:
             where = life.incarnation
-            session.left(where.world, where.epoch, life.rank)
+            session.left(where.world, where.epoch, life.rank, life.lost - {life.rank})
         if life.phase is Phase.CLOSED:
             self.release(life)
 

@@ -162,6 +162,16 @@ def test_holder_that_dies_while_it_is_asked_lets_the_claim_in() -> None:
     assert bench.admitted(replies) == (2, {1, 3})
 
 
+def test_rank_that_a_member_knows_to_be_lost_is_free_at_once() -> None:
+    """A dead host need not be asked; a word of one who holds nothing counts nothing."""
+    bench = held()
+    bench.handle(Left(9, "w", 1, 0, frozenset({1})))
+    (ask,) = bench.claim(3, 1)
+    assert isinstance(ask, Ask)
+    bench.handle(Left(1, "w", 1, 0, frozenset({1})))
+    assert not any(isinstance(action, Ask) for action in bench.claim(4, 1))
+
+
 def test_holder_that_claims_again_replaces_itself() -> None:
     """A process may come back without saying that it left."""
     bench = held()

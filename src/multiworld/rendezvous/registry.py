@@ -68,12 +68,17 @@ class Announced:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A session no longer holds its rank in an incarnation."""
+    """A session no longer holds its rank in an incarnation.
+
+    ``lost`` are the ranks that it knows to be lost: a word of one who was there, so
+    that nobody has to wait for an answer of a dead host.
+    """
 
     session: SessionKey
     world: str
     epoch: int
     rank: int
+    lost: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -459,6 +464,8 @@ class Registry:
         holder = world.current.holders.get(left.rank)
         if holder is not None and holder.session == left.session:
             del world.current.holders[left.rank]
+            for rank in left.lost:
+                world.current.holders.pop(rank, None)
         return self._tidy(left.world)
 
     def _tidy(self, name: str) -> list[Action]:

@@ -119,6 +119,7 @@ class StoreService:
                         str(message["world"]),
                         int(message["epoch"]),
                         int(message["rank"]),
+                        frozenset(map(int, message.get("lost", ()))),
                     )
                 )
             case "withdraw":

@@ -123,9 +123,12 @@ class StoreSession:
             self._waiting.pop(request, None)
             self._taken.pop(request, None)
 
-    def left(self, world: str, epoch: int, rank: int) -> None:
-        """Tell the store that this process holds ``rank`` no longer."""
-        self._tell({"op": "left", "world": world, "epoch": epoch, "rank": rank})
+    def left(
+        self, world: str, epoch: int, rank: int, lost: frozenset[int] = frozenset()
+    ) -> None:
+        """Tell the store that this process holds ``rank`` no longer, and who is lost."""
+        where = {"world": world, "epoch": epoch, "rank": rank}
+        self._tell({"op": "left", "lost": sorted(lost), **where})
 
     def _ask(self, op: str, fields: Message) -> tuple[int, asyncio.Future[Message]]:
         if self._wire is None:

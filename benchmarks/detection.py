@@ -1,0 +1,372 @@
+"""Time to detect and to recover, by kind of fault: worlds beside plain Gloo, and Ray.
+
+One survivor and one victim, a process each. The clock starts right before the fault
+(``os.kill``, or the command that cuts the network has returned) and stops when the
+survivor's program holds the error. Processes of one machine share the clock
+(``CLOCK_MONOTONIC``). Systems take turns within every round.
+
+Recovery: from the fault until a replacement process, started after detection, has
+joined under the same name and its first message has arrived.
+
+``--ray PYTHON`` names an interpreter that has Ray, measured the same way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import date, timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from multiworld import MemberLost, WorldBrokenError, WorldConfig, WorldManager
+from multiworld.rendezvous.server import StoreServer
+from multiworld.testing import Child, ProcessFleet, Role
+from multiworld.testing.hosts import Hosts, unavailable
+
+GIVE_UP_S = 10.0
+"""Plain Gloo notices a stopped process after its time-out, 30 minutes: long enough to
+say that it is not at once."""
+
+GIB = 1 << 30
+HERE = Path(__file__).parent
+
+
+@dataclass
+class Result:
+    """One row: a system and a fault; milliseconds, None where it was not noticed."""
+
+    system: str
+    fault: str
+    detected_ms: list[float | None] = field(default_factory=list)
+    recovered_ms: list[float] = field(default_factory=list)
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+# The victims.
+
+
+async def victim(role: Role, store: str, backend: str, gib: float) -> None:
+    """Rank 1 of a world; holds some memory, and waits for its end."""
+    ballast = torch.ones(int(gib * GIB) // 4) if gib else None
+    async with WorldManager(config=WorldConfig(join_s=30)) as manager:
+        world = await manager.join("w", rank=1, size=2, store=store, backend=backend)
+        await world.send(torch.ones(1), dst=0)
+        role.report("ready")
+        await asyncio.Event().wait()
+    del ballast
+
+
+async def plain_victim(role: Role, own: str, host: str, port: int) -> None:
+    """The same on plain Gloo."""
+    group = _plain_group(1, own, host, port)
+    group.send([torch.ones(1)], 0, 0).wait()
+    role.report("ready")
+    await asyncio.Event().wait()
+
+
+def _plain_group(rank: int, own: str, host: str, port: int) -> Any:
+    store = dist.TCPStore(host, port, 2, rank == 0, timeout=timedelta(seconds=30))
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]
+    options._timeout = timedelta(minutes=30)
+    return dist.ProcessGroupGloo(store, rank, 2, options)
+
+
+# Survivors: each returns when it noticed, in monotonic seconds, or None.
+
+
+async def survive(
+    role: Role, store: str, backend: str, busy: bool, repeat: int
+) -> None:
+    """Rank 0 of a world; reports when it was told, and joins again."""
+    async with WorldManager(config=WorldConfig(join_s=30)) as manager:
+        for _ in range(repeat + 1):
+            world = await manager.join(
+                "w", rank=0, size=2, store=store, backend=backend
+            )
+            events = manager.events()
+            await world.recv(src=1)
+            role.report(("ready", time.monotonic()))
+            if busy:
+                with contextlib.suppress(WorldBrokenError):
+                    await world.recv(src=1)
+            else:
+                async for event in events:
+                    if isinstance(event, MemberLost):
+                        break
+            role.report(("noticed", time.monotonic()))
+
+
+async def plain_survive(role: Role, own: str, host: str, port: int, busy: bool) -> None:
+    """The same on plain Gloo; idle, there is nobody who could notice."""
+    group = _plain_group(0, own, host, port)
+    tensor = torch.empty(1)
+    group.recv([tensor], 1, 0).wait()
+    role.report(("ready", time.monotonic()))
+    if not busy:
+        await asyncio.Event().wait()
+
+    def wait() -> None:
+        with contextlib.suppress(RuntimeError):
+            group.recv([tensor], 1, 0).wait()
+        role.report(("noticed", time.monotonic()))
+
+    threading.Thread(target=wait, daemon=True).start()
+    await asyncio.Event().wait()
+
+
+# One measurement.
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault and how it is made.
+
+    Attributes:
+        busy: The survivor waits in a receive; else it has nothing pending.
+        gib: What the victim holds in memory.
+        network: The fault needs hosts.
+    """
+
+    name: str
+    strike: Callable[[Child, Any], None]
+    busy: bool = True
+    gib: float = 0.0
+    network: bool = False
+
+
+def _kill(child: Child, hosts: Any) -> None:
+    os.kill(child.pid, signal.SIGKILL)
+
+
+CASES = [
+    Case("killed, survivor idle", _kill, busy=False),
+    Case("killed, survivor in recv", _kill),
+    Case("killed, 1 GiB resident", _kill, gib=1),
+    Case("killed, 4 GiB resident", _kill, gib=4),
+    Case("killed, 8 GiB resident", _kill, gib=8),
+    Case("stopped (SIGSTOP)", lambda child, _: os.kill(child.pid, signal.SIGSTOP)),
+    Case("network cut in silence", lambda _, hosts: hosts[1].cut(), network=True),
+    Case("host without power", lambda _, hosts: hosts[1].remove(), network=True),
+]
+
+
+async def measure_world(backend: str, case: Case, result: Result) -> None:
+    """Measure one fault on worlds, and the recovery from it."""
+    with contextlib.ExitStack() as stack:
+        hosts = stack.enter_context(Hosts(3)) if case.network else None
+        places = (None, None, None) if hosts is None else tuple(hosts)
+        address = "127.0.0.1" if hosts is None else hosts[0].address
+        async with ProcessFleet() as fleet:
+            keeper = fleet.start(serve, address, host=places[0])
+            store = f"tcp://{address}:{await keeper.report()}"
+            survivor = fleet.start(
+                survive, store, backend, case.busy, 1, host=places[0]
+            )
+            child = fleet.start(victim, store, backend, case.gib, host=places[1])
+            assert await child.report(60) == "ready"
+            await survivor.report(60)
+            await asyncio.sleep(0.3)
+            case.strike(child, hosts)
+            at = time.monotonic()
+            _, noticed = await survivor.report(60)
+            result.detected_ms.append((noticed - at) * 1000)
+            fleet.start(victim, store, backend, 0.0, host=places[2])
+            _, again = await survivor.report(60)
+            result.recovered_ms.append((again - at) * 1000)
+
+
+async def serve(role: Role, host: str) -> None:
+    """Serve a store."""
+    server = await StoreServer.listen(host, 0)
+    role.report(server.port)
+    with contextlib.suppress(EOFError):
+        await role.order()
+
+
+async def measure_plain(case: Case, result: Result) -> None:
+    """Measure one fault on plain Gloo."""
+    with contextlib.ExitStack() as stack:
+        hosts = stack.enter_context(Hosts(2)) if case.network else None
+        places = (None, None) if hosts is None else tuple(hosts)
+        loopback = "127.0.0.1"
+        address, other = (
+            (loopback,) * 2 if hosts is None else [h.address for h in hosts]
+        )
+        port = free_port()
+        async with ProcessFleet() as fleet:
+            args = (address, port)
+            survivor = fleet.start(
+                plain_survive, address, *args, case.busy, host=places[0]
+            )
+            child = fleet.start(plain_victim, other, *args, host=places[1])
+            assert await child.report(60) == "ready"
+            await survivor.report(60)
+            await asyncio.sleep(0.3)
+            case.strike(child, hosts)
+            at = time.monotonic()
+            try:
+                _, noticed = await survivor.report(GIVE_UP_S)
+                result.detected_ms.append((noticed - at) * 1000)
+            except AssertionError:
+                result.detected_ms.append(None)
+
+
+def measure_ray(python: str, rounds: int) -> list[Result]:
+    """Let another interpreter measure Ray."""
+    done = subprocess.run(
+        [python, HERE / "detection_ray.py", str(rounds)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    rows = json.loads(done.stdout.strip().splitlines()[-1])
+    return [Result("Ray actors", **row) for row in rows]
+
+
+async def run(rounds: int, python: str | None, console: Console) -> list[Result]:
+    """Measure everything; systems take turns."""
+    systems = ("world on direct", "world on gloo", "plain gloo")
+    results: dict[tuple[str, str], Result] = {}
+    for number in range(rounds):
+        for case in CASES:
+            is_slow = case.network or "stopped" in case.name or case.gib >= 4
+            if (case.network and unavailable()) or (is_slow and number >= 5):
+                continue
+            for system in systems:
+                key = system, case.name
+                result = results.setdefault(key, Result(system, case.name))
+                if system != "plain gloo":
+                    await measure_world(system.rpartition(" ")[2], case, result)
+                elif case.gib == 0:
+                    await measure_plain(case, result)
+        console.print(f"round {number + 1} of {rounds}", highlight=False)
+    found = list(results.values())
+    if python:
+        found += measure_ray(python, rounds)
+    return [result for result in found if result.detected_ms]
+
+
+# What came of it.
+
+
+def percentile(values: list[float], part: float) -> float:
+    """Return the value below which ``part`` of the values lie."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(part * len(ordered)))]
+
+
+def in_words(values: list[float | None], point: Callable[[list[float]], float]) -> str:
+    """Return one number of a row, or that it was not noticed."""
+    seen = [value for value in values if value is not None]
+    return f"{point(seen):.0f}" if seen else f"> {GIVE_UP_S * 1000:.0f}"
+
+
+def show(results: list[Result], console: Console) -> None:
+    """Print the table."""
+    table = Table(title="milliseconds from the fault")
+    table.add_column("fault")
+    table.add_column("system")
+    for column in ("rounds", "detected p50", "p99", "max", "recovered p50"):
+        table.add_column(column, justify="right")
+    for result in sorted(results, key=lambda row: row.fault):
+        recovered = result.recovered_ms
+        table.add_row(
+            result.fault,
+            result.system,
+            str(len(result.detected_ms)),
+            in_words(result.detected_ms, statistics.median),
+            in_words(result.detected_ms, lambda v: percentile(v, 0.99)),
+            in_words(result.detected_ms, max),
+            f"{statistics.median(recovered):.0f}" if recovered else "-",
+        )
+    console.print(table)
+
+
+def plot(results: list[Result], path: Path) -> None:
+    """Draw detection times, one row a fault, one colour a system."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    faults = list(dict.fromkeys(result.fault for result in results))
+    systems = list(dict.fromkeys(result.system for result in results))
+    figure, axes = plt.subplots(figsize=(9, 0.6 * len(faults) + 1.6))
+    for number, system in enumerate(systems):
+        for result in results:
+            if result.system != system:
+                continue
+            row = faults.index(result.fault) + 0.18 * (number - len(systems) / 2)
+            seen = [value for value in result.detected_ms if value is not None]
+            colour = f"C{number}"
+            axes.plot(seen, [row] * len(seen), "|", color=colour, markersize=11)
+            if not seen:
+                axes.plot([GIVE_UP_S * 1000], [row], ">", color=colour, markersize=8)
+        axes.plot([], [], "|", color=f"C{number}", label=system, markersize=11)
+    axes.set_xscale("log")
+    axes.set_xlim(1, 20_000)
+    axes.set_yticks(range(len(faults)), faults)
+    axes.invert_yaxis()
+    axes.set_xlabel(
+        f"milliseconds until the survivor knows (>: not within {GIVE_UP_S:.0f} s)"
+    )
+    axes.grid(axis="x", alpha=0.3)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.4, 1.18), ncol=4, frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--ray", help="an interpreter that has Ray")
+    parser.add_argument("--json", type=Path, help="write everything to this file")
+    parser.add_argument("--plot", type=Path, help="draw a picture")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    console = Console(width=120)
+    results = asyncio.run(run(args.rounds, args.ray, console))
+    show(results, console)
+    if args.json:
+        about = {
+            "date": date.today().isoformat(),
+            "machine": f"{os.cpu_count()} cores, {platform.platform()}",
+            "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
+            "silence_s": WorldConfig().silence_s,
+        }
+        rows = [asdict(result) for result in results]
+        args.json.write_text(json.dumps({**about, "results": rows}, indent=1) + "\n")
+    if args.plot:
+        plot(results, args.plot)
+
+
+if __name__ == "__main__":
+    main()
