@@ -1,58 +1,169 @@
-"""NCCL worlds, on a machine with a GPU. Not run where this was written."""
+"""NCCL worlds: operations and faults. Needs a GPU; one is enough.
+
+Several ranks share one GPU: each process has an ``NCCL_HOSTID`` of its own, so that
+NCCL takes them for hosts and its sockets for the network. Right for faults, not for
+bandwidth.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
 
 import pytest
 import torch
 
-from multiworld import MemberLostError, WorldConfig, WorldManager
+from multiworld import MemberLostError, World, WorldConfig, WorldManager
+from multiworld.errors import WorldBrokenError, WorldClosedError
 from multiworld.rendezvous.server import StoreServer
-from multiworld.testing import ProcessFleet, Role
+from multiworld.testing import Child, ProcessFleet, Role
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here"),
+    pytest.mark.timeout(180),
 ]
 CONFIG = WorldConfig(join_s=60)
+NOTICE_S = 30.0
 
 
-async def nccl_member(role: Role, store: str) -> None:
-    """Rank 1, on the same GPU as rank 0; as between hosts, over sockets."""
-    os.environ.update(NCCL_HOSTID="one", NCCL_SOCKET_IFNAME="lo")
-    async with WorldManager(config=CONFIG) as manager:
-        world = await manager.join(
-            "w", rank=1, size=2, store=store, backend="nccl", device="cuda"
-        )
-        tensor = torch.ones(4, device="cuda")
-        await world.all_reduce(tensor)
-        await world.send(tensor, dst=0)
-        role.report("ready")
-        await world.all_reduce(tensor)
-
-
-async def test_nccl_world_sends_reduces_and_names_the_lost(
-    fork_server: None, monkeypatch: pytest.MonkeyPatch
+async def member(
+    role: Role, store: str, host_id: str, places: dict[str, tuple[int, int]]
 ) -> None:
-    """Device tensors both ways; then the member is killed in a collective."""
-    monkeypatch.setenv("NCCL_HOSTID", "zero")
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
-    server = await StoreServer.listen("127.0.0.1", 0)
-    store = f"tcp://127.0.0.1:{server.port}"
-    async with ProcessFleet() as fleet, WorldManager(config=CONFIG) as manager:
-        child = fleet.start(nccl_member, store)
-        world = await manager.join(
-            "w", rank=0, size=2, store=store, backend="nccl", device="cuda"
+    """A process in some worlds; does what it is ordered on one of them."""
+    os.environ.update(NCCL_HOSTID=host_id, NCCL_SOCKET_IFNAME="lo")
+    async with WorldManager(config=CONFIG) as manager:
+        names = list(places)
+        joined = await asyncio.gather(
+            *(
+                manager.join(
+                    name,
+                    rank=places[name][0],
+                    size=places[name][1],
+                    store=store,
+                    backend="nccl",
+                    device="cuda",
+                )
+                for name in names
+            )
         )
-        tensor = torch.ones(4, device="cuda")
-        await world.all_reduce(tensor)
-        assert tensor.tolist() == [2, 2, 2, 2]
-        assert torch.equal(await world.recv(src=1), tensor)
-        await child.report(60)
-        pending = asyncio.ensure_future(world.recv(src=1))
-        child.kill()
-        with pytest.raises(MemberLostError):
-            await pending
-    await server.close()
+        worlds = dict(zip(names, joined, strict=True))
+        role.report("ready")
+        while True:
+            name, order = await role.order()
+            if name == "join":
+                worlds[order] = await manager.join(
+                    order,
+                    rank=places[order][0],
+                    size=places[order][1],
+                    store=store,
+                    backend="nccl",
+                    device="cuda",
+                )
+                role.report("ready")
+                continue
+            role.report(await _tried(worlds[name], order))
+
+
+async def _tried(world: World, order: str) -> Any:
+    tensor = torch.full((1024,), float(world.rank + 1), device="cuda")
+    try:
+        match order:
+            case "all_reduce":
+                await world.all_reduce(tensor)
+            case "large all_reduce":
+                big = torch.ones(16_000_000, device="cuda")
+                while True:
+                    await world.all_reduce(big)
+            case "recv":
+                tensor = await world.recv(src=(world.rank + 1) % world.size)
+            case "send":
+                await world.send(tensor, dst=(world.rank - 1) % world.size)
+            case "barrier":
+                await world.barrier()
+            case "idle":
+                await world.wait_over()
+                await world.barrier()
+    except (WorldBrokenError, WorldClosedError) as error:
+        return error
+    return tensor[0].item()
+
+
+class Cast:
+    """Three processes: ``w`` is all of them, ``other`` the first and the third."""
+
+    def __init__(self, fleet: ProcessFleet, store: str) -> None:
+        self.fleet, self.store = fleet, store
+
+    async def settle(self) -> list[Child]:
+        """Start all, and wait until both worlds are ready."""
+        places = [
+            {"w": (0, 3), "other": (0, 2)},
+            {"w": (1, 3)},
+            {"w": (2, 3), "other": (1, 2)},
+        ]
+        children = [
+            self.fleet.start(member, self.store, f"host{number}", mine)
+            for number, mine in enumerate(places)
+        ]
+        for child in children:
+            assert await child.report(120) == "ready"
+        return children
+
+
+@pytest.fixture
+async def cast(fork_server: None) -> AsyncIterator[Cast]:
+    """Return who plays, on a stage with a store."""
+    async with AsyncExitStack() as stack:
+        server = await StoreServer.listen("127.0.0.1", 0)
+        stack.push_async_callback(server.close)
+        fleet = await stack.enter_async_context(ProcessFleet())
+        yield Cast(fleet, f"tcp://127.0.0.1:{server.port}")
+
+
+async def both(children: list[Child], name: str, *orders: str) -> list[Any]:
+    """Let several processes do something on a world, and return what came of it."""
+    for child, order in zip(children, orders, strict=True):
+        child.order((name, order))
+    return [await child.report(NOTICE_S) for child in children]
+
+
+async def test_operations_on_device_tensors(cast: Cast) -> None:
+    """Collectives and messages, on two worlds of the same processes."""
+    children = await cast.settle()
+    assert await both(children, "w", *["all_reduce"] * 3) == [6.0] * 3
+    assert await both([children[0], children[1]], "w", "recv", "send") == [2.0, 2.0]
+    pair = [children[0], children[2]]
+    assert await both(pair, "other", "all_reduce", "all_reduce") == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("mode", ["kill", "stop"])
+@pytest.mark.parametrize(
+    "phase", ["idle", "all_reduce", "large all_reduce", "recv", "barrier"]
+)
+async def test_lost_member_is_named_and_the_other_world_goes_on(
+    cast: Cast, phase: str, mode: str
+) -> None:
+    """The survivors share a device and another world; that one keeps its results."""
+    children = await cast.settle()
+    pair, victim = [children[0], children[2]], children[1]
+    for child in pair:
+        child.order(("w", phase))
+    victim.kill() if mode == "kill" else victim.stop()
+    for child in pair:
+        error = await child.report(NOTICE_S)
+        assert isinstance(error, MemberLostError), error
+        assert error.rank == 1
+    for _ in range(20):
+        assert await both(pair, "other", "all_reduce", "all_reduce") == [3.0, 3.0]
+    victim.end()
+    replacement = cast.fleet.start(member, cast.store, "host3", {"w": (1, 3)})
+    for child in pair:
+        child.order(("join", "w"))
+    for child in (*pair, replacement):
+        assert await child.report(120) == "ready"
+    trio = [pair[0], replacement, pair[1]]
+    assert await both(trio, "w", *["all_reduce"] * 3) == [6.0] * 3

@@ -126,7 +126,7 @@ class StoreSession:
     def left(
         self, world: str, epoch: int, rank: int, lost: frozenset[int] = frozenset()
     ) -> None:
-        """Tell the store that this process holds ``rank`` no longer, and who is lost."""
+        """Tell the store that this process holds ``rank`` no more, and who is lost."""
         where = {"world": world, "epoch": epoch, "rank": rank}
         self._tell({"op": "left", "lost": sorted(lost), **where})
 

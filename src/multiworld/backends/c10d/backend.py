@@ -66,7 +66,9 @@ class C10dBackend:
             BlockingValues, self._view.store, limit_s, self._view.security
         )
         store = C10dStore(values, f"{prefix}{self._name}/", limit_s, self._record)
-        self._runner.group = group = Group(self._name, store)
+        self._runner.group = group = Group(
+            self._name, store, self._view.device, self._loop.call_soon
+        )
         making = asyncio.ensure_future(
             in_thread(
                 lambda: group.make(

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
-from multiworld.backends.c10d import sockets
+from multiworld.backends.c10d import nccl, sockets
 from multiworld.backends.c10d.store import C10dStore
 from multiworld.errors import ConfigError
 
@@ -33,6 +33,13 @@ class Maker(Protocol):
         self, store: Store, rank: int, size: int, host: str, timeout_s: float
     ) -> Any:
         """Return the group; blocks."""
+
+
+def _nccl_maker(device: torch.device) -> Maker:
+    def make(store: Store, rank: int, size: int, host: str, timeout_s: float) -> Any:
+        return nccl.make_nccl(store, rank, size, device, timeout_s)
+
+    return make
 
 
 def make_gloo(store: Store, rank: int, size: int, host: str, timeout_s: float) -> Any:
@@ -54,25 +61,6 @@ def make_gloo(store: Store, rank: int, size: int, host: str, timeout_s: float) -
     return group
 
 
-def make_nccl(store: Store, rank: int, size: int, host: str, timeout_s: float) -> Any:
-    """Make an NCCL group whose own watchdog leaves the process alone.
-
-    Not tested where this was written: there was no GPU.
-    """
-    import os
-
-    # Read by the constructor, not at import: torch's watchdog would kill the process.
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
-    nccl = torch._C._distributed_c10d.ProcessGroupNCCL
-    options = nccl.Options()
-    options._timeout = timedelta(seconds=timeout_s)
-    options.config.blocking = False
-    group = nccl(store, rank, size, options)
-    group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
-    return group
-
-
 def make_registered(name: str) -> Maker:
     """Return a maker for a backend that a plugin registered with torch."""
     plugin = dist.Backend._plugins[name.upper()]
@@ -87,10 +75,11 @@ def make_registered(name: str) -> Maker:
     return make
 
 
-def maker_of(name: str) -> Maker:
+def maker_of(name: str, device: torch.device) -> Maker:
     """Return how to make a group of backend ``name``."""
-    makers: dict[str, Maker] = {"gloo": make_gloo, "nccl": make_nccl}
-    return makers.get(name) or make_registered(name)
+    if name == "nccl":
+        return _nccl_maker(device)
+    return make_gloo if name == "gloo" else make_registered(name)
 
 
 def check_backend(name: str, device: torch.device) -> None:
@@ -118,8 +107,16 @@ def check_backend(name: str, device: torch.device) -> None:
 class Group:
     """One native group, and how to be rid of it."""
 
-    def __init__(self, name: str, store: C10dStore) -> None:
-        self.name = name
+    def __init__(
+        self,
+        name: str,
+        store: C10dStore,
+        device: torch.device,
+        call_soon: Callable[[Callable[[], Any]], Any],
+    ) -> None:
+        self.name, self.device = name, device
+        self._call_soon = call_soon
+        self._is_aborted = False
         self.store = store
         self.native: Any = None
         self._published: dict[str, bytes] = {}
@@ -131,7 +128,8 @@ class Group:
 
     def make(self, rank: int, size: int, host: str, timeout_s: float) -> None:
         """Make the group; blocks. See ``give_up``."""
-        self.native = maker_of(self.name)(self.store, rank, size, host, timeout_s)
+        make = maker_of(self.name, self.device)
+        self.native = make(self.store, rank, size, host, timeout_s)
         if self.name == "gloo":
             self._note_addresses(rank)
         self._published.clear()
@@ -157,6 +155,11 @@ class Group:
         """Release everybody who waits in an operation of this group."""
         if self._connections is not None:
             self._connections.cut()
+        elif self.name == "nccl" and self.native is not None:
+            # With all others that break now: see ``nccl``.
+            self._is_aborted = True
+            nccl.aborter.add(self.native)
+            self._call_soon(nccl.aborter.abort_all)
         elif self.native is not None and hasattr(self.native, "abort"):
             self.native.abort()
 
@@ -175,8 +178,12 @@ class Group:
         """
         holder = [self.native]
         self.native = None
+        ends_politely = self.name == "nccl" and not self._is_aborted
 
         def free() -> None:
+            if ends_politely and holder[0] is not None:
+                with contextlib.suppress(RuntimeError):
+                    holder[0].shutdown()
             holder.clear()
             self.store.close()
             if done is not None:

@@ -12,9 +12,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch
-
 from multiworld.backends.base import WorldView
+from multiworld.backends.c10d import nccl
 from multiworld.backends.c10d.groups import Group
 from multiworld.backends.c10d.threads import in_thread
 from multiworld.errors import UnsupportedOperationError
@@ -50,7 +49,7 @@ class Runner:
         except RuntimeError as error:
             await self._translate(error)
         if self._name == "nccl":
-            await self._in_thread(lambda: _synchronize(work))
+            await self._in_thread(lambda: nccl.wait_for(work, self._view.device))
             return
         future: asyncio.Future[None] = self._loop.create_future()
 
@@ -116,7 +115,7 @@ class Runner:
         native = self.native()
         try:
             work = start(native)
-            await self._in_thread(lambda: _wait_for(work, self._name, self._limit))
+            await self._in_thread(lambda: self._wait_for(work))
         except asyncio.CancelledError:
             self._view.report(
                 Failed(
@@ -130,20 +129,17 @@ class Runner:
     async def _in_thread(self, call: Callable[[], Any]) -> None:
         await self._until(asyncio.ensure_future(in_thread(call)))
 
+    def _wait_for(self, work: Any) -> None:
+        if self._name == "nccl":
+            nccl.wait_for(work, self._view.device)
+        else:
+            work.wait(self._limit)
+
     def native(self) -> Any:
         """Return the native group, or raise why there is none."""
         if self.group is None or self.group.native is None:
             raise self._view.broken_error()
         return self.group.native
-
-
-def _wait_for(work: Any, name: str, limit: timedelta) -> None:
-    _synchronize(work) if name == "nccl" else work.wait(limit)
-
-
-def _synchronize(work: Any) -> None:
-    work.wait()
-    torch.cuda.current_stream().synchronize()
 
 
 def _fail(future: asyncio.Future[Any], error: Exception) -> None:

@@ -1,0 +1,139 @@
+"""What surrounds NCCL, against a fake: there may be no GPU.
+
+Run for real by ``tests/gpu`` where there is one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from multiworld.backends.c10d import groups, nccl
+
+DEVICE = torch.device("cuda", 1)
+
+
+class FakeNccl:
+    """Notes what is done to it, and which environment it was made in."""
+
+    made: list[FakeNccl] = []  # noqa: RUF012 - emptied by the fixture
+
+    class Options:
+        """What torch offers, as far as it is used."""
+
+        def __init__(self) -> None:
+            self._timeout: Any = None
+            self.config = type("Config", (), {"blocking": 1})()
+
+    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+        self.options, self.calls = options, list[str]()
+        self.environment = {name: os.environ.get(name) for name in nccl.QUIET}
+        self.barrier: threading.Barrier | None = None
+        FakeNccl.made.append(self)
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Note it."""
+        self.calls.append(f"connect {device}")
+
+    def abort(self) -> None:
+        """Return only when all the others are being aborted, too."""
+        if self.barrier is not None:
+            self.barrier.wait(timeout=10)
+        self.calls.append("abort")
+
+    def shutdown(self) -> None:
+        """Note it."""
+        self.calls.append("shutdown")
+
+
+class FakeStore:
+    """Can be closed."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def fileno(self) -> int:
+        """Return none."""
+        return -1
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Put the fake in the place of torch's NCCL."""
+    FakeNccl.made.clear()
+    home = torch._C._distributed_c10d
+    monkeypatch.setattr(home, "ProcessGroupNCCL", FakeNccl, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    yield
+    FakeNccl.made.clear()
+
+
+def group(soon: list[Callable[[], Any]]) -> groups.Group:
+    """Return a made group whose loop is ``soon``."""
+    made = groups.Group("nccl", FakeStore(), DEVICE, soon.append)  # type: ignore[arg-type]
+    made.make(0, 2, "127.0.0.1", 60)
+    return made
+
+
+def test_torchs_watchdog_is_off_only_while_a_group_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither importing nor making worlds changes the program's environment."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    monkeypatch.setenv(name, "3")
+    monkeypatch.delenv("TORCH_NCCL_ENABLE_MONITORING", raising=False)
+    group([])
+    (made,) = FakeNccl.made
+    assert made.environment == nccl.QUIET
+    assert os.environ[name] == "3"
+    assert "TORCH_NCCL_ENABLE_MONITORING" not in os.environ
+
+
+def test_communicators_are_non_blocking_and_eager() -> None:
+    """So that joining fails early, and nothing hangs inside NCCL."""
+    group([])
+    (made,) = FakeNccl.made
+    assert made.options.config.blocking == 0
+    assert made.options._timeout.total_seconds() == 60
+    assert made.calls == ["connect cuda:1"]
+
+
+def test_groups_that_break_together_are_aborted_together() -> None:
+    """Each abort may wait for the others' kernels: all flags are set before."""
+    soon: list[Callable[[], Any]] = []
+    broken, healthy = [group(soon) for _ in range(3)], group(soon)
+    barrier = threading.Barrier(3)
+    for native in FakeNccl.made[:3]:
+        native.barrier = barrier
+    for one in broken:
+        one.cut()
+    assert not any("abort" in native.calls for native in FakeNccl.made)
+    threads = [thread for call in soon for thread in call()]
+    for thread in threads:
+        thread.join(10)
+    assert [("abort" in native.calls) for native in FakeNccl.made] == [True] * 3 + [
+        False
+    ]
+    assert healthy.native is FakeNccl.made[3]
+
+
+@pytest.mark.parametrize("is_broken", [True, False])
+def test_aborted_group_is_never_shut_down(is_broken: bool) -> None:
+    """It hangs on newer releases; one that ends in peace is."""
+    soon: list[Callable[[], Any]] = []
+    one = group(soon)
+    if is_broken:
+        one.cut()
+        for call in soon:
+            for thread in call():
+                thread.join(10)
+    done = threading.Event()
+    one.drop(done.set)
+    assert done.wait(10)
+    assert ("shutdown" in FakeNccl.made[0].calls) is not is_broken
