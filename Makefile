@@ -7,10 +7,14 @@ STAMP := .venv/.ready
 
 # The modules that programs import from; the rest is not promised.
 PUBLIC := multiworld $(addprefix multiworld., world world_manager world_communicator \
-	blocking config errors events watchdog testing testing.arena testing.fleet \
-	testing.leaks testing.clock testing.contract manager communicator)
+	blocking config errors events security watchdog testing testing.arena testing.fleet \
+	testing.hosts testing.leaks testing.clock testing.contract manager communicator)
 
-.PHONY: setup demo test test-all lint types faults bench docs clean
+# How long `make soak` goes on, and which faults it draws.
+MINUTES ?= 5
+SEED ?= 1
+
+.PHONY: setup demo test test-all lint types faults soak bench bench-detection docs clean
 
 setup: $(STAMP)
 
@@ -41,8 +45,16 @@ types: $(STAMP)
 faults: $(STAMP)
 	$(BIN)/python -m pytest tests/faults $(ARGS)
 
+# Random faults over a fleet under traffic; the same seed draws the same ones.
+soak: $(STAMP)
+	$(BIN)/python -m tests.soak --minutes $(MINUTES) --seed $(SEED) $(ARGS)
+
 bench: $(STAMP)
 	$(BIN)/python benchmarks/p2p.py $(ARGS)
+
+bench-detection: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --group bench
+	$(BIN)/python benchmarks/detection.py $(ARGS)
 
 docs: $(STAMP)
 	$(BIN)/pdoc --docformat google -o build/docs $(PUBLIC)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import socket
 import subprocess
 import sys
@@ -36,13 +37,19 @@ def parse(description: str | None) -> argparse.Namespace:
     parser.add_argument(
         "--addr", default="", metavar="HOST:PORT", help="where rank 0 of world 1 is"
     )
+    parser.add_argument(
+        "--store",
+        default=os.environ.get("MULTIWORLD_STORE", ""),
+        metavar="tcp://HOST:PORT",
+        help="a `multiworld store` to meet at (default: MULTIWORLD_STORE, or --addr)",
+    )
     parser.add_argument("--backend", default="direct", help="direct (default) or gloo")
     parser.add_argument("--size", type=int, default=2, help="members of each world")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--kill", action="store_true", help="kill a worker half way")
     args = parser.parse_args()
-    if args.world and not args.addr:
-        parser.error("--world needs --addr: where rank 0 of world 1 is")
+    if args.world and not (args.addr or args.store):
+        parser.error("--world needs --store, or --addr: where rank 0 of world 1 is")
     return args
 
 
@@ -53,7 +60,8 @@ def run(description: str | None, step: Step) -> None:
         workers: dict[int, subprocess.Popen[bytes]] = {}
         memberships = [tuple(map(int, world.split(":"))) for world in args.world]
         if not memberships:
-            args.addr = args.addr or f"127.0.0.1:{free_port()}"
+            if not args.store:
+                args.addr = args.addr or f"127.0.0.1:{free_port()}"
             memberships = [(world, 0) for world in WORLDS]
             for world in WORLDS:
                 for rank in range(1, args.size):
@@ -70,7 +78,8 @@ def start_worker(
 ) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
     """Start this same program as one member of one world; end it at the end."""
     command = [sys.executable, sys.argv[0], "--world", f"{world}:{rank}"]
-    command += ["--addr", args.addr, "--backend", args.backend]
+    command += ["--store", args.store] if args.store else ["--addr", args.addr]
+    command += ["--backend", args.backend]
     command += ["--size", str(args.size), "--steps", str(args.steps)]
     process = subprocess.Popen(command)
     try:
@@ -110,7 +119,7 @@ async def member(
         f"world{world_id}",
         rank=rank,
         size=args.size,
-        store=f"tcp://{args.addr}",
+        store=args.store or f"tcp://{args.addr}",
         backend=args.backend,
     )
     try:

@@ -94,6 +94,15 @@ def _fork() -> int:
     return pid
 
 
+async def careless(role: Role, name: str, store: str) -> None:
+    """Rank 1 of a world of two whose program never closes its manager."""
+    manager = WorldManager(config=WorldConfig(join_s=20))
+    await manager.join(name, rank=1, size=2, store=store)
+    role.report("ready")
+    if await role.order() == "raise":
+        raise RuntimeError("nobody catches this")
+
+
 async def idle(role: Role, name: str, store: str, backend: str) -> None:
     """Rank 1 of a world of two that only waits."""
     async with WorldManager(config=WorldConfig(join_s=20)) as manager:

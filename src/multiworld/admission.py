@@ -15,25 +15,27 @@ from typing import Any
 from multiworld.errors import (
     ConfigError,
     JoinTimeoutError,
-    MemberLostError,
     WorldBrokenError,
     WorldClosedError,
 )
-from multiworld.lifecycle import Phase
-from multiworld.membership import Incarnation, Member
+from multiworld.lifecycle import Phase, WasLost
+from multiworld.membership import Incarnation, Member, MemberUnreachableError
 from multiworld.rendezvous.address import StoreAddresses
 from multiworld.rendezvous.meeting import Claim, Meeting, Survivor, meet
 from multiworld.rendezvous.session import StoreSession
-from multiworld.watchdog import MemberUnreachableError, WatchDog
-from multiworld.world import World
+from multiworld.watchdog import WatchDog
+from multiworld.world import Changes, World
 from multiworld.world_life import Surroundings, Wish, WorldLife
 
 
 class Admission:
     """The incarnations that one manager is in, or was in last."""
 
-    def __init__(self, uid: str, watchdog: WatchDog, around: Surroundings) -> None:
+    def __init__(
+        self, uid: str, watchdog: WatchDog, around: Surroundings, changes: Changes
+    ) -> None:
         self._uid, self._watchdog, self._around = uid, watchdog, around
+        self._changes = changes
         self._loop = asyncio.get_running_loop()
         self.meeting = Meeting(self, watchdog.security)
         self._worlds: dict[str, World] = {}
@@ -111,7 +113,7 @@ class Admission:
         return life
 
     def _adopt(self, life: WorldLife) -> World:
-        world = self._worlds[life.incarnation.world] = World(life, self)
+        world = self._worlds[life.incarnation.world] = World(life, self._changes)
         return world
 
     async def _open(self, life: WorldLife, deadline: float) -> None:
@@ -122,13 +124,9 @@ class Admission:
         except TimeoutError as error:
             raise _not_connected(life) from error
         except MemberUnreachableError as error:
-            raise MemberLostError(
-                name,
-                f"rank {error.rank} was lost while joining",
-                epoch=epoch,
-                evidence=str(error),
-                rank=error.rank,
-            ) from error
+            # To the others, too: none of them can do without it.
+            life.report(WasLost(error.rank, "it was lost while joining", str(error)))
+            raise life.broken_error() from error
         except OSError as error:
             raise WorldBrokenError(
                 name, "it could not be opened", epoch=epoch, evidence=str(error)
@@ -153,9 +151,9 @@ class Admission:
             life = await self._replace(life, session, incarnation)
             try:
                 await self._open(life, deadline)
-            except (MemberLostError, WorldBrokenError):
+            except WorldBrokenError:
                 # One more was lost meanwhile: go on without that one too.
-                if life.phase is not Phase.BROKEN or not life.lost:
+                if life.phase is not Phase.BROKEN or not life.lost or life.is_stale:
                     self._give_up(life)
                     raise
                 continue
@@ -299,10 +297,11 @@ class Admission:
 
     def _give_up(self, life: WorldLife) -> None:
         """Keep an incarnation that could not be opened, for ``reform`` and ``join``."""
+        for rank in life.unlinked if life.phase is Phase.JOINING else ():
+            life.report(WasLost(rank, "it was admitted and did not connect in time"))
         if life.phase is Phase.JOINING:
             life.close_nowait()
             self.release(life)
-            self._worlds.pop(life.incarnation.world, None)
         else:
             self._adopt(life)
 
@@ -372,6 +371,13 @@ class Admission:
             for life in self._lives.values()
             if life.wish.where == where and life.phase in (Phase.JOINING, Phase.READY)
         ]
+
+    def member_gave_up(self, note: dict[str, Any]) -> None:
+        """Break an incarnation that a member was admitted to and does not come to."""
+        life = self._lives.get(note["world"])
+        if life is not None and life.incarnation.epoch == note["epoch"]:
+            why = "it gave up in the instant of its admission"
+            life.report(WasLost(int(note["rank"]), why, "the store says so"))
 
     def member_waits(self, note: dict[str, Any]) -> None:
         """Tell a world that a stranger wants in, or no longer."""

@@ -19,6 +19,10 @@ from multiworld import heartbeat
 
 logger = logging.getLogger("multiworld.watchdog")
 
+MISSED_LIMIT = 4
+"""Reports in a row that may be missing before the helper is replaced: about a second,
+well within the default silence, as the peers hear nothing meanwhile."""
+
 Mode = Literal["process", "thread"]
 
 
@@ -58,7 +62,9 @@ class Heart:
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         self._mode: Mode = "process"
-        self._sockets: dict[int, tuple[socket.socket, bytes]] = {}
+        self._sockets: dict[int, tuple[socket.socket, bytes, bytes]] = {}
+        self._unremoved: set[int] = set()
+        self._missed = 0
         self._datagrams: dict[int, socket.socket] = {}
         self._passed: set[int] = set()
         self._numbers = itertools.count(1)
@@ -69,8 +75,10 @@ class Heart:
         """The helper process, for messages and tests."""
         return None if self._process is None else self._process.pid
 
-    def add(self, sock: socket.socket, key: bytes, mode: Mode) -> int:
-        """Let beats go both ways on ``sock``, sealed with ``key`` (32 bytes).
+    def add(
+        self, sock: socket.socket, out_key: bytes, in_key: bytes, mode: Mode
+    ) -> int:
+        """Let beats go both ways on ``sock``, sealed with the keys (32 bytes each).
 
         The caller keeps and closes its own copy, and reads nothing from it. Returns
         the number that reports carry.
@@ -78,7 +86,7 @@ class Heart:
         if self._control is None:
             self._start(mode)
         number = next(self._numbers)
-        self._sockets[number] = sock, key
+        self._sockets[number] = sock, out_key, in_key
         self._pass(number)
         return number
 
@@ -100,7 +108,14 @@ class Heart:
             datagrams.close()
         if self._sockets.pop(number, None) is not None:
             self._passed.discard(number)
-            self._order(heartbeat.encode_order(heartbeat.REMOVE, number))
+            self._unremoved.add(number)
+            self._send_removals()
+
+    def _send_removals(self) -> None:
+        for number in list(self._unremoved):
+            if not self._order(heartbeat.encode_order(heartbeat.REMOVE, number)):
+                return  # the helper is behind; the next tick tries again
+            self._unremoved.discard(number)
 
     def _listen(self) -> None:
         while self._control is not None:
@@ -124,29 +139,45 @@ class Heart:
                 report = Report(state, doing, lag / 1000, heard_us_s, at)
                 self._on_report(number, report)
 
-    async def tick(self) -> None:
+    async def tick(self) -> bool:
         """Give a sign that the event loop turns, and take the helper's report.
 
-        Returns once that is read, or after a beat's time; replaces a helper that died.
+        Returns:
+            False if none came within two beats' time: nobody knows what has arrived.
+
+        Replaces a helper that died, or gave no report several times.
+
+        Raises:
+            OSError: No helper can be started; the next call tries again.
 
         Cancellation: safe.
         """
-        if self._control is None:
-            return
-        if self._process is not None and self._process.poll() is not None:
-            logger.warning(
-                "the heartbeat helper ended with %s; starting another",
-                self._process.returncode,
-            )
-            self._restart()
+        if self._control is None and not self._sockets:
+            return True
+        self._check_helper()
+        self._send_removals()
         unsent, self._unsent = self._unsent, set()
         for number in unsent & self._sockets.keys():
             self._pass(number)
         self._reported.clear()
         self._order(heartbeat.encode_order(heartbeat.TICK))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(heartbeat.BEAT_S):
+        try:
+            async with asyncio.timeout(2 * heartbeat.BEAT_S):
                 await self._reported.wait()
+        except TimeoutError:
+            self._missed += 1
+            return False
+        self._missed = 0
+        return True
+
+    def _check_helper(self) -> None:
+        code = None if self._process is None else self._process.poll()
+        if self._control is not None and code is None and self._missed < MISSED_LIMIT:
+            return
+        why = f"ended with {code}" if self._missed < MISSED_LIMIT else "is stuck"
+        logger.warning("the heartbeat helper %s; starting another", why)
+        self._missed = 0
+        self._restart()
 
     def filenos(self) -> list[int]:
         """Return the descriptors that a forked child must close."""
@@ -164,6 +195,7 @@ class Heart:
     def _restart(self) -> None:
         self._stop()
         self._passed.clear()
+        self._unremoved.clear()
         self._start(self._mode)
         for number in self._sockets:
             self._pass(number)
@@ -172,8 +204,16 @@ class Heart:
         self._mode = mode
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
+        try:
+            self._begin(ours, theirs, mode)
+        except BaseException:
+            ours.close()
+            theirs.close()
+            raise
         self._control = ours
         asyncio.get_running_loop().add_reader(ours.fileno(), self._listen)
+
+    def _begin(self, ours: socket.socket, theirs: socket.socket, mode: Mode) -> None:
         if mode == "thread":
             beater = heartbeat.Beater(theirs, owner=None)
             self._thread = threading.Thread(
@@ -211,11 +251,11 @@ class Heart:
     def _pass(self, number: int) -> None:
         """Hand the sockets of ``number`` to the helper; the second one may follow."""
         assert self._control is not None
-        sock, key = self._sockets[number]
+        sock, out_key, in_key = self._sockets[number]
         datagrams = self._datagrams.get(number)
         try:
             if number not in self._passed:
-                order = heartbeat.encode_order(heartbeat.ADD, number, key)
+                order = heartbeat.encode_order(heartbeat.ADD, number, out_key, in_key)
                 socket.send_fds(self._control, [order], [sock.fileno()])
                 self._passed.add(number)
             if datagrams is not None:
@@ -224,7 +264,11 @@ class Heart:
         except OSError:
             self._unsent.add(number)  # the helper is behind; the next tick tries again
 
-    def _order(self, order: bytes) -> None:
-        if self._control is not None:
-            with contextlib.suppress(OSError):
-                self._control.send(order)
+    def _order(self, order: bytes) -> bool:
+        if self._control is None:
+            return False
+        try:
+            self._control.send(order)
+        except OSError:
+            return False
+        return True

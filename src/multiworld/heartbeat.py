@@ -32,7 +32,7 @@ BEAT_S = 0.1
 late ones mean nothing, and a network that is back within ``silence_s`` is heard in
 time; see ``Liveness`` for what follows from it."""
 
-RUNNING, STOPPED, GONE = 0, 1, 2
+RUNNING, STOPPED, GONE, ENDED = 0, 1, 2, 3
 WAITING, COMPUTING = 0, 1
 """What the thread of the owner's event loop does: sleep in a system call, or run."""
 
@@ -40,7 +40,7 @@ NEVER_MS = 0xFFFFFFFF
 
 ADD, ADD_DATAGRAMS, REMOVE, TICK = b"A", b"D", b"R", b"T"
 KEY_BYTES = 32
-_ORDER = struct.Struct(f"<cQ{KEY_BYTES}s")
+_ORDER = struct.Struct(f"<cQ{KEY_BYTES}s{KEY_BYTES}s")
 
 MAGIC = b"MWB2"
 _SEAL_BYTES = 12
@@ -54,6 +54,9 @@ END_OF_REPORT = 0
 """The number, used for no socket, of the last entry that answers a ``TICK``."""
 
 READ_BYTES = 64 * 1024
+
+DATAGRAMS_A_TURN = 64
+"""Most that are read of one peer before the others get their turn."""
 
 
 class Beat:
@@ -76,13 +79,17 @@ class Beat:
         self.lag_ms, self.heard_ms = lag_ms, heard_ms
 
 
-def encode_order(order: bytes, number: int = 0, key: bytes = b"") -> bytes:
+def encode_order(
+    order: bytes, number: int = 0, out_key: bytes = b"", in_key: bytes = b""
+) -> bytes:
     """Return one message of the owner.
 
-    ``ADD``: a socket rides along, and ``key`` seals its frames. ``ADD_DATAGRAMS``: a
-    second one for the same number. ``REMOVE``. ``TICK``: the owner's event loop turned.
+    ``ADD``: a socket rides along; the keys seal what goes out and what comes in, and
+    differ, so that a frame sent back to its sender counts for nothing.
+    ``ADD_DATAGRAMS``: a second one for the same number. ``REMOVE``. ``TICK``: the
+    owner's event loop turned.
     """
-    return _ORDER.pack(order, number, key)
+    return _ORDER.pack(order, number, out_key, in_key)
 
 
 def seal(body: bytes, key: bytes) -> bytes:
@@ -146,34 +153,34 @@ def thread_doing(pid: int, tid: int) -> int:
 class Target:
     """One socket with beats both ways; a slow reader gets fewer, never a torn one."""
 
-    def __init__(self, sock: socket.socket, key: bytes) -> None:
+    def __init__(self, sock: socket.socket, out_key: bytes, in_key: bytes) -> None:
         sock.setblocking(False)
         self.sock = sock
         self.datagrams: socket.socket | None = None
-        self._key = key
+        self.is_ended = self.is_told = False
+        self._out_key, self._in_key = out_key, in_key
         self._rest = b""
         self._inbox = b""
         self._sequence = 0
         self.heard_at: float | None = None
         self.latest: Beat | None = None
 
-    def send(self, beat: Beat) -> bool:
-        """Send ``beat``, or the rest of the last one; False if the reader is gone."""
-        fresh = encode_beat(beat, self._key)
+    def send(self, beat: Beat) -> None:
+        """Send ``beat``, or the rest of the last one."""
+        fresh = encode_beat(beat, self._out_key)
         if self.datagrams is not None:
             try:
                 self.datagrams.send(fresh)
             except OSError:
                 pass  # refused, filtered, no route: the connection beats as well
+        if self.is_ended:
+            return
         frame = self._rest or fresh
         try:
             sent = self.sock.send(frame)
-        except (BlockingIOError, InterruptedError):
-            return True
         except OSError:
-            return False
+            return  # full, or ended: then the reader finds out
         self._rest = frame[sent:]
-        return True
 
     def read(self, now: float) -> bool:
         """Take what has arrived; False at the end of the connection."""
@@ -187,7 +194,7 @@ class Target:
         while len(self._inbox) >= FRAME_BYTES:
             frame = self._inbox[:FRAME_BYTES]
             try:
-                self._take(decode_beat(frame, self._key), now)
+                self._take(decode_beat(frame, self._in_key), now)
                 self._inbox = self._inbox[FRAME_BYTES:]
             except ValueError:
                 # A helper that was replaced in the middle of a frame, or a stranger:
@@ -199,10 +206,10 @@ class Target:
     def read_datagrams(self, now: float) -> None:
         """Take what has arrived beside the connection."""
         assert self.datagrams is not None
-        while True:
+        for _ in range(DATAGRAMS_A_TURN):
             try:
                 frame = self.datagrams.recv(FRAME_BYTES + 1)
-                self._take(decode_beat(frame, self._key), now)
+                self._take(decode_beat(frame, self._in_key), now)
             except (BlockingIOError, InterruptedError):
                 return
             except (OSError, ValueError, struct.error):
@@ -270,12 +277,11 @@ class Beater:
             if lag_ms > 2 * BEAT_S * 1000:
                 doing = thread_doing(self._owner, self._thread)
         sequence = int(now * 1000)
-        for number, target in list(self._targets.items()):
+        for target in self._targets.values():
             heard_ms = NEVER_MS
             if target.heard_at is not None:
                 heard_ms = int((now - target.heard_at) * 1000)
-            if not target.send(Beat(state, doing, sequence, lag_ms, heard_ms)):
-                self._drop(number)
+            target.send(Beat(state, doing, sequence, lag_ms, heard_ms))
 
     def _hear(self, number: int, where: object) -> None:
         target = self._targets.get(number)
@@ -284,8 +290,11 @@ class Beater:
         if where is target.datagrams:
             target.read_datagrams(time.monotonic())
         elif not target.read(time.monotonic()):
-            # No verdict: the control link tells whether the process is gone.
+            # No verdict: the control link tells whether the process is gone. The owner
+            # makes another connection; datagrams go on meanwhile.
             self._selector.unregister(target.sock)
+            target.is_ended = True
+            self._news[number] = target
         if target.latest is not None:
             self._news[number] = target
 
@@ -317,9 +326,9 @@ class Beater:
         if len(order) != _ORDER.size:
             self._is_over = True
             return
-        kind, number, key = _ORDER.unpack(order)
+        kind, number, out_key, in_key = _ORDER.unpack(order)
         if kind == ADD and fds:
-            target = Target(socket.socket(fileno=fds[0]), key)
+            target = Target(socket.socket(fileno=fds[0]), out_key, in_key)
             self._targets[number] = target
             self._selector.register(target.sock, selectors.EVENT_READ, number)
         elif kind == ADD_DATAGRAMS and fds and number in self._targets:
@@ -346,8 +355,9 @@ class Beater:
 
 def _report_of(number: int, target: Target) -> bytes:
     beat, at = target.latest, target.heard_at
-    assert beat is not None
-    assert at is not None
+    if beat is None or at is None or (target.is_ended and not target.is_told):
+        target.is_told = target.is_ended
+        return REPORT.pack(number, ENDED, 0, 0, 0, 0.0)
     return REPORT.pack(number, beat.state, beat.doing, beat.lag_ms, beat.heard_ms, at)
 
 

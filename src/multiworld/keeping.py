@@ -50,7 +50,11 @@ def pause_s(failures: int, chance: float) -> float:
     return longest * (0.5 + 0.5 * chance)
 
 
-async def keep(name: str, join: Callable[[], Awaitable[World]]) -> AsyncIterator[World]:
+async def keep(
+    name: str,
+    join: Callable[[], Awaitable[World]],
+    newest: Callable[[], World | None],
+) -> AsyncIterator[World]:
     """Yield a ready world, and its next incarnation whenever it is over.
 
     Ends when this process closes the world or its manager. An incarnation that a member
@@ -77,7 +81,13 @@ async def keep(name: str, join: Callable[[], Awaitable[World]]) -> AsyncIterator
         except WorldClosedError:
             return
         failures = 0
-        yield world
-        await world.wait_incomplete()
-        if world.is_closed:
+        while True:
+            yield world
+            await world.wait_incomplete()
+            # It may have been reformed or grown meanwhile.
+            newer = newest()
+            if newer is None or newer is world or not newer.is_ready:
+                break
+            world = newer
+        if world.is_closed and newer in (None, world):
             return

@@ -238,6 +238,9 @@ def _opened(life: Life) -> tuple[Life, tuple[Action, ...]]:
 
 
 def _said_left(life: Life, rank: int) -> tuple[Life, tuple[Action, ...]]:
+    if life.phase is Phase.BROKEN and _is_other(life, rank):
+        # It will not go on from here; whoever reforms need not wait for it.
+        return replace(life, left=life.left | {rank}), ()
     if life.is_over or rank in life.left or not _is_other(life, rank):
         return life, ()
     event = MemberLeft(world=life.world, epoch=life.epoch, rank=rank)
@@ -355,8 +358,6 @@ def _close_asked(life: Life) -> tuple[Life, tuple[Action, ...]]:
         return life, ()
     event = Publish(WorldClosed(world=life.world, epoch=life.epoch))
     closed = replace(life, phase=Phase.CLOSED)
-    if life.phase is Phase.BROKEN:
-        return closed, (event,)
     if life.phase is Phase.JOINING:
         # The others wait for this member: to them it is no leave.
         reason = f"rank {life.rank} gave up while joining"

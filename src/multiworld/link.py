@@ -14,12 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from multiworld.rendezvous import frames
+from multiworld.rendezvous.framed import ENDED, Framed
 from multiworld.streams import Stream
 
 Message = dict[str, Any]
 
-READ_BYTES = 64 * 1024
 BYE: Message = {"op": "bye"}
 
 
@@ -63,23 +62,15 @@ class Link(Protocol):
 class SocketLink:
     """A link over a connected, non-blocking socket."""
 
-    def __init__(self, key: LinkKey, sock: Stream, owner: LinkOwner) -> None:
+    def __init__(self, key: LinkKey, stream: Stream, owner: LinkOwner) -> None:
         self.key = key
-        self._sock, self._owner = sock, owner
-        self._loop = asyncio.get_running_loop()
-        self._inbox, self._outbox = bytearray(), bytearray()
-        self._is_over = False
+        self._owner = owner
         self._said_bye = False
-        self._loop.add_reader(sock.fileno(), self._on_readable)
+        self._framed = Framed(stream, self._received, self._ended)
 
     def send(self, message: Message) -> None:
         """Queue a message and send what the socket takes at once."""
-        if self._is_over:
-            return
-        was_empty = not self._outbox
-        self._outbox += frames.encode(message)
-        if was_empty:
-            self._flush()
+        self._framed.send(message)
 
     def say_bye(self) -> None:
         """Tell the peer that the end which follows is meant."""
@@ -87,65 +78,27 @@ class SocketLink:
 
     def close(self) -> None:
         """Hang up."""
-        if self._is_over:
-            return
-        self._is_over = True
-        self._loop.remove_reader(self._sock.fileno())
-        self._loop.remove_writer(self._sock.fileno())
-        self._sock.close()
+        self._framed.close()
 
     def filenos(self) -> list[int]:
         """Return the descriptor that a forked child must close."""
-        return [] if self._is_over else [self._sock.fileno()]
+        fd = self._framed.fileno()
+        return [] if fd < 0 else [fd]
 
-    def _flush(self) -> None:
-        try:
-            sent = self._sock.send(self._outbox)
-        except (BlockingIOError, InterruptedError):
-            sent = 0
-        except OSError:
-            # Bytes may still wait to be read, the peer's last words among them: the
-            # reader finds the end behind them.
-            sent = len(self._outbox)
-        del self._outbox[:sent]
-        if self._outbox:
-            self._loop.add_writer(self._sock.fileno(), self._flush)
+    def _received(self, message: Message) -> None:
+        if message.get("op") == "bye":
+            self._said_bye = True
         else:
-            self._loop.remove_writer(self._sock.fileno())
+            self._owner.link_message(self, message)
 
-    def _on_readable(self) -> None:
-        try:
-            data = self._sock.recv(READ_BYTES)
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError as error:
-            self._end("its process ended or reset the connection", str(error))
-            return
-        if not data:
-            self._end("its process ended", "connection closed by peer")
-            return
-        self._inbox += data
-        try:
-            self._deliver()
-        except frames.FrameError as error:
-            self._end("it broke the protocol on its control link", str(error))
-
-    def _deliver(self) -> None:
-        while len(self._inbox) >= 4 and not self._is_over:
-            end = 4 + frames.decode_length(bytes(self._inbox[:4]))
-            if len(self._inbox) < end:
-                return
-            message = frames.decode_body(bytes(self._inbox[4:end]))
-            del self._inbox[:end]
-            if message.get("op") == "bye":
-                self._said_bye = True
-            else:
-                self._owner.link_message(self, message)
-
-    def _end(self, reason: str, evidence: str) -> None:
-        self.close()
-        if self._said_bye:
+    def _ended(self, evidence: str, is_broken: bool) -> None:
+        reason = "its process ended"
+        if is_broken:
+            reason = "it broke the protocol on its control link"
+        elif self._said_bye:
             reason, evidence = "it closed its manager", "it said so on its control link"
+        elif evidence != ENDED:
+            reason = "its process ended or reset the connection"
         self._owner.link_ended(self, reason, evidence)
 
 

@@ -112,7 +112,14 @@ class Ticked:
     """Time to judge; sent every ``tick_s``."""
 
 
-Observation = PeerJoined | PeerHeard | PeerClosed | Watched | Unwatched | Ticked
+@dataclass(frozen=True, slots=True)
+class Blinded:
+    """Sent instead of ``Ticked``: what has arrived could not be looked at."""
+
+
+Observation = (
+    PeerJoined | PeerHeard | PeerClosed | Watched | Unwatched | Ticked | Blinded
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +183,7 @@ class Liveness:
         self._peers: dict[PeerKey, _Peer] = {}
         self._ticked_at: float | None = None
         self._was_late = False
+        self._fresh_from = -math.inf  # what was said before counts for nothing
 
     def handle(self, observation: Observation, now: float) -> list[Finding]:
         """Take note of ``observation`` at ``now`` (monotonic seconds) and judge."""
@@ -184,6 +192,9 @@ class Liveness:
                 return self._heard(observation, now)
             case Ticked():
                 return self._tick(now)
+            case Blinded():
+                last, self._ticked_at = self._ticked_at, now
+                self._excuse(0.0 if last is None else now - last, now)
             case PeerJoined(key):
                 self._peers.setdefault(key, _Peer(heard_at=now, beat_at=now))
             case PeerClosed():
@@ -214,7 +225,9 @@ class Liveness:
         peer.turned_at = at - heard.lag_s if is_late else math.inf
         peer.is_computing = heard.is_computing
         # What it had not heard when it sent this may be under way.
-        peer.unheard_s = max(0.0, (heard.heard_us_s or 0.0) - self._room_s)
+        is_fresh = at > self._fresh_from
+        unheard_s = (heard.heard_us_s or 0.0) if is_fresh else 0.0
+        peer.unheard_s = max(0.0, unheard_s - self._room_s)
         if is_late or not peer.stalled:
             return []
         resumed, peer.stalled = sorted(peer.stalled), set()
@@ -258,10 +271,7 @@ class Liveness:
         late_s = 0.0 if last is None else max(0.0, now - last - self._tick_s)
         was_late, self._was_late = self._was_late, late_s > self._tick_s
         if self._was_late and not was_late:
-            for peer in self._peers.values():
-                peer.heard_at = min(now, peer.heard_at + late_s)
-                peer.beat_at = min(now, peer.beat_at + late_s)
-                peer.turned_at += late_s
+            self._excuse(late_s, now)
             return []
         # An observer that is late every time must judge all the same; what came since
         # its last tick may not be read yet, what came before that has been.
@@ -271,6 +281,16 @@ class Liveness:
             if max(quiet_s, peer.unheard_s) > peer.shortest_s:
                 findings += self._judge(key, peer, now - late_s)
         return findings
+
+    def _excuse(self, seconds: float, now: float) -> None:
+        """Add the observer's own delay to everybody's account."""
+        # Peers may have missed this process meanwhile, and say so for a while.
+        self._fresh_from = now + self._room_s
+        for peer in self._peers.values():
+            peer.heard_at = min(now, peer.heard_at + seconds)
+            peer.beat_at = min(now, peer.beat_at + seconds)
+            peer.turned_at += seconds
+            peer.unheard_s = 0.0
 
     def _judge(self, key: PeerKey, peer: _Peer, now: float) -> list[Finding]:
         findings: list[Finding] = []

@@ -103,3 +103,11 @@ class Incarnation:
     def size(self) -> int:
         """World size."""
         return len(self.members)
+
+
+class MemberUnreachableError(ConnectionError):
+    """A member that was admitted could not be connected to."""
+
+    def __init__(self, rank: int, why: str) -> None:
+        self.rank = rank
+        super().__init__(f"rank {rank} could not be reached: {why}")

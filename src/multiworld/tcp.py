@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import ipaddress
 import socket
+from typing import Any
 
 TCP_THIN_LINEAR_TIMEOUTS = 16
 TCP_RTO_MAX_MS = 44
@@ -30,3 +33,33 @@ def persist(sock: socket.socket) -> None:
     for option, value in options:
         with contextlib.suppress(OSError):  # an older kernel
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+UNIX_BUFFER_BYTES = 1 << 20
+"""Socket buffer on one host; Linux's default of 208 KiB makes a stream stop and go."""
+
+
+def tune(sock: socket.socket) -> None:
+    """Set a fresh connection's options: non-blocking, no delay, wide enough."""
+    sock.setblocking(False)
+    if sock.family == socket.AF_UNIX:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNIX_BUFFER_BYTES)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, UNIX_BUFFER_BYTES)
+    else:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        persist(sock)
+
+
+async def resolve(host: str, port: int) -> tuple[int, Any]:
+    """Return family and socket address of ``host``; no look-up if it is a number.
+
+    Raises:
+        OSError: The name is unknown.
+    """
+    try:
+        version = ipaddress.ip_address(host).version
+    except ValueError:
+        loop = asyncio.get_running_loop()
+        info = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        return info[0][0], info[0][4]
+    return (socket.AF_INET6 if version == 6 else socket.AF_INET), (host, port)

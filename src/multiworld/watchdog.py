@@ -10,7 +10,6 @@ Of two managers, the one with the smaller uid dials; so no two connections ever 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import math
 import secrets
@@ -18,15 +17,18 @@ import socket
 import time
 import weakref
 from collections import Counter, deque
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from multiworld import heartbeat
-from multiworld.beating import Heart, Mode, Report
+from multiworld.beating import Mode, Report
+from multiworld.beats import Beats
 from multiworld.early import EarlyMessages
-from multiworld.endpoint import Endpoint, dial
+from multiworld.endpoint import Endpoint, dialing_filenos, reach
 from multiworld.link import Link, LinkKey, LocalLink, SocketLink
 from multiworld.liveness import (
+    Blinded,
     Finding,
     Limits,
     Liveness,
@@ -38,9 +40,17 @@ from multiworld.liveness import (
     Unwatched,
     Watched,
 )
-from multiworld.membership import Address, Incarnation, Member, this_host
+from multiworld.membership import (
+    Address,
+    Incarnation,
+    Member,
+    MemberUnreachableError,
+    this_host,
+)
+from multiworld.rendezvous.handshake import HandshakeError, refusal
 from multiworld.security import Security
 from multiworld.streams import Stream
+from multiworld.waiting_lanes import WaitingLanes
 
 __all__ = ["WatchDog"]
 
@@ -48,24 +58,18 @@ logger = logging.getLogger("multiworld.watchdog")
 
 Message = dict[str, Any]
 
+PROBE_S = 1.0
+"""Seconds that the side which does not dial waits before it looks whether the other is
+there at all; one that died between admission and dialing would cost all of join_s."""
+
+AGAIN_S = (0.0, 0.2, 0.5, 1.0, 2.0)
+"""Pauses between attempts to make another connection for beats."""
+
 SILENT_S = 60.0
 """Seconds of silence after which a link that no world uses is given up."""
 
-CROWDED_S = (0.05, 0.2, 0.5)
-"""Pauses before another attempt with a listener that had too many at its door."""
-
-LANE_S = 60.0
-"""Seconds that a connection waits for an incarnation nobody here knows yet."""
 
 RETIRED_LIMIT = 4096
-
-
-class MemberUnreachableError(ConnectionError):
-    """A member that was admitted could not be connected to."""
-
-    def __init__(self, rank: int, why: str) -> None:
-        self.rank = rank
-        super().__init__(f"rank {rank} could not be reached: {why}")
 
 
 class WorldPort(Protocol):
@@ -80,15 +84,12 @@ class WorldPort(Protocol):
 
 @dataclass(slots=True)
 class _Peer:
-    """One link, and the beats that go with it."""
+    """One link, and what goes with it."""
 
     link: Link
     seal: bytes = b""
-    beat: socket.socket | None = None
-    beat_number: int = 0
-    datagrams: socket.socket | None = None
-    """For beats beside the connection, until the peer says where it listens."""
-    datagram_port: int = 0
+    address: Address | None = None
+    """Where to dial it again, if this side dials."""
     worlds: dict[int, int] = field(default_factory=dict)  # nonce -> rank
 
 
@@ -121,20 +122,17 @@ class WatchDog:
         self.security = security or Security()
         self._is_enabled = is_enabled
         self._liveness = Liveness(heartbeat.BEAT_S)
-        self._heart = Heart(self._on_report)
-        self._beating: dict[int, str] = {}
+        self._beats = Beats(mode, self._on_heard, self._beats_ended)
         self._endpoints: dict[str, Endpoint] = {}
         self._peers: dict[LinkKey, _Peer] = {}
         self._awaited: dict[LinkKey, asyncio.Future[None]] = {}
-        self._dialing: dict[LinkKey, asyncio.Lock] = {}
+        self._linking: dict[LinkKey, asyncio.Task[None]] = {}
         self._worlds: dict[int, _Attached] = {}
         self._early = EarlyMessages[LinkKey, Message]()
         self._retired: deque[int] = deque(maxlen=RETIRED_LIMIT)
-        self._lanes: dict[tuple[int, int, str], asyncio.Future[Stream]] = {}
-        self._lanes_since: dict[tuple[int, int, str], float] = {}
+        self._lanes = WaitingLanes()
         self._ticker: asyncio.Task[None] | None = None
         self._is_closed = False
-        self._mode = mode
         _watchdogs[uid] = self
 
     # What worlds use.
@@ -146,6 +144,7 @@ class WatchDog:
             return Address(host="", port=0, unix="", boot=where.boot, netns=where.netns)
         if host not in self._endpoints:
             self._endpoints[host] = Endpoint.listen(host, self, self.security)
+            self._start_ticking()
         return self._endpoints[host].address
 
     async def attach(
@@ -162,26 +161,48 @@ class WatchDog:
 
         Cancellation: safe; call ``detach`` afterwards.
         """
-        me = incarnation.members[rank]
-        attached = _Attached(port, {})
-        self._worlds[incarnation.nonce] = attached
-        for member in incarnation.members:
-            if member.rank == rank:
-                continue
-            key = self._key(me, member)
-            try:
-                await self._link(key, member)
-            except OSError as error:
-                raise MemberUnreachableError(member.rank, str(error)) from error
-            peer = self._peers.get(key)
-            if peer is None:
-                raise MemberUnreachableError(member.rank, "it ended while joining")
-            attached.peers[member.rank] = key
-            peer.worlds[incarnation.nonce] = member.rank
-            judged = self._is_enabled and not isinstance(peer.link, LocalLink)
-            watched = limits if judged else Limits(math.inf)
-            self._observe(Watched(_name(key), incarnation.nonce, watched))
-            self._replay(incarnation.nonce, key)
+        attached = self._worlds[incarnation.nonce] = _Attached(port, {})
+        loop = asyncio.get_running_loop()
+        # All at once: one that cannot be reached must not hide the others.
+        reaching = [
+            loop.create_task(self._attach(incarnation, rank, member, attached, limits))
+            for member in incarnation.members
+            if member.rank != rank
+        ]
+        try:
+            await asyncio.gather(*reaching)
+        finally:
+            for task in reaching:
+                task.cancel()
+            await asyncio.gather(*reaching, return_exceptions=True)
+
+    async def _attach(
+        self,
+        incarnation: Incarnation,
+        rank: int,
+        member: Member,
+        attached: _Attached,
+        limits: Limits,
+    ) -> None:
+        key = self._key(incarnation.members[rank], member)
+        try:
+            await self._link(key, member)
+        except OSError as error:
+            raise MemberUnreachableError(member.rank, str(error)) from error
+        peer = self._peers.get(key)
+        if peer is None:
+            raise MemberUnreachableError(member.rank, "it ended while joining")
+        attached.peers[member.rank] = key
+        peer.worlds[incarnation.nonce] = member.rank
+        judged = self._is_enabled and not isinstance(peer.link, LocalLink)
+        watched = limits if judged else Limits(math.inf)
+        self._observe(Watched(_name(key), incarnation.nonce, watched))
+        self._replay(incarnation.nonce, key)
+
+    def linked(self, nonce: int) -> frozenset[int]:
+        """Return the ranks that there is a link to, for an incarnation."""
+        attached = self._worlds.get(nonce)
+        return frozenset() if attached is None else frozenset(attached.peers)
 
     def detach(self, nonce: int) -> None:
         """Stop to watch for an incarnation; its messages are dropped from now on."""
@@ -200,8 +221,7 @@ class WatchDog:
         if nonce not in self._retired:
             self._retired.append(nonce)
         self._early.drop(nonce)
-        for lane_key in [key for key in self._lanes if key[0] == nonce]:
-            _discard(self._lanes.pop(lane_key))
+        self._lanes.drop(nonce)
 
     def tell(self, nonce: int, rank: int, message: Message) -> None:
         """Send a control message about an incarnation to one member; never waits."""
@@ -231,19 +251,11 @@ class WatchDog:
                 return await self._reach(member.address, hello)
             except OSError as error:
                 raise MemberUnreachableError(peer, str(error)) from error
-        future = self._lane_future((incarnation.nonce, peer, channel))
-        try:
-            return await future
-        except asyncio.CancelledError:
-            _discard(future)
-            raise
-        finally:
-            self._lanes.pop((incarnation.nonce, peer, channel), None)
+        return await self._lanes.get((incarnation.nonce, peer, channel))
 
     def has_lane(self, nonce: int, rank: int, channel: str) -> bool:
         """Tell whether a connection that a member opened waits to be taken."""
-        future = self._lanes.get((nonce, rank, channel))
-        return future is not None and future.done() and not future.cancelled()
+        return self._lanes.has((nonce, rank, channel))
 
     def dials(self, member: Member) -> bool:
         """Tell whether this manager dials ``member``, rather than waits for it."""
@@ -257,7 +269,7 @@ class WatchDog:
     @property
     def helper_pid(self) -> int | None:
         """The process that beats for this one, if there is one."""
-        return self._heart.helper_pid
+        return self._beats.helper_pid
 
     @property
     def refused(self) -> Counter[str]:
@@ -266,16 +278,11 @@ class WatchDog:
 
     def filenos(self) -> list[int]:
         """Return the descriptors that a forked child must close."""
-        found = self._heart.filenos()
+        found = self._beats.filenos() + self._lanes.filenos() + dialing_filenos()
         for endpoint in self._endpoints.values():
             found += endpoint.filenos()
         for peer in self._peers.values():
             found += peer.link.filenos()
-            own = (peer.beat, peer.datagrams)
-            found += [sock.fileno() for sock in own if sock is not None]
-        for lane in self._lanes.values():
-            if lane.done() and not lane.cancelled():
-                found.append(lane.result().fileno())
         return found
 
     def close_nowait(self, *, politely: bool = True) -> None:
@@ -291,13 +298,14 @@ class WatchDog:
             if politely:
                 peer.link.say_bye()
             self._drop(peer)
-        for lane in self._lanes.values():
-            _discard(lane)
+        self._lanes.close()
         for awaited in self._awaited.values():
-            _discard(awaited)
+            awaited.cancel()
+        for linking in list(self._linking.values()):
+            linking.cancel()
         for endpoint in self._endpoints.values():
             endpoint.close_nowait()
-        self._heart.close()
+        self._beats.close()
 
     async def close(self) -> None:
         """End everything, politely, and wait until it has ended."""
@@ -318,41 +326,86 @@ class WatchDog:
         if not member.address.host:
             self._join_local(key, member)
         elif self.dials(member):
-            async with self._dialing.setdefault(key, asyncio.Lock()):
-                if key not in self._peers:
-                    await self._dial(key, member.address)
-            self._dialing.pop(key, None)
+            await self._once(key, lambda: self._dial(key, member.address))
         else:
-            await asyncio.shield(self._await_link(key))
+            await self._wait_for_link(key, member)
+
+    async def _once(
+        self, key: LinkKey, dial: Callable[[], Coroutine[Any, Any, None]]
+    ) -> None:
+        """Dial in a task of our own: a join that is cancelled must not cut the link
+        that another world has begun to use."""
+        if key not in self._linking:
+            loop = asyncio.get_running_loop()
+            task = self._linking[key] = loop.create_task(
+                dial(), name=f"multiworld dial {key.peer[:8]}"
+            )
+            task.add_done_callback(lambda _: self._linking.pop(key, None))
+            task.add_done_callback(_forget_error)
+        await asyncio.shield(self._linking[key])
+
+    async def _wait_for_link(self, key: LinkKey, member: Member) -> None:
+        """Wait for the other side to dial; look now and then whether it is there."""
+        awaited = self._await_link(key)
+        while True:
+            done, _ = await asyncio.wait((awaited,), timeout=PROBE_S)
+            if done:
+                awaited.result()
+                return
+            await self._reach(member.address, {"kind": "probe", "to": member.uid})
 
     async def _dial(self, key: LinkKey, address: Address) -> None:
-        hello = {
+        fresh = secrets.token_hex(16)
+        seal = self._seal_of(fresh)
+        hello = {"kind": "link", "seal": fresh, **self._ends_of(key)}
+        control = await self._reach(address, hello)
+        try:
+            beat = await self._dial_beats(key, address, seal)
+        except BaseException:
+            control.close()
+            raise
+        peer = self._add(SocketLink(key, control, self), seal)
+        peer.address = address
+        self._beats.begin(peer.link, beat, seal, dialed=True)
+
+    async def _dial_beats(
+        self, key: LinkKey, address: Address, seal: bytes
+    ) -> socket.socket:
+        # The link's seal is the secret: who does not hold it has no part in this link.
+        hello = {"kind": "beat", **self._ends_of(key)}
+        beat = await self._reach(address, hello, Security(secret=seal))
+        assert isinstance(beat, socket.socket)
+        return beat
+
+    async def _dial_beats_again(self, key: LinkKey) -> None:
+        for pause_s in AGAIN_S:
+            peer = self._peers.get(key)
+            if peer is None or peer.address is None:
+                return
+            try:
+                beat = await self._dial_beats(key, peer.address, peer.seal)
+            except OSError as error:
+                logger.info("no connection for beats with %s: %s", key.peer, error)
+                await asyncio.sleep(pause_s)
+                continue
+            if self._peers.get(key) is peer:
+                self._beats.begin(peer.link, beat, peer.seal, dialed=True)
+            else:
+                beat.close()
+            return
+
+    def _ends_of(self, key: LinkKey) -> Message:
+        return {
             "from": self.uid,
             "to": key.peer,
             "from_host": key.local_host,
             "to_host": key.remote_host,
         }
-        fresh = secrets.token_hex(16)
-        seal = self._seal_of(fresh)
-        link_hello = {"kind": "link", "seal": fresh, **hello}
-        control = await self._reach(address, link_hello)
-        try:
-            beat_hello = {"kind": "beat", "proof": _beat_proof(seal), **hello}
-            beat = await self._reach(address, beat_hello)
-        except BaseException:
-            control.close()
-            raise
-        assert isinstance(beat, socket.socket)
-        self._take_beat(self._add(SocketLink(key, control, self), seal), beat)
 
-    async def _reach(self, address: Address, hello: Message) -> Stream:
-        """Dial; try again if the other side was too crowded to listen."""
-        for pause_s in CROWDED_S:
-            try:
-                return await dial(address, hello, self.security)
-            except ConnectionResetError:
-                await asyncio.sleep(pause_s)
-        return await dial(address, hello, self.security)
+    async def _reach(
+        self, address: Address, hello: Message, security: Security | None = None
+    ) -> Stream:
+        return await reach(address, hello, security or self.security)
 
     def _seal_of(self, fresh: str) -> bytes:
         """Return the key that seals the beats of one link.
@@ -376,10 +429,13 @@ class WatchDog:
         awaited = self._awaited.pop(link.key, None)
         if awaited is not None and not awaited.done():
             awaited.set_result(None)
+        self._start_ticking()
+        return peer
+
+    def _start_ticking(self) -> None:
         if self._ticker is None:
             loop = asyncio.get_running_loop()
             self._ticker = loop.create_task(self._tick(), name="multiworld watchdog")
-        return peer
 
     def _await_link(self, key: LinkKey) -> asyncio.Future[None]:
         if key not in self._awaited:
@@ -388,48 +444,26 @@ class WatchDog:
 
     def _drop(self, peer: _Peer) -> None:
         peer.link.close()
-        if peer.beat is not None:
-            self._heart.remove(peer.beat_number)
-            self._beating.pop(peer.beat_number, None)
-            peer.beat.close()
-            peer.beat = None
-        if peer.datagrams is not None:
-            peer.datagrams.close()
-            peer.datagrams = None
+        self._beats.end(peer.link.key)
 
     # Beats.
 
-    def _take_beat(self, peer: _Peer, sock: socket.socket) -> None:
-        peer.beat = sock
-        # At once: the peer may watch this process before this one has come so far.
-        peer.beat_number = self._heart.add(sock, peer.seal, self._mode)
-        self._beating[peer.beat_number] = _name(peer.link.key)
-        if sock.family != socket.AF_UNIX:
-            peer.datagrams = _datagram_socket(peer.link.key.local_host)
-        if peer.datagrams is not None:
-            port = peer.datagrams.getsockname()[1]
-            peer.link.send({"op": "datagrams", "port": port})
-            self._join_datagrams(peer)
+    def _beats_ended(self, key: LinkKey) -> None:
+        """Make another connection: its end alone says nothing about the process."""
+        peer = self._peers.get(key)
+        if peer is None or peer.address is None or key in self._linking:
+            return
+        loop = asyncio.get_running_loop()
+        task = self._linking[key] = loop.create_task(
+            self._dial_beats_again(key), name=f"multiworld beats {key.peer[:8]}"
+        )
+        task.add_done_callback(lambda _: self._linking.pop(key, None))
+        task.add_done_callback(_forget_error)
 
-    def _join_datagrams(self, peer: _Peer) -> None:
-        """Beat over UDP too, once both sides have said where they listen."""
-        if peer.datagrams is None or not peer.datagram_port:
-            return
-        sock, peer.datagrams = peer.datagrams, None
-        try:
-            sock.connect((peer.link.key.remote_host, peer.datagram_port))
-        except OSError:
-            sock.close()
-            return
-        self._heart.add_datagrams(peer.beat_number, sock)
-
-    def _on_report(self, number: int, report: Report) -> None:
-        name = self._beating.get(number)
-        if name is None:
-            return
+    def _on_heard(self, key: LinkKey, report: Report) -> None:
         self._observe(
             PeerHeard(
-                peer=name,
+                peer=_name(key),
                 at=report.at,
                 state=ProcessState(report.state),
                 lag_s=report.lag_s,
@@ -439,11 +473,18 @@ class WatchDog:
         )
 
     async def _tick(self) -> None:
+        """Judge, for as long as the manager lives. A supervisor: whatever goes wrong
+        in one turn must not end the watch."""
         while True:
             await asyncio.sleep(heartbeat.BEAT_S)
-            await self._heart.tick()  # what has arrived is read before anyone is judged
-            self._observe(Ticked())
-            self._purge()
+            try:
+                # What has arrived is read before anyone is judged, or nobody is.
+                is_told = await self._beats.tick()
+                self._observe(Ticked() if is_told else Blinded())
+                self._purge()
+            except Exception:
+                logger.exception("the watchdog goes on after an error")
+                self._observe(Blinded())
 
     def _observe(self, observation: Any) -> None:
         for finding in self._liveness.handle(observation, time.monotonic()):
@@ -461,10 +502,8 @@ class WatchDog:
         nonce = message.get("nonce")
         peer = self._peers.get(link.key)
         if not isinstance(nonce, int):
-            port = message.get("port")
-            if peer is not None and isinstance(port, int) and 0 < port < 65536:
-                peer.datagram_port = port
-                self._join_datagrams(peer)
+            if peer is not None and message.get("op") == "datagrams":
+                self._beats.datagrams_at(link.key, message.get("port"))
             return
         rank = None if peer is None else peer.worlds.get(nonce)
         if rank is not None and nonce in self._worlds:
@@ -490,15 +529,11 @@ class WatchDog:
     def _purge(self) -> None:
         now = time.monotonic()
         self._early.purge(now)
-        for lane, since in list(self._lanes_since.items()):
-            if lane not in self._lanes:
-                del self._lanes_since[lane]
-            elif lane[0] not in self._worlds and now - since > LANE_S:
-                _discard(self._lanes.pop(lane))
+        self._lanes.purge(self._worlds, now)
         for key, peer in list(self._peers.items()):
             # Nobody needs it, and its host may be gone without a word.
             silent_s = self._liveness.silent_s(_name(key), now)
-            if not peer.worlds and silent_s > SILENT_S and peer.beat is not None:
+            if not peer.worlds and silent_s > SILENT_S and self._beats.has(key):
                 self.link_ended(peer.link, "it has been silent", "no world needed it")
 
     # Acceptor.
@@ -510,33 +545,41 @@ class WatchDog:
         match hello["kind"]:
             case "link" if hello["to"] != self.uid:
                 return f"this is manager {self.uid}, not {hello['to']}"
-            case "beat":
-                return self._refuse_beat(hello)
+            case "probe" if hello["to"] != self.uid:
+                return f"this is manager {self.uid}, not {hello['to']}"
+            case "lane" if self._is_crowded(hello):
+                return "too many lanes wait for incarnations that nobody knows"
             case "lane" if int(hello["nonce"]) in self._retired:
                 return "that incarnation of the world is over"
-            case "link" | "lane":
+            case "link" | "lane" | "beat" | "probe":
                 return None
             case other:
                 return f"unknown kind of connection {other!r}"
 
-    def _refuse_beat(self, hello: Message) -> str | None:
+    def _is_crowded(self, hello: Message) -> bool:
+        return int(hello["nonce"]) not in self._worlds and self._lanes.is_full
+
+    def security_for(self, hello: Message) -> Security | None:
+        """Beats show the seal of their link; everything else what all must."""
+        if hello.get("kind") != "beat":
+            return None
         peer = self._peers.get(self._inbound_key(hello))
-        if peer is None:
-            return "no control link to go with these beats"
-        if peer.beat is not None:
-            return "these beats have a connection already"
-        if not hmac.compare_digest(str(hello["proof"]), _beat_proof(peer.seal)):
-            return "these beats do not belong to that control link"
-        return None
+        if peer is None or not peer.seal:
+            why = "no control link to go with these beats"
+            raise HandshakeError("refused", why, answer=refusal(why))
+        return Security(secret=peer.seal)
+
+    def turned_away(self, hello: Message, error: HandshakeError, where: object) -> None:
+        """Nobody here waits for one who was refused."""
 
     def take(self, sock: Stream, hello: Message) -> None:
         """Own an accepted connection."""
+        if hello["kind"] == "probe":
+            sock.close()  # it only wanted to know whether this manager is there
+            return
         if hello["kind"] == "lane":
             key = int(hello["nonce"]), int(hello["rank"]), str(hello["channel"])
-            future = self._lane_future(key)
-            if future.done():
-                raise ValueError("that lane is there already")
-            future.set_result(sock)
+            self._lanes.put(key, sock)
             return
         link = self._inbound_key(hello)
         if hello["kind"] == "link":
@@ -546,45 +589,20 @@ class WatchDog:
             self._add(SocketLink(link, sock, self), self._seal_of(str(hello["seal"])))
         else:
             assert isinstance(sock, socket.socket)
-            self._take_beat(self._peers[link], sock)
+            peer = self._peers[link]
+            self._beats.begin(peer.link, sock, peer.seal, dialed=False)
 
     def _inbound_key(self, hello: Message) -> LinkKey:
         return LinkKey(
             str(hello["from"]), str(hello["to_host"]), str(hello["from_host"])
         )
 
-    def _lane_future(self, key: tuple[int, int, str]) -> asyncio.Future[Stream]:
-        if key not in self._lanes:
-            self._lanes[key] = asyncio.get_running_loop().create_future()
-            self._lanes_since[key] = time.monotonic()
-        return self._lanes[key]
 
-
-def _beat_proof(seal: bytes) -> str:
-    """Return what shows that a connection for beats belongs to a link."""
-    return heartbeat.seal(b"beats", seal).hex()
+def _forget_error(task: asyncio.Task[None]) -> None:
+    """Note that whoever wanted to know of an error has been told."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _name(key: LinkKey) -> str:
     return f"{key.peer}|{key.local_host}|{key.remote_host}"
-
-
-def _datagram_socket(host: str) -> socket.socket | None:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-    try:
-        sock.bind((host, 0))
-    except OSError:
-        sock.close()
-        return None
-    return sock
-
-
-def _discard(future: asyncio.Future[Any]) -> None:
-    """Cancel a future, or close the connection that it holds."""
-    if not future.done():
-        future.cancel()
-    elif not future.cancelled() and future.exception() is None:
-        result = future.result()
-        if result is not None:
-            result.close()

@@ -222,10 +222,17 @@ class WorldLife:
         self.report(Opened())
 
     @property
+    def unlinked(self) -> tuple[int, ...]:
+        """Ranks that there is no link to."""
+        linked = self._watchdog.linked(self.incarnation.nonce)
+        return tuple(rank for rank in self._others() if rank not in linked)
+
+    @property
     def missing(self) -> tuple[int, ...]:
-        """Ranks that have not said that they are ready."""
+        """Ranks that are waited for: those without a link, or else not ready yet."""
         size = self.incarnation.size
-        return tuple(r for r in range(size) if r not in self._ready_ranks)
+        unready = tuple(r for r in range(size) if r not in self._ready_ranks)
+        return self.unlinked or unready
 
     async def _wait_ready(self) -> None:
         await asyncio.shield(self._all_ready)
@@ -247,7 +254,8 @@ class WorldLife:
         raise self.broken_error()
 
     def _check_ready(self) -> None:
-        if not self.missing and not self._all_ready.done():
+        is_complete = len(self._ready_ranks) == self.incarnation.size
+        if is_complete and not self._all_ready.done():
             self._all_ready.set_result(None)
 
     # The end.

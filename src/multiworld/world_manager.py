@@ -12,8 +12,9 @@ import contextlib
 import os
 import secrets
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -93,7 +94,7 @@ class WorldManager:
             linger=self._linger,
             closing=self._closing,
         )
-        self._admission = Admission(self._uid, self._watchdog, around)
+        self._admission = Admission(self._uid, self._watchdog, around, self)
         self._is_closed = False
         self._is_forked = False
         self._communicator = WorldCommunicator(self)
@@ -222,9 +223,35 @@ class WorldManager:
         _check_wish(wish)
         self._security.check_backend(backend)
         self._reserve(name)
-        joining = self._loop.create_task(
-            self._admission.join(wish), name=f"multiworld join {name}"
-        )
+        return await self._exclusively(name, self._admission.join(wish))
+
+    async def reform(self, name: str) -> World:
+        """Go on in a smaller world, without the lost: ``World.reform`` by name.
+
+        Raises:
+            As ``World.reform``; WorldExistsError: It is being joined or changed.
+
+        Cancellation: the claim is withdrawn; the world stays as it is.
+        """
+        self._check_usable(name)
+        self._check_free(name)
+        return await self._exclusively(name, self._admission.reform(name))
+
+    async def grow(self, name: str, to: int) -> World:
+        """Let newcomers into a living world: ``World.grow`` by name.
+
+        Raises:
+            As ``World.grow``; WorldExistsError: It is being joined or changed.
+
+        Cancellation: the claim is withdrawn; the world stays as it is.
+        """
+        self._check_usable(name)
+        self._check_free(name)
+        return await self._exclusively(name, self._admission.grow(name, to))
+
+    async def _exclusively(self, name: str, step: Coroutine[Any, Any, World]) -> World:
+        """Do one thing at a time with a name, and none after the manager is closed."""
+        joining = self._loop.create_task(step, name=f"multiworld join {name}")
         self._joining[name] = joining
         try:
             return await joining
@@ -234,7 +261,8 @@ class WorldManager:
                 raise self._closed_error(name) from None
             raise
         finally:
-            self._joining.pop(name, None)
+            if self._joining.get(name) in (joining, None):
+                self._joining.pop(name, None)
 
     def keep(
         self,
@@ -289,7 +317,7 @@ class WorldManager:
                 device=device,
             )
 
-        return keep(name, join)
+        return keep(name, join, lambda: self.worlds.get(name))
 
     def _check_usable(self, name: str) -> None:
         if self._is_forked:
@@ -305,12 +333,23 @@ class WorldManager:
             "this WorldManager is closed; make a new one", world=name
         )
 
-    def _reserve(self, name: str) -> None:
-        world = self.worlds.get(name)
+    def _check_free(self, name: str) -> None:
         if name in self._joining:
             raise WorldExistsError(
-                f"this process is joining world {name!r} already", world=name
+                f"this process is joining or changing world {name!r} already",
+                world=name,
             )
+
+    async def _stop_changing(self, name: str) -> None:
+        """Call off what is being done with a name."""
+        task = self._joining.get(name)
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def _reserve(self, name: str) -> None:
+        world = self.worlds.get(name)
+        self._check_free(name)
         if world is not None and not _is_spent(world):
             raise WorldExistsError(
                 f"this process is in world {name!r} already (rank {world.rank}, epoch "
@@ -379,7 +418,9 @@ class WorldManager:
         Cancellation: the world is left all the same.
         """
         self.world(name)
-        await self._admission.end(self._admission.life(name))
+        await self._stop_changing(name)
+        if name in self.worlds:
+            await self._admission.end(self._admission.life(name))
 
     def _linger(self, connection: Lingering) -> None:
         self._lingering = {c for c in self._lingering if c.fileno() >= 0}
@@ -453,6 +494,9 @@ class WorldManager:
         if self._reserved.pop(world_name, None) is not None:
             return
         self.world(world_name)
+        changing = self._joining.get(world_name)
+        if changing is not None:
+            changing.cancel()
         life = self._admission.take_out(world_name)
         life.report(CloseAsked())  # the others are told now, whatever the loop does
         task = self._loop.create_task(

@@ -8,9 +8,12 @@ content at a steady rate meanwhile.
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -252,3 +255,52 @@ async def test_loss_of_the_stores_host_hurts_no_ready_world(country: Country) ->
     failure = await country.citizens[0].report(40)
     assert isinstance(failure, StoreUnreachableError), failure
     await country.undisturbed()
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.parametrize("kill", [False, True])
+@pytest.mark.parametrize("example", ["send_recv", "all_reduce"])
+def test_examples_run_across_hosts(example: str, kill: bool) -> None:
+    """The leader on one host, a worker of each world on each of two others."""
+    steps = "60"
+    with Hosts(3) as hosts, ExitStack() as stack:
+        base = [sys.executable, str(EXAMPLES / f"{example}.py")]
+        base += ["--addr", f"{hosts[0].address}:29500", "--size", "3"]
+        base += ["--steps", steps]
+
+        def start(host: Host, *worlds: str) -> subprocess.Popen[str]:
+            options = [part for world in worlds for part in ("--world", world)]
+            process = subprocess.Popen(
+                host.command(*base, *options),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                cwd=EXAMPLES,
+            )
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            if process.stdout is not None:
+                stack.callback(process.stdout.close)
+            return process
+
+        leader = start(hosts[0], "1:0", "2:0")
+        workers = {
+            (world, rank): start(hosts[rank], f"{world}:{rank}")
+            for world in (1, 2)
+            for rank in (1, 2)
+        }
+        assert leader.stdout is not None
+        lines = []
+        for line in leader.stdout:
+            lines.append(line)
+            if kill and "world2" in line and "step 15" in line:
+                workers[2, 1].kill()
+        text = "".join(lines)
+        assert f"[world1 rank 0] all {steps} steps done" in text, text
+        if kill:
+            assert "[world2 rank 0] stopped" in text
+            assert "rank 1 was lost" in text
+        else:
+            assert f"[world2 rank 0] all {steps} steps done" in text

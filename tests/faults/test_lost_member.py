@@ -28,12 +28,15 @@ from tests import bodies
 from tests.traffic import Traffic
 
 CONFIGS = {
-    "direct": ("direct", WorldConfig(join_s=20)),
-    "gloo": ("gloo", WorldConfig(join_s=20)),
-    "gloo-own-p2p": ("gloo", WorldConfig(join_s=20, host_p2p="backend")),
+    "direct": ("direct", WorldConfig(join_s=20, silence_s=1.0)),
+    "gloo": ("gloo", WorldConfig(join_s=20, silence_s=1.0)),
+    "gloo-own-p2p": (
+        "gloo",
+        WorldConfig(join_s=20, silence_s=1.0, host_p2p="backend"),
+    ),
 }
 NOTICE_S = 20.0
-"""A hang bound, not a timing: silence is 2 s by default."""
+"""A hang bound, not a timing."""
 
 Mode = Callable[[Child], None]
 MODES: dict[str, Mode] = {
@@ -115,6 +118,21 @@ async def test_lost_member_in_every_phase(
 async def test_lost_member_in_every_mode(stage: Stage, mode: str) -> None:
     """However the process ends, the loss is named."""
     await _lose(stage, mode, "in recv", *CONFIGS["direct"])
+
+
+@pytest.mark.parametrize("end", ["raise", "return"])
+async def test_program_that_ends_without_closing_is_lost(
+    stage: Stage, end: str
+) -> None:
+    """An exception that nobody catches, or a main function that is simply done."""
+    child = stage.fleet.start(bodies.careless, "w", stage.store)
+    world = await stage.manager.join("w", rank=0, size=2, store=stage.store)
+    assert await child.report() == "ready"
+    child.order(end)
+    async with asyncio.timeout(NOTICE_S):
+        error = await _error_of(world.recv(src=1))
+    assert isinstance(error, MemberLostError), error
+    assert "ended" in error.reason
 
 
 async def _lose(

@@ -28,7 +28,7 @@ LAYERS = (
         "tcp",
     },
     {"backends"},
-    {"beating", "endpoint", "link", "watchdog"},
+    {"beating", "beats", "endpoint", "link", "waiting_lanes", "watchdog"},
     {
         "admission",
         "keeping",
@@ -48,6 +48,7 @@ PURE = [
     "early",
     "lifecycle",
     "liveness",
+    "rendezvous/claims",
     "rendezvous/reforming",
     "rendezvous/registry",
     "rendezvous/values",

@@ -138,11 +138,14 @@ def test_close_when_ready_then_others_are_told() -> None:
     assert play(Opened(), CloseAsked(), CloseAsked())[1] == []
 
 
-def test_close_when_broken_then_nobody_is_told() -> None:
-    """They know."""
+def test_close_when_broken_then_the_others_need_not_wait_for_it() -> None:
+    """Those who go on from here must know who does not."""
     _, actions = play(Opened(), WasLost(1, "x"), CloseAsked())
     assert published(actions) == [WorldClosed]
-    assert not any(isinstance(action, TellLeft) for action in actions)
+    assert isinstance(actions[0], TellLeft)
+    life, actions = play(Opened(), WasLost(1, "x"), SaidLeft(2))
+    assert life.left == {2}
+    assert actions == []
 
 
 def test_close_when_joining_then_the_others_are_told_that_it_gave_up() -> None:

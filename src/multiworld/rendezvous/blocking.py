@@ -80,7 +80,12 @@ class BlockingValues:
             self._requests += 1
             self._sock.settimeout(float(fields.get("deadline_s", 0.0)) + SLACK_S)
             message = {"op": op, "request": self._requests, **fields}
-            reply = self._exchange(message)
+            try:
+                reply = self._exchange(message)
+            except BaseException:
+                # Its answer may still come, and must not pass for another's.
+                self._sock.close()
+                raise
         if not reply.get("ok"):
             keys = fields.get("keys", [fields.get("key", "")])
             raise WorldTimeoutError(f"the store has no value for {keys} in time")

@@ -40,7 +40,7 @@ def decode_body(body: bytes) -> dict[str, Any]:
     """Return the message in ``body``."""
     try:
         message = json.loads(body)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise FrameError("a frame does not hold JSON") from error
     if not isinstance(message, dict):
         raise FrameError("a frame does not hold a JSON object")

@@ -103,6 +103,8 @@ class Meeting:
         self, address: StoreAddresses, *, may_host: bool, world: str, deadline: float
     ) -> StoreSession:
         """Return an open session for one who has entered already."""
+        if address not in self._users:
+            raise RendezvousError(f"this manager no longer uses the store at {address}")
         async with self._opening.setdefault(address, asyncio.Lock()):
             session = self._sessions.get(address)
             if session is None or not session.is_open:

@@ -49,7 +49,12 @@ class Reforming:
     epoch: int
     size: int
     claims: dict[int, ReformClaim] = field(default_factory=dict)
-    lost: set[int] = field(default_factory=set)
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """Whom those who are here accuse, and who is not here."""
+        accused = frozenset[int]().union(*(c.lost for c in self.claims.values()))
+        return accused - self.claims.keys()
 
     def accuses(self, claim: ReformClaim) -> bool:
         """Tell whether one who came before has declared this claimant lost."""
@@ -58,14 +63,18 @@ class Reforming:
     def accept(self, claim: ReformClaim) -> None:
         """Let a survivor in, with its accusations."""
         self.claims[claim.rank] = claim
-        self.lost |= claim.lost - self.claims.keys()
 
     def missing(self) -> list[int]:
         """Return the ranks that have neither come nor been accused."""
         return sorted(set(range(self.size)) - self.claims.keys() - self.lost)
 
+    @property
+    def is_settled(self) -> bool:
+        """True once nobody has to be waited for."""
+        return bool(self.claims) and not self.missing()
+
     def drop(self, session: int, request: int | None = None) -> None:
-        """Forget the claims of a session, or one of them; what they said remains."""
+        """Forget the claims of a session, or one of them, and what they said."""
         for rank, claim in list(self.claims.items()):
             if claim.session == session and request in (None, claim.request):
                 del self.claims[rank]

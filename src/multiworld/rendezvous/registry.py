@@ -21,172 +21,62 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from multiworld.rendezvous.claims import (
+    Abandoned,
+    Action,
+    Announced,
+    Answered,
+    Ask,
+    Claimed,
+    Forget,
+    Happening,
+    Left,
+    Notify,
+    Record,
+    Refused,
+    Remember,
+    Reply,
+    RequestKey,
+    SessionEnded,
+    SessionKey,
+    Ticked,
+    Withdrawn,
+)
 from multiworld.rendezvous.reforming import ReformClaim, Reforming
 
-SessionKey = int
-RequestKey = int
-Record = dict[str, Any]
+__all__ = [
+    "ASK_S",
+    "Abandoned",
+    "Announced",
+    "Answered",
+    "Ask",
+    "Claimed",
+    "Forget",
+    "Happening",
+    "Left",
+    "Notify",
+    "Refused",
+    "Registry",
+    "Remember",
+    "Reply",
+    "SessionEnded",
+    "Ticked",
+    "Withdrawn",
+    "key_prefix",
+    "next_epoch",
+]
 
 ASK_S = 1.0
 """Seconds a holder has to answer before it counts as silent. Asked are only members
 whose session is up, so this is one round trip and one turn of the holder's loop."""
 
 
-# What can happen.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claimed:
-    """A session claims a rank and waits for the other members."""
-
-    session: SessionKey
-    request: RequestKey
-    world: str
-    rank: int
-    size: int
-    terms: str
-    uid: str
-    seen: int
-    deadline: float
-    member: Record
-    fresh_nonce: int
-    place: tuple[int, int] = (0, 1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Announced:
-    """A session says what it holds: it was here before this registry was."""
-
-    session: SessionKey
-    world: str
-    epoch: int
-    rank: int
-    uid: str
-
-
-@dataclass(frozen=True, slots=True)
-class Left:
-    """A session no longer holds its rank in an incarnation.
-
-    ``lost`` are the ranks that it knows to be lost: a word of one who was there, so
-    that nobody has to wait for an answer of a dead host.
-    """
-
-    session: SessionKey
-    world: str
-    epoch: int
-    rank: int
-    lost: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class Withdrawn:
-    """A session gave up a claim that was still waiting."""
-
-    session: SessionKey
-    request: RequestKey
-
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """A holder answered whether it still holds its rank."""
-
-    ask: int
-    holds: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SessionEnded:
-    """A session's connection is gone."""
-
-    session: SessionKey
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """A stranger wanted into a world and could not be spoken with."""
-
-    world: str
-    error: Record
-
-
-@dataclass(frozen=True, slots=True)
-class Ticked:
-    """Time may have run out for someone."""
-
-
-Happening = (
-    Claimed
-    | ReformClaim
-    | Announced
-    | Left
-    | Withdrawn
-    | Answered
-    | SessionEnded
-    | Refused
-    | Ticked
-)
-
-
-# What is to be done.
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """Answer a claim."""
-
-    session: SessionKey
-    request: RequestKey
-    body: Record
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """Ask a holder whether it holds its rank."""
-
-    session: SessionKey
-    ask: int
-    world: str
-    epoch: int
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class Forget:
-    """Drop every key of an incarnation that is no more."""
-
-    prefix: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Notify:
-    """Tell a holder that a stranger waits for the next incarnation, or no longer."""
-
-    session: SessionKey
-    world: str
-    epoch: int
-    rank: int
-    size: int
-    is_gone: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Remember:
-    """Keep the highest epoch of a name where a restart does not lose it."""
-
-    world: str
-    epoch: int
-
-
-Action = Reply | Ask | Forget | Notify | Remember
-
-
 @dataclass(slots=True)
 class _Holder:
     uid: str
     session: SessionKey | None
+    request: RequestKey = 0
 
 
 @dataclass(slots=True)
@@ -241,6 +131,7 @@ class Registry:
         self._asking: dict[int, _Asking] = {}
         self._prefixes: dict[str, str] = {}
         self._asks = 0
+        self._place: tuple[int, int] | None = None
 
     def handle(self, happening: Happening, now: float) -> list[Action]:
         """Take note of ``happening`` at ``now`` (monotonic seconds)."""
@@ -286,6 +177,8 @@ class Registry:
     # Claims.
 
     def _claim(self, claim: Claimed, now: float) -> list[Action]:
+        if not self._is_my_place(claim):
+            return [_misplaced(claim)]
         world = self._worlds.setdefault(claim.world, _World())
         current = world.current
         holder = current.holders.get(claim.rank) if current else None
@@ -297,6 +190,12 @@ class Registry:
             del current.holders[claim.rank]
             return self._admit(world, claim)
         return self._ask(current, holder.session, claim, now)
+
+    def _is_my_place(self, claim: Claimed | ReformClaim) -> bool:
+        """Tell whether a member counts the stores as all others do."""
+        if self._place is None:
+            self._place = claim.place
+        return self._place == claim.place
 
     def _ask(
         self, current: _Current, holder: SessionKey, claim: Claimed, now: float
@@ -360,11 +259,18 @@ class Registry:
         epoch = next_epoch(max(self._highest.get(name, 0), seen), place)
         self._highest[name] = epoch
         ranks = enumerate(claims)
-        holders = {rank: _Holder(claim.uid, claim.session) for rank, claim in ranks}
+        holders = {
+            rank: _Holder(claim.uid, claim.session, claim.request)
+            for rank, claim in ranks
+        }
         world.current = _Current(epoch, holders)
         members = [{**claim.member, "rank": rank} for rank, claim in enumerate(claims)]
         body = {"ok": True, "epoch": epoch, "nonce": nonce, "members": members}
         actions = [*self._forget(name), Remember(name, epoch)]
+        if world.reforming is not None:  # the name has gone on without them
+            late = world.reforming.claims.values()
+            actions += [_stale(claim, epoch) for claim in late]
+            world.reforming = None
         self._prefixes[name] = key_prefix(name, epoch, nonce)
         return [*actions, *(Reply(c.session, c.request, body) for c in claims)]
 
@@ -393,16 +299,26 @@ class Registry:
     # Going on without the lost, and after a restart of the store.
 
     def _reform(self, claim: ReformClaim) -> list[Action]:
+        if not self._is_my_place(claim):
+            return [_misplaced(claim)]
         world = self._worlds.setdefault(claim.world, _World())
-        current = max(
-            self._highest.get(claim.world, 0),
-            0 if world.current is None else world.current.epoch,
-        )
+        current = self._highest.get(claim.world, 0)
         if current > claim.epoch:
             return [*self._tidy(claim.world), _stale(claim, current)]
+        actions: list[Action] = []
         gathering = world.reforming
         if gathering is None or gathering.epoch < claim.epoch:
+            # A store that has lost its memory learns the number from those who come.
+            self._highest[claim.world] = claim.epoch
+            if gathering is not None:
+                late = gathering.claims.values()
+                actions += [_stale(claim_, claim.epoch) for claim_ in late]
             gathering = world.reforming = Reforming(claim.epoch, claim.size)
+        return [*actions, *self._gather(world, gathering, claim)]
+
+    def _gather(
+        self, world: _World, gathering: Reforming, claim: ReformClaim
+    ) -> list[Action]:
         if gathering.accuses(claim):
             return [_stale(claim, claim.epoch)]
         if any(other.terms != claim.terms for other in gathering.claims.values()):
@@ -410,11 +326,16 @@ class Registry:
             return [Reply(claim.session, claim.request, body)]
         gathering.accept(claim)
         self._forming.add(claim.world)
-        if gathering.missing():
+        return self._settle(world)
+
+    def _settle(self, world: _World) -> list[Action]:
+        gathering = world.reforming
+        if gathering is None or not gathering.is_settled:
             return []
         world.reforming = None
         claims = gathering.members()
-        return self._complete(world, claims, claim.fresh_nonce, claim.epoch)
+        nonce = claims[-1].fresh_nonce
+        return self._complete(world, claims, nonce, gathering.epoch)
 
     def _announced(self, announced: Announced) -> list[Action]:
         name, epoch = announced.world, announced.epoch
@@ -487,7 +408,30 @@ class Registry:
             asking.claims = [
                 c for c in asking.claims if (c.session, c.request) != (session, request)
             ]
-        return self._drop_claims(session, request)
+        actions = self._drop_claims(session, request)
+        for name in list(self._worlds):
+            actions += self._abandon(name, session, request)
+            actions += self._tidy(name)
+        return actions
+
+    def _abandon(
+        self, name: str, session: SessionKey, request: RequestKey
+    ) -> list[Action]:
+        """Tell the others that one who was just admitted has given up meanwhile."""
+        current = self._worlds[name].current
+        holders = {} if current is None else current.holders
+        for rank, holder in list(holders.items()):
+            if current is not None and (holder.session, holder.request) == (
+                session,
+                request,
+            ):
+                del holders[rank]
+                return [
+                    Abandoned(other.session, name, current.epoch, rank)
+                    for other in holders.values()
+                    if other.session is not None
+                ]
+        return []
 
     def _drop_claims(
         self, session: SessionKey, request: RequestKey | None
@@ -503,6 +447,7 @@ class Registry:
                 world.reforming.drop(session, request)
                 if not world.reforming.claims:
                     world.reforming = None
+                actions += self._settle(world)
         return actions
 
     def _session_ended(self, session: SessionKey, now: float) -> list[Action]:
@@ -576,6 +521,12 @@ def _timeout(
     claim: Claimed | ReformClaim, present: list[int], missing: list[int]
 ) -> Reply:
     body = {"ok": False, "error": "timeout", "present": present, "missing": missing}
+    return Reply(claim.session, claim.request, body)
+
+
+def _misplaced(claim: Claimed | ReformClaim) -> Reply:
+    detail = "the members list the stores in different orders, or not the same ones"
+    body = {"ok": False, "error": "mismatch", "detail": detail}
     return Reply(claim.session, claim.request, body)
 
 

@@ -7,10 +7,13 @@ start. A torn last line (the machine lost power) is left out.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from pathlib import Path
 from typing import IO
+
+from multiworld.errors import ConfigError
 
 
 class EpochFile:
@@ -21,9 +24,17 @@ class EpochFile:
 
     Raises:
         OSError: It cannot be written.
+        ConfigError: Another store uses it.
     """
 
     def __init__(self, path: Path) -> None:
+        self._lock = path.with_name(path.name + ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.close()
+            rule = "a file that no other store uses"
+            raise ConfigError("state", str(path), rule) from error
         self._epochs = _read(path) if path.exists() else {}
         fresh = path.with_name(path.name + ".new")
         with fresh.open("w") as file:
@@ -48,6 +59,7 @@ class EpochFile:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+        self._lock.close()
 
 
 def _write(file: IO[str], world: str, epoch: int) -> None:

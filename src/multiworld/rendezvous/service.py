@@ -8,6 +8,7 @@ number of worlds.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -16,6 +17,14 @@ from multiworld.rendezvous import registry
 from multiworld.rendezvous.reforming import ReformClaim
 from multiworld.rendezvous.registry import Registry
 from multiworld.rendezvous.values import Answer, Values
+
+logger = logging.getLogger("multiworld.store")
+
+MAX_SIZE = 65_536
+"""Largest world size that is believed."""
+
+MAX_WAIT_S = 30 * 86_400.0
+MAX_EPOCH = 1 << 53
 
 Message = dict[str, Any]
 Deliver = Callable[[Message], None]
@@ -47,7 +56,7 @@ class StoreService:
         self._memory = memory
         self._registry = Registry(None if memory is None else memory.epochs())
         self._settled_at = self._loop.time() + settle_s
-        self._deferred: set[asyncio.TimerHandle] = set()
+        self._deferred: dict[tuple[int, int], asyncio.TimerHandle] = {}
         self._values = Values()
         self._sessions: dict[int, Deliver] = {}
         self._opened = 0
@@ -88,7 +97,7 @@ class StoreService:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        for deferred in self._deferred:
+        for deferred in self._deferred.values():
             deferred.cancel()
 
     def receive(self, session: int, message: Message) -> None:
@@ -123,7 +132,11 @@ class StoreService:
                     )
                 )
             case "withdraw":
-                self._handle(registry.Withdrawn(session, int(message["request"])))
+                request = int(message["request"])
+                deferred = self._deferred.pop((session, request), None)
+                if deferred is not None:
+                    deferred.cancel()
+                self._handle(registry.Withdrawn(session, request))
             case "answer":
                 self._handle(
                     registry.Answered(int(message["ask"]), bool(message["holds"]))
@@ -132,6 +145,7 @@ class StoreService:
                 self._value(session, message)
 
     def _claim(self, session: int, message: Message) -> registry.Claimed:
+        _check_claim(message)
         return registry.Claimed(
             session=session,
             request=int(message["request"]),
@@ -148,6 +162,7 @@ class StoreService:
         )
 
     def _reform_claim(self, session: int, message: Message) -> ReformClaim:
+        _check_claim(message)
         return ReformClaim(
             session=session,
             request=int(message["request"]),
@@ -174,13 +189,14 @@ class StoreService:
             self._handle(claim)
             return
 
+        key = session, claim.request
+
         def go_on() -> None:
-            self._deferred.discard(timer)
+            self._deferred.pop(key, None)
             if session in self._sessions:
                 self._handle(claim)
 
-        timer = self._loop.call_later(wait_s, go_on)
-        self._deferred.add(timer)
+        self._deferred[key] = self._loop.call_later(wait_s, go_on)
 
     def _handle(self, happening: registry.Happening) -> None:
         for action in self._registry.handle(happening, self._loop.time()):
@@ -193,11 +209,21 @@ class StoreService:
                 case registry.Notify():
                     self._notify(action)
                 case registry.Remember(world, epoch):
-                    if self._memory is not None:
-                        self._memory.remember(world, epoch)
+                    self._remember(world, epoch)
+                case registry.Abandoned(session, world, epoch, rank):
+                    where = {"world": world, "epoch": epoch, "rank": rank}
+                    self._send(session, {"op": "abandoned", **where})
                 case registry.Forget(prefix):
                     self._values.delete_prefix(prefix)
         self._arm()
+
+    def _remember(self, world: str, epoch: int) -> None:
+        if self._memory is None:
+            return
+        try:
+            self._memory.remember(world, epoch)
+        except OSError as error:  # those who wait to be admitted are not to blame
+            logger.error("epoch %d of %r is not remembered: %s", epoch, world, error)
 
     def _notify(self, note: registry.Notify) -> None:
         who = {"world": note.world, "epoch": note.epoch, "rank": note.rank}
@@ -272,6 +298,27 @@ class StoreService:
     def _tick(self) -> None:
         self._answer(self._values.expire(self._loop.time()))
         self._handle(registry.Ticked())
+
+
+def _check_claim(message: Message) -> None:
+    """Check what a claim says of itself, before anything is made of it.
+
+    Raises:
+        ValueError: It cannot be.
+    """
+    rank, size = int(message["rank"]), int(message["size"])
+    if not 0 <= rank < size <= MAX_SIZE:
+        raise ValueError(f"rank {rank} of {size}")
+    if not 0 <= float(message["deadline_s"]) <= MAX_WAIT_S:
+        raise ValueError("a deadline that cannot be")
+    if (
+        not 0
+        <= int(message["seen"] if "seen" in message else message["epoch"])
+        < MAX_EPOCH
+    ):
+        raise ValueError("an epoch that cannot be")
+    if any(not 0 <= int(lost) < size for lost in message.get("lost", ())):
+        raise ValueError("a lost rank that cannot be")
 
 
 def _place(message: Message) -> tuple[int, int]:

@@ -8,8 +8,9 @@ it hurts no ready world: the store is needed to meet, not to live.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
+import logging
+import socket
 import ssl
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -21,9 +22,15 @@ from multiworld.errors import (
 )
 from multiworld.rendezvous import frames
 from multiworld.rendezvous.address import StoreAddress, StoreAddresses
-from multiworld.rendezvous.handshake import HELLO_BYTES, HandshakeError, dialing
+from multiworld.rendezvous.door import read_frame
+from multiworld.rendezvous.framed import Framed
+from multiworld.rendezvous.handshake import HandshakeError, dialing
 from multiworld.rendezvous.service import StoreService
 from multiworld.security import Security
+from multiworld.streams import Stream, start_tls, write_all
+from multiworld.tcp import resolve, tune
+
+logger = logging.getLogger("multiworld.store")
 
 Message = dict[str, Any]
 RETRY_S = 0.05
@@ -49,6 +56,9 @@ class SessionOwner(Protocol):
 
     def member_waits(self, note: Message) -> None:
         """Take note that a stranger waits for a rank, or no longer."""
+
+    def member_gave_up(self, note: Message) -> None:
+        """Take note that a member was admitted and is not coming."""
 
 
 class SessionLostError(Exception):
@@ -122,6 +132,8 @@ class StoreSession:
         finally:
             self._waiting.pop(request, None)
             self._taken.pop(request, None)
+            if future.done() and not future.cancelled():
+                future.exception()  # a session that was lost is raised here
 
     def left(
         self, world: str, epoch: int, rank: int, lost: frozenset[int] = frozenset()
@@ -153,6 +165,9 @@ class StoreSession:
                 return
             case "waiting":
                 self._owner.member_waits(message)
+                return
+            case "abandoned":
+                self._owner.member_gave_up(message)
                 return
             case "taken":
                 taken = self._taken.get(message.get("request", 0))
@@ -207,42 +222,28 @@ class LocalWire:
 
 
 class TcpWire:
-    """A session with a store over TCP."""
+    """A session with a store over TCP, plain or under TLS."""
 
-    def __init__(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        session: StoreSession,
-    ) -> None:
-        self._writer = writer
-        self._task = asyncio.get_running_loop().create_task(
-            self._read(reader, session), name=f"multiworld store {session.address}"
-        )
+    def __init__(self, stream: Stream, session: StoreSession) -> None:
+        self._session = session
+        self._framed = Framed(stream, session.receive, self._ended)
 
     def send(self, message: Message) -> None:
         """Queue ``message``."""
-        if not self._writer.is_closing():
-            self._writer.write(frames.encode(message))
+        self._framed.send(message)
 
     def close(self) -> None:
-        """Send what is queued and hang up."""
-        self._writer.close()
-        self._task.cancel()
+        """Hang up."""
+        self._framed.close()
 
     def fileno(self) -> int:
         """Return the socket's descriptor, which a forked child must close."""
-        sock = self._writer.get_extra_info("socket")
-        return -1 if sock is None else int(sock.fileno())
+        return self._framed.fileno()
 
-    async def _read(self, reader: asyncio.StreamReader, session: StoreSession) -> None:
-        with contextlib.suppress(
-            OSError, asyncio.IncompleteReadError, frames.FrameError
-        ):
-            while True:
-                session.receive(await frames.read(reader))
-        self._writer.close()
-        session.ended()
+    def _ended(self, evidence: str, is_broken: bool) -> None:
+        if is_broken:
+            logger.warning("%s broke the protocol: %s", self._session.address, evidence)
+        self._session.ended()
 
 
 async def connect(
@@ -277,7 +278,7 @@ async def connect(
             try:
                 async with asyncio.timeout(min(remaining, limit_s)):
                     return await _connect_once(address, owner, world, security)
-            except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
+            except (OSError, TimeoutError) as error:
                 failures[address] = str(error) or type(error).__name__
         await asyncio.sleep(min(RETRY_S, max(0.0, deadline - loop.time())))
     why = "; ".join(f"{where}: {what}" for where, what in failures.items())
@@ -292,43 +293,43 @@ async def connect(
 async def _connect_once(
     address: StoreAddress, owner: SessionOwner, world: str, security: Security
 ) -> StoreSession:
-    tls = None if security.tls is None else security.tls.context(is_server=False)
+    loop = asyncio.get_running_loop()
+    family, where = await resolve(address.host, address.port)
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    stream: Stream = sock
     try:
-        reader, writer = await asyncio.open_connection(
-            address.host, address.port, ssl=tls
-        )
+        tune(sock)
+        await loop.sock_connect(sock, where)
+        local_host = sock.getsockname()[0]
+        if security.tls is not None:
+            context = security.tls.context(is_server=False)
+            stream = await start_tls(sock, context, is_server=False)
+        await _shake_hands(address, stream, world, security)
     except ssl.SSLError as error:
+        stream.close()
         raise tls_failed(address, error) from error
-    try:
-        await _shake_hands(address, reader, writer, world, security)
-        session = StoreSession(address, owner)
-        session.local_host = writer.get_extra_info("sockname")[0]
-        session.attach(TcpWire(reader, writer, session))
     except BaseException:
-        writer.close()
+        stream.close()
         raise
+    session = StoreSession(address, owner)
+    session.local_host = local_host
+    session.attach(TcpWire(stream, session))
     return session
 
 
 async def _shake_hands(
-    address: StoreAddress,
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
-    world: str,
-    security: Security,
+    address: StoreAddress, stream: Stream, world: str, security: Security
 ) -> None:
     steps = dialing({"world": world}, security)
     try:
-        writer.write(frames.encode(next(steps)))
+        message = next(steps)
         while True:
-            answer = await frames.read(reader, HELLO_BYTES)
-            writer.write(frames.encode(steps.send(answer)))
+            await write_all(stream, frames.encode(message))
+            message = steps.send(await read_frame(stream))
     except StopIteration:
         return
     except frames.FrameError as error:
         raise other_version(address, 0) from error
-    except ssl.SSLError as error:
-        raise tls_failed(address, error) from error
     except HandshakeError as error:
         raise refused_by(address, error) from error
 
