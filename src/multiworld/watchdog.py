@@ -326,23 +326,23 @@ class WatchDog:
         if not member.address.host:
             self._join_local(key, member)
         elif self.dials(member):
-            await self._once(key, lambda: self._dial(key, member.address))
+            dialing = self._linked(key, lambda: self._dial(key, member.address))
+            await asyncio.shield(dialing)
         else:
             await self._wait_for_link(key, member)
 
-    async def _once(
+    def _linked(
         self, key: LinkKey, dial: Callable[[], Coroutine[Any, Any, None]]
-    ) -> None:
+    ) -> asyncio.Task[None]:
         """Dial in a task of our own: a join that is cancelled must not cut the link
         that another world has begun to use."""
         if key not in self._linking:
             loop = asyncio.get_running_loop()
-            task = self._linking[key] = loop.create_task(
-                dial(), name=f"multiworld dial {key.peer[:8]}"
-            )
+            task = loop.create_task(dial(), name=f"multiworld dial {key.peer[:8]}")
+            self._linking[key] = task
             task.add_done_callback(lambda _: self._linking.pop(key, None))
             task.add_done_callback(_forget_error)
-        await asyncio.shield(self._linking[key])
+        return self._linking[key]
 
     async def _wait_for_link(self, key: LinkKey, member: Member) -> None:
         """Wait for the other side to dial; look now and then whether it is there."""
@@ -395,12 +395,8 @@ class WatchDog:
             return
 
     def _ends_of(self, key: LinkKey) -> Message:
-        return {
-            "from": self.uid,
-            "to": key.peer,
-            "from_host": key.local_host,
-            "to_host": key.remote_host,
-        }
+        hosts = {"from_host": key.local_host, "to_host": key.remote_host}
+        return {"from": self.uid, "to": key.peer, **hosts}
 
     async def _reach(
         self, address: Address, hello: Message, security: Security | None = None
@@ -451,14 +447,8 @@ class WatchDog:
     def _beats_ended(self, key: LinkKey) -> None:
         """Make another connection: its end alone says nothing about the process."""
         peer = self._peers.get(key)
-        if peer is None or peer.address is None or key in self._linking:
-            return
-        loop = asyncio.get_running_loop()
-        task = self._linking[key] = loop.create_task(
-            self._dial_beats_again(key), name=f"multiworld beats {key.peer[:8]}"
-        )
-        task.add_done_callback(lambda _: self._linking.pop(key, None))
-        task.add_done_callback(_forget_error)
+        if peer is not None and peer.address is not None:
+            self._linked(key, lambda: self._dial_beats_again(key))
 
     def _on_heard(self, key: LinkKey, report: Report) -> None:
         self._observe(

@@ -8,6 +8,9 @@ be joined again, and that nothing leaks.
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any
@@ -247,3 +250,41 @@ async def test_busy_main_thread_is_no_loss(stage: Stage) -> None:
     child.kill()
     async with asyncio.timeout(5):
         await over
+
+
+async def test_stuck_helper_accuses_nobody_and_is_replaced(stage: Stage) -> None:
+    """A helper that is stopped makes its owner blind, not its peers dead."""
+    other = await stage.other()
+    config = WorldConfig(join_s=20, silence_s=2.0)
+    world, child = await stage.affected("direct", config)
+    before = stage.manager.watchdog.helper_pid
+    assert before is not None
+    async with Traffic(other) as traffic:
+        os.kill(before, signal.SIGSTOP)
+        end = asyncio.get_running_loop().time() + 4.0
+        while asyncio.get_running_loop().time() < end:
+            await traffic.advances(20)
+        assert world.is_ready
+        assert stage.manager.watchdog.helper_pid not in (None, before)
+    child.order("leave")
+    await child.done()
+
+
+async def test_lost_connection_for_beats_is_no_loss_and_comes_back(
+    stage: Stage,
+) -> None:
+    """Only the control link's end tells that a process is gone."""
+    config = WorldConfig(join_s=20, silence_s=1.0)
+    world, child = await stage.affected("direct", config)
+    for _ in range(2):
+        for line in list(stage.manager.watchdog._beats._lines.values()):
+            line.sock.shutdown(socket.SHUT_RDWR)
+        over = asyncio.ensure_future(world.wait_over())
+        done, _ = await asyncio.wait((over,), timeout=2.5)
+        assert not done
+        over.cancel()
+    assert world.is_ready
+    child.stop()  # and they count again
+    async with asyncio.timeout(NOTICE_S):
+        await world.wait_over()
+    child.end()

@@ -19,6 +19,7 @@ from multiworld import (
     WorldBrokenError,
     WorldClosedError,
     WorldConfig,
+    WorldExistsError,
     WorldManager,
 )
 from multiworld.lifecycle import WasLost
@@ -193,6 +194,72 @@ async def test_loss_while_reforming_is_left_out_too(street: Street) -> None:
     street.managers[2].cleanup()
     new = await asyncio.wait_for(asyncio.gather(*reforming), HANG_S)
     assert [(w.rank, w.size) for w in new] == [(0, 2), (1, 2)]
+    await check(new)
+
+
+async def test_survivor_that_closes_is_not_waited_for(street: Street) -> None:
+    """Whether before the others reform, or while they wait."""
+    w0, w1, _ = await street.world(0, 1, 2)
+    street.managers[2].cleanup()
+    for world in (w0, w1):
+        await asyncio.wait_for(world.wait_incomplete(), HANG_S)
+    reforming = asyncio.create_task(w0.reform())
+    await asyncio.sleep(0.1)
+    await w1.close()
+    new = await asyncio.wait_for(reforming, 5)
+    assert new.size == 1
+
+
+async def test_one_change_of_a_name_at_a_time(street: Street) -> None:
+    """The second is refused at once, and disturbs the first no more than that."""
+    w0, w1 = await street.world(0, 1)
+    lose(w0, 1)
+    await asyncio.wait_for(w1.wait_over(), HANG_S)
+    first = asyncio.create_task(w0.reform())
+    await asyncio.sleep(0)
+    with pytest.raises(WorldExistsError):
+        await w0.reform()
+    with pytest.raises(WorldExistsError):
+        await street.join(0, 0, 2)
+    assert (await asyncio.wait_for(first, 5)).size == 1
+
+
+async def test_nothing_goes_on_after_leave_or_close(street: Street) -> None:
+    """A world that was left does not come back; a closed manager claims nothing."""
+    worlds = await street.world(0, 1, 2)
+    street.managers[2].cleanup()
+    for world in worlds[:2]:
+        await asyncio.wait_for(world.wait_incomplete(), HANG_S)
+    left = asyncio.create_task(worlds[0].reform())
+    closed = asyncio.create_task(worlds[1].grow(to=4))
+    await asyncio.sleep(0.1)
+    await street.managers[0].leave("w")
+    await street.managers[1].close()
+    results = await asyncio.gather(left, closed, return_exceptions=True)
+    assert not any(isinstance(result, World) for result in results), results
+    assert street.managers[0].worlds == {}
+
+
+async def test_newcomer_that_dies_after_its_admission_leaves_a_world_to_reform(
+    street: Street, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The members name it, and go on from there."""
+    w0, w1 = await street.world(0, 1)
+
+    async def dies(*_: object) -> None:
+        street.managers[2].cleanup()
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(street.managers[2]._admission, "_open", dies)
+    newcomer = asyncio.create_task(street.join(2, 2, 3))
+    results = await asyncio.wait_for(
+        asyncio.gather(w0.grow(to=3), w1.grow(to=3), return_exceptions=True), 8
+    )
+    await asyncio.gather(newcomer, return_exceptions=True)
+    for result in results:
+        assert isinstance(result, WorldBrokenError), result
+    new = await asyncio.wait_for(asyncio.gather(w0.reform(), w1.reform()), HANG_S)
+    assert [(w.rank, w.size, w.epoch) for w in new] == [(0, 2, 3), (1, 2, 3)]
     await check(new)
 
 

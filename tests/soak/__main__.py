@@ -40,7 +40,8 @@ def show(account: Account, console: Console) -> None:
     console.print(table)
     console.print(
         f"{account.hosts} hosts, {account.residents} processes, {account.worlds} "
-        f"worlds, {account.incarnations} incarnations, {account.verdicts} verdicts"
+        f"worlds, {account.incarnations} incarnations, {account.rounds} rounds, "
+        f"{account.verdicts} verdicts"
     )
     counts = {
         "false alarms": account.false_alarms,

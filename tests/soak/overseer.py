@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -38,9 +37,13 @@ SETTLE_S = 60.0
 ROUNDS = 3
 """Rounds that every world must make before the next fault."""
 
-SLACK = {"threads": 8, "descriptors": 16, "tasks": 8, "children": 0}
+SLACK = {"threads": 8, "descriptors": 8, "tasks": 8, "children": 0}
 """What a resident may hold more than at its first count: pools of threads that are
-started at the first need, and sockets that have not been closed by the other side."""
+started at the first need, and links to peers of worlds it is in no more."""
+
+LINGER_S = 12.0
+"""How long what is ending may take: connections of closed worlds stay for ``close_s``
+at most, so that the other side can read what was sent."""
 
 
 @dataclass
@@ -52,13 +55,9 @@ class Account:
     worlds: int = 0
     residents: int = 0
     seconds: float = 0.0
-    faults: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    detection_ms: dict[str, list[float]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
-    recovery_s: dict[str, list[float]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
+    faults: dict[str, int] = field(default_factory=dict)
+    detection_ms: dict[str, list[float]] = field(default_factory=dict)
+    recovery_s: dict[str, list[float]] = field(default_factory=dict)
     rounds: int = 0
     incarnations: int = 0
     verdicts: int = 0
@@ -125,6 +124,7 @@ class Overseer:
         self._statuses: dict[int, asyncio.Future[tuple[Any, Any]]] = {}
         self._nonces: dict[tuple[str, int], int] = {}
         self._first: dict[int, dict[str, int]] = {}
+        self._rounds: dict[int, int] = {}
         self._changed = asyncio.Event()
         self._store: Child | None = None
 
@@ -260,8 +260,9 @@ class Overseer:
         at = time.monotonic()
         await self._inject(fault, rounds, wanted)
         await self._settle(fault.kind)
-        self.account.faults[fault.kind] += 1
-        self.account.recovery_s[fault.kind].append(time.monotonic() - at)
+        faults, recovery_s = self.account.faults, self.account.recovery_s
+        faults[fault.kind] = faults.get(fault.kind, 0) + 1
+        recovery_s.setdefault(fault.kind, []).append(time.monotonic() - at)
         self._judge(fault, wanted, at)
 
     async def _inject(
@@ -279,6 +280,7 @@ class Overseer:
                 await self._undisturbed(fault, rounds, wanted)
                 self._children[fault.resident].end()
                 self._first.pop(fault.resident, None)
+                self._rounds.pop(fault.resident, None)
                 self._start(fault.resident)
             case "stop" | "short stop":
                 assert child is not None
@@ -400,19 +402,24 @@ class Overseer:
         if not is_right:
             self.account.disagreements.append(f"{fault}: {world} rank {rank}: {text}")
         elif not is_stale:
-            self.account.detection_ms[fault.kind].append((told_at - at) * 1000)
+            detection_ms = self.account.detection_ms.setdefault(fault.kind, [])
+            detection_ms.append((told_at - at) * 1000)
 
     async def _count_footprints(self) -> None:
         for number in self._children:
             rounds, now = await self._status(number)
-            self.account.rounds += sum(rounds.values())
+            self.account.rounds += sum(rounds.values()) - self._rounds.get(number, 0)
+            self._rounds[number] = sum(rounds.values())
             first = self._first.setdefault(number, now)
-            for what, slack in SLACK.items():
-                if now[what] > first[what] + slack:
-                    self.account.leaks.append(
-                        f"resident {number}: {what} {first[what]} -> {now[what]}"
-                    )
-                    self._first[number] = now
+            more = _grown(first, now)
+            end = time.monotonic() + LINGER_S
+            while more and time.monotonic() < end:
+                await asyncio.sleep(0.5)
+                _, now = await self._status(number)
+                more = _grown(first, now)
+            if more:
+                self.account.leaks.append(f"resident {number}: {more}")
+                self._first[number] = now
             growth = now["bytes"] - first["bytes"]
             self.account.growth_bytes = max(self.account.growth_bytes, growth)
 
@@ -423,6 +430,15 @@ class Overseer:
         for reader in self._readers.values():
             reader.cancel()
         await asyncio.gather(*self._readers.values(), return_exceptions=True)
+
+
+def _grown(first: dict[str, int], now: dict[str, int]) -> str:
+    """Return what a resident holds too much of, in words."""
+    return ", ".join(
+        f"{what} {first[what]} -> {now[what]}"
+        for what, slack in SLACK.items()
+        if now[what] > first[what] + slack
+    )
 
 
 @asynccontextmanager

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multiworld.liveness import (
+    Blinded,
     Finding,
     Limits,
     Liveness,
@@ -188,6 +189,30 @@ def test_what_a_delayed_beat_had_not_heard_does_not_grow() -> None:
     assert bench.handle(PeerHeard(peer="p", heard_us_s=1.8)) == []
     assert bench.run(0.8, None) == []
     assert bench.run(5) == []
+
+
+def test_observer_that_was_suspended_takes_no_word_from_before() -> None:
+    """Peers missed it meanwhile, and say so for a beat or two."""
+    bench = Bench()
+    bench.run(5)
+    bench.clock.advance(10)
+    bench.handle(PeerHeard(peer="p", heard_us_s=9.0))
+    assert bench.handle(Ticked()) == []
+    bench.clock.advance(TICK_S)
+    bench.handle(PeerHeard(peer="p", heard_us_s=9.2))
+    assert bench.handle(Ticked()) == []
+    assert bench.run(5) == []
+
+
+def test_blind_observer_judges_nobody() -> None:
+    """Its helper gave no report: who knows what has arrived."""
+    bench = Bench()
+    bench.run(5)
+    for _ in range(40):
+        bench.clock.advance(TICK_S)
+        assert bench.handle(Blinded()) == []
+    assert bench.run(1.4, None) == []
+    assert len(bench.run(3, None)) == 1
 
 
 def stall(bench: Bench, seconds: float, lag_s: float = 0.0) -> list[Finding]:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from multiworld.rendezvous.reforming import ReformClaim
 from multiworld.rendezvous.registry import (
     ASK_S,
+    Abandoned,
     Announced,
     Answered,
     Ask,
@@ -35,6 +36,7 @@ class Bench:
         self.registry = Registry()
         self.now = 0.0
         self.requests = 0
+        self.place = (0, 1)
 
     def handle(self, happening: Any) -> list[Any]:
         return list(self.registry.handle(happening, self.now))
@@ -56,6 +58,7 @@ class Bench:
                 deadline=self.now + 30,
                 member={"rank": rank},
                 fresh_nonce=self.requests,
+                place=self.place,
             )
         )
 
@@ -425,3 +428,68 @@ def test_remembered_epochs_go_on() -> None:
     bench.registry = Registry({"w": 9})
     bench.claim(1, 0)
     assert bench.admitted(bench.claim(2, 1))[0] == 10
+
+
+def test_fresh_store_gives_no_number_of_survivors_again() -> None:
+    """A survivor of an older incarnation counts for nothing among newer ones."""
+    bench = Bench()
+    assert reform(bench, 1, 0, set(), size=2, epoch=4) == []
+    assert errors(reform(bench, 9, 1, {0}, size=2, epoch=3)) == [(9, "stale")]
+    assert bench.admitted(reform(bench, 2, 1, set(), size=2, epoch=4)) == (5, {1, 2})
+
+
+def test_survivors_of_an_older_gathering_are_answered() -> None:
+    """By whatever makes theirs impossible."""
+    bench = Bench()
+    reform(bench, 1, 0, set(), epoch=3)
+    assert errors(reform(bench, 2, 0, set(), epoch=4)) == [(1, "stale")]
+    bench = three()
+    reform(bench, 1, 0, {1})
+    bench.claim(4, 0)
+    assert (1, "stale") in errors(bench.claim(5, 1))
+
+
+def test_accusations_go_with_their_accuser() -> None:
+    """The accused may come after all; and one that left can still be accused."""
+    bench = three()
+    reform(bench, 1, 0, {1})
+    bench.handle(Withdrawn(1, bench.requests))
+    assert reform(bench, 2, 1, {0}) == []
+    assert bench.admitted(reform(bench, 3, 2, {0})) == (2, {2, 3})
+    bench = three()
+    reform(bench, 1, 0, set())
+    reform(bench, 2, 1, {0})
+    assert replies_of(bench.handle(SessionEnded(1))) == []
+    assert bench.admitted(reform(bench, 3, 2, set())) == (2, {2, 3})
+
+
+def test_one_that_gives_up_in_the_instant_of_admission_is_told_to_the_others() -> None:
+    """Its withdrawal crosses the reply."""
+    bench = Bench()
+    bench.claim(1, 0)
+    first = bench.requests
+    bench.claim(2, 1)
+    (told,) = [
+        action
+        for action in bench.handle(Withdrawn(1, first))
+        if isinstance(action, Abandoned)
+    ]
+    assert (told.session, told.world, told.epoch, told.rank) == (2, "w", 1, 0)
+
+
+def test_members_must_list_the_stores_in_one_order() -> None:
+    """Or two stores would give out the same numbers."""
+    bench = Bench()
+    bench.place = (0, 2)
+    bench.claim(1, 0)
+    bench.place = (1, 2)
+    assert errors(bench.claim(2, 1)) == [(2, "mismatch")]
+
+
+def test_withdrawn_claims_leave_nothing_behind() -> None:
+    """However many names there were."""
+    bench = Bench()
+    for _ in range(100):
+        bench.claim(1, 0)
+        bench.handle(Withdrawn(1, bench.requests))
+    assert bench.registry._worlds == {}
