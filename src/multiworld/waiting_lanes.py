@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -78,9 +79,11 @@ class WaitingLanes:
             _discard(self._places.pop(key).future)
 
     def purge(self, known: Collection[int], now: float) -> None:
-        """Hang up on what has waited too long for incarnations nobody knows."""
+        """Hang up on what has waited too long for incarnations nobody knows, and on
+        what the other side has given up."""
         for key, place in list(self._places.items()):
-            if key[0] not in known and now - place.since > KEPT_S:
+            is_late = key[0] not in known and now - place.since > KEPT_S
+            if is_late or (_is_there(place.future) and _is_given_up(place.future)):
                 _discard(self._places.pop(key).future)
 
     def filenos(self) -> list[int]:
@@ -97,6 +100,19 @@ class WaitingLanes:
 
 def _is_there(future: asyncio.Future[Stream]) -> bool:
     return future.done() and not future.cancelled() and future.exception() is None
+
+
+def _is_given_up(future: asyncio.Future[Stream]) -> bool:
+    """Tell whether the other side hung up before it sent anything."""
+    stream = future.result()
+    if not isinstance(stream, socket.socket):
+        return False  # under TLS a look takes what it sees
+    try:
+        return not stream.recv(1, socket.MSG_PEEK)
+    except (BlockingIOError, InterruptedError):
+        return False
+    except OSError:
+        return True
 
 
 def _discard(future: asyncio.Future[Stream]) -> None:

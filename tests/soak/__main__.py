@@ -63,12 +63,15 @@ def show(account: Account, console: Console) -> None:
 async def run(minutes: float, seed: int, console: Console) -> Account:
     """Run one seed."""
 
+    told = set[str]()
+
     def say(account: Account, fault: Fault) -> None:
         done, bad = sum(account.faults.values()), len(account.problems())
-        console.print(
-            f"{account.seconds:6.0f} s  {done:4d} faults, {bad} problems  {fault}",
-            highlight=False,
-        )
+        begin = f"{account.seconds:6.0f} s  {done:4d} faults, {bad} problems  "
+        console.print(begin + fault.kind, highlight=False)
+        for problem in set(account.problems()) - told:
+            console.print(problem, style="red", markup=False)
+            told.add(problem)
 
     async with overseer(seed, say) as city:
         try:
