@@ -196,6 +196,7 @@ async def test_pair_that_cannot_talk_accuses_each_other(country: Country) -> Non
     await rejoin(country)
 
 
+@pytest.mark.parametrize("country", ["direct"], indirect=True)
 async def test_network_that_comes_back_in_time_is_no_fault(country: Country) -> None:
     """However TCP backs off meanwhile; the soak has longer cuts of longer limits."""
     for _ in range(3):
@@ -210,6 +211,7 @@ async def test_network_that_comes_back_in_time_is_no_fault(country: Country) -> 
         assert (account.error, account.epoch) == (None, 1)
 
 
+@pytest.mark.parametrize("country", ["direct"], indirect=True)
 async def test_slow_network_is_no_fault(country: Country) -> None:
     """A tenth of a megabit is slow, not dead."""
     country.hosts[1].throttle(1_000_000)
@@ -244,6 +246,7 @@ async def test_host_without_power_is_named_and_replaced_elsewhere(
     await country.advances("all", (0, 2, 4))
 
 
+@pytest.mark.parametrize("country", ["direct"], indirect=True)
 async def test_loss_of_the_stores_host_hurts_no_ready_world(country: Country) -> None:
     """The store is needed to meet, not to live."""
     country.store_host.remove()
