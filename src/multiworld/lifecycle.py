@@ -87,6 +87,8 @@ class Life:
     size: int
     phase: Phase = Phase.JOINING
     left: frozenset[int] = frozenset()
+    deserted: frozenset[int] = frozenset()
+    """Who closed it as broken before this member knew that it is."""
     breakage: Breakage | None = None
 
     @property
@@ -105,9 +107,10 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class SaidLeft:
-    """A member told that it leaves."""
+    """A member told that it leaves; ``is_broken``: a world that is broken to it."""
 
     rank: int
+    is_broken: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +195,9 @@ class TellBroken:
 
 @dataclass(frozen=True, slots=True)
 class TellLeft:
-    """Tell the other members that this one leaves."""
+    """Tell the other members that this one leaves; ``is_broken``: a broken world."""
+
+    is_broken: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,8 +215,8 @@ def handle(life: Life, happening: Happening) -> tuple[Life, tuple[Action, ...]]:
     match happening:
         case Opened():
             return _opened(life)
-        case SaidLeft(rank):
-            return _said_left(life, rank)
+        case SaidLeft(rank, is_broken):
+            return _deserted(life, rank) if is_broken else _said_left(life, rank)
         case WasLost():
             return _was_lost(life, happening)
         case WasAccused():
@@ -237,10 +242,19 @@ def _opened(life: Life) -> tuple[Life, tuple[Action, ...]]:
     return replace(life, phase=Phase.READY), (Publish(ready),)
 
 
-def _said_left(life: Life, rank: int) -> tuple[Life, tuple[Action, ...]]:
-    if life.phase is Phase.BROKEN and _is_other(life, rank):
-        # It will not go on from here; whoever reforms need not wait for it.
+def _deserted(life: Life, rank: int) -> tuple[Life, tuple[Action, ...]]:
+    """It will not go on from here: whoever reforms need not wait for it.
+
+    No polite leave, and no verdict: whoever broke the world tells why.
+    """
+    if life.phase is Phase.CLOSED or not _is_other(life, rank):
+        return life, ()
+    if life.phase is Phase.BROKEN:
         return replace(life, left=life.left | {rank}), ()
+    return replace(life, deserted=life.deserted | {rank}), ()
+
+
+def _said_left(life: Life, rank: int) -> tuple[Life, tuple[Action, ...]]:
     if life.is_over or rank in life.left or not _is_other(life, rank):
         return life, ()
     event = MemberLeft(world=life.world, epoch=life.epoch, rank=rank)
@@ -347,7 +361,8 @@ def _break(life: Life, breakage: Breakage) -> tuple[Life, tuple[Action, ...]]:
         evidence=breakage.evidence,
         lost=breakage.lost,
     )
-    life = replace(life, phase=Phase.BROKEN, breakage=breakage)
+    left = life.left | life.deserted
+    life = replace(life, phase=Phase.BROKEN, breakage=breakage, left=left)
     # The others are told before anything is closed: a member that sees a connection
     # end without a word would accuse this one.
     return life, (TellBroken(breakage), FailOperations(breakage), Publish(event))
@@ -363,7 +378,7 @@ def _close_asked(life: Life) -> tuple[Life, tuple[Action, ...]]:
         reason = f"rank {life.rank} gave up while joining"
         breakage = Breakage(world=life.world, epoch=life.epoch, reason=reason)
         return closed, (TellBroken(breakage), event)
-    return closed, (TellLeft(), event)
+    return closed, (TellLeft(is_broken=life.phase is Phase.BROKEN), event)
 
 
 def _is_other(life: Life, rank: int) -> bool:

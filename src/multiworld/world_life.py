@@ -313,7 +313,7 @@ class WorldLife:
                 self._ready_ranks.add(rank)
                 self._check_ready()
             case "left":
-                self.report(SaidLeft(rank))
+                self.report(SaidLeft(rank, bool(message.get("is_broken"))))
             case "broken":
                 self._on_broken(rank, message)
             case "backend":
@@ -364,6 +364,7 @@ class WorldLife:
                     self._publish(event)
                 case FailMember(rank):
                     self._cancel_grace(rank)
+                    self._cancel_grace(None)  # what failed may have been its
                     self.backend.member_left(rank)
                 case FailOperations():
                     self.backend.abort()
@@ -379,9 +380,10 @@ class WorldLife:
                             "silent_s": breakage.silent_s,
                         }
                     )
-                case TellLeft():
-                    self.backend.begin_close()
-                    self._tell_all({"op": "left"})
+                case TellLeft(is_broken):
+                    if not is_broken:
+                        self.backend.begin_close()
+                    self._tell_all({"op": "left", "is_broken": is_broken})
 
     def _tell_all(self, message: dict[str, Any]) -> None:
         for rank in self._others():
@@ -394,6 +396,8 @@ class WorldLife:
         """Give the control link time to tell whose fault it is."""
         if self._life.is_over or rank in self._life.left or rank in self._grace:
             return
+        if rank is None and self._life.left:
+            return  # nobody knows whose it was: the one that left is enough to blame
         self._grace[rank] = self._loop.call_later(
             LINK_GRACE_S, self._grace_over, rank, evidence
         )

@@ -143,9 +143,22 @@ def test_close_when_broken_then_the_others_need_not_wait_for_it() -> None:
     _, actions = play(Opened(), WasLost(1, "x"), CloseAsked())
     assert published(actions) == [WorldClosed]
     assert isinstance(actions[0], TellLeft)
-    life, actions = play(Opened(), WasLost(1, "x"), SaidLeft(2))
+    assert actions[0].is_broken
+    life, actions = play(Opened(), WasLost(1, "x"), SaidLeft(2, is_broken=True))
     assert life.left == {2}
     assert actions == []
+
+
+def test_one_that_closes_as_broken_has_not_left_politely() -> None:
+    """Its word may come before that of who broke the world."""
+    gone = SaidLeft(2, is_broken=True)
+    life, actions = play(Opened(), gone)
+    assert (life.phase, actions) == (Phase.READY, [])
+    assert life.left == frozenset()
+    life, _ = play(Opened(), gone, WasLost(1, "x"))
+    assert life.left == {2}
+    assert life.breakage is not None
+    assert life.breakage.rank == 1
 
 
 def test_close_when_joining_then_the_others_are_told_that_it_gave_up() -> None:

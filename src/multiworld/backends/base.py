@@ -81,6 +81,13 @@ class WorldView(Protocol):
     async def wait_over(self) -> None:
         """Wait until the world is broken or closed."""
 
+    async def wait_incomplete(self) -> None:
+        """Wait until the world is over, or a member has left."""
+
+    @property
+    def left(self) -> frozenset[int]:
+        """Ranks that have left politely."""
+
     def linger(self, connection: Lingering) -> None:
         """Keep a connection that closes itself later."""
 

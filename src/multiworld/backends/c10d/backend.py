@@ -231,6 +231,7 @@ class C10dBackend:
     def member_left(self, rank: int) -> None:
         """Fail what only this member could have completed."""
         self._direct.member_left(rank)
+        self._runner.member_left(rank)
 
     def abort(self) -> None:
         """Fail everything, release the group's waiters and free all."""

@@ -19,6 +19,9 @@ from multiworld.backends.c10d.threads import in_thread
 from multiworld.errors import UnsupportedOperationError
 from multiworld.lifecycle import Failed
 
+LEFT_GRACE_S = 1.0
+"""Seconds that a collective has to complete after one of its members has left."""
+
 
 class Runner:
     """Runs the works of one world's group; ``group`` is None before and after."""
@@ -27,6 +30,7 @@ class Runner:
         self._view, self._name = view, name
         self._loop = asyncio.get_running_loop()
         self._waiting: set[asyncio.Future[Any]] = set()
+        self._together: set[asyncio.Future[Any]] = set()  # those of collectives
         self._limit = timedelta(seconds=view.config.operation_s)
         self.group: Group | None = None
 
@@ -40,6 +44,23 @@ class Runner:
         for future in list(self._waiting):
             if not future.done():
                 _fail(future, self._view.broken_error())
+
+    def member_left(self, rank: int) -> None:
+        """Fail, after a while, the collectives that wait now.
+
+        One that the member took part in to its end completes by itself; another never
+        will, and not every waiting member notices: only its neighbours in the
+        algorithm do.
+        """
+        waiting = list(self._together)
+
+        def fail() -> None:
+            for future in waiting:
+                if not future.done():
+                    _fail(future, self._view.left_error(rank))
+
+        if waiting:
+            self._loop.call_later(LEFT_GRACE_S, fail)
 
     async def carry_out(self, start: Callable[[Any], Any]) -> None:
         """Start a collective with ``start(native group)`` and wait until it is done."""
@@ -66,7 +87,11 @@ class Runner:
         except (NotImplementedError, RuntimeError):
             await self._in_thread(work.wait)  # this backend's works have no futures
             return
-        await self._until(future)
+        self._together.add(future)
+        try:
+            await self._until(future)
+        finally:
+            self._together.discard(future)
 
     def from_thread(
         self, future: asyncio.Future[None], error: Exception | None
@@ -104,7 +129,9 @@ class Runner:
                 "tensors, or convert"
             ) from error
         self._view.trouble(None, text.partition(". This is typically")[0])
-        await self._view.wait_over()
+        await self._view.wait_incomplete()
+        if self._view.left:  # in the middle of what all were doing together
+            raise self._view.left_error(min(self._view.left)) from error
         raise self._view.broken_error() from error
 
     async def wait_in_thread(self, start: Callable[[Any], Any]) -> None:
