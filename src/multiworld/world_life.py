@@ -130,6 +130,11 @@ class WorldLife:
         return self._life.phase
 
     @property
+    def is_broken(self) -> bool:
+        """True once something outside has ended it."""
+        return self._life.phase is Phase.BROKEN
+
+    @property
     def left(self) -> frozenset[int]:
         """Ranks that have left politely."""
         return self._life.left

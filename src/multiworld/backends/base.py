@@ -85,6 +85,10 @@ class WorldView(Protocol):
         """Wait until the world is over, or a member has left."""
 
     @property
+    def is_broken(self) -> bool:
+        """True once something outside has ended it."""
+
+    @property
     def left(self) -> frozenset[int]:
         """Ranks that have left politely."""
 

@@ -56,7 +56,7 @@ class Runner:
 
         def fail() -> None:
             for future in waiting:
-                if not future.done():
+                if not future.done() and not self._view.is_broken:
                     _fail(future, self._view.left_error(rank))
 
         if waiting:
@@ -130,7 +130,8 @@ class Runner:
             ) from error
         self._view.trouble(None, text.partition(". This is typically")[0])
         await self._view.wait_incomplete()
-        if self._view.left:  # in the middle of what all were doing together
+        if self._view.left and not self._view.is_broken:
+            # In the middle of what all were doing together.
             raise self._view.left_error(min(self._view.left)) from error
         raise self._view.broken_error() from error
 
