@@ -13,7 +13,7 @@ import time
 
 import ray
 
-GIVE_UP_S = 10.0
+GIVE_UP_S = 5.0
 
 
 @ray.remote(max_restarts=0)
