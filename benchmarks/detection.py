@@ -346,6 +346,11 @@ def plot(results: list[Result], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
+def _system() -> str:
+    release = ".".join(platform.release().split(".")[:2])
+    return f"{platform.system()} {release}, {platform.machine()}"
+
+
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -361,7 +366,7 @@ def main() -> None:
     if args.json:
         about = {
             "date": date.today().isoformat(),
-            "machine": f"{os.cpu_count()} cores, {platform.platform()}",
+            "machine": f"{os.cpu_count()} cores, {_system()}",
             "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
             "silence_s": WorldConfig().silence_s,
         }
