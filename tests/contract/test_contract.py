@@ -28,7 +28,17 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+HEAVY = ("direct-tls",)
+"""What a neighbour covers well enough for every day."""
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(name, marks=[pytest.mark.heavy] if name in HEAVY else [])
+        for name in VARIANTS
+    ],
+)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 async def test_contract_on_every_backend(
     check: Check, variant: str, monkeypatch: pytest.MonkeyPatch, tls: Tls

@@ -36,6 +36,11 @@ NOTICE_S = 10.0
 """A hang bound, not a timing."""
 
 BACKENDS = ["direct", "gloo"]
+ONE_SUFFICES = pytest.mark.parametrize(
+    "country",
+    ["direct", pytest.param("gloo", marks=pytest.mark.heavy)],
+    indirect=True,
+)
 
 
 class Country:
@@ -165,6 +170,7 @@ async def rejoin(country: Country) -> None:
     await country.undisturbed()
 
 
+@ONE_SUFFICES
 async def test_cut_in_one_direction_is_noticed_on_both_sides(country: Country) -> None:
     """What host 1 sends to host 0 is lost; the other way works."""
     country.hosts[1].cut_towards(country.hosts[0])
@@ -178,6 +184,7 @@ async def test_cut_in_one_direction_is_noticed_on_both_sides(country: Country) -
     await rejoin(country)
 
 
+@ONE_SUFFICES
 async def test_pair_that_cannot_talk_accuses_each_other(country: Country) -> None:
     """A accuses B while B accuses A; the third names one that was accused."""
     country.hosts[0].cut_towards(country.hosts[1])
@@ -196,7 +203,7 @@ async def test_pair_that_cannot_talk_accuses_each_other(country: Country) -> Non
     await rejoin(country)
 
 
-@pytest.mark.parametrize("country", ["direct"], indirect=True)
+@ONE_SUFFICES
 async def test_network_that_comes_back_in_time_is_no_fault(country: Country) -> None:
     """However TCP backs off meanwhile; the soak has longer cuts of longer limits."""
     for _ in range(3):
@@ -211,7 +218,7 @@ async def test_network_that_comes_back_in_time_is_no_fault(country: Country) -> 
         assert (account.error, account.epoch) == (None, 1)
 
 
-@pytest.mark.parametrize("country", ["direct"], indirect=True)
+@ONE_SUFFICES
 async def test_slow_network_is_no_fault(country: Country) -> None:
     """A tenth of a megabit is slow, not dead."""
     country.hosts[1].throttle(1_000_000)
@@ -246,7 +253,7 @@ async def test_host_without_power_is_named_and_replaced_elsewhere(
     await country.advances("all", (0, 2, 4))
 
 
-@pytest.mark.parametrize("country", ["direct"], indirect=True)
+@ONE_SUFFICES
 async def test_loss_of_the_stores_host_hurts_no_ready_world(country: Country) -> None:
     """The store is needed to meet, not to live."""
     country.store_host.remove()
@@ -263,7 +270,7 @@ async def test_loss_of_the_stores_host_hurts_no_ready_world(country: Country) ->
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.parametrize("kill", [False, True])
+@pytest.mark.parametrize("kill", [pytest.param(False, marks=pytest.mark.heavy), True])
 @pytest.mark.parametrize("example", ["send_recv", "all_reduce"])
 def test_examples_run_across_hosts(example: str, kill: bool) -> None:
     """The leader on one host, a worker of each world on each of two others."""

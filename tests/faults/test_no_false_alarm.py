@@ -76,7 +76,14 @@ async def town(fork_server: None) -> AsyncIterator[Town]:
         yield Town(fleet, f"tcp://127.0.0.1:{server.port}")
 
 
-@pytest.mark.parametrize("kind", ["pickle", "json", "sort"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "pickle",
+        pytest.param("json", marks=pytest.mark.heavy),
+        pytest.param("sort", marks=pytest.mark.heavy),
+    ],
+)
 async def test_call_that_holds_the_gil_is_no_loss(town: Town, kind: str) -> None:
     """It is told as a stall, with what the thread does, and the world lives on."""
     await town.settle()
