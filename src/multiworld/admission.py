@@ -22,6 +22,7 @@ from multiworld.lifecycle import Phase, WasLost
 from multiworld.membership import Incarnation, Member, MemberUnreachableError
 from multiworld.rendezvous.address import StoreAddresses
 from multiworld.rendezvous.meeting import Claim, Meeting, Survivor, meet
+from multiworld.rendezvous.service import MAX_SIZE
 from multiworld.rendezvous.session import StoreSession
 from multiworld.watchdog import WatchDog
 from multiworld.world import Changes, World
@@ -171,9 +172,8 @@ class Admission:
         if life.is_stale:
             raise life.broken_error()
         if life.phase is not Phase.BROKEN and not life.left:
-            raise ConfigError(
-                "world", name, "a world that is broken, or that a member has left"
-            )
+            rule = "only a world that is broken or that a member has left is reformed"
+            raise ConfigError("world", name, rule)
         return life
 
     async def _gather_survivors(
@@ -234,8 +234,9 @@ class Admission:
             )
         life.check()
         size = life.incarnation.size
-        if not isinstance(to, int) or to <= size:
-            raise ConfigError("to", to, f"an int, more than the present size {size}")
+        if not isinstance(to, int) or not size < to <= MAX_SIZE:
+            rule = f"an int from {size + 1} to {MAX_SIZE}: the present size is {size}"
+            raise ConfigError("to", to, rule)
         deadline = self._loop.time() + life.wish.config.join_s
         await self._enter_again(life, deadline)
         try:

@@ -62,14 +62,11 @@ class _Loop:
 
     def call(self, step: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         """Run ``step`` on the loop and wait for it."""
-        if _is_inside_a_loop():
+        try:
+            _check_outside_a_loop()
+        except ConfigError:
             step.close()
-            raise ConfigError(
-                "thread",
-                threading.current_thread().name,
-                "multiworld.blocking must not be called from inside an event loop; use "
-                "multiworld.WorldManager there",
-            )
+            raise
         future = asyncio.run_coroutine_threadsafe(step, self._loop)
         try:
             return future.result(timeout_s)
@@ -97,12 +94,17 @@ class _Loop:
         self._loop.close()
 
 
-def _is_inside_a_loop() -> bool:
+def _check_outside_a_loop() -> None:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return False
-    return True
+        return
+    raise ConfigError(
+        "thread",
+        threading.current_thread().name,
+        "multiworld.blocking must not be called from inside an event loop; use "
+        "multiworld.WorldManager there",
+    )
 
 
 async def _next(items: AsyncIterator[T]) -> T:
@@ -334,6 +336,7 @@ class WorldManager:
         config: WorldConfig | None = None,
         security: Security | None = None,
     ) -> None:
+        _check_outside_a_loop()
         self._loop = _Loop()
 
         async def make() -> _manager.WorldManager:

@@ -93,7 +93,10 @@ class Security:
     def __post_init__(self) -> None:
         """Check the secret."""
         if self.secret and len(self.secret) < MINIMUM_BYTES:
-            rule = f"{MINIMUM_BYTES} bytes or more (openssl rand -hex 32)"
+            rule = (
+                f"{MINIMUM_BYTES} bytes or more (MULTIWORLD_SECRET, or the content of "
+                "MULTIWORLD_SECRET_FILE; openssl rand -hex 32 makes one)"
+            )
             raise ConfigError("secret", f"{len(self.secret)} bytes", rule)
 
     @classmethod
@@ -154,6 +157,9 @@ def _secret_of(environment: Mapping[str, str]) -> bytes:
     if text and file:
         rule = "not set together with MULTIWORLD_SECRET_FILE"
         raise ConfigError("MULTIWORLD_SECRET", "...", rule)
+    if "MULTIWORLD_SECRET" in environment and not text:
+        rule = "not empty: unset it where no secret is wanted"
+        raise ConfigError("MULTIWORLD_SECRET", text, rule)
     if not file:
         return text.encode()
     try:

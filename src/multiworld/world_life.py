@@ -67,9 +67,10 @@ class Wish:
 
     def terms(self) -> str:
         """Return what all members must agree on, in words."""
-        stores = len(self.where.stores)
         terms = f"backend {self.backend}, host_p2p {self.config.host_p2p}"
-        return terms if stores == 1 else f"{terms}, {stores} stores"
+        # In another order, two stores could give out the same numbers.
+        several = len(self.where.stores) > 1
+        return f"{terms}, stores {self.where}" if several else terms
 
     def replace(self, **changes: Any) -> Wish:
         """Return a copy with ``changes`` applied."""

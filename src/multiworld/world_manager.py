@@ -32,6 +32,7 @@ from multiworld.events import Event, EventHub
 from multiworld.keeping import keep
 from multiworld.lifecycle import CloseAsked
 from multiworld.rendezvous.address import parse_store
+from multiworld.rendezvous.service import MAX_SIZE
 from multiworld.security import Security
 from multiworld.watchdog import WatchDog
 from multiworld.world import World
@@ -39,6 +40,9 @@ from multiworld.world_communicator import BrokenWorldException, WorldCommunicato
 from multiworld.world_life import Surroundings, Wish
 
 __all__ = ["BrokenWorldException", "WorldManager"]
+
+MAX_NAME = 1024
+"""Longest name of a world, in characters."""
 
 DEFAULT_PORT = 29500
 """What ``port=-1`` means: torch's own default for a store."""
@@ -215,10 +219,10 @@ class WorldManager:
             name=name,
             rank=rank,
             size=size,
-            where=parse_store(store or _default_store()),
+            where=parse_store(_default_store() if store is None else store),
             backend=backend,
             config=config or self._config,
-            device=torch.device(device),
+            device=_device_of(device),
         )
         _check_wish(wish)
         self._security.check_backend(backend)
@@ -539,6 +543,13 @@ def _is_spent(world: World) -> bool:
     return world.is_broken or world.is_closed or bool(world.left)
 
 
+def _device_of(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError("device", device, "a torch device, as 'cpu'") from error
+
+
 def _default_store() -> str:
     store = os.environ.get("MULTIWORLD_STORE", "")
     if not store:
@@ -552,10 +563,15 @@ def _check_wish(wish: Wish) -> None:
     name, rank, size = wish.name, wish.rank, wish.size
     if not isinstance(name, str) or not name:
         raise ConfigError("name", name, "a non-empty str")
-    if not isinstance(size, int) or size < 1:
-        raise ConfigError("size", size, "an int, 1 or more")
+    if len(name) > MAX_NAME:
+        raise ConfigError("name", f"{name[:20]}...", f"at most {MAX_NAME} characters")
+    if not isinstance(size, int) or not 1 <= size <= MAX_SIZE:
+        raise ConfigError("size", size, f"an int from 1 to {MAX_SIZE}")
     if not isinstance(rank, int) or not 0 <= rank < size:
-        raise ConfigError("rank", rank, f"an int from 0 to size - 1, here {size - 1}")
+        rule = f"an int from 0 to {size - 1} in a world of {size}"
+        raise ConfigError("rank", rank, rule)
+    if not isinstance(wish.config, WorldConfig):
+        raise ConfigError("config", wish.config, "a WorldConfig")
     backend, device = wish.backend, wish.device
     if (backend == "memory") != wish.where.is_local:
         raise ConfigError(

@@ -357,6 +357,7 @@ def test_security_comes_from_the_environment(tmp_path: Path, tls: Tls) -> None:
     assert read(certificates).tls == tls
     for bad in (
         {"MULTIWORLD_SECRET": "short"},
+        {"MULTIWORLD_SECRET": ""},
         {"MULTIWORLD_SECRET": SECRET.decode(), "MULTIWORLD_SECRET_FILE": str(file)},
         {"MULTIWORLD_SECRET_FILE": str(tmp_path / "missing")},
         {"MULTIWORLD_TLS_CERT": str(tls.certificate)},

@@ -483,7 +483,7 @@ def test_members_must_list_the_stores_in_one_order() -> None:
     bench.place = (0, 2)
     bench.claim(1, 0)
     bench.place = (1, 2)
-    assert errors(bench.claim(2, 1)) == [(2, "mismatch")]
+    assert errors(bench.claim(2, 1)) == [(1, "mismatch"), (2, "mismatch")]
 
 
 def test_withdrawn_claims_leave_nothing_behind() -> None:

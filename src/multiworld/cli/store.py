@@ -25,7 +25,13 @@ async def serve(
     host: str, port: int, state: Path | None, security: Security, *, as_json: bool
 ) -> int:
     """Serve until SIGINT or SIGTERM; return the exit code."""
-    memory = None if state is None else EpochFile(state)
+    try:
+        memory = None if state is None else EpochFile(state)
+    except OSError as error:
+        why = f"cannot keep epochs in {state}: {error.strerror or error}"
+        raise click.ClickException(f"{why}; make its directory, or name another") from (
+            error
+        )
     service = StoreService(memory=memory, settle_s=SETTLE_S)
     try:
         server = await StoreServer.listen(

@@ -105,6 +105,10 @@ class Door:
         """How many connections were refused, by kind."""
         return self._refusals.counts
 
+    def count(self, kind: str, where: object, why: object) -> None:
+        """Count, and log now and then, one that misbehaved after its hello."""
+        self._refusals.add(kind, where, why)
+
     def filenos(self) -> list[int]:
         """Return the descriptors that a forked child must close."""
         both = (*self._sockets, *self._greeting.values())

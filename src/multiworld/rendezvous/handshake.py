@@ -105,14 +105,15 @@ def accepting(
         why = f"we speak protocol version {ours}, you {theirs}"
         raise _refused("version", why, number)
     if bool(greeting.get("sealed")) != bool(security.secret):
-        side = "we ask for a secret" if security.secret else "we have no secret"
-        raise _refused("secret", f"{side}, and you do not")
+        if security.secret:
+            raise _refused("secret", "a secret is asked for there, and none was shown")
+        raise _refused("secret", "there is no secret there, and one was shown")
     if not security.secret:
         return {"multiworld": ours, "ok": True}
     challenge = secrets.token_hex(16)
     answer = yield {"multiworld": ours, "challenge": challenge}
     if not security.is_proof(answer.get("proof"), "dialer", greeting, challenge):
-        raise _refused("secret", "your secret is not ours")
+        raise _refused("secret", "the secret that was shown is another one")
     proof = security.proof("acceptor", greeting, challenge)
     return {"multiworld": ours, "ok": True, "proof": proof}
 

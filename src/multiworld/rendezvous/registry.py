@@ -131,7 +131,6 @@ class Registry:
         self._asking: dict[int, _Asking] = {}
         self._prefixes: dict[str, str] = {}
         self._asks = 0
-        self._place: tuple[int, int] | None = None
 
     def handle(self, happening: Happening, now: float) -> list[Action]:
         """Take note of ``happening`` at ``now`` (monotonic seconds)."""
@@ -177,8 +176,6 @@ class Registry:
     # Claims.
 
     def _claim(self, claim: Claimed, now: float) -> list[Action]:
-        if not self._is_my_place(claim):
-            return [_misplaced(claim)]
         world = self._worlds.setdefault(claim.world, _World())
         current = world.current
         holder = current.holders.get(claim.rank) if current else None
@@ -190,12 +187,6 @@ class Registry:
             del current.holders[claim.rank]
             return self._admit(world, claim)
         return self._ask(current, holder.session, claim, now)
-
-    def _is_my_place(self, claim: Claimed | ReformClaim) -> bool:
-        """Tell whether a member counts the stores as all others do."""
-        if self._place is None:
-            self._place = claim.place
-        return self._place == claim.place
 
     def _ask(
         self, current: _Current, holder: SessionKey, claim: Claimed, now: float
@@ -238,7 +229,7 @@ class Registry:
             return [_taken(claim)]
         world.forming[claim.rank] = claim
         self._forming.add(claim.world)
-        terms = {(c.size, c.terms) for c in world.forming.values()}
+        terms = {(c.size, c.terms, c.place) for c in world.forming.values()}
         if len(terms) > 1:
             return self._dissolve(claim.world, _mismatch(world.forming))
         if len(world.forming) < claim.size:
@@ -299,8 +290,6 @@ class Registry:
     # Going on without the lost, and after a restart of the store.
 
     def _reform(self, claim: ReformClaim) -> list[Action]:
-        if not self._is_my_place(claim):
-            return [_misplaced(claim)]
         world = self._worlds.setdefault(claim.world, _World())
         current = self._highest.get(claim.world, 0)
         if current > claim.epoch:
@@ -521,12 +510,6 @@ def _timeout(
     claim: Claimed | ReformClaim, present: list[int], missing: list[int]
 ) -> Reply:
     body = {"ok": False, "error": "timeout", "present": present, "missing": missing}
-    return Reply(claim.session, claim.request, body)
-
-
-def _misplaced(claim: Claimed | ReformClaim) -> Reply:
-    detail = "the members list the stores in different orders, or not the same ones"
-    body = {"ok": False, "error": "mismatch", "detail": detail}
     return Reply(claim.session, claim.request, body)
 
 

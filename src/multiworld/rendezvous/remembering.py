@@ -24,7 +24,7 @@ class EpochFile:
 
     Raises:
         OSError: It cannot be written.
-        ConfigError: Another store uses it.
+        ConfigError: Another store uses it, or it is not a store's.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,11 +68,16 @@ def _write(file: IO[str], world: str, epoch: int) -> None:
 
 def _read(path: Path) -> dict[str, int]:
     epochs: dict[str, int] = {}
-    for line in path.read_text().splitlines():
+    text = path.read_text()
+    lines = text.splitlines()
+    for number, line in enumerate(lines, start=1):
         try:
             entry = json.loads(line)
             world, epoch = str(entry["world"]), int(entry["epoch"])
-        except (json.JSONDecodeError, KeyError, TypeError, ValueError):
-            continue
+        except (KeyError, TypeError, ValueError) as error:
+            if number == len(lines) and not text.endswith("\n"):
+                break  # torn: the machine lost power in the middle of it
+            rule = f"a file that a store wrote (line {number}: {error})"
+            raise ConfigError("state", str(path), rule) from error
         epochs[world] = max(epoch, epochs.get(world, 0))
     return epochs

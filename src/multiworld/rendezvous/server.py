@@ -122,8 +122,7 @@ class StoreServer:
 
         def ended(evidence: str, is_broken: bool) -> None:
             if is_broken:
-                self._door.refused["malformed"] += 1
-                logger.warning("a member broke the protocol: %s", evidence)
+                self._door.count("malformed", "a member", evidence)
             self._ended(key)
 
         framed = Framed(stream, received, ended)
