@@ -274,8 +274,12 @@ async def test_member_that_gives_up_while_joining_fails_the_others_at_once(
         with monkeypatch.context() as patch:
             never, reached = asyncio.Event(), asyncio.Event()
 
-            def stuck(*_: object) -> Coroutine[Any, Any, bool]:
-                reached.set()
+            stuck_ones: list[object] = []
+
+            def stuck(*which: object) -> Coroutine[Any, Any, bool]:
+                stuck_ones.append(which)
+                if len(stuck_ones) == 2:  # both are linked by now
+                    reached.set()
                 return never.wait()
 
             patch.setattr(type(two.watchdog), "lane", stuck)
