@@ -85,11 +85,15 @@ class WorldConfig:
             "close_s",
             "operation_s",
         ):
-            if not getattr(self, name) > 0:
-                raise ConfigError(name, getattr(self, name), "seconds, more than 0")
+            value = getattr(self, name)
+            if not _is_number(value) or not value > 0:
+                raise ConfigError(name, value, "seconds, more than 0")
         for name in ("eager_bytes", "unexpected_bytes", "max_message_bytes"):
-            if getattr(self, name) < 0:
-                raise ConfigError(name, getattr(self, name), "bytes, 0 or more")
+            value = getattr(self, name)
+            if not _is_number(value, int) or value < 0:
+                raise ConfigError(name, value, "bytes, 0 or more")
+        if not isinstance(self.payload_checksum, bool):
+            raise ConfigError("payload_checksum", self.payload_checksum, "a bool")
         if self.heartbeat not in ("process", "thread"):
             raise ConfigError("heartbeat", self.heartbeat, "'process' or 'thread'")
         if self.host_p2p not in ("direct", "backend"):
@@ -98,3 +102,9 @@ class WorldConfig:
     def replace(self, **changes: Any) -> WorldConfig:
         """Return a copy with ``changes`` applied, checked again."""
         return dataclasses.replace(self, **changes)
+
+
+def _is_number(value: object, *kinds: type) -> bool:
+    """Return whether it is one; a bool is none, and "not a number" is greater than
+    nothing."""
+    return isinstance(value, kinds or (int, float)) and not isinstance(value, bool)

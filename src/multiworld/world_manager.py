@@ -310,6 +310,8 @@ class WorldManager:
         Cancellation: safe; a world that was yielded stays as it is.
         """
 
+        self._check_usable(name)
+
         async def join() -> World:
             return await self.join(
                 name,

@@ -21,6 +21,12 @@ from multiworld import ConfigError, WorldConfig
         ("max_message_bytes", -1),
         ("heartbeat", "fork"),
         ("host_p2p", "gloo"),
+        ("silence_s", "2"),
+        ("silence_s", float("nan")),
+        ("join_s", None),
+        ("join_s", True),
+        ("eager_bytes", 1.5),
+        ("payload_checksum", "no"),
     ],
 )
 def test_config_when_value_is_bad_then_names_the_field(field: str, value: Any) -> None:

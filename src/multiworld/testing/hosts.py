@@ -36,6 +36,8 @@ CLONE_NEWNET = 0x40000000
 NOWHERE = "02:00:00:00:00:01"
 """A hardware address that no interface has: what is sent there is lost in silence."""
 
+BRIDGE = "bridge"
+
 _numbers = itertools.count(1)
 
 
@@ -101,8 +103,13 @@ class Host:
     # Breaking it.
 
     def cut(self) -> None:
-        """Cut it off in silence: no packet comes or goes from now on."""
-        self._link("down")
+        """Cut it off in silence: no packet comes or goes from now on.
+
+        The wire stays, the switch no longer knows it. Taking the link down instead
+        would be told to the host by the loss of its carrier, and coming up again take
+        up to a second more, which is how often the kernel looks at carriers.
+        """
+        self._plug("nomaster")
 
     def restore(self) -> None:
         """Undo ``cut``, ``cut_towards`` and ``throttle``."""
@@ -113,7 +120,7 @@ class Host:
             timeout=COMMAND_S,
             check=False,
         )
-        self._link("up")
+        self._plug("master", BRIDGE)
 
     def cut_towards(self, other: Host) -> None:
         """Lose what this host sends to ``other``; the other direction works."""
@@ -140,8 +147,8 @@ class Host:
             except ProcessLookupError:
                 pass
 
-    def _link(self, state: str) -> None:
-        _run("ip", "-n", self._switch, "link", "set", self._port, state)
+    def _plug(self, *where: str) -> None:
+        _run("ip", "-n", self._switch, "link", "set", "dev", self._port, *where)
 
 
 class Hosts:
@@ -199,8 +206,8 @@ class Hosts:
     def _make(self) -> None:
         switch = f"{self._prefix}-switch"
         _run("ip", "netns", "add", switch)
-        _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
-        _run("ip", "-n", switch, "link", "set", "bridge", "up")
+        _run("ip", "-n", switch, "link", "add", BRIDGE, "type", "bridge")
+        _run("ip", "-n", switch, "link", "set", BRIDGE, "up")
         for number in range(self._count):
             self._hosts.append(self._add(switch, number))
 
@@ -210,7 +217,7 @@ class Hosts:
         _run("ip", "netns", "add", name)
         ends = ("type", "veth", "peer", "name", "eth0", "netns", name)
         _run("ip", "-n", switch, "link", "add", port, *ends)
-        _run("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
+        _run("ip", "-n", switch, "link", "set", port, "master", BRIDGE, "up")
         _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", "eth0")
         _run("ip", "-n", name, "link", "set", "lo", "up")
         _run("ip", "-n", name, "link", "set", "eth0", "up")
