@@ -148,7 +148,8 @@ async def test_thirty_worlds_leave_nothing_behind(fork_server: None) -> None:
             counts.append((len(now.threads), len(now.descriptors)))
         await child.done()
         assert len(kept) == 30
-        assert counts[-1] <= counts[2], counts
+        # one may be on its way at the moment; thirty worlds would leave thirty
+        assert min(counts[-5:]) <= max(counts[:5]), counts
     await server.close()
 
 
