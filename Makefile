@@ -8,7 +8,8 @@ STAMP := .venv/.ready
 # The modules that programs import from; the rest is not promised.
 PUBLIC := multiworld $(addprefix multiworld., world world_manager world_communicator \
 	blocking config errors events security watchdog testing testing.arena testing.fleet \
-	testing.hosts testing.leaks testing.clock testing.contract manager communicator)
+	testing.hosts testing.leaks testing.clock testing.contract manager communicator \
+	serve serve.stage)
 
 # How long `make soak` goes on, and which faults it draws.
 MINUTES ?= 5

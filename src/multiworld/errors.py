@@ -24,6 +24,16 @@
     ├ BackendError
     │ ├ UnsupportedOperationError
     │ └ TensorMismatchError              the two sides disagree about a message
+    ├ ServeError                         .status, the HTTP status it is answered with
+    │ ├ SpecError(ValueError)            .problems: line, field and remedy of each
+    │ ├ InvalidRequestError        400   the request cannot be understood
+    │ ├ UnknownModelError          404
+    │ ├ OverloadedError            429   .retry_after_s
+    │ ├ ModelFailedError           500   the model raised for this request  .stage
+    │ ├ RequestPoisonedError       500   it was alone in two replicas that died
+    │ ├ NoReplicaError             503   .retry_after_s
+    │ ├ DeadlineExceededError      504
+    │ └ LaunchError                      a process could not be started
     └ InternalError                      our bug, with the object's story
 
 *Closed* means that this process ended the world, *broken* that something outside did.
@@ -38,18 +48,28 @@ __all__ = [
     "BackendError",
     "BrokenWorldException",
     "ConfigError",
+    "DeadlineExceededError",
     "InternalError",
+    "InvalidRequestError",
     "JoinMismatchError",
     "JoinTimeoutError",
+    "LaunchError",
     "MemberLeftError",
     "MemberLostError",
+    "ModelFailedError",
     "MultiWorldError",
+    "NoReplicaError",
+    "OverloadedError",
     "ProtocolVersionError",
     "RankTakenError",
     "RendezvousError",
+    "RequestPoisonedError",
+    "ServeError",
+    "SpecError",
     "StaleEpochError",
     "StoreUnreachableError",
     "TensorMismatchError",
+    "UnknownModelError",
     "UnknownWorldError",
     "UnsupportedOperationError",
     "UsedAfterForkError",
@@ -304,6 +324,91 @@ class UnsupportedOperationError(BackendError):
 
 class TensorMismatchError(BackendError):
     """The two sides of an operation disagree about kind, dtype, size or device."""
+
+
+class ServeError(MultiWorldError):
+    """Something about a served model.
+
+    Attributes:
+        status: The HTTP status that the gateway answers with.
+    """
+
+    status = 500
+
+
+class SpecError(ServeError, ValueError):
+    """A spec that cannot work, found before anything is started.
+
+    Attributes:
+        problems: What is wrong, one line each: where, what, and what to do.
+    """
+
+    def __init__(self, message: str = "", *, problems: tuple[str, ...] = ()) -> None:
+        self.problems = problems
+        super().__init__(message)
+
+
+class InvalidRequestError(ServeError):
+    """The request cannot be understood or does not fit the model.
+
+    A model's stage may raise it, too: the message is the answer.
+    """
+
+    status = 400
+
+
+class UnknownModelError(ServeError):
+    """No such model, or no such version of it, is served here."""
+
+    status = 404
+
+
+class _RetryLaterError(ServeError):
+    """Attributes:
+    retry_after_s: When another try has a chance, in seconds.
+    """
+
+    def __init__(self, message: str = "", *, retry_after_s: float = 1.0) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(message)
+
+
+class OverloadedError(_RetryLaterError):
+    """The queue is full; the request was not accepted."""
+
+    status = 429
+
+
+class NoReplicaError(_RetryLaterError):
+    """A stage had no replica until the request's deadline."""
+
+    status = 503
+
+
+class DeadlineExceededError(ServeError):
+    """The request was accepted, and its deadline passed before it was answered."""
+
+    status = 504
+
+
+class ModelFailedError(ServeError):
+    """The model raised for this request, and for no other of its batch.
+
+    Attributes:
+        stage: Where.
+    """
+
+    def __init__(self, message: str = "", *, stage: str = "") -> None:
+        self.stage = stage
+        super().__init__(message)
+
+
+class RequestPoisonedError(ServeError):
+    """Two replicas died while they computed this request and no other."""
+
+
+class LaunchError(ServeError):
+    """A process of the service could not be started."""
 
 
 class InternalError(MultiWorldError):

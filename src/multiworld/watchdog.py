@@ -261,6 +261,13 @@ class WatchDog:
         """Tell whether this manager dials ``member``, rather than waits for it."""
         return self.uid < member.uid
 
+    def silent_s(self, incarnation: Incarnation, rank: int, other: int) -> float:
+        """Return for how long a member has given no sign; 0 where none is watched."""
+        if rank == other or not self._is_enabled:
+            return 0.0
+        key = self._key(incarnation.members[rank], incarnation.members[other])
+        return self._liveness.silent_s(_name(key), time.monotonic())
+
     @property
     def link_count(self) -> int:
         """How many peer managers there is a link to."""

@@ -140,6 +140,17 @@ class World:
         """Ranks known to be lost; it may grow after the world broke."""
         return self._life.lost
 
+    def silent_s(self, rank: int) -> float:
+        """Return for how long a member has given no sign of life; 0 for this process.
+
+        A verdict takes ``WorldConfig.silence_s``. Whoever hands out work can act long
+        before: a beat comes every tenth of a second, and is looked at as often, so that
+        from 0.3 s on something is odd. A stopped process gives no sign, though its
+        helper tells that it is there.
+        """
+        self._check_rank(rank, self_too=True)
+        return self._life.silent_s(rank)
+
     @property
     def members(self) -> tuple[str, ...]:
         """Who is in it, by rank, for messages to people."""

@@ -140,6 +140,10 @@ class WorldLife:
         """Ranks that have left politely."""
         return self._life.left
 
+    def silent_s(self, rank: int) -> float:
+        """Return for how long a member has given no sign of life."""
+        return self._watchdog.silent_s(self.incarnation, self.rank, rank)
+
     @property
     def lost(self) -> frozenset[int]:
         """Ranks known to be lost."""

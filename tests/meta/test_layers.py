@@ -39,6 +39,7 @@ LAYERS = (
     },
     {"manager", "communicator", "blocking"},
     {"testing"},
+    {"serve"},
     {"demo"},
     {"cli"},
 )
@@ -55,6 +56,14 @@ PURE = [
     "rendezvous/address",
     "demo/ledger",
     "backends/direct/header",
+    "serve/batching",
+    "serve/choosing",
+    "serve/forwarding",
+    "serve/routing",
+    "serve/table",
+    "serve/control/crashes",
+    "serve/control/fleet",
+    "serve/models/layers",
 ]
 IMPURE_MODULES = {"asyncio", "os", "time", "random", "secrets", "socket", "torch"}
 

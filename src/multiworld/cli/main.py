@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from multiworld import __version__
+from multiworld.cli.serving import COMMANDS
 
 BACKENDS = ("direct", "gloo")
 
@@ -79,8 +80,19 @@ def doctor(as_json: bool) -> None:
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
     help="Remember epochs in this file, so that a restart goes on with the numbers.",
 )
+@click.option(
+    "--while-locked",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="End when no process holds a shared lock on this file any more.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the address as JSON.")
-def store(host: str, port: int, state: Path | None, as_json: bool) -> None:
+def store(
+    host: str,
+    port: int,
+    state: Path | None,
+    while_locked: Path | None,
+    as_json: bool,
+) -> None:
     """Serve the place where the members of worlds meet, until it is stopped.
 
     Members find it by MULTIWORLD_STORE or the store= of join. Losing it hurts no ready
@@ -94,9 +106,13 @@ def store(host: str, port: int, state: Path | None, as_json: bool) -> None:
     from multiworld.errors import MultiWorldError
 
     try:
-        sys.exit(run(host, port, state, as_json=as_json))
+        sys.exit(run(host, port, state, while_locked, as_json=as_json))
     except MultiWorldError as error:
         raise click.ClickException(str(error)) from error
+
+
+for command in COMMANDS:
+    cli.add_command(command)
 
 
 def main() -> None:

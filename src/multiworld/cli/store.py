@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -21,10 +23,39 @@ SETTLE_S = 1.0
 a restart say what they hold before anybody is admitted."""
 
 
+LOOK_S = 1.0
+ALONE = 5
+"""Looks in a row that find nobody until the store of a service ends: its processes may
+just be starting."""
+
+
+async def _wait_alone(path: Path) -> None:
+    """Wait until no process holds a shared lock on a file."""
+    looks = 0
+    while looks < ALONE:
+        await asyncio.sleep(LOOK_S)
+        looks = 0 if _is_held(path) else looks + 1
+
+
+def _is_held(path: Path) -> bool:
+    with open(path, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 async def serve(
-    host: str, port: int, state: Path | None, security: Security, *, as_json: bool
+    host: str,
+    port: int,
+    state: Path | None,
+    security: Security,
+    while_locked: Path | None = None,
+    *,
+    as_json: bool,
 ) -> int:
-    """Serve until SIGINT or SIGTERM; return the exit code."""
+    """Serve until SIGINT or SIGTERM, or nobody is left; return the exit code."""
     try:
         memory = None if state is None else EpochFile(state)
     except OSError as error:
@@ -55,7 +86,12 @@ async def serve(
         words = [name for name, is_on in asked.items() if is_on] or ["nothing"]
         click.echo(f"multiworld store at {address} (asks for: {', '.join(words)})")
         click.echo(f"for the members: export MULTIWORLD_STORE={address}")
-    await stopped.wait()
+    ends: list[asyncio.Task[Any]] = [loop.create_task(stopped.wait())]
+    if while_locked is not None:
+        ends.append(loop.create_task(_wait_alone(while_locked)))
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    for end in ends:
+        end.cancel()
     refused = server.refused
     await server.close()
     if memory is not None:
@@ -66,9 +102,17 @@ async def serve(
     return 0
 
 
-def run(host: str, port: int, state: Path | None, *, as_json: bool) -> int:
+def run(
+    host: str,
+    port: int,
+    state: Path | None,
+    while_locked: Path | None = None,
+    *,
+    as_json: bool,
+) -> int:
     """Run the service; the secret and the certificates come from the environment."""
     with contextlib.suppress(KeyboardInterrupt):
         security = Security.from_environment()
-        return asyncio.run(serve(host, port, state, security, as_json=as_json))
+        serving = serve(host, port, state, security, while_locked, as_json=as_json)
+        return asyncio.run(serving)
     return 130

@@ -1,0 +1,244 @@
+"""The commands that talk to a running service: status, scale, update, chaos, …"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import httpx
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from multiworld.serve.control.launching import began_at
+from multiworld.serve.control.record import StateFolder, state_root
+
+ASK_S = 30.0
+WATCH_S = 0.5
+END_S = 60.0
+
+
+class Service:
+    """A running service, found by its name or because it is the only one."""
+
+    def __init__(self, app: str | None, state: Path | None) -> None:
+        self.folder = StateFolder(state or _find(app))
+        self._client = httpx.Client(
+            transport=httpx.HTTPTransport(uds=str(self.folder.socket)),
+            base_url="http://controller",
+            timeout=ASK_S,
+        )
+
+    def ask(self, method: str, path: str, **what: Any) -> Any:
+        """Ask the controller.
+
+        Raises:
+            ClickException: It is not there, or refuses.
+        """
+        try:
+            response = self._client.request(method, path, **what)
+        except httpx.HTTPError as error:
+            raise click.ClickException(
+                f"no controller answers in {self.folder.path} ({error}); start it with "
+                "`multiworld serve`, which adopts what runs"
+            ) from error
+        if response.is_error:
+            try:
+                text = response.json()["error"]
+            except (ValueError, KeyError, TypeError):
+                text = response.text
+            raise click.ClickException(str(text))
+        return response.json()
+
+
+def _find(app: str | None) -> Path:
+    root = state_root()
+    if app is not None:
+        return root / app
+    found = sorted(path.parent for path in root.glob("*/record.json"))
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(path.name for path in found)
+    raise click.ClickException(
+        f"several services run: {names}; name one with --app"
+        if found
+        else f"no service runs here (looked in {root}); start one: multiworld serve"
+    )
+
+
+def show(data: Any, *, as_json: bool, text: str) -> None:
+    """Print an outcome."""
+    click.echo(json.dumps(data, indent=2) if as_json else text)
+
+
+# status
+
+
+def status(service: Service, *, as_json: bool, watch: bool) -> int:
+    """Print what runs; exit code 1 if it is not ready."""
+    found = service.ask("GET", "/status", params={"reports": True})
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+    elif not watch:
+        Console().print(_status_table(found))
+    else:
+        _watch(service, found)
+    return 0 if found["is_ready"] else 1
+
+
+def _watch(service: Service, found: Any) -> None:
+    with Live(_status_table(found), refresh_per_second=4) as live:
+        try:
+            while True:
+                time.sleep(WATCH_S)
+                found = service.ask("GET", "/status", params={"reports": True})
+                live.update(_status_table(found))
+        except KeyboardInterrupt:
+            pass
+
+
+PHASES = {"ready": "green", "draining": "yellow", "finishing": "yellow"}
+
+
+def _status_table(found: Any) -> Table:
+    state = "[green]ready[/]" if found["is_ready"] else "[red]not ready[/]"
+    table = Table(title=f"{found['app']} is {state} at {found['url']}")
+    for title in ("process", "phase", "since", "pid", "version", "queued", "at work"):
+        table.add_column(title)
+    table.add_column("requests", justify="right")
+    reports = found.get("reports", {})
+    for process in found["processes"]:
+        said = reports.get(process["name"]) or {}
+        counts = said.get("counts", {})
+        is_gateway = not process["model"]
+        color = PHASES.get(process["phase"], "red")
+        table.add_row(
+            process["name"],
+            f"[{color}]{process['phase']}[/]",
+            f"{process['since_s']:.0f} s",
+            str(process["pid"] or "-"),
+            process["version"] or "-",
+            str(
+                sum(said.get("waiting", {}).values())
+                if is_gateway
+                else said.get("queued", "?")
+            ),
+            str(said.get("in_flight" if is_gateway else "computing", "?")),
+            str(counts.get("answered" if is_gateway else "requests", 0)),
+        )
+    return table
+
+
+# explain
+
+
+def explain(service: Service, *, as_json: bool) -> int:
+    """Print who waits for whom, in which operation, since when."""
+    found = service.ask("GET", "/status", params={"reports": True})
+    lines = [_explained(p, found["reports"].get(p["name"])) for p in found["processes"]]
+    if as_json:
+        click.echo(
+            json.dumps(
+                dict(zip((p["name"] for p in found["processes"]), lines, strict=True)),
+                indent=2,
+            )
+        )
+        return 0
+    for process, line in zip(found["processes"], lines, strict=True):
+        click.echo(f"{process['name']}: {line}")
+    return 0
+
+
+def _explained(process: Any, said: Any) -> str:
+    if process["phase"] in ("launching", "joined"):
+        return f"{process['phase']} for {process['since_s']:.1f} s: loads its stage"
+    if process["phase"] == "loaded":
+        return f"waits for a probe to come back, for {process['since_s']:.1f} s"
+    if said is None:
+        return "does not answer: stopped, stuck in a long call, or cut off"
+    if not process["model"]:
+        at = [f"{count} at {name}" for name, count in said["load"].items() if count]
+        waiting = sum(said["waiting"].values())
+        silent = f"; silent: {', '.join(said['silent'])}" if said["silent"] else ""
+        return (
+            f"has {said['in_flight']} requests in flight ({', '.join(at) or 'none'}), "
+            f"{waiting} wait to be sent{silent}"
+        )
+    parts = []
+    if said["computing"]:
+        parts.append(
+            f"computes {said['computing']} requests, for {said['computing_s']:.3f} s"
+        )
+    if said["waiting_for_next"]:
+        names = ", ".join(said["downstream"]) or "a replica of the next stage"
+        parts.append(f"{said['waiting_for_next']} answers wait for room at {names}")
+    if said["handed"]:
+        parts.append(f"{said['handed']} were handed on and are not begun")
+    if said["queued"]:
+        parts.append(f"{said['queued']} requests wait to be computed")
+    return "; ".join(parts) or "waits for work from upstream"
+
+
+# logs, events, shutdown
+
+
+def logs(service: Service, name: str | None, lines: int) -> int:
+    """Print the end of the logs."""
+    paths = sorted(service.folder.logs.glob("*.log"))
+    if name is not None:
+        paths = [p for p in paths if p.stem.startswith(name.replace("/", "-"))]
+        if not paths:
+            raise click.ClickException(f"no log of {name!r} in {service.folder.logs}")
+    for path in paths:
+        click.echo(f"==> {path} <==")
+        text = path.read_text(errors="replace").splitlines()
+        click.echo("\n".join(text[-lines:]))
+    return 0
+
+
+def shutdown(service: Service, *, as_json: bool) -> int:
+    """End the service, with its controller or, if that is gone, without."""
+    record = service.folder.load()
+    if record is None:
+        raise click.ClickException(f"nothing runs in {service.folder.path}")
+    try:
+        service.ask("POST", "/shutdown")
+    except click.ClickException:
+        _end_without_controller(service.folder, record)
+    limit = time.monotonic() + END_S + record.app.gateway.shutdown_s
+    while service.folder.load() is not None and time.monotonic() < limit:
+        time.sleep(0.05)
+    is_over = service.folder.load() is None
+    show(
+        {"app": record.app.app, "is_over": is_over},
+        as_json=as_json,
+        text=f"{record.app.app} has ended" if is_over else "it is still ending",
+    )
+    return 0 if is_over else 1
+
+
+def _end_without_controller(folder: StateFolder, record: Any) -> None:
+    """Ask every process of the record to end, and kill what does not."""
+    import signal
+
+    everybody = [(p.pid, p.began) for p in record.processes]
+    gateways = [(p.pid, p.began) for p in record.processes if not p.model]
+    _end(gateways, signal.SIGTERM, record.app.gateway.shutdown_s)
+    _end(everybody, signal.SIGTERM, 10.0)
+    _end(everybody, signal.SIGKILL, 10.0)
+    if record.store is not None:
+        _end([(record.store.pid, record.store.began)], signal.SIGTERM, 10.0)
+    folder.forget()
+
+
+def _end(processes: list[tuple[int, int]], number: int, limit_s: float) -> None:
+    limit = time.monotonic() + limit_s
+    for pid, began in processes:
+        if began_at(pid) == began:
+            os.kill(pid, number)
+    while time.monotonic() < limit and any(began_at(p) == b for p, b in processes):
+        time.sleep(0.02)

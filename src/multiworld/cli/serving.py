@@ -1,0 +1,211 @@
+"""The commands of ``multiworld`` that are about serving; each imports what it needs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from multiworld.cli.operate import Service
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+SPEC = click.argument("spec", type=click.Path(dir_okay=False, path_type=Path))
+JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+STATE = click.option(
+    "--state",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="The service's folder; by default ~/.local/state/multiworld/APP, or below "
+    "MULTIWORLD_STATE.",
+)
+
+
+def of_service(command: F) -> F:
+    """Add the options that find a running service."""
+    app = click.option("--app", help="Name of the service; not needed if one runs.")
+    return STATE(app(command))
+
+
+def _service(app: str | None, state: Path | None) -> Service:
+    found: Service = _need("multiworld.cli.operate").Service(app, state)
+    return found
+
+
+def _need(module: str) -> Any:
+    """Import a module that needs the extra ``serve``."""
+    import importlib
+
+    # A factory is found where the command is given, as with `python -m`.
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("multiworld"):
+            raise
+        raise click.ClickException(
+            f"this needs {error.name}: pip install 'multiworld-elastic[serve]'"
+        ) from error
+
+
+@click.command()
+@SPEC
+@STATE
+@click.option("-v", "--verbose", is_flag=True, help="Say what happens.")
+@JSON
+def serve(spec: Path, state: Path | None, verbose: bool, as_json: bool) -> None:
+    """Serve the models of SPEC (a YAML file) until Ctrl-C.
+
+    If the controller of a service was lost, this adopts its processes, which went on
+    answering meanwhile.
+    """
+    module = _need("multiworld.cli.serve")
+    sys.exit(
+        module.guarded(module.serve, spec, state, as_json=as_json, is_verbose=verbose)
+    )
+
+
+@click.command()
+@SPEC
+@JSON
+def plan(spec: Path, as_json: bool) -> None:
+    """Show what SPEC would start, without starting it."""
+    module = _need("multiworld.cli.serve")
+    sys.exit(module.guarded(module.plan, spec, as_json=as_json))
+
+
+@click.command()
+def schema() -> None:
+    """Print the JSON Schema of a spec, for editors."""
+    sys.exit(_need("multiworld.cli.serve").print_schema())
+
+
+@click.command()
+@of_service
+@click.option("--watch", is_flag=True, help="Go on showing it until Ctrl-C.")
+@JSON
+def status(app: str | None, state: Path | None, watch: bool, as_json: bool) -> None:
+    """Show what runs; exits with 1 if it is not ready."""
+    service = _service(app, state)
+    module = _need("multiworld.cli.operate")
+    sys.exit(module.status(service, as_json=as_json, watch=watch))
+
+
+@click.command()
+@of_service
+@JSON
+def explain(app: str | None, state: Path | None, as_json: bool) -> None:
+    """Say who waits for whom, in which operation, since when."""
+    service = _service(app, state)
+    sys.exit(_need("multiworld.cli.operate").explain(service, as_json=as_json))
+
+
+def _asks(path: str, text: str) -> Callable[..., None]:
+    """Return a function that asks the controller and prints the outcome."""
+
+    def ask(app: str | None, state: Path | None, as_json: bool, **what: Any) -> None:
+        service = _service(app, state)
+        answer = service.ask("POST", path, json=what)
+        shown = text.format(**{**what, **answer})
+        _need("multiworld.cli.operate").show(answer, as_json=as_json, text=shown)
+
+    return ask
+
+
+@click.command()
+@click.argument("model")
+@click.argument("stage")
+@click.argument("replicas", type=click.IntRange(1, 4096))
+@of_service
+@JSON
+def scale(**options: Any) -> None:
+    """Run a STAGE (its name or number) of MODEL in so many REPLICAS."""
+    _asks("/scale", "{model}/{stage}: from {before} to {replicas}")(**options)
+
+
+@click.command()
+@SPEC
+@of_service
+@JSON
+def update(spec: Path, app: str | None, state: Path | None, as_json: bool) -> None:
+    """Have the running service be as SPEC says, without a pause.
+
+    A model with a new version is started beside the old one and takes over when all of
+    it is ready; one that does not become ready is rolled back.
+    """
+    try:
+        text = spec.read_text()
+    except OSError as error:
+        raise click.ClickException(f"cannot read {spec}: {error.strerror}") from error
+    service = _service(app, state)
+    answer = service.ask("POST", "/update", json={"text": text, "where": str(spec)})
+    wanted = ", ".join(f"{name} {v}" for name, v in answer["versions"].items())
+    show = _need("multiworld.cli.operate").show
+    show(answer, as_json=as_json, text=f"wanted now: {wanted}; see multiworld status")
+
+
+@click.command()
+@click.argument("name")
+@of_service
+@JSON
+def drain(**options: Any) -> None:
+    """Take the process NAME (see status) out politely; it is replaced."""
+    _asks("/drain", "{name} ends its work and leaves")(**options)
+
+
+@click.command()
+@click.argument("action", type=click.Choice(["kill", "stop", "cut"]))
+@click.argument("model")
+@click.argument("stage")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0.1, 3600),
+    default=5.0,
+    show_default=True,
+    help="How long it is cut off.",
+)
+@of_service
+@JSON
+def chaos(**options: Any) -> None:
+    """Break a replica of a STAGE of MODEL on purpose.
+
+    kill: SIGKILL. stop: SIGSTOP. cut: nothing it sends or is sent arrives for a while.
+    """
+    _asks("/chaos", "{action}: {name} (process {pid})")(**options)
+
+
+@click.command()
+@click.argument("name", required=False)
+@click.option("-n", "--lines", type=click.IntRange(1), default=20, show_default=True)
+@of_service
+def logs(name: str | None, lines: int, app: str | None, state: Path | None) -> None:
+    """Print the end of the logs of NAME (as in status), or of all processes."""
+    sys.exit(_need("multiworld.cli.operate").logs(_service(app, state), name, lines))
+
+
+@click.command()
+@of_service
+@JSON
+def shutdown(app: str | None, state: Path | None, as_json: bool) -> None:
+    """End a service: what was accepted is answered first."""
+    service = _service(app, state)
+    sys.exit(_need("multiworld.cli.operate").shutdown(service, as_json=as_json))
+
+
+COMMANDS = (
+    serve,
+    plan,
+    schema,
+    status,
+    explain,
+    scale,
+    update,
+    drain,
+    chaos,
+    logs,
+    shutdown,
+)

@@ -1,0 +1,18 @@
+"""Serving models: pipelines of replicated stages, behind HTTP.
+
+``multiworld serve app.yaml`` runs a service; a model's factory uses ``Model`` and
+``Stage``. Needs the extra ``multiworld-elastic[serve]``.
+"""
+
+from __future__ import annotations
+
+from multiworld.serve.stage import (
+    Model,
+    Stage,
+    StageContext,
+    Tensors,
+    TensorSpec,
+    TextFrontend,
+)
+
+__all__ = ["Model", "Stage", "StageContext", "TensorSpec", "Tensors", "TextFrontend"]

@@ -1,0 +1,117 @@
+"""Which pieces of work run together, and when. Pure.
+
+Work waits in arrival order. A batch is due when it is full, when its oldest has waited
+``max_wait_s``, or when the replica would idle otherwise and no wait was asked for. Only
+work of the same group (names, dtypes and shapes but for the batch and the ragged
+dimension) runs together; a suspect runs alone.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+Key = tuple[str, int, int]
+"""Router, number of the request, number of the attempt."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """One attempt at one request, at one stage.
+
+    Attributes:
+        key: Whose it is.
+        group: What can run together is equal here.
+        rows: How much of ``max_batch_size`` it takes.
+        deadline_at: When its answer is worth nothing any more.
+        arrived_at: When this replica got it.
+        is_solo: It runs alone.
+        session: What keeps it at one replica of a stateful stage.
+        via: Replicas that a probe must go through, by stage.
+        content: The tensors; not looked at here.
+    """
+
+    key: Key
+    group: Hashable
+    rows: int
+    deadline_at: float
+    arrived_at: float
+    is_solo: bool = False
+    session: str | None = None
+    via: dict[str, str] | None = None
+    content: Any = None
+
+
+class Batcher:
+    """The queue of one replica.
+
+    Args:
+        max_batch_size: Most rows in a batch.
+        max_wait_s: How long the oldest may wait for company.
+    """
+
+    def __init__(self, max_batch_size: int, max_wait_s: float) -> None:
+        self._max_rows, self._max_wait_s = max_batch_size, max_wait_s
+        self._waiting: OrderedDict[Key, Work] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, work: Work) -> None:
+        """Queue ``work``."""
+        self._waiting[work.key] = work
+
+    def cancel(self, key: Key) -> Work | None:
+        """Forget work that nobody wants any more; None if it does not wait here."""
+        return self._waiting.pop(key, None)
+
+    def cancel_of(self, router: str) -> list[Work]:
+        """Forget all work of one router."""
+        gone = [key for key in self._waiting if key[0] == router]
+        return [self._waiting.pop(key) for key in gone]
+
+    def expired(self, now: float) -> list[Work]:
+        """Take out what is past its deadline."""
+        gone = [w.key for w in self._waiting.values() if w.deadline_at <= now]
+        return [self._waiting.pop(key) for key in gone]
+
+    def due_at(self) -> float | None:
+        """Return when the next batch is due if nothing more comes; None if never."""
+        if not self._waiting:
+            return None
+        oldest = next(iter(self._waiting.values()))
+        return oldest.arrived_at + (0.0 if oldest.is_solo else self._max_wait_s)
+
+    def take(self, now: float) -> list[Work]:
+        """Return the next batch if one is due; nothing otherwise."""
+        due_at = self.due_at()
+        if due_at is None:
+            return []
+        batch = self._fitting()
+        is_full = sum(work.rows for work in batch) >= self._max_rows
+        if now < due_at and not is_full:
+            return []
+        for work in batch:
+            del self._waiting[work.key]
+        return batch
+
+    def _fitting(self) -> list[Work]:
+        """Return what would run with the oldest, in order."""
+        everything: Iterable[Work] = self._waiting.values()
+        oldest = next(iter(everything))
+        if oldest.is_solo:
+            return [oldest]
+        batch: list[Work] = []
+        rows = 0
+        for work in everything:
+            if work.is_solo or work.group != oldest.group:
+                continue
+            if batch and rows + work.rows > self._max_rows:
+                break
+            batch.append(work)
+            rows += work.rows
+            if rows >= self._max_rows:
+                break
+        return batch

@@ -1,0 +1,102 @@
+"""The controller's own HTTP interface, on a Unix socket that only its user can open."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Literal
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from multiworld.errors import ServeError
+from multiworld.serve.control.controller import Controller
+from multiworld.serve.loading import parse_spec
+
+
+class _Asked(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Scale(_Asked):
+    """Run a stage in so many replicas."""
+
+    model: str
+    stage: str
+    replicas: int = Field(ge=1, le=4096)
+
+
+class Update(_Asked):
+    """Be as this spec says; ``text`` is YAML."""
+
+    text: str
+    where: str = "spec"
+
+
+class Drain(_Asked):
+    """Replace one process."""
+
+    name: str
+
+
+class Chaos(_Asked):
+    """Break something."""
+
+    action: Literal["kill", "stop", "cut"]
+    model: str
+    stage: str
+    seconds: float = Field(default=5.0, gt=0, le=3600)
+
+
+def make_admin(controller: Controller, ended: asyncio.Event) -> FastAPI:
+    """Return the application.
+
+    Args:
+        ended: Set when somebody asks for the end of the service.
+    """
+    app = FastAPI(title="multiworld controller", redoc_url=None)
+
+    @app.exception_handler(ServeError)
+    async def problem(request: Request, error: ServeError) -> Response:
+        body = {"error": str(error), "problems": getattr(error, "problems", ())}
+        status = error.status if error.status != 500 else 409
+        return JSONResponse(body, status)
+
+    @app.get("/status")
+    async def status(reports: bool = False) -> dict[str, Any]:
+        found = controller.status()
+        if reports:
+            found["reports"] = await controller.reports()
+        return found
+
+    @app.get("/events")
+    async def events(since: int = 0) -> list[dict[str, Any]]:
+        return controller.events(since)
+
+    @app.post("/scale")
+    async def scale(asked: Scale) -> dict[str, Any]:
+        before = controller.scale(asked.model, asked.stage, asked.replicas)
+        return {"before": before, "replicas": asked.replicas}
+
+    @app.post("/update")
+    async def update(asked: Update) -> dict[str, Any]:
+        controller.update(parse_spec(asked.text, asked.where))
+        wanted = controller.fleet.wanted.models
+        return {"versions": {name: model.version for name, model in wanted.items()}}
+
+    @app.post("/drain")
+    async def drain(asked: Drain) -> dict[str, Any]:
+        controller.drain(asked.name)
+        return {"name": asked.name}
+
+    @app.post("/chaos")
+    async def chaos(asked: Chaos) -> dict[str, Any]:
+        harmed = controller.harm(asked.action, asked.model, asked.stage, asked.seconds)
+        return {"name": harmed.name, "pid": harmed.pid, "action": asked.action}
+
+    @app.post("/shutdown")
+    async def shutdown() -> dict[str, Any]:
+        ended.set()
+        return {"app": controller.app.app}
+
+    return app

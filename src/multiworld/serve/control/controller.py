@@ -1,0 +1,650 @@
+"""The controller of a service: carries out what ``fleet.Fleet`` decides. Shell."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import random
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from multiworld.config import WorldConfig
+from multiworld.errors import (
+    LaunchError,
+    MemberLostError,
+    ServeError,
+    UnknownModelError,
+    WorldBrokenError,
+    WorldClosedError,
+)
+from multiworld.serve.control import fleet as fleets
+from multiworld.serve.control.agent import control_world
+from multiworld.serve.control.fleet import Fleet, ModelWanted, Phase, Wanted
+from multiworld.serve.control.launching import Launcher, Running
+from multiworld.serve.control.record import (
+    ProcessRecord,
+    Record,
+    StateFolder,
+    StoreRecord,
+)
+from multiworld.serve.process import Args
+from multiworld.serve.spec import AppSpec, ModelSpec
+from multiworld.serve.table import Table
+from multiworld.world import World
+from multiworld.world_manager import WorldManager
+
+logger = logging.getLogger("multiworld.serve")
+
+TICK_S = 0.25
+REPORT_S = 2.0
+"""How long a process may take to say what it does."""
+
+JOIN_S = 20.0
+END_S = 10.0
+EVENTS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Happened:
+    """Something that happened to the service, for people.
+
+    Attributes:
+        at: Seconds since the epoch.
+    """
+
+    number: int
+    at: float
+    kind: str
+    text: str
+    name: str
+
+
+def wanted_of(app: AppSpec, old: Wanted | None = None) -> Wanted:
+    """Return what a spec asks for; stages that were scaled within their range stay."""
+    models = {}
+    for name, model in app.models.items():
+        before = None if old is None else old.models.get(name)
+        replicas = []
+        for number, stage in enumerate(model.stages):
+            count = stage.least
+            if before is not None and len(before.replicas) == len(model.stages):
+                low, high = bounds_of(model, number)
+                count = min(max(before.replicas[number], low), high)
+            replicas.append(count)
+        models[name] = ModelWanted(
+            model.version,
+            tuple(replicas),
+            model.max_queued_requests,
+            model.stages[0].max_ongoing_requests,
+            model.deadline_s,
+        )
+    return Wanted(models, app.gateway.replicas)
+
+
+def bounds_of(model: ModelSpec, stage: int) -> tuple[int, int]:
+    """Return the fewest and the most replicas that a spec allows for a stage."""
+    replicas = model.stages[stage].replicas
+    if isinstance(replicas, int):
+        return replicas, replicas
+    return replicas.min_replicas, replicas.max_replicas
+
+
+class Controller:
+    """One service.
+
+    Args:
+        folder: Its state.
+        app: What is wanted.
+        store: Where its processes meet.
+        port: Of the gateways.
+        old: The record of an earlier controller.
+    """
+
+    def __init__(
+        self,
+        folder: StateFolder,
+        app: AppSpec,
+        manager: WorldManager,
+        launcher: Launcher,
+        store: StoreRecord,
+        port: int,
+        old: Record | None = None,
+    ) -> None:
+        self.app, self.port, self.store = app, port, store
+        self._folder, self._manager, self._launcher = folder, manager, launcher
+        self.fleet = Fleet(
+            ready_s=app.ready_s,
+            drain_s=app.drain_s,
+            first=1 if old is None else old.next_number,
+            number=0 if old is None else old.number,
+            active=None if old is None else old.active,
+        )
+        self._specs = {} if old is None else {n: dict(v) for n, v in old.specs.items()}
+        self._running: dict[str, Running] = {}
+        self._links: dict[str, asyncio.Task[None]] = {}
+        self._worlds: dict[str, World] = {}
+        self._launching: set[asyncio.Task[None]] = set()
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = itertools.count(1)
+        self._happened: deque[Happened] = deque(maxlen=EVENTS)
+        self._changed = asyncio.Event()
+        self._ticker: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._is_ending = False
+
+    # Starting and ending.
+
+    def start(self, old: Record | None) -> None:
+        """Adopt what runs, and start what is missing."""
+        adopted = [] if old is None else self._adopt(old)
+        wanted = wanted_of(self.app)
+        if old is not None:
+            for name, versions in old.specs.items():
+                for version, spec in versions.items():
+                    if name in wanted.models and version != wanted.models[name].version:
+                        self._remember_want(name, spec)
+        self._set_specs()
+        for process in adopted:
+            self._handle(fleets.Adopted(process))
+            self._link(process.name)
+        self._handle(fleets.WantedChanged(wanted))
+        self._ticker = self._loop.create_task(self._tick())
+
+    def _remember_want(self, name: str, spec: ModelSpec) -> None:
+        """Tell the fleet how a version is that is not wanted any more but runs."""
+        old_app = AppSpec(app=self.app.app, models={name: spec})
+        self.fleet.remember(name, wanted_of(old_app).models[name])
+
+    def _adopt(self, old: Record) -> list[fleets.Process]:
+        found = []
+        for said in old.processes:
+            running = Running(said.name, said.pid, said.began)
+            if not self._launcher.adopt(running):
+                continue
+            self._running[said.name] = running
+            found.append(
+                fleets.Process(
+                    said.name,
+                    said.model,
+                    said.version,
+                    said.stage,
+                    Phase(said.phase),
+                    time.monotonic(),
+                )
+            )
+            self._say("adopted", f"{said.name} (process {said.pid}) goes on", said.name)
+        return found
+
+    def _set_specs(self) -> None:
+        for name, model in self.app.models.items():
+            self._specs.setdefault(name, {})[model.version] = model
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._handle(fleets.Ticked())
+
+    async def wait_ready(self) -> None:
+        """Wait until everything that is wanted is ready.
+
+        Cancellation: safe.
+        """
+        while not self.is_ready:
+            self._changed.clear()
+            await self._changed.wait()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether everything that is wanted is ready."""
+        ready = [p for p in self.fleet.processes.values() if p.phase is Phase.READY]
+        if sum(p.is_gateway for p in ready) < self.fleet.wanted.gateways:
+            return False
+        return all(
+            sum(
+                (p.model, p.version, p.stage) == (name, model.version, stage)
+                for p in ready
+            )
+            >= count
+            for name, model in self.fleet.wanted.models.items()
+            for stage, count in enumerate(model.replicas)
+        )
+
+    async def shutdown(self) -> None:
+        """End the whole service: gateways first, so that what was accepted is answered.
+
+        Cancellation: what runs goes on; a new controller adopts it.
+        """
+        self._is_ending = True
+        if self._ticker is not None:
+            self._ticker.cancel()
+        everybody = list(self.fleet.processes.values())
+        gateways = [p.name for p in everybody if p.is_gateway]
+        workers = [p.name for p in everybody if not p.is_gateway]
+        await self._end_all(gateways, self.app.gateway.shutdown_s)
+        await self._end_all(workers, END_S)
+        await self.abandon()
+        self._launcher.kill(
+            Running("store", self.store.pid, self.store.began), signal.SIGTERM
+        )
+        self._folder.forget()
+
+    async def _end_all(self, names: list[str], limit_s: float) -> None:
+        for name in names:
+            if name in self._running:
+                self._launcher.kill(self._running[name], signal.SIGTERM)
+                self._launcher.kill(self._running[name], signal.SIGCONT)
+        try:
+            async with asyncio.timeout(limit_s):
+                while any(name in self._running for name in names):
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            for name in names:
+                if name in self._running:
+                    self._launcher.kill(self._running.pop(name))
+
+    async def abandon(self) -> None:
+        """End the controller only; the service goes on."""
+        self._is_ending = True
+        tasks = [*self._links.values(), *self._launching]
+        if self._ticker is not None:
+            tasks.append(self._ticker)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # What people ask.
+
+    def scale(self, model: str, stage: str, replicas: int) -> int:
+        """Have a stage run in so many replicas; return how many there were.
+
+        Raises:
+            UnknownModelError: There is no such model or stage.
+            ServeError: The spec's range does not allow it.
+        """
+        number = self.stage_number(model, stage)
+        low, high = bounds_of(self.app.models[model], number)
+        if isinstance(self.app.models[model].stages[number].replicas, int):
+            low, high = 1, 4096  # a number in the spec is where it begins
+        if not low <= replicas <= high:
+            raise ServeError(
+                f"stage {stage!r} of {model!r} runs in {low} to {high} replicas (its "
+                f"spec), not {replicas}"
+            )
+        old = self.fleet.wanted.models[model]
+        counts = list(old.replicas)
+        before, counts[number] = counts[number], replicas
+        models = {
+            **self.fleet.wanted.models,
+            model: replace(old, replicas=tuple(counts)),
+        }
+        self._say("scale", f"{model}/{number}: from {before} to {replicas}")
+        self._handle(fleets.WantedChanged(replace(self.fleet.wanted, models=models)))
+        return before
+
+    def stage_number(self, model: str, stage: str) -> int:
+        """Return the number of a stage that is given by number or name.
+
+        Raises:
+            UnknownModelError: There is none.
+        """
+        spec = self.app.models.get(model)
+        if spec is None:
+            known = ", ".join(self.app.models)
+            raise UnknownModelError(f"no model {model!r}; there are: {known}")
+        names = [s.name or str(n) for n, s in enumerate(spec.stages)]
+        if stage in names:
+            return names.index(stage)
+        if stage.isdigit() and int(stage) < len(names):
+            return int(stage)
+        raise UnknownModelError(
+            f"model {model!r} has no stage {stage!r}; there are: {', '.join(names)}"
+        )
+
+    def update(self, app: AppSpec) -> None:
+        """Have the service be as another spec says, without a pause.
+
+        Raises:
+            ServeError: It changes what cannot be changed while it runs.
+        """
+        fixed = ("app", "launcher", "silence_s", "orphan_s")
+        for name in fixed:
+            if getattr(app, name) != getattr(self.app, name):
+                raise ServeError(
+                    f"{name} cannot be changed while the service runs; shut it down, "
+                    "and serve the new spec"
+                )
+        same = app.gateway.model_copy(update={"replicas": self.app.gateway.replicas})
+        if same != self.app.gateway:
+            raise ServeError(
+                "of the gateway only replicas can be changed while it runs"
+            )
+        for name, model in app.models.items():
+            known = self._specs.get(name, {}).get(model.version)
+            if known is not None and _source(known) != _source(model):
+                raise ServeError(
+                    f"model {name!r} has changed, but its version is still "
+                    f"{model.version!r}; give the new one another version"
+                )
+        wanted = wanted_of(app, self.fleet.wanted)
+        self.app = app
+        self._set_specs()
+        models = {name: {m.version: m.model_dump()} for name, m in app.models.items()}
+        for name in self._worlds:
+            for model_name, versions in models.items():
+                for spec in versions.values():
+                    order = {"kind": "models", "models": {model_name: spec}}
+                    self._send(name, order)
+        self._handle(fleets.WantedChanged(wanted))
+
+    def drain(self, name: str) -> None:
+        """Take one replica out; its replacement is started.
+
+        Raises:
+            UnknownModelError: There is no such process.
+        """
+        if name not in self.fleet.processes:
+            known = ", ".join(sorted(self.fleet.processes))
+            raise UnknownModelError(f"no process {name!r}; there are: {known}")
+        self._handle(fleets.DrainAsked(name))
+
+    def harm(self, action: str, model: str, stage: str, seconds: float) -> Running:
+        """Break a ready replica on purpose.
+
+        Args:
+            action: "kill", "stop" or "cut".
+            seconds: How long it is cut.
+
+        Raises:
+            UnknownModelError: There is no such stage.
+            ServeError: No replica of it is ready.
+        """
+        number = self.stage_number(model, stage)
+        names = [
+            p.name
+            for p in self.fleet.processes.values()
+            if (p.model, p.stage, p.phase) == (model, number, Phase.READY)
+        ]
+        if not names:
+            raise ServeError(
+                f"stage {stage!r} of {model!r} has no ready replica to break"
+            )
+        name = random.choice(names)
+        running = self._running[name]
+        self._say("chaos", f"{action} {name} (process {running.pid})", name)
+        if action == "cut":
+            self._send(name, {"kind": "cut", "seconds": seconds})
+        else:
+            number = signal.SIGKILL if action == "kill" else signal.SIGSTOP
+            self._launcher.kill(running, number)
+        return running
+
+    def status(self) -> dict[str, Any]:
+        """Return what runs, and what is wanted."""
+        now = time.monotonic()
+        return {
+            "app": self.app.app,
+            "is_ready": self.is_ready,
+            "url": self.url,
+            "store": self.store.address,
+            "controller": os.getpid(),
+            "wanted": asdict(self.fleet.wanted),
+            "active": dict(self.fleet.active),
+            "table": self.fleet.table.number,
+            "processes": [
+                {
+                    "name": p.name,
+                    "model": p.model,
+                    "version": p.version,
+                    "stage": p.stage,
+                    "phase": p.phase.value,
+                    "since_s": now - p.since,
+                    "pid": self._running[p.name].pid
+                    if p.name in self._running
+                    else None,
+                    "crashes": self.fleet.guard.failures((p.model, p.version, p.stage)),
+                    "log": str(self.log_of(p.name)),
+                }
+                for p in self.fleet.processes.values()
+            ],
+        }
+
+    @property
+    def url(self) -> str:
+        """Where clients find the gateways."""
+        gateway = self.app.gateway
+        scheme = "https" if gateway.tls_certificate else "http"
+        host = gateway.host if gateway.host not in ("0.0.0.0", "::") else "127.0.0.1"
+        shown = f"[{host}]" if ":" in host else host
+        return f"{scheme}://{shown}:{self.port}"
+
+    def events(self, since: int) -> list[dict[str, Any]]:
+        """Return what happened after the event of that number."""
+        return [asdict(event) for event in self._happened if event.number > since]
+
+    async def reports(self) -> dict[str, Any]:
+        """Ask every process what it does; None for one that does not answer.
+
+        Cancellation: safe.
+        """
+        names = list(self._worlds)
+        answers = await asyncio.gather(*(self._ask(name) for name in names))
+        return dict(zip(names, answers, strict=True))
+
+    async def _ask(self, name: str) -> Any:
+        number = next(self._numbers)
+        self._asked[number] = future = self._loop.create_future()
+        self._send(name, {"kind": "report", "ask": number})
+        try:
+            async with asyncio.timeout(REPORT_S):
+                return await future
+        except TimeoutError:
+            return None
+        finally:
+            self._asked.pop(number, None)
+
+    def log_of(self, name: str) -> Any:
+        """Return where the output of a process goes."""
+        return self._folder.logs / f"{name.replace('/', '-')}.log"
+
+    # Carrying out.
+
+    def exited(self, name: str, code: int | None) -> None:
+        """Take note that a process has ended."""
+        if self._running.pop(name, None) is None:
+            return
+        why = "it ended" if code is None else f"it ended with {_exit_words(code)}"
+        self._changed.set()
+        if not self._is_ending:
+            self._handle(fleets.Gone(name, why))
+
+    def _handle(self, event: fleets.Event) -> None:
+        if self._is_ending:
+            return
+        for action in self.fleet.handle(event, time.monotonic()):
+            self._carry_out(action)
+        self._changed.set()
+        self._save()
+
+    def _carry_out(self, action: fleets.Action) -> None:
+        match action:
+            case fleets.Launch(name, model, version, stage):
+                launching = self._launch(name, model, version, stage)
+                self._spawn(self._launching, launching)
+            case fleets.Kill(name):
+                self._forget(name)
+            case fleets.Probe(name, gateway):
+                self._send(gateway, {"kind": "probe", "replica": name})
+            case fleets.Finish(name):
+                self._send(name, {"kind": "finish"})
+            case fleets.Announce(table):
+                for name in self._worlds:
+                    self._send(name, _table_order(table))
+            case fleets.Say(kind, text, name):
+                self._say(kind, text, name)
+
+    def _spawn(self, tasks: set[asyncio.Task[None]], body: Any) -> None:
+        task = self._loop.create_task(body)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    def _say(self, kind: str, text: str, name: str = "") -> None:
+        number = self._happened[-1].number + 1 if self._happened else 1
+        self._happened.append(Happened(number, time.time(), kind, text, name))
+        logger.info("%s: %s", kind, text)
+
+    def _forget(self, name: str) -> None:
+        running = self._running.pop(name, None)
+        if running is not None:
+            self._launcher.kill(running)
+        link = self._links.pop(name, None)
+        if link is not None and link is not asyncio.current_task():
+            link.cancel()
+
+    async def _launch(self, name: str, model: str, version: str, stage: int) -> None:
+        spec = self._specs[model][version] if model else None
+        args = Args(
+            app=self.app.app,
+            name=name,
+            role="worker" if model else "gateway",
+            store=self.store.address,
+            silence_s=self.app.silence_s,
+            orphan_s=self.app.orphan_s,
+            model=model,
+            stage=stage,
+            spec=spec,
+            gateway=None if model else self.app.gateway,
+            models={} if model else dict(self.app.models),
+            port=self.port,
+            alive=str(self._folder.alive),
+        )
+        self._link(name)
+        try:
+            running = await self._launcher.launch(
+                name, args.model_dump(), self.log_of(name)
+            )
+        except LaunchError as error:
+            self._handle(fleets.Gone(name, f"it could not be started: {error}"))
+            return
+        if name in self.fleet.processes:
+            self._running[name] = running
+            self._save()
+        else:
+            self._launcher.kill(running)
+
+    def _link(self, name: str) -> None:
+        self._links[name] = self._loop.create_task(self._live(name))
+
+    async def _live(self, name: str) -> None:
+        """Stay in the control world of a process."""
+        config = WorldConfig(silence_s=self.app.silence_s, join_s=JOIN_S)
+        try:
+            async for world in self._manager.keep(
+                control_world(self.app.app, name),
+                rank=0,
+                size=2,
+                store=self.store.address,
+                config=config,
+            ):
+                self._worlds[name] = world
+                self._handle(fleets.Joined(name))
+                self._send(name, _table_order(self.fleet.table))
+                try:
+                    await self._read(name, world)
+                except MemberLostError as error:
+                    self._handle(
+                        fleets.Gone(name, f"{error.reason} ({error.evidence})")
+                    )
+                    return
+                except (WorldBrokenError, WorldClosedError) as error:
+                    logger.info("%s: %s", name, error)
+                finally:
+                    self._worlds.pop(name, None)
+        finally:
+            world_name = control_world(self.app.app, name)
+            if world_name in self._manager.worlds:
+                await asyncio.shield(self._manager.leave(world_name))
+
+    async def _read(self, name: str, world: World) -> None:
+        while True:
+            news = await world.recv_object(src=1)
+            match news["kind"]:
+                case "loaded":
+                    self._handle(fleets.Loaded(name))
+                case "applied":
+                    self._handle(fleets.Applied(name, news["number"]))
+                case "probed":
+                    self._handle(fleets.Probed(news["replica"], news["error"]))
+                case "report":
+                    future = self._asked.get(news["ask"])
+                    if future is not None and not future.done():
+                        future.set_result(news["what"])
+
+    def _send(self, name: str, order: dict[str, Any]) -> None:
+        world = self._worlds.get(name)
+        if world is not None:
+            self._spawn(self._launching, self._send_to(world, order))
+
+    async def _send_to(self, world: World, order: dict[str, Any]) -> None:
+        try:
+            await world.send_object(order, dst=1)
+        except (WorldBrokenError, WorldClosedError):
+            pass  # its link finds out
+
+    def _save(self) -> None:
+        processes = [
+            ProcessRecord(
+                name=p.name,
+                model=p.model,
+                version=p.version,
+                stage=p.stage,
+                phase=p.phase.value,
+                pid=self._running[p.name].pid,
+                began=self._running[p.name].began,
+            )
+            for p in self.fleet.processes.values()
+            if p.name in self._running
+        ]
+        record = Record(
+            app=self.app,
+            specs=self._specs,
+            active=dict(self.fleet.active),
+            store=self.store,
+            port=self.port,
+            number=self.fleet.table.number,
+            next_number=self.fleet.next_number,
+            processes=processes,
+        )
+        if record != self._saved:
+            self._saved = record
+            self._folder.save(record)
+
+    _saved: Record | None = None
+
+
+Teller = Callable[[str], None]
+
+
+def _table_order(table: Table) -> dict[str, Any]:
+    return {"kind": "table", "table": table.to_json()}
+
+
+def _source(spec: ModelSpec) -> Any:
+    """Return what makes two versions different: not how often they run."""
+    stages = [s.model_dump(exclude={"replicas"}) for s in spec.stages]
+    return spec.model_dump(exclude={"stages"}), stages
+
+
+def _exit_words(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"

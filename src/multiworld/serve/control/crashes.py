@@ -1,0 +1,57 @@
+"""How long to wait before something that crashed is started again. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+FREE = 2
+"""Failures in a row that cost no wait: a fault is replaced at once, a loop is not."""
+
+FIRST_S = 0.5
+LAST_S = 30.0
+"""The waits double from the first to the last."""
+
+SOUND_S = 10.0
+"""What was ready for that long has not crashed because of what it is."""
+
+
+@dataclass(slots=True)
+class _Count:
+    failures: int = 0
+    not_before: float = 0.0
+
+
+class CrashGuard:
+    """Counts the failures of each post."""
+
+    def __init__(self) -> None:
+        self._counts: dict[Hashable, _Count] = {}
+
+    def failed(self, post: Hashable, ready_s: float | None, now: float) -> float:
+        """Take note of a crash; return how long its replacement waits, in seconds.
+
+        Args:
+            post: What crashed.
+            ready_s: For how long it had been ready; None if it never was.
+            now: Monotonic seconds.
+        """
+        count = self._counts.setdefault(post, _Count())
+        if ready_s is not None and ready_s >= SOUND_S:
+            count.failures = 0
+        count.failures += 1
+        pause_s = 0.0
+        if count.failures > FREE:
+            pause_s = min(LAST_S, FIRST_S * 2.0 ** (count.failures - FREE - 1))
+        count.not_before = now + pause_s
+        return pause_s
+
+    def failures(self, post: Hashable) -> int:
+        """Return how often in a row it has crashed."""
+        count = self._counts.get(post)
+        return 0 if count is None else count.failures
+
+    def not_before(self, post: Hashable) -> float:
+        """Return when it may be started again."""
+        count = self._counts.get(post)
+        return 0.0 if count is None else count.not_before

@@ -1,0 +1,524 @@
+"""What the controller does: reconcile what is wanted with what runs. Pure.
+
+Every version of a model runs as a whole pipeline. A new version is started beside the
+old one; when every stage has all its replicas ready, new requests go to it and the old
+one is drained, stage by stage. One that does not become ready is rolled back.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from multiworld.serve.control.crashes import CrashGuard
+from multiworld.serve.table import Replica, ReplicaState, Route, Table
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWanted:
+    """One model, as it should be.
+
+    Attributes:
+        replicas: How many, by stage.
+    """
+
+    version: str
+    replicas: tuple[int, ...]
+    max_queued_requests: int = 512
+    max_ongoing_requests: int = 32
+    deadline_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The service, as it should be."""
+
+    models: dict[str, ModelWanted] = field(default_factory=dict)
+    gateways: int = 1
+
+
+class Phase(enum.StrEnum):
+    """How far a process is, as the controller sees it."""
+
+    LAUNCHING = "launching"
+    JOINED = "joined"
+    LOADED = "loaded"
+    READY = "ready"
+    DRAINING = "draining"
+    FINISHING = "finishing"
+
+
+STATE_OF = {
+    Phase.LAUNCHING: ReplicaState.STARTING,
+    Phase.JOINED: ReplicaState.STARTING,
+    Phase.LOADED: ReplicaState.STARTING,
+    Phase.READY: ReplicaState.READY,
+    Phase.DRAINING: ReplicaState.DRAINING,
+    Phase.FINISHING: ReplicaState.DRAINING,
+}
+
+
+@dataclass(slots=True)
+class Process:
+    """A worker (of a model) or a gateway (``model`` is empty)."""
+
+    name: str
+    model: str = ""
+    version: str = ""
+    stage: int = 0
+    phase: Phase = Phase.LAUNCHING
+    since: float = 0.0
+    applied: int = 0
+    drain_number: int = 0
+    is_probing: bool = False
+
+    @property
+    def is_gateway(self) -> bool:
+        """Whether it is a gateway."""
+        return not self.model
+
+    @property
+    def is_going(self) -> bool:
+        """Whether it is on its way out."""
+        return self.phase in (Phase.DRAINING, Phase.FINISHING)
+
+
+# Events.
+
+
+@dataclass(frozen=True, slots=True)
+class WantedChanged:
+    """Somebody wants something else."""
+
+    wanted: Wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """A process of an earlier controller lives; it will join."""
+
+    process: Process
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The control world with a process is up."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A worker has its weights, or a gateway listens."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """A probe came back, or did not: ``error`` says why."""
+
+    name: str
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """A process goes by the table of this number."""
+
+    name: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A process has ended, or is given up.
+
+    Attributes:
+        is_clean: It did what it was told.
+    """
+
+    name: str
+    why: str
+    is_clean: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ticked:
+    """Time to look at deadlines."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrainAsked:
+    """Somebody wants this process out; it will be replaced."""
+
+    name: str
+
+
+Event = (
+    DrainAsked
+    | WantedChanged
+    | Adopted
+    | Joined
+    | Loaded
+    | Probed
+    | Applied
+    | Gone
+    | Ticked
+)
+
+# Actions.
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Start a process."""
+
+    name: str
+    model: str
+    version: str
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """End a process now, whatever it does; it may be gone already."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Send one request through a replica."""
+
+    name: str
+    gateway: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Tell a process to end when it has nothing left to do."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Tell everybody the new table."""
+
+    table: Table
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """Something that people want to know."""
+
+    kind: str
+    text: str
+    name: str = ""
+
+
+Action = Launch | Kill | Probe | Finish | Announce | Say
+
+
+class Fleet:
+    """The account of everything that runs.
+
+    Args:
+        ready_s: What a new version gets to become ready.
+        drain_s: What a process gets to end its work.
+        first: The first number for a name; names are never used twice.
+        number: The last number of a table.
+        active: The version that runs, by model, of an earlier controller.
+    """
+
+    def __init__(
+        self,
+        *,
+        ready_s: float = 120.0,
+        drain_s: float = 60.0,
+        first: int = 1,
+        number: int = 0,
+        active: dict[str, str] | None = None,
+    ) -> None:
+        self._ready_s, self._drain_s = ready_s, drain_s
+        self.next_number = first
+        self.table = Table(number=number)
+        self.wanted = Wanted()
+        self.active: dict[str, str] = dict(active or {})
+        self.processes: dict[str, Process] = {}
+        self.guard = CrashGuard()
+        self._wants: dict[tuple[str, str], ModelWanted] = {}
+        self._updates: dict[str, float] = {}
+
+    def want_of(self, model: str, version: str) -> ModelWanted | None:
+        """Return how a version should be; None for one that is not known."""
+        return self._wants.get((model, version))
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Take note of ``event`` and return what to do, in order."""
+        return [*self._note(event, now), *self._reconcile(now)]
+
+    # Taking note.
+
+    def _note(self, event: Event, now: float) -> Iterator[Action]:
+        match event:
+            case WantedChanged(wanted):
+                yield from self._want(wanted, now)
+            case Adopted(process):
+                self.processes[process.name] = process
+            case Joined(name):
+                self._step(name, Phase.LAUNCHING, Phase.JOINED)
+            case Loaded(name) if name in self.processes:
+                if not self.processes[name].is_gateway:
+                    self._step(name, Phase.JOINED, Phase.LOADED)
+                elif self._step(name, Phase.JOINED, Phase.READY):
+                    yield Say("ready", f"{name} listens", name)
+            case Probed(name, error):
+                yield from self._probed(name, error, now)
+            case Applied(name, number):
+                if name in self.processes:
+                    self.processes[name].applied = number
+            case Gone():
+                yield from self._gone(event, now)
+            case DrainAsked(name) if name in self.processes:
+                if not self.processes[name].is_going:
+                    yield from self._drain(self.processes[name], now)
+            case Ticked():
+                yield from self._overdue(now)
+
+    def _step(self, name: str, before: Phase, after: Phase) -> bool:
+        """Take a process one phase on; False if that is not where it is."""
+        process = self.processes.get(name)
+        if process is None or process.phase is not before:
+            return False
+        process.phase = after
+        return True
+
+    def remember(self, name: str, want: ModelWanted) -> None:
+        """Learn how a version is that is not wanted any more, but may run."""
+        self._wants[name, want.version] = want
+
+    def _want(self, wanted: Wanted, now: float) -> Iterator[Action]:
+        self.wanted = wanted
+        for name, model in wanted.models.items():
+            self._wants[name, model.version] = model
+            active = self.active.setdefault(name, model.version)
+            if active == model.version:
+                self._updates.pop(name, None)
+            elif name not in self._updates:
+                self._updates[name] = now
+                text = f"{name}: from version {active} to {model.version}"
+                yield Say("update", text)
+
+    def _probed(self, name: str, error: str | None, now: float) -> Iterator[Action]:
+        process = self.processes.get(name)
+        if process is None:
+            return
+        process.is_probing = False
+        if error is not None:
+            yield Say("probe failed", f"{name}: {error}", name)
+        elif process.phase is Phase.LOADED:
+            process.phase = Phase.READY
+            took_s = now - process.since
+            process.since = now
+            text = f"{name} is ready, {took_s:.2f} s after its launch"
+            yield Say("ready", text, name)
+
+    def _gone(self, event: Gone, now: float) -> Iterator[Action]:
+        process = self.processes.pop(event.name, None)
+        if process is None:
+            return
+        for other in self.processes.values():
+            if process.is_gateway:
+                other.is_probing = False  # whoever it was asked of
+        yield Kill(event.name)
+        if process.is_going or event.is_clean:
+            yield Say("left", f"{event.name}: {event.why}", event.name)
+            return
+        ready_s = now - process.since if process.phase is Phase.READY else None
+        pause_s = self.guard.failed(_post(process), ready_s, now)
+        text = f"{event.name}: {event.why}"
+        if pause_s:
+            text += f"; its replacement waits {pause_s:.1f} s"
+        yield Say("lost", text, event.name)
+
+    def _overdue(self, now: float) -> Iterator[Action]:
+        for process in list(self.processes.values()):
+            late_s = now - process.since
+            if process.is_going and late_s > self._drain_s:
+                yield from self._gone(
+                    Gone(process.name, f"not drained in {self._drain_s:g} s"), now
+                )
+            is_starting = STATE_OF[process.phase] is ReplicaState.STARTING
+            if is_starting and late_s > self._ready_s:
+                why = f"not ready in {self._ready_s:g} s"
+                yield from self._gone(Gone(process.name, why), now)
+        for name, began in list(self._updates.items()):
+            wanted = self.wanted.models.get(name)
+            if wanted is None:
+                continue
+            failures = max(
+                self.guard.failures((name, wanted.version, stage))
+                for stage in range(len(wanted.replicas))
+            )
+            if now - began > self._ready_s or failures >= ROLL_BACK_FAILURES:
+                yield from self._roll_back(name, wanted.version)
+
+    def _roll_back(self, name: str, version: str) -> Iterator[Action]:
+        del self._updates[name]
+        old = self._wants[name, self.active[name]]
+        self.wanted = replace(self.wanted, models={**self.wanted.models, name: old})
+        text = f"{name}: version {version} did not become ready; {old.version} goes on"
+        yield Say("rolled back", text)
+        for process in list(self.processes.values()):
+            if (process.model, process.version) == (name, version):
+                del self.processes[process.name]
+                yield Kill(process.name)
+
+    # Reconciling.
+
+    def _reconcile(self, now: float) -> Iterator[Action]:
+        yield from self._switch()
+        for post, want in self._posts():
+            yield from self._fill(post, want, now)
+        yield from self._drain_rest(now)
+        yield from self._announce()
+        yield from self._probes()
+        yield from self._finish()
+
+    def _posts(self) -> Iterator[tuple[Post, int]]:
+        yield ("", "", 0), self.wanted.gateways
+        for name, model in self.wanted.models.items():
+            for version in {self.active[name], model.version}:
+                want = self._wants.get((name, version))
+                for stage, count in enumerate(want.replicas if want else ()):
+                    yield (name, version, stage), count
+
+    def _at(self, post: Post) -> list[Process]:
+        return [p for p in self.processes.values() if _post(p) == post]
+
+    def _fill(self, post: Post, want: int, now: float) -> Iterator[Action]:
+        here = [p for p in self._at(post) if not p.is_going]
+        missing = want - len(here)
+        if missing > 0 and now >= self.guard.not_before(post):
+            for _ in range(missing):
+                yield self._launch(post, now)
+        surplus = sorted(here, key=lambda p: (p.phase is Phase.READY, -_number(p.name)))
+        for process in surplus[: max(0, -missing)]:
+            yield from self._drain(process, now)
+
+    def _launch(self, post: Post, now: float) -> Launch:
+        model, version, stage = post
+        prefix = f"{model}/{stage}" if model else "gateway"
+        name = f"{prefix}/{self.next_number}"
+        self.next_number += 1
+        self.processes[name] = Process(name, model, version, stage, since=now)
+        return Launch(name, model, version, stage)
+
+    def _drain(self, process: Process, now: float) -> Iterator[Action]:
+        process.phase, process.since = Phase.DRAINING, now
+        process.drain_number = self.table.number + 1
+        yield Say("drain", f"{process.name} gets no new work", process.name)
+
+    def _switch(self) -> Iterator[Action]:
+        """Send new requests to a version that is ready."""
+        for name, model in self.wanted.models.items():
+            old = self.active[name]
+            if old == model.version:
+                continue
+            if all(
+                sum(p.phase is Phase.READY for p in self._at((name, model.version, s)))
+                >= count
+                for s, count in enumerate(model.replicas)
+            ):
+                self.active[name] = model.version
+                self._updates.pop(name, None)
+                text = f"{name}: version {model.version} answers, {old} is drained"
+                yield Say("updated", text)
+
+    def _drain_rest(self, now: float) -> Iterator[Action]:
+        posts = {post for post, _ in self._posts()}
+        for process in list(self.processes.values()):
+            if _post(process) not in posts and not process.is_going:
+                yield from self._drain(process, now)
+
+    def _announce(self) -> Iterator[Action]:
+        table = Table(
+            number=self.table.number,
+            gateways=tuple(sorted(p.name for p in self._gateways())),
+            routes={name: self._route(name) for name in self.wanted.models},
+            replicas={
+                p.name: Replica(p.name, p.model, p.version, p.stage, STATE_OF[p.phase])
+                for p in self.processes.values()
+                if not p.is_gateway
+            },
+        )
+        if table != self.table:
+            self.table = replace(table, number=self.table.number + 1)
+            yield Announce(self.table)
+
+    def _gateways(self) -> list[Process]:
+        return [p for p in self.processes.values() if p.is_gateway]
+
+    def _route(self, name: str) -> Route:
+        active = self.active[name]
+        model = self._wants.get((name, active), self.wanted.models[name])
+        return Route(
+            version=active,
+            stages={
+                version: len(want.replicas)
+                for (other, version), want in self._wants.items()
+                if other == name
+            },
+            max_queued_requests=model.max_queued_requests,
+            max_ongoing_requests=model.max_ongoing_requests,
+            deadline_s=model.deadline_s,
+        )
+
+    def _probes(self) -> Iterator[Action]:
+        gateways = [p.name for p in self._gateways() if p.phase is Phase.READY]
+        if not gateways:
+            return
+        for process in self.processes.values():
+            if process.phase is Phase.LOADED and not process.is_probing:
+                process.is_probing = True
+                yield Probe(
+                    process.name, gateways[_number(process.name) % len(gateways)]
+                )
+
+    def _finish(self) -> Iterator[Action]:
+        """Let those end that nobody sends to any more, the first stage first."""
+        for process in self.processes.values():
+            if process.phase is not Phase.DRAINING:
+                continue
+            senders = [p for p in self._gateways() if p is not process]
+            senders += self._at((process.model, process.version, process.stage - 1))
+            knows = all(s.applied >= process.drain_number for s in senders)
+            # A version that is going: its earlier stages still send what they have.
+            is_last_of_stage = not any(not p.is_going for p in self._at(_post(process)))
+            before = [
+                p
+                for p in self.processes.values()
+                if (p.model, p.version) == (process.model, process.version)
+                and p.stage < process.stage
+            ]
+            if knows and not (is_last_of_stage and before and process.model):
+                process.phase = Phase.FINISHING
+                yield Finish(process.name)
+
+
+ROLL_BACK_FAILURES = 3
+"""Crashes of one stage of a new version until it is rolled back."""
+
+Post = tuple[str, str, int]
+"""Model, version and stage; a gateway's are empty."""
+
+
+def _post(process: Process) -> Post:
+    return process.model, process.version, process.stage
+
+
+def _number(name: str) -> int:
+    return int(name.rsplit("/", 1)[1])

@@ -1,0 +1,59 @@
+"""The store of a service, as a process of its own that outlives the controller."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+
+from multiworld.errors import LaunchError
+from multiworld.serve.control.launching import began_at
+from multiworld.serve.control.record import StateFolder, StoreRecord
+
+START_S = 30.0
+
+
+async def start_store(
+    folder: StateFolder, env: dict[str, str], old: StoreRecord | None
+) -> StoreRecord:
+    """Return the store that runs, or start one at the address that is known.
+
+    Raises:
+        LaunchError: It does not start; the message has what it said.
+    """
+    if old is not None and began_at(old.pid) == old.began:
+        return old
+    port = "0" if old is None else old.address.rpartition(":")[2]
+    command = [sys.executable, "-m", "multiworld.cli.main", "store", "--json"]
+    command += ["--host", "127.0.0.1", "--port", port]
+    command += ["--state", str(folder.path / "epochs.json")]
+    command += ["--while-locked", str(folder.alive)]
+    log = folder.logs / "store.log"
+    with open(log, "ab") as errors:  # noqa: ASYNC230 - opened, not read
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=errors,
+            env={**os.environ, **env},
+            start_new_session=True,
+        )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(START_S):
+            line = await process.stdout.readline()
+    except TimeoutError:
+        line = b""
+    if not line:
+        raise LaunchError(f"the store did not start: {_tail(log)}")
+    address = json.loads(line)["store"]
+    return StoreRecord(
+        address=address, pid=process.pid, began=began_at(process.pid) or 0
+    )
+
+
+def _tail(path: Path) -> str:
+    lines = path.read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else f"see {path}"

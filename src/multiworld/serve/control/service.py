@@ -1,0 +1,166 @@
+"""Runs a whole service in the foreground: store, fork server, controller, admin."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from multiworld.config import WorldConfig
+from multiworld.errors import ServeError
+from multiworld.security import Security
+from multiworld.serve.control.admin import make_admin
+from multiworld.serve.control.controller import Controller
+from multiworld.serve.control.keeper import start_store
+from multiworld.serve.control.launching import LocalLauncher
+from multiworld.serve.control.record import Record, StateFolder
+from multiworld.serve.datatypes import example_of
+from multiworld.serve.gateway.process import listen
+from multiworld.serve.sources import build_model, modules_of
+from multiworld.serve.spec import AppSpec
+from multiworld.world_manager import WorldManager
+
+PRELOAD = [
+    "torch",
+    "multiworld.serve.process",
+    "multiworld.serve.gateway.process",
+    "multiworld.serve.dispatcher",
+]
+
+
+class _Admin(uvicorn.Server):
+    """uvicorn, but the signals are the service's."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+
+async def run_service(
+    app: AppSpec, folder: StateFolder, on_up: Callable[[Controller], None]
+) -> int:
+    """Serve until SIGINT, SIGTERM or ``multiworld shutdown``; return the exit code.
+
+    A service whose controller was lost is adopted: its processes go on.
+
+    Args:
+        on_up: Called when everything is ready.
+
+    Raises:
+        ServeError: It cannot be started; what was started is ended again.
+    """
+    folder.make()
+    folder.lock()
+    held = folder.hold()
+    try:
+        return await _run(app, folder, on_up)
+    finally:
+        os.close(held)
+
+
+async def _run(
+    app: AppSpec, folder: StateFolder, on_up: Callable[[Controller], None]
+) -> int:
+    old = folder.load()
+    preload = _preload(app)
+    env = {"MULTIWORLD_SECRET": folder.secret(), "HF_HUB_OFFLINE": "1"}
+    reserved, port = _reserve(app, old)
+    store = await start_store(folder, env, old.store if old else None)
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, ended.set)
+    config = WorldConfig(silence_s=app.silence_s)
+    security = Security.from_environment({**os.environ, **env})
+    async with WorldManager(config=config, security=security) as manager:
+        holder: list[Controller] = []
+        launcher = LocalLauncher(
+            preload,
+            env,
+            folder.logs / "launcher.log",
+            lambda name, code: holder[0].exited(name, code),
+        )
+        controller = Controller(folder, app, manager, launcher, store, port, old)
+        holder.append(controller)
+        admin = _admin(controller, folder, ended)
+        serving = loop.create_task(admin.serve())
+        try:
+            controller.start(old)
+            await _until_ended(controller, ended, on_up)
+            await controller.shutdown()
+        finally:
+            admin.should_exit = True
+            await asyncio.gather(serving, return_exceptions=True)
+            await controller.abandon()
+            await launcher.close()
+            reserved.close()
+    return 0
+
+
+async def _until_ended(
+    controller: Controller, ended: asyncio.Event, on_up: Callable[[Controller], None]
+) -> None:
+    loop = asyncio.get_running_loop()
+    up = loop.create_task(controller.wait_ready())
+    end = loop.create_task(ended.wait())
+    try:
+        await asyncio.wait({up, end}, return_when=asyncio.FIRST_COMPLETED)
+        if up.done():
+            on_up(controller)
+        await end
+    finally:
+        up.cancel()
+        end.cancel()
+
+
+def _preload(app: AppSpec) -> list[str]:
+    """Return what the fork server imports; finds mistakes before anything runs."""
+    modules = list(PRELOAD)
+    for spec in app.models.values():
+        model = build_model(spec)
+        example_of(model)
+        modules += [m for m in modules_of(spec, model) if m not in modules]
+    return modules
+
+
+def _reserve(app: AppSpec, old: Record | None) -> tuple[socket.socket, int]:
+    """Bind the gateways' port, so that it stays this service's while none runs."""
+    port = app.gateway.port or (old.port if old else 0)
+    try:
+        if app.gateway.port and old is None:
+            _check_free(app)
+        reserved = listen(app.gateway, port)
+    except OSError as error:
+        raise ServeError(
+            f"cannot listen at {app.gateway.host}:{port}: {error.strerror}; give "
+            "another gateway.host or gateway.port"
+        ) from error
+    return reserved, reserved.getsockname()[1]
+
+
+def _check_free(app: AppSpec) -> None:
+    """Raise OSError if somebody else serves the port, who may share it as we do."""
+    family = socket.AF_INET6 if ":" in app.gateway.host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((app.gateway.host, app.gateway.port))
+
+
+def _admin(
+    controller: Controller, folder: StateFolder, ended: asyncio.Event
+) -> uvicorn.Server:
+    folder.socket.unlink(missing_ok=True)
+    config = uvicorn.Config(
+        make_admin(controller, ended),
+        uds=str(folder.socket),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+    )
+    return _Admin(config)

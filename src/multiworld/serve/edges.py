@@ -1,0 +1,163 @@
+"""Keeps a process's edges as the table wants them. Shell.
+
+Each edge has a task that stays in its world for as long as the table names it, joining
+again after a fault (``WorldManager.keep``), and hands each incarnation to its owner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from multiworld.config import WorldConfig
+from multiworld.errors import MultiWorldError, WorldBrokenError, WorldClosedError
+from multiworld.serve.stage import Tensors
+from multiworld.serve.table import Edge
+from multiworld.world import World
+from multiworld.world_manager import WorldManager
+
+logger = logging.getLogger("multiworld.serve")
+
+Body = Callable[[], Awaitable[None]]
+"""Something that runs while an edge lives."""
+
+OUTBOX_LIMIT = 4096
+"""Messages that wait to be sent on one edge; what puts them there is bounded by windows
+and credits, so this is reached by a bug only."""
+
+
+class Outbox:
+    """Sends on one incarnation of an edge, in order, without making anybody wait."""
+
+    def __init__(self, edge: Edge, world: World) -> None:
+        self.edge, self.world = edge, world
+        self._peer = 1 - edge.rank
+        self._queue: asyncio.Queue[Body] = asyncio.Queue()
+
+    def object_nowait(self, tag: int, data: object) -> None:
+        """Send small plain data."""
+        self._put(lambda: self.world.send_object(data, dst=self._peer, tag=tag))
+
+    def bundle_nowait(self, tag: int, tensors: Tensors, meta: dict[str, Any]) -> None:
+        """Send tensors and a little metadata."""
+        self._put(
+            lambda: self.world.send_bundle(tensors, dst=self._peer, meta=meta, tag=tag)
+        )
+
+    def _put(self, send: Body) -> None:
+        if self._queue.qsize() < OUTBOX_LIMIT:
+            self._queue.put_nowait(send)
+        else:
+            logger.error("edge %s: its outbox is full", self.edge.world)
+
+    async def run(self) -> None:
+        """Send until the world is over."""
+        while True:
+            await (await self._queue.get())()
+            self._queue.task_done()
+
+    async def wait_sent(self) -> None:
+        """Wait until nothing waits.
+
+        Cancellation: safe.
+        """
+        await self._queue.join()
+
+    def silent_s(self) -> float:
+        """Return for how long the peer has given no sign."""
+        return self.world.silent_s(self._peer) if self.world.is_ready else 0.0
+
+
+class EdgeOwner(Protocol):
+    """What happens on the edges of a process."""
+
+    def edge_up(self, outbox: Outbox) -> list[Body]:
+        """Take note of a new incarnation; return what is to run while it lives."""
+
+    def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
+        """Take note of its end."""
+
+
+class EdgeKeeper:
+    """The edges of one process."""
+
+    def __init__(
+        self, manager: WorldManager, store: str, config: WorldConfig, owner: EdgeOwner
+    ) -> None:
+        self._manager, self._store, self._config = manager, store, config
+        self._owner = owner
+        self._tasks: dict[Edge, asyncio.Task[None]] = {}
+        self._loop = asyncio.get_running_loop()
+
+    def apply(self, wanted: dict[str, Edge]) -> None:
+        """Open what is missing and leave what is not wanted any more."""
+        edges = set(wanted.values())
+        for edge in [edge for edge in self._tasks if edge not in edges]:
+            self._tasks.pop(edge).cancel()
+        for edge in edges - self._tasks.keys():
+            self._tasks[edge] = self._loop.create_task(
+                self._keep(edge), name=f"multiworld {edge.world}"
+            )
+
+    async def close(self) -> None:
+        """Leave all edges, what was sent before first.
+
+        Cancellation: safe; what is left is dropped by ``WorldManager.close``.
+        """
+        tasks = list(self._tasks.values())
+        self._tasks.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _keep(self, edge: Edge) -> None:
+        try:
+            async for world in self._manager.keep(
+                edge.world,
+                rank=edge.rank,
+                size=2,
+                store=self._store,
+                config=self._config,
+            ):
+                await self._live(edge, world)
+        except MultiWorldError as error:
+            logger.error("edge %s is given up: %s", edge.world, error)
+        finally:
+            if edge.world in self._manager.worlds:
+                await asyncio.shield(self._manager.leave(edge.world))
+
+    async def _live(self, edge: Edge, world: World) -> None:
+        """Let the owner use one incarnation until it is over or the peer has left."""
+        outbox = Outbox(edge, world)
+        bodies = [outbox.run, *self._owner.edge_up(outbox)]
+        tasks = [self._loop.create_task(_until_over(body)) for body in bodies]
+        try:
+            await world.wait_incomplete()
+        except asyncio.CancelledError:
+            await asyncio.wait([asyncio.ensure_future(outbox.wait_sent())], timeout=1.0)
+            raise
+        finally:
+            # What the peer had sent before it left is still to be read.
+            has_left = bool(world.left) and not world.is_broken
+            await _drain(tasks, is_polite=has_left)
+            self._owner.edge_down(outbox, is_polite=not world.is_broken)
+
+
+async def _until_over(body: Body) -> None:
+    try:
+        await body()
+    except (WorldBrokenError, WorldClosedError):
+        pass  # the keeper sees it
+
+
+async def _drain(tasks: list[asyncio.Task[None]], *, is_polite: bool) -> None:
+    """End the tasks of an incarnation; its readers read to the end first."""
+    if is_polite:
+        await asyncio.wait(tasks[1:], timeout=0.5) if tasks[1:] else None
+    for task in tasks:
+        task.cancel()
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(result, Exception):
+            logger.error("on an edge: %r", result, exc_info=result)

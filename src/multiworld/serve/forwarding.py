@@ -1,0 +1,138 @@
+"""Handing finished work to the next stage: to whom, how much, what if it is lost. Pure.
+
+A replica may have so many pieces of work that a replica of the next stage has not begun
+(its *credit* there). What cannot be handed on waits here, and a replica with much that
+waits begins no new batch: so a slow stage slows the ones before it, up to the gateway.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from multiworld.serve.batching import Key
+from multiworld.serve.choosing import Chance, choose
+from multiworld.serve.table import Replica, ReplicaState
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Finished:
+    """What one stage made of one request.
+
+    Attributes:
+        content: The outputs; not looked at here.
+    """
+
+    key: Key
+    deadline_at: float
+    is_solo: bool
+    session: str | None
+    via: dict[str, str] | None
+    content: Any
+
+
+class Forwarding:
+    """What a replica has for the next stage.
+
+    Args:
+        stage: Number of the next stage.
+        credit: Pieces of work that one of its replicas may have and not have begun.
+        chance: Where choices are drawn from.
+    """
+
+    def __init__(self, stage: int, credit: int, chance: Chance) -> None:
+        self._stage, self._credit, self._chance = stage, credit, chance
+        self._waiting: OrderedDict[Key, Finished] = OrderedDict()
+        self._handed: dict[str, dict[Key, None]] = {}
+        self._replicas: dict[str, Replica] = {}
+        self._silent: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def handed_count(self) -> int:
+        """How many pieces of work are on their way to be begun."""
+        return sum(map(len, self._handed.values()))
+
+    def table_changed(self, replicas: list[Replica]) -> None:
+        """Take note of the next stage's replicas."""
+        self._replicas = {replica.name: replica for replica in replicas}
+
+    def connected(self, name: str) -> None:
+        """Take note of an edge."""
+        self._handed[name] = {}
+
+    def lost(self, name: str) -> list[Key]:
+        """Take note of its end; return what was on its way there."""
+        self._silent.discard(name)
+        return list(self._handed.pop(name, ()))
+
+    def silent(self, name: str, *, is_silent: bool) -> list[Key]:
+        """Take note of silence, or its end; return what is newly stuck."""
+        if not is_silent:
+            self._silent.discard(name)
+            return []
+        if name in self._silent or name not in self._handed:
+            return []
+        self._silent.add(name)
+        return list(self._handed[name])
+
+    def begun(self, name: str, keys: list[Key]) -> None:
+        """Take note that a replica began these."""
+        for key in keys:
+            self._handed.get(name, {}).pop(key, None)
+
+    def cancel(self, key: Key) -> None:
+        """Forget what nobody wants any more."""
+        self._waiting.pop(key, None)
+
+    def cancel_of(self, router: str) -> None:
+        """Forget all of one router."""
+        for key in [key for key in self._waiting if key[0] == router]:
+            del self._waiting[key]
+
+    def hand(self, finished: list[Finished], now: float) -> dict[str, list[Finished]]:
+        """Return what to send to whom now; the rest waits."""
+        for piece in finished:
+            self._waiting[piece.key] = piece
+        sent: dict[str, list[Finished]] = {}
+        for key, piece in list(self._waiting.items()):
+            if piece.deadline_at <= now:
+                del self._waiting[key]  # its router has told the client
+                continue
+            name = self._target(piece)
+            if name is not None:
+                del self._waiting[key]
+                self._handed[name][key] = None
+                sent.setdefault(name, []).append(piece)
+        return sent
+
+    def _target(self, piece: Finished) -> str | None:
+        if piece.via is not None and (probed := piece.via.get(str(self._stage))):
+            return probed if probed in self._handed else None
+        load = {name: len(keys) for name, keys in self._handed.items()}
+        open_ = [
+            name
+            for name, count in load.items()
+            if count < self._credit
+            and name in self._replicas
+            and name not in self._silent
+        ]
+        by_state = {
+            state: [n for n in open_ if self._replicas[n].state is state]
+            for state in ReplicaState
+        }
+        # A version that is being replaced has draining ones only, at the end; and a
+        # probe of the first replicas finds none that is ready.
+        candidates = by_state[ReplicaState.READY]
+        is_any_ready = any(
+            r.state is ReplicaState.READY and name in self._handed
+            for name, r in self._replicas.items()
+        )
+        if not candidates and not is_any_ready:
+            candidates = by_state[ReplicaState.DRAINING]
+            if piece.via is not None:
+                candidates = candidates or by_state[ReplicaState.STARTING]
+        return choose(candidates, load, self._chance, piece.session)

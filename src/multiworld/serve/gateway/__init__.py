@@ -1,0 +1,1 @@
+"""The HTTP side: Open Inference Protocol, OpenAI's embeddings, health and metrics."""

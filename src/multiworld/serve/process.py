@@ -1,0 +1,221 @@
+"""What runs in a process of the service: a worker, or a gateway. Shell."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from multiworld.config import WorldConfig
+from multiworld.errors import MultiWorldError
+from multiworld.serve.control.agent import Agent
+from multiworld.serve.edges import EdgeKeeper
+from multiworld.serve.running import Runner
+from multiworld.serve.sources import build_model, stage_name
+from multiworld.serve.spec import GatewaySpec, ModelSpec
+from multiworld.serve.stage import StageContext
+from multiworld.serve.table import edges_of, table_from_json
+from multiworld.serve.worker import StageLimits, Worker
+from multiworld.world_manager import WorldManager
+
+logger = logging.getLogger("multiworld.serve")
+
+IDLE_S = 0.1
+"""For how long a worker that is to end must have had nothing to do."""
+
+LOOK_S = 0.25
+
+JOIN_S = 10.0
+
+
+class Args(BaseModel):
+    """What a process is started with."""
+
+    model_config = ConfigDict(frozen=True)
+
+    app: str
+    name: str
+    role: str
+    store: str
+    silence_s: float
+    orphan_s: float
+    model: str = ""
+    stage: int = 0
+    spec: ModelSpec | None = None
+    gateway: GatewaySpec | None = None
+    models: dict[str, ModelSpec] = {}
+    port: int = 0
+    alive: str = ""
+
+    def config(self) -> WorldConfig:
+        """Return the settings of its worlds."""
+        return WorldConfig(silence_s=self.silence_s, join_s=JOIN_S)
+
+
+def main(args: dict[str, Any]) -> int:
+    """Run a process of the service; return its exit code."""
+    logging.basicConfig(
+        level=logging.INFO,
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    parsed = Args.model_validate(args)
+    if parsed.alive:
+        # Held until this process ends: the store ends when nobody holds it any more.
+        fcntl.flock(os.open(parsed.alive, os.O_RDONLY), fcntl.LOCK_SH)
+    if parsed.role == "gateway":
+        from multiworld.serve.gateway.process import run_gateway
+
+        return asyncio.run(run_gateway(parsed))
+    return asyncio.run(run_worker(parsed))
+
+
+class WorkerProcess:
+    """A worker and its connection to the controller."""
+
+    def __init__(self, args: Args, manager: WorldManager) -> None:
+        assert args.spec is not None
+        self._args = args
+        model = build_model(args.spec)
+        limits = args.spec.stages[args.stage]
+        runner = Runner(
+            model.stages[args.stage],
+            stage_name(args.spec, model, args.stage),
+            limits.threads,
+        )
+        self._runner = runner
+        self._worker = Worker(
+            args.name,
+            args.stage,
+            args.stage == len(args.spec.stages) - 1,
+            runner,
+            StageLimits(
+                max_batch_size=limits.max_batch_size,
+                max_wait_s=limits.max_wait_ms / 1000,
+                max_ongoing_requests=limits.max_ongoing_requests,
+                threads=limits.threads,
+            ),
+        )
+        config = args.config()
+        self._agent = Agent(
+            manager, args.app, args.name, args.store, config, self._obey
+        )
+        self._keeper = EdgeKeeper(manager, args.store, config, self._worker)
+        self._is_finishing = asyncio.Event()
+
+    async def run(self) -> None:
+        """Work until told to end, or orphaned.
+
+        Raises:
+            Exception: The stage cannot be loaded, or a part of the worker has a bug.
+        """
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._is_finishing.set)
+        tasks = [
+            loop.create_task(body())
+            for body in (self._agent.run, self._load, self._worker.look, self._orphan)
+        ]
+        ending = loop.create_task(self._finish())
+        try:
+            pending = {*tasks, ending}
+            while not ending.done():
+                done, pending = await asyncio.wait(
+                    pending, return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in done:
+                    task.result()
+        finally:
+            for task in (*tasks, ending):
+                task.cancel()
+            await asyncio.gather(*tasks, ending, return_exceptions=True)
+            await self._keeper.close()
+            self._runner.close()
+
+    async def _load(self) -> None:
+        assert self._args.spec is not None
+        device = self._args.spec.stages[self._args.stage].device
+        began = time.monotonic()
+        await self._runner.load(StageContext(device=device))
+        logger.info("loaded in %.3f s", time.monotonic() - began)
+        self._agent.fact("loaded")
+        await self._worker.run()
+
+    async def _obey(self, order: dict[str, Any]) -> None:
+        match order["kind"]:
+            case "table":
+                table = table_from_json(order["table"])
+                self._worker.table_changed(table)
+                self._keeper.apply(edges_of(table, self._args.name))
+                self._agent.fact("applied", number=table.number)
+            case "finish":
+                self._is_finishing.set()
+            case "report":
+                self._agent.tell("report", ask=order["ask"], what=self._worker.report())
+            case "cut":
+                cut(order["seconds"])
+
+    async def _orphan(self) -> None:
+        """End when there has been nobody to work for."""
+        alone_since: float | None = None
+        while True:
+            await asyncio.sleep(LOOK_S)
+            now = time.monotonic()
+            if self._agent.lost_at is None or self._worker.has_router:
+                alone_since = None
+            else:
+                alone_since = alone_since or now
+                if now - alone_since > self._args.orphan_s:
+                    logger.warning("no controller and no gateway: this worker ends")
+                    self._is_finishing.set()
+
+    async def _finish(self) -> None:
+        await self._is_finishing.wait()
+        idle_since: float | None = None
+        while idle_since is None or time.monotonic() - idle_since < IDLE_S:
+            await asyncio.sleep(IDLE_S / 4)
+            if not self._worker.is_idle:
+                idle_since = None
+            elif idle_since is None:
+                idle_since = time.monotonic()
+        await self._worker.wait_sent()
+        self._agent.tell("finished")
+        await self._agent.wait_told()
+
+
+def cut(seconds: float) -> None:
+    """Be cut off: for so long nothing is read, written or beaten; nobody is told.
+
+    What the model computes goes on. This is how a lost network looks to the others.
+    """
+    # The whole event loop stands still on purpose, and the helper that beats with it.
+    found = subprocess.run(
+        ["pgrep", "-P", str(os.getpid())], capture_output=True, text=True, check=False
+    )
+    helpers = [int(pid) for pid in found.stdout.split()]
+    for pid in helpers:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(seconds)
+    for pid in helpers:
+        try:
+            os.kill(pid, signal.SIGCONT)
+        except ProcessLookupError:
+            pass
+
+
+async def run_worker(args: Args) -> int:
+    """Run a worker; return the exit code of its process."""
+    try:
+        async with WorldManager(config=args.config()) as manager:
+            await WorkerProcess(args, manager).run()
+    except MultiWorldError as error:
+        logger.error("%s", error)
+        return 1
+    return 0

@@ -1,0 +1,614 @@
+"""What a router does with every request: dispatch, replay, hedge, quarantine. Pure.
+
+A router holds each request from its acceptance until its answer is out. It knows at
+which replica every attempt is: it places the first one itself, and a replica tells it
+when it *begins* a batch. So when a replica is lost, the router knows what it held:
+
+* what was only queued there is replayed at once (twice lost, it is suspected);
+* what was being computed is *suspect*: one of these may have killed the replica. They
+  are replayed one at a time, each alone in every batch, so that no innocent shares the
+  fate of a poisoned one. A request that was alone in two dying replicas is quarantined.
+
+A replica that has been silent for a fraction of a second gets no new work, and what it
+holds is hedged: a second attempt goes elsewhere, the first answer counts. Execution is
+at least once, answers are delivered once.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+
+from multiworld.errors import (
+    DeadlineExceededError,
+    NoReplicaError,
+    OverloadedError,
+    RequestPoisonedError,
+    ServeError,
+)
+from multiworld.serve.choosing import Chance, choose
+from multiworld.serve.table import Replica, ReplicaState, Route, Table
+
+STRIKES = 2
+"""Replicas that die while they compute one request and nothing else, until it is
+quarantined."""
+
+LOSSES = 2
+"""Replicas that die with a request in their queue, until it is suspected as well."""
+
+RETRY_AFTER_S = 1.0
+
+Attempt = tuple[int, int]
+"""Number of the request, number of the attempt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submitted:
+    """A client wants an answer.
+
+    Attributes:
+        number: Of the request, growing.
+        model: One that the table has a route for.
+        session: Requests of one session go to the same replica.
+        via: For a probe, replicas by stage that it must go through. It may go through
+            others that are not ready, and is not refused for a full queue.
+    """
+
+    number: int
+    model: str
+    deadline_at: float
+    session: str | None = None
+    via: dict[int, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A replica begins to compute these."""
+
+    replica: str
+    attempts: tuple[Attempt, ...]
+    is_solo: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A replica could not hand these on, or never got them whole."""
+
+    attempts: tuple[Attempt, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """A replica handed these to another that has been silent since."""
+
+    attempts: tuple[Attempt, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """An answer arrived, of perhaps several."""
+
+    attempt: Attempt
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The model raised for this request."""
+
+    attempt: Attempt
+    error: ServeError
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """The client has gone."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """The edge to a replica is up."""
+
+    replica: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The edge to a replica has ended; ``is_polite``: it has left, nothing died."""
+
+    replica: str
+    is_polite: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Silent:
+    """A replica has given no sign for a fraction of a second, or does so again."""
+
+    replica: str
+    is_silent: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TableChanged:
+    """The controller has told a new table."""
+
+    table: Table
+
+
+@dataclass(frozen=True, slots=True)
+class Ticked:
+    """Time to look at the deadlines."""
+
+
+Event = (
+    Submitted
+    | Begun
+    | Dropped
+    | Stuck
+    | Answered
+    | Failed
+    | Withdrawn
+    | Connected
+    | Lost
+    | Silent
+    | TableChanged
+    | Ticked
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """Send a request to a replica of stage 0."""
+
+    replica: str
+    attempt: Attempt
+    is_solo: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Tell a replica that nobody wants this any more."""
+
+    replica: str
+    attempt: Attempt
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """Give the answer that has just arrived to the client."""
+
+    number: int
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """Answer with an error."""
+
+    number: int
+    error: ServeError
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """A request will be sent again; for the log and the metrics."""
+
+    number: int
+    replica: str
+    why: str
+
+
+Action = Dispatch | Cancel | Deliver | Reject | Replayed
+
+
+@dataclass(slots=True)
+class _Place:
+    replica: str
+    is_begun: bool = False
+    is_solo: bool = False
+
+
+@dataclass(slots=True)
+class _Request:
+    wish: Submitted
+    attempts: dict[int, _Place] = field(default_factory=dict)
+    attempted: int = 0
+    is_waiting: bool = False
+    is_suspect: bool = False
+    strikes: int = 0
+    losses: int = 0
+    winner: int | None = None
+
+
+@dataclass(slots=True)
+class _Queue:
+    """Requests of one model that wait, oldest first; entries may be out of date."""
+
+    numbers: list[int] = field(default_factory=list)
+    suspects: list[int] = field(default_factory=list)
+    fresh: int = 0
+    """How many wait that were never sent."""
+    solo: int | None = None
+    """The suspect that is under way."""
+
+
+class Router:
+    """The account of one router.
+
+    Args:
+        chance: Where choices are drawn from.
+    """
+
+    def __init__(self, chance: Chance) -> None:
+        self._chance = chance
+        self._table = Table()
+        self._requests: dict[int, _Request] = {}
+        self._queues: dict[str, _Queue] = {}
+        self._held: dict[str, dict[Attempt, None]] = {}
+        self._connected: set[str] = set()
+        self._silent: set[str] = set()
+        self._deadlines: list[tuple[float, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def load(self) -> dict[str, int]:
+        """Return how many attempts are at each replica."""
+        return {name: len(held) for name, held in self._held.items()}
+
+    def waiting(self, model: str) -> int:
+        """Return how many requests wait to be sent for the first time."""
+        queue = self._queues.get(model)
+        return 0 if queue is None else queue.fresh
+
+    def missing(self, model: str) -> list[int]:
+        """Return the stages of a model that nothing can be sent to."""
+        route = self._table.routes.get(model)
+        return [] if route is None else self._missing(model, route)
+
+    def place(self, number: int) -> list[str]:
+        """Return where a request is, for people."""
+        request = self._requests.get(number)
+        if request is None:
+            return []
+        at = [place.replica for place in request.attempts.values()]
+        return at or ["waiting"]
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Take note of ``event`` and return what to do, in order."""
+        match event:
+            case Submitted():
+                return self._submitted(event)
+            case Begun():
+                return self._begun(event)
+            case Dropped(attempts):
+                return self._again(attempts, "it was dropped on the way")
+            case Stuck(attempts):
+                return self._stuck(attempts)
+            case Answered(attempt, is_last):
+                return self._answered(attempt, is_last)
+            case Failed((number, attempt), error):
+                return self._failed(number, attempt, error)
+            case Withdrawn(number):
+                return self._end(number)
+            case Connected(replica):
+                self._connected.add(replica)
+                return self._pump_all()
+            case Lost():
+                return self._lost(event)
+            case Silent(replica, is_silent):
+                return self._silence(replica, is_silent)
+            case TableChanged(table):
+                self._table = table
+                return self._pump_all()
+            case Ticked():
+                return self._expire(now)
+
+    # Coming in and going out.
+
+    def _submitted(self, wish: Submitted) -> list[Action]:
+        queue = self._queues.setdefault(wish.model, _Queue())
+        limit = self._table.routes[wish.model].max_queued_requests
+        if wish.via is None and queue.fresh >= limit:
+            error = OverloadedError(
+                f"model {wish.model!r} has {queue.fresh} requests waiting, which is "
+                "its max_queued_requests; try again later",
+                retry_after_s=RETRY_AFTER_S,
+            )
+            return [Reject(wish.number, error)]
+        self._requests[wish.number] = request = _Request(wish)
+        heapq.heappush(self._deadlines, (wish.deadline_at, wish.number))
+        self._wait(request)
+        return self._pump(wish.model)
+
+    def _answered(self, attempt: Attempt, is_last: bool) -> list[Action]:
+        number, which = attempt
+        request = self._requests.get(number)
+        if request is None or request.winner not in (None, which):
+            return []
+        request.winner = which
+        actions: list[Action] = [Deliver(number, is_last)]
+        if is_last:
+            actions += self._end(number, but=which)
+        return actions
+
+    def _failed(self, number: int, which: int, error: ServeError) -> list[Action]:
+        if number not in self._requests:
+            return []
+        return [Reject(number, error), *self._end(number, but=which)]
+
+    def _end(self, number: int, but: int | None = None) -> list[Action]:
+        """Forget a request; what is under way of it is cancelled."""
+        request = self._requests.pop(number, None)
+        if request is None:
+            return []
+        if request.is_waiting:
+            self._unwait(request)
+        actions: list[Action] = []
+        for which, place in request.attempts.items():
+            self._held[place.replica].pop((number, which), None)
+            if which != but:
+                actions.append(Cancel(place.replica, (number, which)))
+        queue = self._queues[request.wish.model]
+        if queue.solo == number:
+            queue.solo = None
+        return actions + self._pump(request.wish.model)
+
+    def _expire(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, number = heapq.heappop(self._deadlines)
+            request = self._requests.get(number)
+            if request is not None:
+                error = self._too_late(request)
+                actions += [Reject(number, error), *self._end(number)]
+        return actions
+
+    def _too_late(self, request: _Request) -> ServeError:
+        wish = request.wish
+        route = self._table.routes.get(wish.model)
+        missing = [] if route is None else self._missing(wish.model, route)
+        if missing and not request.attempts:
+            return NoReplicaError(
+                f"model {wish.model!r} has no replica of stage {missing[0]} until the "
+                "deadline of this request; it is being replaced, try again later",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        return DeadlineExceededError(
+            f"the deadline of this request to model {wish.model!r} has passed; allow "
+            "more time, or scale the model"
+        )
+
+    # Where it is.
+
+    def _begun(self, event: Begun) -> list[Action]:
+        models: dict[str, None] = {}
+        for number, which in event.attempts:
+            request = self._requests.get(number)
+            place = None if request is None else request.attempts.get(which)
+            if request is None or place is None:
+                continue
+            if self._stage_of(event.replica) >= self._stage_of(place.replica):
+                self._move((number, which), place, event.replica)
+                place.is_begun, place.is_solo = True, event.is_solo
+            models[request.wish.model] = None
+        if event.replica not in self._connected:
+            # Word of a replica that is gone already.
+            return self._lost(Lost(event.replica))
+        return [action for model in models for action in self._pump(model)]
+
+    def _stage_of(self, replica: str) -> int:
+        known = self._table.replicas.get(replica)
+        return -1 if known is None else known.stage
+
+    def _move(self, attempt: Attempt, place: _Place, replica: str) -> None:
+        if place.replica != replica:
+            self._held.get(place.replica, {}).pop(attempt, None)
+            place.replica = replica
+        self._held.setdefault(replica, {})[attempt] = None
+
+    # What goes wrong.
+
+    def _lost(self, event: Lost) -> list[Action]:
+        self._connected.discard(event.replica)
+        self._silent.discard(event.replica)
+        actions: list[Action] = []
+        for number, which in sorted(self._held.pop(event.replica, {})):
+            request = self._requests[number]
+            place = request.attempts.pop(which)
+            if not event.is_polite:
+                self._blame(request, place)
+            if request.strikes >= STRIKES:
+                actions += [Reject(number, _poisoned(request)), *self._end(number)]
+            else:
+                why = "it has left" if event.is_polite else "it was lost"
+                actions += self._replay(request, event.replica, why)
+        return actions + self._pump_all()
+
+    def _blame(self, request: _Request, place: _Place) -> None:
+        if not place.is_begun:
+            request.losses += 1
+            request.is_suspect |= request.losses >= LOSSES
+            return
+        request.is_suspect = True
+        request.strikes += place.is_solo
+
+    def _again(self, attempts: tuple[Attempt, ...], why: str) -> list[Action]:
+        actions: list[Action] = []
+        models: dict[str, None] = {}
+        for number, which in attempts:
+            request = self._requests.get(number)
+            place = None if request is None else request.attempts.pop(which, None)
+            if request is None or place is None:
+                continue
+            self._held.get(place.replica, {}).pop((number, which), None)
+            actions += self._replay(request, place.replica, why)
+            models[request.wish.model] = None
+        return actions + [a for model in models for a in self._pump(model)]
+
+    def _replay(self, request: _Request, replica: str, why: str) -> list[Action]:
+        """Have a request sent again, unless another attempt is under way."""
+        number = request.wish.number
+        queue = self._queues[request.wish.model]
+        if queue.solo == number:
+            queue.solo = None
+        if request.attempts or request.is_waiting:
+            return []
+        request.winner = None
+        self._wait(request)
+        return [Replayed(number, replica, why)]
+
+    def _silence(self, replica: str, is_silent: bool) -> list[Action]:
+        if not is_silent:
+            self._silent.discard(replica)
+            return self._pump_all()
+        self._silent.add(replica)
+        return self._stuck(tuple(sorted(self._held.get(replica, {}))))
+
+    def _stuck(self, attempts: tuple[Attempt, ...]) -> list[Action]:
+        """Hedge, oldest first."""
+        actions: list[Action] = []
+        models: dict[str, None] = {}
+        for number, which in sorted(attempts):
+            request = self._requests.get(number)
+            if request is None or which not in request.attempts:
+                continue
+            is_hedged = request.is_waiting or len(request.attempts) > 1
+            if is_hedged or request.is_suspect or request.winner is not None:
+                continue
+            self._wait(request)
+            at = request.attempts[which].replica
+            actions.append(Replayed(number, at, "it or the next is silent"))
+            models[request.wish.model] = None
+        return actions + [a for model in models for a in self._pump(model)]
+
+    # Waiting and sending.
+
+    def _wait(self, request: _Request) -> None:
+        request.is_waiting = True
+        queue = self._queues[request.wish.model]
+        line = queue.suspects if request.is_suspect else queue.numbers
+        heapq.heappush(line, request.wish.number)
+        queue.fresh += request.attempted == 0
+
+    def _unwait(self, request: _Request) -> None:
+        request.is_waiting = False
+        self._queues[request.wish.model].fresh -= request.attempted == 0
+
+    def _pump_all(self) -> list[Action]:
+        return [action for model in self._queues for action in self._pump(model)]
+
+    def _pump(self, model: str) -> list[Action]:
+        """Send what can be sent."""
+        queue, route = self._queues[model], self._table.routes.get(model)
+        actions: list[Action] = []
+        if route is None:
+            return actions
+        can_send = not self._missing(model, route)
+        if queue.solo is None and (suspect := self._first(queue.suspects)) is not None:
+            replica = self._target(suspect, route, can_send=can_send)
+            if replica is not None:
+                heapq.heappop(queue.suspects)
+                queue.solo = suspect.wish.number
+                actions.append(self._send(suspect, replica))
+        while (request := self._first(queue.numbers)) is not None:
+            replica = self._target(request, route, can_send=can_send)
+            if replica is None:
+                break
+            heapq.heappop(queue.numbers)
+            actions.append(self._send(request, replica))
+        return actions
+
+    def _first(self, line: list[int]) -> _Request | None:
+        """Return the oldest that waits; entries out of date are dropped."""
+        while line:
+            request = self._requests.get(line[0])
+            if request is not None and request.is_waiting:
+                return request
+            heapq.heappop(line)
+        return None
+
+    def _send(self, request: _Request, replica: str) -> Dispatch:
+        self._unwait(request)
+        request.attempted += 1
+        which = request.attempted
+        request.attempts[which] = _Place(replica, is_solo=request.is_suspect)
+        attempt = (request.wish.number, which)
+        self._held.setdefault(replica, {})[attempt] = None
+        return Dispatch(replica, attempt, request.is_suspect)
+
+    def _target(self, request: _Request, route: Route, *, can_send: bool) -> str | None:
+        """Return the replica of stage 0 that takes it now."""
+        via = request.wish.via
+        if via is not None:
+            return self._probe_target(request.wish, via, route)
+        if not can_send:
+            return None
+        # A second attempt goes elsewhere, or nowhere.
+        taken = {place.replica for place in request.attempts.values()}
+        load = {name: len(held) for name, held in self._held.items()}
+        candidates = [
+            name
+            for name in self._usable(request.wish.model, route.version, 0)
+            if load.get(name, 0) < route.max_ongoing_requests and name not in taken
+        ]
+        return choose(candidates, load, self._chance, request.wish.session)
+
+    def _probe_target(
+        self, wish: Submitted, via: dict[int, str], route: Route
+    ) -> str | None:
+        probed = [self._table.replicas.get(name) for name in via.values()]
+        version = next((r.version for r in probed if r is not None), route.version)
+        if 0 in via:
+            return via[0] if via[0] in self._connected else None
+        replicas = self._table.stage(wish.model, version, 0)
+        candidates = first_ready(
+            [r for r in replicas if r.name in self._connected - self._silent]
+        )
+        return choose(candidates, self.load(), self._chance)
+
+    def _missing(self, model: str, route: Route) -> list[int]:
+        """Return the stages that nothing can be sent to."""
+        stages = range(route.stages.get(route.version, 0))
+        return [s for s in stages if not self._usable(model, route.version, s)]
+
+    def _usable(self, model: str, version: str, stage: int) -> list[str]:
+        return [
+            replica.name
+            for replica in self._table.stage(model, version, stage)
+            if replica.state is ReplicaState.READY
+            and replica.name in self._connected
+            and replica.name not in self._silent
+        ]
+
+    def validate(self) -> None:
+        """Check what always holds; for tests.
+
+        Raises:
+            AssertionError: It does not.
+        """
+        for number, request in self._requests.items():
+            assert request.is_waiting or request.attempts, f"{number} is nowhere"
+            for which, place in request.attempts.items():
+                assert (number, which) in self._held[place.replica]
+        for replica, held in self._held.items():
+            for number, which in held:
+                assert self._requests[number].attempts[which].replica == replica
+        for queue in self._queues.values():
+            assert queue.fresh >= 0
+
+
+def first_ready(replicas: list[Replica]) -> list[str]:
+    """Return the ready ones for a probe, or else those that are starting."""
+    ready = [r.name for r in replicas if r.state is ReplicaState.READY]
+    starting = [r.name for r in replicas if r.state is ReplicaState.STARTING]
+    return ready or starting
+
+
+def _poisoned(request: _Request) -> RequestPoisonedError:
+    return RequestPoisonedError(
+        f"request {request.wish.number} to model {request.wish.model!r} was alone in "
+        f"{request.strikes} replicas when they died; it is not tried again"
+    )

@@ -1,0 +1,160 @@
+"""What a YAML spec may say. Every field has a meaning, a unit and a default."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+NAME = r"^[a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?$"
+VERSION = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+FACTORY = r"^[\w.]+:\w+$"
+DEVICE = r"^(cpu|cuda(:\d+)?)$"
+PATTERNS = {
+    NAME: "use lower-case letters, digits, '.', '_' and '-', at most 64",
+    VERSION: "use letters, digits, '.', '_' and '-', at most 63",
+    FACTORY: "write package.module:function",
+    DEVICE: "write cpu, cuda or cuda:N",
+}
+"""What to do about a text that does not match."""
+
+Seconds = Annotated[float, Field(gt=0, le=86400)]
+Count = Annotated[int, Field(ge=1, le=4096)]
+
+
+class _Strict(BaseModel):
+    """Unknown keys are errors; a value of the wrong type is not guessed at."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True
+    )
+
+
+class ReplicaRange(_Strict):
+    """A range within which `multiworld scale` moves a stage."""
+
+    min_replicas: Count = 1
+    """Fewest."""
+    max_replicas: Count
+    """Most."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> ReplicaRange:
+        if self.min_replicas > self.max_replicas:
+            raise ValueError("min_replicas is more than max_replicas; swap them")
+        return self
+
+
+class StageSpec(_Strict):
+    """One stage of a model."""
+
+    name: str = Field(default="", max_length=64)
+    """For people; the model's own name of the stage by default."""
+    replicas: Count | ReplicaRange = 1
+    """How many copies run: a number, or a range that starts with its least."""
+    max_batch_size: Count = 16
+    """Most rows that are computed together."""
+    max_wait_ms: Annotated[float, Field(ge=0, le=10_000)] = 0.0
+    """Milliseconds that the oldest request waits for company. 0: a batch is what has
+    arrived while the one before it was computed."""
+    max_ongoing_requests: Count = 32
+    """Most requests that a sender may have at a replica and not begun."""
+    threads: Count = 1
+    """Threads that torch uses for one operation, in each replica."""
+    device: str = Field(default="cpu", pattern=DEVICE)
+    """Where its tensors are: `cpu`, `cuda` or `cuda:N`."""
+
+    @property
+    def least(self) -> int:
+        """How many replicas to begin with."""
+        if isinstance(self.replicas, ReplicaRange):
+            return self.replicas.min_replicas
+        return self.replicas
+
+
+class ModelSpec(_Strict):
+    """One model."""
+
+    version: str = Field(default="1", pattern=VERSION)
+    """A new one makes `multiworld update` replace the running one without a pause."""
+    factory: str | None = Field(default=None, pattern=FACTORY)
+    """`package.module:function` that returns a multiworld.serve.Model or a list of
+    stages."""
+    path: str | None = None
+    """A Hugging Face model folder on disk; it is cut by layers."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the factory."""
+    stages: Annotated[list[StageSpec], Field(min_length=1, max_length=64)]
+    """In order; as many as the factory returns."""
+    deadline_s: Seconds = 30.0
+    """Seconds that a request may take if it names no deadline itself."""
+    max_queued_requests: Annotated[int, Field(ge=0, le=1_000_000)] = 512
+    """Most requests that wait at a gateway; more are answered with 429."""
+
+    @field_validator("version", mode="before")
+    @classmethod
+    def _text(cls, value: Any) -> Any:
+        # YAML reads an unquoted 2 as a number, and means it.
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return str(value) if is_number else value
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelSpec:
+        if (self.factory is None) == (self.path is None):
+            raise ValueError("give either factory or path, not both and not neither")
+        return self
+
+
+class GatewaySpec(_Strict):
+    """The HTTP side."""
+
+    host: str = "127.0.0.1"
+    """The address to listen on."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """0 takes a free one."""
+    replicas: Annotated[int, Field(ge=1, le=64)] = 1
+    """Processes that share the port."""
+    max_body_mb: Annotated[float, Field(gt=0, le=4096)] = 64.0
+    """Largest request body, in MiB; a larger one is answered with 413."""
+    shutdown_s: Seconds = 30.0
+    """Seconds that accepted requests get to end at a shutdown."""
+    tls_certificate: str | None = None
+    """PEM file with the certificate chain: HTTPS. With tls_key."""
+    tls_key: str | None = None
+    """PEM file with the key of the certificate."""
+
+    @model_validator(mode="after")
+    def _both(self) -> GatewaySpec:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("give tls_certificate and tls_key together")
+        return self
+
+
+class AppSpec(_Strict):
+    """A service: models, and how they are reached."""
+
+    app: str = Field(default="app", pattern=NAME)
+    """Name of the service; the commands find it by this."""
+    models: Annotated[dict[str, ModelSpec], Field(min_length=1)]
+    """By name."""
+    gateway: GatewaySpec = GatewaySpec()
+    """The HTTP side."""
+    launcher: Literal["local"] = "local"
+    """Where processes run: on this machine."""
+    silence_s: Seconds = 2.0
+    """Seconds of silence after which a process is given up and replaced."""
+    ready_s: Seconds = 120.0
+    """Seconds that a new version gets to become ready before it is rolled back."""
+    drain_s: Seconds = 60.0
+    """Seconds that a replica gets to end its work before it is stopped."""
+    orphan_s: Seconds = 10.0
+    """Seconds after which a worker with neither controller nor gateway ends itself."""
+
+    @field_validator("models")
+    @classmethod
+    def _names(cls, models: dict[str, ModelSpec]) -> dict[str, ModelSpec]:
+        for name in models:
+            if not re.match(NAME, name):
+                raise ValueError(f"model name {name!r}: {PATTERNS[NAME]}")
+        return models
