@@ -13,14 +13,14 @@ import torch
 
 from common import run
 from multiworld import World
-from multiworld.demo.model import (
+from multiworld.demo.worlds.model import (
     Digits,
     DigitsResNet,
     load_digits,
     load_model,
     trained_weights,
 )
-from multiworld.demo.worker import classify
+from multiworld.demo.worlds.worker import classify
 
 BATCH = 8
 

@@ -1,8 +1,8 @@
 """The watchdog: one control link per peer process, and who is lost. Shell.
 
 However many worlds two processes share, they have one link, one pair of beats and one
-account in ``Liveness``. The watchdog also carries the worlds' control messages and
-brings their data lanes in, since both arrive at the manager's one listener.
+account in ``Liveness``. It also carries the worlds' control messages and brings in
+their data lanes: both arrive at the manager's one listener.
 
 Of two managers, the one with the smaller uid dials; so no two connections ever cross.
 """
@@ -261,12 +261,9 @@ class WatchDog:
         """Tell whether this manager dials ``member``, rather than waits for it."""
         return self.uid < member.uid
 
-    def silent_s(self, incarnation: Incarnation, rank: int, other: int) -> float:
-        """Return for how long a member has given no sign; 0 where none is watched."""
-        if rank == other or not self._is_enabled:
-            return 0.0
-        key = self._key(incarnation.members[rank], incarnation.members[other])
-        return self._liveness.silent_s(_name(key), time.monotonic())
+    def silent_s(self, me: Member, member: Member) -> float:
+        """Return for how long a member has given no sign."""
+        return self._liveness.silent_s(_name(self._key(me, member)), time.monotonic())
 
     @property
     def link_count(self) -> int:
@@ -596,9 +593,7 @@ class WatchDog:
 
 
 def _forget_error(task: asyncio.Task[None]) -> None:
-    """Note that whoever wanted to know of an error has been told."""
-    if not task.cancelled():
-        task.exception()
+    _ = task.cancelled() or task.exception()  # who wanted to know has been told
 
 
 def _name(key: LinkKey) -> str:

@@ -142,7 +142,10 @@ class WorldLife:
 
     def silent_s(self, rank: int) -> float:
         """Return for how long a member has given no sign of life."""
-        return self._watchdog.silent_s(self.incarnation, self.rank, rank)
+        members = self.incarnation.members
+        if rank == self.rank:
+            return 0.0
+        return self._watchdog.silent_s(members[self.rank], members[rank])
 
     @property
     def lost(self) -> frozenset[int]:

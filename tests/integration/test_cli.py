@@ -114,7 +114,7 @@ def test_command_ends_on_interrupt() -> None:
             ["ps", "-eo", "ppid,args"], capture_output=True, text=True, check=True
         ).stdout
         if not any(
-            "multiworld.demo.worker" in row and row.split()[0] == "1"
+            "multiworld.demo.worlds.worker" in row and row.split()[0] == "1"
             for row in listed.splitlines()
         ):
             return

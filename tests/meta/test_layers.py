@@ -54,7 +54,7 @@ PURE = [
     "rendezvous/registry",
     "rendezvous/values",
     "rendezvous/address",
-    "demo/ledger",
+    "demo/worlds/ledger",
     "backends/direct/header",
     "serve/batching",
     "serve/choosing",

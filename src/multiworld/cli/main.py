@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -29,7 +31,45 @@ def cli() -> None:
     )
 
 
-@cli.command()
+@cli.group(invoke_without_command=True)
+@click.option(
+    "--rate",
+    type=click.FloatRange(0.5, 1000),
+    default=15.0,
+    show_default=True,
+    help="Texts a second.",
+)
+@click.option(
+    "--pause-s",
+    type=click.FloatRange(0.5, 600),
+    default=3.0,
+    show_default=True,
+    help="Seconds of traffic between the events.",
+)
+@click.option(
+    "--picture",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    default=Path("multiworld-demo.png"),
+    show_default=True,
+    help="Where to draw the timeline.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON.")
+@click.pass_context
+def demo(
+    context: click.Context, rate: float, pause_s: float, picture: Path, as_json: bool
+) -> None:
+    """Serve a sentence encoder in three stages, and break it while it answers.
+
+    Each stage has a replica killed, one is stopped, the bottleneck is scaled to 3 and
+    back, and the model is replaced by a new version. Exits with 1 if a request was lost
+    or answered wrongly.
+    """
+    if context.invoked_subcommand is None:
+        run = _demo("multiworld.demo.pipeline.run")
+        sys.exit(run(rate, pause_s, picture.resolve(), as_json=as_json))
+
+
+@demo.command()
 @click.option("--backend", type=click.Choice(BACKENDS), default="direct")
 @click.option(
     "--phase-s",
@@ -39,18 +79,22 @@ def cli() -> None:
     help="Seconds of traffic before the kill, and after the replacement has joined.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON.")
-def demo(backend: str, phase_s: float, as_json: bool) -> None:
+def worlds(backend: str, phase_s: float, as_json: bool) -> None:
     """Run a real model on two workers, kill one, and watch the other go on.
 
     Exits with 1 if an image was lost, or anything else that is promised did not hold.
     """
+    sys.exit(_demo("multiworld.demo.worlds.run")(backend, phase_s, as_json=as_json))
+
+
+def _demo(module: str) -> Callable[..., int]:
     try:
-        from multiworld.demo.run import run
+        run: Callable[..., int] = importlib.import_module(module).run
     except ModuleNotFoundError as error:
         raise click.ClickException(
             f"the demo needs {error.name}: pip install 'multiworld-elastic[demo]'"
         ) from error
-    sys.exit(run(backend, phase_s, as_json=as_json))
+    return run
 
 
 @cli.command()

@@ -196,6 +196,41 @@ def shutdown(app: str | None, state: Path | None, as_json: bool) -> None:
     sys.exit(_need("multiworld.cli.operate").shutdown(service, as_json=as_json))
 
 
+@click.command()
+@click.argument("url")
+@click.argument("model")
+@click.option("--rate", type=click.FloatRange(0.01, 1e5), default=10, show_default=True)
+@click.option("--seconds", type=click.FloatRange(0.1), default=10, show_default=True)
+@click.option(
+    "--texts",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Texts to embed, one a line, in turn.",
+)
+@click.option(
+    "--body",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A JSON body of the Open Inference Protocol to send instead of texts.",
+)
+@JSON
+def load(
+    url: str,
+    model: str,
+    rate: float,
+    seconds: float,
+    texts: Path | None,
+    body: Path | None,
+    as_json: bool,
+) -> None:
+    """Send requests to MODEL at URL at a steady rate, and say what came back.
+
+    Open loop: a request leaves when it is due, whatever became of the ones before, and
+    its latency counts from then. Exits with 1 if one failed.
+    """
+    module = _need("multiworld.cli.load")
+    target = module.target_of(url, model, texts, body, "The quick brown fox.")
+    sys.exit(module.run(target, rate, seconds, as_json=as_json))
+
+
 COMMANDS = (
     serve,
     plan,
@@ -208,4 +243,5 @@ COMMANDS = (
     chaos,
     logs,
     shutdown,
+    load,
 )

@@ -1,1 +1,1 @@
-"""The demo: a leader, two workers, a real model, and a worker that is killed."""
+"""The demos of the command `multiworld demo`."""

@@ -228,6 +228,8 @@ class _Queue:
 
     numbers: list[int] = field(default_factory=list)
     suspects: list[int] = field(default_factory=list)
+    probes: list[int] = field(default_factory=list)
+    """They wait behind nobody: what others wait for may be ready by them only."""
     fresh: int = 0
     """How many wait that were never sent."""
     solo: int | None = None
@@ -490,6 +492,8 @@ class Router:
         request.is_waiting = True
         queue = self._queues[request.wish.model]
         line = queue.suspects if request.is_suspect else queue.numbers
+        if request.wish.via is not None:
+            line = queue.probes
         heapq.heappush(line, request.wish.number)
         queue.fresh += request.attempted == 0
 
@@ -506,6 +510,13 @@ class Router:
         actions: list[Action] = []
         if route is None:
             return actions
+        for number in queue.probes[:]:
+            probe = self._requests.get(number)
+            if probe is None or not probe.is_waiting:
+                queue.probes.remove(number)
+            elif (replica := self._target(probe, route, can_send=True)) is not None:
+                queue.probes.remove(number)
+                actions.append(self._send(probe, replica))
         can_send = not self._missing(model, route)
         if queue.solo is None and (suspect := self._first(queue.suspects)) is not None:
             replica = self._target(suspect, route, can_send=can_send)
@@ -546,13 +557,11 @@ class Router:
             return self._probe_target(request.wish, via, route)
         if not can_send:
             return None
-        # A second attempt goes elsewhere, or nowhere.
-        taken = {place.replica for place in request.attempts.values()}
         load = {name: len(held) for name, held in self._held.items()}
         candidates = [
             name
             for name in self._usable(request.wish.model, route.version, 0)
-            if load.get(name, 0) < route.max_ongoing_requests and name not in taken
+            if load.get(name, 0) < route.max_ongoing_requests
         ]
         return choose(candidates, load, self._chance, request.wish.session)
 

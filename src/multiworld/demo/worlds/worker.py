@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from multiworld import MemberLeftError, WorldBrokenError, WorldManager
-from multiworld.demo.model import DigitsResNet, load_model
+from multiworld.demo.worlds.model import DigitsResNet, load_model
 
 
 @torch.inference_mode()

@@ -26,8 +26,8 @@ from multiworld import (
     WorldManager,
     WorldReady,
 )
-from multiworld.demo.ledger import Ledger, WorldAccount, percentile_99
-from multiworld.demo.model import Digits
+from multiworld.demo.worlds.ledger import Ledger, WorldAccount, percentile_99
+from multiworld.demo.worlds.model import Digits
 
 BATCH = 8
 WINDOW = 2
@@ -152,7 +152,7 @@ class Leader:
         log = Path(self._logs.name) / f"{world}.log"
         with log.open("ab") as output:
             self._workers[world] = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "multiworld.demo.worker"),
+                *(sys.executable, "-m", "multiworld.demo.worlds.worker"),
                 *("--world", world, "--store", self._store),
                 *("--backend", self._backend, "--weights", str(self._weights)),
                 stdin=asyncio.subprocess.DEVNULL,

@@ -9,9 +9,9 @@ from dataclasses import asdict
 import torch
 from rich.console import Console
 
-from multiworld.demo.leader import Leader, Outcome
-from multiworld.demo.model import load_digits, trained_weights
-from multiworld.demo.screen import show, summary, tell
+from multiworld.demo.worlds.leader import Leader, Outcome
+from multiworld.demo.worlds.model import load_digits, trained_weights
+from multiworld.demo.worlds.screen import show, summary, tell
 
 
 def run(backend: str, phase_s: float, *, as_json: bool) -> int:

@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from multiworld.demo.leader import Leader, Outcome
+from multiworld.demo.worlds.leader import Leader, Outcome
 
 REFRESH_S = 0.2
 

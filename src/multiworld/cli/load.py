@@ -1,0 +1,76 @@
+"""``multiworld load``: what a service answers, and how fast, at a steady rate."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from multiworld.serve.load.generator import Load, Target, embeddings, inference
+from multiworld.serve.load.summary import Summary, summarise
+
+LOOK_S = 0.2
+
+
+def target_of(
+    url: str, model: str, texts: Path | None, body: Path | None, text: str
+) -> Target:
+    """Return what to send."""
+    if body is not None:
+        return inference(url, model, [body.read_bytes()])
+    if texts is None:
+        return embeddings(url, model, [text])
+    lines = [line for line in texts.read_text().splitlines() if line.strip()]
+    if not lines:
+        raise click.ClickException(f"{texts} has no line with text")
+    return embeddings(url, model, lines)
+
+
+def run(target: Target, rate: float, seconds: float, *, as_json: bool) -> int:
+    """Send, and print what came back; exit code 1 if a request failed."""
+    found = asyncio.run(_run(target, rate, seconds, is_quiet=as_json))
+    if as_json:
+        click.echo(json.dumps(asdict(found), indent=2))
+    else:
+        Console().print(_table(found, rate))
+    return 1 if found.failed else 0
+
+
+async def _run(
+    target: Target, rate: float, seconds: float, *, is_quiet: bool
+) -> Summary:
+    load = Load(target, rate)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=is_quiet) as progress:
+        bar = progress.add_task("sending", total=rate * seconds)
+        running = asyncio.ensure_future(load.run(seconds))
+        while not running.done():
+            await asyncio.wait({running}, timeout=LOOK_S)
+            progress.update(
+                bar,
+                completed=load.sent,
+                description=f"{load.sent} sent, {len(load.samples)} answered",
+            )
+    return summarise(await running)
+
+
+def _table(found: Summary, rate: float) -> Table:
+    table = Table(
+        title=f"{found.sent} requests at {rate:g} a second", show_header=False
+    )
+    table.add_row("answered", str(found.answered))
+    table.add_row("failed", f"[red]{found.failed}[/]" if found.failed else "0")
+    table.add_row("p50", f"{found.p50_s * 1000:.1f} ms")
+    table.add_row("p99", f"{found.p99_s * 1000:.1f} ms")
+    table.add_row("slowest", f"{found.max_s * 1000:.1f} ms")
+    for status, count in found.statuses.items():
+        table.add_row(f"status {status}" if status else "no answer", str(count))
+    for error, count in found.errors.items():
+        table.add_row(f"{count} times", error)
+    return table

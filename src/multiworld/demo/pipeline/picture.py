@@ -1,0 +1,75 @@
+"""The timeline as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from multiworld.demo.pipeline.story import Scene, Strength
+from multiworld.serve.load.summary import Sample
+
+COLORS = ("#4363d8", "#e6194b", "#3cb44b", "#f58231")
+
+
+def draw(
+    path: Path,
+    samples: list[Sample],
+    scenes: list[Scene],
+    strengths: list[Strength],
+    stages: list[str],
+) -> None:
+    """Draw latencies and ready replicas over time, with what happened."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (above, below) = plt.subplots(
+        2, 1, sharex=True, figsize=(12, 7), height_ratios=(3, 1), layout="constrained"
+    )
+    good = [s for s in samples if s.is_answered and s.is_right is not False]
+    bad = [s for s in samples if not s.is_answered or s.is_right is False]
+    above.scatter(
+        [s.due_s for s in good],
+        [s.latency_s * 1000 for s in good],
+        s=9,
+        color=COLORS[0],
+        label=f"answered and right ({len(good)})",
+    )
+    above.scatter(
+        [s.due_s for s in bad],
+        [s.latency_s * 1000 for s in bad],
+        s=30,
+        marker="x",
+        color=COLORS[1],
+        label=f"lost or wrong ({len(bad)})",
+    )
+    above.set_yscale("log")
+    above.set_ylabel("latency (ms)")
+    above.set_title("MiniLM in three stages over HTTP, while it is broken on purpose")
+    for scene in scenes:
+        above.axvspan(scene.begin_s, scene.end_s, color="#f58231", alpha=0.25, lw=0)
+        below.axvspan(scene.begin_s, scene.end_s, color="#f58231", alpha=0.25, lw=0)
+        above.annotate(
+            scene.title,
+            (scene.begin_s, 0.99),
+            xycoords=("data", "axes fraction"),
+            rotation=90,
+            va="top",
+            ha="right",
+            fontsize=9,
+        )
+    above.legend(loc="lower left")
+    for number, stage in enumerate(stages):
+        below.step(
+            [s.at_s for s in strengths],
+            [s.ready[number] + 0.06 * number for s in strengths],
+            where="post",
+            label=stage,
+            color=COLORS[number % len(COLORS)],
+        )
+    below.set_ylabel("ready replicas")
+    below.set_xlabel("seconds")
+    below.set_ylim(bottom=-0.2)
+    below.legend(loc="upper left", ncols=len(stages))
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

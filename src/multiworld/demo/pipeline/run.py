@@ -1,0 +1,127 @@
+"""Puts the demo together."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from multiworld.demo.pipeline.picture import draw
+from multiworld.demo.pipeline.screen import Screen, event_table
+from multiworld.demo.pipeline.story import MODEL, Story
+from multiworld.demo.pipeline.texts import is_equal, reference, texts
+from multiworld.serve.load.generator import Load, embeddings
+from multiworld.serve.load.summary import summarise
+
+SPEC = Path(__file__).parent / "app.yaml"
+
+
+def run(rate: float, pause_s: float, picture: Path, *, as_json: bool) -> int:
+    """Run the demo; return 1 if a request was lost or wrong."""
+    console = Console(stderr=as_json)
+    console.print("embedding the texts in a single process, to compare with …")
+    sentences = texts()
+    wanted = reference(sentences)
+    root = Path(tempfile.mkdtemp(prefix="multiworld-demo-"))
+    try:
+        outcome = asyncio.run(
+            _run(console, sentences, wanted, root, rate, pause_s, picture)
+        )
+    except click.ClickException:
+        console.print(f"its logs are in {root}", soft_wrap=True)
+        raise
+    shutil.rmtree(root, ignore_errors=True)
+    if as_json:
+        click.echo(json.dumps(outcome, indent=2))
+    return 0 if outcome["is_good"] else 1
+
+
+async def _run(
+    console: Console,
+    sentences: list[str],
+    wanted: list[list[float]],
+    root: Path,
+    rate: float,
+    pause_s: float,
+    picture: Path,
+) -> dict[str, Any]:
+    screen = Screen(console)
+    story = Story(SPEC, root, screen.tell)
+
+    def check(number: int, answer: Any) -> bool:
+        row = answer["data"][0]["embedding"]
+        return is_equal(row, wanted[number % len(wanted)])
+
+    try:
+        screen.tell("starting the service: three stages, the middle one twice …")
+        url = await story.start()
+        screen.tell(f"[green]ready[/] at {url}; sending {rate:g} texts a second")
+        load = Load(embeddings(url, MODEL, sentences), rate, check)
+        running = asyncio.ensure_future(load.run())
+        around = [
+            asyncio.ensure_future(story.watch(load)),
+            asyncio.ensure_future(screen.show(story, load)),
+        ]
+        try:
+            await _play(story, pause_s)
+        finally:
+            load.end()
+            await running
+            for task in around:
+                task.cancel()
+            await asyncio.gather(*around, return_exceptions=True)
+            screen.finish()
+    finally:
+        await story.end()
+    return _outcome(console, story, load, picture)
+
+
+async def _play(story: Story, pause_s: float) -> None:
+    await asyncio.sleep(pause_s)
+    for stage in story.stages:
+        await story.harm("kill", stage)
+        await asyncio.sleep(pause_s)
+    await story.harm("stop", story.stages[1])
+    await asyncio.sleep(pause_s)
+    stage = await story.bottleneck()
+    for replicas in (3, 1):
+        await story.scale(stage, replicas)
+        await asyncio.sleep(pause_s)
+    await story.update("2")
+    await asyncio.sleep(pause_s)
+
+
+def _outcome(
+    console: Console, story: Story, load: Load, picture: Path
+) -> dict[str, Any]:
+    samples = sorted(load.samples, key=lambda s: s.due_s)
+    found = summarise(samples)
+    console.print(event_table(story.scenes, samples))
+    console.print(
+        f"requests: {load.sent} sent, {found.answered} answered, "
+        f"{load.sent - found.answered} failed, {found.wrong} wrong · p50 "
+        f"{found.p50_s * 1000:.1f} ms · p99 {found.p99_s * 1000:.1f} ms · slowest "
+        f"{found.max_s * 1000:.0f} ms"
+    )
+    for error, count in found.errors.items():
+        console.print(f"[red]{count} times[/] {error}")
+    draw(picture, samples, story.scenes, story.strengths, story.stages)
+    console.print(f"the timeline: {os.fspath(picture)}", soft_wrap=True)
+    is_good = load.sent == found.answered and not found.wrong
+    if is_good:
+        console.print("[green]no request was lost, and none was answered wrongly[/]")
+    return {
+        "is_good": is_good,
+        "sent": load.sent,
+        **dataclasses.asdict(found),
+        "scenes": [dataclasses.asdict(scene) for scene in story.scenes],
+        "picture": str(picture),
+    }

@@ -1,0 +1,271 @@
+"""What happens to the pipeline, in order, and what became of it. Shell."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+
+from multiworld.cli.operate import Service
+from multiworld.serve.load.generator import Load
+
+MODEL = "minilm"
+SETTLE_S = 30.0
+"""How long the service may take to be at full strength after an event."""
+
+START_S = 180.0
+POLL_S = 0.05
+
+
+class DemoFailedError(click.ClickException):
+    """The service did not do what the demo is about."""
+
+
+@dataclass(slots=True)
+class Scene:
+    """One event of the story.
+
+    Attributes:
+        begin_s: When it began, in seconds of the load's clock.
+        end_s: When the service was at full strength again.
+        detect_s: How long it took to be noticed; None where nothing was lost.
+    """
+
+    title: str
+    begin_s: float
+    end_s: float = 0.0
+    detect_s: float | None = None
+
+    @property
+    def strength_s(self) -> float:
+        """How long until full strength."""
+        return self.end_s - self.begin_s
+
+
+@dataclass(slots=True)
+class Strength:
+    """How many replicas of each stage were ready, at one moment."""
+
+    at_s: float
+    ready: tuple[int, ...]
+    phases: dict[str, str] = field(default_factory=dict)
+
+
+class Story:
+    """Runs the service as a user would, by its commands.
+
+    Attributes:
+        scenes: What has happened.
+        strengths: How many replicas were ready, over time.
+    """
+
+    def __init__(self, spec: Path, root: Path, tell: Callable[[str], None]) -> None:
+        self._spec, self._root, self._tell = spec, root, tell
+        self._app = yaml.safe_load(spec.read_text())
+        self._process: asyncio.subprocess.Process | None = None
+        self._service: Service | None = None
+        self._load: Load | None = None
+        self.scenes: list[Scene] = []
+        self.strengths: list[Strength] = []
+        self.status: dict[str, Any] = {}
+
+    @property
+    def stages(self) -> list[str]:
+        """Names of the stages."""
+        return [s["name"] for s in self._app["models"][MODEL]["stages"]]
+
+    async def start(self) -> str:
+        """Start the service; return its URL when it is ready.
+
+        Raises:
+            DemoFailedError: It did not become ready.
+        """
+        state = self._root / "state"
+        command = [sys.executable, "-m", "multiworld.cli.main", "serve"]
+        command += [str(self._spec), "--state", str(state), "--json", "-v"]
+        with open(self._root / "serve.log", "wb") as log:  # noqa: ASYNC230
+            self._process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+        assert self._process.stdout is not None
+        try:
+            async with asyncio.timeout(START_S):
+                text = await self._process.stdout.readline()
+        except TimeoutError:
+            text = b""
+        if not text:
+            raise DemoFailedError(f"the service did not start: {self._last_words()}")
+        self._service = Service(None, state)
+        self.status = json.loads(text)
+        url: str = self.status["url"]
+        return url
+
+    def _last_words(self) -> str:
+        lines = (self._root / "serve.log").read_text(errors="replace").splitlines()
+        return "\n".join(lines[-5:])
+
+    async def end(self) -> None:
+        """End the service, and see to it that nothing stays."""
+        if self._process is None:
+            return
+        if self._process.returncode is None:
+            self._process.send_signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(SETTLE_S):
+                await self._process.wait()
+        except TimeoutError:
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def ask(self, method: str, path: str, **what: Any) -> Any:
+        """Ask the controller, off the loop."""
+        assert self._service is not None
+        return await asyncio.to_thread(self._service.ask, method, path, **what)
+
+    # Watching.
+
+    async def watch(self, load: Load) -> None:
+        """Note how many replicas are ready, until cancelled."""
+        self._load = load
+        while True:
+            try:
+                self.status = await self.ask("GET", "/status")
+            except click.ClickException:
+                await asyncio.sleep(POLL_S)
+                continue
+            ready = [0] * len(self.stages)
+            phases = {}
+            for process in self.status["processes"]:
+                phases[process["name"]] = process["phase"]
+                if process["model"] and process["phase"] == "ready":
+                    ready[process["stage"]] += 1
+            self.strengths.append(Strength(self.now(), tuple(ready), phases))
+            await asyncio.sleep(POLL_S)
+
+    def now(self) -> float:
+        """Return the seconds of the load's clock."""
+        assert self._load is not None
+        return asyncio.get_running_loop().time() - self._load.began_at
+
+    # What happens.
+
+    async def harm(self, action: str, stage: str) -> None:
+        """Break a replica; wait until another has taken its place."""
+        scene = self._begin(f"{action} {stage}")
+        since = await self._last_event()
+        asked = {"action": action, "model": MODEL, "stage": stage}
+        harmed = await self.ask("POST", "/chaos", json=asked)
+        self._tell(f"[red]{action}[/] {harmed['name']} (process {harmed['pid']})")
+        began = await self._event(since, "chaos", harmed["name"])
+        lost = await self._event(since, "lost", harmed["name"])
+        ready = await self._event(since, "ready", after=lost["at"])
+        scene.detect_s = lost["at"] - began["at"]
+        scene.end_s = scene.begin_s + ready["at"] - began["at"]
+        self._tell(
+            f"noticed after {scene.detect_s:.3f} s, {ready['name']} has taken its "
+            f"place after {scene.strength_s:.2f} s"
+        )
+
+    async def scale(self, stage: str, replicas: int) -> None:
+        """Scale a stage; wait until it runs in so many replicas."""
+        scene = self._begin(f"scale {stage} to {replicas}")
+        asked = {"model": MODEL, "stage": stage, "replicas": replicas}
+        answer = await self.ask("POST", "/scale", json=asked)
+        self._tell(
+            f"[cyan]scale[/] {stage} from {answer['before']} to {answer['replicas']}"
+        )
+        number = self.stages.index(stage)
+        await self._until(
+            lambda: (
+                self._count(number) == replicas and not self._count(number, going=True)
+            )
+        )
+        self._finish(scene)
+
+    async def update(self, version: str) -> None:
+        """Replace the model by a new version; wait until the old one has gone."""
+        scene = self._begin(f"version {version}")
+        self._app["models"][MODEL]["version"] = version
+        text = yaml.safe_dump(self._app, sort_keys=False)
+        await self.ask("POST", "/update", json={"text": text, "where": "the demo"})
+        self._tell(f"[cyan]update[/] to version {version}")
+        await self._until(
+            lambda: all(
+                (p["version"], p["phase"]) == (version, "ready")
+                for p in self.status["processes"]
+                if p["model"]
+            )
+        )
+        self._finish(scene)
+
+    async def bottleneck(self) -> str:
+        """Return the stage whose replicas have computed longest, each."""
+        found = await self.ask("GET", "/status", params={"reports": True})
+        busy: dict[int, list[float]] = {}
+        for process in found["processes"]:
+            said = found["reports"].get(process["name"])
+            if process["model"] and said:
+                requests = max(1, said["counts"].get("requests", 0))
+                share = said["computed_s"] / requests / self._wanted(process["stage"])
+                busy.setdefault(process["stage"], []).append(share)
+        return self.stages[max(busy, key=lambda s: max(busy[s]))]
+
+    def _wanted(self, stage: int) -> int:
+        wanted: int = self.status["wanted"]["models"][MODEL]["replicas"][stage]
+        return wanted
+
+    def _count(self, stage: int, *, going: bool = False) -> int:
+        phases = ("draining", "finishing") if going else ("ready",)
+        return sum(
+            bool(p["model"]) and p["stage"] == stage and p["phase"] in phases
+            for p in self.status["processes"]
+        )
+
+    def _begin(self, title: str) -> Scene:
+        scene = Scene(title, self.now())
+        self.scenes.append(scene)
+        return scene
+
+    def _finish(self, scene: Scene) -> None:
+        scene.end_s = self.now()
+        self._tell(f"at full strength after {scene.strength_s:.2f} s")
+
+    async def _until(self, is_so: Callable[[], bool]) -> None:
+        limit = time.monotonic() + SETTLE_S
+        fresh = self.status
+        while fresh is self.status or not is_so():
+            if time.monotonic() > limit:
+                raise DemoFailedError(f"{self.scenes[-1].title}: no end to it")
+            await asyncio.sleep(POLL_S)
+
+    async def _last_event(self) -> int:
+        events = await self.ask("GET", "/events")
+        return int(events[-1]["number"]) if events else 0
+
+    async def _event(
+        self, since: int, kind: str, name: str | None = None, after: float = 0.0
+    ) -> dict[str, Any]:
+        limit = time.monotonic() + SETTLE_S
+        while time.monotonic() < limit:
+            events: list[dict[str, Any]] = await self.ask(
+                "GET", "/events", params={"since": since}
+            )
+            for event in events:
+                is_its = name in (None, event["name"]) and event["at"] >= after
+                if event["kind"] == kind and is_its:
+                    return event
+            await asyncio.sleep(POLL_S)
+        raise DemoFailedError(f"{self.scenes[-1].title}: nobody told of {kind!r}")

@@ -1,0 +1,1 @@
+"""An open-loop load generator: requests leave on time, whatever became of others."""

@@ -1,0 +1,125 @@
+"""Sends requests at a steady rate over HTTP. Shell."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import orjson
+
+from multiworld.serve.load.summary import Sample
+
+CONNECTIONS = 512
+TIMEOUT_S = 60.0
+
+Check = Callable[[int, Any], bool]
+"""Whether the answer (JSON) to the request of that number is right."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where requests go, and what they are.
+
+    Attributes:
+        bodies: Taken in turn.
+    """
+
+    url: str
+    bodies: list[bytes]
+    headers: dict[str, str]
+
+
+def embeddings(base: str, model: str, texts: list[str]) -> Target:
+    """Return requests to ``/v1/embeddings``, one text each."""
+    bodies = [orjson.dumps({"model": model, "input": text}) for text in texts]
+    url = f"{base.rstrip('/')}/v1/embeddings"
+    return Target(url, bodies, {"Content-Type": "application/json"})
+
+
+def inference(base: str, model: str, bodies: list[bytes]) -> Target:
+    """Return requests of the Open Inference Protocol."""
+    url = f"{base.rstrip('/')}/v2/models/{model}/infer"
+    return Target(url, bodies, {"Content-Type": "application/json"})
+
+
+class Load:
+    """One run.
+
+    Attributes:
+        samples: What was answered so far.
+        sent: How many requests have left.
+    """
+
+    def __init__(
+        self, target: Target, rate_per_s: float, check: Check | None = None
+    ) -> None:
+        self._target, self._rate_per_s, self._check = target, rate_per_s, check
+        self.samples: list[Sample] = []
+        self.sent = 0
+        self.began_at = 0.0
+        self._is_ending = False
+
+    def end(self) -> None:
+        """Send no more; what was sent is waited for."""
+        self._is_ending = True
+
+    async def run(self, seconds: float | None = None) -> list[Sample]:
+        """Send until ``end``, or for so long; return all samples.
+
+        Cancellation: what is under way is dropped, and counted nowhere.
+        """
+        loop = asyncio.get_running_loop()
+        connector = aiohttp.TCPConnector(limit=CONNECTIONS)
+        timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+        tasks: set[asyncio.Task[None]] = set()
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
+            self.began_at = loop.time()
+            try:
+                for number, due_s in self._schedule(seconds):
+                    wait_s = self.began_at + due_s - loop.time()
+                    if wait_s > 0:
+                        await asyncio.sleep(wait_s)
+                    if self._is_ending:
+                        break
+                    task = loop.create_task(self._one(http, number, due_s))
+                    tasks.add(task)
+                    task.add_done_callback(tasks.discard)
+                    self.sent += 1
+                await asyncio.gather(*tasks)
+            finally:
+                for task in list(tasks):
+                    task.cancel()
+        return self.samples
+
+    def _schedule(self, seconds: float | None) -> Iterator[tuple[int, float]]:
+        for number in itertools.count():
+            due_s = number / self._rate_per_s
+            if seconds is not None and due_s >= seconds:
+                return
+            yield number, due_s
+
+    async def _one(
+        self, http: aiohttp.ClientSession, number: int, due_s: float
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        target = self._target
+        body = target.bodies[number % len(target.bodies)]
+        status, is_right, error = 0, None, ""
+        try:
+            async with http.post(
+                target.url, data=body, headers=target.headers
+            ) as response:
+                content = await response.read()
+                status = response.status
+            if status != 200:
+                error = content[:200].decode(errors="replace")
+            elif self._check is not None:
+                is_right = self._check(number, orjson.loads(content))
+        except (aiohttp.ClientError, TimeoutError, ValueError) as problem:
+            error = f"{type(problem).__name__}: {problem}"
+        latency_s = loop.time() - self.began_at - due_s
+        self.samples.append(Sample(due_s, latency_s, status, is_right, error))
