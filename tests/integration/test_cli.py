@@ -40,7 +40,16 @@ def test_help_answers_without_torch() -> None:
 @pytest.mark.parametrize("backend", ["direct", "gloo"])
 def test_demo_when_json_then_every_promise_is_in_it(backend: str) -> None:
     """The whole demo, shorter phases."""
-    done = run("multiworld", "demo", "--json", "--phase-s", "1", "--backend", backend)
+    done = run(
+        "multiworld",
+        "demo",
+        "worlds",
+        "--json",
+        "--phase-s",
+        "1",
+        "--backend",
+        backend,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     outcome = json.loads(done.stdout)
     assert outcome["failures"] == []
@@ -92,7 +101,7 @@ def test_log_level_is_honoured_by_the_command() -> None:
 def test_command_ends_on_interrupt() -> None:
     """Ctrl-C ends the demo and its workers."""
     process = subprocess.Popen(
-        [BIN / "multiworld", "demo"],
+        [BIN / "multiworld", "demo", "worlds"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -59,10 +59,13 @@ PURE = [
     "serve/batching",
     "serve/choosing",
     "serve/forwarding",
-    "serve/routing",
+    "serve/routing/actions",
+    "serve/routing/events",
+    "serve/routing/router",
     "serve/table",
     "serve/control/crashes",
     "serve/control/fleet",
+    "serve/control/wanting",
     "serve/models/layers",
 ]
 IMPURE_MODULES = {"asyncio", "os", "time", "random", "secrets", "socket", "torch"}

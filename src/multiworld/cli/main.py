@@ -9,16 +9,28 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
 from multiworld import __version__
 from multiworld.cli.serving import COMMANDS
+from multiworld.errors import MultiWorldError
 
 BACKENDS = ("direct", "gloo")
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Group(click.Group):
+    """The errors of this package are messages to people."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except MultiWorldError as error:
+            raise click.ClickException(str(error)) from error
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="multiworld")
 def cli() -> None:
     """Elastic, fault-tolerant worlds (process groups) for PyTorch."""
@@ -147,12 +159,8 @@ def store(
     from MULTIWORLD_TLS_CERT, MULTIWORLD_TLS_KEY and MULTIWORLD_TLS_CA.
     """
     from multiworld.cli.store import run
-    from multiworld.errors import MultiWorldError
 
-    try:
-        sys.exit(run(host, port, state, while_locked, as_json=as_json))
-    except MultiWorldError as error:
-        raise click.ClickException(str(error)) from error
+    sys.exit(run(host, port, state, while_locked, as_json=as_json))
 
 
 for command in COMMANDS:

@@ -5,69 +5,20 @@ from __future__ import annotations
 import json
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import click
-import httpx
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from multiworld.errors import ServeError
+from multiworld.serve.control.client import Service
 from multiworld.serve.control.launching import began_at
-from multiworld.serve.control.record import StateFolder, state_root
+from multiworld.serve.control.record import StateFolder
 
-ASK_S = 30.0
 WATCH_S = 0.5
 END_S = 60.0
-
-
-class Service:
-    """A running service, found by its name or because it is the only one."""
-
-    def __init__(self, app: str | None, state: Path | None) -> None:
-        self.folder = StateFolder(state or _find(app))
-        self._client = httpx.Client(
-            transport=httpx.HTTPTransport(uds=str(self.folder.socket)),
-            base_url="http://controller",
-            timeout=ASK_S,
-        )
-
-    def ask(self, method: str, path: str, **what: Any) -> Any:
-        """Ask the controller.
-
-        Raises:
-            ClickException: It is not there, or refuses.
-        """
-        try:
-            response = self._client.request(method, path, **what)
-        except httpx.HTTPError as error:
-            raise click.ClickException(
-                f"no controller answers in {self.folder.path} ({error}); start it with "
-                "`multiworld serve`, which adopts what runs"
-            ) from error
-        if response.is_error:
-            try:
-                text = response.json()["error"]
-            except (ValueError, KeyError, TypeError):
-                text = response.text
-            raise click.ClickException(str(text))
-        return response.json()
-
-
-def _find(app: str | None) -> Path:
-    root = state_root()
-    if app is not None:
-        return root / app
-    found = sorted(path.parent for path in root.glob("*/record.json"))
-    if len(found) == 1:
-        return found[0]
-    names = ", ".join(path.name for path in found)
-    raise click.ClickException(
-        f"several services run: {names}; name one with --app"
-        if found
-        else f"no service runs here (looked in {root}); start one: multiworld serve"
-    )
 
 
 def show(data: Any, *, as_json: bool, text: str) -> None:
@@ -207,7 +158,7 @@ def shutdown(service: Service, *, as_json: bool) -> int:
         raise click.ClickException(f"nothing runs in {service.folder.path}")
     try:
         service.ask("POST", "/shutdown")
-    except click.ClickException:
+    except ServeError:
         _end_without_controller(service.folder, record)
     limit = time.monotonic() + END_S + record.app.gateway.shutdown_s
     while service.folder.load() is not None and time.monotonic() < limit:

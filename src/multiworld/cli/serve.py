@@ -12,10 +12,10 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from multiworld.errors import MultiWorldError
-from multiworld.serve.control.controller import Controller, bounds_of
+from multiworld.serve.control.controller import Controller
 from multiworld.serve.control.record import StateFolder, state_root
 from multiworld.serve.control.service import run_service
+from multiworld.serve.control.wanting import bounds_of
 from multiworld.serve.loading import load_spec, schema
 from multiworld.serve.sources import build_model, stage_name
 
@@ -115,12 +115,3 @@ def print_schema() -> int:
     """Print the JSON Schema of a spec."""
     click.echo(json.dumps(schema(), indent=2))
     return 0
-
-
-def guarded(call: Any, *args: Any, **options: Any) -> int:
-    """Return the exit code of ``call``; its errors are messages to people."""
-    try:
-        code: int = call(*args, **options)
-    except MultiWorldError as error:
-        raise click.ClickException(str(error)) from error
-    return code

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from multiworld.cli.operate import Service
+    from multiworld.serve.control.client import Service
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -31,7 +31,7 @@ def of_service(command: F) -> F:
 
 
 def _service(app: str | None, state: Path | None) -> Service:
-    found: Service = _need("multiworld.cli.operate").Service(app, state)
+    found: Service = _need("multiworld.serve.control.client").Service(app, state)
     return found
 
 
@@ -64,9 +64,7 @@ def serve(spec: Path, state: Path | None, verbose: bool, as_json: bool) -> None:
     answering meanwhile.
     """
     module = _need("multiworld.cli.serve")
-    sys.exit(
-        module.guarded(module.serve, spec, state, as_json=as_json, is_verbose=verbose)
-    )
+    sys.exit(module.serve(spec, state, as_json=as_json, is_verbose=verbose))
 
 
 @click.command()
@@ -75,7 +73,7 @@ def serve(spec: Path, state: Path | None, verbose: bool, as_json: bool) -> None:
 def plan(spec: Path, as_json: bool) -> None:
     """Show what SPEC would start, without starting it."""
     module = _need("multiworld.cli.serve")
-    sys.exit(module.guarded(module.plan, spec, as_json=as_json))
+    sys.exit(module.plan(spec, as_json=as_json))
 
 
 @click.command()

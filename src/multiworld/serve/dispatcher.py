@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from multiworld.errors import ServeError, UnknownModelError
-from multiworld.serve import routing
 from multiworld.serve.edges import Body, Outbox
 from multiworld.serve.messages import (
     ANSWER,
@@ -24,6 +23,8 @@ from multiworld.serve.messages import (
     pack,
     unpack_answers,
 )
+from multiworld.serve.routing import actions, events
+from multiworld.serve.routing.router import Router
 from multiworld.serve.stage import Tensors
 from multiworld.serve.table import Table
 from multiworld.serve.worker import SILENT_S
@@ -54,7 +55,7 @@ class Dispatcher:
     def __init__(self, name: str) -> None:
         self.name = name
         self.table = Table()
-        self._router = routing.Router(random.random)
+        self._router = Router(random.random)
         self._calls: dict[int, _Call] = {}
         self._edges: dict[str, Outbox] = {}
         self._silent: set[str] = set()
@@ -115,7 +116,7 @@ class Dispatcher:
         now = time.monotonic()
         deadline_at = now + (route.deadline_s if deadline_s is None else deadline_s)
         number = next(self._numbers)
-        wish = routing.Submitted(
+        wish = events.Submitted(
             number=number,
             model=model,
             deadline_at=deadline_at,
@@ -138,7 +139,7 @@ class Dispatcher:
         finally:
             self._calls.pop(number, None)
             if not is_over:
-                self._handle(routing.Withdrawn(number))
+                self._handle(events.Withdrawn(number))
 
     async def probe(self, replica: str, tensors: Tensors, limit_s: float) -> None:
         """Send one request through a replica.
@@ -157,7 +158,7 @@ class Dispatcher:
     def table_changed(self, table: Table) -> None:
         """Take note of a new table."""
         self.table = table
-        self._handle(routing.TableChanged(table))
+        self._handle(events.TableChanged(table))
 
     def missing(self, model: str) -> list[int]:
         """Return the stages of a model that have no replica which could answer."""
@@ -189,7 +190,7 @@ class Dispatcher:
         """Take note of a new incarnation of an edge."""
         peer = outbox.edge.peer
         self._edges[peer] = outbox
-        self._handle(routing.Connected(peer))
+        self._handle(events.Connected(peer))
         return [lambda: self._read_notes(outbox), lambda: self._read_answers(outbox)]
 
     def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
@@ -198,7 +199,7 @@ class Dispatcher:
         if self._edges.get(peer) is outbox:
             del self._edges[peer]
             self._silent.discard(peer)
-            self._handle(routing.Lost(peer, is_polite))
+            self._handle(events.Lost(peer, is_polite))
 
     async def _read_notes(self, outbox: Outbox) -> None:
         peer = outbox.edge.peer
@@ -206,43 +207,43 @@ class Dispatcher:
             note = await outbox.world.recv_object(src=1, tag=NOTE)
             if "begun" in note:
                 attempts = _attempts(note["begun"])
-                self._handle(routing.Begun(peer, attempts, note["solo"]))
+                self._handle(events.Begun(peer, attempts, note["solo"]))
             elif "dropped" in note:
-                self._handle(routing.Dropped(_attempts(note["dropped"])))
+                self._handle(events.Dropped(_attempts(note["dropped"])))
             elif "stuck" in note:
-                self._handle(routing.Stuck(_attempts(note["stuck"])))
+                self._handle(events.Stuck(_attempts(note["stuck"])))
             elif "failed" in note:
                 number, attempt = note["failed"]
                 error = error_from_json(note["error"])
-                self._handle(routing.Failed((number, attempt), error))
+                self._handle(events.Failed((number, attempt), error))
 
     async def _read_answers(self, outbox: Outbox) -> None:
         while True:
             bundle = await outbox.world.recv_bundle(src=1, tag=ANSWER)
             for attempt, tensors, is_last in unpack_answers(bundle):
                 self._latest = tensors
-                self._handle(routing.Answered(attempt, is_last))
+                self._handle(events.Answered(attempt, is_last))
             self._latest = {}
 
     async def look(self) -> None:
         """Look at deadlines and at who is silent, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
-            self._handle(routing.Ticked())
+            self._handle(events.Ticked())
             for name, outbox in list(self._edges.items()):
                 is_silent = outbox.silent_s() > SILENT_S
                 if is_silent != (name in self._silent):
                     (self._silent.add if is_silent else self._silent.discard)(name)
-                    self._handle(routing.Silent(name, is_silent))
+                    self._handle(events.Silent(name, is_silent))
 
     # Carrying out.
 
-    def _handle(self, event: routing.Event) -> None:
+    def _handle(self, event: events.Event) -> None:
         now = time.monotonic()
         to_send: dict[str, list[Parcel]] = {}
         for action in self._router.handle(event, now):
             match action:
-                case routing.Dispatch(replica, (number, which), is_solo):
+                case actions.Dispatch(replica, (number, which), is_solo):
                     call = self._calls[number]
                     via = call.wish.via
                     parcel = Parcel(
@@ -254,17 +255,17 @@ class Dispatcher:
                         {str(k): v for k, v in via.items()} if via else None,
                     )
                     to_send.setdefault(replica, []).append(parcel)
-                case routing.Cancel(replica, attempt):
+                case actions.Cancel(replica, attempt):
                     if replica in self._edges:
                         self._edges[replica].object_nowait(CANCEL, attempt)
-                case routing.Deliver(number, is_last):
+                case actions.Deliver(number, is_last):
                     self._deliver(number, self._latest)
                     if is_last:
                         self._deliver(number, None)
-                case routing.Reject(number, error):
+                case actions.Reject(number, error):
                     self.counts[type(error).__name__] += 1
                     self._deliver(number, error)
-                case routing.Replayed(number, replica, why):
+                case actions.Replayed(number, replica, why):
                     self.counts["replayed"] += 1
                     logger.info("request %d at %s again: %s", number, replica, why)
         for replica, parcels in to_send.items():
@@ -276,5 +277,5 @@ class Dispatcher:
             call.answers.put_nowait(what)
 
 
-def _attempts(data: list[list[int]]) -> tuple[routing.Attempt, ...]:
+def _attempts(data: list[list[int]]) -> tuple[events.Attempt, ...]:
     return tuple((number, attempt) for number, attempt in data)

@@ -18,6 +18,7 @@ from multiworld.demo.pipeline.picture import draw
 from multiworld.demo.pipeline.screen import Screen, event_table
 from multiworld.demo.pipeline.story import MODEL, Story
 from multiworld.demo.pipeline.texts import is_equal, reference, texts
+from multiworld.errors import ServeError
 from multiworld.serve.load.generator import Load, embeddings
 from multiworld.serve.load.summary import summarise
 
@@ -35,7 +36,7 @@ def run(rate: float, pause_s: float, picture: Path, *, as_json: bool) -> int:
         outcome = asyncio.run(
             _run(console, sentences, wanted, root, rate, pause_s, picture)
         )
-    except click.ClickException:
+    except ServeError:
         console.print(f"its logs are in {root}", soft_wrap=True)
         raise
     shutil.rmtree(root, ignore_errors=True)

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import click
 import yaml
 
-from multiworld.cli.operate import Service
+from multiworld.errors import ServeError
+from multiworld.serve.control.client import Service
 from multiworld.serve.load.generator import Load
 
 MODEL = "minilm"
@@ -27,7 +27,7 @@ START_S = 180.0
 POLL_S = 0.05
 
 
-class DemoFailedError(click.ClickException):
+class DemoFailedError(ServeError):
     """The service did not do what the demo is about."""
 
 
@@ -143,7 +143,7 @@ class Story:
         while True:
             try:
                 self.status = await self.ask("GET", "/status")
-            except click.ClickException:
+            except ServeError:
                 await asyncio.sleep(POLL_S)
                 continue
             ready = [0] * len(self.stages)

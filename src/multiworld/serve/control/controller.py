@@ -10,7 +10,6 @@ import random
 import signal
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -25,13 +24,19 @@ from multiworld.errors import (
 )
 from multiworld.serve.control import fleet as fleets
 from multiworld.serve.control.agent import control_world
-from multiworld.serve.control.fleet import Fleet, ModelWanted, Phase, Wanted
+from multiworld.serve.control.fleet import Fleet, Phase
 from multiworld.serve.control.launching import Launcher, Running
 from multiworld.serve.control.record import (
     ProcessRecord,
     Record,
     StateFolder,
     StoreRecord,
+)
+from multiworld.serve.control.wanting import (
+    bounds_of,
+    check_update,
+    stage_number,
+    wanted_of,
 )
 from multiworld.serve.process import Args
 from multiworld.serve.spec import AppSpec, ModelSpec
@@ -63,36 +68,6 @@ class Happened:
     kind: str
     text: str
     name: str
-
-
-def wanted_of(app: AppSpec, old: Wanted | None = None) -> Wanted:
-    """Return what a spec asks for; stages that were scaled within their range stay."""
-    models = {}
-    for name, model in app.models.items():
-        before = None if old is None else old.models.get(name)
-        replicas = []
-        for number, stage in enumerate(model.stages):
-            count = stage.least
-            if before is not None and len(before.replicas) == len(model.stages):
-                low, high = bounds_of(model, number)
-                count = min(max(before.replicas[number], low), high)
-            replicas.append(count)
-        models[name] = ModelWanted(
-            model.version,
-            tuple(replicas),
-            model.max_queued_requests,
-            model.stages[0].max_ongoing_requests,
-            model.deadline_s,
-        )
-    return Wanted(models, app.gateway.replicas)
-
-
-def bounds_of(model: ModelSpec, stage: int) -> tuple[int, int]:
-    """Return the fewest and the most replicas that a spec allows for a stage."""
-    replicas = model.stages[stage].replicas
-    if isinstance(replicas, int):
-        return replicas, replicas
-    return replicas.min_replicas, replicas.max_replicas
 
 
 class Controller:
@@ -268,7 +243,7 @@ class Controller:
             UnknownModelError: There is no such model or stage.
             ServeError: The spec's range does not allow it.
         """
-        number = self.stage_number(model, stage)
+        number = stage_number(self.app, model, stage)
         low, high = bounds_of(self.app.models[model], number)
         if isinstance(self.app.models[model].stages[number].replicas, int):
             low, high = 1, 4096  # a number in the spec is where it begins
@@ -288,50 +263,13 @@ class Controller:
         self._handle(fleets.WantedChanged(replace(self.fleet.wanted, models=models)))
         return before
 
-    def stage_number(self, model: str, stage: str) -> int:
-        """Return the number of a stage that is given by number or name.
-
-        Raises:
-            UnknownModelError: There is none.
-        """
-        spec = self.app.models.get(model)
-        if spec is None:
-            known = ", ".join(self.app.models)
-            raise UnknownModelError(f"no model {model!r}; there are: {known}")
-        names = [s.name or str(n) for n, s in enumerate(spec.stages)]
-        if stage in names:
-            return names.index(stage)
-        if stage.isdigit() and int(stage) < len(names):
-            return int(stage)
-        raise UnknownModelError(
-            f"model {model!r} has no stage {stage!r}; there are: {', '.join(names)}"
-        )
-
     def update(self, app: AppSpec) -> None:
         """Have the service be as another spec says, without a pause.
 
         Raises:
             ServeError: It changes what cannot be changed while it runs.
         """
-        fixed = ("app", "launcher", "silence_s", "orphan_s")
-        for name in fixed:
-            if getattr(app, name) != getattr(self.app, name):
-                raise ServeError(
-                    f"{name} cannot be changed while the service runs; shut it down, "
-                    "and serve the new spec"
-                )
-        same = app.gateway.model_copy(update={"replicas": self.app.gateway.replicas})
-        if same != self.app.gateway:
-            raise ServeError(
-                "of the gateway only replicas can be changed while it runs"
-            )
-        for name, model in app.models.items():
-            known = self._specs.get(name, {}).get(model.version)
-            if known is not None and _source(known) != _source(model):
-                raise ServeError(
-                    f"model {name!r} has changed, but its version is still "
-                    f"{model.version!r}; give the new one another version"
-                )
+        check_update(self.app, app, self._specs)
         wanted = wanted_of(app, self.fleet.wanted)
         self.app = app
         self._set_specs()
@@ -365,7 +303,7 @@ class Controller:
             UnknownModelError: There is no such stage.
             ServeError: No replica of it is ready.
         """
-        number = self.stage_number(model, stage)
+        number = stage_number(self.app, model, stage)
         names = [
             p.name
             for p in self.fleet.processes.values()
@@ -628,17 +566,8 @@ class Controller:
     _saved: Record | None = None
 
 
-Teller = Callable[[str], None]
-
-
 def _table_order(table: Table) -> dict[str, Any]:
     return {"kind": "table", "table": table.to_json()}
-
-
-def _source(spec: ModelSpec) -> Any:
-    """Return what makes two versions different: not how often they run."""
-    stages = [s.model_dump(exclude={"replicas"}) for s in spec.stages]
-    return spec.model_dump(exclude={"stages"}), stages
 
 
 def _exit_words(code: int) -> str:

@@ -1,0 +1,61 @@
+"""Talks to the controller of a running service. Shell, and blocking."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from multiworld.errors import ServeError
+from multiworld.serve.control.record import StateFolder, state_root
+
+ASK_S = 30.0
+
+
+class Service:
+    """A running service, found by its name or because it is the only one."""
+
+    def __init__(self, app: str | None, state: Path | None) -> None:
+        self.folder = StateFolder(state or _find(app))
+        self._client = httpx.Client(
+            transport=httpx.HTTPTransport(uds=str(self.folder.socket)),
+            base_url="http://controller",
+            timeout=ASK_S,
+        )
+
+    def ask(self, method: str, path: str, **what: Any) -> Any:
+        """Ask the controller.
+
+        Raises:
+            ServeError: It is not there, or refuses.
+        """
+        try:
+            response = self._client.request(method, path, **what)
+        except httpx.HTTPError as error:
+            raise ServeError(
+                f"no controller answers in {self.folder.path} ({error}); start it with "
+                "`multiworld serve`, which adopts what runs"
+            ) from error
+        if response.is_error:
+            try:
+                text = response.json()["error"]
+            except (ValueError, KeyError, TypeError):
+                text = response.text
+            raise ServeError(str(text))
+        return response.json()
+
+
+def _find(app: str | None) -> Path:
+    root = state_root()
+    if app is not None:
+        return root / app
+    found = sorted(path.parent for path in root.glob("*/record.json"))
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(path.name for path in found)
+    raise ServeError(
+        f"several services run: {names}; name one with --app"
+        if found
+        else f"no service runs here (looked in {root}); start one: multiworld serve"
+    )

@@ -1,0 +1,96 @@
+"""What a spec asks for, and what of it can change while a service runs. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from multiworld.errors import ServeError, UnknownModelError
+from multiworld.serve.control.fleet import ModelWanted, Wanted
+from multiworld.serve.spec import AppSpec, ModelSpec
+
+
+def wanted_of(app: AppSpec, old: Wanted | None = None) -> Wanted:
+    """Return what a spec asks for; stages that were scaled within their range stay."""
+    models = {}
+    for name, model in app.models.items():
+        before = None if old is None else old.models.get(name)
+        replicas = []
+        for number, stage in enumerate(model.stages):
+            count = stage.least
+            if before is not None and len(before.replicas) == len(model.stages):
+                low, high = bounds_of(model, number)
+                count = min(max(before.replicas[number], low), high)
+            replicas.append(count)
+        models[name] = ModelWanted(
+            model.version,
+            tuple(replicas),
+            model.max_queued_requests,
+            model.stages[0].max_ongoing_requests,
+            model.deadline_s,
+        )
+    return Wanted(models, app.gateway.replicas)
+
+
+def bounds_of(model: ModelSpec, stage: int) -> tuple[int, int]:
+    """Return the fewest and the most replicas that a spec allows for a stage."""
+    replicas = model.stages[stage].replicas
+    if isinstance(replicas, int):
+        return replicas, replicas
+    return replicas.min_replicas, replicas.max_replicas
+
+
+def stage_number(app: AppSpec, model: str, stage: str) -> int:
+    """Return the number of a stage that is given by number or name.
+
+    Raises:
+        UnknownModelError: There is none.
+    """
+    spec = app.models.get(model)
+    if spec is None:
+        known = ", ".join(app.models)
+        raise UnknownModelError(f"no model {model!r}; there are: {known}")
+    names = [s.name or str(n) for n, s in enumerate(spec.stages)]
+    if stage in names:
+        return names.index(stage)
+    if stage.isdigit() and int(stage) < len(names):
+        return int(stage)
+    raise UnknownModelError(
+        f"model {model!r} has no stage {stage!r}; there are: {', '.join(names)}"
+    )
+
+
+def check_update(
+    old: AppSpec, new: AppSpec, specs: Mapping[str, Mapping[str, ModelSpec]]
+) -> None:
+    """Check that a running service can become what another spec says.
+
+    Args:
+        specs: Every version that is known, by model and version.
+
+    Raises:
+        ServeError: It changes what cannot be changed while it runs.
+    """
+    fixed = ("app", "launcher", "silence_s", "orphan_s")
+    for name in fixed:
+        if getattr(new, name) != getattr(old, name):
+            raise ServeError(
+                f"{name} cannot be changed while the service runs; shut it down, "
+                "and serve the new spec"
+            )
+    same = new.gateway.model_copy(update={"replicas": old.gateway.replicas})
+    if same != old.gateway:
+        raise ServeError("of the gateway only replicas can be changed while it runs")
+    for name, model in new.models.items():
+        known = specs.get(name, {}).get(model.version)
+        if known is not None and source_of(known) != source_of(model):
+            raise ServeError(
+                f"model {name!r} has changed, but its version is still "
+                f"{model.version!r}; give the new one another version"
+            )
+
+
+def source_of(spec: ModelSpec) -> Any:
+    """Return what makes two versions different: not how often they run."""
+    stages = [s.model_dump(exclude={"replicas"}) for s in spec.stages]
+    return spec.model_dump(exclude={"stages"}), stages

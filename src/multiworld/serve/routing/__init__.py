@@ -1,0 +1,1 @@
+"""What a router does with every request."""
