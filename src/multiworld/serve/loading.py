@@ -81,6 +81,9 @@ def _failed(where: str, problems: list[str]) -> SpecError:
 def _of_yaml(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
     what = getattr(error, "problem", None) or str(error)
+    if "end of stream" in what:  # where it began says more
+        mark = getattr(error, "context_mark", None) or mark
+        what = f"{getattr(error, 'context', None) or 'in the text'}: {what}"
     line = 1 if mark is None else mark.line + 1
     return f"line {line}: no YAML: {what}; check indentation, colons and quotes"
 

@@ -258,7 +258,10 @@ class Fleet:
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take note of ``event`` and return what to do, in order."""
-        return [*self._note(event, now), *self._reconcile(now)]
+        actions = list(self._note(event, now))
+        if isinstance(event, Adopted):
+            return actions  # what is wanted is said when all are adopted
+        return [*actions, *self._reconcile(now)]
 
     # Taking note.
 

@@ -1,0 +1,347 @@
+"""What the controller does about the difference between wanted and observed."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multiworld.serve.control.fleet import (
+    Action,
+    Adopted,
+    Announce,
+    Applied,
+    DrainAsked,
+    Event,
+    Finish,
+    Fleet,
+    Gone,
+    Joined,
+    Kill,
+    Launch,
+    Loaded,
+    ModelWanted,
+    Phase,
+    Probe,
+    Probed,
+    Process,
+    Say,
+    Ticked,
+    Wanted,
+    WantedChanged,
+)
+from multiworld.serve.table import ReplicaState
+
+
+def wanted(*replicas: int, version: str = "1", gateways: int = 1) -> Wanted:
+    """Return a service with one model."""
+    return Wanted({"m": ModelWanted(version, tuple(replicas))}, gateways)
+
+
+class Service:
+    """A fleet whose processes do at once what they are told, unless they are broken.
+
+    Attributes:
+        broken: Versions whose workers die while they load.
+    """
+
+    def __init__(self, *replicas: int) -> None:
+        self.fleet = Fleet(ready_s=50.0, drain_s=20.0)
+        self.now = 0.0
+        self.broken: set[str] = set()
+        self.alive: set[str] = set()
+        self.said: list[Say] = []
+        self.order: list[str] = []
+        self.answers_probes = True
+        self.tell(WantedChanged(wanted(*replicas)))
+
+    def tell(self, event: Event) -> None:
+        """Tell the fleet something, and carry out what follows."""
+        waiting: list[Event] = [event]
+        for _ in range(10_000):
+            if not waiting:
+                return
+            for action in self.fleet.handle(waiting.pop(0), self.now):
+                waiting += self.carry_out(action)
+        raise AssertionError("the fleet never comes to rest")
+
+    def carry_out(self, action: Action) -> list[Event]:
+        """Return what follows of an action."""
+        match action:
+            case Launch(name, _, version, _):
+                assert name not in self.alive
+                self.alive.add(name)
+                if version in self.broken:
+                    return [Joined(name), Gone(name, "it crashed")]
+                return [Joined(name), Loaded(name)]
+            case Kill(name):
+                self.alive.discard(name)
+            case Probe(name, gateway):
+                assert gateway in self.alive
+                return [Probed(name)] if self.answers_probes else []
+            case Finish(name):
+                self.order.append(name)
+                return [Gone(name, "done", is_clean=True)]
+            case Announce(table):
+                return [Applied(name, table.number) for name in sorted(self.alive)]
+            case Say():
+                self.said.append(action)
+        return []
+
+    def tick(self, seconds: float) -> None:
+        """Let time pass."""
+        for _ in range(int(seconds / 0.5)):
+            self.now += 0.5
+            self.tell(Ticked())
+
+    def ready(self, version: str = "1") -> list[int]:
+        """Return how many replicas are ready, by stage."""
+        stages = [0, 0, 0]
+        for p in self.fleet.processes.values():
+            if p.model and p.version == version and p.phase is Phase.READY:
+                stages[p.stage] += 1
+        return stages
+
+    def kinds(self) -> list[str]:
+        """Return the kinds of what was said."""
+        return [say.kind for say in self.said]
+
+    def a_worker(self, stage: int) -> str:
+        """Return a replica of a stage."""
+        names = self.fleet.processes
+        return next(n for n in names if n.startswith(f"m/{stage}/"))
+
+
+def test_everything_is_started_and_ready_after_a_probe() -> None:
+    """The table says so."""
+    service = Service(1, 2, 1)
+    assert service.ready() == [1, 2, 1]
+    table = service.fleet.table
+    assert len(table.gateways) == 1
+    assert {r.state for r in table.replicas.values()} == {ReplicaState.READY}
+    assert table.routes["m"].stages == {"1": 3}
+
+
+def test_nothing_is_ready_without_a_probe_that_came_back() -> None:
+    """And a failed one is repeated."""
+    service = Service(1, 1, 1)
+    service.answers_probes = False
+    name = service.a_worker(1)
+    service.tell(Gone(name, "killed"))
+    assert service.ready() == [1, 0, 1]
+    fresh = service.a_worker(1)
+    assert fresh != name
+    actions = service.fleet.handle(Probed(fresh, "too late"), service.now)
+    assert any(isinstance(a, Probe) and a.name == fresh for a in actions)
+
+
+def test_lost_replica_is_replaced_at_once_under_a_new_name() -> None:
+    """What is left of it is killed."""
+    service = Service(1, 2, 1)
+    name = service.a_worker(1)
+    service.tell(Gone(name, "silent"))
+    assert service.ready() == [1, 2, 1]
+    assert name not in service.fleet.processes
+    assert name not in service.alive
+    service.tell(Gone(name, "again"))  # word of it twice
+    assert service.ready() == [1, 2, 1]
+
+
+def test_scaling_down_drains_the_newest_and_leaves_the_others() -> None:
+    """It is finished when every sender knows."""
+    service = Service(1, 3, 1)
+    names = sorted(n for n in service.fleet.processes if n.startswith("m/1/"))
+    service.tell(WantedChanged(wanted(1, 1, 1)))
+    left = [n for n in service.fleet.processes if n.startswith("m/1/")]
+    assert left == names[:1]
+    assert sorted(service.order) == names[1:]
+
+
+def test_draining_waits_until_every_sender_has_the_table() -> None:
+    """Who still sends to it would lose what it sends."""
+    service = Service(1, 2, 1)
+    sender = service.a_worker(0)
+    fleet = service.fleet
+    table = fleet.table.number
+    actions = fleet.handle(WantedChanged(wanted(1, 1, 1)), 0.0)
+    assert not any(isinstance(a, Finish) for a in actions)
+    assert fleet.table.number == table + 1
+    gateway = fleet.table.gateways[0]
+    assert not fleet.handle(Applied(gateway, table + 1), 0.0)
+    actions = fleet.handle(Applied(sender, table + 1), 0.0)
+    assert [type(a) for a in actions] == [Finish]
+
+
+def test_drained_process_that_does_not_end_is_killed() -> None:
+    """After drain_s."""
+    service = Service(1, 2, 1)
+    name = service.a_worker(1)
+    service.fleet.processes[name].phase = Phase.FINISHING
+    service.fleet.processes[name].since = 0.0
+    service.tick(21)
+    assert name not in service.alive
+    assert service.ready() == [1, 2, 1]
+
+
+def test_asked_for_drain_replaces_the_process() -> None:
+    """As many are ready afterwards."""
+    service = Service(1, 1, 1)
+    name = service.a_worker(2)
+    service.tell(DrainAsked(name))
+    assert service.ready() == [1, 1, 1]
+    assert service.order == [name]
+
+
+def test_crash_loop_waits_longer_each_time() -> None:
+    """And is told."""
+    service = Service(1, 1, 1)
+    service.broken.add("1")
+    service.tell(Gone(service.a_worker(0), "killed"))
+    launched = service.fleet.next_number
+    service.tick(60)
+    assert service.fleet.next_number - launched < 10
+    service.broken.clear()
+    service.tick(40)
+    assert service.ready() == [1, 1, 1]
+    assert any("waits" in say.text for say in service.said)
+
+
+def test_new_version_takes_over_when_all_of_it_is_ready() -> None:
+    """The old one is finished from the first stage on."""
+    service = Service(1, 2, 1)
+    service.answers_probes = False
+    service.tell(WantedChanged(wanted(1, 2, 1, version="2")))
+    assert service.fleet.table.routes["m"].version == "1"
+    assert service.ready("1") == [1, 2, 1]
+    service.answers_probes = True
+    waiting = [p.name for p in service.fleet.processes.values() if p.is_probing]
+    for name in waiting:
+        service.tell(Probed(name))
+    assert service.fleet.table.routes["m"].version == "2"
+    assert service.ready("2") == [1, 2, 1]
+    assert service.ready("1") == [0, 0, 0]
+    stages = [int(name.split("/")[1]) for name in service.order]
+    assert stages == [0, 1, 1, 2]
+
+
+def test_version_that_crashes_is_rolled_back() -> None:
+    """The old one has answered all the while."""
+    service = Service(1, 1, 1)
+    service.broken.add("2")
+    service.tell(WantedChanged(wanted(1, 1, 1, version="2")))
+    service.tick(10)
+    assert "rolled back" in service.kinds()
+    assert service.ready("1") == [1, 1, 1]
+    assert service.fleet.wanted.models["m"].version == "1"
+    assert {p.version for p in service.fleet.processes.values() if p.model} == {"1"}
+    assert service.alive == set(service.fleet.processes)
+
+
+def test_version_that_is_never_ready_is_rolled_back() -> None:
+    """After ready_s."""
+    service = Service(1, 1, 1)
+    service.answers_probes = False
+    service.tell(WantedChanged(wanted(1, 1, 1, version="2")))
+    service.tick(60)
+    assert "rolled back" in service.kinds()
+    assert service.ready("1") == [1, 1, 1]
+
+
+def test_third_version_replaces_one_that_is_not_ready() -> None:
+    """Nothing of the second stays."""
+    service = Service(1, 1, 1)
+    service.answers_probes = False
+    service.tell(WantedChanged(wanted(1, 1, 1, version="2")))
+    service.answers_probes = True
+    service.tell(WantedChanged(wanted(1, 1, 1, version="3")))
+    assert service.fleet.table.routes["m"].version == "3"
+    versions = {p.version for p in service.fleet.processes.values() if p.model}
+    assert versions == {"3"}
+
+
+def test_gateway_is_replaced_and_probes_go_to_another() -> None:
+    """A probe that it was asked for is asked again."""
+    service = Service(1, 1, 1)
+    service.answers_probes = False
+    service.tell(Gone(service.a_worker(0), "killed"))
+    (gateway,) = service.fleet.table.gateways
+    service.answers_probes = True
+    service.tell(Gone(gateway, "killed"))
+    assert service.fleet.table.gateways != (gateway,)
+    assert service.ready() == [1, 1, 1]
+
+
+def test_adopted_processes_go_on_and_are_not_started_again() -> None:
+    """A new controller finds everything as it was."""
+    old = Service(1, 2, 1)
+    fleet = Fleet(first=old.fleet.next_number, number=old.fleet.table.number)
+    launched: list[Action] = []
+    for process in old.fleet.processes.values():
+        launched += fleet.handle(
+            Adopted(
+                Process(
+                    process.name,
+                    process.model,
+                    process.version,
+                    process.stage,
+                    process.phase,
+                )
+            ),
+            0.0,
+        )
+    actions = launched + fleet.handle(WantedChanged(wanted(1, 2, 1)), 0.0)
+    assert not any(isinstance(a, Launch | Kill | Finish | Probe) for a in actions)
+    assert fleet.table.number > old.fleet.table.number
+
+
+def test_model_that_is_not_wanted_any_more_is_drained() -> None:
+    """And forgotten."""
+    service = Service(1, 1, 1)
+    service.tell(WantedChanged(Wanted({}, 1)))
+    assert service.ready() == [0, 0, 0]
+    assert service.fleet.table.routes == {}
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("lose"), st.integers(0, 9)),
+        st.tuples(st.just("scale"), st.integers(1, 4)),
+        st.tuples(st.just("version"), st.integers(1, 4)),
+        st.tuples(st.just("drain"), st.integers(0, 9)),
+        st.tuples(st.just("tick"), st.integers(1, 5)),
+        st.tuples(st.just("deaf"), st.integers(0, 1)),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(STEPS)
+def test_what_is_wanted_is_reached_whatever_happened(
+    steps: list[tuple[str, int]],
+) -> None:
+    """Given time, and nothing else runs."""
+    service = Service(1, 2, 1)
+    scale, version = 2, "1"
+    for what, number in steps:
+        names = sorted(service.fleet.processes)
+        match what:
+            case "lose" if names:
+                service.tell(Gone(names[number % len(names)], "killed"))
+            case "drain" if names:
+                service.tell(DrainAsked(names[number % len(names)]))
+            case "scale" | "version":
+                scale = number if what == "scale" else scale
+                version = str(number) if what == "version" else version
+                fresh = wanted(1, scale, 1, version=version)
+                service.tell(WantedChanged(fresh))
+            case "tick":
+                service.tick(number)
+            case "deaf":
+                service.answers_probes = bool(number)
+    service.answers_probes = True
+    service.tick(200)
+    final = service.fleet.wanted.models["m"]
+    assert service.ready(final.version) == list(final.replicas)
+    assert len(service.fleet.processes) == 1 + sum(final.replicas)
+    assert service.alive == set(service.fleet.processes)
+    assert service.fleet.table.routes["m"].version == final.version

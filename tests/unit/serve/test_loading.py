@@ -1,0 +1,113 @@
+"""A spec with the mistakes that people make: each is named with line and remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from multiworld.errors import SpecError
+from multiworld.serve.loading import load_spec, parse_spec, schema
+
+GOOD = """\
+app: demo
+models:
+  m:
+    factory: a.b:model
+    version: 2
+    stages:
+      - name: one
+        replicas: 2
+      - replicas: {min_replicas: 1, max_replicas: 3}
+        max_wait_ms: 2.5
+gateway:
+  port: 0
+"""
+
+
+def test_good_spec_is_read() -> None:
+    """Numbers may be versions; ranges start with their least."""
+    spec = parse_spec(GOOD)
+    model = spec.models["m"]
+    assert model.version == "2"
+    assert [stage.least for stage in model.stages] == [2, 1]
+    assert spec.gateway.port == 0
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "words"),
+    [
+        ("app: demo", "app: Demo!", 1, "lower-case letters"),
+        ("models:", "modles:", 2, "did you mean models?"),
+        ("    factory: a.b:model\n", "", 3, "give either factory or path"),
+        ("a.b:model", "a.b.model", 4, "package.module:function"),
+        ("a.b:model", "a.b:model\n    path: /x", 3, "give either factory or path"),
+        ("version: 2", "version: [2]", 5, "string"),
+        ("version: 2", "version: a/b", 5, "letters, digits"),
+        ("name: one", "nam: one", 7, "did you mean name?"),
+        ("replicas: 2", "replicas: 0", 8, "greater than or equal to 1 (it is 0)"),
+        ("replicas: 2", "replicas: two", 8, "integer"),
+        ("replicas: 2", "replicas: 2\n        replicas: 3", 9, "given twice"),
+        ("max_replicas: 3", "max_replicas: 0", 9, "greater than or equal to 1"),
+        ("min_replicas: 1", "min_replicas: 5", 9, "swap them"),
+        ("min_replicas: 1, ", "min: 1, ", 9, "known here are min_replicas, max_replicas"),
+        ("max_replicas: 3", "min_replicas: 3", 9, "given twice"),
+        (", max_replicas: 3", "", 9, "max_replicas is missing"),
+        ("2.5", "-1", 10, "greater than or equal to 0"),
+        ("2.5", "soon", 10, "number"),
+        ("port: 0", "port: 70000", 12, "65535"),
+        ("port: 0", "prot: 0", 12, "did you mean port?"),
+        ("port: 0", "tls_key: k.pem", 11, "tls_certificate and tls_key together"),
+        ("  m:\n", "  Mo del:\n", 2, "model name 'Mo del'"),
+        ("gateway:\n", "gateway\n", 12, "check indentation"),
+        ("app: demo", "app: 'demo", 1, "no YAML"),
+        ("    stages:\n", "   stages:\n", 6, "no YAML"),
+        (
+            GOOD[GOOD.index("    stages") : GOOD.index("gateway")],
+            "",
+            3,
+            "stages is missing",
+        ),
+        (GOOD, "- a\n- b\n", 1, "a spec is a mapping"),
+        (GOOD, "", 1, "a spec is a mapping"),
+        ("app: demo", "app: demo\nsilence_s: 0", 2, "greater than 0"),
+        ("app: demo", "app: demo\nlauncher: ray", 2, "'local'"),
+    ],
+)
+def test_mistake_is_named(old: str, new: str, line: int, words: str) -> None:
+    """Line, field and what to do."""
+    text = GOOD.replace(old, new)
+    assert text != GOOD
+    with pytest.raises(SpecError) as caught:
+        parse_spec(text, "app.yaml")
+    assert any(
+        f"line {line}:" in problem and words in problem
+        for problem in caught.value.problems
+    ), caught.value.problems
+    assert "app.yaml" in str(caught.value)
+
+
+def test_all_mistakes_are_named_at_once() -> None:
+    """One run of the editor mends them all."""
+    text = GOOD.replace("app: demo", "ap: demo").replace("port: 0", "port: -1")
+    with pytest.raises(SpecError) as caught:
+        parse_spec(text)
+    assert len(caught.value.problems) == 2
+
+
+def test_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    """With the system's reason."""
+    with pytest.raises(SpecError, match="No such file"):
+        load_spec(tmp_path / "none.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(SpecError, match="cannot read"):
+        load_spec(tmp_path / "binary.yaml")
+
+
+def test_schema_describes_every_field() -> None:
+    """Editors show it."""
+    found = schema()
+    assert found["properties"]["models"]
+    for definition in found["$defs"].values():
+        for name, field in definition.get("properties", {}).items():
+            assert field.get("description"), name
