@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from multiworld.errors import ServeError, UnknownModelError
+from multiworld.serve.collating import rows_of
 from multiworld.serve.edges import Body, Outbox
 from multiworld.serve.messages import (
     ANSWER,
@@ -113,6 +114,7 @@ class Dispatcher:
         if route is None:
             known = ", ".join(sorted(self.table.routes)) or "none"
             raise UnknownModelError(NO_MODEL.format(model, known))
+        rows_of(tensors)
         now = time.monotonic()
         deadline_at = now + (route.deadline_s if deadline_s is None else deadline_s)
         number = next(self._numbers)
@@ -209,7 +211,8 @@ class Dispatcher:
                 attempts = _attempts(note["begun"])
                 self._handle(events.Begun(peer, attempts, note["solo"]))
             elif "dropped" in note:
-                self._handle(events.Dropped(_attempts(note["dropped"])))
+                attempts = _attempts(note["dropped"])
+                self._handle(events.Dropped(attempts, note["stage"]))
             elif "stuck" in note:
                 self._handle(events.Stuck(_attempts(note["stuck"])))
             elif "failed" in note:

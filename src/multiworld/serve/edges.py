@@ -132,7 +132,7 @@ class EdgeKeeper:
         """Let the owner use one incarnation until it is over or the peer has left."""
         outbox = Outbox(edge, world)
         bodies = [outbox.run, *self._owner.edge_up(outbox)]
-        tasks = [self._loop.create_task(_until_over(body)) for body in bodies]
+        tasks = [self._loop.create_task(_until_over(body, world)) for body in bodies]
         try:
             await world.wait_incomplete()
         except asyncio.CancelledError:
@@ -141,15 +141,21 @@ class EdgeKeeper:
         finally:
             # What the peer had sent before it left is still to be read.
             has_left = bool(world.left) and not world.is_broken
-            await _drain(tasks, is_polite=has_left)
-            self._owner.edge_down(outbox, is_polite=not world.is_broken)
+            try:
+                await _drain(tasks, is_polite=has_left)
+            finally:  # a table without the peer may cancel this at any moment
+                self._owner.edge_down(outbox, is_polite=not world.is_broken)
 
 
-async def _until_over(body: Body) -> None:
+async def _until_over(body: Body, world: World) -> None:
     try:
         await body()
     except (WorldBrokenError, WorldClosedError):
         pass  # the keeper sees it
+    except Exception:
+        # A bug, and nobody reads this edge any more: better none than a deaf one.
+        logger.exception("on the edge %s", world.name)
+        await world.close()
 
 
 async def _drain(tasks: list[asyncio.Task[None]], *, is_polite: bool) -> None:

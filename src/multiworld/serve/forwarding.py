@@ -7,13 +7,16 @@ waits begins no new batch: so a slow stage slows the ones before it, up to the g
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import Any
 
 from multiworld.serve.batching import Key
 from multiworld.serve.choosing import Chance, choose
 from multiworld.serve.table import Replica, ReplicaState
+
+REMEMBERED = 4
+"""Of what a receiver has begun, so many times its credit are remembered."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,6 +48,7 @@ class Forwarding:
         self._stage, self._credit, self._chance = stage, credit, chance
         self._waiting: OrderedDict[Key, Finished] = OrderedDict()
         self._handed: dict[str, dict[Key, None]] = {}
+        self._begun: dict[str, deque[Key]] = {}
         self._replicas: dict[str, Replica] = {}
         self._silent: set[str] = set()
 
@@ -63,11 +67,17 @@ class Forwarding:
     def connected(self, name: str) -> None:
         """Take note of an edge."""
         self._handed[name] = {}
+        self._begun[name] = deque(maxlen=REMEMBERED * self._credit)
 
     def lost(self, name: str) -> list[Key]:
-        """Take note of its end; return what was on its way there."""
+        """Take note of its end; return what may have been lost with it.
+
+        Also what it had begun not long ago: it told this process and the routers, and
+        may have been lost between the two. A router knows better which of these got
+        there, and which were answered.
+        """
         self._silent.discard(name)
-        return list(self._handed.pop(name, ()))
+        return [*self._begun.pop(name, ()), *self._handed.pop(name, ())]
 
     def silent(self, name: str, *, is_silent: bool) -> list[Key]:
         """Take note of silence, or its end; return what is newly stuck."""
@@ -81,8 +91,11 @@ class Forwarding:
 
     def begun(self, name: str, keys: list[Key]) -> None:
         """Take note that a replica began these."""
+        if name not in self._handed:
+            return
         for key in keys:
-            self._handed.get(name, {}).pop(key, None)
+            self._handed[name].pop(key, None)
+        self._begun[name].extend(keys)
 
     def cancel(self, key: Key) -> None:
         """Forget what nobody wants any more."""

@@ -39,6 +39,10 @@ logger = logging.getLogger("multiworld.serve")
 LOOK_S = 0.1
 """Seconds between looks at deadlines and at who is silent."""
 
+TELL_S = 0.1
+"""How long a batch waits for a router to be told of it; one that is stopped, or whose
+socket is full, does not read."""
+
 SILENT_S = 0.4
 """Silence of a replica after which its work is hedged: four beats."""
 
@@ -230,7 +234,7 @@ class Worker:
         """Compute until cancelled."""
         while True:
             batch = await self._next_batch()
-            self._begin(batch)
+            await self._begin(batch)
             try:
                 outcomes = await self._runner.run(batch)
             finally:
@@ -256,14 +260,25 @@ class Worker:
             except TimeoutError:
                 pass
 
-    def _begin(self, batch: list[Work]) -> None:
+    async def _begin(self, batch: list[Work]) -> None:
+        """Announce a batch; the routers are told before anything is computed.
+
+        Should it kill this process, they know what it was.
+        """
         self._running, self._running_since = batch, time.monotonic()
         self.counts["batches"] += 1
         self.counts["rows"] += sum(work.rows for work in batch)
         self.counts["requests"] += len(batch)
         is_solo = batch[0].is_solo
-        for router, keys in _by_router(work.key for work in batch).items():
+        by_router = _by_router(work.key for work in batch)
+        for router, keys in by_router.items():
             self._tell(router, {"begun": keys, "solo": is_solo})
+        told = [self._routers[r].wait_sent() for r in by_router if r in self._routers]
+        try:
+            async with asyncio.timeout(TELL_S):
+                await asyncio.gather(*told)
+        except TimeoutError:
+            pass  # a router that does not read keeps nobody from computing
         self._release(batch, "begun")
 
     def _release(self, works: list[Work], what: str) -> None:
@@ -338,7 +353,7 @@ class Worker:
     def _note(self, keys: Iterable[Key], what: str) -> None:
         for router, attempts in _by_router(keys).items():
             self.counts[what] += len(attempts)
-            self._tell(router, {what: attempts})
+            self._tell(router, {what: attempts, "stage": self._number + 1})
 
     def _tell(self, router: str, note: dict[str, Any]) -> None:
         outbox = self._routers.get(router)

@@ -50,7 +50,12 @@ def test_good_spec_is_read() -> None:
         ("replicas: 2", "replicas: 2\n        replicas: 3", 9, "given twice"),
         ("max_replicas: 3", "max_replicas: 0", 9, "greater than or equal to 1"),
         ("min_replicas: 1", "min_replicas: 5", 9, "swap them"),
-        ("min_replicas: 1, ", "min: 1, ", 9, "known here are min_replicas, max_replicas"),
+        (
+            "min_replicas: 1, ",
+            "min: 1, ",
+            9,
+            "known here are min_replicas, max_replicas",
+        ),
         ("max_replicas: 3", "min_replicas: 3", 9, "given twice"),
         (", max_replicas: 3", "", 9, "max_replicas is missing"),
         ("2.5", "-1", 10, "greater than or equal to 0"),

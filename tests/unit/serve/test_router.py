@@ -249,7 +249,9 @@ def test_dropped_work_is_sent_again_without_suspicion() -> None:
     """As is what a replica held that left politely."""
     run = Run(table(["a", "b"]))
     run.submit(1)
-    (sent,) = dispatched(run.handle(Dropped(((1, 1),))))
+    run.handle(Begun(run.router.place(1)[0], ((1, 1),), False))
+    assert run.handle(Dropped(((1, 1),), 0)) == []  # it had got there
+    (sent,) = dispatched(run.handle(Dropped(((1, 1),), 1)))
     assert sent[1:] == (1, 2, False)
     run.handle(Begun(sent[0], ((1, 2),), False))
     (again,) = dispatched(run.handle(Lost(sent[0], is_polite=True)))
@@ -345,7 +347,7 @@ class Fleet:
                 (number, attempt, is_solo)
             )
         else:
-            self.handle(Dropped(((number, attempt),)))
+            self.handle(Dropped(((number, attempt),), 1))
 
     def lose(self, name: str) -> None:
         """Lose a replica; what it has begun or not is decided by the numbers."""
@@ -358,7 +360,8 @@ class Fleet:
         self.at[name] = []
         self.up.discard(name)
         if name in self.STAGES[1]:  # the sender tells of what was not begun
-            self.handle(Dropped(tuple(held[len(begun) :])))
+            # and of what was, for all it knows
+            self.handle(Dropped(tuple(held), 1))
         self.handle(Lost(name))
 
     def revive(self, name: str) -> None:
@@ -418,7 +421,7 @@ def test_unknown_requests_are_no_harm() -> None:
     run = Run(table(["a"]))
     for event in (
         Begun("a", ((7, 1),), False),
-        Dropped(((7, 1),)),
+        Dropped(((7, 1),), 1),
         Stuck(((7, 1),)),
         Answered((7, 1), True),
         Failed((7, 1), ModelFailedError("no")),

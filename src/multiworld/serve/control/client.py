@@ -18,11 +18,6 @@ class Service:
 
     def __init__(self, app: str | None, state: Path | None) -> None:
         self.folder = StateFolder(state or _find(app))
-        self._client = httpx.Client(
-            transport=httpx.HTTPTransport(uds=str(self.folder.socket)),
-            base_url="http://controller",
-            timeout=ASK_S,
-        )
 
     def ask(self, method: str, path: str, **what: Any) -> Any:
         """Ask the controller.
@@ -30,8 +25,10 @@ class Service:
         Raises:
             ServeError: It is not there, or refuses.
         """
+        socket = httpx.HTTPTransport(uds=str(self.folder.socket))
         try:
-            response = self._client.request(method, path, **what)
+            with httpx.Client(transport=socket, timeout=ASK_S) as client:
+                response = client.request(method, f"http://controller{path}", **what)
         except httpx.HTTPError as error:
             raise ServeError(
                 f"no controller answers in {self.folder.path} ({error}); start it with "

@@ -395,12 +395,13 @@ class Controller:
 
     def exited(self, name: str, code: int | None) -> None:
         """Take note that a process has ended."""
-        if self._running.pop(name, None) is None:
-            return
+        self._running.pop(name, None)
         why = "it ended" if code is None else f"it ended with {_exit_words(code)}"
         self._changed.set()
-        if not self._is_ending:
+        if name in self.fleet.processes and not self._is_ending:
             self._handle(fleets.Gone(name, why))
+        elif code:
+            self._say("exited", f"{name}: {why}", name)  # its loss has been told
 
     def _handle(self, event: fleets.Event) -> None:
         if self._is_ending:

@@ -41,9 +41,13 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A replica could not hand these on, or never got them whole."""
+    """What was handed on to a replica of ``stage`` may be lost with it, or was refused.
+
+    Those that this stage has begun are not meant: its replica itself told of them.
+    """
 
     attempts: tuple[Attempt, ...]
+    stage: int
 
 
 @dataclass(frozen=True, slots=True)

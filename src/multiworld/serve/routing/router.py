@@ -145,8 +145,8 @@ class Router:
                 return self._submitted(event)
             case Begun():
                 return self._begun(event)
-            case Dropped(attempts):
-                return self._again(attempts, "it was dropped on the way")
+            case Dropped(attempts, stage):
+                return self._dropped(attempts, stage)
             case Stuck(attempts):
                 return self._stuck(attempts)
             case Answered(attempt, is_last):
@@ -297,16 +297,21 @@ class Router:
         request.is_suspect = True
         request.strikes += place.is_solo
 
-    def _again(self, attempts: tuple[Attempt, ...], why: str) -> list[Action]:
+    def _dropped(self, attempts: tuple[Attempt, ...], stage: int) -> list[Action]:
         actions: list[Action] = []
         models: dict[str, None] = {}
         for number, which in attempts:
             request = self._requests.get(number)
-            place = None if request is None else request.attempts.pop(which, None)
+            place = None if request is None else request.attempts.get(which)
             if request is None or place is None:
                 continue
-            self._held.get(place.replica, {}).pop((number, which), None)
-            actions += self._replay(request, place.replica, why)
+            if self._stage_of(place.replica) >= stage:
+                continue  # it got there: its replica, or the loss of it, tells
+            del request.attempts[which]
+            self._held[place.replica].pop((number, which), None)
+            request.losses += 1
+            request.is_suspect |= request.losses >= LOSSES
+            actions += self._replay(request, place.replica, "it was lost on the way")
             models[request.wish.model] = None
         return actions + [a for model in models for a in self._pump(model)]
 

@@ -1,0 +1,225 @@
+"""A real service, run by its command, and a load that checks every answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import yaml
+
+from multiworld.serve.control.client import Service
+from multiworld.serve.control.launching import began_at
+from multiworld.serve.load.generator import Load, inference
+from multiworld.serve.load.summary import Sample
+from tests.serve.models import FINE, expected
+
+ROOT = Path(__file__).parents[2]
+START_S = 90.0
+WAIT_S = 40.0
+"""Hang bounds, not timings."""
+
+SPEC: dict[str, Any] = {
+    "app": "under-test",
+    "models": {
+        "m": {
+            "version": "1",
+            "factory": "tests.serve.models:model",
+            "deadline_s": 30.0,
+            "stages": [
+                {"name": "double"},
+                {"name": "add", "replicas": 2},
+                {"name": "square"},
+            ],
+        }
+    },
+    "gateway": {"port": 0},
+    "orphan_s": 2.0,
+}
+
+
+def spec_with(**changes: Any) -> dict[str, Any]:
+    """Return the spec with changes: of the app, or ``m_...`` of the model."""
+    spec: dict[str, Any] = json.loads(json.dumps(SPEC))
+    for name, value in changes.items():
+        if name.startswith("m_"):
+            spec["models"]["m"][name[2:]] = value
+        else:
+            spec[name] = value
+    return spec
+
+
+def body(x: float, code: int = FINE) -> dict[str, Any]:
+    """Return a request of one row."""
+    return {
+        "inputs": [
+            {"name": "x", "datatype": "FP32", "shape": [1], "data": [x]},
+            {"name": "code", "datatype": "INT64", "shape": [1], "data": [code]},
+        ]
+    }
+
+
+class Served:
+    """One service."""
+
+    def __init__(self, folder: Path, spec: dict[str, Any]) -> None:
+        self.folder, self.spec = folder, spec
+        self.path = folder / "app.yaml"
+        self.state = folder / "state"
+        self.process: subprocess.Popen[str] | None = None
+        self.url = ""
+        self.pids: set[tuple[int, int]] = set()
+
+    def start(self) -> None:
+        """Start it, or its controller again, and wait until it is ready."""
+        if self.process is not None and self.process.stdout is not None:
+            self.process.stdout.close()
+        self.path.write_text(yaml.safe_dump(self.spec, sort_keys=False))
+        command = [sys.executable, "-m", "multiworld.cli.main", "serve", "-v", "--json"]
+        with open(self.folder / "serve.log", "ab") as log:
+            self.process = subprocess.Popen(
+                [*command, str(self.path), "--state", str(self.state)],
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, (self.folder / "serve.log").read_text()[-2000:]
+        status = json.loads(line)
+        self.url = status["url"]
+        self.note()
+
+    def note(self) -> None:
+        """Remember every process that belongs to it, to see that it ends."""
+        status = self.ask("GET", "/status")
+        pids = [p["pid"] for p in status["processes"] if p["pid"]]
+        record = Service(None, self.state).folder.load()
+        assert record is not None
+        assert record.store is not None
+        for pid in [*pids, record.store.pid]:
+            began = began_at(pid)
+            if began is not None:
+                self.pids.add((pid, began))
+
+    def ask(self, method: str, path: str, **what: Any) -> Any:
+        """Ask the controller."""
+        return Service(None, self.state).ask(method, path, **what)
+
+    def infer(self, x: float, code: int = FINE, **options: Any) -> httpx.Response:
+        """Send one request."""
+        url = f"{self.url}/v2/models/m/infer"
+        return httpx.post(url, json=body(x, code), timeout=WAIT_S, **options)
+
+    def stages(self) -> list[int]:
+        """Return how many replicas are ready, by stage."""
+        found = [0, 0, 0]
+        for process in self.ask("GET", "/status")["processes"]:
+            if process["model"] and process["phase"] == "ready":
+                found[process["stage"]] += 1
+        return found
+
+    def until(self, is_so: Callable[[], bool], what: str) -> None:
+        """Wait until something is so."""
+        limit = time.monotonic() + WAIT_S
+        while not is_so():
+            assert time.monotonic() < limit, f"{what}: {self.ask('GET', '/status')}"
+            time.sleep(0.02)
+        self.note()
+
+    def events(self, kind: str = "") -> list[dict[str, Any]]:
+        """Return what has happened."""
+        found: list[dict[str, Any]] = self.ask("GET", "/events")
+        return [e for e in found if kind in ("", e["kind"])]
+
+    def living(self) -> list[int]:
+        """Return which of its processes live."""
+        return [pid for pid, began in self.pids if began_at(pid) == began]
+
+    def kill_controller(self) -> None:
+        """SIGKILL."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def end(self) -> None:
+        """End it; whatever lives after that is an error of the caller's test."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            self.process.wait(WAIT_S)
+        if self.process is not None and self.process.stdout is not None:
+            self.process.stdout.close()
+
+    def destroy(self) -> None:
+        """Kill what is left."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        for pid, began in self.pids:
+            if began_at(pid) == began:
+                os.kill(pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def served(folder: Path, spec: dict[str, Any]) -> Iterator[Served]:
+    """Run a service; nothing of it stays."""
+    folder.mkdir(parents=True, exist_ok=True)
+    service = Served(folder, spec)
+    try:
+        service.start()
+        yield service
+        service.end()
+        limit = time.monotonic() + WAIT_S
+        while service.living():
+            assert time.monotonic() < limit, f"still there: {service.living()}"
+            time.sleep(0.05)
+    finally:
+        service.destroy()
+
+
+class Traffic:
+    """A load of numbers, whose answers are checked."""
+
+    def __init__(self, service: Served, rate: float, code: int = FINE) -> None:
+        self._numbers = [n / 4 for n in range(400)]
+        bodies = [orjson.dumps(body(x, code)) for x in self._numbers]
+        self.load = Load(inference(service.url, "m", bodies), rate, self._check)
+
+    def _check(self, number: int, answer: Any) -> bool:
+        x = self._numbers[number % len(self._numbers)]
+        values: list[float] = answer["outputs"][0]["data"]
+        return values == [expected(x)]
+
+    @property
+    def bad(self) -> list[Sample]:
+        """What was lost or wrong."""
+        return [s for s in self.load.samples if not (s.is_answered and s.is_right)]
+
+
+@contextlib.asynccontextmanager
+async def traffic(
+    service: Served, rate: float = 40.0, code: int = FINE
+) -> AsyncIterator[Traffic]:
+    """Send checked requests meanwhile; all must be answered, and rightly."""
+    made = Traffic(service, rate, code)
+    running = asyncio.ensure_future(made.load.run())
+    try:
+        yield made
+    finally:
+        made.load.end()
+        await running
+    assert made.load.sent == len(made.load.samples)
+    assert not made.bad, made.bad[:5]
+    assert made.load.sent > 10

@@ -1,0 +1,68 @@
+"""A model whose answers are easily checked, and that misbehaves when asked to."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+
+from multiworld.serve import Model, Stage, StageContext, Tensors, TensorSpec
+
+FINE, RAISE, DIE, SLEEP, REFUSE, SLOW = range(6)
+"""What the second stage does with a row whose ``code`` says so."""
+
+SLEEP_S = 1.0
+SLOW_S = 0.02
+
+
+def expected(x: float) -> float:
+    """Return what the three stages make of a number."""
+    return (2 * x + 1) ** 2
+
+
+def double(tensors: Tensors) -> Tensors:
+    """Stage 0."""
+    return {"x": tensors["x"] * 2, "code": tensors["code"]}
+
+
+def add(tensors: Tensors) -> Tensors:
+    """Stage 1."""
+    codes = set(tensors["code"].tolist())
+    if DIE in codes:
+        os._exit(3)
+    if RAISE in codes:
+        raise RuntimeError("as asked")
+    if SLEEP in codes:
+        time.sleep(SLEEP_S)
+    if SLOW in codes:
+        time.sleep(SLOW_S)
+    return {"x": tensors["x"] + 1}
+
+
+def square(tensors: Tensors) -> Tensors:
+    """Stage 2."""
+    return {"y": tensors["x"] ** 2}
+
+
+def model(breaks: bool = False) -> Model:
+    """Return it; one that ``breaks`` dies while it loads."""
+
+    def load_add(context: StageContext) -> object:
+        if breaks:
+            os._exit(4)
+        return add
+
+    return Model(
+        stages=[
+            Stage(name="double", load=lambda context: double),
+            Stage(name="add", load=load_add),  # type: ignore[arg-type]
+            Stage(name="square", load=lambda context: square),
+        ],
+        inputs=[TensorSpec("x", "FP32", (-1,)), TensorSpec("code", "INT64", (-1,))],
+        outputs=[TensorSpec("y", "FP32", (-1,))],
+        example=lambda: {
+            "x": torch.ones(1),
+            "code": torch.zeros(1, dtype=torch.int64),
+        },
+    )

@@ -1,0 +1,270 @@
+"""A real service under real faults: every request is answered once, and rightly."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from tests.serve.harness import WAIT_S, Served, body, served, spec_with, traffic
+from tests.serve.models import DIE, RAISE, SLEEP, SLOW, expected
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Return a service of three stages, the middle one twice."""
+    with served(tmp_path_factory.mktemp("service"), spec_with()) as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test finds the shared service at full strength, and leaves it so."""
+    yield
+    if "service" in request.fixturenames:
+        found: Served = request.getfixturevalue("service")
+        found.until(lambda: found.ask("GET", "/status")["is_ready"], "full strength")
+
+
+async def harm(service: Served, action: str, stage: str, **more: Any) -> str:
+    """Break a replica."""
+    what = {"action": action, "model": "m", "stage": stage, **more}
+    found = await asyncio.to_thread(service.ask, "POST", "/chaos", json=what)
+    name: str = found["name"]
+    return name
+
+
+async def gone(service: Served, name: str) -> None:
+    """Wait until a process is replaced."""
+
+    def is_gone() -> bool:
+        status = service.ask("GET", "/status")
+        names = [p["name"] for p in status["processes"]]
+        return name not in names and status["is_ready"]
+
+    await asyncio.to_thread(service.until, is_gone, f"{name} is replaced")
+
+
+def test_answers_are_right(service: Served) -> None:
+    """By the model's own arithmetic."""
+    answer = service.infer(3.0)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["outputs"][0]["data"] == [expected(3.0)]
+
+
+@pytest.mark.parametrize("action", ["kill", "stop"])
+@pytest.mark.parametrize("stage", ["double", "add", "square"])
+async def test_nothing_is_lost_when_a_replica_is(
+    service: Served, action: str, stage: str
+) -> None:
+    """Whichever stage, dead or stopped."""
+    async with traffic(service):
+        await asyncio.sleep(0.3)
+        name = await harm(service, action, stage)
+        await gone(service, name)
+        await asyncio.sleep(0.3)
+
+
+async def test_stopped_replica_costs_nobody_the_whole_silence(service: Served) -> None:
+    """What it held is answered by another one before anybody calls it lost."""
+    async with traffic(service, code=SLOW) as load:
+        await asyncio.sleep(0.3)
+        name = await harm(service, "stop", "add")
+        stopped_s = asyncio.get_running_loop().time() - load.load.began_at
+        await gone(service, name)
+        lost_s = asyncio.get_running_loop().time() - load.load.began_at
+        await asyncio.sleep(0.2)
+    held = [s for s in load.load.samples if stopped_s - 0.2 < s.due_s < stopped_s]
+    assert held
+    assert all(s.due_s + s.latency_s < lost_s - 0.25 for s in held), (held, lost_s)
+
+
+async def test_cut_replica_is_replaced_and_comes_to_an_end(service: Served) -> None:
+    """It is given up, and does no harm when it is back."""
+    async with traffic(service):
+        await asyncio.sleep(0.3)
+        name = await harm(service, "cut", "add", seconds=3.5)
+        await gone(service, name)
+        await asyncio.sleep(0.3)
+
+
+def reached(service: Served, stages: list[int]) -> None:
+    """Wait until so many replicas are ready."""
+    service.until(lambda: service.stages() == stages, f"{stages}")
+
+
+async def test_scaling_pauses_nothing(service: Served) -> None:
+    """Up and down, under traffic."""
+    async with traffic(service):
+        for count in (3, 1, 2):
+            what = {"model": "m", "stage": "add", "replicas": count}
+            await asyncio.to_thread(service.ask, "POST", "/scale", json=what)
+            await asyncio.to_thread(reached, service, [1, count, 1])
+
+
+async def test_drained_process_is_replaced_without_loss(service: Served) -> None:
+    """The only replica of its stage, even."""
+    async with traffic(service):
+        status = await asyncio.to_thread(service.ask, "GET", "/status")
+        name = next(p["name"] for p in status["processes"] if p["stage"] == 2)
+        await asyncio.to_thread(service.ask, "POST", "/drain", json={"name": name})
+        await gone(service, name)
+
+
+def test_error_of_the_model_is_the_answer_of_that_request(service: Served) -> None:
+    """With the model's own words; nothing else is disturbed."""
+    answer = service.infer(1.0, RAISE)
+    assert answer.status_code == 500
+    assert "RuntimeError: as asked" in answer.json()["error"]
+    assert service.infer(2.0).status_code == 200
+
+
+async def test_poisoned_request_takes_no_innocent_with_it(service: Served) -> None:
+    """It is quarantined after it was alone in two dying replicas."""
+    async with traffic(service):
+        answer = await asyncio.to_thread(service.infer, 1.0, DIE)
+        await asyncio.sleep(0.5)
+        assert answer.status_code == 500
+        assert "alone in 2 replicas" in answer.json()["error"]
+    died = [e for e in service.events() if "exit code 3" in e["text"]]
+    assert 2 <= len(died) <= 4, died
+
+
+def test_deadline_is_kept_and_named(service: Served) -> None:
+    """504, while the model still computes."""
+    answer = service.infer(1.0, SLEEP, headers={"x-timeout-s": "0.3"})
+    assert answer.status_code == 504
+    assert "deadline" in answer.json()["error"]
+
+
+async def test_client_that_hangs_up_frees_its_work(service: Served) -> None:
+    """Nothing is in flight after it."""
+    async with httpx.AsyncClient() as client:
+        url = f"{service.url}/v2/models/m/infer"
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post(url, json=body(1.0, SLEEP), timeout=0.2)
+
+    def is_free() -> bool:
+        reports = service.ask("GET", "/status", params={"reports": True})["reports"]
+        return all(r["in_flight"] == 0 for r in reports.values() if "in_flight" in r)
+
+    await asyncio.to_thread(service.until, is_free, "nothing in flight")
+
+
+async def test_new_version_takes_over_and_a_broken_one_is_rolled_back(
+    service: Served,
+) -> None:
+    """Nobody waits for either."""
+
+    def version() -> str:
+        found: str = service.ask("GET", "/status")["active"]["m"]
+        return found
+
+    async def update(**changes: Any) -> None:
+        text = yaml.safe_dump(spec_with(**changes))
+        what = {"text": text, "where": "test"}
+        await asyncio.to_thread(service.ask, "POST", "/update", json=what)
+
+    async with traffic(service):
+        await update(m_version="broken", m_options={"breaks": True})
+        await asyncio.to_thread(
+            service.until, lambda: bool(service.events("rolled back")), "roll-back"
+        )
+        assert version() == "1"
+        await update(m_version="2")
+        await asyncio.to_thread(service.until, lambda: version() == "2", "update")
+        await asyncio.to_thread(
+            service.until, lambda: service.stages() == [1, 2, 1], "full strength"
+        )
+    assert service.infer(1.0).json()["model_version"] == "2"
+
+
+def test_full_queue_is_429_and_the_accepted_are_answered(tmp_path: Path) -> None:
+    """With Retry-After."""
+    spec = spec_with(m_max_queued_requests=2)
+    for stage in spec["models"]["m"]["stages"]:
+        stage.update(max_batch_size=1, max_ongoing_requests=1, replicas=1)
+
+    async def flood(service: Served) -> list[httpx.Response]:
+        async with httpx.AsyncClient(timeout=WAIT_S) as client:
+            url = f"{service.url}/v2/models/m/infer"
+            sent = [client.post(url, json=body(1.0, SLEEP)) for _ in range(12)]
+            return list(await asyncio.gather(*sent))
+
+    with served(tmp_path, spec) as service:
+        answers = asyncio.run(flood(service))
+    statuses = [a.status_code for a in answers]
+    assert set(statuses) == {200, 429}, statuses
+    refused = next(a for a in answers if a.status_code == 429)
+    assert int(refused.headers["retry-after"]) >= 1
+    assert "max_queued_requests" in refused.json()["error"]
+
+
+async def test_service_outlives_its_controller_and_a_new_one_adopts_it(
+    tmp_path: Path,
+) -> None:
+    """Nothing is started twice; faults are healed again; then all of it ends."""
+    with served(tmp_path, spec_with(orphan_s=20.0)) as service:
+        before = {
+            p["name"]: p["pid"] for p in service.ask("GET", "/status")["processes"]
+        }
+        async with traffic(service) as load:
+            await asyncio.to_thread(service.kill_controller)
+            count = len(load.load.samples)
+            while len(load.load.samples) < count + 40:  # noqa: ASYNC110 - no event for it
+                await asyncio.sleep(0.05)
+            await asyncio.to_thread(service.start)
+            status = await asyncio.to_thread(service.ask, "GET", "/status")
+            after = {p["name"]: p["pid"] for p in status["processes"]}
+            assert after == before
+            name = await harm(service, "kill", "add")
+            await gone(service, name)
+
+
+def test_nobody_is_left_when_controller_and_gateway_are_lost(tmp_path: Path) -> None:
+    """Workers, store, helpers: all end by themselves."""
+    with served(tmp_path, spec_with(orphan_s=1.0)) as service:
+        status = service.ask("GET", "/status")
+        gateway = next(p["pid"] for p in status["processes"] if not p["model"])
+        service.kill_controller()
+        os.kill(gateway, signal.SIGKILL)
+        limit = time.monotonic() + WAIT_S
+        while service.living():
+            assert time.monotonic() < limit, service.living()
+            time.sleep(0.1)
+
+
+async def test_two_gateways_share_the_port_and_one_may_be_lost(tmp_path: Path) -> None:
+    """New connections find the other; the lost one is replaced."""
+    with served(tmp_path, spec_with(gateway={"port": 0, "replicas": 2})) as service:
+        status = service.ask("GET", "/status")
+        victim = next(p for p in status["processes"] if not p["model"])
+        os.kill(victim["pid"], signal.SIGKILL)
+        async with httpx.AsyncClient(timeout=WAIT_S) as client:
+            await asyncio.sleep(0.2)  # what was under way there is lost with it
+            for number in range(30):
+                url = f"{service.url}/v2/models/m/infer"
+                answer = await client.post(
+                    url, json=body(number), headers={"connection": "close"}
+                )
+                assert answer.status_code == 200
+        await gone(service, victim["name"])
+
+
+async def test_shutdown_answers_what_was_accepted(tmp_path: Path) -> None:
+    """A slow one, even."""
+    with served(tmp_path, spec_with()) as service:
+        slow = asyncio.ensure_future(asyncio.to_thread(service.infer, 1.0, SLEEP))
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(service.end)
+        assert (await slow).status_code == 200
