@@ -14,6 +14,7 @@ import httpx
 import pytest
 import yaml
 
+from multiworld.serve.control.client import Service
 from tests.serve.harness import WAIT_S, Served, body, served, spec_with, traffic
 from tests.serve.models import DIE, RAISE, SLEEP, SLOW, expected
 
@@ -62,8 +63,17 @@ def test_answers_are_right(service: Served) -> None:
     assert answer.json()["outputs"][0]["data"] == [expected(3.0)]
 
 
-@pytest.mark.parametrize("action", ["kill", "stop"])
-@pytest.mark.parametrize("stage", ["double", "add", "square"])
+@pytest.mark.parametrize(
+    ("action", "stage"),
+    [
+        ("kill", "double"),
+        ("kill", "add"),
+        ("kill", "square"),
+        ("stop", "double"),
+        pytest.param("stop", "add", marks=pytest.mark.heavy),
+        pytest.param("stop", "square", marks=pytest.mark.heavy),
+    ],
+)
 async def test_nothing_is_lost_when_a_replica_is(
     service: Served, action: str, stage: str
 ) -> None:
@@ -259,6 +269,18 @@ async def test_two_gateways_share_the_port_and_one_may_be_lost(tmp_path: Path) -
                 )
                 assert answer.status_code == 200
         await gone(service, victim["name"])
+
+
+async def test_lost_store_hurts_nobody_and_comes_back(service: Served) -> None:
+    """A replica that is lost meanwhile is replaced as soon as it is there."""
+    record = Service(None, service.state).folder.load()
+    assert record is not None
+    assert record.store is not None
+    async with traffic(service):
+        os.kill(record.store.pid, signal.SIGKILL)
+        name = await harm(service, "kill", "add")
+        await gone(service, name)
+    assert service.events("store")
 
 
 async def test_shutdown_answers_what_was_accepted(tmp_path: Path) -> None:

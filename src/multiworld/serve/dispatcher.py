@@ -63,6 +63,7 @@ class Dispatcher:
         self._numbers = itertools.count(1)
         self.counts: Counter[str] = Counter()
         self._latest: Tensors = {}
+        self.asked_at = time.monotonic()
 
     # What clients ask.
 
@@ -115,7 +116,7 @@ class Dispatcher:
             known = ", ".join(sorted(self.table.routes)) or "none"
             raise UnknownModelError(NO_MODEL.format(model, known))
         rows_of(tensors)
-        now = time.monotonic()
+        now = self.asked_at = time.monotonic()
         deadline_at = now + (route.deadline_s if deadline_s is None else deadline_s)
         number = next(self._numbers)
         wish = events.Submitted(
@@ -260,10 +261,12 @@ class Dispatcher:
                     to_send.setdefault(replica, []).append(parcel)
                 case actions.Cancel(replica, attempt):
                     if replica in self._edges:
-                        self._edges[replica].object_nowait(CANCEL, attempt)
+                        key = (self.name, *attempt)
+                        self._edges[replica].object_nowait(CANCEL, key)
                 case actions.Deliver(number, is_last):
                     self._deliver(number, self._latest)
                     if is_last:
+                        self.counts["answered"] += 1
                         self._deliver(number, None)
                 case actions.Reject(number, error):
                     self.counts[type(error).__name__] += 1

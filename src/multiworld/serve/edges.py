@@ -23,6 +23,10 @@ logger = logging.getLogger("multiworld.serve")
 Body = Callable[[], Awaitable[None]]
 """Something that runs while an edge lives."""
 
+AGAIN_S = 1.0
+SEND_S = 1.0
+"""How long what was to be sent may take when an edge is left."""
+
 OUTBOX_LIMIT = 4096
 """Messages that wait to be sent on one edge; what puts them there is bounded by windows
 and credits, so this is reached by a bug only."""
@@ -114,6 +118,16 @@ class EdgeKeeper:
 
     async def _keep(self, edge: Edge) -> None:
         try:
+            while True:
+                await self._stay(edge)
+                await asyncio.sleep(AGAIN_S)
+        finally:
+            if edge.world in self._manager.worlds:
+                await asyncio.shield(self._manager.leave(edge.world))
+
+    async def _stay(self, edge: Edge) -> None:
+        """Use one incarnation after the other, until an unexpected error."""
+        try:
             async for world in self._manager.keep(
                 edge.world,
                 rank=edge.rank,
@@ -122,11 +136,8 @@ class EdgeKeeper:
                 config=self._config,
             ):
                 await self._live(edge, world)
-        except MultiWorldError as error:
-            logger.error("edge %s is given up: %s", edge.world, error)
-        finally:
-            if edge.world in self._manager.worlds:
-                await asyncio.shield(self._manager.leave(edge.world))
+        except (MultiWorldError, OSError):
+            logger.exception("edge %s: again in %g s", edge.world, AGAIN_S)
 
     async def _live(self, edge: Edge, world: World) -> None:
         """Let the owner use one incarnation until it is over or the peer has left."""
@@ -136,7 +147,11 @@ class EdgeKeeper:
         try:
             await world.wait_incomplete()
         except asyncio.CancelledError:
-            await asyncio.wait([asyncio.ensure_future(outbox.wait_sent())], timeout=1.0)
+            try:
+                async with asyncio.timeout(SEND_S):
+                    await outbox.wait_sent()
+            except TimeoutError:
+                pass
             raise
         finally:
             # What the peer had sent before it left is still to be read.

@@ -15,6 +15,9 @@ from multiworld.serve.batching import Key
 from multiworld.serve.choosing import Chance, choose
 from multiworld.serve.table import Replica, ReplicaState
 
+REFUSED_S = 0.5
+"""How long a router's work is not handed to a replica that refused it."""
+
 REMEMBERED = 4
 """Of what a receiver has begun, so many times its credit are remembered."""
 
@@ -51,6 +54,7 @@ class Forwarding:
         self._begun: dict[str, deque[Key]] = {}
         self._replicas: dict[str, Replica] = {}
         self._silent: set[str] = set()
+        self._refusals: dict[tuple[str, str], float] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -97,6 +101,19 @@ class Forwarding:
             self._handed[name].pop(key, None)
         self._begun[name].extend(keys)
 
+    def refused(self, name: str, keys: list[Key], now: float) -> None:
+        """Take note that a replica does not know a router yet, or any more."""
+        for key in keys:
+            self._handed.get(name, {}).pop(key, None)
+            self._refusals[name, key[0]] = now + REFUSED_S
+
+    def holder(self, key: Key) -> str | None:
+        """Return who was given a piece of work and has it, or had it not long ago."""
+        for name, keys in self._handed.items():
+            if key in keys or key in self._begun[name]:
+                return name
+        return None
+
     def cancel(self, key: Key) -> None:
         """Forget what nobody wants any more."""
         self._waiting.pop(key, None)
@@ -115,23 +132,24 @@ class Forwarding:
             if piece.deadline_at <= now:
                 del self._waiting[key]  # its router has told the client
                 continue
-            name = self._target(piece)
+            name = self._target(piece, now)
             if name is not None:
                 del self._waiting[key]
                 self._handed[name][key] = None
                 sent.setdefault(name, []).append(piece)
         return sent
 
-    def _target(self, piece: Finished) -> str | None:
+    def _target(self, piece: Finished, now: float) -> str | None:
         if piece.via is not None and (probed := piece.via.get(str(self._stage))):
             return probed if probed in self._handed else None
         load = {name: len(keys) for name, keys in self._handed.items()}
         open_ = [
             name
             for name, count in load.items()
-            if count < self._credit
+            if (count < self._credit or piece.session is not None)
             and name in self._replicas
             and name not in self._silent
+            and self._refusals.get((name, piece.key[0]), 0.0) <= now
         ]
         by_state = {
             state: [n for n in open_ if self._replicas[n].state is state]
@@ -148,4 +166,5 @@ class Forwarding:
             candidates = by_state[ReplicaState.DRAINING]
             if piece.via is not None:
                 candidates = candidates or by_state[ReplicaState.STARTING]
-        return choose(candidates, load, self._chance, piece.session)
+        chosen = choose(candidates, load, self._chance, piece.session)
+        return chosen if load.get(chosen or "", 0) < self._credit else None

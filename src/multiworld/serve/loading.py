@@ -45,10 +45,17 @@ def parse_spec(text: str, where: str = "spec") -> AppSpec:
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise _failed(where, [_of_yaml(error)]) from error
+    except RecursionError:
+        why = "line 1: it is nested too deeply, or refers to itself"
+        raise _failed(where, [why]) from None
     if not isinstance(root, yaml.MappingNode):
         raise _failed(where, ["line 1: a spec is a mapping; begin with `models:`"])
     lines: dict[Path_, int] = {}
-    problems = _walk(root, (), lines)
+    try:
+        problems = _walk(root, (), lines)
+    except RecursionError:
+        why = "line 1: it refers to itself (an alias within its own anchor)"
+        raise _failed(where, [why]) from None
     try:
         spec = AppSpec.model_validate(data)
     except ValidationError as error:
@@ -145,10 +152,26 @@ def _of_pydantic(error: Any) -> str:
         return f"{name} is missing; add it"
     if kind == "string_pattern_mismatch":
         return f"{name} is {given!r}; {PATTERNS[error['ctx']['pattern']]}"
+    if kind in ("model_type", "dict_type", "list_type"):
+        return f"{name} is {given!r}; {FORMS[kind]}"
+    if kind in ("int_type", "float_type") and at[-1] in NUMBERS:
+        return f"{name} is {given!r}; {NUMBERS[at[-1]]}"
     what = error["msg"].removeprefix("Value error, ")
     what = what[:1].lower() + what[1:]
     shown = "" if isinstance(given, dict | list) else f" (it is {given!r})"
     return f"{name}: {what}{shown}"
+
+
+FORMS = {
+    "model_type": "write a mapping of its fields, `name: value` each",
+    "dict_type": "write a mapping, `name: value` each",
+    "list_type": "write a list, each item after `- `",
+}
+NUMBERS = {
+    "replicas": "write an integer, or {min_replicas: 1, max_replicas: 3}",
+    "silence_s": "write seconds as a number, such as 2",
+    "deadline_s": "write seconds as a number, such as 30",
+}
 
 
 def _known(at: Path_) -> str:
@@ -166,6 +189,7 @@ def _known(at: Path_) -> str:
         is_key = typing.get_origin(field.annotation) in (dict, list)
     names = list(kind.model_fields)
     close = difflib.get_close_matches(str(at[-1]), names, n=1)
+    close = close or [name for name in names if str(at[-1]) in name][:1]
     if close:
         return f"did you mean {close[0]}?"
     return f"known here are {', '.join(names)}"

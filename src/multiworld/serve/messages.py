@@ -15,7 +15,7 @@ from multiworld.backends.base import Bundle
 from multiworld.errors import ServeError
 from multiworld.serve.batching import Key, Work
 from multiworld.serve.collating import group_of, rows_of
-from multiworld.serve.stage import Tensors
+from multiworld.serve.stage import Stage, Tensors
 
 WORK, NOTE, ANSWER, CANCEL = 1, 2, 3, 4
 
@@ -46,16 +46,17 @@ def pack(parcels: Sequence[Parcel]) -> tuple[Tensors, dict[str, Any]]:
     return tensors, {"items": items}
 
 
-def unpack(bundle: Bundle, now: float, ragged: Mapping[str, float]) -> list[Work]:
+def unpack(bundle: Bundle, now: float, stage: Stage) -> list[Work]:
     """Return the work of one message, as it is queued by a replica."""
     contents = _contents(bundle)
     works = []
     for tensors, item in zip(contents, bundle.meta["items"], strict=True):
         router, number, attempt, remaining_s, is_solo, session, via = item
-        group: Hashable = group_of(tensors, ragged)
+        key = (router, number, attempt)
+        group: Hashable = group_of(tensors, stage.ragged) if stage.is_batched else key
         works.append(
             Work(
-                key=(router, number, attempt),
+                key=key,
                 group=group,
                 rows=rows_of(tensors),
                 deadline_at=now + remaining_s,

@@ -32,6 +32,7 @@ IDLE_S = 0.1
 """For how long a worker that is to end must have had nothing to do."""
 
 LOOK_S = 0.25
+SEND_S = 5.0
 
 JOIN_S = 10.0
 
@@ -51,7 +52,6 @@ class Args(BaseModel):
     stage: int = 0
     spec: ModelSpec | None = None
     gateway: GatewaySpec | None = None
-    models: dict[str, ModelSpec] = {}
     port: int = 0
     alive: str = ""
 
@@ -78,6 +78,11 @@ def main(args: dict[str, Any]) -> int:
     return asyncio.run(run_worker(parsed))
 
 
+def _following(spec: ModelSpec, stage: int) -> int:
+    """Return how much the next stage takes of a sender."""
+    return spec.stages[min(stage + 1, len(spec.stages) - 1)].max_ongoing_requests
+
+
 class WorkerProcess:
     """A worker and its connection to the controller."""
 
@@ -100,8 +105,7 @@ class WorkerProcess:
             StageLimits(
                 max_batch_size=limits.max_batch_size,
                 max_wait_s=limits.max_wait_ms / 1000,
-                max_ongoing_requests=limits.max_ongoing_requests,
-                threads=limits.threads,
+                max_ongoing_requests=_following(args.spec, args.stage),
             ),
         )
         config = args.config()
@@ -185,9 +189,11 @@ class WorkerProcess:
                 idle_since = None
             elif idle_since is None:
                 idle_since = time.monotonic()
-        await self._worker.wait_sent()
-        self._agent.tell("finished")
-        await self._agent.wait_told()
+        try:
+            async with asyncio.timeout(SEND_S):
+                await self._worker.wait_sent()
+        except TimeoutError:
+            pass  # who does not read what is sent has lost this process anyway
 
 
 def cut(seconds: float) -> None:

@@ -19,8 +19,8 @@ PATTERNS = {
 }
 """What to do about a text that does not match."""
 
-Seconds = Annotated[float, Field(gt=0, le=86400)]
-Count = Annotated[int, Field(ge=1, le=4096)]
+Seconds = Annotated[float, Field(gt=0, le=86400, strict=True)]
+Count = Annotated[int, Field(ge=1, le=4096, strict=True)]
 
 
 class _Strict(BaseModel):
@@ -96,8 +96,19 @@ class ModelSpec(_Strict):
     @classmethod
     def _text(cls, value: Any) -> Any:
         # YAML reads an unquoted 2 as a number, and means it.
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if isinstance(value, float):
+            raise ValueError(f'quote it: version: "{value}" (1.10 would become 1.1)')
+        is_number = isinstance(value, int) and not isinstance(value, bool)
         return str(value) if is_number else value
+
+    @field_validator("stages")
+    @classmethod
+    def _distinct(cls, stages: list[StageSpec]) -> list[StageSpec]:
+        names = [stage.name or str(number) for number, stage in enumerate(stages)]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"two stages are called {twice[0]!r}; rename one")
+        return stages
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelSpec:

@@ -121,6 +121,9 @@ class Model:
             through it. Zeros of the inputs' shapes by default (with 1 for each -1).
         text: Loads what turns text into inputs; None if there is no such thing.
         embedding: The output that ``/v1/embeddings`` answers with.
+        check: Looks at the inputs of a request, in the gateway, and raises
+            ``InvalidRequestError`` for values that the model cannot take; names,
+            datatypes and shapes have been compared with ``inputs`` by then.
         preload: Modules that its stages need and that take long to import.
     """
 
@@ -130,6 +133,7 @@ class Model:
     example: Callable[[], Tensors] | None = None
     text: Callable[[], TextFrontend] | None = None
     embedding: str = "embedding"
+    check: Callable[[Tensors], None] | None = None
     preload: Sequence[str] = ()
 
 

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import random
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +39,9 @@ logger = logging.getLogger("multiworld.serve")
 LOOK_S = 0.1
 """Seconds between looks at deadlines and at who is silent."""
 
+CANCELS = 4096
+"""Cancelled requests that are remembered, lest their work arrives afterwards."""
+
 TELL_S = 0.1
 """How long a batch waits for a router to be told of it; one that is stopped, or whose
 socket is full, does not read."""
@@ -54,14 +57,13 @@ class StageLimits:
     Attributes:
         max_batch_size: Most rows in a batch.
         max_wait_s: How long the oldest work waits for company.
-        max_ongoing_requests: Most that a sender may have here and not begun.
-        threads: Threads that torch uses for one operation.
+        max_ongoing_requests: Most that this replica may have at one of the next stage
+            and that is not begun.
     """
 
     max_batch_size: int = 16
     max_wait_s: float = 0.0
     max_ongoing_requests: int = 32
-    threads: int = 1
 
 
 class Worker:
@@ -94,6 +96,7 @@ class Worker:
         self._upstream: dict[str, Outbox] = {}
         self._downstream: dict[str, Outbox] = {}
         self._source: dict[Key, Outbox] = {}
+        self._cancelled: OrderedDict[Key, None] = OrderedDict()
         self._arrived = asyncio.Event()
         self._room = asyncio.Event()
         self._running: list[Work] = []
@@ -165,7 +168,7 @@ class Worker:
                 readers.append(lambda: self._read_work(outbox))
             return readers
         self._upstream[peer] = outbox
-        return [lambda: self._read_work(outbox)]
+        return [lambda: self._read_work(outbox), lambda: self._read_cancels(outbox)]
 
     def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
         """Take note of its end."""
@@ -184,14 +187,16 @@ class Worker:
     async def _read_work(self, outbox: Outbox) -> None:
         while True:
             bundle = await outbox.world.recv_bundle(src=0, tag=WORK)
-            works = unpack(bundle, time.monotonic(), self._runner.stage.ragged)
+            works = unpack(bundle, time.monotonic(), self._runner.stage)
             self._take(works, outbox)
 
     def _take(self, works: list[Work], source: Outbox) -> None:
         refused: list[Work] = []
         for work in works:
             self._source[work.key] = source
-            if work.rows > self._limits.max_batch_size:
+            if work.key in self._cancelled:  # the cancel was faster
+                self._release([work], "begun")
+            elif work.rows > self._limits.max_batch_size:
                 self._fail(work.key, self._too_many(work.rows))
                 self._release([work], "begun")
             elif work.key[0] in self._routers:
@@ -211,21 +216,32 @@ class Worker:
 
     async def _read_cancels(self, outbox: Outbox) -> None:
         while True:
-            number, attempt = await outbox.world.recv_object(src=0, tag=CANCEL)
-            key = (outbox.edge.peer, number, attempt)
-            work = self._batcher.cancel(key)
-            if work is not None:
-                self.counts["cancelled"] += 1
-                self._release([work], "begun")
-            self._forwarding.cancel(key)
+            key = await outbox.world.recv_object(src=0, tag=CANCEL)
+            self._cancel((key[0], key[1], key[2]))
+
+    def _cancel(self, key: Key) -> None:
+        """Free the work of a request that nobody waits for, wherever it has got to."""
+        self._cancelled[key] = None
+        while len(self._cancelled) > CANCELS:
+            self._cancelled.popitem(last=False)
+        work = self._batcher.cancel(key)
+        if work is not None:
+            self.counts["cancelled"] += 1
+            self._release([work], "begun")
+        self._forwarding.cancel(key)
+        holder = self._downstream.get(self._forwarding.holder(key) or "")
+        if holder is not None:
+            holder.object_nowait(CANCEL, key)
 
     async def _read_credit(self, outbox: Outbox) -> None:
         while True:
             note = await outbox.world.recv_object(src=1, tag=NOTE)
             keys = [(router, number, attempt) for router, number, attempt in note[1]]
-            self._forwarding.begun(outbox.edge.peer, keys)
             if note[0] == "refused":
+                self._forwarding.refused(outbox.edge.peer, keys, time.monotonic())
                 self._note(keys, "dropped")
+            else:
+                self._forwarding.begun(outbox.edge.peer, keys)
             self._hand([])
 
     # Computing.
@@ -300,7 +316,7 @@ class Worker:
         for work, outcome in zip(batch, outcomes, strict=True):
             if isinstance(outcome, ServeError):
                 self._fail(work.key, outcome)
-            elif work.key[0] in self._routers:
+            elif work.key[0] in self._routers and work.key not in self._cancelled:
                 finished.append(
                     Finished(
                         work.key,

@@ -130,7 +130,8 @@ def test_nothing_is_ready_without_a_probe_that_came_back() -> None:
     assert service.ready() == [1, 0, 1]
     fresh = service.a_worker(1)
     assert fresh != name
-    actions = service.fleet.handle(Probed(fresh, "too late"), service.now)
+    assert not service.fleet.handle(Probed(fresh, "too late"), service.now)[1:]
+    actions = service.fleet.handle(Ticked(), service.now + 0.2)  # not at once
     assert any(isinstance(a, Probe) and a.name == fresh for a in actions)
 
 
@@ -213,7 +214,7 @@ def test_new_version_takes_over_when_all_of_it_is_ready() -> None:
     assert service.fleet.table.routes["m"].version == "1"
     assert service.ready("1") == [1, 2, 1]
     service.answers_probes = True
-    waiting = [p.name for p in service.fleet.processes.values() if p.is_probing]
+    waiting = [p.name for p in service.fleet.processes.values() if p.probe.gateway]
     for name in waiting:
         service.tell(Probed(name))
     assert service.fleet.table.routes["m"].version == "2"

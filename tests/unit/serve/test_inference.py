@@ -105,7 +105,10 @@ def test_outputs_are_those_asked_for_each_in_its_form() -> None:
         ({"name": "z"}, "takes the inputs x, n; given were z, n"),
         ({"name": 3}, 'needs a "name"'),
         ({"name": "n"}, "given twice"),
-        ({"parameters": []}, "must be an object"),
+        ({"parameters": [1]}, "must be an object"),
+        ({"parameters": {"binary_data_size": 16.0}}, "its shape needs 16"),
+        ({"shape": [0, 2**64], "data": []}, "list of sizes"),
+        ({"shape": [2**30, 2**30], "data": []}, "too large"),
         ({"parameters": {"binary_data_size": 16}}, "body ends before"),
         ({"parameters": {"binary_data_size": 5}}, "its shape needs 16"),
     ],
@@ -129,6 +132,7 @@ def test_bad_input_is_named(changes: dict[str, Any], words: str) -> None:
         (b"{}", "x", "at most 2"),
         (b'{"inputs": []}', None, "given were none"),
         (b'{"inputs": [], "parameters": 3}', None, "must be an object"),
+        (b"{}", "1" * 5000, "at most 2"),
     ],
 )
 def test_bad_body_is_named(raw: bytes, length: str | None, words: str) -> None:
@@ -142,6 +146,15 @@ def test_bytes_that_belong_to_nothing_are_an_error() -> None:
     head = json.dumps(body()).encode()
     with pytest.raises(InvalidRequestError, match="3 bytes of the body"):
         parse(head + b"abc", str(len(head)), MODEL)
+
+
+def test_rows_must_agree_even_where_nothing_is_said_of_the_inputs() -> None:
+    """A stage could not tell whose row is whose."""
+    n = {"name": "n", "datatype": "INT64", "shape": [3], "data": [7, 8, 9]}
+    asked = json.dumps({"inputs": [body()["inputs"][0], n]}).encode()
+    for model in (MODEL, ANY):
+        with pytest.raises(InvalidRequestError, match="same number of rows"):
+            parse(asked, None, model)
 
 
 def test_unknown_outputs_are_an_error() -> None:

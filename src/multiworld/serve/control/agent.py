@@ -48,6 +48,7 @@ class Agent:
         self._facts: dict[str, dict[str, Any]] = {}
         self._outbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.lost_at: float | None = time.monotonic()
+        self.was_joined = False
 
     def fact(self, kind: str, **what: Any) -> None:
         """Tell something that stays true; a new controller is told again."""
@@ -66,7 +67,7 @@ class Agent:
         async for world in self._manager.keep(
             self._world_name, rank=1, size=2, store=self._store, config=self._config
         ):
-            self._world, self.lost_at = world, None
+            self._world, self.lost_at, self.was_joined = world, None, True
             self._outbox = asyncio.Queue()
             for fact in self._facts.values():
                 self._outbox.put_nowait(fact)
@@ -88,12 +89,3 @@ class Agent:
     async def _send(self, world: World) -> None:
         while True:
             await world.send_object(await self._outbox.get(), dst=0)
-            self._outbox.task_done()
-
-    async def wait_told(self) -> None:
-        """Wait until the controller, if there is one, has been sent everything.
-
-        Cancellation: safe.
-        """
-        if self._world is not None:
-            await self._outbox.join()

@@ -47,6 +47,7 @@ from multiworld.world_manager import WorldManager
 logger = logging.getLogger("multiworld.serve")
 
 TICK_S = 0.25
+REPORT_TICKS = 20
 REPORT_S = 2.0
 """How long a process may take to say what it does."""
 
@@ -118,7 +119,7 @@ class Controller:
     def start(self, old: Record | None) -> None:
         """Adopt what runs, and start what is missing."""
         adopted = [] if old is None else self._adopt(old)
-        wanted = wanted_of(self.app)
+        wanted = wanted_of(self.app, None if old is None else old.replicas)
         if old is not None:
             for name, versions in old.specs.items():
                 for version, spec in versions.items():
@@ -161,9 +162,26 @@ class Controller:
             self._specs.setdefault(name, {})[model.version] = model
 
     async def _tick(self) -> None:
-        while True:
+        for number in itertools.count():
             await asyncio.sleep(TICK_S)
             self._handle(fleets.Ticked())
+            if number % REPORT_TICKS == 0:
+                self._spawn(self._launching, self._spread_reports())
+
+    async def _spread_reports(self) -> None:
+        """Tell the gateways what every replica says of itself, for their metrics."""
+        reports = await self.reports()
+        order = {
+            "kind": "replicas",
+            "replicas": {
+                name: said
+                for name, said in reports.items()
+                if said is not None and not name.startswith("gateway/")
+            },
+        }
+        for name in self._worlds:
+            if name.startswith("gateway/"):
+                self._send(name, order)
 
     async def wait_ready(self) -> None:
         """Wait until everything that is wanted is ready.
@@ -198,6 +216,7 @@ class Controller:
         self._is_ending = True
         if self._ticker is not None:
             self._ticker.cancel()
+        await self._wait_launched()
         everybody = list(self.fleet.processes.values())
         gateways = [p.name for p in everybody if p.is_gateway]
         workers = [p.name for p in everybody if not p.is_gateway]
@@ -208,6 +227,11 @@ class Controller:
             Running("store", self.store.pid, self.store.began), signal.SIGTERM
         )
         self._folder.forget()
+
+    async def _wait_launched(self) -> None:
+        """Wait for what is being started: it could not be ended before."""
+        if self._launching:
+            await asyncio.wait(self._launching, timeout=END_S)
 
     async def _end_all(self, names: list[str], limit_s: float) -> None:
         for name in names:
@@ -234,6 +258,12 @@ class Controller:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    def store_restarted(self, store: StoreRecord) -> None:
+        """Take note of a new process at the store's old address."""
+        self.store = store
+        self._say("store", f"the store was lost; it is back, as process {store.pid}")
+        self._save()
+
     # What people ask.
 
     def scale(self, model: str, stage: str, replicas: int) -> int:
@@ -243,9 +273,10 @@ class Controller:
             UnknownModelError: There is no such model or stage.
             ServeError: The spec's range does not allow it.
         """
-        number = stage_number(self.app, model, stage)
-        low, high = bounds_of(self.app.models[model], number)
-        if isinstance(self.app.models[model].stages[number].replicas, int):
+        spec = self._running_spec(model)
+        number = stage_number(spec, model, stage)
+        low, high = bounds_of(spec, number)
+        if isinstance(spec.stages[number].replicas, int):
             low, high = 1, 4096  # a number in the spec is where it begins
         if not low <= replicas <= high:
             raise ServeError(
@@ -263,6 +294,14 @@ class Controller:
         self._handle(fleets.WantedChanged(replace(self.fleet.wanted, models=models)))
         return before
 
+    def _running_spec(self, model: str) -> ModelSpec:
+        """Return the spec of the version that is wanted; after a roll-back, the old."""
+        wanted = self.fleet.wanted.models.get(model)
+        if wanted is None:
+            known = ", ".join(self.fleet.wanted.models)
+            raise UnknownModelError(f"no model {model!r}; there are: {known}")
+        return self._specs[model][wanted.version]
+
     def update(self, app: AppSpec) -> None:
         """Have the service be as another spec says, without a pause.
 
@@ -270,15 +309,13 @@ class Controller:
             ServeError: It changes what cannot be changed while it runs.
         """
         check_update(self.app, app, self._specs)
-        wanted = wanted_of(app, self.fleet.wanted)
+        counts = {n: list(m.replicas) for n, m in self.fleet.wanted.models.items()}
+        wanted = wanted_of(app, counts)
         self.app = app
         self._set_specs()
-        models = {name: {m.version: m.model_dump()} for name, m in app.models.items()}
         for name in self._worlds:
-            for model_name, versions in models.items():
-                for spec in versions.values():
-                    order = {"kind": "models", "models": {model_name: spec}}
-                    self._send(name, order)
+            if name.startswith("gateway/"):
+                self._send(name, self._models_order())
         self._handle(fleets.WantedChanged(wanted))
 
     def drain(self, name: str) -> None:
@@ -303,7 +340,7 @@ class Controller:
             UnknownModelError: There is no such stage.
             ServeError: No replica of it is ready.
         """
-        number = stage_number(self.app, model, stage)
+        number = stage_number(self._running_spec(model), model, stage)
         names = [
             p.name
             for p in self.fleet.processes.values()
@@ -428,6 +465,14 @@ class Controller:
             case fleets.Say(kind, text, name):
                 self._say(kind, text, name)
 
+    def _models_order(self) -> dict[str, Any]:
+        """Return every version that is known: any of them may answer."""
+        models = {
+            name: {version: spec.model_dump() for version, spec in versions.items()}
+            for name, versions in self._specs.items()
+        }
+        return {"kind": "models", "models": models}
+
     def _spawn(self, tasks: set[asyncio.Task[None]], body: Any) -> None:
         task = self._loop.create_task(body)
         tasks.add(task)
@@ -459,7 +504,6 @@ class Controller:
             stage=stage,
             spec=spec,
             gateway=None if model else self.app.gateway,
-            models={} if model else dict(self.app.models),
             port=self.port,
             alive=str(self._folder.alive),
         )
@@ -492,8 +536,10 @@ class Controller:
                 config=config,
             ):
                 self._worlds[name] = world
-                self._handle(fleets.Joined(name))
+                if name.startswith("gateway/"):
+                    self._send(name, self._models_order())
                 self._send(name, _table_order(self.fleet.table))
+                self._handle(fleets.Joined(name))
                 try:
                     await self._read(name, world)
                 except MemberLostError as error:
@@ -558,11 +604,19 @@ class Controller:
             port=self.port,
             number=self.fleet.table.number,
             next_number=self.fleet.next_number,
+            replicas={
+                name: list(model.replicas)
+                for name, model in self.fleet.wanted.models.items()
+            },
             processes=processes,
         )
-        if record != self._saved:
-            self._saved = record
+        if record == self._saved:
+            return
+        try:
             self._folder.save(record)
+            self._saved = record
+        except OSError as error:  # the next change, or tick, tries again
+            logger.error("the record cannot be written: %s", error)
 
     _saved: Record | None = None
 

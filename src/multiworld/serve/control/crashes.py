@@ -46,6 +46,10 @@ class CrashGuard:
         count.not_before = now + pause_s
         return pause_s
 
+    def forget(self, post: Hashable) -> None:
+        """Forget the failures of a post."""
+        self._counts.pop(post, None)
+
     def failures(self, post: Hashable) -> int:
         """Return how often in a row it has crashed."""
         count = self._counts.get(post)

@@ -60,6 +60,23 @@ STATE_OF = {
 
 
 @dataclass(slots=True)
+class ProbeState:
+    """Where the probing of a replica is.
+
+    Attributes:
+        gateway: Who was asked to send one; empty if nobody is.
+        asked_at: When.
+        not_before: When the next one may be sent.
+        failures: In a row.
+    """
+
+    gateway: str = ""
+    asked_at: float = 0.0
+    not_before: float = 0.0
+    failures: int = 0
+
+
+@dataclass(slots=True)
 class Process:
     """A worker (of a model) or a gateway (``model`` is empty)."""
 
@@ -71,7 +88,9 @@ class Process:
     since: float = 0.0
     applied: int = 0
     drain_number: int = 0
-    is_probing: bool = False
+    is_joined: bool = False
+    is_unwanted: bool = False
+    probe: ProbeState = field(default_factory=lambda: ProbeState())
 
     @property
     def is_gateway(self) -> bool:
@@ -250,7 +269,7 @@ class Fleet:
         self.processes: dict[str, Process] = {}
         self.guard = CrashGuard()
         self._wants: dict[tuple[str, str], ModelWanted] = {}
-        self._updates: dict[str, float] = {}
+        self._updates: dict[str, tuple[str, float]] = {}
 
     def want_of(self, model: str, version: str) -> ModelWanted | None:
         """Return how a version should be; None for one that is not known."""
@@ -271,8 +290,8 @@ class Fleet:
                 yield from self._want(wanted, now)
             case Adopted(process):
                 self.processes[process.name] = process
-            case Joined(name):
-                self._step(name, Phase.LAUNCHING, Phase.JOINED)
+            case Joined(name) if name in self.processes:
+                yield from self._joined(self.processes[name])
             case Loaded(name) if name in self.processes:
                 if not self.processes[name].is_gateway:
                     self._step(name, Phase.JOINED, Phase.LOADED)
@@ -286,8 +305,7 @@ class Fleet:
             case Gone():
                 yield from self._gone(event, now)
             case DrainAsked(name) if name in self.processes:
-                if not self.processes[name].is_going:
-                    yield from self._drain(self.processes[name], now)
+                self.processes[name].is_unwanted = True
             case Ticked():
                 yield from self._overdue(now)
 
@@ -299,19 +317,33 @@ class Fleet:
         process.phase = after
         return True
 
+    def _joined(self, process: Process) -> Iterator[Action]:
+        self._step(process.name, Phase.LAUNCHING, Phase.JOINED)
+        process.is_joined = True
+        if process.phase is Phase.FINISHING:
+            yield Finish(process.name)  # it may never have heard of it
+        for other in self.processes.values():
+            if other.probe.gateway == process.name:
+                other.probe.gateway = ""
+
     def remember(self, name: str, want: ModelWanted) -> None:
         """Learn how a version is that is not wanted any more, but may run."""
         self._wants[name, want.version] = want
 
     def _want(self, wanted: Wanted, now: float) -> Iterator[Action]:
         self.wanted = wanted
+        for name in self.active.keys() - wanted.models.keys():
+            del self.active[name]
+            self._updates.pop(name, None)
         for name, model in wanted.models.items():
             self._wants[name, model.version] = model
             active = self.active.setdefault(name, model.version)
             if active == model.version:
                 self._updates.pop(name, None)
-            elif name not in self._updates:
-                self._updates[name] = now
+            elif self._updates.get(name, ("", 0.0))[0] != model.version:
+                self._updates[name] = model.version, now
+                for stage in range(len(model.replicas)):
+                    self.guard.forget((name, model.version, stage))
                 text = f"{name}: from version {active} to {model.version}"
                 yield Say("update", text)
 
@@ -319,9 +351,15 @@ class Fleet:
         process = self.processes.get(name)
         if process is None:
             return
-        process.is_probing = False
+        probe = process.probe
+        probe.gateway = ""
         if error is not None:
+            probe.not_before = now + PROBE_PAUSE_S * 2.0 ** min(probe.failures, 5)
+            probe.failures += 1
             yield Say("probe failed", f"{name}: {error}", name)
+            if probe.failures >= PROBE_FAILURES:
+                why = f"{probe.failures} forward passes failed, the last: {error}"
+                yield from self._gone(Gone(name, why), now)
         elif process.phase is Phase.LOADED:
             process.phase = Phase.READY
             took_s = now - process.since
@@ -334,8 +372,8 @@ class Fleet:
         if process is None:
             return
         for other in self.processes.values():
-            if process.is_gateway:
-                other.is_probing = False  # whoever it was asked of
+            if other.probe.gateway == process.name:
+                other.probe.gateway = ""
         yield Kill(event.name)
         if process.is_going or event.is_clean:
             yield Say("left", f"{event.name}: {event.why}", event.name)
@@ -358,10 +396,8 @@ class Fleet:
             if is_starting and late_s > self._ready_s:
                 why = f"not ready in {self._ready_s:g} s"
                 yield from self._gone(Gone(process.name, why), now)
-        for name, began in list(self._updates.items()):
-            wanted = self.wanted.models.get(name)
-            if wanted is None:
-                continue
+        for name, (_, began) in list(self._updates.items()):
+            wanted = self.wanted.models[name]
             failures = max(
                 self.guard.failures((name, wanted.version, stage))
                 for stage in range(len(wanted.replicas))
@@ -387,8 +423,9 @@ class Fleet:
         for post, want in self._posts():
             yield from self._fill(post, want, now)
         yield from self._drain_rest(now)
+        self._forget_versions()
         yield from self._announce()
-        yield from self._probes()
+        yield from self._probes(now)
         yield from self._finish()
 
     def _posts(self) -> Iterator[tuple[Post, int]]:
@@ -403,7 +440,12 @@ class Fleet:
         return [p for p in self.processes.values() if _post(p) == post]
 
     def _fill(self, post: Post, want: int, now: float) -> Iterator[Action]:
-        here = [p for p in self._at(post) if not p.is_going]
+        everybody = [p for p in self._at(post) if not p.is_going]
+        here = [p for p in everybody if not p.is_unwanted]
+        if sum(p.phase is Phase.READY for p in here) >= want:
+            for process in everybody:
+                if process.is_unwanted:  # others have taken its place
+                    yield from self._drain(process, now)
         missing = want - len(here)
         if missing > 0 and now >= self.guard.not_before(post):
             for _ in range(missing):
@@ -421,6 +463,10 @@ class Fleet:
         return Launch(name, model, version, stage)
 
     def _drain(self, process: Process, now: float) -> Iterator[Action]:
+        if process.phase is Phase.LAUNCHING:
+            del self.processes[process.name]
+            yield Kill(process.name)  # nobody has sent it anything
+            return
         process.phase, process.since = Phase.DRAINING, now
         process.drain_number = self.table.number + 1
         yield Say("drain", f"{process.name} gets no new work", process.name)
@@ -446,6 +492,13 @@ class Fleet:
         for process in list(self.processes.values()):
             if _post(process) not in posts and not process.is_going:
                 yield from self._drain(process, now)
+
+    def _forget_versions(self) -> None:
+        """Forget how versions are that are not wanted and of which nothing runs."""
+        posts = {post[:2] for post, _ in self._posts()}
+        runs = {(p.model, p.version) for p in self.processes.values()}
+        for key in self._wants.keys() - posts - runs:
+            del self._wants[key]
 
     def _announce(self) -> Iterator[Action]:
         table = Table(
@@ -480,23 +533,31 @@ class Fleet:
             deadline_s=model.deadline_s,
         )
 
-    def _probes(self) -> Iterator[Action]:
-        gateways = [p.name for p in self._gateways() if p.phase is Phase.READY]
+    def _probes(self, now: float) -> Iterator[Action]:
+        gateways = [
+            p.name for p in self._gateways() if p.phase is Phase.READY and p.is_joined
+        ]
         if not gateways:
             return
         for process in self.processes.values():
-            if process.phase is Phase.LOADED and not process.is_probing:
-                process.is_probing = True
-                yield Probe(
-                    process.name, gateways[_number(process.name) % len(gateways)]
-                )
+            probe = process.probe
+            is_asked = probe.gateway and now - probe.asked_at < PROBE_LIMIT_S
+            if process.phase is not Phase.LOADED or is_asked or now < probe.not_before:
+                continue
+            turn = _number(process.name) + probe.failures
+            probe.gateway, probe.asked_at = gateways[turn % len(gateways)], now
+            yield Probe(process.name, probe.gateway)
 
     def _finish(self) -> Iterator[Action]:
         """Let those end that nobody sends to any more, the first stage first."""
         for process in self.processes.values():
             if process.phase is not Phase.DRAINING:
                 continue
-            senders = [p for p in self._gateways() if p is not process]
+            if process.is_gateway:
+                process.phase = Phase.FINISHING
+                yield Finish(process.name)
+                continue
+            senders = self._gateways()
             senders += self._at((process.model, process.version, process.stage - 1))
             knows = all(s.applied >= process.drain_number for s in senders)
             # A version that is going: its earlier stages still send what they have.
@@ -507,10 +568,18 @@ class Fleet:
                 if (p.model, p.version) == (process.model, process.version)
                 and p.stage < process.stage
             ]
-            if knows and not (is_last_of_stage and before and process.model):
+            if knows and not (is_last_of_stage and before):
                 process.phase = Phase.FINISHING
                 yield Finish(process.name)
 
+
+PROBE_PAUSE_S = 0.1
+PROBE_FAILURES = 5
+"""Probes of one replica that fail in a row until it is given up: what it computes is
+wrong, or nothing gets to it."""
+
+PROBE_LIMIT_S = 15.0
+"""A probe that nobody has told of for so long was lost with its order."""
 
 ROLL_BACK_FAILURES = 3
 """Crashes of one stage of a new version until it is rolled back."""

@@ -111,7 +111,7 @@ class LocalLauncher:
         Cancellation: safe.
         """
         async with self._warming:
-            if self._server is not None and self._server.returncode is None:
+            if self._reading is not None and not self._reading.done():
                 return
             ours, theirs = socket.socketpair()
             with open(self._log, "ab") as log:  # noqa: ASYNC230 - opened, not read
@@ -135,6 +135,7 @@ class LocalLauncher:
             except TimeoutError:
                 line = b""
             if not line:
+                self._server.kill()
                 raise LaunchError(f"the fork server did not start; see {self._log}")
             self._reading = self._loop.create_task(self._read(reader))
 
@@ -172,7 +173,8 @@ class LocalLauncher:
         self._writer.write(json.dumps(order).encode() + b"\n")
         pid = await future
         running = Running(name, pid, began_at(pid) or 0)
-        self._watch(running)
+        if not self._watch(running):
+            raise LaunchError(f"{name} ended at once; see {log}")
         return running
 
     def adopt(self, running: Running) -> bool:

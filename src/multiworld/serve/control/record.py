@@ -46,6 +46,7 @@ class Record(BaseModel):
         specs: Of every version that is known, by model and version.
         number: Of the last table.
         next_number: For the next name.
+        replicas: How many are wanted, by model and stage.
     """
 
     app: AppSpec
@@ -55,6 +56,7 @@ class Record(BaseModel):
     port: int = 0
     number: int = 0
     next_number: int = 1
+    replicas: dict[str, list[int]] = {}
     processes: list[ProcessRecord] = []
 
 

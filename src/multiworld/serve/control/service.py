@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
+import ssl
 from collections.abc import Callable, Iterator
 
 import uvicorn
@@ -31,6 +33,11 @@ PRELOAD = [
     "multiworld.serve.gateway.process",
     "multiworld.serve.dispatcher",
 ]
+
+
+logger = logging.getLogger("multiworld.serve")
+
+STORE_LOOK_S = 1.0
 
 
 class _Admin(uvicorn.Server):
@@ -68,6 +75,7 @@ async def _run(
     app: AppSpec, folder: StateFolder, on_up: Callable[[Controller], None]
 ) -> int:
     old = folder.load()
+    _check_tls(app)
     preload = _preload(app)
     env = {"MULTIWORLD_SECRET": folder.secret(), "HF_HUB_OFFLINE": "1"}
     reserved, port = _reserve(app, old)
@@ -90,17 +98,37 @@ async def _run(
         holder.append(controller)
         admin = _admin(controller, folder, ended)
         serving = loop.create_task(admin.serve())
+        minding = loop.create_task(_mind_store(controller, folder, env))
         try:
             controller.start(old)
             await _until_ended(controller, ended, on_up)
             await controller.shutdown()
         finally:
             admin.should_exit = True
-            await asyncio.gather(serving, return_exceptions=True)
+            minding.cancel()
+            await asyncio.gather(serving, minding, return_exceptions=True)
             await controller.abandon()
             await launcher.close()
             reserved.close()
     return 0
+
+
+async def _mind_store(
+    controller: Controller, folder: StateFolder, env: dict[str, str]
+) -> None:
+    """Start the store again where it was, should it be lost.
+
+    No ready world needs it meanwhile.
+    """
+    while True:
+        await asyncio.sleep(STORE_LOOK_S)
+        try:
+            store = await start_store(folder, env, controller.store)
+        except ServeError as error:
+            logger.error("%s", error)
+            continue
+        if store != controller.store:
+            controller.store_restarted(store)
 
 
 async def _until_ended(
@@ -127,6 +155,22 @@ def _preload(app: AppSpec) -> list[str]:
         example_of(model)
         modules += [m for m in modules_of(spec, model) if m not in modules]
     return modules
+
+
+def _check_tls(app: AppSpec) -> None:
+    """Find a wrong certificate before a gateway does, again and again."""
+    gateway = app.gateway
+    if gateway.tls_certificate is None:
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(gateway.tls_certificate, gateway.tls_key)
+    except (OSError, ssl.SSLError) as error:
+        raise ServeError(
+            f"gateway.tls_certificate {gateway.tls_certificate!r} with gateway.tls_key "
+            f"{gateway.tls_key!r} cannot be used: {error}; give PEM files, by paths "
+            "that hold where the service is started"
+        ) from error
 
 
 def _reserve(app: AppSpec, old: Record | None) -> tuple[socket.socket, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from multiworld.errors import ServeError, UnknownModelError
@@ -10,17 +10,21 @@ from multiworld.serve.control.fleet import ModelWanted, Wanted
 from multiworld.serve.spec import AppSpec, ModelSpec
 
 
-def wanted_of(app: AppSpec, old: Wanted | None = None) -> Wanted:
-    """Return what a spec asks for; stages that were scaled within their range stay."""
+def wanted_of(app: AppSpec, old: Mapping[str, Sequence[int]] | None = None) -> Wanted:
+    """Return what a spec asks for; stages that were scaled within their range stay.
+
+    Args:
+        old: How many replicas were wanted, by model and stage.
+    """
     models = {}
     for name, model in app.models.items():
-        before = None if old is None else old.models.get(name)
+        before = (old or {}).get(name, ())
         replicas = []
         for number, stage in enumerate(model.stages):
             count = stage.least
-            if before is not None and len(before.replicas) == len(model.stages):
+            if len(before) == len(model.stages):
                 low, high = bounds_of(model, number)
-                count = min(max(before.replicas[number], low), high)
+                count = min(max(before[number], low), high)
             replicas.append(count)
         models[name] = ModelWanted(
             model.version,
@@ -40,16 +44,12 @@ def bounds_of(model: ModelSpec, stage: int) -> tuple[int, int]:
     return replicas.min_replicas, replicas.max_replicas
 
 
-def stage_number(app: AppSpec, model: str, stage: str) -> int:
+def stage_number(spec: ModelSpec, model: str, stage: str) -> int:
     """Return the number of a stage that is given by number or name.
 
     Raises:
         UnknownModelError: There is none.
     """
-    spec = app.models.get(model)
-    if spec is None:
-        known = ", ".join(app.models)
-        raise UnknownModelError(f"no model {model!r}; there are: {known}")
     names = [s.name or str(n) for n, s in enumerate(spec.stages)]
     if stage in names:
         return names.index(stage)

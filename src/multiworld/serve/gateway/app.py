@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -15,6 +16,8 @@ import multiworld
 from multiworld.backends.dtypes import memory_of, plain
 from multiworld.errors import (
     InvalidRequestError,
+    NoReplicaError,
+    OverloadedError,
     ServeError,
     UnknownModelError,
 )
@@ -22,7 +25,10 @@ from multiworld.serve.dispatcher import NO_MODEL, Dispatcher
 from multiworld.serve.gateway import inference
 from multiworld.serve.gateway.body import read_body, while_connected
 from multiworld.serve.gateway.metrics import Metrics
-from multiworld.serve.stage import Model
+from multiworld.serve.gateway.openapi import EMBEDDINGS, INFER
+from multiworld.serve.stage import Model, Tensors
+
+logger = logging.getLogger("multiworld.serve")
 
 SERVER = {"name": "multiworld", "version": multiworld.__version__}
 
@@ -62,7 +68,7 @@ class Gateway:
             )
         model = self.models.get(name, {}).get(route.version)
         if model is None:
-            raise UnknownModelError(f"model {name!r} is not loaded here yet")
+            raise NoReplicaError(f"model {name!r} is not loaded here yet; try again")
         return route.version, model
 
     def is_ready(self, name: str) -> bool:
@@ -102,6 +108,8 @@ def _openai_problem(error: ServeError) -> Response:
     """Return an error as OpenAI's clients read it."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     code = "model_not_found" if isinstance(error, UnknownModelError) else None
+    if isinstance(error, OverloadedError):
+        kind, code = "requests", "rate_limit_exceeded"
     body = {"message": str(error), "type": kind, "param": None, "code": code}
     return _json({"error": body}, error.status, _retry(error))
 
@@ -111,7 +119,7 @@ Handler = Callable[[], Awaitable[Response]]
 
 async def _answered(
     gateway: Gateway,
-    name: str,
+    name: str | Callable[[], str],
     handler: Handler,
     problem: Callable[[ServeError], Response],
 ) -> Response:
@@ -120,7 +128,11 @@ async def _answered(
         response = await handler()
     except ServeError as error:
         response = problem(error)
-    label = name if name in gateway.dispatcher.table.routes else "unknown"
+    except Exception:
+        logger.exception("a request was not understood")
+        response = problem(ServeError("an error of the gateway itself; see its log"))
+    asked = name() if callable(name) else name
+    label = asked if asked in gateway.dispatcher.table.routes else "unknown"
     gateway.metrics.requests.labels(label, response.status_code).inc()
     if response.status_code == 200:
         gateway.metrics.latency.labels(label).observe(time.monotonic() - began)
@@ -138,6 +150,18 @@ def make_app(gateway: Gateway) -> FastAPI:
     _health(app, gateway)
     _inference(app, gateway)
     _openai(app, gateway)
+
+    @app.exception_handler(404)
+    @app.exception_handler(405)
+    async def unknown(request: Request, error: Any) -> Response:
+        status = error.status_code
+        what = "no such address" if status == 404 else "not by this method"
+        text = f"{request.method} {request.url.path}: {what}; see /docs"
+        if not request.url.path.startswith("/v1"):
+            return _json({"error": text}, status)
+        kind = {"type": "invalid_request_error", "param": None, "code": None}
+        return _json({"error": {"message": text, **kind}}, status)
+
     return app
 
 
@@ -206,14 +230,18 @@ def _inference(app: FastAPI, gateway: Gateway) -> None:
             media_type="application/octet-stream",
         )
 
-    @app.post("/v2/models/{name}/infer", tags=["inference"])
+    @app.post("/v2/models/{name}/infer", tags=["inference"], openapi_extra=INFER)
     async def infer_active(name: str, request: Request) -> Response:
         """Infer, with the version that answers now."""
         return await _answered(
             gateway, name, lambda: infer(name, None, request), _problem
         )
 
-    @app.post("/v2/models/{name}/versions/{version}/infer", tags=["inference"])
+    @app.post(
+        "/v2/models/{name}/versions/{version}/infer",
+        tags=["inference"],
+        openapi_extra=INFER,
+    )
     async def infer_version(name: str, version: str, request: Request) -> Response:
         """Infer, with this version only."""
         return await _answered(
@@ -268,10 +296,13 @@ def _spec(spec: Any) -> dict[str, Any]:
 def _deadline(request: Request, parameters: dict[str, Any]) -> float | None:
     """Return the seconds that the client gives the request."""
     given: Any = parameters.get("timeout_s", request.headers.get("x-timeout-s"))
+    if given is None and "timeout" in parameters:
+        given = parameters["timeout"]  # as Triton's clients give it
+        given = given / 1e6 if type(given) is int else given
     if given is None:
         return None
     try:
-        seconds = float(given)
+        seconds = -1.0 if isinstance(given, bool) else float(given)
     except (TypeError, ValueError):
         seconds = -1.0
     if not 0 < seconds <= 86400:
@@ -308,18 +339,23 @@ def _openai(app: FastAPI, gateway: Gateway) -> None:
             {"id": name, "object": "model", "created": 0, "owned_by": "multiworld"}
         )
 
-    @app.post("/v1/embeddings", tags=["openai"])
+    @app.post("/v1/embeddings", tags=["openai"], openapi_extra=EMBEDDINGS)
     async def embeddings(request: Request) -> Response:
         """Embed texts."""
         asked: dict[str, Any] = {}
 
         async def answer() -> Response:
             body = await read_body(request, gateway.max_body_bytes)
-            asked.update(_embedding_request(body))
+            if len(body) >= OFFLOAD_BYTES:
+                asked.update(await asyncio.to_thread(_embedding_request, body))
+            else:
+                asked.update(_embedding_request(body))
             return await while_connected(request, _embed(gateway, request, asked))
 
-        response = await _answered(gateway, "", answer, _openai_problem)
-        return response
+        def name() -> str:
+            return str(asked.get("model", ""))
+
+        return await _answered(gateway, name, answer, _openai_problem)
 
 
 def _embedding_request(body: bytes) -> dict[str, Any]:
@@ -337,15 +373,20 @@ def _embedding_request(body: bytes) -> dict[str, Any]:
         or not all(isinstance(text, str) and text for text in texts)
     ):
         raise InvalidRequestError(
-            '"input" must be a text or a list of texts, none of them empty'
+            '"input" must be a text or a list of texts, none of them empty (arrays of '
+            "tokens are not taken)"
         )
     if len(texts) > MAX_TEXTS:
         raise InvalidRequestError(f'"input" has more than {MAX_TEXTS} texts')
     if said.get("encoding_format", "float") not in ("float", "base64"):
         raise InvalidRequestError('"encoding_format" must be "float" or "base64"')
+    dimensions = said.get("dimensions")
+    if dimensions is not None and type(dimensions) is not int:
+        raise InvalidRequestError('"dimensions" must be a number')
     return {
         "model": said["model"],
         "texts": texts,
+        "dimensions": dimensions,
         "is_base64": said.get("encoding_format") == "base64",
     }
 
@@ -353,10 +394,26 @@ def _embedding_request(body: bytes) -> dict[str, Any]:
 MAX_TEXTS = 2048
 """As OpenAI has it."""
 
+WINDOW = 32
+"""Texts of one call that are under way at once: it shall not fill the queue."""
+
+
+def _check_dimensions(dimensions: int | None, model: Model) -> None:
+    size = next((s.shape[-1] for s in model.outputs if s.name == model.embedding), -1)
+    if dimensions is not None and dimensions != size:
+        raise InvalidRequestError(
+            f'"dimensions" is {dimensions}, and this model makes {size}; leave it out'
+        )
+
 
 async def _embed(gateway: Gateway, request: Request, asked: dict[str, Any]) -> Response:
     name = asked["model"]
     version, model = gateway.model(name)
+    deadline_s = _deadline(request, {})
+    if deadline_s is None:
+        deadline_s = gateway.dispatcher.table.routes[name].deadline_s
+    deadline_at = time.monotonic() + deadline_s
+    _check_dimensions(asked["dimensions"], model)
     frontend = await gateway.text(name, version, model)
     size = sum(map(len, asked["texts"]))
     if size >= OFFLOAD_BYTES // 16:
@@ -365,13 +422,14 @@ async def _embed(gateway: Gateway, request: Request, asked: dict[str, Any]) -> R
         )
     else:
         inputs = [frontend.encode(text) for text in asked["texts"]]
-    deadline_s = _deadline(request, {})
-    tasks = [
-        asyncio.ensure_future(
-            gateway.dispatcher.infer(name, tensors, deadline_s=deadline_s)
-        )
-        for tensors in inputs
-    ]
+    window = asyncio.Semaphore(WINDOW)
+
+    async def one(tensors: Tensors) -> Tensors:
+        async with window:
+            left_s = max(0.001, deadline_at - time.monotonic())
+            return await gateway.dispatcher.infer(name, tensors, deadline_s=left_s)
+
+    tasks = [asyncio.ensure_future(one(tensors)) for tensors in inputs]
     try:
         answers = await asyncio.gather(*tasks)
     finally:

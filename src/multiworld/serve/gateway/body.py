@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -13,7 +14,9 @@ from multiworld.errors import InvalidRequestError
 T = TypeVar("T")
 
 BODY_S = 30.0
-"""How long a client may take to send a body."""
+"""How long a client may send nothing of a body that is not complete."""
+
+WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 
 
 class TooLargeError(InvalidRequestError):
@@ -26,6 +29,12 @@ class TooSlowError(InvalidRequestError):
     """The client takes too long to send its body."""
 
     status = 408
+
+
+class UnknownEncodingError(InvalidRequestError):
+    """The body is compressed in a way that is not known here."""
+
+    status = 415
 
 
 class ClientGoneError(InvalidRequestError):
@@ -43,22 +52,51 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
     Cancellation: safe.
     """
     length = request.headers.get("content-length", "")
-    if length.isdigit() and int(length) > limit_bytes:
+    if length.isdigit() and (len(length) > 18 or int(length) > limit_bytes):
         raise _too_large(limit_bytes)
     parts: list[bytes] = []
     size = 0
     try:
-        async with asyncio.timeout(BODY_S):
+        async with asyncio.timeout(BODY_S) as limit:
             async for part in request.stream():
+                limit.reschedule(asyncio.get_running_loop().time() + BODY_S)
                 size += len(part)
                 if size > limit_bytes:
                     raise _too_large(limit_bytes)
                 parts.append(part)
     except TimeoutError:
-        raise TooSlowError(f"the body did not arrive within {BODY_S:g} s") from None
+        why = f"nothing more of the body arrived within {BODY_S:g} s"
+        raise TooSlowError(why) from None
     except ClientDisconnect:
         raise ClientGoneError("the client has gone") from None
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+    whole = parts[0] if len(parts) == 1 else b"".join(parts)
+    encoding = request.headers.get("content-encoding", "identity").lower()
+    if encoding == "identity":
+        return whole
+    return await asyncio.to_thread(_unpacked, whole, encoding, limit_bytes)
+
+
+def _unpacked(body: bytes, encoding: str, limit_bytes: int) -> bytes:
+    """Return what a compressed body holds, if it is within the limit.
+
+    Raises:
+        UnknownEncodingError, TooLargeError, InvalidRequestError: As their names say.
+    """
+    if encoding not in WINDOW_BITS:
+        raise UnknownEncodingError(
+            f"Content-Encoding {encoding!r} is not known here; send gzip, deflate, or "
+            "none"
+        )
+    reader = zlib.decompressobj(WINDOW_BITS[encoding])
+    try:
+        plain = reader.decompress(body, limit_bytes + 1)
+    except zlib.error as error:
+        raise InvalidRequestError(f"the body is no {encoding}: {error}") from error
+    if len(plain) > limit_bytes:
+        raise _too_large(limit_bytes)
+    if not reader.eof:
+        raise InvalidRequestError(f"the body is {encoding} that ends too early")
+    return plain
 
 
 def _too_large(limit_bytes: int) -> TooLargeError:

@@ -16,10 +16,15 @@ from torch import Tensor
 
 from multiworld.backends.dtypes import memory_of, plain
 from multiworld.errors import InvalidRequestError
+from multiworld.serve.collating import rows_of
 from multiworld.serve.datatypes import NAME_OF, TORCH_OF
 from multiworld.serve.stage import Model, Tensors, TensorSpec
 
 MAX_DIMENSIONS = 16
+MAX_DIGITS = 18
+MAX_ELEMENTS = 2**40
+SHOWN = 80
+"""Characters of a wrong value that a message repeats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +78,11 @@ def parse(body: bytes, header_length: str | None, model: Model) -> Asked:
 def _header_length(header: str | None, total: int) -> int:
     if header is None:
         return total
-    if not header.isascii() or not header.isdigit() or int(header) > total:
+    is_number = len(header) <= MAX_DIGITS and header.isascii() and header.isdigit()
+    if not is_number or int(header) > total:
         raise InvalidRequestError(
-            f"Inference-Header-Content-Length is {header!r}; it must be the length of "
-            f"the JSON part in bytes, at most {total}"
+            f"Inference-Header-Content-Length is {header[:40]!r}; it must be the "
+            f"length of the JSON part in bytes, at most {total}"
         )
     return int(header)
 
@@ -88,7 +94,7 @@ def _text(value: Any) -> str | None:
 
 
 def _parameters(said: dict[str, Any]) -> dict[str, Any]:
-    parameters = said.get("parameters", {})
+    parameters = said.get("parameters") or {}
     if not isinstance(parameters, dict):
         raise InvalidRequestError('"parameters" must be an object')
     return parameters
@@ -109,7 +115,7 @@ def _input(item: Any, rest: memoryview) -> tuple[str, Tensor, int]:
     if (
         not isinstance(shape, list)
         or len(shape) > MAX_DIMENSIONS
-        or any(type(size) is not int or size < 0 for size in shape)
+        or any(type(n) is not int or not 0 <= n < MAX_ELEMENTS for n in shape)
     ):
         raise InvalidRequestError(
             f"input {name!r}: shape {shape!r} must be a list of sizes, 0 or more"
@@ -117,6 +123,8 @@ def _input(item: Any, rest: memoryview) -> tuple[str, Tensor, int]:
     count = 1
     for size in shape:
         count *= size
+    if count >= MAX_ELEMENTS:
+        raise InvalidRequestError(f"input {name!r}: shape {shape} is too large")
     binary = _parameters(item).get("binary_data_size")
     if binary is not None:
         tensor = _from_bytes(name, dtype, count, binary, rest)
@@ -128,7 +136,7 @@ def _from_bytes(
     name: str, dtype: torch.dtype, count: int, size: Any, rest: memoryview
 ) -> Tensor:
     wanted = count * dtype.itemsize
-    if size != wanted:
+    if type(size) is not int or size != wanted:
         raise InvalidRequestError(
             f"input {name!r}: binary_data_size is {size!r}, its shape needs {wanted}"
         )
@@ -161,7 +169,7 @@ def _from_json(name: str, dtype: torch.dtype, count: int, data: Any) -> Tensor:
             isinstance(value, bool) and dtype is not torch.bool
         ):
             raise InvalidRequestError(
-                f"input {name!r}: {value!r} is no {NAME_OF[dtype]}"
+                f"input {name!r}: {repr(value)[:SHOWN]} is no {NAME_OF[dtype]}"
             )
     try:
         return torch.tensor(flat, dtype=dtype)
@@ -192,9 +200,14 @@ def check(tensors: Tensors, model: Model) -> None:
     Raises:
         InvalidRequestError: They do not fit.
     """
-    wanted = {spec.name: spec for spec in model.inputs}
-    if not wanted:
-        return
+    if model.inputs:
+        _check_specs(tensors, {spec.name: spec for spec in model.inputs})
+    rows_of(tensors)
+    if model.check is not None:
+        model.check(tensors)
+
+
+def _check_specs(tensors: Tensors, wanted: dict[str, TensorSpec]) -> None:
     if tensors.keys() != wanted.keys():
         raise InvalidRequestError(
             f"the model takes the inputs {', '.join(wanted)}; given were "
@@ -226,7 +239,7 @@ def _outputs(
     said: dict[str, Any], parameters: dict[str, Any], model: Model
 ) -> tuple[dict[str, bool], bool]:
     is_binary = parameters.get("binary_data_output") is True
-    listed = said.get("outputs", [])
+    listed = said.get("outputs") or []
     if not isinstance(listed, list):
         raise InvalidRequestError('"outputs" must be a list')
     wanted: dict[str, bool] = {}

@@ -79,7 +79,7 @@ class GatewayProcess:
         )
         self._keeper = EdgeKeeper(manager, args.store, config, self._dispatcher)
         self._probes: set[asyncio.Task[None]] = set()
-        self._asked_at = time.monotonic()
+        self._is_routed = asyncio.Event()
         self._server = _Server(
             uvicorn.Config(
                 make_app(self._gateway),
@@ -104,14 +104,12 @@ class GatewayProcess:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._end)
-        for name, spec in self._args.models.items():
-            self._add_model(name, spec)
         sock = listen(self._spec, self._args.port)
         tasks = [
             loop.create_task(body())
             for body in (self._agent.run, self._dispatcher.look, self._orphan)
         ]
-        serving = loop.create_task(self._server.serve(sockets=[sock]))
+        serving = loop.create_task(self._serve(sock))
         telling = loop.create_task(self._tell_when_up())
         try:
             done, _ = await asyncio.wait(
@@ -119,13 +117,16 @@ class GatewayProcess:
             )
             for task in done:
                 task.result()
-            self._agent.tell("finished")
-            await self._agent.wait_told()
         finally:
             for task in (*tasks, serving, telling, *self._probes):
                 task.cancel()
             await asyncio.gather(*tasks, serving, telling, return_exceptions=True)
             await self._keeper.close()
+
+    async def _serve(self, sock: socket.socket) -> None:
+        """Serve from when it is known what; before that, others share the port."""
+        await self._is_routed.wait()
+        await self._server.serve(sockets=[sock])
 
     async def _tell_when_up(self) -> None:
         while not self._server.started:  # noqa: ASYNC110 - uvicorn has no event for it
@@ -135,6 +136,7 @@ class GatewayProcess:
     def _end(self) -> None:
         self._gateway.is_ending = True
         self._server.should_exit = True
+        self._is_routed.set()
 
     def _add_model(self, name: str, spec: ModelSpec) -> None:
         try:
@@ -147,13 +149,16 @@ class GatewayProcess:
     async def _obey(self, order: dict[str, Any]) -> None:
         match order["kind"]:
             case "models":
-                for name, spec in order["models"].items():
-                    self._add_model(name, ModelSpec.model_validate(spec))
+                for name, versions in order["models"].items():
+                    for version, spec in versions.items():
+                        if version not in self._gateway.models.get(name, {}):
+                            self._add_model(name, ModelSpec.model_validate(spec))
             case "table":
                 table = table_from_json(order["table"])
                 self._dispatcher.table_changed(table)
                 self._keeper.apply(edges_of(table, self._args.name))
                 self._agent.fact("applied", number=table.number)
+                self._is_routed.set()
             case "probe":
                 task = asyncio.ensure_future(self._probe(order["replica"]))
                 self._probes.add(task)
@@ -190,10 +195,12 @@ class GatewayProcess:
         while True:
             await asyncio.sleep(LOOK_S)
             now = time.monotonic()
+            asked_at = now if self._dispatcher.in_flight else self._dispatcher.asked_at
             lost_at = self._agent.lost_at
-            if lost_at is None or self._dispatcher.in_flight:
-                self._asked_at = now
-            elif now - self._asked_at > ORPHAN_FACTOR * self._args.orphan_s:
+            factor = ORPHAN_FACTOR if self._agent.was_joined else 1
+            if lost_at is None:
+                continue
+            if now - max(asked_at, lost_at) > factor * self._args.orphan_s:
                 logger.warning("no controller and no client: this gateway ends")
                 self._end()
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multiworld.errors import SpecError
+from multiworld.errors import InvalidRequestError, SpecError
 from multiworld.serve.models.layers import chain_partition
 from multiworld.serve.stage import Model, Stage, StageContext, Tensors, TensorSpec
 
@@ -91,9 +91,35 @@ def model(path: str, stages: int = 1, max_length: int | None = None) -> Model:
         ],
         outputs=[output],
         example=_example,
+        check=functools.partial(
+            _check,
+            int(config.get("vocab_size", 2**31)),
+            int(config.get("max_position_embeddings", 2**31)),
+        ),
         text=functools.partial(Tokenizer, folder, tokens) if pooling else None,
         preload=_modules(str(config.get("model_type", ""))),
     )
+
+
+def _check(vocabulary: int, longest: int, tensors: Tensors) -> None:
+    """Refuse what the embeddings have no row for."""
+    ids, mask = tensors["input_ids"], tensors["attention_mask"]
+    if ids.shape != mask.shape:
+        raise InvalidRequestError(
+            f"input_ids has shape {list(ids.shape)} and attention_mask "
+            f"{list(mask.shape)}; they must be equal"
+        )
+    if ids.shape[1] > longest:
+        raise InvalidRequestError(
+            f"input_ids has {ids.shape[1]} tokens a row; the model takes at most "
+            f"{longest}"
+        )
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocabulary:
+        raise InvalidRequestError(
+            f"input_ids has tokens from {low} to {high}; the model knows 0 to "
+            f"{vocabulary - 1}"
+        )
 
 
 def _modules(model_type: str) -> list[str]:
@@ -152,6 +178,11 @@ def _max_length(folder: Path, config: dict[str, Any]) -> int:
     return int(said or config.get("max_position_embeddings") or 512)
 
 
+CHARACTERS = 64
+"""So many characters a token are looked at: the tokenizer reads all it is given, and
+throws away what is over the model's length. The longest English words are 45."""
+
+
 class Tokenizer:
     """Turns text into ``input_ids`` and ``attention_mask`` of one row."""
 
@@ -161,10 +192,11 @@ class Tokenizer:
         self._fast = Fast.from_file(str(folder / "tokenizer.json"))
         self._fast.no_padding()
         self._fast.enable_truncation(max_length)
+        self._longest = max_length * CHARACTERS
 
     def encode(self, text: str) -> Tensors:
         """Return the inputs of one text."""
-        ids = self._fast.encode(text).ids
+        ids = self._fast.encode(text[: self._longest]).ids
         return {
             "input_ids": torch.tensor([ids], dtype=torch.int64),
             "attention_mask": torch.ones((1, len(ids)), dtype=torch.int64),

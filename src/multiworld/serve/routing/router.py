@@ -25,6 +25,7 @@ from multiworld.errors import (
     OverloadedError,
     RequestPoisonedError,
     ServeError,
+    UnknownModelError,
 )
 from multiworld.serve.choosing import Chance, choose
 from multiworld.serve.routing.actions import (
@@ -61,6 +62,9 @@ LOSSES = 2
 """Replicas that die with a request in their queue, until it is suspected as well."""
 
 RETRY_AFTER_S = 1.0
+
+COMPACT = 1000
+"""Deadlines of ended requests that are kept for the sake of speed."""
 
 
 @dataclass(slots=True)
@@ -164,7 +168,7 @@ class Router:
                 return self._silence(replica, is_silent)
             case TableChanged(table):
                 self._table = table
-                return self._pump_all()
+                return [*self._forget_models(), *self._pump_all()]
             case Ticked():
                 return self._expire(now)
 
@@ -173,7 +177,7 @@ class Router:
     def _submitted(self, wish: Submitted) -> list[Action]:
         queue = self._queues.setdefault(wish.model, _Queue())
         limit = self._table.routes[wish.model].max_queued_requests
-        if wish.via is None and queue.fresh >= limit:
+        if wish.via is None and queue.fresh >= limit and not self._has_room(wish):
             error = OverloadedError(
                 f"model {wish.model!r} has {queue.fresh} requests waiting, which is "
                 "its max_queued_requests; try again later",
@@ -184,6 +188,25 @@ class Router:
         heapq.heappush(self._deadlines, (wish.deadline_at, wish.number))
         self._wait(request)
         return self._pump(wish.model)
+
+    def _has_room(self, wish: Submitted) -> bool:
+        """Return whether it would be sent at once."""
+        queue, route = self._queues[wish.model], self._table.routes[wish.model]
+        can_send = not queue.fresh and not self._missing(wish.model, route)
+        return (
+            can_send and self._target(_Request(wish), route, can_send=True) is not None
+        )
+
+    def _forget_models(self) -> list[Action]:
+        """Refuse what waits for a model that is not served any more."""
+        actions: list[Action] = []
+        for model in self._queues.keys() - self._table.routes.keys():
+            for request in list(self._requests.values()):
+                if request.wish.model == model and not request.attempts:
+                    error = UnknownModelError(f"model {model!r} is not served any more")
+                    number = request.wish.number
+                    actions += [Reject(number, error), *self._end(number)]
+        return actions
 
     def _answered(self, attempt: Attempt, is_last: bool) -> list[Action]:
         number, which = attempt
@@ -216,6 +239,10 @@ class Router:
         queue = self._queues[request.wish.model]
         if queue.solo == number:
             queue.solo = None
+        if len(self._deadlines) > 2 * len(self._requests) + COMPACT:
+            left = [entry for entry in self._deadlines if entry[1] in self._requests]
+            heapq.heapify(left)
+            self._deadlines = left
         return actions + self._pump(request.wish.model)
 
     def _expire(self, now: float) -> list[Action]:
@@ -321,9 +348,12 @@ class Router:
         queue = self._queues[request.wish.model]
         if queue.solo == number:
             queue.solo = None
+        if request.winner not in request.attempts:
+            request.winner = None
+        if request.is_waiting and request.is_suspect and not request.attempts:
+            self._wait(request)  # among the suspects now
         if request.attempts or request.is_waiting:
             return []
-        request.winner = None
         self._wait(request)
         return [Replayed(number, replica, why)]
 
@@ -354,13 +384,13 @@ class Router:
     # Waiting and sending.
 
     def _wait(self, request: _Request) -> None:
-        request.is_waiting = True
         queue = self._queues[request.wish.model]
+        was_waiting, request.is_waiting = request.is_waiting, True
         line = queue.suspects if request.is_suspect else queue.numbers
         if request.wish.via is not None:
             line = queue.probes
         heapq.heappush(line, request.wish.number)
-        queue.fresh += request.attempted == 0
+        queue.fresh += request.attempted == 0 and not was_waiting
 
     def _unwait(self, request: _Request) -> None:
         request.is_waiting = False
@@ -389,12 +419,21 @@ class Router:
                 heapq.heappop(queue.suspects)
                 queue.solo = suspect.wish.number
                 actions.append(self._send(suspect, replica))
+        passed: list[int] = []
         while (request := self._first(queue.numbers)) is not None:
+            if request.is_suspect:
+                heapq.heappop(queue.numbers)  # it is among the suspects
+                continue
             replica = self._target(request, route, can_send=can_send)
-            if replica is None:
+            if replica is None and request.wish.session is None:
                 break
             heapq.heappop(queue.numbers)
-            actions.append(self._send(request, replica))
+            if replica is None:  # its replica is full; others need not wait for that
+                passed.append(request.wish.number)
+            else:
+                actions.append(self._send(request, replica))
+        for number in passed:
+            heapq.heappush(queue.numbers, number)
         return actions
 
     def _first(self, line: list[int]) -> _Request | None:
@@ -423,12 +462,12 @@ class Router:
         if not can_send:
             return None
         load = {name: len(held) for name, held in self._held.items()}
-        candidates = [
-            name
-            for name in self._usable(request.wish.model, route.version, 0)
-            if load.get(name, 0) < route.max_ongoing_requests
-        ]
-        return choose(candidates, load, self._chance, request.wish.session)
+        usable = self._usable(request.wish.model, route.version, 0)
+        open_ = [n for n in usable if load.get(n, 0) < route.max_ongoing_requests]
+        if request.wish.session is None:
+            return choose(open_, load, self._chance)
+        chosen = choose(usable, load, self._chance, request.wish.session)
+        return chosen if chosen in open_ else None
 
     def _probe_target(
         self, wish: Submitted, via: dict[int, str], route: Route
