@@ -15,7 +15,7 @@ PUBLIC := multiworld $(addprefix multiworld., world world_manager world_communic
 MINUTES ?= 5
 SEED ?= 1
 
-.PHONY: setup demo test test-all lint types faults soak bench bench-detection docs clean
+.PHONY: setup demo test test-all lint types faults soak soak-serve bench bench-detection docs clean
 
 setup: $(STAMP)
 
@@ -49,6 +49,10 @@ faults: $(STAMP)
 # Random faults over a fleet under traffic; the same seed draws the same ones.
 soak: $(STAMP)
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) --seed $(SEED) $(ARGS)
+
+# The same for a service: checked requests all the while, and nothing may be lost.
+soak-serve: $(STAMP)
+	$(BIN)/python -m tests.serve.soak --minutes $(MINUTES) --seed $(SEED) $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/p2p.py $(ARGS)

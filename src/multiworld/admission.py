@@ -66,7 +66,7 @@ class Admission:
         """
         name, where = wish.name, wish.where
         deadline = self._loop.time() + wish.config.join_s
-        may_host = wish.rank == 0
+        may_host = wish.rank == 0 and wish.config.embed_store
         session = await self.meeting.enter(
             where, may_host=may_host, world=name, deadline=deadline
         )

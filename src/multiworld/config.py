@@ -51,6 +51,11 @@ class WorldConfig:
     thread costs no process, but can do neither. One beats for all worlds of a manager,
     so this is taken from the manager's settings, not from a single join's."""
 
+    embed_store: bool = True
+    """Whether rank 0 serves the store if nobody else does and its address is one of
+    this host's. False where the store is a service of its own that is started again:
+    who embeds one in its place, would take its memory away with it."""
+
     eager_bytes: int = 64 * KIB
     """Messages up to this size are sent without waiting for the receiver."""
 
@@ -92,8 +97,9 @@ class WorldConfig:
             value = getattr(self, name)
             if not _is_number(value, int) or value < 0:
                 raise ConfigError(name, value, "bytes, 0 or more")
-        if not isinstance(self.payload_checksum, bool):
-            raise ConfigError("payload_checksum", self.payload_checksum, "a bool")
+        for name in ("payload_checksum", "embed_store"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(name, getattr(self, name), "a bool")
         if self.heartbeat not in ("process", "thread"):
             raise ConfigError("heartbeat", self.heartbeat, "'process' or 'thread'")
         if self.host_p2p not in ("direct", "backend"):

@@ -100,6 +100,15 @@ async def test_no_store_is_an_error_in_time() -> None:
         assert caught.value.address == address
 
 
+async def test_store_is_not_embedded_where_it_is_a_service_of_its_own() -> None:
+    """Rank 0 waits for it, like everybody."""
+    address = f"tcp://127.0.0.1:{free_port()}"
+    config = SHORT.replace(embed_store=False)
+    async with no_leaks(), WorldManager(config=config) as manager:
+        with pytest.raises(StoreUnreachableError):
+            await manager.join("w", rank=0, size=2, store=address)
+
+
 async def test_held_rank_is_refused_and_its_holder_not_disturbed(store: str) -> None:
     """Traffic goes on while others claim."""
     async with (

@@ -280,6 +280,7 @@ async def test_lost_store_hurts_nobody_and_comes_back(service: Served) -> None:
         os.kill(record.store.pid, signal.SIGKILL)
         name = await harm(service, "kill", "add")
         await gone(service, name)
+        await asyncio.sleep(0.3)
     assert service.events("store")
 
 

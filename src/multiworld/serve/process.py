@@ -57,7 +57,7 @@ class Args(BaseModel):
 
     def config(self) -> WorldConfig:
         """Return the settings of its worlds."""
-        return WorldConfig(silence_s=self.silence_s, join_s=JOIN_S)
+        return WorldConfig(silence_s=self.silence_s, join_s=JOIN_S, embed_store=False)
 
 
 def main(args: dict[str, Any]) -> int:

@@ -526,7 +526,9 @@ class Controller:
 
     async def _live(self, name: str) -> None:
         """Stay in the control world of a process."""
-        config = WorldConfig(silence_s=self.app.silence_s, join_s=JOIN_S)
+        config = WorldConfig(
+            silence_s=self.app.silence_s, join_s=JOIN_S, embed_store=False
+        )
         try:
             async for world in self._manager.keep(
                 control_world(self.app.app, name),

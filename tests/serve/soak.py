@@ -1,0 +1,193 @@
+"""Random faults on a service under load, for as long as is asked for.
+
+``python -m tests.serve.soak --minutes 30 --seed 1`` (or ``make soak-serve``). Kills,
+stops, cuts, drains, scales and updates at random, while checked requests arrive at a
+steady rate. Prints what was lost or wrong, and how the memory and the descriptors of
+the long-lived processes have grown; exits with 1 if anything was lost, wrong or leaked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from multiworld.errors import ServeError
+from multiworld.serve.load.summary import summarise
+from tests.serve.harness import Served, Traffic, served, spec_with
+
+RATE = 50.0
+PAUSE_S = (0.3, 2.5)
+STAGES = ("double", "add", "square")
+FAULTS = {"kill": 6, "stop": 2, "cut": 1, "drain": 2, "scale": 2, "update": 1}
+GROWTH_BYTES = 48 * 2**20
+GROWTH_FILES = 24
+"""What a gateway and a controller may have more at the end: caches fill, connections
+of the load and links of replicas that come and go differ from moment to moment."""
+
+
+@dataclass(slots=True)
+class Size:
+    """What a process holds."""
+
+    rss_bytes: int
+    files: int
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a soak found."""
+
+    seed: int
+    minutes: float
+    faults: dict[str, int] = field(default_factory=dict)
+    sent: int = 0
+    answered: int = 0
+    lost: int = 0
+    wrong: int = 0
+    p50_s: float = 0.0
+    p99_s: float = 0.0
+    max_s: float = 0.0
+    examples: list[str] = field(default_factory=list)
+    before: dict[str, Size] = field(default_factory=dict)
+    after: dict[str, Size] = field(default_factory=dict)
+
+    @property
+    def grown(self) -> list[str]:
+        """Return which of the long-lived processes have grown."""
+        return [
+            name
+            for name, size in self.before.items()
+            if self.after[name].rss_bytes - size.rss_bytes > GROWTH_BYTES
+            or self.after[name].files - size.files > GROWTH_FILES
+        ]
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing was lost, wrong or leaked."""
+        return not (self.lost or self.wrong or self.grown)
+
+
+def size_of(pid: int) -> Size:
+    """Return what a process holds now."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return Size(pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir(f"/proc/{pid}/fd")))
+
+
+class Soak:
+    """One run."""
+
+    def __init__(self, service: Served, seed: int, minutes: float) -> None:
+        self._service = service
+        self._chance = random.Random(seed)
+        self._version = 1
+        self.outcome = Outcome(seed, minutes)
+        self._faults: Counter[str] = Counter()
+
+    async def run(self) -> Outcome:
+        """Break things until the time is over."""
+        await asyncio.sleep(3)
+        self.outcome.before = self._sizes()
+        traffic = Traffic(self._service, RATE)
+        running = asyncio.ensure_future(traffic.load.run())
+        end = time.monotonic() + 60 * self.outcome.minutes
+        try:
+            while time.monotonic() < end:
+                await asyncio.sleep(self._chance.uniform(*PAUSE_S))
+                await self._one()
+            await asyncio.to_thread(self._service.until, self._is_ready, "the end")
+        finally:
+            traffic.load.end()
+            await running
+        await asyncio.sleep(3)
+        found = summarise(traffic.load.samples)
+        self.outcome.after = self._sizes()
+        self.outcome.faults = dict(self._faults)
+        self.outcome.sent, self.outcome.answered = traffic.load.sent, found.answered
+        self.outcome.lost = traffic.load.sent - found.answered
+        self.outcome.wrong = found.wrong
+        self.outcome.p50_s, self.outcome.p99_s = found.p50_s, found.p99_s
+        self.outcome.max_s = found.max_s
+        self.outcome.examples = [str(sample) for sample in traffic.bad[:5]]
+        return self.outcome
+
+    def _is_ready(self) -> bool:
+        return bool(self._service.ask("GET", "/status")["is_ready"])
+
+    def _sizes(self) -> dict[str, Size]:
+        status = self._service.ask("GET", "/status")
+        pids = {p["name"]: p["pid"] for p in status["processes"] if not p["model"]}
+        return {
+            n: size_of(p)
+            for n, p in {**pids, "controller": status["controller"]}.items()
+        }
+
+    async def _one(self) -> None:
+        kinds, weights = list(FAULTS), list(FAULTS.values())
+        (kind,) = self._chance.choices(kinds, weights)
+        stage = self._chance.choice(STAGES)
+        try:
+            await asyncio.to_thread(self._do, kind, stage)
+            self._faults[kind] += 1
+        except ServeError:
+            pass  # no replica is ready there: the last fault is still being healed
+
+    def _do(self, kind: str, stage: str) -> None:
+        ask = self._service.ask
+        match kind:
+            case "scale":
+                count = self._chance.randint(1, 3)
+                what: dict[str, Any] = {"model": "m", "stage": stage, "replicas": count}
+                ask("POST", "/scale", json=what)
+            case "update":
+                self._version += 1
+                text = yaml.safe_dump(spec_with(m_version=str(self._version)))
+                ask("POST", "/update", json={"text": text, "where": "soak"})
+            case "drain":
+                names = [
+                    p["name"] for p in ask("GET", "/status")["processes"] if p["model"]
+                ]
+                ask("POST", "/drain", json={"name": self._chance.choice(names)})
+            case _:
+                seconds = self._chance.uniform(0.5, 4.0)
+                what = {
+                    "action": kind,
+                    "model": "m",
+                    "stage": stage,
+                    "seconds": seconds,
+                }
+                ask("POST", "/chaos", json=what)
+        self._service.note()
+
+
+def soak(folder: Path, seed: int, minutes: float) -> Outcome:
+    """Run a soak in a folder."""
+    with served(folder, spec_with()) as service:
+        return asyncio.run(Soak(service, seed, minutes).run())
+
+
+def main() -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        outcome = soak(Path(folder), given.seed, given.minutes)
+    print(json.dumps({**asdict(outcome), "grown": outcome.grown}, indent=2))  # noqa: T201
+    return 0 if outcome.is_good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
