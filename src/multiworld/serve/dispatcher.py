@@ -214,6 +214,10 @@ class Dispatcher:
             elif "dropped" in note:
                 attempts = _attempts(note["dropped"])
                 self._handle(events.Dropped(attempts, note["stage"]))
+            elif "returned" in note:
+                attempts = _attempts(note["returned"])
+                dropped = events.Dropped(attempts, note["stage"], is_innocent=True)
+                self._handle(dropped)
             elif "stuck" in note:
                 self._handle(events.Stuck(_attempts(note["stuck"])))
             elif "failed" in note:

@@ -64,9 +64,19 @@ class Forwarding:
         """How many pieces of work are on their way to be begun."""
         return sum(map(len, self._handed.values()))
 
-    def table_changed(self, replicas: list[Replica]) -> None:
-        """Take note of the next stage's replicas."""
+    def table_changed(self, replicas: list[Replica]) -> list[Key]:
+        """Take note of the next stage's replicas.
+
+        Returns:
+            What waited here and goes back to its routers, as there are none: this
+            version may be on its way out, and nobody will ever come for it.
+        """
         self._replicas = {replica.name: replica for replica in replicas}
+        if replicas:
+            return []
+        returned = list(self._waiting)
+        self._waiting.clear()
+        return returned
 
     def connected(self, name: str) -> None:
         """Take note of an edge."""

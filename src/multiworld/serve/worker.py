@@ -112,7 +112,7 @@ class Worker:
         me = table.replicas.get(self.name)
         if me is not None:
             following = table.stage(me.model, me.version, self._number + 1)
-            self._forwarding.table_changed(following)
+            self._note(self._forwarding.table_changed(following), "returned")
             self._hand([])
 
     @property
@@ -239,7 +239,7 @@ class Worker:
             keys = [(router, number, attempt) for router, number, attempt in note[1]]
             if note[0] == "refused":
                 self._forwarding.refused(outbox.edge.peer, keys, time.monotonic())
-                self._note(keys, "dropped")
+                self._note(keys, "returned")
             else:
                 self._forwarding.begun(outbox.edge.peer, keys)
             self._hand([])

@@ -92,6 +92,25 @@ def test_probe_goes_where_it_must_or_to_those_that_start() -> None:
     assert f.hand([piece(3)], 0.0) == {}
 
 
+def test_what_waits_goes_back_when_the_next_stage_has_nobody() -> None:
+    """A version that is being replaced is not healed any more."""
+    f = forwarding(1, a=READY)
+    f.hand([piece(0), piece(1), piece(2)], 0.0)
+    assert f.table_changed([]) == [key(1), key(2)]
+    assert (len(f), f.handed_count) == (0, 1)
+
+
+def test_who_refused_is_left_alone_for_a_while() -> None:
+    """It does not know the router yet."""
+    f = forwarding(4, a=READY, b=READY)
+    (name,) = f.hand([piece(0)], 0.0)
+    f.refused(name, [key(0)], 0.0)
+    assert name not in f.hand([piece(n) for n in range(1, 4)], 0.1)
+    assert f.handed_count == 3
+    f.begun("b" if name == "a" else "a", [key(n) for n in range(1, 4)])
+    assert name in f.hand([piece(n) for n in range(4, 8)], 1.0)
+
+
 def test_what_is_late_or_unwanted_is_dropped() -> None:
     """It takes no room."""
     f = forwarding(1, a=READY)

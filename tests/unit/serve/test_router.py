@@ -258,6 +258,16 @@ def test_dropped_work_is_sent_again_without_suspicion() -> None:
     assert again[1:] == (1, 3, False)
 
 
+def test_what_was_only_refused_is_never_suspected() -> None:
+    """However often."""
+    run = Run(table(["a"], ["b"]))
+    run.submit(1)
+    for attempt in range(1, 6):
+        run.handle(Begun("a", ((1, attempt),), False))
+        dropped = Dropped(((1, attempt),), 1, is_innocent=True)
+        assert dispatched(run.handle(dropped)) == [("a", 1, attempt + 1, False)]
+
+
 def test_word_of_a_replica_that_is_gone_counts_as_its_loss() -> None:
     """A note may arrive after the end of the one who is meant."""
     run = Run(table(["a"], ["b", "c"]))

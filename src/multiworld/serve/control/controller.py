@@ -13,19 +13,16 @@ from collections import deque
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from multiworld.config import WorldConfig
 from multiworld.errors import (
     LaunchError,
     MemberLostError,
     ServeError,
     UnknownModelError,
-    WorldBrokenError,
-    WorldClosedError,
 )
 from multiworld.serve.control import fleet as fleets
-from multiworld.serve.control.agent import control_world
 from multiworld.serve.control.fleet import Fleet, Phase
 from multiworld.serve.control.launching import Launcher, Running
+from multiworld.serve.control.links import Links
 from multiworld.serve.control.record import (
     ProcessRecord,
     Record,
@@ -40,18 +37,12 @@ from multiworld.serve.control.wanting import (
 )
 from multiworld.serve.process import Args
 from multiworld.serve.spec import AppSpec, ModelSpec
-from multiworld.serve.table import Table
-from multiworld.world import World
 from multiworld.world_manager import WorldManager
 
 logger = logging.getLogger("multiworld.serve")
 
 TICK_S = 0.25
 REPORT_TICKS = 20
-REPORT_S = 2.0
-"""How long a process may take to say what it does."""
-
-JOIN_S = 20.0
 END_S = 10.0
 EVENTS = 1000
 
@@ -93,7 +84,7 @@ class Controller:
         old: Record | None = None,
     ) -> None:
         self.app, self.port, self.store = app, port, store
-        self._folder, self._manager, self._launcher = folder, manager, launcher
+        self._folder, self._launcher = folder, launcher
         self.fleet = Fleet(
             ready_s=app.ready_s,
             drain_s=app.drain_s,
@@ -103,11 +94,8 @@ class Controller:
         )
         self._specs = {} if old is None else {n: dict(v) for n, v in old.specs.items()}
         self._running: dict[str, Running] = {}
-        self._links: dict[str, asyncio.Task[None]] = {}
-        self._worlds: dict[str, World] = {}
+        self._links = Links(manager, app.app, store.address, app.silence_s, self)
         self._launching: set[asyncio.Task[None]] = set()
-        self._asked: dict[int, asyncio.Future[Any]] = {}
-        self._numbers = itertools.count(1)
         self._happened: deque[Happened] = deque(maxlen=EVENTS)
         self._changed = asyncio.Event()
         self._ticker: asyncio.Task[None] | None = None
@@ -128,7 +116,7 @@ class Controller:
         self._set_specs()
         for process in adopted:
             self._handle(fleets.Adopted(process))
-            self._link(process.name)
+            self._links.open(process.name)
         self._handle(fleets.WantedChanged(wanted))
         self._ticker = self._loop.create_task(self._tick())
 
@@ -176,12 +164,11 @@ class Controller:
             "replicas": {
                 name: said
                 for name, said in reports.items()
-                if said is not None and not name.startswith("gateway/")
+                if said is not None and not _is_gateway(name)
             },
         }
-        for name in self._worlds:
-            if name.startswith("gateway/"):
-                self._send(name, order)
+        for name in filter(_is_gateway, self._links.names):
+            self._links.send(name, order)
 
     async def wait_ready(self) -> None:
         """Wait until everything that is wanted is ready.
@@ -251,7 +238,8 @@ class Controller:
     async def abandon(self) -> None:
         """End the controller only; the service goes on."""
         self._is_ending = True
-        tasks = [*self._links.values(), *self._launching]
+        await self._links.close_all()
+        tasks = list(self._launching)
         if self._ticker is not None:
             tasks.append(self._ticker)
         for task in tasks:
@@ -313,9 +301,8 @@ class Controller:
         wanted = wanted_of(app, counts)
         self.app = app
         self._set_specs()
-        for name in self._worlds:
-            if name.startswith("gateway/"):
-                self._send(name, self._models_order())
+        for name in filter(_is_gateway, self._links.names):
+            self._links.send(name, self._models_order())
         self._handle(fleets.WantedChanged(wanted))
 
     def drain(self, name: str) -> None:
@@ -354,7 +341,7 @@ class Controller:
         running = self._running[name]
         self._say("chaos", f"{action} {name} (process {running.pid})", name)
         if action == "cut":
-            self._send(name, {"kind": "cut", "seconds": seconds})
+            self._links.send(name, {"kind": "cut", "seconds": seconds})
         else:
             number = signal.SIGKILL if action == "kill" else signal.SIGSTOP
             self._launcher.kill(running, number)
@@ -408,21 +395,7 @@ class Controller:
 
         Cancellation: safe.
         """
-        names = list(self._worlds)
-        answers = await asyncio.gather(*(self._ask(name) for name in names))
-        return dict(zip(names, answers, strict=True))
-
-    async def _ask(self, name: str) -> Any:
-        number = next(self._numbers)
-        self._asked[number] = future = self._loop.create_future()
-        self._send(name, {"kind": "report", "ask": number})
-        try:
-            async with asyncio.timeout(REPORT_S):
-                return await future
-        except TimeoutError:
-            return None
-        finally:
-            self._asked.pop(number, None)
+        return await self._links.reports()
 
     def log_of(self, name: str) -> Any:
         """Return where the output of a process goes."""
@@ -456,12 +429,13 @@ class Controller:
             case fleets.Kill(name):
                 self._forget(name)
             case fleets.Probe(name, gateway):
-                self._send(gateway, {"kind": "probe", "replica": name})
+                self._links.send(gateway, {"kind": "probe", "replica": name})
             case fleets.Finish(name):
-                self._send(name, {"kind": "finish"})
+                self._links.send(name, {"kind": "finish"})
             case fleets.Announce(table):
-                for name in self._worlds:
-                    self._send(name, _table_order(table))
+                order = {"kind": "table", "table": table.to_json()}
+                for name in self._links.names:
+                    self._links.send(name, order)
             case fleets.Say(kind, text, name):
                 self._say(kind, text, name)
 
@@ -487,9 +461,7 @@ class Controller:
         running = self._running.pop(name, None)
         if running is not None:
             self._launcher.kill(running)
-        link = self._links.pop(name, None)
-        if link is not None and link is not asyncio.current_task():
-            link.cancel()
+        self._links.close(name)
 
     async def _launch(self, name: str, model: str, version: str, stage: int) -> None:
         spec = self._specs[model][version] if model else None
@@ -507,7 +479,7 @@ class Controller:
             port=self.port,
             alive=str(self._folder.alive),
         )
-        self._link(name)
+        self._links.open(name)
         try:
             running = await self._launcher.launch(
                 name, args.model_dump(), self.log_of(name)
@@ -521,68 +493,30 @@ class Controller:
         else:
             self._launcher.kill(running)
 
-    def _link(self, name: str) -> None:
-        self._links[name] = self._loop.create_task(self._live(name))
+    # What the links tell; see ``LinkOwner``.
 
-    async def _live(self, name: str) -> None:
-        """Stay in the control world of a process."""
-        config = WorldConfig(
-            silence_s=self.app.silence_s, join_s=JOIN_S, embed_store=False
-        )
-        try:
-            async for world in self._manager.keep(
-                control_world(self.app.app, name),
-                rank=0,
-                size=2,
-                store=self.store.address,
-                config=config,
-            ):
-                self._worlds[name] = world
-                if name.startswith("gateway/"):
-                    self._send(name, self._models_order())
-                self._send(name, _table_order(self.fleet.table))
-                self._handle(fleets.Joined(name))
-                try:
-                    await self._read(name, world)
-                except MemberLostError as error:
-                    self._handle(
-                        fleets.Gone(name, f"{error.reason} ({error.evidence})")
-                    )
-                    return
-                except (WorldBrokenError, WorldClosedError) as error:
-                    logger.info("%s: %s", name, error)
-                finally:
-                    self._worlds.pop(name, None)
-        finally:
-            world_name = control_world(self.app.app, name)
-            if world_name in self._manager.worlds:
-                await asyncio.shield(self._manager.leave(world_name))
+    def greeting(self, name: str) -> list[dict[str, Any]]:
+        """Return what a process that has joined is told first."""
+        table = {"kind": "table", "table": self.fleet.table.to_json()}
+        return [self._models_order(), table] if _is_gateway(name) else [table]
 
-    async def _read(self, name: str, world: World) -> None:
-        while True:
-            news = await world.recv_object(src=1)
-            match news["kind"]:
-                case "loaded":
-                    self._handle(fleets.Loaded(name))
-                case "applied":
-                    self._handle(fleets.Applied(name, news["number"]))
-                case "probed":
-                    self._handle(fleets.Probed(news["replica"], news["error"]))
-                case "report":
-                    future = self._asked.get(news["ask"])
-                    if future is not None and not future.done():
-                        future.set_result(news["what"])
+    def joined(self, name: str) -> None:
+        """Take note that a process has joined."""
+        self._handle(fleets.Joined(name))
 
-    def _send(self, name: str, order: dict[str, Any]) -> None:
-        world = self._worlds.get(name)
-        if world is not None:
-            self._spawn(self._launching, self._send_to(world, order))
+    def news(self, name: str, news: dict[str, Any]) -> None:
+        """Take note of what a process tells."""
+        match news["kind"]:
+            case "loaded":
+                self._handle(fleets.Loaded(name))
+            case "applied":
+                self._handle(fleets.Applied(name, news["number"]))
+            case "probed":
+                self._handle(fleets.Probed(news["replica"], news["error"]))
 
-    async def _send_to(self, world: World, order: dict[str, Any]) -> None:
-        try:
-            await world.send_object(order, dst=1)
-        except (WorldBrokenError, WorldClosedError):
-            pass  # its link finds out
+    def lost(self, name: str, error: MemberLostError) -> None:
+        """Take note that a process is lost."""
+        self._handle(fleets.Gone(name, f"{error.reason} ({error.evidence})"))
 
     def _save(self) -> None:
         processes = [
@@ -623,8 +557,8 @@ class Controller:
     _saved: Record | None = None
 
 
-def _table_order(table: Table) -> dict[str, Any]:
-    return {"kind": "table", "table": table.to_json()}
+def _is_gateway(name: str) -> bool:
+    return name.startswith("gateway/")
 
 
 def _exit_words(code: int) -> str:

@@ -44,10 +44,14 @@ class Dropped:
     """What was handed on to a replica of ``stage`` may be lost with it, or was refused.
 
     Those that this stage has begun are not meant: its replica itself told of them.
+
+    Attributes:
+        is_innocent: Nothing died: it was refused, or there was nobody to hand it to.
     """
 
     attempts: tuple[Attempt, ...]
     stage: int
+    is_innocent: bool = False
 
 
 @dataclass(frozen=True, slots=True)

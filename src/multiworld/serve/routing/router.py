@@ -149,8 +149,8 @@ class Router:
                 return self._submitted(event)
             case Begun():
                 return self._begun(event)
-            case Dropped(attempts, stage):
-                return self._dropped(attempts, stage)
+            case Dropped():
+                return self._dropped(event)
             case Stuck(attempts):
                 return self._stuck(attempts)
             case Answered(attempt, is_last):
@@ -265,9 +265,10 @@ class Router:
                 "deadline of this request; it is being replaced, try again later",
                 retry_after_s=RETRY_AFTER_S,
             )
+        at = ", ".join(self.place(wish.number)).replace("waiting", "the gateway")
         return DeadlineExceededError(
-            f"the deadline of this request to model {wish.model!r} has passed; allow "
-            "more time, or scale the model"
+            f"the deadline of this request to model {wish.model!r} has passed (it was "
+            f"at {at}); allow more time, or scale the model"
         )
 
     # Where it is.
@@ -324,21 +325,21 @@ class Router:
         request.is_suspect = True
         request.strikes += place.is_solo
 
-    def _dropped(self, attempts: tuple[Attempt, ...], stage: int) -> list[Action]:
+    def _dropped(self, event: Dropped) -> list[Action]:
         actions: list[Action] = []
         models: dict[str, None] = {}
-        for number, which in attempts:
+        for number, which in event.attempts:
             request = self._requests.get(number)
             place = None if request is None else request.attempts.get(which)
             if request is None or place is None:
                 continue
-            if self._stage_of(place.replica) >= stage:
+            if self._stage_of(place.replica) >= event.stage:
                 continue  # it got there: its replica, or the loss of it, tells
             del request.attempts[which]
             self._held[place.replica].pop((number, which), None)
-            request.losses += 1
+            request.losses += not event.is_innocent
             request.is_suspect |= request.losses >= LOSSES
-            actions += self._replay(request, place.replica, "it was lost on the way")
+            actions += self._replay(request, place.replica, "it got no further")
             models[request.wish.model] = None
         return actions + [a for model in models for a in self._pump(model)]
 
