@@ -64,15 +64,16 @@ class Forwarding:
         """How many pieces of work are on their way to be begun."""
         return sum(map(len, self._handed.values()))
 
-    def table_changed(self, replicas: list[Replica]) -> list[Key]:
-        """Take note of the next stage's replicas.
-
-        Returns:
-            What waited here and goes back to its routers, as there are none: this
-            version may be on its way out, and nobody will ever come for it.
-        """
+    def table_changed(self, replicas: list[Replica]) -> None:
+        """Take note of the next stage's replicas."""
         self._replicas = {replica.name: replica for replica in replicas}
-        if replicas:
+
+    def give_back(self) -> list[Key]:
+        """Return what waits and goes back to its routers, if the next stage has nobody.
+
+        This version may be on its way out, and nobody ever come for it.
+        """
+        if self._replicas:
             return []
         returned = list(self._waiting)
         self._waiting.clear()

@@ -112,7 +112,8 @@ class Worker:
         me = table.replicas.get(self.name)
         if me is not None:
             following = table.stage(me.model, me.version, self._number + 1)
-            self._note(self._forwarding.table_changed(following), "returned")
+            self._forwarding.table_changed(following)
+            self._note(self._forwarding.give_back(), "returned")
             self._hand([])
 
     @property
@@ -385,6 +386,7 @@ class Worker:
                 is_silent = outbox.silent_s() > SILENT_S
                 stuck = self._forwarding.silent(name, is_silent=is_silent)
                 self._note(stuck, "stuck")
+            self._note(self._forwarding.give_back(), "returned")
             self._hand([])
 
 

@@ -96,7 +96,9 @@ def test_what_waits_goes_back_when_the_next_stage_has_nobody() -> None:
     """A version that is being replaced is not healed any more."""
     f = forwarding(1, a=READY)
     f.hand([piece(0), piece(1), piece(2)], 0.0)
-    assert f.table_changed([]) == [key(1), key(2)]
+    assert f.give_back() == []
+    f.table_changed([])
+    assert f.give_back() == [key(1), key(2)]
     assert (len(f), f.handed_count) == (0, 1)
 
 
