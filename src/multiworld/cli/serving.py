@@ -77,6 +77,23 @@ def plan(spec: Path, as_json: bool) -> None:
 
 
 @click.command()
+@SPEC
+@click.option("--model", help="Which of the spec's models; the first by default.")
+@click.option("--rows", type=click.IntRange(1, 4096), default=1, show_default=True)
+@click.option("--repeats", type=click.IntRange(1, 1000), default=20, show_default=True)
+@JSON
+def partition(
+    spec: Path, model: str | None, rows: int, repeats: int, as_json: bool
+) -> None:
+    """Measure what each stage of a model costs, and propose where to cut it.
+
+    Loads the model in this process, one stage at a time.
+    """
+    module = _need("multiworld.cli.partition")
+    sys.exit(module.run(spec, model, rows, repeats, as_json=as_json))
+
+
+@click.command()
 def schema() -> None:
     """Print the JSON Schema of a spec, for editors."""
     sys.exit(_need("multiworld.cli.serve").print_schema())
@@ -232,6 +249,7 @@ def load(
 COMMANDS = (
     serve,
     plan,
+    partition,
     schema,
     status,
     explain,

@@ -125,6 +125,8 @@ class Model:
             ``InvalidRequestError`` for values that the model cannot take; names,
             datatypes and shapes have been compared with ``inputs`` by then.
         preload: Modules that its stages need and that take long to import.
+        parts: Makes the same model in as many stages as it can be cut into, for
+            ``multiworld partition``; None if it is cut by hand.
     """
 
     stages: Sequence[Stage]
@@ -135,6 +137,7 @@ class Model:
     embedding: str = "embedding"
     check: Callable[[Tensors], None] | None = None
     preload: Sequence[str] = ()
+    parts: Callable[[], Model] | None = None
 
 
 def build(factory: str, options: Mapping[str, Any]) -> Model:

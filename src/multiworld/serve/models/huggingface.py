@@ -9,9 +9,10 @@ decoders run without a cache. Nothing is fetched: the folder has it all.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from multiworld.errors import InvalidRequestError, SpecError
 from multiworld.serve.models.layers import chain_partition
 from multiworld.serve.stage import Model, Stage, StageContext, Tensors, TensorSpec
 
+EXAMPLE_TOKENS = 24
+"""About as long as a sentence: what is measured with it shall be typical."""
+
 CHAINS = ("encoder.layer", "layers", "h", "transformer.layer", "decoder.layers")
 """Where architectures keep their layers."""
 
@@ -30,7 +34,12 @@ AFTER = ("norm", "ln_f", "final_layer_norm", "pooler")
 """What stands before and after the layers, where an architecture has it."""
 
 
-def model(path: str, stages: int = 1, max_length: int | None = None) -> Model:
+def model(
+    path: str,
+    stages: int = 1,
+    max_length: int | None = None,
+    cut: Sequence[int] | None = None,
+) -> Model:
     """Cut the model in a folder into stages of as equal a cost as whole layers allow.
 
     Inputs are ``input_ids`` and ``attention_mask``, of shape [rows, length] and INT64.
@@ -42,6 +51,8 @@ def model(path: str, stages: int = 1, max_length: int | None = None) -> Model:
         path: The folder.
         stages: How many.
         max_length: Most tokens of a text; what the folder says by default.
+        cut: The first layer of every stage after the first, as ``multiworld partition``
+            proposes; equally many layers each by default.
 
     Raises:
         SpecError: There is no such model, or too few layers.
@@ -49,10 +60,7 @@ def model(path: str, stages: int = 1, max_length: int | None = None) -> Model:
     folder = Path(path).expanduser()
     config = _json(folder / "config.json")
     layers = _layer_count(config, folder)
-    try:
-        cuts = chain_partition([1.0] * layers, stages)
-    except ValueError as error:
-        raise SpecError(f"{folder}: {error}") from error
+    cuts = _cuts(layers, stages, cut, folder)
     pooling = _pooling(folder)
     hidden = int(config["hidden_size"])
     output = (
@@ -98,6 +106,7 @@ def model(path: str, stages: int = 1, max_length: int | None = None) -> Model:
         ),
         text=functools.partial(Tokenizer, folder, tokens) if pooling else None,
         preload=_modules(str(config.get("model_type", ""))),
+        parts=functools.partial(model, path, layers, max_length),
     )
 
 
@@ -133,10 +142,27 @@ def _modules(model_type: str) -> list[str]:
     return found
 
 
+def _cuts(
+    layers: int, stages: int, cut: Sequence[int] | None, folder: Path
+) -> list[tuple[int, int]]:
+    if cut is None:
+        try:
+            return chain_partition([1.0] * layers, stages)
+        except ValueError as error:
+            raise SpecError(f"{folder}: {error}") from error
+    edges = [0, *cut, layers]
+    if len(cut) != stages - 1 or any(a >= b for a, b in itertools.pairwise(edges)):
+        raise SpecError(
+            f"{folder}: cut={list(cut)} must name the first layers of stages 1 to "
+            f"{stages - 1}, ascending, from 1 to {layers - 1}"
+        )
+    return list(itertools.pairwise(edges))
+
+
 def _example() -> Tensors:
     return {
-        "input_ids": torch.full((1, 8), 100, dtype=torch.int64),
-        "attention_mask": torch.ones((1, 8), dtype=torch.int64),
+        "input_ids": torch.full((1, EXAMPLE_TOKENS), 100, dtype=torch.int64),
+        "attention_mask": torch.ones((1, EXAMPLE_TOKENS), dtype=torch.int64),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 
 from multiworld.errors import SpecError
@@ -24,6 +25,6 @@ def folder() -> Path:
     return Path(found.origin).parent / "model"
 
 
-def model(stages: int = 3) -> Model:
-    """Return the encoder, cut into stages."""
-    return huggingface.model(str(folder()), stages)
+def model(stages: int = 3, cut: Sequence[int] | None = None) -> Model:
+    """Return the encoder, cut into stages; see ``huggingface.model``."""
+    return huggingface.model(str(folder()), stages, cut=cut)
