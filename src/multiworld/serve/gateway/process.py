@@ -94,6 +94,7 @@ class GatewayProcess:
                 ssl_certfile=self._spec.tls_certificate,
                 ssl_keyfile=self._spec.tls_key,
                 server_header=False,
+                proxy_headers=False,
             )
         )
 
