@@ -15,7 +15,7 @@ PUBLIC := multiworld $(addprefix multiworld., world world_manager world_communic
 MINUTES ?= 5
 SEED ?= 1
 
-.PHONY: setup demo test test-all lint types faults soak soak-serve bench bench-detection docs clean
+.PHONY: setup demo test test-all lint types faults soak soak-serve bench bench-detection bench-serving docs clean
 
 setup: $(STAMP)
 
@@ -60,6 +60,9 @@ bench: $(STAMP)
 bench-detection: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --group bench
 	$(BIN)/python benchmarks/detection.py $(ARGS)
+
+bench-serving: $(STAMP)
+	$(BIN)/python benchmarks/serving.py $(ARGS)
 
 docs: $(STAMP)
 	$(BIN)/pdoc --docformat google -o build/docs $(PUBLIC)

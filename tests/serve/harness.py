@@ -72,8 +72,8 @@ def body(x: float, code: int = FINE) -> dict[str, Any]:
 class Served:
     """One service."""
 
-    def __init__(self, folder: Path, spec: dict[str, Any]) -> None:
-        self.folder, self.spec = folder, spec
+    def __init__(self, folder: Path, spec: dict[str, Any], cwd: Path = ROOT) -> None:
+        self.folder, self.spec, self.cwd = folder, spec, cwd
         self.path = folder / "app.yaml"
         self.state = folder / "state"
         self.process: subprocess.Popen[str] | None = None
@@ -89,7 +89,7 @@ class Served:
         with open(self.folder / "serve.log", "ab") as log:
             self.process = subprocess.Popen(
                 [*command, str(self.path), "--state", str(self.state)],
-                cwd=ROOT,
+                cwd=self.cwd,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
@@ -173,10 +173,10 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(folder: Path, spec: dict[str, Any]) -> Iterator[Served]:
+def served(folder: Path, spec: dict[str, Any], cwd: Path = ROOT) -> Iterator[Served]:
     """Run a service; nothing of it stays."""
     folder.mkdir(parents=True, exist_ok=True)
-    service = Served(folder, spec)
+    service = Served(folder, spec, cwd)
     try:
         service.start()
         yield service

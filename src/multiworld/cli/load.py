@@ -7,6 +7,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+import aiohttp
 import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -42,9 +43,33 @@ def run(target: Target, rate: float, seconds: float, *, as_json: bool) -> int:
     return 1 if found.failed else 0
 
 
+async def _try(target: Target) -> None:
+    """Send one request, so that a wrong address is told at once, and once.
+
+    Raises:
+        ClickException: Nobody answers there, or there is no such model.
+    """
+    try:
+        async with (
+            aiohttp.ClientSession() as http,
+            http.post(
+                target.url, data=target.bodies[0], headers=target.headers
+            ) as response,
+        ):
+            text = await response.text()
+            if response.status in (404, 405):
+                raise click.ClickException(f"{target.url}: {text[:200]}")
+    except (aiohttp.ClientError, ValueError) as error:
+        raise click.ClickException(
+            f"{target.url} cannot be reached ({type(error).__name__}: {error}); give "
+            "the URL that `multiworld serve` or `status` shows"
+        ) from error
+
+
 async def _run(
     target: Target, rate: float, seconds: float, *, is_quiet: bool
 ) -> Summary:
+    await _try(target)
     load = Load(target, rate)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), disable=is_quiet) as progress:

@@ -164,6 +164,8 @@ def shutdown(service: Service, *, as_json: bool) -> int:
     while service.folder.load() is not None and time.monotonic() < limit:
         time.sleep(0.05)
     is_over = service.folder.load() is None
+    while is_over and service.folder.is_controlled() and time.monotonic() < limit:
+        time.sleep(0.05)  # it has ended everything, and is about to end itself
     show(
         {"app": record.app.app, "is_over": is_over},
         as_json=as_json,

@@ -22,9 +22,10 @@ def build_model(spec: ModelSpec) -> Model:
         options = {"path": spec.path, "stages": wanted, **spec.options}
         model = build(HUGGINGFACE, options)
     if len(model.stages) != wanted:
+        names = ", ".join(s.name or str(n) for n, s in enumerate(model.stages))
         raise SpecError(
-            f"the model has {len(model.stages)} stages and the spec {wanted}; give as "
-            "many in the spec"
+            f"the model has {len(model.stages)} stages ({names}) and its `stages:` in "
+            f"the spec {wanted}; give as many there"
         )
     return model
 

@@ -45,12 +45,15 @@ class Service:
 
 def _find(app: str | None) -> Path:
     root = state_root()
-    if app is not None:
+    if app is not None and (root / app).is_dir():
         return root / app
     found = sorted(path.parent for path in root.glob("*/record.json"))
-    if len(found) == 1:
+    if len(found) == 1 and app is None:
         return found[0]
     names = ", ".join(path.name for path in found)
+    if app is not None:
+        there = f"there are: {names}" if names else "none runs"
+        raise ServeError(f"no service {app!r} here (looked in {root}); {there}")
     raise ServeError(
         f"several services run: {names}; name one with --app"
         if found

@@ -110,6 +110,17 @@ class StateFolder:
                 "give this service another name (app:)"
             ) from None
 
+    def is_controlled(self) -> bool:
+        """Return whether a controller runs."""
+        try:
+            with open(self.path / "controller", "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            return True
+        return False
+
     def hold(self) -> int:
         """Hold the lock of living processes; return the descriptor that does."""
         held = os.open(self.alive, os.O_RDONLY)

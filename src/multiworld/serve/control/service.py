@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import uvicorn
 
 from multiworld.config import WorldConfig
-from multiworld.errors import ServeError
+from multiworld.errors import ServeError, SpecError
 from multiworld.security import Security
 from multiworld.serve.control.admin import make_admin
 from multiworld.serve.control.controller import Controller
@@ -150,9 +150,12 @@ async def _until_ended(
 def _preload(app: AppSpec) -> list[str]:
     """Return what the fork server imports; finds mistakes before anything runs."""
     modules = list(PRELOAD)
-    for spec in app.models.values():
-        model = build_model(spec)
-        example_of(model)
+    for name, spec in app.models.items():
+        try:
+            model = build_model(spec)
+            example_of(model)
+        except SpecError as error:
+            raise SpecError(f"models.{name}: {error}") from error
         modules += [m for m in modules_of(spec, model) if m not in modules]
     return modules
 
