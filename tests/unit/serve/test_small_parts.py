@@ -12,7 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multiworld.serve.choosing import choose
-from multiworld.serve.control.crashes import FREE, LAST_S, CrashGuard
+from multiworld.serve.control.crashes import (
+    FREE,
+    LAST_READY_S,
+    LAST_S,
+    CrashGuard,
+)
 from multiworld.serve.load.summary import Sample, quantile, summarise
 from multiworld.serve.models.layers import chain_partition
 from multiworld.serve.table import (
@@ -89,6 +94,7 @@ def test_crash_guard_waits_longer_each_time_and_forgets_what_was_sound() -> None
     assert max(pauses) == LAST_S
     assert guard.not_before("p") == 10.0 + LAST_S
     assert guard.not_before("other") == 0.0
+    assert guard.failed("p", 1.0, 50.0) == LAST_READY_S
     assert guard.failed("p", 60.0, 100.0) == 0.0
     assert guard.failures("p") == 1
 

@@ -12,6 +12,10 @@ FIRST_S = 0.5
 LAST_S = 30.0
 """The waits double from the first to the last."""
 
+LAST_READY_S = 2.0
+"""The last for what was ready: it may have been killed from outside, and requests wait
+for its replacement."""
+
 SOUND_S = 10.0
 """What was ready for that long has not crashed because of what it is."""
 
@@ -42,7 +46,8 @@ class CrashGuard:
         count.failures += 1
         pause_s = 0.0
         if count.failures > FREE:
-            pause_s = min(LAST_S, FIRST_S * 2.0 ** (count.failures - FREE - 1))
+            last_s = LAST_S if ready_s is None else LAST_READY_S
+            pause_s = min(last_s, FIRST_S * 2.0 ** min(count.failures - FREE - 1, 10))
         count.not_before = now + pause_s
         return pause_s
 
