@@ -293,10 +293,25 @@ def test_metrics_are_prometheus(service: Served, http: httpx.Client) -> None:
     for model in ("m", "minilm"):
         labels = (("model", model), ("status", "200"))
         assert found["multiworld_requests_total", labels] >= 1
-    service.until(
-        lambda: any(name == "multiworld_replica" for name, _ in samples()),
-        "the replicas' own numbers",
-    )
+
+    def is_told() -> bool:
+        return any(
+            name == "multiworld_replica_requests_total"
+            and dict(labels)["model"] == "minilm"
+            and value > 0
+            for (name, labels), value in samples().items()
+        )
+
+    service.until(is_told, "the replicas' own numbers")
+    names = {name for name, _ in samples()}
+    assert {
+        "multiworld_batch_rows_sum",
+        "multiworld_batch_seconds_count",
+        "multiworld_fleet_events_total",
+        "multiworld_router_events_total",
+        "multiworld_replica_in_flight",
+        "multiworld_request_seconds_bucket",
+    } <= names
 
 
 def test_slow_client_holds_nobody_up(service: Served, http: httpx.Client) -> None:

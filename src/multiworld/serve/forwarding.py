@@ -92,6 +92,8 @@ class Forwarding:
         there, and which were answered.
         """
         self._silent.discard(name)
+        for refusal in [r for r in self._refusals if r[0] == name]:
+            del self._refusals[refusal]
         return [*self._begun.pop(name, ()), *self._handed.pop(name, ())]
 
     def silent(self, name: str, *, is_silent: bool) -> list[Key]:

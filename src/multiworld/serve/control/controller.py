@@ -9,7 +9,7 @@ import os
 import random
 import signal
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -97,6 +97,7 @@ class Controller:
         self._links = Links(manager, app.app, store.address, app.silence_s, self)
         self._launching: set[asyncio.Task[None]] = set()
         self._happened: deque[Happened] = deque(maxlen=EVENTS)
+        self._kinds: Counter[str] = Counter()
         self._changed = asyncio.Event()
         self._ticker: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
@@ -160,7 +161,8 @@ class Controller:
         """Tell the gateways what every replica says of itself, for their metrics."""
         reports = await self.reports()
         order = {
-            "kind": "replicas",
+            "kind": "fleet",
+            "events": dict(self._kinds),
             "replicas": {
                 name: said
                 for name, said in reports.items()
@@ -455,6 +457,7 @@ class Controller:
     def _say(self, kind: str, text: str, name: str = "") -> None:
         number = self._happened[-1].number + 1 if self._happened else 1
         self._happened.append(Happened(number, time.time(), kind, text, name))
+        self._kinds[kind] += 1
         logger.info("%s: %s", kind, text)
 
     def _forget(self, name: str) -> None:
@@ -518,7 +521,19 @@ class Controller:
         """Take note that a process is lost."""
         self._handle(fleets.Gone(name, f"{error.reason} ({error.evidence})"))
 
+    def _forget_specs(self) -> None:
+        """Forget the versions that are not wanted and of which nothing runs."""
+        runs = {(p.model, p.version) for p in self.fleet.processes.values()}
+        runs |= {(name, model.version) for name, model in self.app.models.items()}
+        runs |= set(self.fleet.active.items())
+        runs |= {(n, m.version) for n, m in self.fleet.wanted.models.items()}
+        self._specs = {
+            name: {v: spec for v, spec in versions.items() if (name, v) in runs}
+            for name, versions in self._specs.items()
+        }
+
     def _save(self) -> None:
+        self._forget_specs()
         processes = [
             ProcessRecord(
                 name=p.name,

@@ -41,15 +41,15 @@ class Gateway:
 
     Attributes:
         models: By name and version.
-        replicas: What each replica last said of itself, for the metrics.
+        fleet: What the controller last told of replicas and events, for the metrics.
     """
 
     def __init__(self, dispatcher: Dispatcher, max_body_bytes: int) -> None:
         self.dispatcher, self.max_body_bytes = dispatcher, max_body_bytes
         self.models: dict[str, dict[str, Model]] = {}
         self.texts: dict[tuple[str, str], Any] = {}
-        self.metrics = Metrics()
-        self.replicas: dict[str, Any] = {}
+        self.metrics = Metrics(dispatcher.name)
+        self.fleet: dict[str, Any] = {}
         self.is_ending = False
 
     def model(self, name: str, version: str | None = None) -> tuple[str, Model]:
@@ -70,6 +70,15 @@ class Gateway:
         if model is None:
             raise NoReplicaError(f"model {name!r} is not loaded here yet; try again")
         return route.version, model
+
+    def forget_versions(self) -> None:
+        """Forget the versions that are not in the table any more."""
+        routes = self.dispatcher.table.routes
+        for name, versions in list(self.models.items()):
+            kept = routes[name].stages.keys() if name in routes else ()
+            for version in versions.keys() - kept:
+                del versions[version]
+                self.texts.pop((name, version), None)
 
     def is_ready(self, name: str) -> bool:
         """Whether every stage of a model has a replica that is ready."""
@@ -199,7 +208,10 @@ def _health(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/metrics", tags=["health"])
     async def metrics() -> Response:
         """What Prometheus reads."""
-        text = gateway.metrics.render(gateway.dispatcher.report(), gateway.replicas)
+        dispatcher = gateway.dispatcher
+        text = gateway.metrics.render(
+            dispatcher.report(), gateway.fleet, dispatcher.table
+        )
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

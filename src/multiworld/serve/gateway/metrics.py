@@ -1,20 +1,53 @@
-"""What Prometheus reads of one gateway."""
+"""What Prometheus reads of one gateway.
+
+Requests and latencies are this gateway's own. What replicas and the controller say of
+themselves comes by the controller every few seconds, and every gateway shows the same:
+sum over gateways for the former, take any of them for the latter.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+
+from multiworld.serve.table import Table
 
 LATENCY_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+
+OF_REPLICA = ("model", "version", "stage", "replica")
+
+COUNTERS = {
+    "requests": "Requests computed.",
+    "failed": "Requests that the model raised for.",
+    "cancelled": "Requests whose client had gone before they were computed.",
+    "dropped": "Requests that were handed on and may be lost.",
+    "stuck": "Requests that were handed to a replica which fell silent.",
+    "returned": "Requests given back, as the next stage had no replica.",
+}
+GAUGES = {
+    "queued": "Requests that wait to be computed.",
+    "computing": "Requests in the batch that is computed.",
+    "waiting_for_next": "Answers that wait for room at the next stage.",
+}
 
 
 class Metrics:
     """The metrics of one gateway, in a registry of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, gateway: str) -> None:
         self._registry = CollectorRegistry()
+        self._snapshot = _Snapshot(gateway)
+        self._registry.register(self._snapshot)
         self.requests = Counter(
             "multiworld_requests",
             "Requests answered, by HTTP status.",
@@ -28,48 +61,125 @@ class Metrics:
             buckets=LATENCY_S,
             registry=self._registry,
         )
-        self._in_flight = self._gauge("in_flight", "Requests accepted, not answered.")
-        self._waiting = self._gauge(
-            "waiting", "Requests that wait at the gateway.", ["model"]
-        )
-        self._held = self._gauge(
-            "replica_in_flight", "Attempts at a replica.", ["replica"]
-        )
-        self._is_silent = self._gauge(
-            "replica_silent", "1 while a replica gives no sign.", ["replica"]
-        )
-        self._events = self._gauge(
-            "router_events", "Replays and refusals so far, by kind.", ["kind"]
-        )
-        self._replica = self._gauge(
-            "replica", "What a replica says of itself.", ["replica", "what"]
-        )
 
-    def _gauge(self, name: str, text: str, labels: list[str] | None = None) -> Gauge:
-        return Gauge(f"multiworld_{name}", text, labels or [], registry=self._registry)
-
-    def render(self, report: dict[str, Any], replicas: dict[str, Any]) -> bytes:
+    def render(
+        self, report: dict[str, Any], fleet: dict[str, Any], table: Table
+    ) -> bytes:
         """Return the text that Prometheus reads.
 
         Args:
             report: Of the dispatcher.
-            replicas: The latest report of each replica, by name.
+            fleet: What the controller last told: ``replicas``, the report of each by
+                name, and ``events``, how often what has happened.
+            table: Who serves what.
         """
-        self._in_flight.set(report["in_flight"])
-        for gauge in (self._held, self._is_silent, self._replica, self._waiting):
-            gauge.clear()
-        for model, count in report["waiting"].items():
-            self._waiting.labels(model).set(count)
-        for replica, count in report["load"].items():
-            self._held.labels(replica).set(count)
-        for replica in report["connected"]:
-            is_silent = replica in report["silent"]
-            self._is_silent.labels(replica).set(is_silent)
-        for kind, count in report["counts"].items():
-            self._events.labels(kind).set(count)
-        for replica, said in replicas.items():
-            numbers = {**said, **said.get("counts", {})}
-            for what, value in numbers.items():
-                if isinstance(value, int | float):
-                    self._replica.labels(replica, what).set(value)
+        self._snapshot.show(report, fleet, table)
         return generate_latest(self._registry)
+
+
+class _Snapshot(Collector):
+    """Numbers that are kept elsewhere, as they are at one moment."""
+
+    def __init__(self, gateway: str) -> None:
+        self._gateway = gateway
+        self._report: dict[str, Any] = {}
+        self._fleet: dict[str, Any] = {}
+        self._table = Table()
+
+    def show(self, report: dict[str, Any], fleet: dict[str, Any], table: Table) -> None:
+        """Take the numbers of this moment."""
+        self._report, self._fleet, self._table = report, fleet, table
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all of them."""
+        if self._report:
+            yield from self._router()
+            yield from self._replicas(self._fleet.get("replicas", {}))
+            yield self._events(self._fleet.get("events", {}))
+
+    def _router(self) -> Iterator[Metric]:
+        report, own = self._report, [self._gateway]
+        in_flight = GaugeMetricFamily(
+            "multiworld_in_flight",
+            "Requests accepted, not answered.",
+            labels=["gateway"],
+        )
+        in_flight.add_metric(own, report["in_flight"])
+        yield in_flight
+        waiting = GaugeMetricFamily(
+            "multiworld_waiting",
+            "Requests that wait at the gateway.",
+            labels=["gateway", "model"],
+        )
+        for model, count in report["waiting"].items():
+            waiting.add_metric([*own, model], count)
+        yield waiting
+        events = CounterMetricFamily(
+            "multiworld_router_events",
+            "Answers, replays and refusals, by kind.",
+            labels=["gateway", "kind"],
+        )
+        for kind, count in report["counts"].items():
+            events.add_metric([*own, kind], count)
+        yield events
+        held = GaugeMetricFamily(
+            "multiworld_replica_in_flight",
+            "Attempts of this gateway's at a replica.",
+            labels=["gateway", *OF_REPLICA],
+        )
+        silent = GaugeMetricFamily(
+            "multiworld_replica_silent",
+            "1 while a replica gives no sign.",
+            labels=["gateway", *OF_REPLICA],
+        )
+        for name in report["connected"]:
+            labels = [*own, *self._labels(name)]
+            held.add_metric(labels, report["load"].get(name, 0))
+            silent.add_metric(labels, float(name in report["silent"]))
+        yield held
+        yield silent
+
+    def _replicas(self, reports: Mapping[str, Any]) -> Iterator[Metric]:
+        for what, text in COUNTERS.items():
+            counter = CounterMetricFamily(
+                f"multiworld_replica_{what}", text, labels=OF_REPLICA
+            )
+            for name, said in reports.items():
+                counter.add_metric(self._labels(name), said["counts"].get(what, 0))
+            yield counter
+        for what, text in GAUGES.items():
+            gauge = GaugeMetricFamily(
+                f"multiworld_replica_{what}", text, labels=OF_REPLICA
+            )
+            for name, said in reports.items():
+                gauge.add_metric(self._labels(name), said[what])
+            yield gauge
+        sizes = SummaryMetricFamily(
+            "multiworld_batch_rows", "Rows of a batch.", labels=OF_REPLICA
+        )
+        times = SummaryMetricFamily(
+            "multiworld_batch_seconds", "Seconds of a batch.", labels=OF_REPLICA
+        )
+        for name, said in reports.items():
+            batches = said["counts"].get("batches", 0)
+            labels = self._labels(name)
+            sizes.add_metric(labels, batches, said["counts"].get("rows", 0))
+            times.add_metric(labels, batches, said["computed_s"])
+        yield sizes
+        yield times
+
+    def _events(self, counts: Mapping[str, int]) -> Metric:
+        events = CounterMetricFamily(
+            "multiworld_fleet_events",
+            "What has happened to the fleet, by kind (lost, ready, scale, updated, …).",
+            labels=["kind"],
+        )
+        for kind, count in counts.items():
+            events.add_metric([kind], count)
+        return events
+
+    def _labels(self, name: str) -> list[str]:
+        replica = self._table.replicas.get(name)
+        if replica is None:
+            return ["", "", "", name]
+        return [replica.model, replica.version, str(replica.stage), name]

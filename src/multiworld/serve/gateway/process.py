@@ -160,6 +160,7 @@ class GatewayProcess:
                 table = table_from_json(order["table"])
                 self._dispatcher.table_changed(table)
                 self._keeper.apply(edges_of(table, self._args.name))
+                self._gateway.forget_versions()
                 self._agent.fact("applied", number=table.number)
                 self._is_routed.set()
             case "probe":
@@ -171,8 +172,8 @@ class GatewayProcess:
             case "report":
                 what = self._dispatcher.report()
                 self._agent.tell("report", ask=order["ask"], what=what)
-            case "replicas":
-                self._gateway.replicas = order["replicas"]
+            case "fleet":
+                self._gateway.fleet = order
 
     async def _probe(self, replica: str) -> None:
         error: str | None = None
