@@ -45,6 +45,8 @@ TICK_S = 0.25
 REPORT_TICKS = 20
 END_S = 10.0
 EVENTS = 1000
+BAD = ("lost", "probe failed", "rolled back")
+LAST_WORDS = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,10 +412,21 @@ class Controller:
         self._running.pop(name, None)
         why = "it ended" if code is None else f"it ended with {_exit_words(code)}"
         self._changed.set()
-        if name in self.fleet.processes and not self._is_ending:
+        process = self.fleet.processes.get(name)
+        if process is not None and process.phase in (Phase.LAUNCHING, Phase.JOINED):
+            why += f" while it started; its last words: {self._last_words(name)}"
+        if process is not None and not self._is_ending:
             self._handle(fleets.Gone(name, why))
         elif code:
             self._say("exited", f"{name}: {why}", name)  # its loss has been told
+
+    def _last_words(self, name: str) -> str:
+        """Return the last line of a process's log."""
+        try:
+            text = self.log_of(name).read_text(errors="replace").strip()
+        except OSError:
+            text = ""
+        return text.splitlines()[-1][-LAST_WORDS:] if text else "none"
 
     def _handle(self, event: fleets.Event) -> None:
         if self._is_ending:
@@ -458,7 +471,8 @@ class Controller:
         number = self._happened[-1].number + 1 if self._happened else 1
         self._happened.append(Happened(number, time.time(), kind, text, name))
         self._kinds[kind] += 1
-        logger.info("%s: %s", kind, text)
+        level = logging.WARNING if kind in BAD else logging.INFO
+        logger.log(level, "%s: %s", kind, text)
 
     def _forget(self, name: str) -> None:
         running = self._running.pop(name, None)
