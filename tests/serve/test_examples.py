@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
+import torch
 import yaml
 
+from multiworld.serve.control.launching import began_at
 from multiworld.serve.control.wanting import wanted_of
 from multiworld.serve.loading import load_spec
 from multiworld.serve.sources import build_model
-from tests.serve.harness import ROOT, Served, served
+from tests.serve.harness import ROOT, WAIT_S, Served, served
 
 EXAMPLES = ROOT / "examples" / "serve"
 
@@ -46,3 +52,56 @@ def test_digits_are_recognised(tmp_path: Path) -> None:
         )
     accuracy = float(done.stdout.split()[1])
     assert accuracy > 0.95, done.stdout
+
+
+def test_tensor_parallel_stage_survives_the_loss_of_either_rank(tmp_path: Path) -> None:
+    """A replica is both of its ranks."""
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        example = importlib.import_module("tensor_parallel")
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    spec = yaml.safe_load((EXAMPLES / "tensor_parallel.yaml").read_text())
+    spec["gateway"]["port"] = 0
+    x = torch.randn(3, example.WIDTH)
+    body = {"name": "x", "datatype": "FP32", "shape": list(x.shape)}
+    asked = {"inputs": [{**body, "data": x.flatten().tolist()}]}
+
+    def answer(service: Served) -> None:
+        url = f"{service.url}/v2/models/layer/infer"
+        got = httpx.post(url, json=asked, timeout=WAIT_S)
+        assert got.status_code == 200, got.text
+        y = torch.tensor(got.json()["outputs"][0]["data"]).view(x.shape)
+        assert torch.allclose(y, example.whole(x), atol=1e-3)
+
+    def workers(service: Served) -> dict[str, int]:
+        status = service.ask("GET", "/status")
+        return {p["name"]: p["pid"] for p in status["processes"] if p["model"]}
+
+    def replaced(service: Served, name: str) -> None:
+        def is_so() -> bool:
+            is_ready = service.ask("GET", "/status")["is_ready"]
+            return bool(is_ready) and name not in workers(service)
+
+        service.until(is_so, f"{name} is replaced")
+
+    with served(tmp_path, spec, cwd=EXAMPLES) as service:
+        for _ in range(4):
+            answer(service)
+        for is_leader in (False, True):
+            name, leader = next(iter(workers(service).items()))
+            (follower,) = followers_of(leader)
+            os.kill(leader if is_leader else follower, signal.SIGKILL)
+            for _ in range(4):
+                answer(service)
+            replaced(service, name)
+            assert began_at(follower) is None
+            assert began_at(leader) is None
+
+
+def followers_of(pid: int) -> list[int]:
+    """Return the processes that a leader has forked; not the helper that beats."""
+    found = subprocess.run(
+        ["pgrep", "-P", str(pid), "-a"], capture_output=True, text=True, check=True
+    ).stdout
+    return [int(row.split()[0]) for row in found.splitlines() if "heartbeat" not in row]

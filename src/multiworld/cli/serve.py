@@ -70,12 +70,14 @@ def plan(path: Path, *, as_json: bool) -> int:
                     "max_replicas": high,
                     "max_batch_size": stage.max_batch_size,
                     "max_wait_ms": stage.max_wait_ms,
+                    "ranks": stage.ranks,
                     "device": stage.device,
                     "threads": stage.threads,
                 }
             )
     gateway = app.gateway
-    processes = sum(row["replicas"] for row in rows) + gateway.replicas + 3
+    workers = sum(row["replicas"] * row["ranks"] for row in rows)
+    processes = workers + gateway.replicas + 3
     found = {
         "app": app.app,
         "stages": rows,
@@ -91,6 +93,8 @@ def plan(path: Path, *, as_json: bool) -> int:
         table.add_column(title)
     for row in rows:
         spread = f"{row['replicas']}"
+        if row["ranks"] > 1:
+            spread += f" of {row['ranks']} ranks"
         if row["min_replicas"] != row["max_replicas"]:
             spread += f" ({row['min_replicas']} to {row['max_replicas']})"
         table.add_row(

@@ -18,12 +18,20 @@ from multiworld.config import WorldConfig
 from multiworld.errors import MultiWorldError
 from multiworld.serve.control.agent import Agent
 from multiworld.serve.edges import EdgeKeeper
+from multiworld.serve.groups import (
+    LEADER,
+    RankGroup,
+    follow,
+    fork_ranks,
+    join_group,
+)
 from multiworld.serve.running import Runner
 from multiworld.serve.sources import build_model, stage_name
 from multiworld.serve.spec import GatewaySpec, ModelSpec
 from multiworld.serve.stage import StageContext
 from multiworld.serve.table import edges_of, table_from_json
 from multiworld.serve.worker import StageLimits, Worker
+from multiworld.world import World
 from multiworld.world_manager import WorldManager
 
 logger = logging.getLogger("multiworld.serve")
@@ -75,6 +83,10 @@ def main(args: dict[str, Any]) -> int:
         from multiworld.serve.gateway.process import run_gateway
 
         return asyncio.run(run_gateway(parsed))
+    assert parsed.spec is not None
+    rank = fork_ranks(parsed.spec.stages[parsed.stage].ranks)
+    if rank != LEADER:
+        return asyncio.run(run_follower(parsed, rank))
     return asyncio.run(run_worker(parsed))
 
 
@@ -112,6 +124,7 @@ class WorkerProcess:
         self._agent = Agent(
             manager, args.app, args.name, args.store, config, self._obey
         )
+        self._manager = manager
         self._keeper = EdgeKeeper(manager, args.store, config, self._worker)
         self._is_finishing = asyncio.Event()
 
@@ -147,7 +160,16 @@ class WorkerProcess:
         assert self._args.spec is not None
         device = self._args.spec.stages[self._args.stage].device
         began = time.monotonic()
-        await self._runner.load(StageContext(device=device))
+        ranks = self._args.spec.stages[self._args.stage].ranks
+        group = None
+        if ranks > 1:
+            config = self._args.config()
+            world = await join_group(
+                self._manager, self._args.name, LEADER, ranks, self._args.store, config
+            )
+            group = RankGroup(world)
+            self._guard = asyncio.get_running_loop().create_task(_end_with(world))
+        await self._runner.load(StageContext(device=device, group=group))
         logger.info("loaded in %.3f s", time.monotonic() - began)
         self._agent.fact("loaded")
         await self._worker.run()
@@ -214,6 +236,33 @@ def cut(seconds: float) -> None:
             os.kill(pid, signal.SIGCONT)
         except ProcessLookupError:
             pass
+
+
+async def _end_with(world: World) -> None:
+    """End this process when the world of its ranks is broken: it is one replica."""
+    await world.wait_over()
+    if world.is_broken:
+        logger.error("a rank of this replica was lost: %r", world)
+        os._exit(1)
+
+
+async def run_follower(args: Args, rank: int) -> int:
+    """Run a rank that does not lead; return the exit code of its process."""
+    assert args.spec is not None
+    limits = args.spec.stages[args.stage]
+    model = build_model(args.spec)
+    name = stage_name(args.spec, model, args.stage)
+    runner = Runner(model.stages[args.stage], name, limits.threads)
+    try:
+        async with WorldManager(config=args.config()) as manager:
+            world = await join_group(
+                manager, args.name, rank, limits.ranks, args.store, args.config()
+            )
+            await follow(world, runner, limits.device)
+    except MultiWorldError as error:
+        logger.error("rank %d: %s", rank, error)
+        return 1
+    return 0
 
 
 async def run_worker(args: Args) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -33,11 +33,31 @@ class Runner:
         self._stage, self._name, self._threads = stage, name, threads
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="multiworld model")
         self._function: StageFunction | None = None
+        self._share: Callable[[Tensors], None] | None = None
 
     @property
     def stage(self) -> Stage:
         """What runs here."""
         return self._stage
+
+    async def compute(self, batch: Tensors) -> None:
+        """Compute a batch that another rank answers for.
+
+        Raises:
+            ModelFailedError, InvalidRequestError: The model's own code raised.
+
+        Cancellation: the computation goes on in its thread, for nobody.
+        """
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._executor, self._compute_shared, batch)
+
+    def _compute_shared(self, batch: Tensors) -> None:
+        assert self._function is not None
+        try:
+            with torch.inference_mode():
+                self._function(batch)
+        except Exception as error:
+            raise self._translated(error) from error
 
     async def load(self, context: StageContext) -> None:
         """Load it.
@@ -52,6 +72,7 @@ class Runner:
 
     def _load(self, context: StageContext) -> None:
         torch.set_num_threads(self._threads)
+        self._share = getattr(context.group, "share", None)
         with torch.inference_mode():
             self._function = self._stage.load(context)
 
@@ -84,6 +105,8 @@ class Runner:
         lengths = [length_of(request, ragged) for request in requests]
         with torch.inference_mode():
             batch = collate(requests, ragged, self._stage.buckets)
+            if self._share is not None:
+                self._share(batch)
             outputs = self._function(batch)
             return split(outputs, rows, lengths, ragged, self._name)
 

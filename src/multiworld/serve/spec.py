@@ -62,6 +62,9 @@ class StageSpec(_Strict):
     """Most requests that a sender may have at a replica and not begun."""
     threads: Count = 1
     """Threads that torch uses for one operation, in each replica."""
+    ranks: Annotated[int, Field(ge=1, le=64, strict=True)] = 1
+    """Processes that one replica consists of, for stages that compute together
+    (tensor-parallel ones); the stage's `load` gets them as `context.group`."""
     device: str = Field(default="cpu", pattern=DEVICE)
     """Where its tensors are: `cpu`, `cuda` or `cuda:N`."""
 
