@@ -37,7 +37,9 @@ def test_help_answers_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("backend", ["direct", "gloo"])
+@pytest.mark.parametrize(
+    "backend", ["direct", pytest.param("gloo", marks=pytest.mark.heavy)]
+)
 def test_demo_when_json_then_every_promise_is_in_it(backend: str) -> None:
     """The whole demo, shorter phases."""
     done = run(

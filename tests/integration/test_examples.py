@@ -35,7 +35,16 @@ def test_every_example_is_there() -> None:
     assert set(NAMES) == set(wanted.split())
 
 
-@pytest.mark.parametrize("name", STEPPED)
+USUAL = ("all_reduce", "send_recv", "resnet")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in USUAL else pytest.param(name, marks=pytest.mark.heavy)
+        for name in STEPPED
+    ],
+)
 def test_example_when_killed_then_only_its_world_stops(name: str) -> None:
     """World 2 names who was lost, world 1 takes all its steps."""
     output = run(name, "--kill", "--steps", 40)
@@ -43,7 +52,14 @@ def test_example_when_killed_then_only_its_world_stops(name: str) -> None:
     assert "world2 broken: rank 1 was lost" in output
 
 
-@pytest.mark.parametrize("name", ["send_recv", "all_reduce", "gather"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "all_reduce",
+        pytest.param("send_recv", marks=pytest.mark.heavy),
+        pytest.param("gather", marks=pytest.mark.heavy),
+    ],
+)
 def test_example_on_gloo_with_three_members(name: str) -> None:
     """Other backends and sizes are flags."""
     output = run(name, "--backend", "gloo", "--size", 3, "--steps", 20)
@@ -78,7 +94,11 @@ def test_example_by_hand() -> None:
     assert "[world2 rank 0] all 20 steps done" in outputs[2]
 
 
-@pytest.mark.parametrize("args", [(), ("--kill",)], ids=["whole", "kill"])
+@pytest.mark.parametrize(
+    "args",
+    [pytest.param((), marks=pytest.mark.heavy), ("--kill",)],
+    ids=["whole", "kill"],
+)
 def test_join_later_reports_the_gaps(args: tuple[str, ...]) -> None:
     """Before, while and after the other world was joined."""
     output = run("join_later", *args, "--steps", 40)

@@ -53,7 +53,9 @@ def read_until(process: subprocess.Popen[str], text: str) -> list[str]:
     raise AssertionError(f"{text!r} never came: {''.join(lines)}")
 
 
-@pytest.mark.parametrize("leader_first", [True, False])
+@pytest.mark.parametrize(
+    "leader_first", [pytest.param(True, marks=pytest.mark.heavy), False]
+)
 def test_programs_for_the_prototype_run_unchanged(
     started: ExitStack, leader_first: bool
 ) -> None:

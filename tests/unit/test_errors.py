@@ -29,6 +29,16 @@ MADE = [
     errors.BackendError("b"),
     errors.UnsupportedOperationError("u"),
     errors.TensorMismatchError("t"),
+    errors.ServeError("s"),
+    errors.SpecError("two", problems=("line 1: a", "line 2: b")),
+    errors.InvalidRequestError("bad"),
+    errors.UnknownModelError("none"),
+    errors.OverloadedError("full", retry_after_s=2.0),
+    errors.ModelFailedError("raised", stage="embed"),
+    errors.RequestPoisonedError("poison"),
+    errors.NoReplicaError("nobody", retry_after_s=3.0),
+    errors.DeadlineExceededError("late"),
+    errors.LaunchError("no"),
     errors.InternalError("i"),
 ]
 
