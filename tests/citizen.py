@@ -70,13 +70,15 @@ class Life:
     events: list[Event] = field(default_factory=list)
     moved: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def join(self, wanted: Membership) -> None:
+    async def join(self, wanted: Membership, join_s: float | None = None) -> None:
+        config = None if join_s is None else WorldConfig(join_s=join_s)
         world = await self.manager.join(
             wanted.name,
             rank=wanted.rank,
             size=wanted.size,
             store=self.store,
             backend=wanted.backend,
+            config=config,
         )
         self.begin(world)
 
@@ -151,8 +153,8 @@ async def _obey(life: Life, order: Any) -> Any:
         case ("sleep", seconds):
             time.sleep(seconds)  # noqa: ASYNC251 - to be stuck is the point
             return "slept"
-        case ("join", wanted):
-            return await _tried(life.join(wanted))
+        case ("join", wanted, *limit):
+            return await _tried(life.join(wanted, *limit))
         case ("store", address):
             life.store = address
             return "noted"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import subprocess
 import sys
@@ -71,3 +72,13 @@ def fork_server() -> None:
             await fleet.start(_hello).done(60)
 
     asyncio.run(start())
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Take what was imported out of the collector's sight.
+
+    There are over a million objects; looking at all takes a quarter of a second,
+    which the leak checks would pay each time, and which stops a loop that is measured.
+    """
+    gc.collect()
+    gc.freeze()

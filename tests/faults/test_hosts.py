@@ -261,7 +261,7 @@ async def test_loss_of_the_stores_host_hurts_no_ready_world(country: Country) ->
         await asyncio.sleep(0.5)
         await country.undisturbed()
         await country.advances("all", (0, 1, 2))
-    country.citizens[0].order(("join", Membership("new", 0, 2)))
+    country.citizens[0].order(("join", Membership("new", 0, 2), 3.0))
     failure = await country.citizens[0].report(40)
     assert isinstance(failure, StoreUnreachableError), failure
     await country.undisturbed()

@@ -107,6 +107,7 @@ def test_join_later_reports_the_gaps(args: tuple[str, ...]) -> None:
     assert ("world2 broken: rank 1 was lost" in output) == bool(args)
 
 
+@pytest.mark.heavy
 def test_single_world_shows_that_one_failure_stops_all() -> None:
     """What plain torch.distributed does."""
     assert "3 of 3 members took all steps" in run("single_world", "--steps", 20)
