@@ -271,10 +271,6 @@ class Fleet:
         self._wants: dict[tuple[str, str], ModelWanted] = {}
         self._updates: dict[str, tuple[str, float]] = {}
 
-    def want_of(self, model: str, version: str) -> ModelWanted | None:
-        """Return how a version should be; None for one that is not known."""
-        return self._wants.get((model, version))
-
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take note of ``event`` and return what to do, in order."""
         actions = list(self._note(event, now))

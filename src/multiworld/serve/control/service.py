@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import uvicorn
 
@@ -22,6 +21,7 @@ from multiworld.serve.control.keeper import start_store
 from multiworld.serve.control.launching import LocalLauncher
 from multiworld.serve.control.record import Record, StateFolder
 from multiworld.serve.datatypes import example_of
+from multiworld.serve.embedded import EmbeddedServer
 from multiworld.serve.gateway.process import listen
 from multiworld.serve.sources import build_model, modules_of
 from multiworld.serve.spec import AppSpec
@@ -38,15 +38,6 @@ PRELOAD = [
 logger = logging.getLogger("multiworld.serve")
 
 STORE_LOOK_S = 1.0
-
-
-class _Admin(uvicorn.Server):
-    """uvicorn, but the signals are the service's."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
-        yield
 
 
 async def run_service(
@@ -210,4 +201,4 @@ def _admin(
         access_log=False,
         lifespan="off",
     )
-    return _Admin(config)
+    return EmbeddedServer(config)

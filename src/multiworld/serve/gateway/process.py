@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -18,6 +16,7 @@ from multiworld.serve.control.agent import Agent
 from multiworld.serve.datatypes import example_of
 from multiworld.serve.dispatcher import Dispatcher
 from multiworld.serve.edges import EdgeKeeper
+from multiworld.serve.embedded import EmbeddedServer
 from multiworld.serve.gateway.app import Gateway, make_app
 from multiworld.serve.sources import build_model
 from multiworld.serve.spec import GatewaySpec, ModelSpec
@@ -57,15 +56,6 @@ def listen(spec: GatewaySpec, port: int) -> socket.socket:
     return sock
 
 
-class _Server(uvicorn.Server):
-    """uvicorn, but the signals are ours."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
-        yield
-
-
 class GatewayProcess:
     """A gateway and its connection to the controller."""
 
@@ -82,7 +72,7 @@ class GatewayProcess:
         self._keeper = EdgeKeeper(manager, args.store, config, self._dispatcher)
         self._probes: set[asyncio.Task[None]] = set()
         self._is_routed = asyncio.Event()
-        self._server = _Server(
+        self._server = EmbeddedServer(
             uvicorn.Config(
                 make_app(self._gateway),
                 log_config=None,
