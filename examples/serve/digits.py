@@ -5,7 +5,8 @@
     python digits.py                   # in another: sends the test images
     multiworld chaos kill digits head  # meanwhile
 
-The factory ``model`` below is what ``digits.yaml`` names. Shapes: [rows, 1, 8, 8].
+The factory ``model`` below is what ``digits.yaml`` names; ``digits_uncut.yaml`` names
+``uncut``, and leaves the cutting to multiworld. Shapes: [rows, 1, 8, 8].
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import httpx
 from torch import nn
 
 from multiworld.demo.worlds.model import load_digits, load_model, trained_weights
-from multiworld.serve import Model, Stage, StageContext, Tensors, TensorSpec
+from multiworld.serve import Model, Module, Stage, StageContext, Tensors, TensorSpec
 
 
 class Blocks:
@@ -63,6 +64,21 @@ def model() -> Model:
         inputs=[TensorSpec("image", "FP32", (-1, 1, 8, 8))],
         outputs=[TensorSpec("logits", "FP32", (-1, 10))],
     )
+
+
+def uncut() -> Module:
+    """Return the network as it is; ``digits_uncut.yaml`` has it cut in two."""
+    return Module(
+        make=load_whole,
+        inputs=[TensorSpec("image", "FP32", (-1, 1, 8, 8))],
+        outputs=[TensorSpec("logits", "FP32", (-1, 10))],
+    )
+
+
+def load_whole() -> nn.Module:
+    """Load the trained network."""
+    path, _ = trained_weights(load_digits()[0])
+    return load_model(path)
 
 
 def main() -> None:

@@ -36,9 +36,10 @@ def test_example_spec_is_right(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         )
 
 
-def test_digits_are_recognised(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["digits", "digits_uncut"])
+def test_digits_are_recognised(name: str, tmp_path: Path) -> None:
     """By the client of the example, from the service of the example."""
-    spec = yaml.safe_load((EXAMPLES / "digits.yaml").read_text())
+    spec = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())
     spec["gateway"]["port"] = 0
     with served(tmp_path, spec, cwd=EXAMPLES) as service:
         assert isinstance(service, Served)

@@ -92,6 +92,6 @@ def _show(name: str, rows: int, found: dict[str, Any]) -> None:
     console.print(_table("its parts", found["parts"], marks))
     times = ", ".join(f"{seconds * 1000:.2f}" for seconds in found["cut_seconds"])
     console.print(
-        f"proposed: options: {{cut: {found['cut']}}}: {times} ms, the bottleneck is "
+        f"proposed: cut: {found['cut']}: {times} ms, the bottleneck is "
         f"stage {found['cut_bottleneck']}"
     )

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from multiworld.serve.models.modules import Module
 from multiworld.serve.stage import (
     Model,
     Stage,
@@ -15,4 +16,12 @@ from multiworld.serve.stage import (
     TextFrontend,
 )
 
-__all__ = ["Model", "Stage", "StageContext", "TensorSpec", "Tensors", "TextFrontend"]
+__all__ = [
+    "Model",
+    "Module",
+    "Stage",
+    "StageContext",
+    "TensorSpec",
+    "Tensors",
+    "TextFrontend",
+]

@@ -82,14 +82,17 @@ class ModelSpec(_Strict):
     version: str = Field(default="1", pattern=VERSION)
     """A new one makes `multiworld update` replace the running one without a pause."""
     factory: str | None = Field(default=None, pattern=FACTORY)
-    """`package.module:function` that returns a multiworld.serve.Model or a list of
-    stages."""
+    """`package.module:function` that returns a multiworld.serve.Model, a list of
+    stages, or a multiworld.serve.Module to be cut."""
     path: str | None = None
     """A Hugging Face model folder on disk; it is cut by layers."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the factory."""
     stages: Annotated[list[StageSpec], Field(min_length=1, max_length=64)]
     """In order; as many as the factory returns."""
+    cut: list[Annotated[int, Field(ge=1, strict=True)]] | None = None
+    """Where a `path` or a Module is cut: the first layer or part of every stage after
+    the first, as `multiworld partition` proposes. By default stages are about equal."""
     deadline_s: Seconds = 30.0
     """Seconds that a request may take if it names no deadline itself."""
     max_queued_requests: Annotated[int, Field(ge=0, le=1_000_000)] = 512

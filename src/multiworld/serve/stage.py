@@ -19,12 +19,9 @@ processes that run this stage.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
-
-from multiworld.errors import SpecError
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -138,48 +135,3 @@ class Model:
     check: Callable[[Tensors], None] | None = None
     preload: Sequence[str] = ()
     parts: Callable[[], Model] | None = None
-
-
-def build(factory: str, options: Mapping[str, Any]) -> Model:
-    """Call a factory.
-
-    Args:
-        factory: ``package.module:function``.
-        options: Its keyword arguments.
-
-    Raises:
-        SpecError: It cannot be imported or called, or returns something else.
-    """
-    module, _, name = factory.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), name or "model")
-    except (ImportError, AttributeError, ValueError) as error:
-        raise SpecError(
-            f"factory {factory!r} cannot be imported: {error}; give "
-            "package.module:function, importable from where the service is started"
-        ) from error
-    try:
-        made = function(**options)
-    except TypeError as error:
-        raise SpecError(f"factory {factory!r} with {dict(options)}: {error}") from error
-    model = made if isinstance(made, Model) else Model(stages=_stages(made, factory))
-    if not model.stages:
-        raise SpecError(f"factory {factory!r} returned no stage")
-    return model
-
-
-def _stages(made: Any, factory: str) -> list[Stage]:
-    if not isinstance(made, Sequence):
-        raise SpecError(
-            f"factory {factory!r} returned a {type(made).__name__}; return a Model or "
-            "a list of stages"
-        )
-    return [_stage(one, factory) for one in made]
-
-
-def _stage(made: Any, factory: str) -> Stage:
-    if isinstance(made, Stage):
-        return made
-    if not callable(made):
-        raise SpecError(f"factory {factory!r} returned a stage that cannot be called")
-    return Stage(load=lambda context: made, name=getattr(made, "__name__", ""))

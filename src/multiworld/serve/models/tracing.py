@@ -1,0 +1,358 @@
+"""Cutting an ``nn.Module``: where it can be cut, what flows between its parts.
+
+The module is built without memory (on fake tensors) when its weights are in a file,
+traced once by ``torch.distributed.pipelining``, and the graph of one stage is kept.
+Rows are marked as dynamic before it is traced, so that a batch may have any number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.pipelining import Pipe, SplitPoint, pipeline
+from torch.utils.flop_counter import FlopCounterMode
+
+from multiworld.errors import SpecError
+from multiworld.serve.datatypes import TORCH_OF
+from multiworld.serve.models.layers import chain_partition
+from multiworld.serve.models.weights import read_weights
+from multiworld.serve.models.wiring import Wire, wires_of
+from multiworld.serve.stage import Tensors
+
+if TYPE_CHECKING:
+    from multiworld.serve.models.modules import Module
+
+ROWS, SIZE = 3, 4
+"""Sizes that are traced with: of the rows, and of other dimensions of any size. Not 0
+or 1, which ``torch.export`` takes for constants."""
+
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+class Cutter:
+    """A module, and where it is cut.
+
+    Args:
+        module: The description.
+        stages: How many; None for as many as there are parts, and at least ``least``.
+        cut: The first part of every stage after the first; about equal operations by
+            default.
+        least: See ``stages``.
+
+    Attributes:
+        begins: Names of the submodules that stages begin with; the first one is where
+            the module itself begins.
+
+    Raises:
+        SpecError: It cannot be built, run, traced or cut so.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        stages: int | None,
+        cut: Sequence[int] | None = None,
+        least: int = 1,
+    ) -> None:
+        self._module = module
+        with _tracing():
+            self._whole = _built(module)
+            if stages == 1:
+                self.begins = [""]
+                return
+            costs = _parts(module, self._whole, stages or least)
+            if stages is None:
+                stages, cut = len(costs), range(1, len(costs))
+            self.begins = [next(iter(costs)), *_begins(costs, stages, cut)]
+            if not self._is_chain:
+                self._pipe, self._wires = _traced(module, self._whole, self.begins[1:])
+
+    def load(self, number: int, device: str) -> Part:
+        """Return one stage, with its weights.
+
+        Raises:
+            SpecError: Weights are missing.
+        """
+        stages = len(self.begins)
+        with _tracing():
+            wire = _straight(self._module, number, stages)
+            if stages == 1:
+                part = self._whole
+            elif self._is_chain:
+                assert isinstance(self._whole, nn.Sequential)
+                part = _slice(self._whole, number, self.begins[1:])
+            else:
+                part, wire = self._pipe.get_stage_module(number), self._wires[number]
+            if self._module.weights is not None:
+                _fill(part, Path(self._module.weights).expanduser())
+            return Part(part.to(device), wire, device).eval()
+
+    @property
+    def _is_chain(self) -> bool:
+        """Whether it needs no tracing: children that run one after the other."""
+        is_flat = all("." not in name for name in self.begins[1:])
+        return isinstance(self._whole, nn.Sequential) and is_flat
+
+
+@contextlib.contextmanager
+def _tracing() -> Iterator[None]:
+    with (
+        torch.inference_mode(mode=False),
+        torch.no_grad(),
+        warnings.catch_warnings(),
+    ):
+        # What torch has to say of its own tracing helps nobody here.
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _built(module: Module) -> nn.Module:
+    if module.weights is None:
+        made = module.make()
+    else:
+        with FakeTensorMode() as mode:
+            made = module.make()
+            if isinstance(made, nn.Module):
+                _rehome(made, mode)
+    if not isinstance(made, nn.Module):
+        raise SpecError(f"make() returned a {type(made).__name__}; return an nn.Module")
+    return made.eval()
+
+
+def _rehome(made: nn.Module, mode: FakeTensorMode) -> None:
+    """Bring all to one mode: a deep copy of a fake tensor comes with a copy of it."""
+    known: dict[Tensor, Any] = {}
+    for part in made.modules():
+        for held in (part._parameters, part._buffers):
+            for name, tensor in held.items():
+                if not isinstance(tensor, FakeTensor) or tensor.fake_mode is mode:
+                    continue
+                if tensor not in known:
+                    fresh = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    known[tensor] = nn.Parameter(fresh) if is_parameter else fresh
+                held[name] = known[tensor]
+
+
+def _inputs(module: Module, whole: nn.Module) -> list[Tensor]:
+    """Return inputs to trace with: the example's sizes, but with several rows."""
+    given = module.example() if module.example is not None else None
+    found = []
+    with _mode_of(whole):
+        for spec in module.inputs:
+            sizes = (
+                list(given[spec.name].shape) if given is not None else list(spec.shape)
+            )
+            shape = [ROWS, *(SIZE if size < 0 else size for size in sizes[1:])]
+            tensor = torch.zeros(shape, dtype=TORCH_OF[spec.datatype])
+            for dimension, size in enumerate(spec.shape):
+                if dimension == 0 or (size < 0 and shape[dimension] > 1):
+                    torch._dynamo.mark_dynamic(tensor, dimension)
+            found.append(tensor)
+    return found
+
+
+def _mode_of(whole: nn.Module) -> Any:
+    for tensor in itertools.chain(whole.parameters(), whole.buffers()):
+        if isinstance(tensor, FakeTensor):
+            return tensor.fake_mode
+    return contextlib.nullcontext()
+
+
+# Where to cut.
+
+
+def _parts(module: Module, whole: nn.Module, least: int) -> dict[str, float]:
+    """Return parts in the order they run, and about how many operations each takes."""
+    depth, previous = 0, -1
+    while True:
+        names = list(_candidates(whole, depth))
+        found = _run(module, whole, names)
+        if len(found) >= least:
+            return found
+        if len(names) == previous:
+            raise SpecError(
+                f"{type(whole).__name__} has {len(found)} parts that run once each "
+                f"({', '.join(found) or 'none'}), so it cannot be cut into {least} "
+                "stages"
+            )
+        depth, previous = depth + 1, len(names)
+
+
+def _candidates(
+    module: nn.Module, depth: int, prefix: str = "", *, is_item: bool = False
+) -> Iterator[str]:
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        is_container = isinstance(child, CONTAINERS)
+        holds_one = any(
+            isinstance(m, CONTAINERS) and len(m) > 1 for m in child.modules()
+        )
+        has_children = any(True for _ in child.children())
+        if is_container or (holds_one and not is_item):
+            yield from _candidates(child, depth, f"{path}.", is_item=is_container)
+        elif depth > 0 and has_children:
+            yield from _candidates(child, depth - 1, f"{path}.", is_item=is_item)
+        else:
+            yield path
+
+
+def _holds_container(module: nn.Module) -> bool:
+    return any(isinstance(m, CONTAINERS) and len(m) > 1 for m in module.modules())
+
+
+def _run(module: Module, whole: nn.Module, names: Sequence[str]) -> dict[str, float]:
+    order: list[str] = []
+    hooks = [
+        whole.get_submodule(name).register_forward_pre_hook(
+            lambda _module, _inputs, name=name: order.append(name)
+        )
+        for name in names
+    ]
+    counter = FlopCounterMode(display=False)
+    try:
+        with _mode_of(whole), torch.no_grad(), counter:
+            whole(*_inputs(module, whole))
+    except Exception as error:
+        raise SpecError(
+            f"{type(whole).__name__} cannot be run on its example: {error}; inputs= "
+            "must be what forward takes, in its order"
+        ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    flops = {
+        name.partition(".")[2]: sum(counts.values())
+        for name, counts in counter.get_flop_counts().items()
+    }
+    return {
+        name: flops.get(name, 0)
+        + sum(p.numel() for p in _parameters(whole, name))
+        + 1.0
+        for name in order
+        if order.count(name) == 1
+    }
+
+
+def _parameters(whole: nn.Module, name: str) -> Iterator[nn.Parameter]:
+    return whole.get_submodule(name).parameters()
+
+
+def _begins(
+    costs: dict[str, float], stages: int, cut: Sequence[int] | None
+) -> list[str]:
+    """Return the names of the parts that stages after the first begin with."""
+    names = list(costs)
+    if cut is None:
+        spans = chain_partition(list(costs.values()), stages)
+        cut = [begin for begin, _ in spans[1:]]
+    if cut and cut[-1] >= len(names):
+        raise SpecError(
+            f"cut={list(cut)}, and there are {len(names)} parts: {', '.join(names)}"
+        )
+    return [names[number] for number in cut]
+
+
+# Cutting.
+
+
+def _slice(whole: nn.Sequential, number: int, names: Sequence[str]) -> nn.Module:
+    children = [name for name, _ in whole.named_children()]
+    edges = [0, *(children.index(name) for name in names), len(children)]
+    begin, end = edges[number], edges[number + 1]
+    part = nn.Sequential()
+    for name in children[begin:end]:
+        part.add_module(name, whole.get_submodule(name))
+    return part
+
+
+def _straight(module: Module, number: int, stages: int) -> Wire:
+    """Return the wire of a stage of a chain, where one tensor goes on."""
+    takes = [s.name for s in module.inputs] if number == 0 else ["value"]
+    is_last = number == stages - 1
+    gives = [s.name for s in module.outputs] if is_last else ["value"]
+    return Wire(takes=tuple(takes), gives=tuple(gives), passes=())
+
+
+def _traced(
+    module: Module, whole: nn.Module, names: Sequence[str]
+) -> tuple[Pipe, list[Wire]]:
+    split = dict.fromkeys(names, SplitPoint.BEGINNING)
+    try:
+        pipe = pipeline(whole, tuple(_inputs(module, whole)), split_spec=split)
+    except Exception as error:
+        reason = str(error.__cause__ or error)
+        raise SpecError(
+            f"{type(whole).__name__} cannot be traced with any number of rows: "
+            f"{reason[:600]}; write a factory that returns its stages"
+        ) from error
+    wires = wires_of(
+        pipe.split_gm,
+        [spec.name for spec in module.inputs],
+        [spec.name for spec in module.outputs],
+    )
+    if len(wires) != len(names) + 1:
+        raise SpecError(
+            f"{type(whole).__name__} came out in {len(wires)} stages, not "
+            f"{len(names) + 1}: two cuts with nothing between them; give another cut"
+        )
+    return pipe, wires
+
+
+# Weights.
+
+
+def _fill(part: nn.Module, path: Path) -> None:
+    wanted = dict(itertools.chain(part.named_parameters(), part.named_buffers()))
+    found = read_weights(path, set(wanted))
+    missing = sorted(set(wanted) - found.keys())
+    if missing:
+        raise SpecError(
+            f"{path} lacks {missing[:3]}; save the module's whole state_dict, and "
+            "register as buffers what it computes with"
+        )
+    state = {name: found[name].to(tensor.dtype) for name, tensor in wanted.items()}
+    try:
+        part.load_state_dict(state, strict=False, assign=True)
+    except RuntimeError as error:
+        raise SpecError(f"{path}: {error}") from error
+
+
+class Part(nn.Module):
+    """A part of a module as a stage: a dict of tensors in, a dict of tensors out."""
+
+    def __init__(self, part: nn.Module, wire: Wire, device: str) -> None:
+        super().__init__()
+        self.part, self._wire = part, wire
+        if isinstance(part, torch.fx.GraphModule) and device != "cpu":
+            _move_constants(part, device)
+
+    def train(self, mode: bool = True) -> Part:
+        """Do nothing: a traced module is in the mode it was traced in."""
+        return self
+
+    def forward(self, tensors: Tensors) -> Tensors:
+        """Compute it."""
+        wire = self._wire
+        found = self.part(*(wire.argument(take, tensors) for take in wire.takes))
+        outputs = wire.outputs(found)
+        return {**outputs, **{name: tensors[name] for name in wire.passes}}
+
+
+def _move_constants(part: torch.fx.GraphModule, device: str) -> None:
+    """Let what the graph itself makes (positions, masks) be made on the device."""
+    for module in part.modules():
+        if not isinstance(module, torch.fx.GraphModule):
+            continue
+        for node in module.graph.nodes:
+            if "device" in node.kwargs:
+                node.update_kwarg("device", torch.device(device))
+        module.recompile()

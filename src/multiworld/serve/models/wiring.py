@@ -1,0 +1,236 @@
+"""What goes from stage to stage of a module that was cut by tracing it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+from torch import SymInt, Tensor
+from torch.fx import GraphModule, Node
+
+from multiworld.errors import SpecError
+from multiworld.serve.stage import Tensors
+
+
+@dataclass(frozen=True, slots=True)
+class SizeOf:
+    """An argument that is a number: computed from sizes of tensors that come in too.
+
+    Attributes:
+        compute: Of the sizes, in order.
+        sizes: Name and dimension of each.
+    """
+
+    compute: Callable[..., int]
+    sizes: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """An argument that is the same for all requests."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """What one stage takes, gives, and passes on untouched for a later one.
+
+    Attributes:
+        takes: Arguments of its module, in order: a tensor's name, a size or a constant.
+        gives: Names of what it returns, in order; empty for what nobody needs.
+        passes: Names of what goes through.
+    """
+
+    takes: tuple[str | SizeOf | Constant, ...]
+    gives: tuple[str, ...]
+    passes: tuple[str, ...]
+
+    def argument(self, take: str | SizeOf | Constant, tensors: Tensors) -> Any:
+        """Return one argument."""
+        if isinstance(take, SizeOf):
+            sizes = (tensors[name].shape[at] for name, at in take.sizes)
+            return int(take.compute(*sizes))
+        return take.value if isinstance(take, Constant) else tensors[take]
+
+    def outputs(self, found: Any) -> Tensors:
+        """Name what the module returned.
+
+        Raises:
+            TypeError: It is not as many tensors as there are names.
+        """
+        if isinstance(found, Mapping):
+            found = tuple(found.values())
+        values = found if isinstance(found, tuple | list) else (found,)
+        if len(values) != len(self.gives):
+            raise TypeError(
+                f"the module returned {len(values)} values and outputs= names "
+                f"{len(self.gives)}: {', '.join(self.gives)}"
+            )
+        return {
+            name: value for name, value in zip(self.gives, values, strict=True) if name
+        }
+
+
+def wires_of(
+    split: GraphModule, inputs: Sequence[str], outputs: Sequence[str]
+) -> list[Wire]:
+    """Read the wires out of the graph whose calls are the stages.
+
+    Args:
+        inputs: Names of the graph's inputs, in order.
+        outputs: Names of what it returns, in order.
+
+    Raises:
+        SpecError: Something other than tensors with rows would go between stages, or
+            there are not as many inputs and outputs as were named.
+    """
+    nodes = list(split.graph.nodes)
+    placed = [node for node in nodes if node.op == "placeholder"]
+    calls = [node for node in nodes if node.op == "call_module"]
+    returned = _returned(nodes[-1])
+    if len(placed) != len(inputs) or len(returned) != len(outputs):
+        raise SpecError(
+            f"the module takes {len(placed)} tensors and returns {len(returned)}; "
+            f"inputs= names {len(inputs)} and outputs= {len(outputs)}"
+        )
+    names = dict(zip(placed, inputs, strict=True))
+    last_use = {
+        arg: number
+        for number, call in enumerate(calls)
+        for arg in call.args
+        if isinstance(arg, Node)
+    }
+    ends = dict(zip(returned, outputs, strict=True))
+    last_use.update(dict.fromkeys(ends, len(calls)))
+    names.update(
+        {n: ends.get(n, f"value.{n.name}") for c in calls for n in _results(c)}
+    )
+    made = dict.fromkeys(placed, -1)
+    made.update({n: i for i, call in enumerate(calls) for n in _results(call)})
+    inside = [_placeholders(split, call) for call in calls]
+    shaped = {
+        arg: place
+        for call, places in zip(calls, inside, strict=True)
+        for arg, place in zip(call.args, places, strict=True)
+        if isinstance(arg, Node)
+    }
+    is_size = {node for node, place in shaped.items() if not _is_tensor(place)}
+    rows = _rows(shaped, placed)
+    for node, place in shaped.items():
+        if made[node] >= 0 and node not in is_size:
+            _check_rows(place, rows)
+
+    def crosses(node: Node, number: int) -> bool:
+        """Whether a stage passes it on for a later one."""
+        return made[node] < number < last_use.get(node, -1) and node not in is_size
+
+    return [
+        Wire(
+            takes=tuple(
+                _take(call, places, n, names, is_size) for n in range(len(places))
+            ),
+            gives=tuple(
+                names[n] if n in last_use and n not in is_size else ""
+                for n in _results(call)
+            ),
+            passes=tuple(names[n] for n in made if crosses(n, number)),
+        )
+        for number, (call, places) in enumerate(zip(calls, inside, strict=True))
+    ]
+
+
+def _returned(output: Node) -> list[Node]:
+    found: Any = output.args[0]
+    values = list(found) if isinstance(found, tuple | list) else [found]
+    if not all(isinstance(value, Node) for value in values):
+        raise SpecError("the module returns something other than tensors")
+    if len(set(values)) < len(values) or any(v.op == "placeholder" for v in values):
+        raise SpecError("the module returns an input, or one tensor twice; clone it")
+    return values
+
+
+def _results(call: Node) -> list[Node]:
+    """Return the nodes of what a stage returns, in order."""
+    items = [user for user in call.users if user.target is operator.getitem]
+    return sorted(items, key=_index) or [call]
+
+
+def _index(node: Node) -> int:
+    index = node.args[1]
+    assert isinstance(index, int)
+    return index
+
+
+def _placeholders(split: GraphModule, call: Node) -> list[Node]:
+    stage = split.get_submodule(str(call.target))
+    assert isinstance(stage, GraphModule)
+    return [node for node in stage.graph.nodes if node.op == "placeholder"]
+
+
+def _is_tensor(place: Node) -> bool:
+    return isinstance(place.meta.get("val"), Tensor)
+
+
+def _rows(shaped: Mapping[Node, Node], placed: Sequence[Node]) -> str:
+    first = next(shaped[node] for node in placed if node in shaped)
+    return str(first.meta["val"].shape[0])
+
+
+def _check_rows(place: Node, rows: str) -> None:
+    shape = place.meta["val"].shape
+    if not shape or str(shape[0]) != rows:
+        raise SpecError(
+            f"{place.name}, of shape {tuple(map(str, shape))}, would go between stages "
+            "and has no row for each row that came in; give another cut, or write a "
+            "factory that returns its stages"
+        )
+
+
+def _take(
+    call: Node,
+    places: Sequence[Node],
+    at: int,
+    names: Mapping[Node, str],
+    is_size: set[Node],
+) -> str | SizeOf | Constant:
+    arg, place = call.args[at], places[at]
+    if not isinstance(arg, Node):
+        return Constant(arg)
+    if arg.op == "get_attr":
+        raise SpecError(f"{arg.target} is used by several stages; give another cut")
+    if arg not in is_size:
+        return names[arg]
+    return _size(
+        place,
+        [
+            (names[a], p)
+            for a, p in zip(call.args, places, strict=True)
+            if isinstance(a, Node) and _is_tensor(p)
+        ],
+    )
+
+
+def _size(place: Node, tensors: Sequence[tuple[str, Node]]) -> SizeOf:
+    """Say how a number follows from the sizes of tensors."""
+    wanted = place.meta["val"].node.expr
+    known = {
+        size.node.expr: (name, at)
+        for name, tensor in tensors
+        for at, size in enumerate(tensor.meta["val"].shape)
+        if isinstance(size, SymInt) and size.node.expr.is_symbol
+    }
+    symbols = sorted(wanted.free_symbols, key=str)
+    if not set(symbols) <= known.keys():
+        raise SpecError(
+            f"{place.name} (a number, {wanted}) would go between stages; give another "
+            "cut, or write a factory that returns its stages"
+        )
+    compute = sympy.lambdify(symbols, wanted, modules="math")
+    return SizeOf(compute, tuple(known[symbol] for symbol in symbols))
+
+
+__all__ = ["Constant", "SizeOf", "Wire", "wires_of"]

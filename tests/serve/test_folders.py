@@ -1,0 +1,50 @@
+"""A decoder in a Hugging Face folder, served over HTTP, a worker of it killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from tests.serve.harness import WAIT_S, Served, served
+from tests.unit.serve.test_layered import saved
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def test_decoder_answers_as_the_whole_model_does(tmp_path: Path) -> None:
+    """Before and after the loss of each stage."""
+    folder = tmp_path / "llama"
+    whole = saved("llama", folder)
+    spec = {
+        "app": "decoder",
+        "models": {"llama": {"path": str(folder), "cut": [1], "stages": [{}, {}]}},
+        "gateway": {"port": 0},
+    }
+    ids = torch.randint(3, 200, (2, 7))
+    inputs = [
+        {"name": n, "datatype": "INT64", "shape": [2, 7], "data": t.flatten().tolist()}
+        for n, t in (("input_ids", ids), ("attention_mask", torch.ones_like(ids)))
+    ]
+    with torch.inference_mode():
+        wanted = whole(input_ids=ids).last_hidden_state
+
+    def check(service: Served) -> None:
+        url = f"{service.url}/v2/models/llama/infer"
+        got = httpx.post(url, json={"inputs": inputs}, timeout=WAIT_S)
+        assert got.status_code == 200, got.text
+        (output,) = got.json()["outputs"]
+        found = torch.tensor(output["data"]).view(output["shape"])
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+    with served(tmp_path, spec) as service:
+        check(service)
+        for stage in range(2):
+            processes = service.ask("GET", "/status")["processes"]
+            pids = [p["pid"] for p in processes if p["model"] and p["stage"] == stage]
+            os.kill(pids[0], signal.SIGKILL)
+            check(service)

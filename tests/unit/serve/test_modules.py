@@ -1,0 +1,241 @@
+"""An ``nn.Module`` that was cut computes what it computed whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from multiworld.errors import SpecError
+from multiworld.serve import Module, StageContext, TensorSpec
+from multiworld.serve.models.modules import cut_module
+from multiworld.serve.partition import cut as cut_by_profile
+from multiworld.serve.partition import profile
+
+
+class Block(nn.Module):
+    """Two convolutions and what goes around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(8, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.second = nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.second(torch.relu(self.norm(self.first(x)))))
+
+
+class Skipping(nn.Module):
+    """What goes over a cut: a number of rows, a skip, and an output made early."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        rows = x.shape[0]
+        hidden = skip = self.stem(x)
+        early = skip.mean((1, 2, 3))
+        for block in self.blocks:
+            hidden = block(hidden)
+        hidden = hidden + skip + torch.arange(8, dtype=hidden.dtype)
+        return self.head(hidden.mean((2, 3))).view(rows, 2, 5), early
+
+
+class Text(nn.Module):
+    """Of any length, with two inputs, and a dict for an output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(50, 16)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        self.out = nn.Linear(16, 5)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        x = self.tokens(ids) + 0.01 * torch.arange(ids.shape[1]).unsqueeze(-1)
+        hidden = self.encoder(x, src_key_padding_mask=mask == 0)
+        return {"logits": self.out(hidden[:, 0])}
+
+
+def chain() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)
+    )
+
+
+IMAGE = TensorSpec("image", "FP32", (-1, 3, 8, 8))
+SKIPPING: dict[str, Any] = {
+    "make": Skipping,
+    "inputs": [IMAGE],
+    "outputs": [TensorSpec("a", "FP32", (-1, 2, 5)), TensorSpec("b", "FP32", (-1,))],
+}
+TEXT: dict[str, Any] = {
+    "make": Text,
+    "inputs": [
+        TensorSpec("ids", "INT64", (-1, -1)),
+        TensorSpec("mask", "INT64", (-1, -1)),
+    ],
+    "outputs": [TensorSpec("logits", "FP32", (-1, 5))],
+}
+CHAIN: dict[str, Any] = {
+    "make": chain,
+    "inputs": [TensorSpec("x", "FP32", (-1, 4))],
+    "outputs": [TensorSpec("y", "FP32", (-1, 3))],
+}
+
+
+def data(name: str, rows: int) -> tuple[Tensor, ...]:
+    if name == "text":
+        mask = torch.ones((rows, 4 + rows), dtype=torch.int64)
+        mask[0, 2:] = 0
+        return torch.randint(0, 50, mask.shape), mask
+    return (torch.randn((rows, 4) if name == "chain" else (rows, 3, 8, 8)),)
+
+
+def listed(found: Any) -> list[Tensor]:
+    if isinstance(found, dict):
+        return list(found.values())
+    return list(found) if isinstance(found, tuple) else [found]
+
+
+CASES = {"skipping": SKIPPING, "text": TEXT, "chain": CHAIN}
+
+
+@pytest.mark.parametrize("has_file", [True, False])
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_stages_together_are_the_module(
+    name: str, stages: int, has_file: bool, tmp_path: Path
+) -> None:
+    torch.manual_seed(3)
+    case: dict[str, Any] = CASES[name]
+    whole = case["make"]().eval()
+    if has_file:
+        file = tmp_path / "weights.safetensors"
+        save_file(whole.state_dict(), file)
+        case = {**case, "weights": str(file)}
+    else:
+        state = whole.state_dict()
+
+        def make(build: Callable[[], nn.Module] = case["make"]) -> nn.Module:
+            made = build()
+            made.load_state_dict(state)
+            return made
+
+        case = {**case, "make": make}
+    model = cut_module(Module(**case), stages)
+    with torch.inference_mode():
+        functions = [stage.load(StageContext()) for stage in model.stages]
+        sizes = [sum(p.numel() for p in f.parameters()) for f in functions]  # type: ignore[attr-defined]
+        assert sum(sizes) == sum(p.numel() for p in whole.parameters())
+        assert min(sizes) > 0
+        for rows in (1, 2, 5):
+            given = data(name, rows)
+            tensors = dict(zip((s.name for s in case["inputs"]), given, strict=True))
+            for function in functions:
+                tensors = function(tensors)
+                assert all(t.shape[0] == rows for t in tensors.values())
+            wanted = listed(whole(*given))
+            assert list(tensors) == [spec.name for spec in case["outputs"]]
+            for value, right in zip(tensors.values(), wanted, strict=True):
+                torch.testing.assert_close(value, right, atol=1e-5, rtol=1e-5)
+
+
+def test_parts_are_measured_and_the_cut_is_taken() -> None:
+    model = cut_module(Module(**SKIPPING), 2)
+    assert model.parts is not None
+    parts = profile(model.parts(), repeats=2)
+    assert [part.name for part in parts] == [
+        "stem", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "head",
+    ]  # fmt: skip
+    assert all(part.parameter_bytes > 0 for part in parts)
+    begins = cut_by_profile(parts, 2).begins[1:]
+    stages = cut_module(Module(**SKIPPING), 2, begins).stages
+    second = stages[1].load(StageContext())
+    names = {name for name, _ in second.named_parameters()}  # type: ignore[attr-defined]
+    assert any(parts[begins[0]].name in name for name in names)
+    assert not any("stem" in name for name in names)
+
+
+class Deciding(nn.Module):
+    """Looks at its values, so that it cannot be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) if x.sum() < 1 else x
+        return x
+
+
+class Totalling(Deciding):
+    """What goes over its cut has no rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = self.layers[0](x).sum()
+        x = self.layers[2](self.layers[1](x) * total)
+        return x
+
+
+class Twice(Deciding):
+    """Returns one tensor twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[1](self.layers[0](x))
+        return x, x  # type: ignore[return-value]
+
+
+ROW = TensorSpec("x", "FP32", (-1, 4))
+
+
+@pytest.mark.parametrize(
+    ("options", "stages", "cut", "reason"),
+    [
+        ({"make": Deciding}, 2, None, "cannot be traced with any number of rows"),
+        ({"make": Totalling}, 2, [1], "has no row for each row that came in"),
+        ({"make": Twice}, 2, [1], "one tensor twice"),
+        ({"make": chain, "inputs": [IMAGE]}, 2, None, "cannot be run on its example"),
+        ({"make": chain}, 9, None, "cannot be cut into 9"),
+        ({"make": chain}, 2, [7], "there are 5 parts"),
+        ({"make": lambda: 3}, 2, None, "returned a int"),
+        ({"make": chain, "weights": "/nowhere"}, 2, None, "/nowhere"),
+    ],
+)
+def test_what_cannot_be_cut(
+    options: dict[str, Any], stages: int, cut: list[int] | None, reason: str
+) -> None:
+    made = Module(**{"inputs": [ROW], "outputs": [ROW], **options})
+    stage = cut_module(made, stages, cut).stages[0]
+    with pytest.raises(SpecError, match=reason):
+        stage.load(StageContext())
+
+
+def test_descriptions_that_cannot_be_right() -> None:
+    with pytest.raises(SpecError, match="needs inputs= and outputs="):
+        cut_module(Module(make=chain, inputs=[], outputs=[ROW]), 2)
+    with pytest.raises(SpecError, match="ragged= is for a Module of one stage"):
+        cut_module(Module(**CHAIN, ragged={"x": 0}), 2)
+    for wrong in ([2, 1], [0], [1, 1]):
+        with pytest.raises(SpecError, match="must name the first parts"):
+            cut_module(Module(**CHAIN), len(wrong) + 1, wrong)
+
+
+def test_a_weight_that_the_file_lacks(tmp_path: Path) -> None:
+    state = chain().state_dict()
+    del state["2.bias"]
+    save_file(state, tmp_path / "model.safetensors")
+    model = cut_module(Module(**CHAIN, weights=str(tmp_path)), 2)
+    model.stages[0].load(StageContext())
+    with pytest.raises(SpecError, match=r"lacks \['2.bias'\]"):
+        model.stages[1].load(StageContext())
