@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import socket
 import ssl
 from collections.abc import Iterator
@@ -28,6 +29,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
+
+CONNECTIONS = 40
 
 MINILM = {
     "version": "7",
@@ -60,6 +63,8 @@ def service(
     spec["gateway"] = {
         "port": 0,
         "max_body_mb": 1.0,
+        "head_s": 2.0,
+        "max_connections": CONNECTIONS,
         "tls_certificate": str(chain),
         "tls_key": str(key),
     }
@@ -273,7 +278,12 @@ def test_documentation_describes_the_bodies(http: httpx.Client) -> None:
         described = paths[path]["post"]
         assert described["requestBody"]["content"]["application/json"]["schema"]
         assert {"400", "429", "503", "504"} <= described["responses"].keys()
-    assert http.get("/docs").status_code == 200
+    page = http.get("/docs")
+    assert page.status_code == 200
+    sources = re.findall(r"(?:src|href)=\"([^\"]+)\"", page.text)
+    assert any(source.endswith(".js") for source in sources)
+    for source in sources:
+        assert http.get(source).status_code == 200, "of this gateway, not of a CDN"
 
 
 def test_metrics_are_prometheus(service: Served, http: httpx.Client) -> None:
@@ -330,6 +340,38 @@ def test_slow_client_holds_nobody_up(service: Served, http: httpx.Client) -> Non
     finally:
         for sock in slow:
             sock.close()
+
+
+def test_connection_that_asks_nothing_is_bounded(
+    service: Served, http: httpx.Client
+) -> None:
+    """Silent ones and slow heads get 408, one too many 503, long headers 431."""
+    host, port = service.url.removeprefix("https://").split(":")
+    context = ssl.create_default_context(cafile=str(service.folder / "ca.pem"))
+
+    def connect() -> ssl.SSLSocket:
+        raw = socket.create_connection((host, int(port)), timeout=WAIT_S)
+        return context.wrap_socket(raw, server_hostname=host)
+
+    def answer(sock: ssl.SSLSocket) -> bytes:
+        parts = []
+        while part := sock.recv(4096):
+            parts.append(part)
+        return b"".join(parts)
+
+    with connect() as silent, connect() as slow, connect() as long:
+        slow.sendall(b"GET /health HTTP/1.1\r\nHost:")
+        long.sendall(b"GET /health HTTP/1.1\r\nX: " + b"x" * 70_000)
+        assert answer(long).startswith(b"HTTP/1.1 431 ")
+        assert answer(silent).startswith(b"HTTP/1.1 408 ")
+        assert b'{"error": "the headers took longer than 2 s"}' in answer(slow)
+    crowd = [connect() for _ in range(CONNECTIONS + 1)]
+    try:
+        assert answer(crowd[-1]).startswith(b"HTTP/1.1 503 ")
+    finally:
+        for sock in crowd:
+            sock.close()
+    assert http.post(INFER, json=body(3.0)).status_code == 200
 
 
 def test_certificate_that_cannot_be_used_is_named_at_once(tmp_path: Path) -> None:

@@ -134,6 +134,10 @@ class GatewaySpec(_Strict):
     """Processes that share the port."""
     max_body_mb: Annotated[float, Field(gt=0, le=4096)] = 64.0
     """Largest request body, in MiB; a larger one is answered with 413."""
+    max_connections: Annotated[int, Field(ge=1, le=1_000_000, strict=True)] = 4096
+    """Most connections of a gateway at a time; one more is answered with 503."""
+    head_s: Seconds = 10.0
+    """Seconds that a client may take to send a request's headers; then 408."""
     shutdown_s: Seconds = 30.0
     """Seconds that accepted requests get to end at a shutdown."""
     tls_certificate: str | None = None

@@ -11,6 +11,7 @@ from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request, Response
+from fastapi_offline import FastAPIOffline
 
 import multiworld
 from multiworld.backends.dtypes import memory_of, plain
@@ -150,7 +151,7 @@ async def _answered(
 
 def make_app(gateway: Gateway) -> FastAPI:
     """Return the application of a gateway."""
-    app = FastAPI(
+    app = FastAPIOffline(  # /docs needs no other site
         title="multiworld",
         version=multiworld.__version__,
         description="Models served by replicated stages.",

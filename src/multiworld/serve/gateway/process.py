@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 import socket
 import time
@@ -18,6 +19,7 @@ from multiworld.serve.dispatcher import Dispatcher
 from multiworld.serve.edges import EdgeKeeper
 from multiworld.serve.embedded import EmbeddedServer
 from multiworld.serve.gateway.app import Gateway, make_app
+from multiworld.serve.gateway.protocol import bounded
 from multiworld.serve.sources import build_model
 from multiworld.serve.spec import GatewaySpec, ModelSpec
 from multiworld.serve.stage import Tensors
@@ -56,6 +58,12 @@ def listen(spec: GatewaySpec, port: int) -> socket.socket:
     return sock
 
 
+def _allow_files() -> None:
+    """Let the process open as many connections as the system lets it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 class GatewayProcess:
     """A gateway and its connection to the controller."""
 
@@ -75,6 +83,8 @@ class GatewayProcess:
         self._server = EmbeddedServer(
             uvicorn.Config(
                 make_app(self._gateway),
+                http=bounded(self._spec.head_s, self._spec.max_connections),
+                ws="none",
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -97,6 +107,7 @@ class GatewayProcess:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._end)
+        _allow_files()
         sock = listen(self._spec, self._args.port)
         tasks = [
             loop.create_task(body())
