@@ -38,7 +38,7 @@ SPEC: dict[str, Any] = {
             "deadline_s": 30.0,
             "stages": [
                 {"name": "double"},
-                {"name": "add", "replicas": 2},
+                {"name": "add", "replicas": 2, "compute_s": 3.0},
                 {"name": "square"},
             ],
         }

@@ -9,7 +9,7 @@ import torch
 
 from multiworld.serve import Model, Stage, StageContext, Tensors, TensorSpec
 
-FINE, RAISE, DIE, SLEEP, REFUSE, SLOW = range(6)
+FINE, RAISE, DIE, SLEEP, REFUSE, SLOW, HANG = range(7)
 """What the second stage does with a row whose ``code`` says so."""
 
 SLEEP_S = 1.0
@@ -35,6 +35,8 @@ def add(tensors: Tensors) -> Tensors:
         raise RuntimeError("as asked")
     if SLEEP in codes:
         time.sleep(SLEEP_S)
+    while HANG in codes:
+        time.sleep(SLOW_S)
     if SLOW in codes:
         time.sleep(SLOW_S)
     return {"x": tensors["x"] + 1}

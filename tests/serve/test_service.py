@@ -15,8 +15,9 @@ import pytest
 import yaml
 
 from multiworld.serve.control.client import Service
+from multiworld.serve.worker import EXIT_HUNG
 from tests.serve.harness import WAIT_S, Served, body, served, spec_with, traffic
-from tests.serve.models import DIE, RAISE, SLEEP, SLOW, expected
+from tests.serve.models import DIE, HANG, RAISE, SLEEP, SLOW, expected
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -139,14 +140,19 @@ def test_error_of_the_model_is_the_answer_of_that_request(service: Served) -> No
     assert service.infer(2.0).status_code == 200
 
 
-async def test_poisoned_request_takes_no_innocent_with_it(service: Served) -> None:
-    """It is quarantined after it was alone in two dying replicas."""
+@pytest.mark.parametrize(("code", "exit_code"), [(DIE, 3), (HANG, EXIT_HUNG)])
+async def test_poisoned_request_takes_no_innocent_with_it(
+    service: Served, code: int, exit_code: int
+) -> None:
+    """It is quarantined after it was alone in two replicas that died, or hung."""
+    told = f"exit code {exit_code}"
+    before = sum(told in event["text"] for event in service.events())
     async with traffic(service):
-        answer = await asyncio.to_thread(service.infer, 1.0, DIE)
+        answer = await asyncio.to_thread(service.infer, 1.0, code)
         await asyncio.sleep(0.5)
         assert answer.status_code == 500
         assert "alone in 2 replicas" in answer.json()["error"]
-    died = [e for e in service.events() if "exit code 3" in e["text"]]
+    died = [event for event in service.events() if told in event["text"]][before:]
     assert 2 <= len(died) <= 4, died
 
 

@@ -118,6 +118,7 @@ class WorkerProcess:
                 max_batch_size=limits.max_batch_size,
                 max_wait_s=limits.max_wait_ms / 1000,
                 max_ongoing_requests=_following(args.spec, args.stage),
+                compute_s=limits.compute_s,
             ),
         )
         config = args.config()

@@ -58,6 +58,10 @@ class StageSpec(_Strict):
     max_wait_ms: Annotated[float, Field(ge=0, le=10_000)] = 0.0
     """Milliseconds that the oldest request waits for company. 0: a batch is what has
     arrived while the one before it was computed."""
+    compute_s: Seconds | None = None
+    """Seconds that one batch may be computed for; a replica that takes longer is ended
+    and replaced. By default one is ended that computes for half a minute, and ten
+    seconds after the last deadline of its requests."""
     max_ongoing_requests: Count = 32
     """Most requests that a sender may have at a replica and not begun."""
     threads: Count = 1

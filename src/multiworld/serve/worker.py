@@ -8,8 +8,11 @@ the routers when it begins: so they know what a lost replica was computing.
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
+import os
 import random
+import sys
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
@@ -46,6 +49,13 @@ TELL_S = 0.1
 """How long a batch waits for a router to be told of it; one that is stopped, or whose
 socket is full, does not read."""
 
+HUNG_S, FORSAKEN_S = 30.0, 10.0
+"""A batch that computes for so long, and so long after the last deadline of its
+requests, is taken for one that never ends."""
+
+EXIT_HUNG = 70
+"""Exit code of a replica that ends itself because its model hangs."""
+
 SILENT_S = 0.4
 """Silence of a replica after which its work is hedged: four beats."""
 
@@ -59,11 +69,14 @@ class StageLimits:
         max_wait_s: How long the oldest work waits for company.
         max_ongoing_requests: Most that this replica may have at one of the next stage
             and that is not begun.
+        compute_s: How long one batch may be computed for; None for what nobody can be
+            waiting for any more.
     """
 
     max_batch_size: int = 16
     max_wait_s: float = 0.0
     max_ongoing_requests: int = 32
+    compute_s: float | None = None
 
 
 class Worker:
@@ -381,13 +394,41 @@ class Worker:
         """Look at deadlines and at who is silent, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
-            self._release(self._batcher.expired(time.monotonic()), "begun")
+            now = time.monotonic()
+            if self._is_hung(now):
+                self._end_process(now)
+            self._release(self._batcher.expired(now), "begun")
             for name, outbox in list(self._downstream.items()):
                 is_silent = outbox.silent_s() > SILENT_S
                 stuck = self._forwarding.silent(name, is_silent=is_silent)
                 self._note(stuck, "stuck")
             self._note(self._forwarding.give_back(), "returned")
             self._hand([])
+
+    def _is_hung(self, now: float) -> bool:
+        """Whether what runs is taken to run for ever."""
+        if not self._running:
+            return False
+        running_s = now - self._running_since
+        if self._limits.compute_s is not None:
+            return running_s > self._limits.compute_s
+        last = max(work.deadline_at for work in self._running)
+        return running_s > HUNG_S and now - last > FORSAKEN_S
+
+    def _end_process(self, now: float) -> None:
+        """End at once: a thread that computes cannot be stopped in any other way.
+
+        The routers see a lost replica, and know what it was computing.
+        """
+        logger.error(
+            "the model of stage %d has computed %d request(s) for %.1f s; this replica "
+            "ends, here is where it was:",
+            self._number,
+            len(self._running),
+            now - self._running_since,
+        )
+        faulthandler.dump_traceback(sys.stderr)
+        os._exit(EXIT_HUNG)
 
 
 def _by_router(keys: Iterable[Key]) -> dict[str, list[tuple[int, int]]]:
