@@ -102,6 +102,19 @@ class Served:
         self.url = status["url"]
         self.note()
 
+    def command(self, *words: str) -> Any:
+        """Run a command of the CLI with ``--json``; return what it printed."""
+        done = subprocess.run(
+            [sys.executable, "-m", "multiworld.cli.main", *words, "--json"],
+            cwd=self.cwd,
+            capture_output=True,
+            text=True,
+            timeout=START_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
     def note(self) -> None:
         """Remember every process that belongs to it, to see that it ends."""
         status = self.ask("GET", "/status")

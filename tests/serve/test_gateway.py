@@ -374,6 +374,14 @@ def test_connection_that_asks_nothing_is_bounded(
     assert http.post(INFER, json=body(3.0)).status_code == 200
 
 
+def test_load_over_https(service: Served) -> None:
+    """With the certificates to trust."""
+    ca = str(service.folder / "ca.pem")
+    words = ["load", service.url, "minilm", "--ca", ca, "--seconds", "1", "--rate", "5"]
+    found = service.command(*words)
+    assert (found["sent"], found["failed"]) == (5, 0)
+
+
 def test_certificate_that_cannot_be_used_is_named_at_once(tmp_path: Path) -> None:
     """Before anything is started."""
     (tmp_path / "bad.pem").write_text("nothing")

@@ -156,6 +156,21 @@ async def test_poisoned_request_takes_no_innocent_with_it(
     assert 2 <= len(died) <= 4, died
 
 
+def test_logs_are_found_by_name(service: Served) -> None:
+    """Of one process, or of all of a stage."""
+    names = [p["name"] for p in service.ask("GET", "/status")["processes"]]
+    (name,) = [n for n in names if n.startswith("m/") and "/0/" in n]
+    state = ["--state", str(service.state)]
+    (found,) = service.command("logs", name, *state)
+    assert Path(found["path"]).stem == name.replace("/", "-")
+    assert any("loaded in" in line for line in found["lines"])
+    every = {Path(one["path"]).stem for one in service.command("logs", *state)}
+    assert {name.replace("/", "-"), "store", "launcher"} <= every
+    assert "store" not in {
+        Path(one["path"]).stem for one in service.command("logs", "m", *state)
+    }
+
+
 def test_deadline_is_kept_and_named(service: Served) -> None:
     """504, while the model still computes."""
     answer = service.infer(1.0, SLEEP, headers={"x-timeout-s": "0.3"})

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import asdict
+import ssl
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import aiohttp
@@ -33,6 +34,18 @@ def target_of(
     return embeddings(url, model, lines)
 
 
+def trusting(target: Target, ca: Path | None) -> Target:
+    """Return the same, trusting the certificates in a file."""
+    if ca is None:
+        return target
+    try:
+        return replace(target, tls=ssl.create_default_context(cafile=str(ca)))
+    except (OSError, ssl.SSLError) as error:
+        raise click.ClickException(
+            f"--ca {ca}: {error}; give a PEM file with certificates"
+        ) from error
+
+
 def run(target: Target, rate: float, seconds: float, *, as_json: bool) -> int:
     """Send, and print what came back; exit code 1 if a request failed."""
     found = asyncio.run(_run(target, rate, seconds, is_quiet=as_json))
@@ -53,7 +66,10 @@ async def _try(target: Target) -> None:
         async with (
             aiohttp.ClientSession() as http,
             http.post(
-                target.url, data=target.bodies[0], headers=target.headers
+                target.url,
+                data=target.bodies[0],
+                headers=target.headers,
+                ssl=target.tls,
             ) as response,
         ):
             text = await response.text()

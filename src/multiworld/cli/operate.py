@@ -137,17 +137,24 @@ def _explained(process: Any, said: Any) -> str:
 # logs, events, shutdown
 
 
-def logs(service: Service, name: str | None, lines: int) -> int:
+def logs(service: Service, name: str | None, lines: int, *, as_json: bool) -> int:
     """Print the end of the logs."""
     paths = sorted(service.folder.logs.glob("*.log"))
     if name is not None:
-        paths = [p for p in paths if p.stem.startswith(name.replace("/", "-"))]
+        stem = name.replace("/", "-")
+        paths = [p for p in paths if f"{p.stem}-".startswith(f"{stem}-")]
         if not paths:
             raise click.ClickException(f"no log of {name!r} in {service.folder.logs}")
-    for path in paths:
+    ends = {
+        path: path.read_text(errors="replace").splitlines()[-lines:] for path in paths
+    }
+    if as_json:
+        found = [{"path": str(path), "lines": end} for path, end in ends.items()]
+        click.echo(json.dumps(found, indent=2))
+        return 0
+    for path, end in ends.items():
         click.echo(f"==> {path} <==")
-        text = path.read_text(errors="replace").splitlines()
-        click.echo("\n".join(text[-lines:]))
+        click.echo("\n".join(end))
     return 0
 
 

@@ -197,9 +197,17 @@ def chaos(**options: Any) -> None:
 @click.argument("name", required=False)
 @click.option("-n", "--lines", type=click.IntRange(1), default=20, show_default=True)
 @of_service
-def logs(name: str | None, lines: int, app: str | None, state: Path | None) -> None:
-    """Print the end of the logs of NAME (as in status), or of all processes."""
-    sys.exit(_need("multiworld.cli.operate").logs(_service(app, state), name, lines))
+@JSON
+def logs(
+    name: str | None, lines: int, app: str | None, state: Path | None, as_json: bool
+) -> None:
+    """Print the end of the logs of NAME, or of all processes.
+
+    NAME is that of a process, as in status, or what comes before a slash in it: of a
+    model, a version, a stage.
+    """
+    module = _need("multiworld.cli.operate")
+    sys.exit(module.logs(_service(app, state), name, lines, as_json=as_json))
 
 
 @click.command()
@@ -226,6 +234,11 @@ def shutdown(app: str | None, state: Path | None, as_json: bool) -> None:
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="A JSON body of the Open Inference Protocol to send instead of texts.",
 )
+@click.option(
+    "--ca",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="PEM file with the certificates to trust, for an https:// URL.",
+)
 @JSON
 def load(
     url: str,
@@ -234,6 +247,7 @@ def load(
     seconds: float,
     texts: Path | None,
     body: Path | None,
+    ca: Path | None,
     as_json: bool,
 ) -> None:
     """Send requests to MODEL at URL at a steady rate, and say what came back.
@@ -243,6 +257,7 @@ def load(
     """
     module = _need("multiworld.cli.load")
     target = module.target_of(url, model, texts, body, "The quick brown fox.")
+    target = module.trusting(target, ca)
     sys.exit(module.run(target, rate, seconds, as_json=as_json))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import ssl
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -26,11 +27,13 @@ class Target:
 
     Attributes:
         bodies: Taken in turn.
+        tls: Whom to trust, for HTTPS; True for what the system trusts.
     """
 
     url: str
     bodies: list[bytes]
     headers: dict[str, str]
+    tls: ssl.SSLContext | bool = True
 
 
 def embeddings(base: str, model: str, texts: list[str]) -> Target:
@@ -73,7 +76,7 @@ class Load:
         Cancellation: what is under way is dropped, and counted nowhere.
         """
         loop = asyncio.get_running_loop()
-        connector = aiohttp.TCPConnector(limit=CONNECTIONS)
+        connector = aiohttp.TCPConnector(limit=CONNECTIONS, ssl=self._target.tls)
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
         tasks: set[asyncio.Task[None]] = set()
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
