@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -61,14 +61,14 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def empty_model() -> Any:
-    """Return three stages that do nothing; a factory of the service."""
+def empty_model(stages: int) -> Any:
+    """Return stages that do nothing; a factory of the service."""
     from multiworld.serve import Model, Stage, TensorSpec
 
     return Model(
         stages=[
             Stage(name=f"s{n}", load=lambda context: lambda tensors: tensors)
-            for n in range(3)
+            for n in range(stages)
         ],
         inputs=[TensorSpec("x", "FP32", (-1,))],
         outputs=[TensorSpec("x", "FP32", (-1,))],
@@ -76,29 +76,33 @@ def empty_model() -> Any:
 
 
 @contextlib.contextmanager
-def multiworld_service(folder: Path) -> Iterator[list[Contender]]:
-    """Serve all our pipelines."""
+def multiworld_service(
+    folder: Path, replicas: int = 1, only: str | None = None
+) -> Iterator[list[Contender]]:
+    """Serve all our pipelines, or one."""
     minilm = "multiworld.serve.models.minilm:model"
-    spec = {
+    empty = {"max_batch_size": 64, "replicas": replicas}
+    spec: dict[str, Any] = {
         "app": "bench",
         "models": {
-            "empty": {
+            "empty": {"factory": "serving:empty_model", "stages": [empty] * 3},
+            "single": {
                 "factory": "serving:empty_model",
-                "stages": [{"max_batch_size": 64}] * 3,
+                "stages": [empty],
             },
             "minilm": {
                 "factory": minilm,
-                "options": {"stages": 3},
                 "stages": [{"name": f"s{n}"} for n in range(3)],
             },
             "whole": {
                 "factory": minilm,
-                "options": {"stages": 1},
                 "stages": [{}],
             },
         },
         "gateway": {"port": 0},
     }
+    if only is not None:
+        spec["models"] = {only: spec["models"][only]}
     path = folder / "app.yaml"
     path.write_text(yaml.safe_dump(spec))
     command = [sys.executable, "-m", "multiworld.cli.main", "serve", str(path)]
@@ -121,6 +125,7 @@ def multiworld_service(folder: Path) -> Iterator[list[Contender]]:
         embed, text = f"{url}/v1/embeddings", {"input": TEXT}
         yield [
             Contender("multiworld", "empty", f"{url}/v2/models/empty/infer", NUMBER),
+            Contender("one stage", "empty", f"{url}/v2/models/single/infer", NUMBER),
             Contender("multiworld", "minilm", embed, text | {"model": "minilm"}),
             Contender("one stage", "minilm", embed, text | {"model": "whole"}),
         ]
@@ -130,11 +135,11 @@ def multiworld_service(folder: Path) -> Iterator[list[Contender]]:
 
 
 @contextlib.contextmanager
-def ray_service(python: str, kind: str) -> Iterator[Contender]:
+def ray_service(python: str, kind: str, replicas: int = 1) -> Iterator[Contender]:
     """Serve one pipeline on Ray Serve."""
     port = free_port()
     process = subprocess.Popen(
-        [python, HERE / "serving_ray.py", kind, str(port)],
+        [python, HERE / "serving_ray.py", kind, str(port), str(replicas)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -217,21 +222,42 @@ async def measure(contenders: list[Contender], rounds: int, seconds: float) -> N
                     )
 
 
+def ticks(pids: Iterable[int]) -> float:
+    """Return the seconds of a core that processes have taken so far."""
+    total = 0
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        total += int(fields[11]) + int(fields[12])
+    return total / os.sysconf("SC_CLK_TCK")
+
+
+def processes(state: Path, prefix: str = "") -> list[int]:
+    """Return the service's processes whose names begin so."""
+    record = json.loads((state / "record.json").read_text())
+    found = [p["pid"] for p in record["processes"] if p["name"].startswith(prefix)]
+    return found if prefix else [*found, record["store"]["pid"]]
+
+
 async def idle_cpu(state: Path, seconds: float = 5.0) -> float:
     """Return the share of one core that the whole idle service takes."""
-    record = json.loads((state / "record.json").read_text())
-    pids = [p["pid"] for p in record["processes"]] + [record["store"]["pid"]]
-
-    def ticks() -> int:
-        total = 0
-        for pid in pids:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            total += int(fields[11]) + int(fields[12])
-        return total
-
-    before = ticks()
+    pids = processes(state)
+    before = ticks(pids)
     await asyncio.sleep(seconds)
-    return (ticks() - before) / os.sysconf("SC_CLK_TCK") / seconds
+    return (ticks(pids) - before) / seconds
+
+
+async def cpu_per_request(
+    state: Path, contender: Contender, seconds: float
+) -> dict[str, float]:
+    """Return microseconds of a core that a request takes, where, with 32 clients."""
+    parts = {"gateway": "gateway", "three workers": "empty/"}
+    pids = {name: processes(state, prefix) for name, prefix in parts.items()}
+    async with aiohttp.ClientSession() as http:
+        await ask(http, contender, 32, 1.0)
+        before = {name: ticks(found) for name, found in pids.items()}
+        rate = (await ask(http, contender, 32, seconds))["requests_per_s"]
+    count = rate * seconds
+    return {n: (ticks(p) - before[n]) / count * 1e6 for n, p in pids.items()}
 
 
 def summary(contenders: list[Contender]) -> list[dict[str, Any]]:
@@ -253,10 +279,11 @@ def summary(contenders: list[Contender]) -> list[dict[str, Any]]:
                 row["rate_against_ray"] = ours["requests_per_s"] / ray["requests_per_s"]
                 row["p50_against_ray"] = ours["p50_ms"] / ray["p50_ms"]
             if "one stage" in found:
-                whole = found["one stage"]["requests_per_s"]
+                ours, whole = found["multiworld"], found["one stage"]
                 row["rate_against_one_stage"] = (
-                    found["multiworld"]["requests_per_s"] / whole
+                    ours["requests_per_s"] / whole["requests_per_s"]
                 )
+                row["hop_ms"] = (ours["p50_ms"] - whole["p50_ms"]) / 2
             rows.append(row)
     return rows
 
@@ -278,6 +305,7 @@ async def run(given: argparse.Namespace) -> dict[str, Any]:
         folder = Path(name)
         async with everybody(given.ray, folder) as contenders:
             idle = await idle_cpu(folder / "state")
+            cpu = await cpu_per_request(folder / "state", contenders[0], given.seconds)
             await measure(contenders, given.rounds, given.seconds)
     return {
         "date": time.strftime("%Y-%m-%d"),
@@ -286,6 +314,7 @@ async def run(given: argparse.Namespace) -> dict[str, Any]:
         "rounds": given.rounds,
         "seconds": given.seconds,
         "idle_cores": idle,
+        "cpu_us_per_request": cpu,
         "medians": summary(contenders),
         "contenders": [asdict(c) for c in contenders],
     }
@@ -303,7 +332,8 @@ def main() -> None:
     given.out.write_text(json.dumps(found, indent=1) + "\n")
     print(
         json.dumps(
-            {"idle_cores": found["idle_cores"], "medians": found["medians"]}, indent=1
+            {k: found[k] for k in ("idle_cores", "cpu_us_per_request", "medians")},
+            indent=1,
         )
     )
 

@@ -82,7 +82,7 @@ class TextIngress:
 
 def main() -> None:
     """Serve one kind of pipeline."""
-    kind, port = sys.argv[1], int(sys.argv[2])
+    kind, port, replicas = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     logging.disable(logging.WARNING)
     ray.init(
         num_cpus=16,
@@ -93,7 +93,10 @@ def main() -> None:
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     if kind == "empty":
         app = EmptyIngress.bind(
-            *(Empty.options(name=f"empty{n}").bind() for n in range(3))
+            *(
+                Empty.options(name=f"empty{n}", num_replicas=replicas).bind()
+                for n in range(3)
+            )
         )
     else:
         app = TextIngress.bind(

@@ -16,6 +16,7 @@ LAYERS = (
     {
         "errors",
         "config",
+        "eager",
         "early",
         "events",
         "lifecycle",
@@ -46,6 +47,7 @@ LAYERS = (
 RANK = {name: number for number, names in enumerate(LAYERS) for name in names}
 
 PURE = [
+    "eager",
     "early",
     "lifecycle",
     "liveness",

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol
 
 from multiworld.config import WorldConfig
+from multiworld.eager import begin
 from multiworld.errors import MultiWorldError, WorldBrokenError, WorldClosedError
 from multiworld.serve.stage import Tensors
 from multiworld.serve.table import Edge
@@ -22,6 +23,8 @@ logger = logging.getLogger("multiworld.serve")
 
 Body = Callable[[], Awaitable[None]]
 """Something that runs while an edge lives."""
+
+Send = Callable[[], Coroutine[Any, Any, None]]
 
 AGAIN_S = 1.0
 SEND_S = 1.0
@@ -39,6 +42,7 @@ class Outbox:
         self.edge, self.world = edge, world
         self._peer = 1 - edge.rank
         self._queue: asyncio.Queue[Body] = asyncio.Queue()
+        self._waiting = 0
 
     def object_nowait(self, tag: int, data: object) -> None:
         """Send small plain data."""
@@ -50,16 +54,34 @@ class Outbox:
             lambda: self.world.send_bundle(tensors, dst=self._peer, meta=meta, tag=tag)
         )
 
-    def _put(self, send: Body) -> None:
-        if self._queue.qsize() < OUTBOX_LIMIT:
-            self._queue.put_nowait(send)
-        else:
+    @property
+    def is_idle(self) -> bool:
+        """Whether all was sent."""
+        return self._waiting == 0
+
+    def _put(self, send: Send) -> None:
+        if self._waiting >= OUTBOX_LIMIT:
             logger.error("edge %s: its outbox is full", self.edge.world)
+            return
+        rest: Body = send
+        if self.is_idle:
+            # Most often the socket takes it, and nobody has to be woken.
+            try:
+                left = begin(send())
+            except Exception as error:
+                rest = _raising(error)
+            else:
+                if left is None:
+                    return
+                rest = _constant(left)
+        self._waiting += 1
+        self._queue.put_nowait(rest)
 
     async def run(self) -> None:
         """Send until the world is over."""
         while True:
             await (await self._queue.get())()
+            self._waiting -= 1
             self._queue.task_done()
 
     async def wait_sent(self) -> None:
@@ -72,6 +94,19 @@ class Outbox:
     def silent_s(self) -> float:
         """Return for how long the peer has given no sign."""
         return self.world.silent_s(self._peer) if self.world.is_ready else 0.0
+
+
+def _constant(awaitable: Awaitable[None]) -> Body:
+    return lambda: awaitable
+
+
+def _raising(error: Exception) -> Body:
+    """Return what raises it where the world's end is waited for."""
+
+    async def body() -> None:
+        raise error
+
+    return body
 
 
 class EdgeOwner(Protocol):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -14,6 +12,7 @@ from multiworld.errors import InvalidRequestError, ModelFailedError, ServeError
 from multiworld.serve.batching import Work
 from multiworld.serve.collating import collate, length_of, split
 from multiworld.serve.stage import Stage, StageContext, StageFunction, Tensors
+from multiworld.serve.thread import ModelThread
 
 logger = logging.getLogger("multiworld.serve")
 
@@ -31,7 +30,7 @@ class Runner:
 
     def __init__(self, stage: Stage, name: str, threads: int) -> None:
         self._stage, self._name, self._threads = stage, name, threads
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="multiworld model")
+        self._thread: ModelThread | None = None
         self._function: StageFunction | None = None
         self._share: Callable[[Tensors], None] | None = None
 
@@ -48,8 +47,8 @@ class Runner:
 
         Cancellation: the computation goes on in its thread, for nobody.
         """
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._executor, self._compute_shared, batch)
+        assert self._thread is not None
+        await self._thread.call(self._compute_shared, batch)
 
     def _compute_shared(self, batch: Tensors) -> None:
         assert self._function is not None
@@ -67,8 +66,8 @@ class Runner:
 
         Cancellation: loading goes on in its thread.
         """
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._executor, self._load, context)
+        self._thread = ModelThread()
+        await self._thread.call(self._load, context)
 
     def _load(self, context: StageContext) -> None:
         torch.set_num_threads(self._threads)
@@ -81,10 +80,10 @@ class Runner:
 
         Cancellation: the computation goes on in its thread, for nobody.
         """
-        loop = asyncio.get_running_loop()
+        assert self._thread is not None
         requests = [work.content for work in batch]
         rows = [work.rows for work in batch]
-        return await loop.run_in_executor(self._executor, self._run, requests, rows)
+        return await self._thread.call(self._run, requests, rows)
 
     def _run(self, requests: list[Tensors], rows: list[int]) -> list[Outcome]:
         try:
@@ -125,4 +124,5 @@ class Runner:
 
     def close(self) -> None:
         """End the thread; what it computes is not waited for."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        if self._thread is not None:
+            self._thread.close()

@@ -303,12 +303,14 @@ class Worker:
         by_router = _by_router(work.key for work in batch)
         for router, keys in by_router.items():
             self._tell(router, {"begun": keys, "solo": is_solo})
-        told = [self._routers[r].wait_sent() for r in by_router if r in self._routers]
-        try:
-            async with asyncio.timeout(TELL_S):
-                await asyncio.gather(*told)
-        except TimeoutError:
-            pass  # a router that does not read keeps nobody from computing
+        boxes = [self._routers[r] for r in by_router if r in self._routers]
+        untold = [box.wait_sent() for box in boxes if not box.is_idle]
+        if untold:
+            try:
+                async with asyncio.timeout(TELL_S):
+                    await asyncio.gather(*untold)
+            except TimeoutError:
+                pass  # a router that does not read keeps nobody from computing
         self._release(batch, "begun")
 
     def _release(self, works: list[Work], what: str) -> None:

@@ -1,0 +1,151 @@
+"""What killed replicas cost: requests lost, and the time until all answer again.
+
+``python benchmarks/serving_kills.py [--ray PYTHON] [--rounds 3]``. The same three empty
+stages as in ``serving.py``, two replicas each, on multiworld and on Ray Serve with its
+defaults; one at a time, both in each round. Eight clients ask in a closed loop for
+fifteen seconds, each waiting up to ten for an answer; a replica of each stage is killed
+(SIGKILL) after 3, 6 and 9 s. Prints what was not answered with 200, and the longest
+answer. Writes ``results/serving_kills.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import serving
+from rich.console import Console
+from rich.table import Table
+
+CLIENTS, SECONDS, PATIENCE_S = 8, 15.0, 10.0
+KILLS_S = (3.0, 6.0, 9.0)
+
+
+def ours(folder: Path) -> Callable[[int], int]:
+    """Return what tells the process of some replica of a stage."""
+
+    def find(stage: int) -> int:
+        record = json.loads((folder / "state" / "record.json").read_text())
+        found = [
+            p["pid"]
+            for p in record["processes"]
+            if p["name"].startswith("empty/") and f"/{stage}/" in p["name"]
+        ]
+        return int(random.choice(found))
+
+    return find
+
+
+def rays(stage: int) -> int:
+    """Return the process of some replica of a stage; Ray names its processes."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                text = (folder / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if f"ServeReplica:default:empty{stage}".encode() in text:
+                found.append(int(folder.name))
+    return random.choice(found)
+
+
+async def disturb(
+    contender: serving.Contender, find: Callable[[int], int]
+) -> dict[str, Any]:
+    """Ask while replicas are killed; return what came of it."""
+    failed: Counter[str] = Counter()
+    latencies: list[float] = []
+    end = time.monotonic() + SECONDS
+
+    async def client() -> None:
+        while (begin := time.monotonic()) < end:
+            try:
+                async with http.post(contender.url, json=contender.body) as response:
+                    await response.read()
+                    if response.status == 200:
+                        latencies.append(time.monotonic() - begin)
+                    else:
+                        failed[str(response.status)] += 1
+            except (aiohttp.ClientError, TimeoutError) as error:
+                failed[type(error).__name__] += 1
+
+    async def kill() -> None:
+        for stage, after_s in enumerate(KILLS_S):
+            await asyncio.sleep(end - SECONDS + after_s - time.monotonic())
+            os.kill(find(stage), signal.SIGKILL)
+
+    timeout = aiohttp.ClientTimeout(total=PATIENCE_S)
+    async with aiohttp.ClientSession(timeout=timeout) as http:
+        await asyncio.gather(kill(), *(client() for _ in range(CLIENTS)))
+    ordered = sorted(latencies)
+    return {
+        "sent": len(ordered) + sum(failed.values()),
+        "lost": sum(failed.values()),
+        "failed": dict(failed),
+        "p50_ms": 1000 * ordered[len(ordered) // 2],
+        "p99_ms": 1000 * ordered[int(len(ordered) * 0.99)],
+        "longest_ms": 1000 * ordered[-1],
+    }
+
+
+def one_round(python: str | None) -> dict[str, dict[str, Any]]:
+    """Disturb each system once."""
+    found = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with serving.multiworld_service(folder, replicas=2, only="empty") as contenders:
+            found["multiworld"] = asyncio.run(disturb(contenders[0], ours(folder)))
+    if python is not None:
+        with serving.ray_service(python, "empty", replicas=2) as contender:
+            found["Ray Serve"] = asyncio.run(disturb(contender, rays))
+    return found
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ray", help="an interpreter that has ray[serve]")
+    parser.add_argument("--rounds", type=int, default=3)
+    out = serving.HERE / "results" / "serving_kills.json"
+    parser.add_argument("--out", type=Path, default=out)
+    given = parser.parse_args()
+    rounds = []
+    for number in range(given.rounds):
+        rounds.append(one_round(given.ray))
+        print(f"{number + 1}/{given.rounds} {rounds[-1]}", flush=True)
+    table = Table(title=f"{len(KILLS_S)} replicas killed in {SECONDS:g} s")
+    for column in ("", "sent", "lost", "p50 ms", "p99 ms", "longest ms"):
+        table.add_column(column)
+    for system in rounds[0]:
+        for found in (r[system] for r in rounds):
+            numbers = (found[k] for k in ("p50_ms", "p99_ms", "longest_ms"))
+            table.add_row(
+                system,
+                str(found["sent"]),
+                str(found["lost"]),
+                *(f"{number:.0f}" for number in numbers),
+            )
+    Console().print(table)
+    what = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        "rounds": rounds,
+    }
+    given.out.write_text(json.dumps(what, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
