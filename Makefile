@@ -55,7 +55,8 @@ soak-serve: $(STAMP)
 	$(BIN)/python -m tests.serve.soak --minutes $(MINUTES) --seed $(SEED) $(ARGS)
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/p2p.py $(ARGS)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --group bench
+	$(BIN)/multiworld bench --out benchmarks/results $(ARGS)
 
 bench-detection: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --group bench

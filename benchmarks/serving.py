@@ -75,6 +75,21 @@ def empty_model(stages: int) -> Any:
     )
 
 
+def slow_model(stages: int) -> Any:
+    """Return stages that take 50 ms, so that there is always work in flight."""
+    from multiworld.serve import Model, Stage, Tensors, TensorSpec
+
+    def sleep(tensors: Tensors) -> Tensors:
+        time.sleep(0.05)
+        return tensors
+
+    return Model(
+        stages=[Stage(load=lambda context: sleep) for _ in range(stages)],
+        inputs=[TensorSpec("x", "FP32", (-1,))],
+        outputs=[TensorSpec("x", "FP32", (-1,))],
+    )
+
+
 @contextlib.contextmanager
 def multiworld_service(
     folder: Path, replicas: int = 1, only: str | None = None
@@ -86,6 +101,7 @@ def multiworld_service(
         "app": "bench",
         "models": {
             "empty": {"factory": "serving:empty_model", "stages": [empty] * 3},
+            "slow": {"factory": "serving:slow_model", "stages": [empty] * 3},
             "single": {
                 "factory": "serving:empty_model",
                 "stages": [empty],
@@ -103,6 +119,8 @@ def multiworld_service(
     }
     if only is not None:
         spec["models"] = {only: spec["models"][only]}
+    else:
+        del spec["models"]["slow"]
     path = folder / "app.yaml"
     path.write_text(yaml.safe_dump(spec))
     command = [sys.executable, "-m", "multiworld.cli.main", "serve", str(path)]
@@ -123,12 +141,15 @@ def multiworld_service(
             raise SystemExit((folder / "log").read_text()[-2000:])
         url = json.loads(line)["url"]
         embed, text = f"{url}/v1/embeddings", {"input": TEXT}
-        yield [
+        every = [
             Contender("multiworld", "empty", f"{url}/v2/models/empty/infer", NUMBER),
+            Contender("multiworld", "slow", f"{url}/v2/models/slow/infer", NUMBER),
             Contender("one stage", "empty", f"{url}/v2/models/single/infer", NUMBER),
             Contender("multiworld", "minilm", embed, text | {"model": "minilm"}),
             Contender("one stage", "minilm", embed, text | {"model": "whole"}),
         ]
+        wanted = {only} if only is not None else {"empty", "minilm"}
+        yield [contender for contender in every if contender.pipeline in wanted]
     finally:
         process.terminate()
         process.wait(60)
@@ -157,7 +178,7 @@ def ray_service(python: str, kind: str, replicas: int = 1) -> Iterator[Contender
         line = process.stdout.readline()
         if line.strip() != "ready":
             raise SystemExit(f"Ray Serve did not start: {line}")
-        body = NUMBER if kind == "empty" else {"model": "minilm", "input": TEXT}
+        body = NUMBER if kind != "minilm" else {"model": "minilm", "input": TEXT}
         yield Contender("Ray Serve", kind, f"http://127.0.0.1:{port}/", body)
     finally:
         process.stdin.close()

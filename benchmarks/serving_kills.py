@@ -1,7 +1,7 @@
 """What killed replicas cost: requests lost, and the time until all answer again.
 
-``python benchmarks/serving_kills.py [--ray PYTHON] [--rounds 3]``. The same three empty
-stages as in ``serving.py``, two replicas each, on multiworld and on Ray Serve with its
+``python benchmarks/serving_kills.py [--ray PYTHON] [--rounds 3]``. Three stages of
+50 ms, two replicas each, on multiworld and on Ray Serve with its
 defaults; one at a time, both in each round. Eight clients ask in a closed loop for
 fifteen seconds, each waiting up to ten for an answer; a replica of each stage is killed
 (SIGKILL) after 3, 6 and 9 s. Prints what was not answered with 200, and the longest
@@ -41,7 +41,7 @@ def ours(folder: Path) -> Callable[[int], int]:
         found = [
             p["pid"]
             for p in record["processes"]
-            if p["name"].startswith("empty/") and f"/{stage}/" in p["name"]
+            if p["name"].startswith("slow/") and f"/{stage}/" in p["name"]
         ]
         return int(random.choice(found))
 
@@ -57,7 +57,7 @@ def rays(stage: int) -> int:
                 text = (folder / "cmdline").read_bytes()
             except OSError:
                 continue
-            if f"ServeReplica:default:empty{stage}".encode() in text:
+            if f"ServeReplica:default:slow{stage}".encode() in text:
                 found.append(int(folder.name))
     return random.choice(found)
 
@@ -106,10 +106,10 @@ def one_round(python: str | None) -> dict[str, dict[str, Any]]:
     found = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with serving.multiworld_service(folder, replicas=2, only="empty") as contenders:
+        with serving.multiworld_service(folder, replicas=2, only="slow") as contenders:
             found["multiworld"] = asyncio.run(disturb(contenders[0], ours(folder)))
     if python is not None:
-        with serving.ray_service(python, "empty", replicas=2) as contender:
+        with serving.ray_service(python, "slow", replicas=2) as contender:
             found["Ray Serve"] = asyncio.run(disturb(contender, rays))
     return found
 

@@ -7,6 +7,7 @@ Run by ``serving.py --ray PYTHON`` with an interpreter of its own, on a port; pr
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 from typing import Any
@@ -21,6 +22,15 @@ class Empty:
     """Does nothing."""
 
     async def __call__(self, value: float) -> float:
+        return value
+
+
+@serve.deployment(max_ongoing_requests=64)
+class Slow:
+    """Takes 50 ms."""
+
+    async def __call__(self, value: float) -> float:
+        await asyncio.sleep(0.05)
         return value
 
 
@@ -91,10 +101,11 @@ def main() -> None:
         configure_logging=False,
     )
     serve.start(http_options={"host": "127.0.0.1", "port": port})
-    if kind == "empty":
+    if kind != "minilm":
+        stage = Empty if kind == "empty" else Slow
         app = EmptyIngress.bind(
             *(
-                Empty.options(name=f"empty{n}", num_replicas=replicas).bind()
+                stage.options(name=f"{kind}{n}", num_replicas=replicas).bind()
                 for n in range(3)
             )
         )

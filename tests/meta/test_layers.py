@@ -41,7 +41,7 @@ LAYERS = (
     {"manager", "communicator", "blocking"},
     {"testing"},
     {"serve"},
-    {"demo"},
+    {"demo", "bench"},
     {"cli"},
 )
 RANK = {name: number for number, names in enumerate(LAYERS) for name in names}

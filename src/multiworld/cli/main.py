@@ -163,6 +163,40 @@ def store(
     sys.exit(run(host, port, state, while_locked, as_json=as_json))
 
 
+@cli.command()
+@click.argument("names", nargs=-1, metavar="[SUITE]...")
+@click.option("--rounds", type=click.IntRange(1, 1000), default=5, show_default=True)
+@click.option(
+    "--quick", is_flag=True, help="Few sizes and messages: to see that it runs."
+)
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, writable=True, path_type=Path),
+    help="Keep JSON and pictures in this folder.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print all samples as JSON.")
+def bench(
+    names: tuple[str, ...], rounds: int, quick: bool, out: Path | None, as_json: bool
+) -> None:
+    """Measure this machine's data path, beside what else one could use.
+
+    \b
+    p2p          streams and round trips, 64 B to 64 MB
+    fan          one leader and 1 to 8 worlds
+    collectives  2, 4 and 8 ranks, 4 KB to 16 MB
+    many         1 to 1,000 worlds in a process
+    joining      a busy world while others join and break
+    watching     fault management on and off
+    hosts        TCP between two network namespaces (as root)
+
+    All contenders run in turns in the same minutes: compare within a table. pyzmq takes
+    part if it is installed.
+    """
+    from multiworld.cli.bench import run
+
+    sys.exit(run(names, rounds, out, is_quick=quick, as_json=as_json))
+
+
 for command in COMMANDS:
     cli.add_command(command)
 

@@ -1,0 +1,375 @@
+"""Ways to move a tensor from one process to another, with the same few methods."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+import socket
+import struct
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from multiworld.backends.dtypes import memory_of
+from multiworld.config import WorldConfig
+from multiworld.world_manager import WorldManager
+
+
+class Contender(Protocol):
+    """One end of a connection between two processes, rank 0 and rank 1."""
+
+    def send_many(self, tensor: Tensor, count: int) -> None:
+        """Send the same tensor again and again."""
+
+    def recv_many(self, out: Tensor | None, count: int) -> None:
+        """Receive as often; into new tensors if ``out`` is None."""
+
+    def ping(self, tensor: Tensor, count: int, *, is_first: bool) -> None:
+        """Send to and fro."""
+
+    def close(self) -> None:
+        """End."""
+
+
+class Blocking:
+    """What all contenders without an event loop have in common."""
+
+    def send(self, tensor: Tensor) -> None:
+        """Send one."""
+        raise NotImplementedError
+
+    def recv(self, out: Tensor) -> None:
+        """Receive one."""
+        raise NotImplementedError
+
+    def send_many(self, tensor: Tensor, count: int) -> None:
+        """Send the same tensor again and again."""
+        for _ in range(count):
+            self.send(tensor)
+
+    def recv_many(self, out: Tensor | None, count: int) -> None:
+        """Receive as often."""
+        if out is None:
+            raise NotImplementedError("the shape must be known")
+        for _ in range(count):
+            self.recv(out)
+
+    def ping(self, tensor: Tensor, count: int, *, is_first: bool) -> None:
+        """Send to and fro."""
+        for _ in range(count):
+            if is_first:
+                self.send(tensor)
+                self.recv(tensor)
+            else:
+                self.recv(tensor)
+                self.send(tensor)
+
+
+class PlainGloo(Blocking):
+    """torch.distributed's own send and recv."""
+
+    def __init__(self, rank: int, port: int, size: int = 2) -> None:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            "127.0.0.1", port, size, rank == 0
+        )
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        self._peer = 1 - rank
+
+    def send(self, tensor: Tensor) -> None:
+        """Send one."""
+        dist.send(tensor, self._peer)
+
+    def recv(self, out: Tensor) -> None:
+        """Receive one."""
+        dist.recv(out, self._peer)
+
+    def close(self) -> None:
+        """End."""
+        dist.destroy_process_group()
+
+
+class GlooInThreads:
+    """The same under asyncio, as one must: every wait in a thread.
+
+    Uses the group that ``PlainGloo`` has made.
+    """
+
+    def __init__(self, rank: int, port: int) -> None:
+        self._peer = 1 - rank
+        self._runner = asyncio.Runner()
+
+    async def _send(self, tensor: Tensor) -> None:
+        await asyncio.to_thread(dist.send, tensor, self._peer)
+
+    async def _recv(self, tensor: Tensor) -> None:
+        await asyncio.to_thread(dist.recv, tensor, self._peer)
+
+    def send_many(self, tensor: Tensor, count: int) -> None:
+        """Send the same tensor again and again."""
+
+        async def run() -> None:
+            for _ in range(count):
+                await self._send(tensor)
+
+        self._runner.run(run())
+
+    def recv_many(self, out: Tensor | None, count: int) -> None:
+        """Receive as often."""
+        if out is None:
+            raise NotImplementedError("the shape must be known")
+
+        async def run() -> None:
+            for _ in range(count):
+                await self._recv(out)
+
+        self._runner.run(run())
+
+    def ping(self, tensor: Tensor, count: int, *, is_first: bool) -> None:
+        """Send to and fro."""
+
+        async def run() -> None:
+            for _ in range(count):
+                if is_first:
+                    await self._send(tensor)
+                    await self._recv(tensor)
+                else:
+                    await self._recv(tensor)
+                    await self._send(tensor)
+
+        self._runner.run(run())
+
+    def close(self) -> None:
+        """End."""
+        self._runner.close()
+
+
+class OneWorld:
+    """A world of two; the loop runs for each call.
+
+    Args:
+        is_watched: False: nobody beats, and nobody looks whether the other does.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        port: int,
+        backend: str = "direct",
+        *,
+        is_watched: bool = True,
+        config: WorldConfig | None = None,
+    ) -> None:
+        self._peer = 1 - rank
+        self._runner = asyncio.Runner()
+        self.manager, self.world = self._runner.run(
+            self._join(rank, port, backend, config)
+        )
+        if not is_watched:
+            self._runner.run(unwatch(self.manager))
+
+    async def _join(
+        self, rank: int, port: int, backend: str, config: WorldConfig | None
+    ) -> tuple[WorldManager, Any]:
+        manager = WorldManager(config=config)
+        world = await manager.join(
+            "bench",
+            rank=rank,
+            size=2,
+            store=f"tcp://127.0.0.1:{port}",
+            backend=backend,
+            config=config,
+        )
+        return manager, world
+
+    def send_many(self, tensor: Tensor, count: int) -> None:
+        """Send the same tensor again and again."""
+
+        async def run() -> None:
+            for _ in range(count):
+                await self.world.send(tensor, dst=self._peer)
+
+        self._runner.run(run())
+
+    def recv_many(self, out: Tensor | None, count: int) -> None:
+        """Receive as often."""
+
+        async def run() -> None:
+            for _ in range(count):
+                await self.world.recv(out, src=self._peer)
+
+        self._runner.run(run())
+
+    def ping(self, tensor: Tensor, count: int, *, is_first: bool) -> None:
+        """Send to and fro."""
+
+        async def run() -> None:
+            for _ in range(count):
+                if is_first:
+                    await self.world.send(tensor, dst=self._peer)
+                    await self.world.recv(tensor, src=self._peer)
+                else:
+                    await self.world.recv(tensor, src=self._peer)
+                    await self.world.send(tensor, dst=self._peer)
+
+        self._runner.run(run())
+
+    def close(self) -> None:
+        """End."""
+        helper = self.manager.watchdog.helper_pid
+        if helper is not None:
+            os.kill(helper, signal.SIGCONT)
+        self._runner.run(self.manager.close())
+        self._runner.close()
+
+
+async def unwatch(manager: WorldManager) -> None:
+    """Switch off what fault management does all the time: beats, and looks at them."""
+    watchdog = manager.watchdog
+    if watchdog.helper_pid is not None:
+        os.kill(watchdog.helper_pid, signal.SIGSTOP)
+    ticker = watchdog._ticker
+    assert ticker is not None
+    ticker.cancel()
+
+
+class RawSocket(Blocking):
+    """A blocking socket: the least that copies by the kernel cost."""
+
+    def __init__(self, rank: int, port: int, family: str) -> None:
+        kind: int
+        address: Any
+        if family == "unix":
+            kind, address = socket.AF_UNIX, f"\0multiworld-bench-{port}"
+        else:
+            kind, address = socket.AF_INET, ("127.0.0.1", port)
+        self.sock = connect(kind, address, is_server=rank == 0)
+        if family == "tcp":
+            self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, tensor: Tensor) -> None:
+        """Send one."""
+        self.sock.sendall(memory_of(tensor))
+
+    def recv(self, out: Tensor) -> None:
+        """Receive one."""
+        memory = memory_of(out)
+        while len(memory):
+            count = self.sock.recv_into(memory)
+            if not count:
+                raise ConnectionError("the other end is gone")
+            memory = memory[count:]
+
+    def close(self) -> None:
+        """End."""
+        self.sock.close()
+
+
+def connect(family: int, address: Any, *, is_server: bool) -> socket.socket:
+    """Return one end of a connection."""
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    if is_server:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(1)
+        sock.settimeout(60)
+        found, _ = sock.accept()
+        sock.close()
+        return found
+    for _ in range(600):
+        try:
+            sock.connect(address)
+        except (ConnectionRefusedError, FileNotFoundError):
+            import time
+
+            time.sleep(0.1)
+        else:
+            return sock
+    raise ConnectionError(f"nobody listens on {address!r}")
+
+
+class Zmq(Blocking):
+    """pyzmq over a Unix socket, with a header that says dtype and shape."""
+
+    def __init__(self, rank: int, port: int) -> None:
+        import zmq
+
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        path = Path(tempfile.gettempdir()) / f"multiworld-bench-{port}.sock"
+        if rank == 0:
+            self._socket.bind(f"ipc://{path}")
+        else:
+            self._socket.connect(f"ipc://{path}")
+        self._path = path if rank == 0 else None
+        self._head = struct.pack("<QQ", 0, 0)
+
+    def send(self, tensor: Tensor) -> None:
+        """Send one."""
+        self._socket.send_multipart([self._head, memory_of(tensor)], copy=False)
+
+    def recv(self, out: Tensor) -> None:
+        """Receive one."""
+        _, frame = self._socket.recv_multipart(copy=False)
+        out.copy_(torch.frombuffer(frame.buffer, dtype=out.dtype).view(out.shape))
+
+    def close(self) -> None:
+        """End."""
+        self._socket.close(linger=1000)
+        self._context.term()
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+
+class Memcpy:
+    """One copy inside one process: what a copy costs this machine."""
+
+    def __init__(self, rank: int, port: int) -> None:
+        self._target: Tensor | None = None
+
+    def send_many(self, tensor: Tensor, count: int) -> None:
+        """Do nothing."""
+
+    def recv_many(self, out: Tensor | None, count: int) -> None:
+        """Copy as often."""
+        if out is None:
+            raise NotImplementedError("the shape must be known")
+        if self._target is None or self._target.shape != out.shape:
+            self._target = torch.empty_like(out)
+        for _ in range(count):
+            self._target.copy_(out)
+
+    def ping(self, tensor: Tensor, count: int, *, is_first: bool) -> None:
+        """There is no round trip."""
+        raise NotImplementedError("one way only")
+
+    def close(self) -> None:
+        """End."""
+
+
+Maker = Callable[[int, int], Contender]
+
+MAKERS: dict[str, Maker] = {
+    "plain gloo": PlainGloo,
+    "gloo, asyncio": GlooInThreads,
+    "world, gloo": lambda rank, port: OneWorld(rank, port, "gloo"),
+    "world, direct": OneWorld,
+    "unwatched": lambda rank, port: OneWorld(rank, port, is_watched=False),
+    "unix socket": lambda rank, port: RawSocket(rank, port, "unix"),
+    "tcp socket": lambda rank, port: RawSocket(rank, port, "tcp"),
+    "pyzmq": Zmq,
+    "memcpy": Memcpy,
+}
+"""In the order they are measured and shown."""
+
+
+def available() -> list[str]:
+    """Return the contenders that can run here."""
+    has_zmq = importlib.util.find_spec("zmq") is not None
+    return [name for name in MAKERS if name != "pyzmq" or has_zmq]

@@ -1,0 +1,1 @@
+"""The suites: each measures one thing for all who can do it."""

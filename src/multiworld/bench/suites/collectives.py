@@ -1,0 +1,147 @@
+"""Collectives of 2 to 8 ranks on one host, beside Gloo."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from multiworld.bench.members import Options, Teller
+from multiworld.world_manager import WorldManager
+
+BASELINE = "plain gloo"
+SIZES = (4_096, 65_536, 1_048_576, 4_194_304, 16_777_216)
+QUICK = (4_096, 1_048_576)
+BUDGET_BYTES = 64 * 1024 * 1024
+
+
+class Plain:
+    """torch.distributed's collectives."""
+
+    def __init__(self, rank: int, size: int, port: int) -> None:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            "127.0.0.1", port, size, rank == 0
+        )
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        self._size = size
+
+    def all_reduce(self, tensor: Tensor, count: int) -> None:
+        """Reduce again and again."""
+        for _ in range(count):
+            dist.all_reduce(tensor)
+
+    def broadcast(self, tensor: Tensor, count: int) -> None:
+        """Broadcast again and again."""
+        for _ in range(count):
+            dist.broadcast(tensor, 0)
+
+    def all_gather(self, tensor: Tensor, count: int) -> None:
+        """Gather again and again."""
+        outs = [torch.empty_like(tensor) for _ in range(self._size)]
+        for _ in range(count):
+            dist.all_gather(outs, tensor)
+
+    def close(self) -> None:
+        """End."""
+        dist.destroy_process_group()
+
+
+class Ours:
+    """A world's collectives."""
+
+    def __init__(self, rank: int, size: int, port: int, backend: str) -> None:
+        self._runner = asyncio.Runner()
+        self._size = size
+
+        async def join() -> tuple[WorldManager, Any]:
+            manager = WorldManager()
+            world = await manager.join(
+                "bench",
+                rank=rank,
+                size=size,
+                store=f"tcp://127.0.0.1:{port}",
+                backend=backend,
+            )
+            return manager, world
+
+        self._manager, self._world = self._runner.run(join())
+
+    def _repeat(self, call: Callable[[], Any], count: int) -> None:
+        async def run() -> None:
+            for _ in range(count):
+                await call()
+
+        self._runner.run(run())
+
+    def all_reduce(self, tensor: Tensor, count: int) -> None:
+        """Reduce again and again."""
+        self._repeat(lambda: self._world.all_reduce(tensor), count)
+
+    def broadcast(self, tensor: Tensor, count: int) -> None:
+        """Broadcast again and again."""
+        self._repeat(lambda: self._world.broadcast(tensor, src=0), count)
+
+    def all_gather(self, tensor: Tensor, count: int) -> None:
+        """Gather again and again."""
+        outs = [torch.empty_like(tensor) for _ in range(self._size)]
+        self._repeat(lambda: self._world.all_gather(tensor, outs), count)
+
+    def close(self) -> None:
+        """End."""
+        self._runner.run(self._manager.close())
+        self._runner.close()
+
+
+OPERATIONS = ("all_reduce", "broadcast", "all_gather")
+
+
+def body_of(size: int) -> Callable[[int, Options, Teller], None]:
+    """Return the body for so many ranks."""
+    return {2: body_of_2, 4: body_of_4, 8: body_of_8}[size]
+
+
+def body_of_2(rank: int, options: Options, teller: Teller) -> None:
+    """Two ranks."""
+    _body(rank, 2, options, teller)
+
+
+def body_of_4(rank: int, options: Options, teller: Teller) -> None:
+    """Four ranks."""
+    _body(rank, 4, options, teller)
+
+
+def body_of_8(rank: int, options: Options, teller: Teller) -> None:
+    """Eight ranks."""
+    _body(rank, 8, options, teller)
+
+
+def _body(rank: int, size: int, options: Options, teller: Teller) -> None:
+    rivals: dict[str, Any] = {
+        "plain gloo": Plain(rank, size, options.ports[0]),
+        "world, direct": Ours(rank, size, options.ports[1], "direct"),
+        "world, gloo": Ours(rank, size, options.ports[2], "gloo"),
+    }
+    sizes = QUICK if options.is_quick else SIZES
+    for number in range(options.rounds):
+        for place, bytes_ in enumerate(sizes):
+            done = (number * len(sizes) + place) / (options.rounds * len(sizes))
+            teller.step(done, f"{size} ranks, {bytes_:,} bytes")
+            tensor = torch.zeros(bytes_ // 4)
+            count = max(4, min(300, BUDGET_BYTES // bytes_ // size))
+            for operation in OPERATIONS:
+                order = list(rivals)[::-1] if number % 2 else list(rivals)
+                for name in order:
+                    call = getattr(rivals[name], operation)
+                    call(tensor, 2)
+                    began = time.perf_counter()
+                    call(tensor, count)
+                    took = (time.perf_counter() - began) / count * 1e6
+                    kind = f"{operation}, {size} ranks"
+                    teller.sample(kind, bytes_, name, "us", took)
+    for rival in rivals.values():
+        rival.close()

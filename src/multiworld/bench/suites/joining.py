@@ -1,0 +1,144 @@
+"""A busy world while others join, leave and break: its rate, and its longest gap."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import torch
+
+from multiworld.bench.members import Options, Teller
+from multiworld.world import World
+from multiworld.world_manager import WorldManager
+
+BASELINE = "nothing else"
+SIZE = 2
+MESSAGE_BYTES = 40_960
+SECONDS = 3.0
+EVERY_S = 0.3
+DISTURBANCES = ("nothing else", "join and leave", "join and break")
+
+VISITOR = """
+import asyncio, sys
+from multiworld import WorldManager
+async def main():
+    async with WorldManager() as manager:
+        for line in sys.stdin:
+            name, store = line.split()
+            world = await manager.join(name, rank=1, size=2, store=store)
+            await world.wait_incomplete()
+            await manager.leave(name)
+print("ready", flush=True)
+asyncio.run(main())
+"""
+"""A process that is told which world to join, one after the other. It is ready when
+everything is imported, so that its start does not disturb what is measured."""
+
+
+def body(rank: int, options: Options, teller: Teller) -> None:
+    """Rank 0 sends without a pause, and is the one that joins."""
+    asyncio.run(_run(rank, options, teller))
+
+
+async def _run(rank: int, options: Options, teller: Teller) -> None:
+    store = f"tcp://127.0.0.1:{options.ports[0]}"
+    async with WorldManager() as manager:
+        busy = await manager.join("busy", rank=rank, size=2, store=store)
+        seconds = 1.0 if options.is_quick else SECONDS
+        total = options.rounds * len(DISTURBANCES)
+        for number in range(total):
+            what = DISTURBANCES[number % len(DISTURBANCES)]
+            teller.step(number / total, what)
+            await busy.barrier()
+            if rank == 1:
+                await _receive(busy)
+                continue
+            visitors = _Visitors(manager, store, number, what)
+            await asyncio.to_thread(visitors.prepare, seconds)
+            disturbing = asyncio.ensure_future(visitors.run(seconds))
+            await _send(busy, seconds, what, teller)
+            await disturbing
+            visitors.close()
+            teller.sample("happened", 0, what, "times", visitors.count)
+
+
+class _Visitors:
+    """Other members, each in a process of its own, that come and go."""
+
+    def __init__(
+        self, manager: WorldManager, store: str, number: int, what: str
+    ) -> None:
+        self._manager, self._store = manager, store
+        self._number, self._what = number, what
+        self._processes: list[subprocess.Popen[str]] = []
+        self.count = 0
+
+    def prepare(self, seconds: float) -> None:
+        """Start as many processes as will be broken."""
+        count = {"join and leave": 1, "join and break": int(seconds / EVERY_S)}
+        for _ in range(count.get(self._what, 0)):
+            self._processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", VISITOR],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    text=True,
+                )
+            )
+        for process in self._processes:
+            assert process.stdout is not None
+            process.stdout.readline()
+
+    async def run(self, seconds: float) -> None:
+        """Join a world every so often, and let it end."""
+        end = time.monotonic() + seconds - EVERY_S
+        while self._processes and time.monotonic() < end:
+            await asyncio.sleep(EVERY_S / 2)
+            name = f"visit-{self._number}-{self.count}"
+            visitor = self._processes[0]
+            assert visitor.stdin is not None
+            print(name, self._store, file=visitor.stdin, flush=True)
+            world = await self._manager.join(name, rank=0, size=2, store=self._store)
+            await asyncio.sleep(EVERY_S / 2)
+            if self._what == "join and break":
+                os.kill(self._processes.pop(0).pid, signal.SIGKILL)
+                await world.wait_over()
+            await self._manager.leave(name)
+            self.count += 1
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+
+async def _send(world: World, seconds: float, what: str, teller: Teller) -> None:
+    tensor = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
+    gaps: list[float] = []
+    began = last = time.perf_counter()
+    while last - began < seconds:
+        await world.send(tensor, dst=1)
+        now = time.perf_counter()
+        gaps.append(now - last)
+        last = now
+    tensor[0] = 1
+    await world.send(tensor, dst=1)
+    gaps.sort()
+    rate = len(gaps) / (last - began)
+    teller.sample("stream", MESSAGE_BYTES, what, "messages/s", rate)
+    p999 = gaps[int(len(gaps) * 0.999)] * 1e3
+    teller.sample("gap, p99.9", MESSAGE_BYTES, what, "ms", p999)
+    teller.sample("gap, longest", MESSAGE_BYTES, what, "ms", gaps[-1] * 1e3)
+
+
+async def _receive(world: World) -> None:
+    tensor = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
+    tensor[0] = 0
+    while not tensor[0]:
+        await world.recv(tensor, src=0)

@@ -1,0 +1,97 @@
+"""Point to point: one-way streams and round trips, of 64 B to 64 MB."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from multiworld.bench import contenders
+from multiworld.bench.contenders import Contender
+from multiworld.bench.members import Options, Teller
+
+BASELINE = "plain gloo"
+SIZE = 2
+SIZES = (64, 4_096, 40_960, 409_600, 4_194_304, 67_108_864)
+QUICK = (4_096, 409_600)
+BUDGET_BYTES = 192 * 1024 * 1024
+MOST, LEAST = 3_000, 6
+STREAM, TRIP, UNKNOWN = "stream", "round trip", "stream, shape unknown"
+
+
+def messages_in(size: int) -> int:
+    """Return how many messages one round sends."""
+    return max(LEAST, min(MOST, BUDGET_BYTES // size))
+
+
+def body(rank: int, options: Options, teller: Teller) -> None:
+    """Measure every contender in every round, at each size."""
+    names = contenders.available()
+    rivals = {
+        name: contenders.MAKERS[name](rank, port)
+        for name, port in zip(names, options.ports, strict=False)
+    }
+    sizes = QUICK if options.is_quick else SIZES
+    total = options.rounds * len(sizes)
+    for number in range(options.rounds):
+        for place, size in enumerate(sizes):
+            teller.step((number * len(sizes) + place) / total, f"{size:,} bytes")
+            tensor = torch.zeros(size, dtype=torch.uint8)
+            order = list(rivals)[::-1] if number % 2 else list(rivals)
+            for name in order:
+                _measure(rank, name, rivals[name], tensor, teller)
+    for rival in rivals.values():
+        rival.close()
+
+
+def _measure(
+    rank: int, name: str, rival: Contender, tensor: torch.Tensor, teller: Teller
+) -> None:
+    size = tensor.numel()
+    count = messages_in(size)
+    if name == "gloo, asyncio":
+        count = max(LEAST, count // 4)
+    if name == "memcpy":
+        # The other rank waits where the two meet next.
+        if rank == 0:
+            took = _timed_copies(rival, tensor, count)
+            teller.sample(STREAM, size, name, "messages/s", count / took)
+        return
+    _meet(rival, rank)
+    took = _stream(rank, rival, tensor, count, is_known=True)
+    teller.sample(STREAM, size, name, "messages/s", count / took)
+    if name.startswith(("world", "unwatched")):
+        _meet(rival, rank)
+        took = _stream(rank, rival, tensor, count, is_known=False)
+        teller.sample(UNKNOWN, size, name, "messages/s", count / took)
+    trips = max(LEAST, count // 6)
+    began = time.perf_counter()
+    rival.ping(tensor, trips, is_first=rank == 0)
+    took = (time.perf_counter() - began) / trips * 1e6
+    teller.sample(TRIP, size, name, "us", took)
+
+
+def _meet(rival: Contender, rank: int) -> None:
+    """Let both be there, and warm."""
+    rival.ping(torch.zeros(1), 10, is_first=rank == 0)
+
+
+def _stream(
+    rank: int, rival: Contender, tensor: torch.Tensor, count: int, *, is_known: bool
+) -> float:
+    one = torch.zeros(1)
+    began = time.perf_counter()
+    if rank == 0:
+        rival.send_many(tensor, count)
+        rival.recv_many(one, 1)  # the receiver has everything
+    else:
+        rival.recv_many(tensor if is_known else None, count)
+        rival.send_many(one, 1)
+    return time.perf_counter() - began
+
+
+def _timed_copies(rival: Contender, tensor: torch.Tensor, count: int) -> float:
+    rival.recv_many(tensor, 2)
+    began = time.perf_counter()
+    rival.recv_many(tensor, count)
+    return time.perf_counter() - began

@@ -1,0 +1,64 @@
+"""``multiworld bench`` measures what it says, and keeps it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multiworld.bench.running import SUITES
+
+pytestmark = pytest.mark.timeout(200)
+
+
+def bench(*words: str, code: int = 0) -> str:
+    command = [sys.executable, "-m", "multiworld.cli.main", "bench", *words]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=180, check=False
+    )
+    assert done.returncode == code, done.stderr[-2000:]
+    return done.stdout if code == 0 else done.stderr
+
+
+QUICK = ("--quick", "--rounds", "1")
+EXPECTED: dict[str, dict[str, int]] = {
+    "p2p": {"world, direct": 6, "plain gloo": 4, "memcpy": 2, "unwatched": 6},
+    "watching": {"watched": 4, "unwatched": 4},
+    "many": {"to create": 2, "beside": 2, "processor": 2},
+    "joining": {"nothing else": 4, "join and leave": 4, "join and break": 4},
+    "fan": {"1 world": 4, "8 worlds": 4},
+    "collectives": {"plain gloo": 18, "world, direct": 18, "world, gloo": 18},
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        if name in ("p2p", "joining")
+        else pytest.param(name, marks=pytest.mark.heavy)
+        for name in EXPECTED
+    ],
+)
+def test_suite_measures_every_contender(name: str, tmp_path: Path) -> None:
+    """Nothing is missing, nothing is zero, and the file says the same."""
+    bench(name, *QUICK, "--out", str(tmp_path))
+    found: dict[str, Any] = json.loads((tmp_path / f"{name}.json").read_text())
+    assert found["suite"] == name
+    assert found["machine"]
+    for contender, count in EXPECTED[name].items():
+        series = [s for s in found["series"] if s["contender"] == contender]
+        assert len(series) == count, (contender, series)
+        assert all(len(s["samples"]) >= 1 for s in series)
+        if name == "p2p":
+            assert all(s["median"] > 0 for s in series)
+
+
+def test_unknown_suite_is_named() -> None:
+    """With those there are."""
+    text = bench("nothing", code=1)
+    assert all(name in text for name in ("nothing", *SUITES))
