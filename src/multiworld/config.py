@@ -59,6 +59,11 @@ class WorldConfig:
     eager_bytes: int = 64 * KIB
     """Messages up to this size are sent without waiting for the receiver."""
 
+    shared_memory_bytes: int = 4 * MIB
+    """Shared memory for large messages between two processes of one host: of each
+    ``direct`` connection and direction that carries one, from the first one on. 0: all
+    goes through sockets."""
+
     unexpected_bytes: int = 64 * MIB
     """Most bytes held per pair for messages that nobody asked for yet; then reading
     stops, and with it, in time, the sender."""
@@ -93,7 +98,12 @@ class WorldConfig:
             value = getattr(self, name)
             if not _is_number(value) or not value > 0:
                 raise ConfigError(name, value, "seconds, more than 0")
-        for name in ("eager_bytes", "unexpected_bytes", "max_message_bytes"):
+        for name in (
+            "eager_bytes",
+            "shared_memory_bytes",
+            "unexpected_bytes",
+            "max_message_bytes",
+        ):
             value = getattr(self, name)
             if not _is_number(value, int) or value < 0:
                 raise ConfigError(name, value, "bytes, 0 or more")

@@ -19,6 +19,7 @@ VARIANTS = {
     "memory-rendezvous": ("memory", WorldConfig(join_s=20, eager_bytes=0)),
     "direct": ("direct", WorldConfig(join_s=20)),
     "direct-checksums": ("direct", WorldConfig(join_s=20, payload_checksum=True)),
+    "direct-sockets": ("direct", WorldConfig(join_s=20, shared_memory_bytes=0)),
     "direct-tcp": ("direct", WorldConfig(join_s=20)),
     "direct-secret": ("direct", WorldConfig(join_s=20)),
     "direct-tls": ("direct", WorldConfig(join_s=20)),
@@ -28,7 +29,7 @@ VARIANTS = {
 }
 
 
-HEAVY = ("direct-tls",)
+HEAVY = ("direct-tls", "direct-checksums")
 """What a neighbour covers well enough for every day."""
 
 

@@ -92,6 +92,8 @@ class Receiver:
                 count += len(part)
             self.inbound.advance(count)
             taken += count
+            while self.inbound.is_held:  # the lane's patience is at its end
+                self.inbound.retry()
         return taken
 
     def post(self, out: Tensor | None = None) -> Receive:
@@ -260,6 +262,7 @@ def _frame(**changes: int) -> bytes:
         "flags": wire.LAST,
         "dtype": 0,
         "ndim": 1,
+        "slot": 0,
         "nonce": NONCE,
         "sequence": 0,
         "tag": 0,
@@ -288,6 +291,9 @@ def _frame(**changes: int) -> bytes:
         {"payload": 2},
         {"fragment": 1},
         {"kind": wire.WITHDRAW},
+        {"kind": wire.MEMORY},
+        {"kind": wire.BELL},
+        {"flags": wire.LAST | wire.SHARED},
         {"kind": wire.BUNDLE, "label": 5},
         {"kind": wire.OBJECT, "dtype": 3},
     ],
@@ -308,7 +314,7 @@ async def test_fin_in_the_middle_of_a_message_is_refused() -> None:
     sender.put(content(2 * FRAGMENT_BYTES))
     receiver.post()
     receiver.read(sender.write(FRAGMENT_BYTES + 72))
-    fin = wire.Header(wire.FIN, wire.LAST, 0, 0, NONCE, 1, 0, 0, 0, 0, 0, 0)
+    fin = wire.Header(wire.FIN, wire.LAST, 0, 0, 0, NONCE, 1, 0, 0, 0, 0, 0, 0)
     with pytest.raises(HeaderError, match="fin"):
         receiver.read(wire.encode(fin))
 

@@ -255,6 +255,13 @@ class Mailbox:
 
     # The lanes' side.
 
+    def is_wanted(self, source: int, tag: int) -> bool:
+        """Whether a receive waits for a message of this source and tag."""
+        waiting = self._posted.get(tag)
+        return waiting is not None and any(
+            receive.source in (None, source) for receive in waiting
+        )
+
     def begin(self, source: int, description: Description) -> Arrival | None:
         """Take the first header of a message; None if there is no room for it now."""
         for receive in self._waiting_for(source, description.tag):

@@ -8,11 +8,14 @@ offset bytes field        meaning
 ====== ===== ============ ======================================================
 0      4     magic        ``MWD1``
 4      1     version      of this layout
-5      1     kind         tensor, bundle, object, collective, fin, withdraw
-6      1     flags        1: last fragment · 2: the payload sum is set
+5      1     kind         tensor, bundle, object, collective, fin, withdraw, memory,
+                          bell
+6      1     flags        1: last fragment · 2: the payload sum is set · 4: the payload
+                          is in shared memory
 7      1     dtype        code of the elements (``backends.dtypes``)
 8      1     ndim         dimensions that follow the header (first fragment only)
-9      3     reserved     zero
+9      1     slot         of the shared memory; of memory: how many there are
+10     2     reserved     zero
 12     8     nonce        of the incarnation
 20     8     sequence     of the frame on its lane, from 0
 28     8     tag          of the message; of a collective: its number
@@ -35,11 +38,12 @@ from typing import NamedTuple
 MAGIC = b"MWD1"
 VERSION = 1
 
-TENSOR, BUNDLE, OBJECT, COLLECTIVE, FIN, WITHDRAW = range(6)
-KIND_NAMES = ("a tensor", "a bundle", "an object", "a collective", "fin", "withdraw")
+TENSOR, BUNDLE, OBJECT, COLLECTIVE, FIN, WITHDRAW, MEMORY, BELL = range(8)
+KIND_NAMES = ("a tensor", "a bundle", "an object", "a collective")
 
 LAST = 1
 SUMMED = 2
+SHARED = 4
 
 FRAGMENT_BYTES = 256 * 1024
 """Largest payload of one frame: what a cancelled send still has to finish, and what
@@ -48,7 +52,7 @@ may pass before a lane gives way to other tasks."""
 MAX_NDIM = 64
 """Torch's own limit on dimensions."""
 
-_BODY = struct.Struct("<4sBBBBB3xQQqIIQII")
+_BODY = struct.Struct("<4sBBBBBB2xQQqIIQII")
 _SUM = struct.Struct("<I")
 SIZE = _BODY.size + _SUM.size
 assert SIZE == 64
@@ -67,6 +71,7 @@ class Header(NamedTuple):
     flags: int
     dtype: int
     ndim: int
+    slot: int
     nonce: int
     sequence: int
     tag: int

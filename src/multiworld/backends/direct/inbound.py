@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from typing import Protocol
 
 from multiworld.backends.direct import header as wire
 from multiworld.backends.direct.header import Header, HeaderError
+from multiworld.backends.direct.shared import SLOT_BYTES, Window
 from multiworld.backends.dtypes import SIZES, UINT8
 from multiworld.backends.mailbox import Arrival, Description, Mailbox
 
@@ -25,6 +27,25 @@ LARGE_BYTES = 32 * 1024
 """From here on a copy costs more than a system call for each message."""
 
 
+HOLD_BYTES = 128 * 1024
+"""A message from here on, that nobody waits for, is not read at once: whoever has just
+got the one before it most often asks for the next within a turn or two of the loop, and
+then it needs no memory of ours and is copied once."""
+
+
+class SharedEnd(Protocol):
+    """What the lane does for payloads in shared memory."""
+
+    def open_window(self, slots: int) -> Window:
+        """Map the memory whose descriptor has arrived."""
+
+    def ring_bell(self) -> None:
+        """Tell the sender, who waits for it, that a slot is free."""
+
+    def on_bell(self) -> None:
+        """The other end says so."""
+
+
 class Inbound:
     """Parses one lane. ``on_fin`` is called at the sender's fin."""
 
@@ -36,10 +57,12 @@ class Inbound:
         *,
         max_message_bytes: int,
         on_fin: Callable[[], None],
+        shared: SharedEnd | None = None,
     ) -> None:
         self._source, self._nonce, self._mailbox = source, nonce, mailbox
         self._max_message_bytes = max_message_bytes
-        self._on_fin = on_fin
+        self._on_fin, self._shared = on_fin, shared
+        self._window: Window | None = None
         self._stage = memoryview(bytearray(STAGE_BYTES))
         self._start = self._end = 0
         self._sequence = 0
@@ -50,6 +73,7 @@ class Inbound:
         self._sum = 0
         self._pending: tuple[Header, Description] | None = None
         self.is_finished = False
+        self.is_held = False
 
     @property
     def is_stalled(self) -> bool:
@@ -60,6 +84,12 @@ class Inbound:
     def is_clean(self) -> bool:
         """True between messages: nothing has begun that has not ended."""
         return self._start == self._end and self._arrival is None
+
+    def close(self) -> None:
+        """Give the shared memory back."""
+        window, self._window = self._window, None
+        if window is not None:
+            window.close()
 
     def buffers(self) -> list[memoryview]:
         """Return where the next bytes may go, in order; never empty ones."""
@@ -92,11 +122,17 @@ class Inbound:
         self._end += count
         self._parse()
 
-    def retry(self) -> bool:
-        """Ask the mailbox again for room; True if reading may go on."""
+    def retry(self, *, is_patient: bool = False) -> bool:
+        """Ask the mailbox again for room; True if reading may go on.
+
+        Args:
+            is_patient: Hold a large message on, until somebody waits for it.
+        """
         if self._pending is not None:
             header, description = self._pending
-            self._pending = None
+            if is_patient and not self._is_wanted(description):
+                return False
+            self._pending, self.is_held = None, False
             if self._begin(header, description):
                 self._parse()
         return not self.is_stalled
@@ -167,10 +203,14 @@ class Inbound:
             raise HeaderError(
                 f"it is frame {header.sequence}, expected was {self._sequence}"
             )
-        if header.payload > wire.FRAGMENT_BYTES or header.kind > wire.WITHDRAW:
+        most = SLOT_BYTES if header.flags & wire.SHARED else wire.FRAGMENT_BYTES
+        if header.payload > most or header.kind > wire.BELL:
             raise HeaderError(f"its fields make no sense: {header}")
 
     def _dispatch(self, header: Header, shape: tuple[int, ...]) -> bool:
+        if header.kind >= wire.MEMORY:
+            self._about_memory(header)
+            return True
         if header.kind == wire.FIN:
             if self._arrival is not None:
                 raise HeaderError("fin came in the middle of a message")
@@ -188,7 +228,24 @@ class Inbound:
             return True
         if self._arrival is not None:
             raise HeaderError("a message began inside another")
-        return self._begin(header, self._describe(header, shape))
+        description = self._describe(header, shape)
+        if description.size >= HOLD_BYTES and not self._is_wanted(description):
+            self._pending, self.is_held = (header, description), True
+            return False
+        return self._begin(header, description)
+
+    def _is_wanted(self, description: Description) -> bool:
+        return self._mailbox.is_wanted(self._source, description.tag)
+
+    def _about_memory(self, header: Header) -> None:
+        if self._shared is None:
+            raise HeaderError("shared memory was not agreed on")
+        if header.kind == wire.BELL:
+            self._shared.on_bell()
+        elif self._window is not None:
+            raise HeaderError("it announces shared memory again")
+        else:
+            self._window = self._shared.open_window(header.slot)
 
     def _describe(self, header: Header, shape: tuple[int, ...]) -> Description:
         if header.size > self._max_message_bytes:
@@ -233,5 +290,18 @@ class Inbound:
         if arrival.received + header.payload > arrival.description.size:
             raise HeaderError("a message is longer than it announced")
         self._header, self._rest, self._sum = header, header.payload, 0
-        if not header.payload:
+        if header.flags & wire.SHARED:
+            self._take_shared(header, arrival)
+        elif not header.payload:
             self._end_frame(header, arrival)
+
+    def _take_shared(self, header: Header, arrival: Arrival) -> None:
+        if self._window is None or self._shared is None:
+            raise HeaderError("it points at shared memory that was not announced")
+        begin, count = arrival.received, header.payload
+        payload = self._window.payload(header.slot, count)
+        arrival.memory[begin : begin + count] = payload
+        payload.release()
+        if self._window.free(header.slot):
+            self._shared.ring_bell()
+        self._took(count)

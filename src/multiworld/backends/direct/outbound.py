@@ -15,7 +15,12 @@ from collections.abc import Callable
 
 from multiworld.backends.direct import header as wire
 from multiworld.backends.direct.header import FRAGMENT_BYTES, Header
+from multiworld.backends.direct.shared import SLOT_BYTES, Ring
 from multiworld.backends.mailbox import MESSAGE_BYTES, Description
+
+SHARED_BYTES = 128 * 1024
+"""From here on a payload goes through shared memory where there is any: copying it and
+ringing costs less than two copies by the kernel."""
 
 
 class Outgoing:
@@ -42,6 +47,9 @@ class Outbound:
 
     def __init__(self, nonce: int, *, is_summed: bool) -> None:
         self._nonce, self._is_summed = nonce, is_summed
+        self.ring: Ring | None = None
+        self.is_starving = False  # a fragment waits for a slot of the ring
+        self.shared_bytes = 0  # copied there by the last frame
         self._sequence = 0
         self._queue: deque[Outgoing] = deque()
         self._current: Outgoing | None = None
@@ -54,10 +62,31 @@ class Outbound:
         """True when everything was written."""
         return not (self._frame or self._current or self._queue or self._notes)
 
+    @property
+    def has_frame(self) -> bool:
+        """True while a frame is not written to its end."""
+        return bool(self._frame)
+
     def put(self, message: Outgoing) -> None:
         """Append a message."""
         self._queue.append(message)
         self.queued_bytes += message.description.size + MESSAGE_BYTES
+
+    def put_bell(self) -> None:
+        """Tell the peer that a slot is free, before the next frame."""
+        if wire.BELL not in self._notes:
+            self._notes.append(wire.BELL)
+
+    def announcement(self, slots: int) -> bytes:
+        """Return the frame that a ring's descriptor travels with; see ``announced``."""
+        return self._header(wire.MEMORY, slots)
+
+    def announced(self, ring: Ring, head: bytes, written: int) -> None:
+        """Take note that ``written`` bytes of the announcement have left; not 0."""
+        self._sequence += 1
+        self.ring = ring
+        self._frame = [memoryview(head)]
+        self.advance(written)
 
     def put_fin(self) -> None:
         """Append the last frame of all."""
@@ -65,7 +94,10 @@ class Outbound:
         self.put(Outgoing(fin, memoryview(b""), None, None))
 
     def chunks(self) -> list[memoryview]:
-        """Return what to write next: the rest of one frame; empty if idle."""
+        """Return what to write next: the rest of one frame.
+
+        Empty if idle, and while ``is_starving``.
+        """
         if not self._frame:
             self._next_frame()
         return self._frame
@@ -102,9 +134,11 @@ class Outbound:
         self._queue.clear()
         self._notes.clear()
         self._frame, self._current, self.queued_bytes = [], None, 0
+        self.is_starving = False
 
     def _done(self, message: Outgoing) -> None:
         self._current = None
+        self.is_starving = False
         self.queued_bytes -= message.description.size + MESSAGE_BYTES
         message.owner = None
         if message.future is not None and not message.future.done():
@@ -117,6 +151,7 @@ class Outbound:
     def _next_frame(self) -> None:
         if self._notes:
             self._frame = [memoryview(self._header(self._notes.popleft()))]
+            self._sequence += 1
             return
         if self._current is None:
             if not self._queue:
@@ -124,23 +159,39 @@ class Outbound:
             self._current = self._queue.popleft()
         self._frame = self._fragment_of(self._current)
 
-    def _header(self, kind: int) -> bytes:
+    def _header(self, kind: int, slot: int = 0) -> bytes:
         header = Header(
-            kind, wire.LAST, 0, 0, self._nonce, self._sequence, 0, 0, 0, 0, 0, 0
+            kind, wire.LAST, 0, 0, slot, self._nonce, self._sequence, 0, 0, 0, 0, 0, 0
         )
-        self._sequence += 1
         return wire.encode(header)
 
     def _fragment_of(self, message: Outgoing) -> list[memoryview]:
-        begin = message.offset
-        payload = message.memory[begin : begin + FRAGMENT_BYTES]
-        head = self.frame_header(message.description, begin, message.fragment, payload)
+        begin, number = message.offset, message.fragment
+        ring = self.ring
+        if ring is None or message.description.size < SHARED_BYTES:
+            payload = message.memory[begin : begin + FRAGMENT_BYTES]
+            head = self.frame_header(message.description, begin, number, payload)
+            pieces = [memoryview(head), payload] if len(payload) else [memoryview(head)]
+        else:
+            self.is_starving = not (ring.has_room or ring.want())
+            if self.is_starving:
+                return []
+            payload = message.memory[begin : begin + SLOT_BYTES]
+            slot = ring.fill(payload)
+            self.shared_bytes = len(payload)
+            head = self.frame_header(message.description, begin, number, payload, slot)
+            pieces = [memoryview(head)]
         message.offset += len(payload)
         message.fragment += 1
-        return [memoryview(head), payload] if len(payload) else [memoryview(head)]
+        return pieces
 
     def frame_header(
-        self, description: Description, begin: int, fragment: int, payload: memoryview
+        self,
+        description: Description,
+        begin: int,
+        fragment: int,
+        payload: memoryview,
+        slot: int | None = None,
     ) -> bytes:
         """Return the header of a message's next frame, and count the frame."""
         kind, dtype, shape, size, tag, label = description
@@ -148,6 +199,8 @@ class Outbound:
             shape = ()
         count = len(payload)
         flags = wire.LAST if begin + count >= size else 0
+        if slot is not None:
+            flags |= wire.SHARED
         total = 0
         if self._is_summed and count:
             flags |= wire.SUMMED
@@ -157,6 +210,7 @@ class Outbound:
             flags,
             dtype,
             len(shape),
+            slot or 0,
             self._nonce,
             self._sequence,
             tag,

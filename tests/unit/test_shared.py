@@ -1,0 +1,261 @@
+"""Large payloads through shared memory: the ring, and lanes that use it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import torch
+
+from multiworld import World, WorldConfig
+from multiworld.backends.direct import header as wire
+from multiworld.backends.direct import shared
+from multiworld.backends.direct.header import Header, HeaderError
+from multiworld.backends.direct.lane import Lane
+from multiworld.backends.direct.shared import SLOT_BYTES, Ring, Window
+from multiworld.backends.mailbox import Mailbox
+from multiworld.testing import Arena, no_leaks
+
+
+def is_usable() -> bool:
+    with socket.socket(socket.AF_UNIX) as sock:
+        return shared.is_usable(sock)
+
+
+pytestmark = pytest.mark.skipif(not is_usable(), reason="x86-64 Linux only")
+
+LARGE = 3 * SLOT_BYTES + 17
+
+
+@pytest.fixture
+def ends() -> tuple[Ring, Window]:
+    ring = Ring(4)
+    window = Window(os.dup(ring.fd), 4)
+    ring.close_fd()
+    return ring, window
+
+
+def test_what_is_filled_in_is_there_until_it_is_freed(
+    ends: tuple[Ring, Window],
+) -> None:
+    ring, window = ends
+    slots = [ring.fill(memoryview(bytes([number]) * 100)) for number in range(4)]
+    assert slots == [0, 1, 2, 3]
+    assert not ring.has_room
+    assert bytes(window.payload(2, 100)) == b"\2" * 100
+    window.free(0)
+    assert ring.has_room
+    assert ring.fill(memoryview(b"again")) == 0
+    ring.close()
+    assert bytes(window.payload(0, 5)) == b"again"  # the sender may be gone
+    window.close()
+
+
+def test_bell_rings_once_when_half_is_free(ends: tuple[Ring, Window]) -> None:
+    ring, window = ends
+    for _ in range(4):
+        ring.fill(memoryview(b"x"))
+    assert not ring.want()
+    assert [window.free(slot) for slot in range(4)] == [False, True, False, False]
+    ring.close()
+    window.close()
+
+
+def test_slot_that_holds_nothing_is_refused(ends: tuple[Ring, Window]) -> None:
+    ring, window = ends
+    for slot, size in ((0, 1), (4, 1), (200, 1)):
+        with pytest.raises(HeaderError, match="holds nothing"):
+            window.payload(slot, size)
+    ring.close()
+    window.close()
+
+
+def test_memory_that_could_shrink_is_refused() -> None:
+    size = shared.CONTROL_BYTES + 4 * SLOT_BYTES
+    unsealed = os.memfd_create("test", os.MFD_CLOEXEC)
+    os.ftruncate(unsealed, size)
+    with pytest.raises(HeaderError, match="not sealed"):
+        Window(unsealed, 4)
+    small = Ring(2)
+    with pytest.raises(HeaderError, match="not of 4 slots"):
+        Window(os.dup(small.fd), 4)
+    small.close()
+    reading, writing = os.pipe()
+    os.close(writing)
+    with pytest.raises(HeaderError):
+        Window(reading, 4)
+
+
+@asynccontextmanager
+async def pair(**options: int) -> AsyncIterator[list[World]]:
+    config = WorldConfig(join_s=20, **options)  # type: ignore[arg-type]
+    async with no_leaks(allow=("asyncio_",)), Arena("direct", config) as arena:
+        yield list(await arena.world(2))
+
+
+def lane_of(world: World) -> Lane:
+    (lane,) = world._life.backend._p2p.lanes.values()  # type: ignore[attr-defined]
+    assert isinstance(lane, Lane)
+    return lane
+
+
+def some(size: int, seed: int = 0) -> torch.Tensor:
+    source = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 255, (size,), dtype=torch.uint8, generator=source)
+
+
+@pytest.mark.parametrize("ring_bytes", [SLOT_BYTES, 2 * SLOT_BYTES, 8 * SLOT_BYTES])
+async def test_large_messages_arrive_whole_and_in_order(ring_bytes: int) -> None:
+    """Also those larger than the ring, among small ones."""
+    async with pair(shared_memory_bytes=ring_bytes) as (one, two):
+        sizes = [LARGE, 10, 20 * SLOT_BYTES, 0, 200_000, SLOT_BYTES, 70_000]
+
+        async def send() -> None:
+            for number, size in enumerate(sizes):
+                await one.send(some(size, number), dst=1)
+
+        sending = asyncio.ensure_future(send())
+        for number, size in enumerate(sizes):
+            out = torch.zeros(size, dtype=torch.uint8) if number % 2 else None
+            assert torch.equal(await two.recv(out, src=0), some(size, number))
+        await sending
+        assert lane_of(one)._outbound.ring is not None
+
+
+async def test_two_that_only_send_at_first_do_not_wait_for_each_other() -> None:
+    """Slots are freed though neither reads what is on the socket behind them."""
+    async with pair(unexpected_bytes=LARGE) as worlds:
+
+        async def member(me: int) -> None:
+            world, other = worlds[me], 1 - me
+            receiving = [asyncio.ensure_future(world.recv(src=other)) for _ in range(6)]
+            for number in range(6):
+                await world.send(some(LARGE, number), dst=other)
+            for number, got in enumerate(await asyncio.gather(*receiving)):
+                assert torch.equal(got, some(LARGE, number))
+
+        async with asyncio.timeout(30):
+            await asyncio.gather(member(0), member(1))
+
+
+async def test_sender_goes_on_when_its_own_reading_pauses() -> None:
+    """The bell is on the socket, behind messages that nobody takes: it looks itself."""
+    async with pair(unexpected_bytes=300_000) as (one, two):
+        for _ in range(3):  # one's mailbox is full: it reads no further
+            sending = asyncio.ensure_future(two.send(some(200_000), dst=0, tag=7))
+            await asyncio.sleep(0.01)
+        large = asyncio.ensure_future(one.send(some(40 * SLOT_BYTES), dst=1))
+        async with asyncio.timeout(30):
+            assert torch.equal(await two.recv(src=0), some(40 * SLOT_BYTES))
+            await large
+            for _ in range(3):
+                await one.recv(src=1, tag=7)
+            await sending
+
+
+async def test_cancelled_halfway_the_next_message_is_right() -> None:
+    async with pair(shared_memory_bytes=2 * SLOT_BYTES) as (one, two):
+        for _ in range(5):
+            sending = asyncio.ensure_future(one.send(some(30 * SLOT_BYTES), dst=1))
+            receiving = asyncio.ensure_future(two.recv(src=0))
+            await asyncio.sleep(0.001)
+            sending.cancel()
+            await asyncio.wait((sending,))
+            await one.send(some(LARGE, 5), dst=1)
+            got = await receiving
+            if got.numel() != LARGE:  # it had left before it was cancelled
+                got = await two.recv(src=0)
+            assert torch.equal(got, some(LARGE, 5))
+
+
+async def test_receive_cancelled_halfway_loses_nothing() -> None:
+    async with pair(shared_memory_bytes=2 * SLOT_BYTES) as (one, two):
+        sending = asyncio.ensure_future(one.send(some(LARGE, 2), dst=1))
+        out = torch.zeros(LARGE, dtype=torch.uint8)
+        receiving = asyncio.ensure_future(two.recv(out, src=0))
+        await asyncio.sleep(0)
+        receiving.cancel()
+        await asyncio.wait((receiving,))
+        if receiving.cancelled():
+            assert torch.equal(await two.recv(src=0), some(LARGE, 2))
+        await sending
+
+
+async def test_without_a_memfd_sockets_carry_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: object) -> int:
+        raise OSError("no descriptor is left")
+
+    monkeypatch.setattr(os, "memfd_create", fails)
+    async with pair() as (one, two):
+        sending = asyncio.ensure_future(one.send(some(LARGE), dst=1))
+        assert torch.equal(await two.recv(src=0), some(LARGE))
+        await sending
+        assert lane_of(one)._outbound.ring is None
+
+
+class Owner:
+    """Hears what a lane says."""
+
+    def __init__(self) -> None:
+        self.evidence = ""
+        self.has_heard = asyncio.Event()
+
+    def lane_ended(self, rank: int, evidence: str) -> None:
+        self.evidence = evidence
+        self.has_heard.set()
+
+    def lane_corrupt(self, rank: int, evidence: str) -> None:
+        self.evidence = evidence
+        self.has_heard.set()
+
+    def lane_finished(self, rank: int) -> None: ...
+
+
+def frame(
+    kind: int, sequence: int, slot: int = 0, flags: int = 0, size: int = 0
+) -> bytes:
+    header = Header(
+        kind, flags, 0, 1 if size else 0, slot, 7, sequence, 0, 0, size, size, 0, 0
+    )
+    return wire.encode(header, (size,) if size else ())
+
+
+@pytest.mark.parametrize("what", ["no descriptor", "twice", "a pipe", "empty slot"])
+async def test_peer_that_lies_about_memory_is_found_out(what: str) -> None:
+    """And no descriptor stays behind."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    owner = Owner()
+    before = len(os.listdir("/proc/self/fd"))
+    mailbox = Mailbox(frozenset({1}), 1 << 20)
+    lane = Lane(ours, 1, 7, mailbox, WorldConfig(), owner)
+    ring = Ring(4)
+    reading, writing = os.pipe()
+
+    def announce(sequence: int, fds: list[int]) -> None:
+        rights = struct.pack(f"{len(fds)}i", *fds)
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if fds else []
+        theirs.sendmsg([frame(wire.MEMORY, sequence, 4, wire.LAST)], ancillary)
+
+    announce(0, {"no descriptor": [], "a pipe": [reading]}.get(what, [ring.fd]))
+    if what == "twice":
+        announce(1, [ring.fd])
+    if what == "empty slot":
+        flags = wire.LAST | wire.SHARED
+        theirs.send(frame(wire.TENSOR, 1, 2, flags, 8))
+    async with asyncio.timeout(5):
+        await owner.has_heard.wait()
+    assert "memory" in owner.evidence or "slot 2" in owner.evidence
+    lane.close_nowait()
+    theirs.close()
+    ring.close()
+    os.close(reading)
+    os.close(writing)
+    assert len(os.listdir("/proc/self/fd")) == before - 2
