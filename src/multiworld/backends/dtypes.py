@@ -91,7 +91,7 @@ def require_host(tensor: object, what: str) -> Tensor:
             f"{what} must be a torch.Tensor, not {type(tensor).__name__}; "
             "use send_object for small plain data"
         )
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise TensorMismatchError(
             f"{what} is on {tensor.device}, but this world carries host tensors; "
             "call .cpu() first, or use backend='nccl'"

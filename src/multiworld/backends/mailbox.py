@@ -255,16 +255,29 @@ class Mailbox:
 
     # The lanes' side.
 
+    def is_clear(self, source: int, tag: int) -> bool:
+        """Whether no message and no receive comes before the source's next message."""
+        return (
+            tag not in self._posted
+            and (source, tag) not in self._queues
+            and self._broken is None
+        )
+
     def is_wanted(self, source: int, tag: int) -> bool:
         """Whether a receive waits for a message of this source and tag."""
         waiting = self._posted.get(tag)
-        return waiting is not None and any(
-            receive.source in (None, source) for receive in waiting
-        )
+        if not waiting:
+            return False
+        if waiting[0].source in (source, None):  # nearly always
+            return True
+        return any(receive.source in (source, None) for receive in waiting)
 
     def begin(self, source: int, description: Description) -> Arrival | None:
         """Take the first header of a message; None if there is no room for it now."""
-        for receive in self._waiting_for(source, description.tag):
+        waiting = self._posted.get(description.tag)
+        for receive in list(waiting) if waiting else ():
+            if receive.source not in (source, None):
+                continue
             error = receive.check(source, description)
             if error is None:
                 place = receive.place(description)

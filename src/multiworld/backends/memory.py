@@ -95,6 +95,12 @@ class MemoryLane:
     def poll(self) -> None:
         """Nothing to do: messages are handed over at once."""
 
+    def held(self, tag: int) -> None:
+        """Return None: messages are handed over at once."""
+
+    def take(self, memory: memoryview) -> None:
+        """Not called: nothing is ever held."""
+
     @property
     def is_dead(self) -> bool:
         """False: there is no connection that could fail."""

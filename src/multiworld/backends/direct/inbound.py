@@ -3,6 +3,10 @@
 The lane asks ``buffers`` where the next bytes may go and says with ``advance`` how many
 came. A large payload goes straight into the message's tensor; everything else through
 a small stage. While ``is_stalled`` the lane must not read.
+
+A message that nobody waits for is held (``is_held``) at its header: whoever has just
+got the one before it most often asks for the next within a turn or two of the loop, and
+then it needs no memory of ours, no place in a queue, and is copied once.
 """
 
 from __future__ import annotations
@@ -25,12 +29,6 @@ header, and little enough that the next payload is not copied twice."""
 
 LARGE_BYTES = 32 * 1024
 """From here on a copy costs more than a system call for each message."""
-
-
-HOLD_BYTES = 128 * 1024
-"""A message from here on, that nobody waits for, is not read at once: whoever has just
-got the one before it most often asks for the next within a turn or two of the loop, and
-then it needs no memory of ours and is copied once."""
 
 
 class SharedEnd(Protocol):
@@ -122,16 +120,39 @@ class Inbound:
         self._end += count
         self._parse()
 
-    def retry(self, *, is_patient: bool = False) -> bool:
-        """Ask the mailbox again for room; True if reading may go on.
+    def held(self, tag: int) -> Description | None:
+        """Return what the held message is, if it has this tag and all of it is here."""
+        if not self.is_held or self._pending is None:
+            return None
+        header, description = self._pending
+        if (
+            description.tag != tag
+            or header.flags != wire.LAST
+            or header.payload > self._end - self._start
+        ):
+            return None
+        return description
 
-        Args:
-            is_patient: Hold a large message on, until somebody waits for it.
+    def take(self, memory: memoryview) -> None:
+        """Copy the message that ``held`` described to its end, and parse on.
+
+        Raises:
+            HeaderError: What follows are not frames of this lane.
+        """
+        begin, count = self._start, len(memory)
+        memory[:] = self._stage[begin : begin + count]
+        self._start += count
+        self._pending, self.is_held = None, False
+        self._parse()
+
+    def retry(self) -> bool:
+        """Go on with the message that is held or had no room.
+
+        Returns:
+            Whether reading may go on; not if it has no room again, or the next is held.
         """
         if self._pending is not None:
             header, description = self._pending
-            if is_patient and not self._is_wanted(description):
-                return False
             self._pending, self.is_held = None, False
             if self._begin(header, description):
                 self._parse()
@@ -229,13 +250,10 @@ class Inbound:
         if self._arrival is not None:
             raise HeaderError("a message began inside another")
         description = self._describe(header, shape)
-        if description.size >= HOLD_BYTES and not self._is_wanted(description):
+        if not self._mailbox.is_wanted(self._source, description.tag):
             self._pending, self.is_held = (header, description), True
             return False
         return self._begin(header, description)
-
-    def _is_wanted(self, description: Description) -> bool:
-        return self._mailbox.is_wanted(self._source, description.tag)
 
     def _about_memory(self, header: Header) -> None:
         if self._shared is None:
@@ -289,8 +307,17 @@ class Inbound:
     def _open_frame(self, header: Header, arrival: Arrival) -> None:
         if arrival.received + header.payload > arrival.description.size:
             raise HeaderError("a message is longer than it announced")
-        self._header, self._rest, self._sum = header, header.payload, 0
-        if header.flags & wire.SHARED:
+        count = header.payload
+        self._header, self._rest, self._sum = header, count, 0
+        if header.flags == wire.LAST and count <= self._end - self._start:
+            # Nearly every small message: all of it is there.
+            begin, start = arrival.received, self._start
+            arrival.memory[begin : begin + count] = self._stage[start : start + count]
+            self._start += count
+            arrival.received += count
+            self._rest = 0
+            self._end_frame(header, arrival)
+        elif header.flags & wire.SHARED:
             self._take_shared(header, arrival)
         elif not header.payload:
             self._end_frame(header, arrival)

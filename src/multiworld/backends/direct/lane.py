@@ -100,6 +100,7 @@ class Lane:
         self._closed = self._loop.create_future()
         self._messages = self._bytes = 0
         self._looking: asyncio.TimerHandle | None = None
+        self._is_holding = False
         self._read_on()
 
     def fileno(self) -> int:
@@ -305,13 +306,29 @@ class Lane:
     def poll(self) -> None:
         """Take what has arrived already, without waiting for the loop."""
         if self._inbound.is_held:
-            self._unhold(is_patient=True)
-        if self._is_reading and not self._inbound.is_held:
+            self._unhold()  # it is what is waited for, or that is behind it
+        elif self._is_reading:
             self._on_readable()
+
+    def held(self, tag: int) -> Description | None:
+        """Return what the next message is, if it has this tag and all of it is here."""
+        return None if self._is_leaving else self._inbound.held(tag)
+
+    def take(self, memory: memoryview) -> None:
+        """Copy the message that ``held`` described."""
+        try:
+            self._inbound.take(memory)
+        except HeaderError as error:
+            self._corrupt(error)
+            return
+        if self._inbound.is_held:
+            self._hold()
 
     def _on_readable(self) -> None:
         if self._is_leaving:
             self._drain()
+            return
+        if self._inbound.is_held:
             return
         moved = 0
         while moved < TURN_BYTES and self._is_reading:
@@ -354,40 +371,45 @@ class Lane:
         except HeaderError as error:
             self._corrupt(error)
             return False
+        if self._inbound.is_held:
+            self._hold()
+            return False
         if self._inbound.is_stalled:
             self._stall()
         return self._is_reading
 
-    def _hold(self, turns: int) -> None:
+    def _hold(self) -> None:
         """Give whoever may want what comes now a few turns of the loop to say so."""
-        self._loop.call_soon(self._hold_on, turns)
+        if not self._is_holding:
+            self._is_holding = True
+            self._loop.call_soon(self._hold_on, HOLD_TURNS)
 
     def _hold_on(self, turns: int) -> None:
+        self._is_holding = False
         if not self._inbound.is_held or not self._is_open or self._is_leaving:
             return
-        self._unhold(is_patient=turns > 0)
-        if self._inbound.is_held:
-            self._hold(turns - 1)
+        if turns:
+            self._is_holding = True
+            self._loop.call_soon(self._hold_on, turns - 1)
+        else:
+            self._unhold()
 
-    def _unhold(self, *, is_patient: bool) -> None:
+    def _unhold(self) -> None:
         try:
-            goes_on = self._inbound.retry(is_patient=is_patient)
+            goes_on = self._inbound.retry()
         except HeaderError as error:
             self._corrupt(error)
             return
         if self._inbound.is_held:
-            return
-        if not goes_on:
+            self._hold()
+        elif not goes_on:
             self._stall()
         elif not self._inbound.is_finished:
             self._read_on()
 
     def _stall(self) -> None:
         self._read_off()
-        if self._inbound.is_held:
-            self._hold(HOLD_TURNS)
-        else:
-            self._mailbox.stall(self.rank, self._on_room)
+        self._mailbox.stall(self.rank, self._on_room)
 
     def _on_room(self) -> None:
         if not self._is_open or self._is_leaving:
@@ -397,7 +419,10 @@ class Lane:
         except HeaderError as error:
             self._corrupt(error)
             return
-        if not goes_on:
+        if self._inbound.is_held:
+            self._hold()
+            self._read_on()
+        elif not goes_on:
             self._stall()
         elif not self._inbound.is_finished:
             self._read_on()
