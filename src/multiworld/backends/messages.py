@@ -356,7 +356,7 @@ def _target(out: Tensor | None, found: Description) -> Tensor | None:
     if out is None:
         return allocate(found)
     out = require_host(out, "the tensor to receive into")
-    fits = code_of(out) == found.dtype and size_of(out) == found.size
+    fits = code_of(out) == found.dtype and out.nbytes == found.size
     return out if fits and is_plain(out) else None
 
 

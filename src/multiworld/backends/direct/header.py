@@ -7,24 +7,24 @@ frame; a larger one is several, whose payloads follow each other. Layout, little
 offset bytes field        meaning
 ====== ===== ============ ======================================================
 0      4     magic        ``MWD1``
-4      1     version      of this layout
-5      1     kind         tensor, bundle, object, collective, fin, withdraw, memory,
+4      4     header sum   CRC-32 of all that follows, the dimensions too
+8      1     version      of this layout
+9      1     kind         tensor, bundle, object, collective, fin, withdraw, memory,
                           bell
-6      1     flags        1: last fragment · 2: the payload sum is set · 4: the payload
+10     1     flags        1: last fragment · 2: the payload sum is set · 4: the payload
                           is in shared memory
-7      1     dtype        code of the elements (``backends.dtypes``)
-8      1     ndim         dimensions that follow the header (first fragment only)
-9      1     slot         of the shared memory; of memory: how many there are
-10     2     reserved     zero
-12     8     nonce        of the incarnation
-20     8     sequence     of the frame on its lane, from 0
-28     8     tag          of the message; of a collective: its number
-36     4     fragment     index in the message, from 0
-40     4     payload      bytes of this frame behind the header
-44     8     size         bytes of the whole message
-52     4     label        bundle: bytes of manifest · collective: what it is
-56     4     payload sum  CRC-32 of the payload, or 0
-60     4     header sum   CRC-32 of the 60 bytes before and of the dimensions
+11     1     dtype        code of the elements (``backends.dtypes``)
+12     1     ndim         dimensions that follow the header (first fragment only)
+13     1     slot         of the shared memory; of memory: how many there are
+14     2     reserved     zero
+16     8     nonce        of the incarnation
+24     8     sequence     of the frame on its lane, from 0
+32     8     tag          of the message; of a collective: its number
+40     4     fragment     index in the message, from 0
+44     4     payload      bytes of this frame behind the header
+48     8     size         bytes of the whole message
+56     4     label        bundle: bytes of manifest · collective: what it is
+60     4     payload sum  CRC-32 of the payload, or 0
 64     8*n   dimensions   the tensor's shape
 ====== ===== ============ ======================================================
 """
@@ -52,12 +52,14 @@ may pass before a lane gives way to other tasks."""
 MAX_NDIM = 64
 """Torch's own limit on dimensions."""
 
-_BODY = struct.Struct("<4sBBBBBB2xQQqIIQII")
-_SUM = struct.Struct("<I")
-SIZE = _BODY.size + _SUM.size
-assert SIZE == 64
+_LEAD = struct.Struct("<4sI")
+_FIELDS = "<BBBBBBxxQQqIIQII"
+_BODIES = [struct.Struct(f"{_FIELDS}{n}Q") for n in range(MAX_NDIM + 1)]
+"""All that the sum covers, by the number of dimensions."""
 
 _DIMENSIONS = [struct.Struct(f"<{n}Q") for n in range(MAX_NDIM + 1)]
+SIZE = _LEAD.size + _BODIES[0].size
+assert SIZE == 64
 
 
 class HeaderError(Exception):
@@ -84,36 +86,35 @@ class Header(NamedTuple):
 
 def encode(header: Header, shape: tuple[int, ...] = ()) -> bytes:
     """Return the bytes of ``header`` and its dimensions."""
-    body = _BODY.pack(MAGIC, VERSION, *header)
-    dimensions = _DIMENSIONS[len(shape)].pack(*shape)
-    return body + _SUM.pack(zlib.crc32(dimensions, zlib.crc32(body))) + dimensions
+    body = _BODIES[len(shape)].pack(VERSION, *header, *shape)
+    return _LEAD.pack(MAGIC, zlib.crc32(body)) + body
 
 
-def peek_size(buffer: memoryview) -> int:
-    """Return the length of the header at the start of ``buffer`` (``SIZE`` bytes).
+def decode(
+    buffer: memoryview, begin: int, end: int
+) -> tuple[Header, tuple[int, ...]] | None:
+    """Return the header at ``begin`` of a buffer, and its dimensions.
 
-    Raises:
-        HeaderError: It cannot be one.
-    """
-    if buffer[:4] != MAGIC:
-        raise HeaderError(f"it begins with {bytes(buffer[:4])!r}, not {MAGIC!r}")
-    if buffer[4] != VERSION:
-        raise HeaderError(f"it is of version {buffer[4]}, not {VERSION}")
-    if buffer[8] > MAX_NDIM:
-        raise HeaderError(f"it announces {buffer[8]} dimensions")
-    return SIZE + 8 * buffer[8]
-
-
-def decode(buffer: memoryview) -> tuple[Header, tuple[int, ...]]:
-    """Return the header that fills ``buffer``, and its dimensions.
+    Args:
+        end: Where what has arrived ends; None is returned if that is not all of it.
 
     Raises:
-        HeaderError: Its sum is wrong.
+        HeaderError: It is none, or its sum is wrong.
     """
-    _, _, *fields = _BODY.unpack_from(buffer)
-    header = Header(*fields)
-    dimensions = buffer[SIZE:]
-    (total,) = _SUM.unpack_from(buffer, _BODY.size)
-    if zlib.crc32(dimensions, zlib.crc32(buffer[: _BODY.size])) != total:
+    if end - begin < SIZE:
+        return None
+    magic, total = _LEAD.unpack_from(buffer, begin)
+    if magic != MAGIC:
+        raise HeaderError(f"it begins with {magic!r}, not {MAGIC!r}")
+    version, *fields = _BODIES[0].unpack_from(buffer, begin + _LEAD.size)
+    if version != VERSION:
+        raise HeaderError(f"it is of version {version}, not {VERSION}")
+    header = Header._make(fields)
+    ndim = header.ndim
+    if ndim > MAX_NDIM:
+        raise HeaderError(f"it announces {ndim} dimensions")
+    if begin + SIZE + 8 * ndim > end:
+        return None
+    if zlib.crc32(buffer[begin + _LEAD.size : begin + SIZE + 8 * ndim]) != total:
         raise HeaderError("its checksum is wrong")
-    return header, _DIMENSIONS[header.ndim].unpack(dimensions)
+    return header, _DIMENSIONS[ndim].unpack_from(buffer, begin + SIZE)

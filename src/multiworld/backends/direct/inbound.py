@@ -79,6 +79,11 @@ class Inbound:
         return self._pending is not None
 
     @property
+    def missing_bytes(self) -> int:
+        """What is still to come of the payload of a frame that has begun."""
+        return self._rest
+
+    @property
     def is_clean(self) -> bool:
         """True between messages: nothing has begun that has not ended."""
         return self._start == self._end and self._arrival is None
@@ -204,15 +209,11 @@ class Inbound:
             self._mailbox.finish(arrival)
 
     def _next_header(self) -> bool:
-        staged = self._end - self._start
-        if staged < wire.SIZE:
+        decoded = wire.decode(self._stage, self._start, self._end)
+        if decoded is None:
             return False
-        buffer = self._stage[self._start : self._end]
-        size = wire.peek_size(buffer)
-        if staged < size:
-            return False
-        header, shape = wire.decode(buffer[:size])
-        self._start += size
+        header, shape = decoded
+        self._start += wire.SIZE + 8 * header.ndim
         self._check(header)
         self._sequence += 1
         return self._dispatch(header, shape)

@@ -35,6 +35,9 @@ SHARED_IS_FASTER = 4
 """A byte copied to shared memory holds up the loop for a quarter of what one costs that
 the kernel copies."""
 
+LOW_WATER_BYTES = 256 * 1024
+"""Least of a large payload that it is worth to be woken for over TCP."""
+
 LOOK_S = 0.002
 HOLD_TURNS = 4
 RIGHTS_BYTES = socket.CMSG_SPACE(4)
@@ -80,6 +83,8 @@ class Lane:
         self._slots = shared.slots_in(config.shared_memory_bytes) if is_shared else 0
         self._descriptors: list[int] = []  # arrived, and not mapped yet
         self._takes_memory = is_shared
+        self._is_tcp = isinstance(sock, socket.socket) and sock.family != socket.AF_UNIX
+        self._low_water = 0
         self._loop = asyncio.get_running_loop()
         self._mailbox = mailbox
         self._inbound = Inbound(
@@ -330,6 +335,12 @@ class Lane:
             return
         if self._inbound.is_held:
             return
+        self._read_turn()
+        if self._is_tcp and self._inbound.missing_bytes != self._low_water:
+            self._wake_at(min(self._inbound.missing_bytes, LOW_WATER_BYTES))
+
+    def _read_turn(self) -> None:
+        """Read until there is nothing more, or others have to have their turn."""
         moved = 0
         while moved < TURN_BYTES and self._is_reading:
             buffers = self._inbound.buffers()
@@ -349,6 +360,19 @@ class Lane:
                 return
             moved += count
         self._look_again()
+
+    def _wake_at(self, wanted: int) -> None:
+        """Let the kernel wake us for a good part of a large payload, not each packet.
+
+        The rest of a frame always comes, or the connection ends.
+        """
+        if wanted == self._low_water or not self._is_open:
+            return
+        self._low_water = wanted
+        with contextlib.suppress(OSError):
+            self._sock.setsockopt(  # type: ignore[attr-defined]
+                socket.SOL_SOCKET, socket.SO_RCVLOWAT, max(1, wanted)
+            )
 
     def _look_again(self) -> None:
         if self._pending is not None and self._is_reading and self._pending():
