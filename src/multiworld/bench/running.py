@@ -45,7 +45,7 @@ SUITES = {
     ),
     "fan": Suite("one leader and 1 to 8 worlds", fan.BASELINE, ((fan.body, fan.SIZE),)),
     "collectives": Suite(
-        "2, 4 and 8 ranks, 4 KB to 16 MB",
+        "2, 4 and 8 ranks, 4 KB to 16 MB (fewer ranks, larger messages)",
         collectives.BASELINE,
         tuple((collectives.body_of(size), size) for size in (2, 4, 8)),
     ),

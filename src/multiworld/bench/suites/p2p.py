@@ -14,8 +14,8 @@ BASELINE = "plain gloo"
 SIZE = 2
 SIZES = (64, 4_096, 40_960, 409_600, 4_194_304, 67_108_864)
 QUICK = (4_096, 409_600)
-BUDGET_BYTES = 192 * 1024 * 1024
-MOST, LEAST = 3_000, 6
+BUDGET_BYTES = 384 * 1024 * 1024
+MOST, LEAST = 5_000, 6
 STREAM, TRIP, UNKNOWN = "stream", "round trip", "stream, shape unknown"
 
 
