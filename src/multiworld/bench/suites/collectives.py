@@ -30,6 +30,10 @@ class Plain:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
         self._size = size
 
+    def meet(self) -> None:
+        """Wait until all have come so far."""
+        dist.barrier()
+
     def all_reduce(self, tensor: Tensor, count: int) -> None:
         """Reduce again and again."""
         for _ in range(count):
@@ -77,6 +81,13 @@ class Ours:
                 await call()
 
         self._runner.run(run())
+
+    def meet(self) -> None:
+        """Wait until all have come so far.
+
+        What was sent eagerly leaves while the loop runs, and it runs in these calls only.
+        """
+        self._runner.run(self._world.barrier())
 
     def all_reduce(self, tensor: Tensor, count: int) -> None:
         """Reduce again and again."""
@@ -138,8 +149,10 @@ def _body(rank: int, size: int, options: Options, teller: Teller) -> None:
                 for name in order:
                     call = getattr(rivals[name], operation)
                     call(tensor, 2)
+                    rivals[name].meet()
                     began = time.perf_counter()
                     call(tensor, count)
+                    rivals[name].meet()
                     took = (time.perf_counter() - began) / count * 1e6
                     kind = f"{operation}, {size} ranks"
                     teller.sample(kind, bytes_, name, "us", took)
