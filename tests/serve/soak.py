@@ -62,6 +62,7 @@ class Outcome:
     examples: list[str] = field(default_factory=list)
     before: dict[str, Size] = field(default_factory=dict)
     after: dict[str, Size] = field(default_factory=dict)
+    each_minute: list[dict[str, Size]] = field(default_factory=list)
 
     @property
     def grown(self) -> list[str]:
@@ -102,10 +103,14 @@ class Soak:
         traffic = Traffic(self._service, RATE)
         running = asyncio.ensure_future(traffic.load.run())
         end = time.monotonic() + 60 * self.outcome.minutes
+        look_at = time.monotonic()
         try:
             while time.monotonic() < end:
                 await asyncio.sleep(self._chance.uniform(*PAUSE_S))
                 await self._one()
+                if time.monotonic() >= look_at:
+                    look_at += 60
+                    self.outcome.each_minute.append(self._sizes())
             await asyncio.to_thread(self._service.until, self._is_ready, "the end")
         finally:
             traffic.load.end()

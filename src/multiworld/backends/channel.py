@@ -55,6 +55,10 @@ class Lane(Protocol):
     def poll(self) -> None:
         """Take what has arrived already."""
 
+    @property
+    def is_held(self) -> bool:
+        """True while a message has begun to arrive that nobody has asked for."""
+
     def held(self, tag: int) -> Description | None:
         """Return what the next message is, if it has this tag and all of it is here."""
 
@@ -107,6 +111,7 @@ class Channel:
         self.lanes: dict[int, Lane] = {}
         self._recent_wait_s = 1.0
         self._received = 0
+        self._has_spun = False  # for the receive that is being made
 
     def post(self, source: int | None, tag: int, check: Check, place: Place) -> Receive:
         """Post a receive; ``wait`` for it or ``mailbox.cancel`` it."""
@@ -165,7 +170,25 @@ class Channel:
         if lane is None or not self.mailbox.is_clear(source, tag):
             return None
         self._received += 1
+        found = lane.held(tag)
+        if found is None and not lane.is_held:
+            lane.poll()
+            found = lane.held(tag)
+            if found is None and not lane.is_held and self._may_spin:
+                found = self._spin_for(lane, tag)
+        return found
+
+    def _spin_for(self, lane: Lane, tag: int) -> Description | None:
+        end = time.perf_counter() + SPIN_S
+        while not lane.is_held and time.perf_counter() < end:
+            lane.poll()
+        self._has_spun = not lane.is_held
         return lane.held(tag)
+
+    @property
+    def _may_spin(self) -> bool:
+        """Whether recent waits were short, and nobody else waits."""
+        return not _Parked.count and self._recent_wait_s <= SHORT_WAIT_S
 
     async def _take_turn(self) -> None:
         """Give way every so often, where messages are always there already."""
@@ -181,7 +204,8 @@ class Channel:
 
     def _spin(self, receive: Receive) -> bool:
         """Poll for a moment if recent waits were short and nobody else waits."""
-        if _Parked.count or self._recent_wait_s > SHORT_WAIT_S:
+        if self._has_spun or not self._may_spin:
+            self._has_spun = False
             return False
         end = time.perf_counter() + SPIN_S
         while time.perf_counter() < end:

@@ -95,6 +95,11 @@ class MemoryLane:
     def poll(self) -> None:
         """Nothing to do: messages are handed over at once."""
 
+    @property
+    def is_held(self) -> bool:
+        """True: there is nothing to look for, and nothing to spin for."""
+        return True
+
     def held(self, tag: int) -> None:
         """Return None: messages are handed over at once."""
 

@@ -315,6 +315,11 @@ class Lane:
         elif self._is_reading:
             self._on_readable()
 
+    @property
+    def is_held(self) -> bool:
+        """True while a message has begun to arrive that nobody has asked for."""
+        return self._inbound.is_held
+
     def held(self, tag: int) -> Description | None:
         """Return what the next message is, if it has this tag and all of it is here."""
         return None if self._is_leaving else self._inbound.held(tag)

@@ -85,7 +85,7 @@ class Ours:
     def meet(self) -> None:
         """Wait until all have come so far.
 
-        What was sent eagerly leaves while the loop runs, and it runs in these calls only.
+        What was sent eagerly leaves while the loop runs, which is in these calls.
         """
         self._runner.run(self._world.barrier())
 
