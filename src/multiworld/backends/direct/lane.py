@@ -31,9 +31,9 @@ TURN_MESSAGES = 64
 TURN_BYTES = FRAGMENT_BYTES
 """What a lane may move before it gives way to the loop's other tasks."""
 
-SHARED_IS_FASTER = 4
-"""A byte copied to shared memory holds up the loop for a quarter of what one costs that
-the kernel copies."""
+SHARED_IS_FASTER = 16
+"""How many bytes may be copied to shared memory for each that the kernel would copy:
+so a lane gives way after the whole ring, which takes well under a millisecond."""
 
 LOW_WATER_BYTES = 256 * 1024
 """Least of a large payload that it is worth to be woken for over TCP."""
