@@ -31,6 +31,20 @@ LARGE_BYTES = 32 * 1024
 """From here on a copy costs more than a system call for each message."""
 
 
+_NOTHING = memoryview(b"")
+_IDLE: list[memoryview] = []
+MOST_IDLE = 16
+"""Read buffers that belong to no lane at the moment: a lane has one only while there is
+something in it that is not used up. A thousand idle worlds need none."""
+
+
+def _idle_stage() -> memoryview:
+    try:
+        return _IDLE.pop()  # another thread's loop may be faster
+    except IndexError:
+        return memoryview(bytearray(STAGE_BYTES))
+
+
 class SharedEnd(Protocol):
     """What the lane does for payloads in shared memory."""
 
@@ -61,7 +75,7 @@ class Inbound:
         self._max_message_bytes = max_message_bytes
         self._on_fin, self._shared = on_fin, shared
         self._window: Window | None = None
-        self._stage = memoryview(bytearray(STAGE_BYTES))
+        self._stage = _NOTHING
         self._start = self._end = 0
         self._sequence = 0
         self._arrival: Arrival | None = None
@@ -93,9 +107,12 @@ class Inbound:
         window, self._window = self._window, None
         if window is not None:
             window.close()
+        self._stage, self._start, self._end = _NOTHING, 0, 0
 
     def buffers(self) -> list[memoryview]:
         """Return where the next bytes may go, in order; never empty ones."""
+        if self._stage is _NOTHING:
+            self._stage = _idle_stage()
         if self._start == self._end:
             self._start = self._end = 0
             if self._rest and self._arrival is not None:
@@ -124,6 +141,15 @@ class Inbound:
             count -= straight
         self._end += count
         self._parse()
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Lend the read buffer to others while there is nothing in it."""
+        if self._start == self._end and self._stage is not _NOTHING:
+            if len(_IDLE) < MOST_IDLE:
+                _IDLE.append(self._stage)
+            self._stage = _NOTHING
+            self._start = self._end = 0
 
     def held(self, tag: int) -> Description | None:
         """Return what the held message is, if it has this tag and all of it is here."""
@@ -149,6 +175,7 @@ class Inbound:
         self._start += count
         self._pending, self.is_held = None, False
         self._parse()
+        self.give_back()
 
     def retry(self) -> bool:
         """Go on with the message that is held or had no room.
@@ -161,6 +188,7 @@ class Inbound:
             self._pending, self.is_held = None, False
             if self._begin(header, description):
                 self._parse()
+                self.give_back()
         return not self.is_stalled
 
     def _parse(self) -> None:

@@ -352,6 +352,7 @@ class Lane:
             try:
                 count = self._receive(buffers)
             except (BlockingIOError, InterruptedError):
+                self._inbound.give_back()
                 return
             except OSError as error:
                 self._end(str(error))
