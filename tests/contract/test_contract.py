@@ -29,7 +29,7 @@ VARIANTS = {
 }
 
 
-HEAVY = ("direct-tls", "direct-checksums")
+HEAVY = ("direct-tls", "direct-checksums", "direct-secret")
 """What a neighbour covers well enough for every day."""
 
 

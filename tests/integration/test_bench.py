@@ -38,9 +38,7 @@ EXPECTED: dict[str, dict[str, int]] = {
 @pytest.mark.parametrize(
     "name",
     [
-        name
-        if name in ("p2p", "joining")
-        else pytest.param(name, marks=pytest.mark.heavy)
+        name if name == "p2p" else pytest.param(name, marks=pytest.mark.heavy)
         for name in EXPECTED
     ],
 )

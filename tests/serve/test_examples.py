@@ -36,7 +36,9 @@ def test_example_spec_is_right(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         )
 
 
-@pytest.mark.parametrize("name", ["digits", "digits_uncut"])
+@pytest.mark.parametrize(
+    "name", ["digits_uncut", pytest.param("digits", marks=pytest.mark.heavy)]
+)
 def test_digits_are_recognised(name: str, tmp_path: Path) -> None:
     """By the client of the example, from the service of the example."""
     spec = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())

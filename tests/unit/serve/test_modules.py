@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,9 +111,17 @@ def listed(found: Any) -> list[Tensor]:
 CASES = {"skipping": SKIPPING, "text": TEXT, "chain": CHAIN}
 
 
-@pytest.mark.parametrize("has_file", [True, False])
-@pytest.mark.parametrize("stages", [1, 2, 3])
-@pytest.mark.parametrize("name", CASES)
+SELDOM = {("text", 2, False), ("text", 3, False), ("text", 2, True)}
+"""Those that are traced for seconds; a neighbour covers most of them."""
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "has_file"),
+    [
+        pytest.param(*case, marks=[pytest.mark.heavy] if case in SELDOM else [])
+        for case in itertools.product(CASES, (1, 2, 3), (True, False))
+    ],
+)
 def test_stages_together_are_the_module(
     name: str, stages: int, has_file: bool, tmp_path: Path
 ) -> None:
