@@ -173,6 +173,41 @@ async def test_cancelled_halfway_the_next_message_is_right() -> None:
             assert torch.equal(got, some(LARGE, 5))
 
 
+async def test_cancelled_before_its_first_slot_nothing_is_withdrawn() -> None:
+    """The receiver has heard nothing of it."""
+    async with pair(shared_memory_bytes=2 * SLOT_BYTES, unexpected_bytes=0) as worlds:
+        one, two = worlds
+        first = asyncio.ensure_future(one.send(some(2 * SLOT_BYTES), dst=1))
+        await asyncio.sleep(0.02)
+        for _ in range(3):
+            starving = asyncio.ensure_future(one.send(some(LARGE), dst=1))
+            await asyncio.sleep(0.01)
+            starving.cancel()
+            await asyncio.wait((starving,))
+        last = asyncio.ensure_future(one.send(some(LARGE, 9), dst=1))
+        assert torch.equal(await two.recv(src=0), some(2 * SLOT_BYTES))
+        assert torch.equal(await two.recv(src=0), some(LARGE, 9))
+        await asyncio.gather(first, last)
+        assert one.is_ready
+        assert two.is_ready
+
+
+async def test_starving_sender_has_one_timer() -> None:
+    async with pair(shared_memory_bytes=2 * SLOT_BYTES, unexpected_bytes=0) as worlds:
+        one, two = worlds
+        sending = asyncio.ensure_future(one.send(some(40 * SLOT_BYTES), dst=1))
+        await asyncio.sleep(0.02)
+        lane = lane_of(one)
+        for _ in range(20):
+            lane.on_bell()
+        await asyncio.sleep(0)
+        loop = asyncio.get_running_loop()
+        live = [t for t in loop._scheduled if not t.cancelled()]  # type: ignore[attr-defined]
+        assert sum("_look_for_room" in repr(t) for t in live) <= 1
+        assert torch.equal(await two.recv(src=0), some(40 * SLOT_BYTES))
+        await sending
+
+
 async def test_receive_cancelled_halfway_loses_nothing() -> None:
     async with pair(shared_memory_bytes=2 * SLOT_BYTES) as (one, two):
         sending = asyncio.ensure_future(one.send(some(LARGE, 2), dst=1))

@@ -80,9 +80,12 @@ class Outbox:
     async def run(self) -> None:
         """Send until the world is over."""
         while True:
-            await (await self._queue.get())()
-            self._waiting -= 1
-            self._queue.task_done()
+            send = await self._queue.get()
+            try:
+                await send()
+            finally:
+                self._waiting -= 1
+                self._queue.task_done()
 
     async def wait_sent(self) -> None:
         """Wait until nothing waits.

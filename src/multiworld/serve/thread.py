@@ -22,6 +22,7 @@ class ModelThread:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self._is_closed = False
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=self._run, name="multiworld model", daemon=True
@@ -36,20 +37,26 @@ class ModelThread:
 
         Cancellation: the function runs to its end, for nobody.
         """
+        if self._is_closed:
+            raise RuntimeError("the model's thread has ended")
         future: asyncio.Future[T] = self._loop.create_future()
         self._jobs.put((future, function, args))
         return await future
 
     def close(self) -> None:
         """End after what runs, without waiting for it."""
+        self._is_closed = True
         self._jobs.put(None)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             future, function, args = job
-            result, error = None, None
+            result: Any = None
+            error: BaseException | None = None
             try:
                 result = function(*args)
+            except StopIteration as problem:  # a future does not take it
+                error = RuntimeError(f"the model raised StopIteration: {problem}")
             except BaseException as problem:
                 error = problem
             try:

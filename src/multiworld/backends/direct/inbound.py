@@ -108,6 +108,7 @@ class Inbound:
         if window is not None:
             window.close()
         self._stage, self._start, self._end = _NOTHING, 0, 0
+        self._pending, self.is_held = None, False
 
     def buffers(self) -> list[memoryview]:
         """Return where the next bytes may go, in order; never empty ones."""
@@ -159,6 +160,7 @@ class Inbound:
         if (
             description.tag != tag
             or header.flags != wire.LAST
+            or header.payload != description.size
             or header.payload > self._end - self._start
         ):
             return None

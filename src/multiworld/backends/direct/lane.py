@@ -79,7 +79,8 @@ class Lane:
         # Under TLS, bytes can be there that the loop does not see.
         self._pending: Callable[[], int] | None = getattr(sock, "pending", None)
         self._fd = sock.fileno()
-        is_shared = config.shared_memory_bytes > 0 and shared.is_usable(sock)
+        # What the peer shares is taken whatever this side's own setting is.
+        is_shared = shared.is_usable(sock)
         self._slots = shared.slots_in(config.shared_memory_bytes) if is_shared else 0
         self._descriptors: list[int] = []  # arrived, and not mapped yet
         self._takes_memory = is_shared
@@ -226,7 +227,9 @@ class Lane:
             self._looking = self._loop.call_later(LOOK_S, self._look_for_room)
 
     def _look_for_room(self) -> None:
-        self._looking = None
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
         if self._outbound.is_starving and self._is_open:
             self._flush()
 
@@ -333,6 +336,8 @@ class Lane:
             return
         if self._inbound.is_held:
             self._hold()
+        else:
+            self._look_again()
 
     def _on_readable(self) -> None:
         if self._is_leaving:
@@ -425,6 +430,8 @@ class Lane:
             self._unhold()
 
     def _unhold(self) -> None:
+        if not self._is_open or self._is_leaving:
+            return
         try:
             goes_on = self._inbound.retry()
         except HeaderError as error:
@@ -436,6 +443,7 @@ class Lane:
             self._stall()
         elif not self._inbound.is_finished:
             self._read_on()
+            self._look_again()
 
     def _stall(self) -> None:
         self._read_off()

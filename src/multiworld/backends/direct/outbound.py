@@ -122,7 +122,8 @@ class Outbound:
         elif message is self._current:
             if self._frame:
                 self._frame = [memoryview(bytes(piece)) for piece in self._frame]
-            if message.offset < message.description.size:
+            # Of what waited for its first slot, the receiver has heard nothing.
+            if 0 < message.offset < message.description.size:
                 self._notes.append(wire.WITHDRAW)
             self._done(message)
 
