@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,9 +105,27 @@ async def test_cut_replica_is_replaced_and_comes_to_an_end(service: Served) -> N
     """It is given up, and does no harm when it is back."""
     async with traffic(service):
         await asyncio.sleep(0.3)
+        processes = service.ask("GET", "/status")["processes"]
+        helpers = {p["name"]: helper_of(p["pid"]) for p in processes if p["pid"]}
         name = await harm(service, "cut", "add", seconds=3.5)
         await gone(service, name)
         await asyncio.sleep(0.3)
+
+    def is_gone() -> bool:
+        return not Path(f"/proc/{helpers[name]}").exists()
+
+    await asyncio.to_thread(service.until, is_gone, "its helper has ended as well")
+
+
+def helper_of(pid: int) -> int:
+    """Return the process that beats for another."""
+    found = subprocess.run(
+        ["pgrep", "-P", str(pid), "-f", "heartbeat"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return int(found.stdout.split()[0])
 
 
 def reached(service: Served, stages: list[int]) -> None:

@@ -228,15 +228,20 @@ def cut(seconds: float) -> None:
     found = subprocess.run(
         ["pgrep", "-P", str(os.getpid())], capture_output=True, text=True, check=False
     )
-    helpers = [int(pid) for pid in found.stdout.split()]
+    helpers = found.stdout.split()
+    # Woken by somebody else: this process is most often killed before it is over, and a
+    # helper that is stopped would not notice, and stay.
+    waking = f"sleep {seconds}; kill -CONT {' '.join(helpers)}"
+    subprocess.Popen(
+        ["sh", "-c", waking],
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     for pid in helpers:
-        os.kill(pid, signal.SIGSTOP)
+        os.kill(int(pid), signal.SIGSTOP)
     time.sleep(seconds)
-    for pid in helpers:
-        try:
-            os.kill(pid, signal.SIGCONT)
-        except ProcessLookupError:
-            pass
 
 
 async def _end_with(world: World) -> None:
