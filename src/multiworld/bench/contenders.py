@@ -9,6 +9,7 @@ import signal
 import socket
 import struct
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -239,6 +240,21 @@ async def unwatch(manager: WorldManager) -> None:
     ticker.cancel()
 
 
+def stream(
+    rank: int, rival: Contender, tensor: Tensor, count: int, *, is_known: bool = True
+) -> float:
+    """Send one way, and return the seconds until the receiver has everything."""
+    one = torch.zeros(1)
+    began = time.perf_counter()
+    if rank == 0:
+        rival.send_many(tensor, count)
+        rival.recv_many(one, 1)
+    else:
+        rival.recv_many(tensor if is_known else None, count)
+        rival.send_many(one, 1)
+    return time.perf_counter() - began
+
+
 class RawSocket(Blocking):
     """A blocking socket: the least that copies by the kernel cost."""
 
@@ -286,8 +302,6 @@ def connect(family: int, address: Any, *, is_server: bool) -> socket.socket:
         try:
             sock.connect(address)
         except (ConnectionRefusedError, FileNotFoundError):
-            import time
-
             time.sleep(0.1)
         else:
             return sock

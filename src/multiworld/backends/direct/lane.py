@@ -314,7 +314,7 @@ class Lane:
     def poll(self) -> None:
         """Take what has arrived already, without waiting for the loop."""
         if self._inbound.is_held:
-            self._unhold()  # it is what is waited for, or that is behind it
+            self._go_on()  # it is what is waited for, or that is behind it
         elif self._is_reading:
             self._on_readable()
 
@@ -427,9 +427,10 @@ class Lane:
             self._is_holding = True
             self._loop.call_soon(self._hold_on, turns - 1)
         else:
-            self._unhold()
+            self._go_on()
 
-    def _unhold(self) -> None:
+    def _go_on(self) -> None:
+        """Go on with the message that was held, or for which there is room now."""
         if not self._is_open or self._is_leaving:
             return
         try:
@@ -439,6 +440,7 @@ class Lane:
             return
         if self._inbound.is_held:
             self._hold()
+            self._read_on()
         elif not goes_on:
             self._stall()
         elif not self._inbound.is_finished:
@@ -447,23 +449,7 @@ class Lane:
 
     def _stall(self) -> None:
         self._read_off()
-        self._mailbox.stall(self.rank, self._on_room)
-
-    def _on_room(self) -> None:
-        if not self._is_open or self._is_leaving:
-            return
-        try:
-            goes_on = self._inbound.retry()
-        except HeaderError as error:
-            self._corrupt(error)
-            return
-        if self._inbound.is_held:
-            self._hold()
-            self._read_on()
-        elif not goes_on:
-            self._stall()
-        elif not self._inbound.is_finished:
-            self._read_on()
+        self._mailbox.stall(self.rank, self._go_on)
 
     def _corrupt(self, error: HeaderError) -> None:
         self._read_off()

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from multiworld.bench.contenders import OneWorld, RawSocket, connect
+from multiworld.bench.contenders import OneWorld, RawSocket, connect, stream
 from multiworld.bench.members import Options, Step
 from multiworld.config import WorldConfig
 
@@ -107,16 +107,8 @@ def member(rank: int, host: str, rounds: int, *, is_quick: bool) -> None:
 def _measure(
     rank: int, rival: Any, tensor: torch.Tensor, count: int
 ) -> tuple[float, float]:
-    one = torch.zeros(1)
-    rival.ping(one, 10, is_first=rank == 0)
-    began = time.perf_counter()
-    if rank == 0:
-        rival.send_many(tensor, count)
-        rival.recv_many(one, 1)
-    else:
-        rival.recv_many(tensor, count)
-        rival.send_many(one, 1)
-    rate = count / (time.perf_counter() - began)
+    rival.ping(torch.zeros(1), 10, is_first=rank == 0)
+    rate = count / stream(rank, rival, tensor, count)
     trips = max(8, count // 8)
     began = time.perf_counter()
     rival.ping(tensor, trips, is_first=rank == 0)

@@ -7,7 +7,7 @@ import time
 import torch
 
 from multiworld.bench import contenders
-from multiworld.bench.contenders import Contender
+from multiworld.bench.contenders import Contender, stream
 from multiworld.bench.members import Options, Teller
 
 BASELINE = "plain gloo"
@@ -58,11 +58,11 @@ def _measure(
             teller.sample(STREAM, size, name, "messages/s", count / took)
         return
     _meet(rival, rank)
-    took = _stream(rank, rival, tensor, count, is_known=True)
+    took = stream(rank, rival, tensor, count, is_known=True)
     teller.sample(STREAM, size, name, "messages/s", count / took)
     if name.startswith(("world", "unwatched")):
         _meet(rival, rank)
-        took = _stream(rank, rival, tensor, count, is_known=False)
+        took = stream(rank, rival, tensor, count, is_known=False)
         teller.sample(UNKNOWN, size, name, "messages/s", count / took)
     trips = max(LEAST, count // 6)
     began = time.perf_counter()
@@ -74,20 +74,6 @@ def _measure(
 def _meet(rival: Contender, rank: int) -> None:
     """Let both be there, and warm."""
     rival.ping(torch.zeros(1), 10, is_first=rank == 0)
-
-
-def _stream(
-    rank: int, rival: Contender, tensor: torch.Tensor, count: int, *, is_known: bool
-) -> float:
-    one = torch.zeros(1)
-    began = time.perf_counter()
-    if rank == 0:
-        rival.send_many(tensor, count)
-        rival.recv_many(one, 1)  # the receiver has everything
-    else:
-        rival.recv_many(tensor if is_known else None, count)
-        rival.send_many(one, 1)
-    return time.perf_counter() - began
 
 
 def _timed_copies(rival: Contender, tensor: torch.Tensor, count: int) -> float:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 
-from multiworld.bench.contenders import OneWorld
+from multiworld.bench.contenders import OneWorld, stream
 from multiworld.bench.members import Options, Teller, cpu_s
 
 BASELINE = "unwatched"
@@ -59,13 +57,6 @@ def _calibrate(rank: int, rival: OneWorld, tensor: torch.Tensor) -> int:
 def _stream(
     rank: int, rival: OneWorld, tensor: torch.Tensor, count: int
 ) -> tuple[float, float]:
-    one = torch.zeros(1)
-    rival.ping(one, 5, is_first=rank == 0)
-    began, cpu = time.perf_counter(), cpu_s()
-    if rank == 0:
-        rival.send_many(tensor, count)
-        rival.recv_many(one, 1)
-    else:
-        rival.recv_many(tensor, count)
-        rival.send_many(one, 1)
-    return time.perf_counter() - began, cpu_s() - cpu
+    rival.ping(torch.zeros(1), 5, is_first=rank == 0)
+    cpu = cpu_s()
+    return stream(rank, rival, tensor, count), cpu_s() - cpu
