@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +16,14 @@ from multiworld import (
     MemberLost,
     UsedAfterForkError,
     WorldBroken,
+    WorldBrokenError,
     WorldClosed,
     WorldConfig,
     WorldManager,
     WorldReady,
 )
 from multiworld.events import QUEUE_LIMIT, EventHub
+from multiworld.lifecycle import Failed
 from multiworld.rendezvous.server import StoreServer
 from multiworld.testing import Arena, ProcessFleet, no_leaks
 from tests import bodies
@@ -212,3 +215,26 @@ async def test_helper_that_is_killed_is_replaced() -> None:
         assert left.is_ready
         assert right.is_ready
         assert arena.manager(0).watchdog.helper_pid not in (None, helper)
+
+
+async def test_world_that_breaks_between_two_lanes_of_a_collective() -> None:
+    """The lane that is not asked for yet must not be waited for, either."""
+    async with Arena("direct") as arena:
+        world, *_ = await arena.world(3)
+        life = world._life
+        backend: Any = life.backend
+        asked = []
+
+        async def open_lane(rank: int, name: str, channel: object) -> object:
+            asked.append(rank)
+            if len(asked) == 1:
+                # After this lane is there, and before its waiter runs.
+                life._loop.call_soon(life.report, Failed("for the test"))
+                return backend._p2p.lanes[rank]
+            return await life._loop.create_future()
+
+        backend._open_lane = open_lane
+        async with asyncio.timeout(5):
+            with pytest.raises(WorldBrokenError, match="for the test"):
+                await world.all_reduce(torch.ones(8))
+        assert len(asked) == 1

@@ -202,6 +202,8 @@ class MessageBackend:
         """Open the lane for collectives with ``rank``, at the first need."""
         if rank in self._collective.lanes:
             return
+        if self._is_over:  # it ended between two lanes: nobody would end this wait
+            raise self._view.broken_error()
         # A lane that the member opened before it left still brings what it sent.
         if self._view.has_left(rank) and not self._has_lane(rank):
             raise self._view.left_error(rank)
