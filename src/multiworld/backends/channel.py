@@ -17,6 +17,7 @@ from multiworld.backends.mailbox import (
     Check,
     Description,
     Mailbox,
+    Merge,
     Place,
     Receive,
 )
@@ -113,10 +114,17 @@ class Channel:
         self._received = 0
         self._has_spun = False  # for the receive that is being made
 
-    def post(self, source: int | None, tag: int, check: Check, place: Place) -> Receive:
+    def post(
+        self,
+        source: int | None,
+        tag: int,
+        check: Check,
+        place: Place,
+        merge: Merge | None = None,
+    ) -> Receive:
         """Post a receive; ``wait`` for it or ``mailbox.cancel`` it."""
         future = asyncio.get_running_loop().create_future()
-        receive = Receive(source, tag, check, place, future)
+        receive = Receive(source, tag, check, place, future, merge)
         self.mailbox.post(receive)
         return receive
 

@@ -1,10 +1,10 @@
 """Collectives over lanes, by textbook algorithms. Shell.
 
 Sources: binomial trees for broadcast and reduce, recursive doubling for short
-all-reduces, the ring for long ones and for all-gather and reduce-scatter, pairwise
-exchange for all-to-all: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of
-Collective Communication Operations in MPICH", IJHPCA 19(1), 2005; dissemination
-barrier: D. Hensgen, R. Finkel, U. Manber, IJPP 17(1), 1988.
+all-reduces, pairwise exchange for reduce-scatter, all-gather and all-to-all, and for
+long all-reduces as the first two in turn: R. Thakur, R. Rabenseifner, W. Gropp,
+"Optimization of Collective Communication Operations in MPICH", IJHPCA 19(1), 2005;
+dissemination barrier: D. Hensgen, R. Finkel, U. Manber, IJPP 17(1), 1988.
 
 Collectives of one world run one after the other, in the order they were called. Every
 message says which operation it belongs to (number, kind, dtype, size, root, op); the
@@ -15,7 +15,8 @@ operation, because there is no telling what the other members made of it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -44,6 +45,7 @@ from multiworld.backends.reduction import (
     finish_average,
     op_name,
 )
+from multiworld.eager import begin
 from multiworld.errors import MemberLeftError, TensorMismatchError
 from multiworld.lifecycle import Failed
 
@@ -59,8 +61,12 @@ KINDS = (
     "barrier",
 )
 
-RING_BYTES = 128 * 1024
-"""From this size on an all-reduce is bound by bandwidth, and a ring moves the least."""
+LONG_BYTES = 128 * 1024
+"""From this size on an all-reduce is bound by bandwidth, not by the number of steps."""
+
+CHUNK_BYTES = 2 * 1024 * 1024
+"""Most that one member reduces before it passes the result on: both fit into the shared
+memory of a lane (``WorldConfig.shared_memory_bytes``), and stay in the cache."""
 
 
 class Operation(NamedTuple):
@@ -133,11 +139,11 @@ class Collectives:
         async def steps(operation: Operation) -> None:
             buffer = await _Buffer.of(tensor)
             flat = buffer.flat
-            if size_of(flat) >= RING_BYTES and flat.numel() >= self._size:
-                await self._ring_all_reduce(operation, flat, combine)
+            if size_of(flat) >= LONG_BYTES and flat.numel() >= self._size:
+                await self._long_all_reduce(operation, flat, combine, op)
             else:
                 await self._recursive_doubling(operation, flat, combine)
-            await offload(size_of(flat), finish_average, op, flat, self._size)
+                finish_average(op, flat, self._size)
             await buffer.write_back()
 
         await self._run("all_reduce", tensor, steps, op=op)
@@ -167,11 +173,7 @@ class Collectives:
         async def steps(operation: Operation) -> None:
             buffers = [await _Buffer.of(target) for target in targets]
             await _copy(buffers[self._rank].flat, tensor)
-            right, left = self._neighbours()
-            for step in range(self._size - 1):
-                give = buffers[(self._rank - step) % self._size].flat
-                take = buffers[(self._rank - step - 1) % self._size].flat
-                await self._exchange(operation, right, give, left, take)
+            await self._gather_all(operation, [b.flat for b in buffers])
             for buffer in buffers:
                 await buffer.write_back()
 
@@ -228,17 +230,12 @@ class Collectives:
         given = self._alike(tensors, out, "tensors")
 
         async def steps(operation: Operation) -> None:
-            size = size_of(out)
-            parts = [await offload(size, _flat_copy, tensor) for tensor in given]
-            right, left = self._neighbours()
-            arrived = torch.empty_like(parts[0])
-            for step in range(self._size - 1):
-                give = parts[(self._rank - step - 1) % self._size]
-                await self._exchange(operation, right, give, left, arrived)
-                total = parts[(self._rank - step - 2) % self._size]
-                await self._combine(combine, total, arrived)
-            mine = parts[self._rank]
-            await offload(size, finish_average, op, mine, self._size)
+            parts = [(await _Buffer.of(tensor)).flat for tensor in given]
+            # ``out`` may be one of them: it is written when all have been sent.
+            mine = await offload(size_of(out), _flat_copy, given[self._rank])
+            parts[self._rank] = mine
+            await self._reduce_mine(operation, parts, combine)
+            await offload(size_of(mine), finish_average, op, mine, self._size)
             await _copy(out, mine)
 
         await self._run("reduce_scatter", out, steps, op=op)
@@ -252,9 +249,7 @@ class Collectives:
         async def steps(operation: Operation) -> None:
             takes = [await _Buffer.of(target) for target in targets]
             await _copy(takes[self._rank].flat, gives[self._rank])
-            for step in range(1, self._size):
-                dst = (self._rank + step) % self._size
-                src = (self._rank - step) % self._size
+            for dst, src in self._pairs():
                 give = await _Buffer.of(gives[dst])
                 await self._exchange(operation, dst, give.flat, src, takes[src].flat)
             for take in takes:
@@ -308,8 +303,8 @@ class Collectives:
                 return
             if relative + mask < self._size:
                 child = (relative + mask + root) % self._size
-                await self._receive_into(operation, child, arrived)
-                await self._combine(combine, total, arrived)
+                sum_up = _Sum(combine, total, arrived)
+                await self._receive_into(operation, child, sum_up)
             mask *= 2
 
     async def _recursive_doubling(
@@ -336,21 +331,32 @@ class Collectives:
         if self._rank < extra:
             await self._send(operation, self._rank + power, flat)
 
-    async def _ring_all_reduce(
-        self, operation: Operation, flat: Tensor, combine: Combine
+    async def _long_all_reduce(
+        self, operation: Operation, flat: Tensor, combine: Combine, op: ReduceOp
     ) -> None:
-        size, rank = self._size, self._rank
-        chunks = list(flat.tensor_split(size))
-        right, left = self._neighbours()
-        arrived = torch.empty_like(chunks[0])  # the first chunk is never the shorter
-        for step in range(size - 1):
-            give, total = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
-            part = arrived[: total.numel()]
-            await self._exchange(operation, right, give, left, part)
-            await self._combine(combine, total, part)
-        for step in range(size - 1):
-            give, take = chunks[(rank - step + 1) % size], chunks[(rank - step) % size]
-            await self._exchange(operation, right, give, left, take)
+        """Let each member reduce a chunk and give it to all, a segment at a time."""
+        segments = -(-size_of(flat) // (self._size * CHUNK_BYTES))
+        for segment in flat.tensor_split(segments):
+            chunks = list(segment.tensor_split(self._size))
+            await self._reduce_mine(operation, chunks, combine)
+            finish_average(op, chunks[self._rank], self._size)
+            await self._gather_all(operation, chunks)
+
+    async def _reduce_mine(
+        self, operation: Operation, chunks: Sequence[Tensor], combine: Combine
+    ) -> None:
+        """Reduce everybody's chunk of this rank's number, always in the same order."""
+        mine = chunks[self._rank]
+        sum_up = _Sum(combine, mine, torch.empty_like(mine))
+        gives = {dst: chunks[dst] for dst, _ in self._pairs()}
+        takes: dict[int, Target] = {src: sum_up for _, src in self._pairs()}
+        await self._swap(operation, gives, takes)
+
+    async def _gather_all(self, operation: Operation, chunks: Sequence[Tensor]) -> None:
+        """Give this rank's chunk to all others, and take theirs."""
+        gives = {dst: chunks[self._rank] for dst, _ in self._pairs()}
+        takes: dict[int, Target] = {src: chunks[src] for _, src in self._pairs()}
+        await self._swap(operation, gives, takes)
 
     # Steps.
 
@@ -411,8 +417,10 @@ class Collectives:
         """The other ranks, this one's successors first, so that not all begin at 0."""
         return [(self._rank + i) % self._size for i in range(1, self._size)]
 
-    def _neighbours(self) -> tuple[int, int]:
-        return (self._rank + 1) % self._size, (self._rank - 1) % self._size
+    def _pairs(self) -> list[tuple[int, int]]:
+        """Whom to send to and whom to receive from, step by step: all are busy."""
+        size, rank = self._size, self._rank
+        return [((rank + i) % size, (rank - i) % size) for i in range(1, size)]
 
     async def _send(self, operation: Operation, dst: int, flat: Tensor) -> None:
         memory = memory_of(flat)
@@ -426,8 +434,10 @@ class Collectives:
         )
         await self._channel.lanes[dst].send(description, memory, flat)
 
-    def _post(self, operation: Operation, src: int, flat: Tensor) -> Receive:
-        size = flat.numel() * flat.element_size()
+    def _post(self, operation: Operation, src: int, target: Target) -> Receive:
+        flat = target.scratch if isinstance(target, _Sum) else target
+        merge = target.merge if isinstance(target, _Sum) else None
+        size = size_of(flat)
 
         def check(source: int, found: Description) -> Exception | None:
             theirs = _operation_of(found)
@@ -443,17 +453,21 @@ class Collectives:
             asyncio.get_running_loop().call_soon(self._disagree, error)
             return error
 
-        return self._channel.post(src, 0, check, lambda _: flat)
+        return self._channel.post(src, 0, check, lambda _: flat, merge)
 
-    async def _finish(self, receive: Receive, flat: Tensor) -> None:
+    async def _finish(self, receive: Receive, target: Target) -> None:
         arrival = await self._channel.wait(receive)
-        if not arrival.is_borrowed:
-            source = arrival.tensor.view(-1).view(torch.uint8)
-            target = flat.view(torch.uint8)
-            await offload(size_of(flat), target.copy_, source)
+        source = arrival.tensor.view(-1).view(torch.uint8)
+        if isinstance(target, _Sum):
+            if not arrival.is_merged:
+                await offload(source.numel(), target.add, 0, source)
+        elif not arrival.is_borrowed:
+            await offload(source.numel(), target.view(torch.uint8).copy_, source)
 
-    async def _receive_into(self, operation: Operation, src: int, flat: Tensor) -> None:
-        await self._finish(self._post(operation, src, flat), flat)
+    async def _receive_into(
+        self, operation: Operation, src: int, target: Target
+    ) -> None:
+        await self._finish(self._post(operation, src, target), target)
 
     async def _receive_all(self, operation: Operation, flats: Sequence[Tensor]) -> None:
         posted = {
@@ -463,7 +477,7 @@ class Collectives:
             await self._finish(receive, flats[rank])
 
     async def _exchange(
-        self, operation: Operation, dst: int, give: Tensor, src: int, take: Tensor
+        self, operation: Operation, dst: int, give: Tensor, src: int, take: Target
     ) -> None:
         receive = self._post(operation, src, take)
         try:
@@ -477,6 +491,29 @@ class Collectives:
             raise
         await self._finish(receive, take)
 
+    async def _swap(
+        self,
+        operation: Operation,
+        gives: Mapping[int, Tensor],
+        takes: Mapping[int, Target],
+    ) -> None:
+        """Send to many at once, and take what they send one after the other.
+
+        Whatever the transport holds, somebody can always go on: all sends are under way
+        while any receive is waited for.
+        """
+        begun = [begin(self._send(operation, *give)) for give in gives.items()]
+        sending = [asyncio.ensure_future(rest) for rest in begun if rest is not None]
+        try:
+            for src, take in takes.items():
+                await self._receive_into(operation, src, take)
+            for task in sending:
+                await task
+        finally:
+            for task in sending:
+                task.cancel()
+            await asyncio.gather(*sending, return_exceptions=True)
+
     async def _combine(self, combine: Combine, total: Tensor, arrived: Tensor) -> None:
         await offload(size_of(total), combine, total, arrived)
 
@@ -485,6 +522,33 @@ class Collectives:
     ) -> list[Tensor]:
         """Return ``tensors`` if there is one like ``like`` for each rank."""
         return require_alike(tensors, like, self._size, what, _checked)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """A target that what arrives is combined with, straight out of shared memory.
+
+    Nothing of ``total`` may be on its way to somebody else meanwhile. What comes over a
+    socket goes to ``scratch``, of the same size, first.
+    """
+
+    combine: Combine
+    total: Tensor
+    scratch: Tensor
+
+    def merge(self, begin: int, payload: memoryview) -> None:
+        """Combine with the bytes from ``begin`` on: a fragment has whole elements."""
+        self.add(begin, torch.frombuffer(payload, dtype=torch.uint8))
+
+    def add(self, begin: int, part: Tensor) -> None:
+        """Combine with a part that is given as bytes."""
+        first = begin // self.total.element_size()
+        other = part.view(self.total.dtype)
+        self.combine(self.total[first : first + other.numel()], other)
+
+
+Target = Tensor | _Sum
+"""Where what arrives goes; a plain tensor is overwritten."""
 
 
 def _checked(tensor: Tensor) -> Tensor:

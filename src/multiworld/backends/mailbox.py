@@ -36,6 +36,8 @@ class Description(NamedTuple):
 
 Check = Callable[[int, Description], Exception | None]
 Place = Callable[[Description], Tensor | None]
+Merge = Callable[[int, memoryview], None]
+"""Works a part of a payload, from this byte on, into a tensor of the receiver's."""
 Story = Callable[[int], Exception]
 
 
@@ -46,7 +48,9 @@ class Arrival:
         "description",
         "is_borrowed",
         "is_complete",
+        "is_merged",
         "memory",
+        "merge",
         "number",
         "on_taken",
         "receive",
@@ -64,6 +68,8 @@ class Arrival:
         self.memory = memory_of(self.tensor)
         self.received = 0
         self.is_complete = False
+        self.merge: Merge | None = None
+        self.is_merged = False
         self.receive: Receive | None = None
         self.on_taken: Callable[[], object] | None = None
 
@@ -103,9 +109,22 @@ def _product(shape: tuple[int, ...]) -> int:
 
 
 class Receive:
-    """A posted receive. ``source`` None takes from whoever is first."""
+    """A posted receive. ``source`` None takes from whoever is first.
 
-    __slots__ = ("arrival", "check", "future", "number", "place", "source", "tag")
+    With ``merge``, a payload in shared memory is given to it and copied nowhere
+    (``Arrival.is_merged``); such a receive cannot be withdrawn once it has begun.
+    """
+
+    __slots__ = (
+        "arrival",
+        "check",
+        "future",
+        "merge",
+        "number",
+        "place",
+        "source",
+        "tag",
+    )
 
     def __init__(
         self,
@@ -114,9 +133,11 @@ class Receive:
         check: Check,
         place: Place,
         future: Future[Arrival],
+        merge: Merge | None = None,
     ) -> None:
         self.source, self.tag = source, tag
         self.check, self.place, self.future = check, place, future
+        self.merge = merge
         self.number = 0
         self.arrival: Arrival | None = None
 
@@ -285,6 +306,7 @@ class Mailbox:
                 arrival = Arrival(number, source, description, place)  # may raise
                 self._unpost(receive)
                 arrival.receive, receive.arrival = receive, arrival
+                arrival.merge = receive.merge
                 self._taken.add(receive)
                 return arrival
             self._unpost(receive)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -48,16 +49,20 @@ def combiner(op: ReduceOp, like: Tensor) -> Combine:
         UnsupportedOperationError: ``op`` does not exist for tensors like ``like``. So
             all members find out before anything is sent.
     """
-    name = op_name(op)
+    return _checked(op_name(op), like.dtype)
+
+
+@functools.cache
+def _checked(name: str, dtype: torch.dtype) -> Combine:
     combine = _COMBINERS[name]
-    one = torch.ones(1, dtype=torch.uint8).to(like.dtype)
+    one = torch.ones(1, dtype=torch.uint8).to(dtype)
     try:
         combine(one, one.clone())
         if name == "AVG":
             one.div_(2)
     except RuntimeError as error:
         raise UnsupportedOperationError(
-            f"{name} does not exist for {like.dtype} ({error}); convert the tensor, or "
+            f"{name} does not exist for {dtype} ({error}); convert the tensor, or "
             "use another operation"
         ) from error
     return combine

@@ -138,7 +138,9 @@ class Inbound:
         """
         if self._rest and self._start == self._end:
             straight = min(count, self._rest)
-            self._took(straight)
+            assert self._arrival is not None
+            begin = self._arrival.received
+            self._took(self._arrival.memory[begin : begin + straight])
             count -= straight
         self._end += count
         self._parse()
@@ -210,16 +212,21 @@ class Inbound:
             staged = self._stage[self._start : self._start + count]
             arrival.memory[begin : begin + count] = staged
             self._start += count
-            self._took(count)
+            self._took(staged)
 
-    def _took(self, count: int) -> None:
-        """Note that ``count`` bytes of payload are in place."""
+    def _took(self, payload: memoryview) -> None:
+        """Note that these bytes of the payload are in place."""
+        self._add_up(payload)
+        self._count(len(payload))
+
+    def _add_up(self, payload: memoryview) -> None:
+        if self._header is not None and self._header.flags & wire.SUMMED:
+            self._sum = zlib.crc32(payload, self._sum)
+
+    def _count(self, count: int) -> None:
         arrival, header = self._arrival, self._header
         assert arrival is not None
         assert header is not None
-        if header.flags & wire.SUMMED:
-            begin = arrival.received
-            self._sum = zlib.crc32(arrival.memory[begin : begin + count], self._sum)
         arrival.received += count
         self._rest -= count
         if not self._rest:
@@ -358,8 +365,15 @@ class Inbound:
             raise HeaderError("it points at shared memory that was not announced")
         begin, count = arrival.received, header.payload
         payload = self._window.payload(header.slot, count)
-        arrival.memory[begin : begin + count] = payload
-        payload.release()
+        try:
+            self._add_up(payload)
+            if arrival.merge is None:
+                arrival.memory[begin : begin + count] = payload
+            else:
+                arrival.merge(begin, payload)
+                arrival.is_merged = True
+        finally:
+            payload.release()
         if self._window.free(header.slot):
             self._shared.ring_bell()
-        self._took(count)
+        self._count(count)

@@ -25,7 +25,8 @@ from typing import Any
 from multiworld.backends.direct.header import HeaderError
 
 SLOT_BYTES = 512 * 1024
-"""Twice a frame on the socket: a copy is as fast, and half as many frames."""
+"""Twice a frame on the socket: a copy is as fast, and half as many frames. A multiple
+of every dtype's size: a slot holds whole elements."""
 
 MOST_SLOTS = 64
 _WAITING = MOST_SLOTS
@@ -86,7 +87,6 @@ class Ring(_Mapped):
         except BaseException:
             self.close_fd()
             raise
-        self._next = 0
 
     def close_fd(self) -> None:
         """Close the descriptor; the memory stays."""
@@ -96,12 +96,17 @@ class Ring(_Mapped):
 
     @property
     def has_room(self) -> bool:
-        """Whether a slot is free; they are used, and freed, one after the other."""
-        return not self._memory[self._next]
+        """Whether a slot is free."""
+        return self._free >= 0
+
+    @property
+    def _free(self) -> int:
+        """The first free slot, or -1: as few as possible stay in the cache."""
+        return bytes(self._memory[: self.slots]).find(0)
 
     def fill(self, payload: memoryview) -> int:
-        """Copy a payload into the next slot, and return its number."""
-        slot, self._next = self._next, (self._next + 1) % self.slots
+        """Copy a payload into a free slot, and return its number."""
+        slot = self._free
         self._slot(slot, len(payload))[:] = payload
         self._memory[slot] = 1
         return slot

@@ -120,6 +120,47 @@ async def all_reduces_other_dtypes(arena: Arena) -> None:
 
 
 @check
+async def reduces_large_tensors(arena: Arena) -> None:
+    """In several segments and fragments, of elements of several sizes."""
+    for size in (2, 3):
+        worlds = await arena.world(size)
+        for dtype, count in (
+            (torch.float32, 1_800_001),
+            (torch.int16, 300_001),
+            (torch.complex128, 100_003),
+        ):
+            inputs = [
+                (torch.arange(count) % 11 + rank).to(dtype) for rank in range(size)
+            ]
+            expected = torch.stack(inputs).sum(0).to(dtype)
+            totals = [t.clone() for t in inputs]
+            await every(worlds, lambda w, t=totals: w.all_reduce(t[w.rank]))
+            assert all(torch.equal(t, expected) for t in totals), (size, dtype)
+            totals = [t.clone() for t in inputs]
+            await every(worlds, lambda w, t=totals: w.reduce(t[w.rank], dst=1))
+            assert torch.equal(totals[1], expected), (size, dtype)
+            gathered = [[torch.empty_like(t) for t in inputs] for _ in worlds]
+            await every(
+                worlds,
+                lambda w, g=gathered, i=inputs: w.all_gather(i[w.rank], g[w.rank]),
+            )
+            for outs in gathered:
+                assert all(map(torch.equal, outs, inputs)), (size, dtype)
+            # The result goes where one of the inputs is.
+            parts = [[t.clone() for _ in range(size)] for t in inputs]
+            await every(
+                worlds,
+                lambda w, p=parts: w.reduce_scatter(p[w.rank][w.rank], p[w.rank]),
+            )
+            for rank in range(size):
+                assert torch.equal(parts[rank][rank], expected), (size, dtype)
+        averages = [torch.full((900_001,), float(rank)) for rank in range(size)]
+        await every(worlds, lambda w, a=averages: w.all_reduce(a[w.rank], ReduceOp.AVG))
+        wanted = torch.full((900_001,), (size - 1) / 2)
+        assert all(torch.equal(a, wanted) for a in averages)
+
+
+@check
 async def refuses_reductions_that_do_not_exist(arena: Arena) -> None:
     """All members learn alike, nothing is sent, and the world lives on."""
     worlds = await arena.world(2)
