@@ -63,7 +63,7 @@ bench-detection: $(STAMP)
 	$(BIN)/python benchmarks/detection.py $(ARGS)
 
 bench-serving: $(STAMP)
-	$(BIN)/python benchmarks/serving.py $(ARGS)
+	$(BIN)/multiworld bench serving --out benchmarks/results $(ARGS)
 
 docs: $(STAMP)
 	$(BIN)/pdoc --docformat google -o build/docs $(PUBLIC)

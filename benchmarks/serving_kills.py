@@ -25,9 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import serving
 from rich.console import Console
 from rich.table import Table
+
+from multiworld.bench.serving import services
+from multiworld.bench.serving.services import Service
 
 CLIENTS, SECONDS, PATIENCE_S = 8, 15.0, 10.0
 KILLS_S = (3.0, 6.0, 9.0)
@@ -62,9 +64,7 @@ def rays(stage: int) -> int:
     return random.choice(found)
 
 
-async def disturb(
-    contender: serving.Contender, find: Callable[[int], int]
-) -> dict[str, Any]:
+async def disturb(contender: Service, find: Callable[[int], int]) -> dict[str, Any]:
     """Ask while replicas are killed; return what came of it."""
     failed: Counter[str] = Counter()
     latencies: list[float] = []
@@ -106,11 +106,11 @@ def one_round(python: str | None) -> dict[str, dict[str, Any]]:
     found = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with serving.multiworld_service(folder, replicas=2, only="slow") as contenders:
-            found["multiworld"] = asyncio.run(disturb(contenders[0], ours(folder)))
-    if python is not None:
-        with serving.ray_service(python, "slow", replicas=2) as contender:
-            found["Ray Serve"] = asyncio.run(disturb(contender, rays))
+        with services.ours(folder, services.SLOW, replicas=2) as served:
+            found["multiworld"] = asyncio.run(disturb(served[0], ours(folder)))
+        if python is not None:
+            with services.rays(python, services.SLOW, folder, replicas=2) as service:
+                found["Ray Serve"] = asyncio.run(disturb(service, rays))
     return found
 
 
@@ -119,7 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ray", help="an interpreter that has ray[serve]")
     parser.add_argument("--rounds", type=int, default=3)
-    out = serving.HERE / "results" / "serving_kills.json"
+    out = Path(__file__).parent / "results" / "serving_kills.json"
     parser.add_argument("--out", type=Path, default=out)
     given = parser.parse_args()
     rounds = []

@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
+from multiworld.bench import members
+from multiworld.bench.members import Options
 from multiworld.bench.running import SUITES
+from multiworld.bench.suites import nccl
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -32,6 +35,7 @@ EXPECTED: dict[str, dict[str, int]] = {
     "joining": {"nothing else": 4, "join and leave": 4, "join and break": 4},
     "fan": {"1 world": 4, "8 worlds": 4},
     "collectives": {"plain gloo": 18, "world, direct": 18, "world, gloo": 18},
+    "serving": {"three stages": 12, "one stage": 12, "gateway": 1, "whole service": 1},
 }
 
 
@@ -60,3 +64,15 @@ def test_unknown_suite_is_named() -> None:
     """With those there are."""
     text = bench("nothing", code=1)
     assert all(name in text for name in ("nothing", *SUITES))
+
+
+@pytest.mark.heavy
+def test_gpu_suite_measures_on_any_backend() -> None:
+    """What runs on NCCL where there is a GPU runs on Gloo here."""
+    found: list[Any] = []
+    options = nccl.with_ports(Options(1, is_quick=True))
+    members.run(nccl.on_hosts, nccl.SIZE, options, found.append)
+    samples = [what for kind, what in found if kind == "sample"]
+    assert {sample[2] for sample in samples} == {nccl.PLAIN, nccl.OURS, nccl.UNWATCHED}
+    assert len(samples) == 12
+    assert all(sample[4] > 0 for sample in samples)

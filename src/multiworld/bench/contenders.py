@@ -223,9 +223,7 @@ class OneWorld:
 
     def close(self) -> None:
         """End."""
-        helper = self.manager.watchdog.helper_pid
-        if helper is not None:
-            os.kill(helper, signal.SIGCONT)
+        wake(self.manager)
         self._runner.run(self.manager.close())
         self._runner.close()
 
@@ -238,6 +236,13 @@ async def unwatch(manager: WorldManager) -> None:
     ticker = watchdog._ticker
     assert ticker is not None
     ticker.cancel()
+
+
+def wake(manager: WorldManager) -> None:
+    """Let the helper that ``unwatch`` stopped go on, so that it can end."""
+    helper = manager.watchdog.helper_pid
+    if helper is not None:
+        os.kill(helper, signal.SIGCONT)
 
 
 def stream(

@@ -29,11 +29,15 @@ class Options:
         rounds: How often each contender is measured.
         is_quick: Fewer sizes and messages: to see that it runs.
         ports: Free ones, for rendezvous.
+        apart: Contenders with environments of their own that take part.
+        environments: The folder of those.
     """
 
     rounds: int = 5
     is_quick: bool = False
     ports: tuple[int, ...] = ()
+    apart: tuple[str, ...] = ()
+    environments: str = ""
 
 
 class Teller:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from multiworld.bench import members
 from multiworld.bench.members import Body, Options, Step
@@ -14,7 +16,9 @@ from multiworld.bench.suites import (
     hosts,
     joining,
     many,
+    nccl,
     p2p,
+    serving,
     watching,
 )
 
@@ -32,11 +36,13 @@ class Suite:
         about: For people.
         baseline: Whom ratios are to.
         bodies: What its processes run, and how many of them; one after the other.
+        run: What runs it instead, if it starts processes of other kinds.
     """
 
     about: str
     baseline: str
     bodies: tuple[tuple[Body, int], ...] = ()
+    run: Callable[[Options, Callable[[Step], None]], None] | None = None
 
 
 SUITES = {
@@ -58,8 +64,21 @@ SUITES = {
     "watching": Suite(
         "fault management on and off", watching.BASELINE, ((watching.body, 2),)
     ),
-    "hosts": Suite("TCP between two network namespaces (as root)", hosts.BASELINE),
+    "hosts": Suite(
+        "TCP between two network namespaces (as root)", hosts.BASELINE, run=hosts.run
+    ),
+    "serving": Suite(
+        "requests a second and latency, empty stages and MiniLM",
+        serving.BASELINE,
+        run=serving.run,
+    ),
+    "nccl": Suite("worlds on GPUs", nccl.BASELINE, run=nccl.run),
 }
+
+
+def usual() -> list[str]:
+    """Return the suites that run if none is named: all but what needs a GPU."""
+    return [n for n in SUITES if n != "nccl" or torch.cuda.is_available()]
 
 
 def run_suite(name: str, options: Options, progress: Progress) -> Report:
@@ -70,7 +89,8 @@ def run_suite(name: str, options: Options, progress: Progress) -> Report:
         HostError: It needs network namespaces, and they are not allowed here.
     """
     suite = SUITES[name]
-    report = Report(name, suite.baseline)
+    baseline = serving.baseline_of(options) if name == "serving" else suite.baseline
+    report = Report(name, baseline)
     share, done = 1.0, 0.0
 
     def hear(step: Step) -> None:
@@ -82,12 +102,12 @@ def run_suite(name: str, options: Options, progress: Progress) -> Report:
         else:
             progress(done + share * what[0], what[1])
 
-    if not suite.bodies:
-        hosts.run(options, hear)
+    if suite.run is not None:
+        suite.run(options, hear)
     share = 1 / max(1, len(suite.bodies))
     for number, (body, size) in enumerate(suite.bodies):
         done = share * number
-        given = Options(options.rounds, options.is_quick, members.free_ports(PORTS))
+        given = replace(options, ports=members.free_ports(PORTS))
         members.run(body, size, given, hear)
     progress(1.0, "done")
     return report

@@ -174,9 +174,27 @@ def store(
     type=click.Path(file_okay=False, writable=True, path_type=Path),
     help="Keep JSON and pictures in this folder.",
 )
+@click.option(
+    "--with",
+    "apart",
+    type=click.Choice(["pymultiworld", "ucxx", "nixl", "ray"]),
+    multiple=True,
+    help="Let it take part (ray in serving, others in p2p); may be repeated.",
+)
+@click.option(
+    "--environments",
+    type=click.Path(file_okay=False, writable=True, path_type=Path),
+    help="Where those environments are kept.  [default: ~/.cache/multiworld/bench]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print all samples as JSON.")
 def bench(
-    names: tuple[str, ...], rounds: int, quick: bool, out: Path | None, as_json: bool
+    names: tuple[str, ...],
+    rounds: int,
+    quick: bool,
+    out: Path | None,
+    apart: tuple[str, ...],
+    environments: Path | None,
+    as_json: bool,
 ) -> None:
     """Measure this machine's data path, beside what else one could use.
 
@@ -188,13 +206,17 @@ def bench(
     joining      a busy world while others join and break
     watching     fault management on and off
     hosts        TCP between two network namespaces (as root)
+    serving      requests a second and latency, empty stages and MiniLM
+    nccl         worlds on GPUs beside torch.distributed (where there is one)
 
     All contenders run in turns in the same minutes: compare within a table. pyzmq takes
-    part if it is installed.
+    part if it is installed. Those of --with are installed at the first need: that takes
+    a package index and up to six gigabytes (pymultiworld needs an old torch).
     """
-    from multiworld.cli.bench import run
+    from multiworld.cli.bench import Wish, run
 
-    sys.exit(run(names, rounds, out, is_quick=quick, as_json=as_json))
+    wish = Wish(rounds, out, apart, environments, is_quick=quick, as_json=as_json)
+    sys.exit(run(names, wish))
 
 
 for command in COMMANDS:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import torch
 
 from multiworld.bench import contenders
+from multiworld.bench.apart.contender import Apart
 from multiworld.bench.contenders import Contender, stream
 from multiworld.bench.members import Options, Teller
 
@@ -19,6 +21,10 @@ MOST, LEAST = 5_000, 6
 STREAM, TRIP, UNKNOWN = "stream", "round trip", "stream, shape unknown"
 
 
+ENDS = ("pymultiworld", "ucxx", "nixl")
+SLOW = ("gloo, asyncio", "pymultiworld")
+
+
 def messages_in(size: int) -> int:
     """Return how many messages one round sends."""
     return max(LEAST, min(MOST, BUDGET_BYTES // size))
@@ -26,11 +32,7 @@ def messages_in(size: int) -> int:
 
 def body(rank: int, options: Options, teller: Teller) -> None:
     """Measure every contender in every round, at each size."""
-    names = contenders.available()
-    rivals = {
-        name: contenders.MAKERS[name](rank, port)
-        for name, port in zip(names, options.ports, strict=False)
-    }
+    rivals = _rivals(rank, options)
     sizes = QUICK if options.is_quick else SIZES
     total = options.rounds * len(sizes)
     for number in range(options.rounds):
@@ -44,12 +46,24 @@ def body(rank: int, options: Options, teller: Teller) -> None:
         rival.close()
 
 
+def _rivals(rank: int, options: Options) -> dict[str, Contender]:
+    ports = iter(options.ports)
+    rivals: dict[str, Contender] = {}
+    for name in contenders.available():
+        rivals[name] = contenders.MAKERS[name](rank, next(ports))
+    for name in (n for n in options.apart if n in ENDS):
+        apart = Apart(name, Path(options.environments), rank, next(ports))
+        apart.wait_ready()
+        rivals[name] = apart
+    return rivals
+
+
 def _measure(
     rank: int, name: str, rival: Contender, tensor: torch.Tensor, teller: Teller
 ) -> None:
     size = tensor.numel()
     count = messages_in(size)
-    if name == "gloo, asyncio":
+    if name in SLOW:
         count = max(LEAST, count // 4)
     if name == "memcpy":
         # The other rank waits where the two meet next.

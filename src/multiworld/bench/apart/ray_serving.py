@@ -1,7 +1,7 @@
 """Three stages on Ray Serve, as its documentation composes them. Needs ``ray[serve]``.
 
-Run by ``serving.py --ray PYTHON`` with an interpreter of its own, on a port; prints
-"ready" and serves until its standard input ends. ``empty`` stages hand a number on;
+Run with an interpreter of its own, on a port; prints "ready" and serves until its
+standard input ends. ``empty`` stages hand a number on;
 ``minilm`` ones are the same parts of the model that multiworld serves.
 """
 
@@ -114,7 +114,8 @@ def main() -> None:
             *(Part.options(name=f"part{n}").bind(n, 3) for n in range(3))
         )
     serve.run(app)
-    print("ready", flush=True)
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
     sys.stdin.read()
     serve.shutdown()
 

@@ -1,0 +1,87 @@
+"""Environments for contenders that cannot be installed beside this package. Shell."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """A contender with an environment of its own.
+
+    Attributes:
+        requirements: What is installed, in steps: torch's pin before what needs it.
+        script: Which script here is its end of a connection.
+        settles: A module that changes its own installation at the first import.
+        is_restless: It takes a core though it has nothing to do; stopped when it is
+            not its turn.
+    """
+
+    requirements: tuple[tuple[str, ...], ...]
+    script: str
+    settles: str = ""
+    is_restless: bool = False
+
+
+RIVALS = {
+    "pymultiworld": Rival(
+        (("torch==2.4.0", "numpy<2"), ("--no-deps", "multiworld==0.2.3")),
+        "pymultiworld_end.py",
+        settles="multiworld",
+    ),
+    "ucxx": Rival((("ucxx-cu12==0.52.*", "numpy"),), "ucxx_end.py", is_restless=True),
+    "nixl": Rival((("torch==2.13.0", "numpy"), ("nixl==1.5.*",)), "nixl_end.py"),
+    "ray": Rival(
+        (
+            ("torch==2.13.0", "numpy"),
+            ("ray[serve]==2.60.0", "transformers>=5.23", "safetensors", "tokenizers"),
+        ),
+        "ray_serving.py",
+    ),
+}
+
+
+def default_folder() -> Path:
+    """Return where the environments are kept: some are gigabytes."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "multiworld" / "bench"
+
+
+def python_of(name: str, folder: Path) -> Path:
+    """Return the interpreter of a rival's environment."""
+    return folder / name / "bin" / "python"
+
+
+def install(name: str, folder: Path, tell: Callable[[str], None]) -> None:
+    """Make a rival's environment, unless it is there.
+
+    Raises:
+        RuntimeError: It cannot be installed here.
+    """
+    ready = folder / name / ".ready"
+    if ready.exists():
+        return
+    rival, python = RIVALS[name], str(python_of(name, folder))
+    tell(f"{name}: installing into {folder / name}")
+    _run([sys.executable, "-m", "venv", "--clear", str(folder / name)])
+    for step in rival.requirements:
+        _run([python, "-m", "pip", "install", "--quiet", *step])
+    if rival.settles:
+        # The first import patches torch, and ends the process to say so.
+        subprocess.run([python, "-c", f"import {rival.settles}"], check=False)
+        _run([python, "-c", f"import {rival.settles}"])
+    ready.touch()
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip().splitlines()[-1:]
+        raise RuntimeError(f"{' '.join(command)} failed: {' '.join(said)}")

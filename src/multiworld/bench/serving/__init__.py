@@ -1,0 +1,1 @@
+"""Services to be measured, and the clients that ask them."""

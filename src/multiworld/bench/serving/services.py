@@ -1,0 +1,164 @@
+"""Starting the services: ours, and Ray Serve in an environment of its own. Shell."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import multiworld
+from multiworld.bench.apart.environment import HERE
+
+OURS, WHOLE, RAY = "three stages", "one stage", "ray serve"
+EMPTY, SLOW, MINILM = "empty", "slow", "minilm"
+TEXT = "A replica that is lost is replaced, and nobody who asked has to ask again."
+NUMBER: dict[str, Any] = {
+    "inputs": [{"name": "x", "datatype": "FP32", "shape": [1], "data": [1.0]}]
+}
+STOP_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A pipeline that is up, and what to ask it."""
+
+    name: str
+    pipeline: str
+    url: str
+    body: dict[str, Any]
+
+
+def spec_of(only: str | None = None, replicas: int = 1) -> dict[str, Any]:
+    """Return the spec of all our pipelines, or of one."""
+    factory = "multiworld.bench.serving.models:"
+    minilm = "multiworld.serve.models.minilm:model"
+    stage = {"max_batch_size": 64, "replicas": replicas}
+    models: dict[str, Any] = {
+        EMPTY: {"factory": factory + "empty", "stages": [stage] * 3},
+        "empty-whole": {"factory": factory + "empty", "stages": [stage]},
+        SLOW: {"factory": factory + "slow", "stages": [stage] * 3},
+        MINILM: {"factory": minilm, "stages": [{"name": f"s{n}"} for n in range(3)]},
+        "minilm-whole": {"factory": minilm, "stages": [{}]},
+    }
+    if only is not None:
+        models = {only: models[only]}
+    else:
+        del models[SLOW]
+    return {"app": "bench", "models": models, "gateway": {"port": 0}}
+
+
+@contextlib.contextmanager
+def ours(
+    folder: Path, only: str | None = None, replicas: int = 1
+) -> Iterator[list[Service]]:
+    """Serve all our pipelines, or one; its state is in ``folder / "state"``.
+
+    Raises:
+        RuntimeError: It did not start.
+    """
+    path = folder / "app.yaml"
+    path.write_text(yaml.safe_dump(spec_of(only, replicas)))
+    command = [sys.executable, "-m", "multiworld.cli.main", "serve", str(path)]
+    command += ["--state", str(folder / "state"), "--json"]
+    with open(folder / "log", "wb") as log:
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,
+        )
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        if not line:
+            raise RuntimeError((folder / "log").read_text()[-2000:])
+        url = json.loads(line)["url"]
+        yield list(_asked(url, only))
+    finally:
+        process.terminate()
+        process.wait(STOP_S)
+
+
+def _asked(url: str, only: str | None) -> Iterator[Service]:
+    def infer(model: str) -> str:
+        return f"{url}/v2/models/{model}/infer"
+
+    embed = f"{url}/v1/embeddings"
+    every = (
+        Service(OURS, EMPTY, infer(EMPTY), NUMBER),
+        Service(WHOLE, EMPTY, infer("empty-whole"), NUMBER),
+        Service(OURS, SLOW, infer(SLOW), NUMBER),
+        Service(OURS, MINILM, embed, {"input": TEXT, "model": MINILM}),
+        Service(WHOLE, MINILM, embed, {"input": TEXT, "model": "minilm-whole"}),
+    )
+    for service in every:
+        if service.pipeline == only or (only is None and service.pipeline != SLOW):
+            yield service
+
+
+@contextlib.contextmanager
+def rays(
+    python: str | Path, pipeline: str, folder: Path, replicas: int = 1
+) -> Iterator[Service]:
+    """Serve one pipeline on Ray Serve; ``python`` has ``ray[serve]``.
+
+    Raises:
+        RuntimeError: It did not start.
+    """
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = int(sock.getsockname()[1])
+    script = HERE / "ray_serving.py"
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    process = subprocess.Popen(
+        [str(python), str(script), pipeline, str(port), str(replicas)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={
+            **kept,
+            "PYTHONPATH": str(_site(folder)),
+            "HF_HUB_OFFLINE": "1",
+            "RAY_USAGE_STATS_ENABLED": "0",
+        },
+    )
+    assert process.stdout is not None
+    assert process.stdin is not None
+    try:
+        if process.stdout.readline().strip() != "ready":
+            raise RuntimeError(f"Ray Serve did not start with {python}")
+        body = NUMBER if pipeline != MINILM else {"model": MINILM, "input": TEXT}
+        yield Service(RAY, pipeline, f"http://127.0.0.1:{port}/", body)
+    finally:
+        process.stdin.close()
+        process.wait(STOP_S)
+
+
+def _site(folder: Path) -> Path:
+    """Return a folder that has the model's package and ours, and nothing else."""
+    from multiworld.serve.models import minilm
+
+    site = Path(tempfile.mkdtemp(dir=folder))
+    ours = Path(multiworld.__file__).parent
+    for package in (ours, minilm.folder().parent):
+        (site / package.name).symlink_to(package)
+    return site
+
+
+def pids_of(state: Path, prefix: str = "") -> list[int]:
+    """Return the processes of our service whose names begin so."""
+    record = json.loads((state / "record.json").read_text())
+    found = [p["pid"] for p in record["processes"] if p["name"].startswith(prefix)]
+    return found if prefix else [*found, record["store"]["pid"]]

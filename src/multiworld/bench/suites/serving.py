@@ -1,0 +1,141 @@
+"""Serving: requests a second, latency, and what the gateway and a hop cost.
+
+All services are up at once; closed-loop clients (1, then 32) ask each in turn. Two
+pipelines of three stages: one that does nothing, which shows the cost of the machinery,
+and the sentence encoder MiniLM. For the limit there is each in one stage, one process
+alone, behind the same gateway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import aiohttp
+
+from multiworld.bench.apart.environment import python_of
+from multiworld.bench.members import Options, Step
+from multiworld.bench.serving.clients import ask
+from multiworld.bench.serving.services import (
+    EMPTY,
+    MINILM,
+    OURS,
+    RAY,
+    WHOLE,
+    Service,
+    ours,
+    pids_of,
+    rays,
+)
+
+BASELINE = WHOLE
+CLIENTS = (1, 32)
+SECONDS, QUICK_S = 4.0, 0.5
+IDLE_S = 5.0
+
+Hear = Callable[[Step], None]
+
+
+def baseline_of(options: Options) -> str:
+    """Return whom ratios are to."""
+    return RAY if "ray" in options.apart else WHOLE
+
+
+def run(options: Options, hear: Hear) -> None:
+    """Start all services, and ask them.
+
+    Raises:
+        RuntimeError: A service did not start, or an answer was wrong.
+    """
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        folder = Path(name)
+        hear(("step", (0.0, "starting our services")))
+        services = stack.enter_context(ours(folder))
+        if "ray" in options.apart:
+            python = python_of("ray", Path(options.environments))
+            for pipeline in (EMPTY, MINILM):
+                hear(("step", (0.0, f"starting Ray Serve: {pipeline}")))
+                services.append(stack.enter_context(rays(python, pipeline, folder)))
+        asyncio.run(_measure(services, folder / "state", options, hear))
+
+
+async def _measure(
+    services: list[Service], state: Path, options: Options, hear: Hear
+) -> None:
+    seconds = QUICK_S if options.is_quick else SECONDS
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector) as http:
+        for service in services:
+            hear(("step", (0.0, f"warming up: {service.name}, {service.pipeline}")))
+            await ask(http, service, 4, min(1.0, seconds))
+        total = options.rounds * len(CLIENTS) * len(services)
+        done = 0
+        for number in range(options.rounds):
+            await _cost(http, services[0], state, seconds, hear)
+            for clients in CLIENTS:
+                for service in services if number % 2 else services[::-1]:
+                    text = f"{clients} clients, {service.name}, {service.pipeline}"
+                    hear(("step", (done / total, text)))
+                    await _round(http, service, clients, seconds, hear)
+                    done += 1
+        hear(("step", (1.0, "idle")))
+        await _idle(state, IDLE_S if not options.is_quick else 1.0, hear)
+
+
+async def _round(
+    http: aiohttp.ClientSession,
+    service: Service,
+    clients: int,
+    seconds: float,
+    hear: Hear,
+) -> None:
+    answers = await ask(http, service, clients, seconds)
+    found = {
+        ("rate", "requests/s"): answers.rate,
+        ("p50", "ms"): answers.quantile_ms(0.5),
+        ("p99", "ms"): answers.quantile_ms(0.99),
+    }
+    for (what, unit), value in found.items():
+        kind = f"{service.pipeline}: {what} by clients"
+        hear(("sample", (kind, clients, service.name, unit, value)))
+
+
+async def _cost(
+    http: aiohttp.ClientSession,
+    service: Service,
+    state: Path,
+    seconds: float,
+    hear: Hear,
+) -> None:
+    """Tell what a request to the empty stages takes of a core, and where."""
+    assert (service.name, service.pipeline) == (OURS, EMPTY)
+    parts = {"gateway": "gateway", "three workers": f"{EMPTY}/"}
+    pids = {part: pids_of(state, prefix) for part, prefix in parts.items()}
+    before = {part: cpu_s(found) for part, found in pids.items()}
+    answers = await ask(http, service, CLIENTS[-1], seconds)
+    for part, found in pids.items():
+        taken_us = (cpu_s(found) - before[part]) / len(answers.latencies_s) * 1e6
+        kind = "processor time a request, by clients"
+        hear(("sample", (kind, CLIENTS[-1], part, "us", taken_us)))
+
+
+async def _idle(state: Path, seconds: float, hear: Hear) -> None:
+    pids = pids_of(state)
+    before = cpu_s(pids)
+    await asyncio.sleep(seconds)
+    share = (cpu_s(pids) - before) / seconds * 100
+    kind = "idle, by processes"
+    hear(("sample", (kind, len(pids), "whole service", "% of a core", share)))
+
+
+def cpu_s(pids: Iterable[int]) -> float:
+    """Return the seconds of a core that processes have taken so far."""
+    total = 0
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        total += int(fields[11]) + int(fields[12])
+    return total / os.sysconf("SC_CLK_TCK")

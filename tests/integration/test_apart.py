@@ -1,0 +1,99 @@
+"""Contenders of the benchmark that live in environments of their own."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from multiworld.bench.apart import contender, environment
+from multiworld.bench.apart.contender import Apart
+from multiworld.bench.apart.environment import Rival
+from multiworld.bench.contenders import stream
+from multiworld.bench.members import free_ports
+
+END = f"""
+import sys
+sys.path.insert(0, {str(environment.HERE)!r})
+import ends
+
+class Plain:
+    async def connect(self, rank, port):
+        print("a library that prints")
+        self.sock = ends.meet(rank, port)
+    async def prepare(self, size):
+        self.data = bytearray(size)
+    async def send(self):
+        self.sock.sendall(self.data)
+    async def recv(self):
+        view = memoryview(self.data)
+        while view:
+            count = self.sock.recv_into(view)
+            if not count:
+                raise ConnectionError
+            view = view[count:]
+
+if __name__ == "__main__":
+    ends.serve(Plain())
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder with an environment that is this one."""
+    (tmp_path / "end.py").write_text(END)
+    (tmp_path / "mute.py").write_text("raise SystemExit(3)")
+    rivals = {
+        "plain": Rival((), str(tmp_path / "end.py"), is_restless=True),
+        "mute": Rival((), str(tmp_path / "mute.py")),
+    }
+    for module in (environment, contender):
+        monkeypatch.setattr(module, "RIVALS", rivals)
+    for name in rivals:
+        (tmp_path / name / "bin").mkdir(parents=True)
+        (tmp_path / name / "bin" / "python").symlink_to(sys.executable)
+    return tmp_path
+
+
+def test_ends_obey_and_are_timed(folder: Path) -> None:
+    """Both ends do what the suite asks for; one that is stopped between goes on."""
+    (port,) = free_ports(1)
+    ends = [Apart("plain", folder, rank, port) for rank in (0, 1)]
+    took: dict[int, float] = {}
+
+    def use(rank: int) -> None:
+        end = ends[rank]
+        end.wait_ready()
+        end.ping(torch.zeros(1), 3, is_first=rank == 0)
+        took[rank] = stream(rank, end, torch.zeros(100_000), 20)
+        end.close()
+
+    threads = [threading.Thread(target=use, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(40)
+    assert sorted(took) == [0, 1]
+    assert all(end._process.returncode == 0 for end in ends)
+
+
+def test_end_that_dies_is_named(folder: Path) -> None:
+    """The benchmark says which contender it was, and does not hang."""
+    end = Apart("mute", folder, 0, free_ports(1)[0])
+    with pytest.raises(RuntimeError, match="the process of mute"):
+        end.wait_ready()
+    end.close()
+
+
+def test_environment_that_cannot_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error says which step failed; the next call tries again."""
+    steps = (("--no-index", "a-package-that-is-nowhere"),)
+    monkeypatch.setattr(environment, "RIVALS", {"none": Rival(steps, "none.py")})
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a-package-that-is-nowhere"):
+            environment.install("none", tmp_path, lambda text: None)
