@@ -13,12 +13,14 @@ import pytest
 import torch
 
 from multiworld import World, WorldConfig
+from multiworld.backends.channel import Channel
 from multiworld.backends.direct import header as wire
 from multiworld.backends.direct import shared
 from multiworld.backends.direct.header import Header, HeaderError
 from multiworld.backends.direct.lane import Lane
 from multiworld.backends.direct.shared import SLOT_BYTES, Ring, Window
-from multiworld.backends.mailbox import Mailbox
+from multiworld.backends.mailbox import Description, Mailbox
+from multiworld.backends.offload import OFFLOAD_BYTES
 from multiworld.testing import Arena, no_leaks
 
 
@@ -294,3 +296,62 @@ async def test_peer_that_lies_about_memory_is_found_out(what: str) -> None:
     os.close(reading)
     os.close(writing)
     assert len(os.listdir("/proc/self/fd")) == before - 2
+
+
+async def test_receive_that_is_cancelled_twice_gives_its_message_back() -> None:
+    """The second time while what had arrived is moved out of the caller's tensor."""
+    size = 16 * OFFLOAD_BYTES
+    async with pair(eager_bytes=0) as (one, two):
+        data = torch.arange(size // 8)
+        receiving = asyncio.ensure_future(two.recv(torch.empty_like(data), src=0))
+        await asyncio.sleep(0)
+        sending = asyncio.ensure_future(one.send(data, dst=1))
+        taken = two._life.backend._p2p.mailbox._taken  # type: ignore[attr-defined]
+        for _ in range(100_000):
+            if any(r.arrival and r.arrival.received > OFFLOAD_BYTES for r in taken):
+                break
+            await asyncio.sleep(0)
+        receiving.cancel()
+        await asyncio.sleep(0)
+        receiving.cancel()
+        await asyncio.wait((receiving,))
+        assert receiving.cancelled()
+        async with asyncio.timeout(20):
+            assert torch.equal(await two.recv(src=0), data)
+            await sending
+
+
+async def test_what_arrived_is_read_though_nothing_more_can_be_written() -> None:
+    """A lane whose writes fail still has what the member sent before it left."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    mailbox = Mailbox(frozenset({1}), 1 << 20)
+    lane = Lane(ours, 1, 7, mailbox, WorldConfig(), Owner())
+    theirs.send(frame(wire.TENSOR, 0, 0, wire.LAST, 8) + bytes(8))
+    theirs.close()
+    await lane.send(
+        Description(wire.TENSOR, 0, (8,), 8, 0, 0), memoryview(b"12345678"), None
+    )
+    assert not lane.is_dead
+    channel = Channel({1}, 1 << 20)
+    channel.mailbox, channel.lanes[1] = mailbox, lane
+    channel.member_left(1, lambda: ConnectionError("left"))
+    async with asyncio.timeout(5):
+        arrival = await channel.wait(
+            channel.post(1, 0, lambda *_: None, lambda _: None)
+        )
+    assert bytes(arrival.memory) == bytes(8)
+    lane.close_nowait()
+
+
+async def test_two_that_leave_with_full_rings_do_not_wait_for_each_other() -> None:
+    """What neither will ever read makes room for the rest."""
+    async with pair(close_s=30, shared_memory_bytes=4 * SLOT_BYTES) as (one, two):
+        sends = [
+            asyncio.ensure_future(a.send(some(LARGE * 8), dst=b))
+            for a, b in ((one, 1), (two, 0))
+        ]
+        await asyncio.sleep(0.1)
+        async with asyncio.timeout(10):
+            await asyncio.gather(one.close(), two.close())
+        await asyncio.gather(*sends, return_exceptions=True)

@@ -145,8 +145,10 @@ class Channel:
                 await self._park(future)
             arrival = future.result()
         except asyncio.CancelledError:
-            await self._own_large(receive.arrival)
-            self.mailbox.cancel(receive)
+            try:
+                await self._own_large(receive.arrival)
+            finally:  # also if it is cancelled once more
+                self.mailbox.cancel(receive)
             raise
         receive.arrival = None
         return arrival

@@ -21,6 +21,7 @@ from multiworld.backends.direct.header import TENSOR
 from multiworld.backends.dtypes import DTYPES, memory_of
 from multiworld.backends.mailbox import Arrival, Description
 from multiworld.backends.messages import COLLECTIVE, P2P, MessageBackend
+from multiworld.backends.offload import in_thread
 
 _Key = tuple[int, int]  # nonce, rank
 _backends: weakref.WeakValueDictionary[_Key, MemoryBackend] = (
@@ -112,8 +113,11 @@ class MemoryLane:
         return False
 
     async def paused(self, call: Callable[[], object]) -> None:
-        """Run ``call`` in a thread."""
-        await asyncio.shield(asyncio.to_thread(call))
+        """Run ``call`` in a thread.
+
+        Cancellation: waits for the thread.
+        """
+        await in_thread(call)
 
     def fail_sends(self, make_error: ErrorMaker) -> None:
         """Fail every send, now and from now on."""

@@ -23,15 +23,28 @@ def size_of(*tensors: Tensor) -> int:
 async def offload(size_bytes: int, call: Callable[..., T], *args: Any) -> T:
     """Return ``call(*args)``, from a thread if it works on many bytes.
 
-    Cancellation: waits for the thread, which would go on writing, and then raises.
+    Cancellation: see ``in_thread``.
     """
     if size_bytes <= OFFLOAD_BYTES:
         return call(*args)
+    return await in_thread(call, *args)
+
+
+async def in_thread(call: Callable[..., T], *args: Any) -> T:
+    """Return ``call(*args)``, from a thread.
+
+    Cancellation: waits for the thread, which would go on writing, however often it is
+    asked for, and then raises.
+    """
     task = asyncio.ensure_future(asyncio.to_thread(call, *args))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait((task,))
+    cancelled = None
+    while not task.done():
+        try:
+            await asyncio.wait((task,))
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
         if not task.cancelled():
             task.exception()
-        raise
+        raise cancelled
+    return task.result()

@@ -110,6 +110,11 @@ class Inbound:
         self._stage, self._start, self._end = _NOTHING, 0, 0
         self._pending, self.is_held = None, False
 
+    def free_memory(self) -> None:
+        """Give all slots back unread: nobody will ever want what is in them."""
+        if self._window is not None:
+            self._window.free_all()
+
     def buffers(self) -> list[memoryview]:
         """Return where the next bytes may go, in order; never empty ones."""
         if self._stage is _NOTHING:

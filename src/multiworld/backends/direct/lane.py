@@ -24,6 +24,7 @@ from multiworld.backends.direct.header import FRAGMENT_BYTES, HeaderError
 from multiworld.backends.direct.inbound import Inbound
 from multiworld.backends.direct.outbound import SHARED_BYTES, Outbound, Outgoing
 from multiworld.backends.mailbox import MESSAGE_BYTES, Description, Mailbox
+from multiworld.backends.offload import in_thread
 from multiworld.config import WorldConfig
 from multiworld.streams import Stream
 
@@ -100,7 +101,8 @@ class Lane:
         self._drained: asyncio.Future[None] | None = None
         self._is_open = True
         self._is_reading = self._is_writing = False
-        self._is_dead = False  # the connection failed, or ended without a fin
+        self._is_mute = False  # nothing more can be written
+        self._is_dead = False  # nothing more can arrive: it ended without a fin
         self._is_leaving = False  # our fin is queued: what arrives is dropped
         self._refusal: ErrorMaker | None = None  # why nothing more can be sent
         self._closed = self._loop.create_future()
@@ -163,7 +165,7 @@ class Lane:
         is_large = size > FRAGMENT_BYTES or (
             outbound.ring is not None and size >= SHARED_BYTES
         )
-        if is_large or self._is_dead or not outbound.is_idle:
+        if is_large or self._is_mute or not outbound.is_idle:
             message = self._outgoing(description, memory, owner)
             outbound.put(message)
             if not self._is_writing:
@@ -196,12 +198,12 @@ class Lane:
             return 0
         except OSError:
             # The reader finds the end of the connection, behind what the member sent.
-            self._is_dead = True
+            self._is_mute = True
             return 0
 
     def _flush(self) -> None:
         moved = 0
-        while self._is_open and not self._is_dead and moved < TURN_BYTES:
+        while self._is_open and not self._is_mute and moved < TURN_BYTES:
             chunks = self._outbound.chunks()
             if not chunks:
                 break
@@ -212,7 +214,7 @@ class Lane:
             self._outbound.shared_bytes = 0
             if written < wanted:
                 break
-        if self._outbound.is_idle or self._is_dead:
+        if self._outbound.is_idle or self._is_mute:
             self._write_off()
             self._wake_drained()
         elif self._outbound.is_starving and not self._outbound.has_frame:
@@ -271,7 +273,7 @@ class Lane:
 
     def ring_bell(self) -> None:
         """Tell the sender that a slot is free."""
-        if self._refusal is None and not self._is_dead:
+        if self._refusal is None and not self._is_mute:
             self._outbound.put_bell()
             if not self._is_writing:
                 self._loop.call_soon(self._flush)
@@ -391,6 +393,7 @@ class Lane:
 
     def _drain(self) -> None:
         """Read and drop: the caller's tensors are no longer ours to write to."""
+        self._inbound.free_memory()  # a sender that waits for it may be leaving, too
         try:
             if self._sock.recv(TURN_BYTES):
                 return
@@ -453,7 +456,7 @@ class Lane:
 
     def _corrupt(self, error: HeaderError) -> None:
         self._read_off()
-        self._is_dead = True
+        self._is_dead = self._is_mute = True
         self._owner.lane_corrupt(self.rank, str(error))
 
     def _on_fin(self) -> None:
@@ -462,7 +465,7 @@ class Lane:
 
     def _end(self, evidence: str) -> None:
         self._read_off()
-        self._is_dead = True
+        self._is_dead = self._is_mute = True
         if self._is_leaving:
             self.close_nowait()
         elif not self._inbound.is_finished:
@@ -488,7 +491,7 @@ class Lane:
         if self._is_leaving or not self._is_open:
             return
         self._is_leaving = True
-        if self._refusal is None and not self._is_dead:
+        if self._refusal is None and not self._is_mute:
             self._refusal = make_error
             self._outbound.put_fin()
             self._flush()
@@ -500,7 +503,7 @@ class Lane:
 
         Cancellation: safe.
         """
-        while self._is_open and not self._is_dead and not self._outbound.is_idle:
+        while self._is_open and not self._is_mute and not self._outbound.is_idle:
             self._drained = self._loop.create_future()
             await self._drained
 
@@ -533,11 +536,14 @@ class Lane:
         await asyncio.shield(self._closed)
 
     async def paused(self, call: Callable[[], object]) -> None:
-        """Run ``call`` in a thread; what arrives meanwhile stays in the kernel."""
+        """Run ``call`` in a thread; what arrives meanwhile stays in the kernel.
+
+        Cancellation: waits for the thread.
+        """
         was_reading = self._is_reading
         self._read_off()
         try:
-            await asyncio.shield(asyncio.to_thread(call))
+            await in_thread(call)
         finally:
             if was_reading and not self.is_dead:
                 self._read_on()

@@ -153,6 +153,10 @@ class Window(_Mapped):
             raise HeaderError(f"it points at slot {slot}, which holds nothing")
         return self._slot(slot, size)
 
+    def free_all(self) -> None:
+        """Mark every slot free; a sender that waits looks again by itself."""
+        self._memory[: self.slots] = bytes(self.slots)
+
     def free(self, slot: int) -> bool:
         """Mark a slot free; True if the sender is to be told.
 
