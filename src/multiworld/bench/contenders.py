@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from multiworld.backends import channel
 from multiworld.backends.dtypes import memory_of
 from multiworld.config import WorldConfig
 from multiworld.world_manager import WorldManager
@@ -228,6 +229,18 @@ class OneWorld:
         self._runner.close()
 
 
+class Unspun(OneWorld):
+    """The same, but a receive never looks again before it sleeps in the selector."""
+
+    def ping(self, tensor: Tensor, count: int, *, is_first: bool) -> None:
+        """Send to and fro."""
+        spin_s, channel.SPIN_S = channel.SPIN_S, 0.0
+        try:
+            super().ping(tensor, count, is_first=is_first)
+        finally:
+            channel.SPIN_S = spin_s
+
+
 async def unwatch(manager: WorldManager) -> None:
     """Switch off what fault management does all the time: beats, and looks at them."""
     watchdog = manager.watchdog
@@ -379,6 +392,7 @@ MAKERS: dict[str, Maker] = {
     "gloo, asyncio": GlooInThreads,
     "world, gloo": lambda rank, port: OneWorld(rank, port, "gloo"),
     "world, direct": OneWorld,
+    "no spin": Unspun,
     "unwatched": lambda rank, port: OneWorld(rank, port, is_watched=False),
     "unix socket": lambda rank, port: RawSocket(rank, port, "unix"),
     "tcp socket": lambda rank, port: RawSocket(rank, port, "tcp"),

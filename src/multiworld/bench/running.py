@@ -25,7 +25,7 @@ from multiworld.bench.suites import (
 Progress = Callable[[float, str], None]
 """Hears how far a suite is, from 0 to 1, and what it does."""
 
-PORTS = 12
+PORTS = 16
 
 
 @dataclass(frozen=True, slots=True)
