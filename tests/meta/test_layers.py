@@ -40,6 +40,7 @@ LAYERS = (
     },
     {"manager", "communicator", "blocking"},
     {"testing"},
+    {"placement"},
     {"serve"},
     {"demo", "bench"},
     {"cli"},
@@ -69,6 +70,13 @@ PURE = [
     "serve/control/fleet",
     "serve/control/wanting",
     "serve/models/layers",
+    "placement/problem",
+    "placement/model",
+    "placement/greedy",
+    "placement/linear",
+    "placement/discrete",
+    "placement/verify",
+    "placement/chains",
 ]
 IMPURE_MODULES = {"asyncio", "os", "time", "random", "secrets", "socket", "torch"}
 

@@ -228,7 +228,7 @@ class Channel:
         _Parked.count += 1
         began = time.perf_counter()
         try:
-            await asyncio.wait((future,))
+            await future
         finally:
             _Parked.count -= 1
             self._recent_wait_s = time.perf_counter() - began

@@ -238,10 +238,10 @@ class Mailbox:
         arrival.receive, receive.arrival = receive, arrival
         if arrival.on_taken is not None:
             arrival.on_taken()
-        if arrival.is_complete:
-            receive.future.set_result(arrival)
-        else:
+        if not arrival.is_complete:
             self._taken.add(receive)
+        elif not receive.future.done():  # it may have been cancelled a moment ago
+            receive.future.set_result(arrival)
 
     def _hold(self, arrival: Arrival) -> None:
         key = arrival.source, arrival.description.tag

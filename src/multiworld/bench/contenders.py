@@ -222,6 +222,18 @@ class OneWorld:
 
         self._runner.run(run())
 
+    def watch(self, *, is_on: bool) -> None:
+        """Switch the watch on or off; see ``unwatch``."""
+
+        async def turn_on() -> None:
+            wake(self.manager)
+            self.manager.watchdog._ticker = None
+            self.manager.watchdog._start_ticking()
+
+        self._runner.run(unwatch(self.manager))
+        if is_on:
+            self._runner.run(turn_on())
+
     def close(self) -> None:
         """End."""
         wake(self.manager)

@@ -131,7 +131,9 @@ def draw(report: Report, folder: Path) -> list[Path]:
         axes.grid(visible=True, which="major", alpha=0.3)
         axes.legend(fontsize=8)
         figure.tight_layout()
-        stem = f"{report.suite}-{kind}".replace(", ", "-").replace(" ", "-")
+        stem = (
+            f"{report.suite}-{kind}".replace(",", "").replace(":", "").replace(" ", "-")
+        )
         for ending in ("png", "svg"):
             path = folder / f"{stem}.{ending}"
             figure.savefig(path, dpi=120)

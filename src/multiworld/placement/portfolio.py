@@ -1,0 +1,97 @@
+"""Several solvers, one answer: the best found in the time there is, and a bound."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import time
+
+from multiworld.placement import discrete
+from multiworld.placement.greedy import place_greedily
+from multiworld.placement.linear import Formulation
+from multiworld.placement.model import Slot, answer
+from multiworld.placement.problem import Placement, Problem
+from multiworld.placement.verify import faults
+
+LIMIT_S = 10.0
+POLISH_S = 10.0
+SMALL = 400
+"""Up to this many slots HiGHS is asked first, which often proves its answer best."""
+
+CLOSE = 1e-6
+
+
+def place(problem: Problem, limit_s: float = LIMIT_S) -> Placement:
+    """Return the best placement that is found in time; never worse than greedy.
+
+    Args:
+        limit_s: Seconds for the solvers together; 0: the greedy answer, improved by a
+            linear program.
+    """
+    formulation = Formulation(problem)
+    end = time.monotonic() + limit_s
+    hint = place_greedily(problem)
+    best = _exact(formulation, set(hint), math.inf, "greedy")
+    for name in _order(formulation):
+        left_s = end - time.monotonic()
+        if left_s <= 0 or best.gap <= CLOSE:
+            break
+        share_s = left_s if name == _order(formulation)[-1] else left_s / 2
+        chosen, bound = _ask(name, formulation, share_s, _rates(problem, best))
+        bound = min(bound, best.bound)
+        if chosen is not None:
+            found = _exact(formulation, chosen, bound, name)
+            best = found if found.value > best.value else best
+        best = _with_bound(best, bound)
+    return best
+
+
+def _order(formulation: Formulation) -> list[str]:
+    names = ["milp"] if len(formulation.slots) <= SMALL else []
+    if importlib.util.find_spec("ortools") is not None:
+        names.append("cp-sat")
+    return names or ["milp"]
+
+
+def _ask(
+    name: str, formulation: Formulation, limit_s: float, hint: dict[Slot, float]
+) -> tuple[set[Slot] | None, float]:
+    if name == "cp-sat":
+        return discrete.solve(formulation, limit_s, hint)
+    rates, bound = formulation.solve(limit_s)
+    return (None if rates is None else set(rates)), bound
+
+
+def _exact(
+    formulation: Formulation, chosen: set[Slot], bound: float, solver: str
+) -> Placement:
+    """Return the best that can be done with these replicas."""
+    rates, _ = formulation.solve(POLISH_S, chosen)
+    found = answer(formulation.problem, rates or {}, bound, solver)
+    if faults(formulation.problem, found):
+        # A solver's tolerance let it choose a little too much: use none of it.
+        found = answer(formulation.problem, {}, bound, solver)
+    return found
+
+
+def _rates(problem: Problem, placement: Placement) -> dict[Slot, float]:
+    models = {model.name: m for m, model in enumerate(problem.models)}
+    devices = {
+        device.name: d
+        for d, device in enumerate(d for node in problem.nodes for d in node.devices)
+    }
+    return {
+        (models[r.model], r.stage, devices[r.device]): r.rate
+        for r in placement.replicas
+    }
+
+
+def _with_bound(placement: Placement, bound: float) -> Placement:
+    return Placement(
+        placement.replicas,
+        placement.served,
+        placement.value,
+        bound,
+        placement.solver,
+        placement.unplaced,
+    )
