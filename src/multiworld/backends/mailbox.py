@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from multiworld.backends.dtypes import DTYPES, memory_of
+from multiworld.backends.recycling import RECYCLED_BYTES, recycler
 
 
 class Description(NamedTuple):
@@ -87,10 +88,13 @@ class Arrival:
 
 def allocate(description: Description) -> Tensor:
     """Return memory for a message: of its dtype and shape if it is a tensor."""
-    dtype = DTYPES[description.dtype]
-    if description.size == _product(description.shape) * dtype.itemsize:
-        return torch.empty(description.shape, dtype=dtype)
-    return torch.empty(description.size, dtype=torch.uint8)
+    dtype, shape = DTYPES[description.dtype], description.shape
+    count = _product(shape)
+    if description.size != count * dtype.itemsize:
+        dtype, shape, count = torch.uint8, (description.size,), description.size
+    if description.size < RECYCLED_BYTES:
+        return torch.empty(shape, dtype=dtype)
+    return recycler.empty(count, dtype).view(shape)
 
 
 MESSAGE_BYTES = 512

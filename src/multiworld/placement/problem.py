@@ -2,8 +2,8 @@
 
 A replica takes memory of one device for as long as it is there, and seconds of it
 for each item. A device gives ``utilisation`` of each second; replicas share it. What
-counts, in this order: the demand that is met, by weight; then what the used devices cost, what
-moving costs, and that there are few replicas.
+counts, in this order: the demand that is met, by weight; then what the used devices
+cost, what moving costs, and that there are few replicas.
 """
 
 from __future__ import annotations
