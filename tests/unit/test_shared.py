@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 import struct
@@ -355,3 +356,33 @@ async def test_two_that_leave_with_full_rings_do_not_wait_for_each_other() -> No
         async with asyncio.timeout(10):
             await asyncio.gather(one.close(), two.close())
         await asyncio.gather(*sends, return_exceptions=True)
+
+
+@pytest.mark.parametrize("way", ["tensor", "bundle", "waiting"])
+async def test_memory_of_a_dropped_message_is_used_again(way: str) -> None:
+    """At once, without the collector of circles, however it was received."""
+    async with pair() as (one, two):
+        data = some(1 << 22)
+        places = set()
+        gc.disable()
+        try:
+            for _ in range(10):
+                if way == "waiting":
+                    receiving = asyncio.ensure_future(two.recv(src=0))
+                    await asyncio.sleep(0)
+                    await one.send(data, dst=1)
+                    tensor = await receiving
+                    del receiving
+                elif way == "tensor":
+                    sending = asyncio.ensure_future(one.send(data, dst=1))
+                    tensor = await two.recv(src=0)
+                    await sending
+                else:
+                    sending = asyncio.ensure_future(one.send_bundle({"x": data}, dst=1))
+                    tensor = (await two.recv_bundle(src=0)).tensors["x"]
+                    await sending
+                places.add(tensor.data_ptr())
+                del tensor
+        finally:
+            gc.enable()
+        assert len(places) <= 2

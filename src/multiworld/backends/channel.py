@@ -150,7 +150,8 @@ class Channel:
             finally:  # also if it is cancelled once more
                 self.mailbox.cancel(receive)
             raise
-        receive.arrival = None
+        # No circle stays: the message's memory is free when its tensor is dropped.
+        receive.arrival = arrival.receive = None
         return arrival
 
     async def _own_large(self, arrival: Arrival | None) -> None:

@@ -353,9 +353,11 @@ class Zmq(Blocking):
             self._socket.connect(f"ipc://{path}")
         self._path = path if rank == 0 else None
         self._head = struct.pack("<QQ", 0, 0)
+        self._sending: Tensor | None = None
 
     def send(self, tensor: Tensor) -> None:
         """Send one."""
+        self._sending = tensor  # its I/O thread reads it after this returns
         self._socket.send_multipart([self._head, memory_of(tensor)], copy=False)
 
     def recv(self, out: Tensor) -> None:
