@@ -271,7 +271,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.parametrize("kill", [pytest.param(False, marks=pytest.mark.heavy), True])
-@pytest.mark.parametrize("example", ["send_recv", "all_reduce"])
+@pytest.mark.parametrize(
+    "example", [pytest.param("send_recv", marks=pytest.mark.heavy), "all_reduce"]
+)
 def test_examples_run_across_hosts(example: str, kill: bool) -> None:
     """The leader on one host, a worker of each world on each of two others."""
     steps = "60"

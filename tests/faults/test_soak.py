@@ -10,7 +10,7 @@ from tests.soak.overseer import overseer
 from tests.soak.plan import KINDS, expected, make_city, next_fault
 
 SEED = 11
-SECONDS = 15.0
+SECONDS = 8.0
 
 
 @pytest.mark.timeout(150)

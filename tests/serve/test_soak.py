@@ -9,10 +9,9 @@ import pytest
 from tests.serve.soak import soak
 
 
+@pytest.mark.heavy
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    ("seed", "minutes"), [(1, 0.2), pytest.param(2, 3.0, marks=pytest.mark.heavy)]
-)
+@pytest.mark.parametrize(("seed", "minutes"), [(1, 0.2), (2, 3.0)])
 def test_nothing_is_lost_under_random_faults(
     tmp_path: Path, seed: int, minutes: float
 ) -> None:

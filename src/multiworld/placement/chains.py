@@ -13,14 +13,17 @@ import importlib.util
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.optimize import linprog
+from scipy.optimize import Bounds, linprog, milp
+
+from multiworld.placement.linear import Rows
 
 LIMIT_S = 60.0
+CLOSE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,23 +71,33 @@ class ChainPlacement:
         return max(0.0, 1 - self.flow / self.bound) if self.bound else 0.0
 
 
+_Ask = Callable[[Chain, ChainPlacement, float], tuple[tuple[Range, ...], float]]
+
+
 def place_chain(chain: Chain, limit_s: float = LIMIT_S) -> ChainPlacement:
     """Return the largest flow that is found in time.
 
     One after the other: chains side by side that hold each layer once, by bisection
-    over their number and flow; then CP-SAT from there, if OR-tools is installed.
+    over their number and flow; HiGHS, which often proves that nothing is better; then
+    CP-SAT from there, if OR-tools is installed.
     """
-    bound = work_bound(chain)
     ranges = _side_by_side(chain)
-    best = ChainPlacement(ranges, flow_of(chain, ranges), bound, "chains")
-    if importlib.util.find_spec("ortools") is None or best.gap < 1e-6:
-        return best
-    found, proven = _discrete(chain, best, limit_s)
-    bound = min(bound, proven)
-    flow = flow_of(chain, found)
-    if flow > best.flow:
-        return ChainPlacement(found, flow, bound, "cp-sat")
-    return ChainPlacement(best.ranges, best.flow, bound, best.solver)
+    best = ChainPlacement(ranges, flow_of(chain, ranges), work_bound(chain), "chains")
+    has_ortools = importlib.util.find_spec("ortools") is not None
+    asked: dict[str, tuple[_Ask, float]] = {}
+    asked["milp"] = (_linear, limit_s / 2 if has_ortools else limit_s)
+    if has_ortools:
+        asked["cp-sat"] = (_discrete, limit_s / 2)
+    for name, (ask, share_s) in asked.items():
+        if best.gap < CLOSE:
+            break
+        found, proven = ask(chain, best, share_s)
+        bound, flow = min(best.bound, proven), flow_of(chain, found)
+        if flow > best.flow:
+            best = ChainPlacement(found, flow, bound, name)
+        else:
+            best = ChainPlacement(best.ranges, best.flow, bound, best.solver)
+    return best
 
 
 def work_bound(chain: Chain) -> float:
@@ -184,6 +197,70 @@ def _pack(chain: Chain, count: int, flow: float) -> tuple[Range, ...] | None:
     return tuple(ranges)
 
 
+# Any ranges: HiGHS.
+
+
+def _linear(
+    chain: Chain, best: ChainPlacement, limit_s: float
+) -> tuple[tuple[Range, ...], float]:
+    """Return what HiGHS finds that is better than ``best``, and its bound."""
+    nodes = _all_ranges(chain)
+    longest = max(max(kind.capacity) for kind in chain.kinds)
+    flows = [
+        (begin, end)
+        for end in range(1, chain.layers + 1)
+        for begin in range(max(0, end - longest), end)
+    ]
+    column = {flow: len(nodes) + number for number, flow in enumerate(flows)}
+    rows = Rows()
+    for number, kind in enumerate(chain.kinds):
+        own = {n: 1.0 for n, held in enumerate(nodes) if held.kind == number}
+        rows.add(own, high=float(kind.count))
+    for last, end in flows:
+        # See ``_flow_variables``.
+        terms = {column[b, e]: 1.0 for b, e in flows if e == end and b <= last}
+        for n, held in enumerate(nodes):
+            if held.start + held.layers == end and held.start <= last:
+                terms[n] = -chain.kinds[held.kind].capacity[held.layers]
+        rows.add(terms, high=0.0)
+    for boundary in range(1, chain.layers):
+        terms = {column[f]: 1.0 for f in flows if f[0] == boundary}
+        terms |= {column[f]: -1.0 for f in flows if f[1] == boundary}
+        rows.add(terms, low=0.0, high=0.0)
+    whole = {column[f]: 1.0 for f in flows if f[0] == 0}
+    rows.add(whole, low=best.flow * (1 - CLOSE))
+    count = len(nodes) + len(flows)
+    high = np.full(count, np.inf)
+    high[: len(nodes)] = [chain.kinds[held.kind].count for held in nodes]
+    integrality = np.zeros(count)
+    integrality[: len(nodes)] = 1
+    gain = np.zeros(count)
+    gain[list(whole)] = -1.0
+    found = milp(
+        gain,
+        constraints=rows.constraint(count),
+        bounds=Bounds(np.zeros(count), high),
+        integrality=integrality,
+        options={"time_limit": limit_s, "mip_rel_gap": CLOSE},
+    )
+    proven = getattr(found, "mip_dual_bound", None)
+    bound = math.inf if proven is None else -float(proven)
+    if found.x is None:
+        return (), bound
+    counts = [round(float(value)) for value in found.x[: len(nodes)]]
+    chosen = [itertools.repeat(held, n) for held, n in zip(nodes, counts, strict=True)]
+    return tuple(itertools.chain.from_iterable(chosen)), bound
+
+
+def _all_ranges(chain: Chain) -> list[Range]:
+    return [
+        Range(number, start, layers)
+        for number, kind in enumerate(chain.kinds)
+        for layers in kind.capacity
+        for start in range(chain.layers - layers + 1)
+    ]
+
+
 # Any ranges: CP-SAT.
 
 UNITS = 100
@@ -192,17 +269,15 @@ bound is one of the real problem, and the flow of what is found is computed anew
 
 
 def _discrete(
-    chain: Chain, hint: ChainPlacement, limit_s: float
+    chain: Chain, best: ChainPlacement, limit_s: float
 ) -> tuple[tuple[Range, ...], float]:
     from ortools.sat.python import cp_model
 
     model = cp_model.CpModel()
-    top = math.ceil(hint.bound * UNITS)
+    top = math.ceil(best.bound * UNITS)
     nodes = {
-        Range(number, start, layers): model.new_int_var(0, kind.count, "")
-        for number, kind in enumerate(chain.kinds)
-        for layers in kind.capacity
-        for start in range(chain.layers - layers + 1)
+        held: model.new_int_var(0, chain.kinds[held.kind].count, "")
+        for held in _all_ranges(chain)
     }
     for number, kind in enumerate(chain.kinds):
         own = [variable for held, variable in nodes.items() if held.kind == number]
@@ -211,7 +286,7 @@ def _discrete(
     total = sum(variable for (begin, _), variable in flow.items() if begin == 0)
     model.maximize(total)
     counts: dict[Range, int] = defaultdict(int)
-    for held in hint.ranges:
+    for held in best.ranges:
         counts[held] += 1
     for held, variable in nodes.items():
         model.add_hint(variable, counts[held])

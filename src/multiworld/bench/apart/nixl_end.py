@@ -8,7 +8,6 @@ progress thread: with one, each step takes ten milliseconds on two cores.
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import ends
@@ -30,8 +29,9 @@ class NixlEnd:
         self._base = self._memory.ctypes.data
         whole = [(self._base, self._memory.nbytes, 0, "")]
         self._registered = self._agent.register_memory(whole, "DRAM")
-        mine = pickle.dumps((self._agent.get_agent_metadata(), self._base))
-        metadata, self._their_base = pickle.loads(ends.swap(rank, port, mine))
+        mine = self._base.to_bytes(8, "little") + self._agent.get_agent_metadata()
+        theirs = ends.swap(rank, port, mine)
+        self._their_base, metadata = int.from_bytes(theirs[:8], "little"), theirs[8:]
         self._agent.add_remote_agent(metadata)
         self._handle: Any = None
         self._size = -1
