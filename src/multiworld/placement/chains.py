@@ -103,14 +103,38 @@ def place_chain(chain: Chain, limit_s: float = LIMIT_S) -> ChainPlacement:
 def work_bound(chain: Chain) -> float:
     """Return a bound from the work alone: an item needs every layer once.
 
-    At each layer the nodes that hold it pass the whole flow; summed over the layers, a
-    node gives at most its best product of layers and capacity.
+    If ``flow`` is possible, the nodes that hold a layer pass ``flow`` there, together;
+    a node passes its capacity at most, and not more than the flow. Summed over all layers
+    that is ``flow * layers``. The largest flow for which the nodes can do as much.
     """
-    most = sum(
-        kind.count * max((k * c for k, c in kind.capacity.items()), default=0.0)
-        for kind in chain.kinds
-    )
-    return most / chain.layers
+
+    def spare(flow: float) -> float:
+        able = sum(
+            kind.count * max(k * min(flow, c) for k, c in kind.capacity.items())
+            for kind in chain.kinds
+            if kind.capacity
+        )
+        return able - flow * chain.layers
+
+    steps = sorted({c for kind in chain.kinds for c in kind.capacity.values()})
+    if not steps:
+        return 0.0
+    # Beyond the largest capacity what nodes can do is constant.
+    steps.append((spare(steps[-1]) + steps[-1] * chain.layers) / chain.layers)
+    for low, high in reversed(list(zip([0.0, *steps], steps, strict=False))):
+        if spare(high) >= 0:
+            return high
+        if low > 0 and spare(low) >= 0:
+            return _root(spare, low, high)
+    return 0.0
+
+
+def _root(spare: Callable[[float], float], low: float, high: float) -> float:
+    """Return, from above, where ``spare`` becomes negative between the two."""
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if spare(middle) >= 0 else (low, middle)
+    return high
 
 
 def flow_of(chain: Chain, ranges: Sequence[Range]) -> float:
