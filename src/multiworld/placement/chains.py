@@ -103,9 +103,10 @@ def place_chain(chain: Chain, limit_s: float = LIMIT_S) -> ChainPlacement:
 def work_bound(chain: Chain) -> float:
     """Return a bound from the work alone: an item needs every layer once.
 
-    If ``flow`` is possible, the nodes that hold a layer pass ``flow`` there, together;
-    a node passes its capacity at most, and not more than the flow. Summed over all layers
-    that is ``flow * layers``. The largest flow for which the nodes can do as much.
+    If ``flow`` is possible, the nodes that hold a layer pass ``flow`` there, together.
+    A node passes its capacity at most, and not more than the flow. Over all layers
+    that is ``flow * layers``: the bound is the largest flow for which the nodes can do
+    as much.
     """
 
     def spare(flow: float) -> float:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -80,3 +83,22 @@ def test_flow_enters_only_inside_a_range() -> None:
     chain = Chain(3, (NodeKind(2, {1: 4.0, 2: 1.0}),))
     assert flow_of(chain, [Range(0, 1, 2)]) == 0.0
     assert flow_of(chain, [Range(0, 0, 2), Range(0, 2, 1)]) == pytest.approx(1.0)
+
+
+INSTANCES = Path(__file__).parents[3] / "benchmarks" / "data" / "placement"
+CAPACITY = "throughput_by_layers_held"
+
+
+@pytest.mark.parametrize("path", sorted(INSTANCES.glob("*.json")), ids=lambda p: p.stem)
+def test_public_instances_are_solved_as_well_as_is_known(path: Path) -> None:
+    """And what is said flows."""
+    instance = json.loads(path.read_text())
+    kinds = tuple(
+        NodeKind(kind["count"], {int(n): c for n, c in kind[CAPACITY].items()})
+        for kind in instance["types"]
+    )
+    chain = Chain(instance["layers"], kinds)
+    found = place_chain(chain, 1)
+    assert found.flow >= 0.999 * instance["best_known"]
+    assert found.flow == pytest.approx(largest_flow(chain, found.ranges))
+    assert found.flow <= found.bound * (1 + 1e-9)
