@@ -70,9 +70,24 @@ def test_unknown_suite_is_named() -> None:
 def test_gpu_suite_measures_on_any_backend() -> None:
     """What runs on NCCL where there is a GPU runs on Gloo here."""
     found: list[Any] = []
-    options = nccl.with_ports(Options(1, is_quick=True))
+    options = Options(1, is_quick=True, ports=members.free_ports(3))
     members.run(nccl.on_hosts, nccl.SIZE, options, found.append)
     samples = [what for kind, what in found if kind == "sample"]
     assert {sample[2] for sample in samples} == {nccl.PLAIN, nccl.OURS, nccl.UNWATCHED}
     assert len(samples) == 12
     assert all(sample[4] > 0 for sample in samples)
+
+
+def test_data_path_is_measured_without_what_serving_needs() -> None:
+    """The base installation has no HTTP; the suite for it says what to install."""
+    program = (
+        "import sys\n"
+        "sys.modules['aiohttp'] = sys.modules['yaml'] = None\n"
+        "from multiworld.bench.members import Options\n"
+        "from multiworld.bench.running import run_suite\n"
+        "run_suite('serving', Options(1, True), lambda *_: None)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert "RuntimeError: aiohttp is not installed: pip install" in done.stderr

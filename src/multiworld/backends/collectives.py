@@ -502,9 +502,12 @@ class Collectives:
         Whatever the transport holds, somebody can always go on: all sends are under way
         while any receive is waited for.
         """
-        begun = [begin(self._send(operation, *give)) for give in gives.items()]
-        sending = [asyncio.ensure_future(rest) for rest in begun if rest is not None]
+        sending: list[asyncio.Future[None]] = []
         try:
+            for dst, give in gives.items():
+                rest = begin(self._send(operation, dst, give))
+                if rest is not None:
+                    sending.append(asyncio.ensure_future(rest))
             for src, take in takes.items():
                 await self._receive_into(operation, src, take)
             for task in sending:

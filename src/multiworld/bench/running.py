@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from multiworld.bench import members
 from multiworld.bench.members import Body, Options, Step
 from multiworld.bench.samples import Report
+from multiworld.bench.serving import RAY, WHOLE
 from multiworld.bench.suites import (
     collectives,
     fan,
@@ -18,7 +19,6 @@ from multiworld.bench.suites import (
     many,
     nccl,
     p2p,
-    serving,
     watching,
 )
 
@@ -37,12 +37,29 @@ class Suite:
         baseline: Whom ratios are to.
         bodies: What its processes run, and how many of them; one after the other.
         run: What runs it instead, if it starts processes of other kinds.
+        beside: Who is the baseline instead, by who takes part from elsewhere.
     """
 
     about: str
     baseline: str
     bodies: tuple[tuple[Body, int], ...] = ()
     run: Callable[[Options, Callable[[Step], None]], None] | None = None
+    beside: Mapping[str, str] = field(default_factory=dict)
+
+    def baseline_of(self, options: Options) -> str:
+        """Return whom ratios are to."""
+        found = (name for who, name in self.beside.items() if who in options.apart)
+        return next(found, self.baseline)
+
+
+def _serving(options: Options, hear: Callable[[Step], None]) -> None:
+    """Run the suite that needs more than the package itself does."""
+    try:
+        from multiworld.bench.suites import serving
+    except ModuleNotFoundError as error:
+        what = "pip install 'multiworld-elastic[demo]'"
+        raise RuntimeError(f"{error.name} is not installed: {what}") from error
+    serving.run(options, hear)
 
 
 SUITES = {
@@ -69,8 +86,9 @@ SUITES = {
     ),
     "serving": Suite(
         "requests a second and latency, empty stages and MiniLM",
-        serving.BASELINE,
-        run=serving.run,
+        WHOLE,
+        run=_serving,
+        beside={"ray": RAY},
     ),
     "nccl": Suite("worlds on GPUs", nccl.BASELINE, run=nccl.run),
 }
@@ -89,8 +107,7 @@ def run_suite(name: str, options: Options, progress: Progress) -> Report:
         HostError: It needs network namespaces, and they are not allowed here.
     """
     suite = SUITES[name]
-    baseline = serving.baseline_of(options) if name == "serving" else suite.baseline
-    report = Report(name, baseline)
+    report = Report(name, suite.baseline_of(options))
     share, done = 1.0, 0.0
 
     def hear(step: Step) -> None:
@@ -103,11 +120,14 @@ def run_suite(name: str, options: Options, progress: Progress) -> Report:
             progress(done + share * what[0], what[1])
 
     if suite.run is not None:
-        suite.run(options, hear)
+        suite.run(_with_ports(options), hear)
     share = 1 / max(1, len(suite.bodies))
     for number, (body, size) in enumerate(suite.bodies):
         done = share * number
-        given = replace(options, ports=members.free_ports(PORTS))
-        members.run(body, size, given, hear)
+        members.run(body, size, _with_ports(options), hear)
     progress(1.0, "done")
     return report
+
+
+def _with_ports(options: Options) -> Options:
+    return replace(options, ports=members.free_ports(PORTS))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import time
+from dataclasses import replace
 
 from multiworld.placement import discrete
 from multiworld.placement.greedy import place_greedily
@@ -32,17 +33,18 @@ def place(problem: Problem, limit_s: float = LIMIT_S) -> Placement:
     end = time.monotonic() + limit_s
     hint = place_greedily(problem)
     best = _exact(formulation, set(hint), math.inf, "greedy")
-    for name in _order(formulation):
+    names = _order(formulation)
+    for name in names:
         left_s = end - time.monotonic()
         if left_s <= 0 or best.gap <= CLOSE:
             break
-        share_s = left_s if name == _order(formulation)[-1] else left_s / 2
+        share_s = left_s if name == names[-1] else left_s / 2
         chosen, bound = _ask(name, formulation, share_s, _rates(problem, best))
         bound = min(bound, best.bound)
         if chosen is not None:
             found = _exact(formulation, chosen, bound, name)
             best = found if found.value > best.value else best
-        best = _with_bound(best, bound)
+        best = replace(best, bound=bound)
     return best
 
 
@@ -84,14 +86,3 @@ def _rates(problem: Problem, placement: Placement) -> dict[Slot, float]:
         (models[r.model], r.stage, devices[r.device]): r.rate
         for r in placement.replicas
     }
-
-
-def _with_bound(placement: Placement, bound: float) -> Placement:
-    return Placement(
-        placement.replicas,
-        placement.served,
-        placement.value,
-        bound,
-        placement.solver,
-        placement.unplaced,
-    )

@@ -18,8 +18,8 @@ import yaml
 
 import multiworld
 from multiworld.bench.apart.environment import HERE
+from multiworld.bench.serving import OURS, RAY, WHOLE
 
-OURS, WHOLE, RAY = "three stages", "one stage", "ray serve"
 EMPTY, SLOW, MINILM = "empty", "slow", "minilm"
 TEXT = "A replica that is lost is replaced, and nobody who asked has to ask again."
 NUMBER: dict[str, Any] = {

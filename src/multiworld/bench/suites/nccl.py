@@ -129,12 +129,7 @@ def run(options: Options, hear: Callable[[Step], None]) -> None:
     """
     if not torch.cuda.is_available():
         raise RuntimeError("there is no GPU here")
-    members.run(on_gpus, SIZE, with_ports(options), hear)
-
-
-def with_ports(options: Options) -> Options:
-    """Return the options with ports for both."""
-    return Options(options.rounds, options.is_quick, members.free_ports(3))
+    members.run(on_gpus, SIZE, options, hear)
 
 
 def on_gpus(rank: int, options: Options, teller: Teller) -> None:

@@ -19,30 +19,22 @@ import aiohttp
 
 from multiworld.bench.apart.environment import python_of
 from multiworld.bench.members import Options, Step
+from multiworld.bench.serving import OURS
 from multiworld.bench.serving.clients import ask
 from multiworld.bench.serving.services import (
     EMPTY,
     MINILM,
-    OURS,
-    RAY,
-    WHOLE,
     Service,
     ours,
     pids_of,
     rays,
 )
 
-BASELINE = WHOLE
 CLIENTS = (1, 32)
 SECONDS, QUICK_S = 4.0, 0.5
 IDLE_S = 5.0
 
 Hear = Callable[[Step], None]
-
-
-def baseline_of(options: Options) -> str:
-    """Return whom ratios are to."""
-    return RAY if "ray" in options.apart else WHOLE
 
 
 def run(options: Options, hear: Hear) -> None:
