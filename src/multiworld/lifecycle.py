@@ -87,6 +87,8 @@ class Life:
     size: int
     phase: Phase = Phase.JOINING
     left: frozenset[int] = frozenset()
+    finished: frozenset[int] = frozenset()
+    """Whose last message came before the word that they leave."""
     deserted: frozenset[int] = frozenset()
     """Who closed it as broken before this member knew that it is."""
     breakage: Breakage | None = None
@@ -95,6 +97,12 @@ class Life:
     def is_over(self) -> bool:
         """True once the incarnation can carry no more traffic."""
         return self.phase in (Phase.BROKEN, Phase.CLOSED)
+
+    @property
+    def gone(self) -> frozenset[int]:
+        """Who has left politely, as far as an operation could have found out."""
+        lost = frozenset() if self.breakage is None else self.breakage.lost
+        return self.left | (self.finished - lost)
 
 
 # What can happen.
@@ -111,6 +119,17 @@ class SaidLeft:
 
     rank: int
     is_broken: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A data connection brought a member's last message: it is about to leave.
+
+    Operations fail for it from here on, so ``Life.gone`` must name it. What else its
+    leaving asks for waits for its word, which what it told before comes ahead of.
+    """
+
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +184,15 @@ class CloseAsked:
 
 
 Happening = (
-    Opened | SaidLeft | WasLost | WasAccused | Stalls | Resumes | Failed | CloseAsked
+    Opened
+    | SaidLeft
+    | Finished
+    | WasLost
+    | WasAccused
+    | Stalls
+    | Resumes
+    | Failed
+    | CloseAsked
 )
 
 
@@ -217,6 +244,8 @@ def handle(life: Life, happening: Happening) -> tuple[Life, tuple[Action, ...]]:
             return _opened(life)
         case SaidLeft(rank, is_broken):
             return _deserted(life, rank) if is_broken else _said_left(life, rank)
+        case Finished(rank):
+            return _finished(life, rank), ()
         case WasLost():
             return _was_lost(life, happening)
         case WasAccused():
@@ -260,6 +289,12 @@ def _said_left(life: Life, rank: int) -> tuple[Life, tuple[Action, ...]]:
     event = MemberLeft(world=life.world, epoch=life.epoch, rank=rank)
     life = replace(life, left=life.left | {rank})
     return life, (FailMember(rank), Publish(event))
+
+
+def _finished(life: Life, rank: int) -> Life:
+    if life.is_over or not _is_other(life, rank):
+        return life
+    return replace(life, finished=life.finished | {rank})
 
 
 def _was_lost(life: Life, loss: WasLost) -> tuple[Life, tuple[Action, ...]]:

@@ -138,7 +138,7 @@ class WorldLife:
     @property
     def left(self) -> frozenset[int]:
         """Ranks that have left politely."""
-        return self._life.left
+        return self._life.gone
 
     def silent_s(self, rank: int) -> float:
         """Return for how long a member has given no sign of life."""
@@ -167,7 +167,7 @@ class WorldLife:
 
     async def wait_incomplete(self) -> None:
         """Wait until this incarnation is over, or a member has left."""
-        while not (self._life.is_over or self._life.left):
+        while not (self._life.is_over or self.left):
             self._changed.clear()
             await self._changed.wait()
 

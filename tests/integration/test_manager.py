@@ -13,6 +13,7 @@ import torch
 from multiworld import (
     EventsDropped,
     MemberLeft,
+    MemberLeftError,
     MemberLost,
     UsedAfterForkError,
     WorldBroken,
@@ -238,3 +239,21 @@ async def test_world_that_breaks_between_two_lanes_of_a_collective() -> None:
             with pytest.raises(WorldBrokenError, match="for the test"):
                 await world.all_reduce(torch.ones(8))
         assert len(asked) == 1
+
+
+async def test_who_has_left_is_known_when_the_first_operation_fails_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The end of its data may overtake its word that it leaves, on the other link."""
+    async with Arena("direct") as arena:
+        stays, leaves = await arena.world(2)
+        said: list[dict[str, object]] = []
+        monkeypatch.setattr(leaves._life, "_tell_all", said.append)
+        closing = asyncio.create_task(leaves.close())
+        with pytest.raises(MemberLeftError):
+            await stays.recv(torch.zeros(1), src=1)
+        assert stays.left == {1}
+        assert stays.is_ready, "no verdict follows from it"
+        assert arena.manager(0).communicator.is_broken(stays.name)
+        await closing
+        assert said == [{"op": "left", "is_broken": False}]

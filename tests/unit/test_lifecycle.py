@@ -20,6 +20,7 @@ from multiworld.lifecycle import (
     Failed,
     FailMember,
     FailOperations,
+    Finished,
     Happening,
     Life,
     Opened,
@@ -122,6 +123,19 @@ def test_member_that_left_can_not_break_the_world() -> None:
     assert life.left == {1}
 
 
+def test_last_message_of_a_member_names_it_and_decides_nothing() -> None:
+    """Its word, or a verdict, is still to come."""
+    life, actions = play(Opened(), Finished(1))
+    assert life.phase is Phase.READY
+    assert life.gone == {1}
+    assert life.left == frozenset()
+    assert actions == []
+    assert published(play(Opened(), Finished(1), SaidLeft(1))[1]) == [MemberLeft]
+    life, _ = play(Opened(), Finished(1), Finished(2), WasLost(1, "killed"))
+    assert life.phase is Phase.BROKEN
+    assert life.gone == {2}, "one that was lost has not left"
+
+
 def test_leave_when_ready_then_member_fails_and_is_reported() -> None:
     """A leave is no fault."""
     _, actions = play(Opened(), SaidLeft(3))
@@ -181,6 +195,7 @@ histories = st.lists(
         st.just(Opened()),
         st.just(CloseAsked()),
         st.builds(SaidLeft, ranks),
+        st.builds(Finished, ranks),
         st.builds(WasLost, ranks, st.just("x")),
         st.builds(Failed, st.just("y")),
         st.builds(WasAccused, ranks, st.just("z")),

@@ -33,7 +33,7 @@ from multiworld.errors import (
     TensorMismatchError,
     UnsupportedOperationError,
 )
-from multiworld.lifecycle import Failed
+from multiworld.lifecycle import Failed, Finished
 
 P2P, COLLECTIVE = "p2p", "collective"
 
@@ -278,6 +278,7 @@ class MessageBackend:
 
     def lane_finished(self, rank: int) -> None:
         """A member's fin arrived."""
+        self._view.report(Finished(rank))
         for channel in (self._p2p, self._collective):
             lane = channel.lanes.get(rank)
             if lane is not None and lane.is_finished:
