@@ -33,7 +33,8 @@
     │ ├ RequestPoisonedError       500   it was alone in two replicas that died
     │ ├ NoReplicaError             503   .retry_after_s
     │ ├ DeadlineExceededError      504
-    │ └ LaunchError                      a process could not be started
+    │ ├ LaunchError                      a process could not be started
+    │ └ PlacementError           409   no machine has what is needed  .short
     └ InternalError                      our bug, with the object's story
 
 *Closed* means that this process ended the world, *broken* that something outside did.
@@ -42,6 +43,7 @@ Every error survives pickling with all its fields.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 __all__ = [
@@ -60,6 +62,7 @@ __all__ = [
     "MultiWorldError",
     "NoReplicaError",
     "OverloadedError",
+    "PlacementError",
     "ProtocolVersionError",
     "RankTakenError",
     "RendezvousError",
@@ -409,6 +412,22 @@ class RequestPoisonedError(ServeError):
 
 class LaunchError(ServeError):
     """A process of the service could not be started."""
+
+
+class PlacementError(ServeError):
+    """Replicas have no place: what was asked for is not started.
+
+    Attributes:
+        short: What is short, by machine.
+    """
+
+    status = 409
+
+    def __init__(
+        self, message: str = "", *, short: Mapping[str, str] | None = None
+    ) -> None:
+        self.short = dict(short or {})
+        super().__init__(message)
 
 
 class InternalError(MultiWorldError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import json
 import os
 import signal
@@ -53,9 +54,9 @@ def spec_with(**changes: Any) -> dict[str, Any]:
     spec: dict[str, Any] = json.loads(json.dumps(SPEC))
     for name, value in changes.items():
         if name.startswith("m_"):
-            spec["models"]["m"][name[2:]] = value
+            spec["models"]["m"][name[2:]] = copy.deepcopy(value)
         else:
-            spec[name] = value
+            spec[name] = copy.deepcopy(value)
     return spec
 
 

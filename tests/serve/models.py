@@ -9,11 +9,15 @@ import torch
 
 from multiworld.serve import Model, Stage, StageContext, Tensors, TensorSpec
 
-FINE, RAISE, DIE, SLEEP, REFUSE, SLOW, HANG = range(7)
+FINE, RAISE, DIE, SLEEP, REFUSE, SLOW, HANG, GROW = range(8)
 """What the second stage does with a row whose ``code`` says so."""
 
 SLEEP_S = 1.0
 SLOW_S = 0.02
+GROW_BYTES = 400 << 20
+
+kept: list[torch.Tensor] = []
+"""What a replica that was told to grow never gives back."""
 
 
 def expected(x: float) -> float:
@@ -34,6 +38,9 @@ def add(tensors: Tensors) -> Tensors:
     if RAISE in codes:
         raise RuntimeError("as asked")
     if SLEEP in codes:
+        time.sleep(SLEEP_S)
+    if GROW in codes:
+        kept.append(torch.ones(GROW_BYTES, dtype=torch.uint8))
         time.sleep(SLEEP_S)
     while HANG in codes:
         time.sleep(SLOW_S)

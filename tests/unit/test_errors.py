@@ -39,6 +39,7 @@ MADE = [
     errors.NoReplicaError("nobody", retry_after_s=3.0),
     errors.DeadlineExceededError("late"),
     errors.LaunchError("no"),
+    errors.PlacementError("full", short={"a": "2 cpus short"}),
     errors.InternalError("i"),
 ]
 

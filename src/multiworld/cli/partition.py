@@ -15,17 +15,12 @@ from rich.table import Table
 from multiworld.serve.loading import load_spec
 from multiworld.serve.partition import PartProfile, cut, profile
 from multiworld.serve.sources import build_model
-from multiworld.serve.spec import ModelSpec
+from multiworld.serve.spec import AppSpec, ModelSpec
 
 
 def run(path: Path, name: str | None, rows: int, repeats: int, *, as_json: bool) -> int:
     """Measure a model of a spec, and print what came of it."""
-    app = load_spec(path)
-    chosen = name or next(iter(app.models))
-    if chosen not in app.models:
-        known = ", ".join(app.models)
-        raise click.ClickException(f"no model {chosen!r} in {path}; there are: {known}")
-    spec = app.models[chosen]
+    chosen, spec = chosen_model(load_spec(path), name, path)
     torch.set_num_threads(spec.stages[0].threads)
     found = _measured(spec, rows, repeats)
     if as_json:
@@ -33,6 +28,19 @@ def run(path: Path, name: str | None, rows: int, repeats: int, *, as_json: bool)
     else:
         _show(chosen, rows, found)
     return 0
+
+
+def chosen_model(app: AppSpec, name: str | None, path: Path) -> tuple[str, ModelSpec]:
+    """Return the model of that name, or the first.
+
+    Raises:
+        ClickException: There is none of that name.
+    """
+    chosen = name or next(iter(app.models))
+    if chosen not in app.models:
+        known = ", ".join(app.models)
+        raise click.ClickException(f"no model {chosen!r} in {path}; there are: {known}")
+    return chosen, app.models[chosen]
 
 
 def _measured(spec: ModelSpec, rows: int, repeats: int) -> dict[str, Any]:

@@ -69,11 +69,27 @@ def serve(spec: Path, state: Path | None, verbose: bool, as_json: bool) -> None:
 
 @click.command()
 @SPEC
+@click.option(
+    "--nodes",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Plan for the machines in this file, as `multiworld nodes --json` prints "
+    "them; by default for this machine.",
+)
+@click.option(
+    "--limit",
+    type=click.FloatRange(0, 3600),
+    default=5.0,
+    show_default=True,
+    help="Seconds that the solvers may take.",
+)
 @JSON
-def plan(spec: Path, as_json: bool) -> None:
-    """Show what SPEC would start, without starting it."""
-    module = _need("multiworld.cli.serve")
-    sys.exit(module.plan(spec, as_json=as_json))
+def plan(spec: Path, nodes: Path | None, limit: float, as_json: bool) -> None:
+    """Show what SPEC would start, where, and what to expect of it; start nothing.
+
+    Exits with 1 if not all of it has a place.
+    """
+    module = _need("multiworld.cli.plan")
+    sys.exit(module.plan(spec, nodes, limit, as_json=as_json))
 
 
 @click.command()
@@ -91,6 +107,63 @@ def partition(
     """
     module = _need("multiworld.cli.partition")
     sys.exit(module.run(spec, model, rows, repeats, as_json=as_json))
+
+
+@click.command()
+@SPEC
+@click.option("--model", help="Which of the spec's models; the first by default.")
+@click.option(
+    "--batch",
+    "batches",
+    type=click.IntRange(1, 4096),
+    multiple=True,
+    default=(1, 4, 16),
+    show_default=True,
+    help="Rows of a batch; may be given several times.",
+)
+@click.option("--repeats", type=click.IntRange(1, 1000), default=10, show_default=True)
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Where to keep it, for `profile:` in the spec.",
+)
+@JSON
+def profile(
+    spec: Path,
+    model: str | None,
+    batches: tuple[int, ...],
+    repeats: int,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Measure what the stages of a model need: time, memory, bytes per hop.
+
+    Loads the model in this process, one stage at a time.
+    """
+    module = _need("multiworld.cli.profile")
+    sizes = sorted(set(batches))
+    sys.exit(module.run(spec, model, sizes, repeats, out, as_json=as_json))
+
+
+@click.command()
+@of_service
+@JSON
+def nodes(app: str | None, state: Path | None, as_json: bool) -> None:
+    """Show the machines of the running service, or this machine if none runs."""
+    module = _need("multiworld.cli.resources")
+    client = _need("multiworld.serve.control.client")
+    if app is None and state is None and not client.running():
+        sys.exit(module.this_machine(as_json=as_json))
+    sys.exit(module.nodes(_service(app, state), as_json=as_json))
+
+
+@click.command()
+@of_service
+@JSON
+def resources(app: str | None, state: Path | None, as_json: bool) -> None:
+    """Show what every replica has booked, and what it uses at this moment."""
+    module = _need("multiworld.cli.resources")
+    sys.exit(module.resources(_service(app, state), as_json=as_json))
 
 
 @click.command()
@@ -157,7 +230,9 @@ def update(spec: Path, app: str | None, state: Path | None, as_json: bool) -> No
     except OSError as error:
         raise click.ClickException(f"cannot read {spec}: {error.strerror}") from error
     service = _service(app, state)
-    answer = service.ask("POST", "/update", json={"text": text, "where": str(spec)})
+    answer = service.ask(
+        "POST", "/update", json={"text": text, "where": str(spec.resolve())}
+    )
     wanted = ", ".join(f"{name} {v}" for name, v in answer["versions"].items())
     show = _need("multiworld.cli.operate").show
     show(answer, as_json=as_json, text=f"wanted now: {wanted}; see multiworld status")
@@ -265,6 +340,9 @@ COMMANDS = (
     serve,
     plan,
     partition,
+    profile,
+    nodes,
+    resources,
     schema,
     status,
     explain,

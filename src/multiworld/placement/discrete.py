@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from multiworld.placement.linear import Formulation
-from multiworld.placement.model import Slot
+from multiworld.placement.model import Counts, Slot
 
 UNITS = 10_000
 FINE = 1_000_000
@@ -22,10 +22,14 @@ FINE = 1_000_000
 def solve(
     formulation: Formulation,
     limit_s: float,
-    hint: Mapping[Slot, float],
+    counts: Counts,
+    rates: Mapping[Slot, float],
     workers: int = 2,
-) -> tuple[set[Slot] | None, float]:
-    """Return the slots to be used, or None, and a bound of the objective.
+) -> tuple[dict[Slot, int] | None, float]:
+    """Return how many replicas are in which slot, or None, and the objective's bound.
+
+    Args:
+        counts, rates: An answer that is known already, to start from.
 
     Raises:
         ModuleNotFoundError: OR-tools is not installed.
@@ -36,7 +40,7 @@ def solve(
     variables = _variables(model, formulation)
     _constrain(model, formulation, variables)
     scale, slack = _maximise(model, formulation, variables)
-    _hint(model, formulation, variables, hint)
+    _hint(model, formulation, variables, counts, rates)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = limit_s
     solver.parameters.num_workers = workers
@@ -45,12 +49,14 @@ def solve(
     bound = solver.best_objective_bound / scale + slack
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None, math.inf
-    chosen = {slot for slot, n in formulation.has.items() if solver.value(variables[n])}
-    return chosen, bound
+    found = {slot: solver.value(variables[n]) for slot, n in formulation.has.items()}
+    return {slot: count for slot, count in found.items() if count}, bound
 
 
 def _variables(model: Any, formulation: Formulation) -> dict[int, Any]:
-    found = {n: model.new_bool_var(f"b{n}") for n in range(formulation.integers)}
+    found = {
+        n: model.new_int_var(0, most, f"n{n}") for n, most in formulation.most.items()
+    }
     for number in [*formulation.share.values(), *formulation.served.values()]:
         found[number] = model.new_int_var(0, UNITS, f"s{number}")
     for (m, _), number in formulation.longest.items():
@@ -100,15 +106,21 @@ def _hint(
     model: Any,
     formulation: Formulation,
     variables: dict[int, Any],
-    hint: Mapping[Slot, float],
+    counts: Counts,
+    rates: Mapping[Slot, float],
 ) -> None:
-    on, used = {slot[0] for slot in hint}, {slot[2] for slot in hint}
+    on, used = {slot[0] for slot in counts}, {slot[2] for slot in counts}
     for m, number in formulation.on.items():
         model.add_hint(variables[number], m in on)
     for d, number in formulation.used.items():
         model.add_hint(variables[number], d in used)
     for slot, number in formulation.has.items():
-        model.add_hint(variables[number], slot in hint)
+        count = counts.get(slot, 0)
+        model.add_hint(variables[number], count)
+        if slot in formulation.new:
+            new = max(0, count - formulation.runs(slot))
+            model.add_hint(variables[formulation.here[slot]], count > 0)
+            model.add_hint(variables[formulation.new[slot]], new)
         demand = formulation.problem.models[slot[0]].demand
-        share = hint.get(slot, 0.0) / demand if demand else 0.0
+        share = rates.get(slot, 0.0) / demand if demand else 0.0
         model.add_hint(variables[formulation.share[slot]], math.floor(share * UNITS))

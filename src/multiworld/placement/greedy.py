@@ -7,7 +7,7 @@ or no device has time left. What it finds is always feasible; the solvers start 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 from multiworld.placement.model import (
     Place,
@@ -28,7 +28,9 @@ class _Ledger:
     def __init__(self, problem: Problem, places: list[Place]) -> None:
         self.places = places
         self.memory = [place.device.memory_bytes for place in places]
-        self.seconds = [problem.utilisation] * len(places)
+        self.seconds = [problem.utilisation * p.device.capacity for p in places]
+        self.cores = [place.device.capacity for place in places]
+        self._most = problem.utilisation
         self.bytes_s = [
             math.inf if node.bandwidth is None else node.bandwidth
             for node in problem.nodes
@@ -40,6 +42,7 @@ class _Ledger:
     ) -> None:
         """Book a replica."""
         self.memory[device] -= stage.memory_bytes
+        self.cores[device] -= stage.cores
         self.used[device] += 1
         self._book(device, stage, rate, is_last=is_last)
 
@@ -48,6 +51,7 @@ class _Ledger:
     ) -> None:
         """Undo ``take``."""
         self.memory[device] += stage.memory_bytes
+        self.cores[device] += stage.cores
         self.used[device] -= 1
         self._book(device, stage, -rate, is_last=is_last)
 
@@ -55,7 +59,7 @@ class _Ledger:
         self, device: int, stage: StageNeed, rate: float, *, is_last: bool
     ) -> None:
         place = self.places[device]
-        self.seconds[device] -= rate * stage.seconds[place.device.kind]
+        self.seconds[device] -= rate * stage.seconds[place.device.kind] * stage.width
         if not is_last:
             self.bytes_s[place.node] -= rate * stage.out_bytes
 
@@ -63,23 +67,24 @@ class _Ledger:
         """Return how many items a second a replica there could do."""
         place = self.places[device]
         seconds = stage.seconds[place.device.kind]
-        rate = self.seconds[device] / seconds if seconds > 0 else math.inf
+        left = min(self._most, self.seconds[device] / stage.width)
+        rate = left / seconds if seconds > 0 else math.inf
         if not is_last and stage.out_bytes:
             rate = min(rate, self.bytes_s[place.node] / stage.out_bytes)
         return max(0.0, rate)
 
 
-def place_greedily(problem: Problem) -> dict[Slot, float]:
-    """Return slots with a replica, and the rate planned for each."""
+def place_greedily(problem: Problem) -> dict[Slot, int]:
+    """Return how many replicas are in which slot."""
     places = places_of(problem)
     ledger = _Ledger(problem, places)
     slots: dict[tuple[int, int], list[int]] = defaultdict(list)
     for m, k, d in slots_of(problem):
         slots[m, k].append(d)
-    rates: dict[Slot, float] = {}
+    counts: Counter[Slot] = Counter()
     for m in sorted(range(len(problem.models)), key=lambda m: _urgency(problem, m)):
-        rates |= _Placing(problem, ledger, m, slots).run()
-    return rates
+        counts.update(slot for slot, _ in _Placing(problem, ledger, m, slots).run())
+    return dict(counts)
 
 
 def _urgency(problem: Problem, m: int) -> tuple[float, float]:
@@ -102,10 +107,11 @@ class _Placing:
     ) -> None:
         self._problem, self._ledger, self._m, self._slots = problem, ledger, m, slots
         self._model: ModelNeed = problem.models[m]
-        self._chosen: dict[Slot, float] = {}
+        self._running = Counter(problem.running)
+        self._chosen: list[tuple[Slot, float]] = []
 
-    def run(self) -> dict[Slot, float]:
-        """Return its slots; nothing if a stage has no place."""
+    def run(self) -> list[tuple[Slot, float]]:
+        """Return a slot and a rate for each replica; none if a stage has no place."""
         for k, stage in enumerate(self._model.stages):
             for _ in range(max(1, stage.least)):
                 if not self._add(k):
@@ -115,11 +121,11 @@ class _Placing:
                 pass
         return self._chosen
 
-    def _give_up(self) -> dict[Slot, float]:
-        for (_, k, d), rate in self._chosen.items():
+    def _give_up(self) -> list[tuple[Slot, float]]:
+        for (_, k, d), rate in self._chosen:
             stage = self._model.stages[k]
             self._ledger.give_back(d, stage, rate, is_last=self._is_last(k))
-        return {}
+        return []
 
     def _memory(self, k: int) -> int:
         return self._model.stages[k].memory_bytes
@@ -128,33 +134,35 @@ class _Placing:
         return k + 1 == len(self._model.stages)
 
     def _on(self, k: int) -> list[int]:
-        return [d for _, j, d in self._chosen if j == k]
+        return [d for (_, j, d), _ in self._chosen if j == k]
 
     def _missing(self, k: int) -> float:
-        rates = (rate for (_, j, _), rate in self._chosen.items() if j == k)
+        rates = (rate for (_, j, _), rate in self._chosen if j == k)
         return self._model.demand - sum(rates)
 
     def _add(self, k: int) -> bool:
         """Add a replica of stage ``k`` where it is best; False if there is no place."""
-        stage, taken = self._model.stages[k], set(self._on(k))
-        if stage.most is not None and len(taken) >= stage.most:
+        stage, on = self._model.stages[k], self._on(k)
+        if stage.most is not None and len(on) >= stage.most:
             return False
+        taken = set(on)
         found = [
             d
             for d in self._slots[self._m, k]
-            if d not in taken
+            if on.count(d) < stage.per_device
             and self._memory(k) <= self._ledger.memory[d]
+            and stage.cores <= self._ledger.cores[d] + ENOUGH
             and self._is_in_time(k, d)
         ]
         if self._must_spread(k, taken):
             nodes = {self._ledger.places[d].node for d in taken}
             found = [d for d in found if self._ledger.places[d].node not in nodes]
-        has_all = len(taken) >= max(1, stage.least)
+        has_all = len(on) >= max(1, stage.least)
         best = max(found, key=lambda d: self._merit(k, d), default=None)
         if best is None or (has_all and self._rate(k, best) <= ENOUGH):
             return False
         rate = self._rate(k, best)
-        self._chosen[self._m, k, best] = rate
+        self._chosen.append(((self._m, k, best), rate))
         self._ledger.take(best, stage, rate, is_last=self._is_last(k))
         return True
 
@@ -179,7 +187,8 @@ class _Placing:
 
     def _merit(self, k: int, d: int) -> tuple[float, ...]:
         device = self._ledger.places[d].device
-        is_running = (self._model.name, k, device.name) in self._problem.running
+        runs = self._running[self._model.name, k, device.name]
+        is_running = self._on(k).count(d) < runs
         price = 0.0 if self._ledger.used[d] else device.price
         rate = self._rate(k, d) / max(ENOUGH, self._model.demand)
         return round(rate, 3), is_running, -price, -self._ledger.memory[d]

@@ -1,6 +1,6 @@
 """The problem as a mixed-integer linear program, for scipy's HiGHS. Pure.
 
-Variables: a model is on or off; a slot has a replica or none, and serves a share of its
+Variables: a model is on or off; a slot has so many replicas, and serves a share of its
 model's demand; a device is used or not. Given the replicas, what they serve is a linear
 program, which is how every solver's choice is made exact.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +18,7 @@ from scipy.sparse import csr_array
 
 from multiworld.placement.model import (
     REPLICA_COST,
+    Counts,
     Slot,
     hops_s,
     places_of,
@@ -25,10 +26,10 @@ from multiworld.placement.model import (
     spread_of,
     worth_of,
 )
-from multiworld.placement.problem import Problem
+from multiworld.placement.problem import Problem, StageNeed
 
 SEEN = 0.5
-"""A binary variable above this is 1."""
+"""An integer variable above this is not 0."""
 
 
 @dataclass(slots=True)
@@ -73,7 +74,16 @@ class Formulation:
         self.on = {m: next(numbers) for m in models}
         self.has = {slot: next(numbers) for slot in self.slots}
         self.used = {d: next(numbers) for d in devices}
+        many = [slot for slot in self.slots if self._stage(slot).per_device > 1]
+        # Whether there is one at all, and how many are new: of one it is known already.
+        self.here = self.has | {slot: next(numbers) for slot in many}
+        self.new = {slot: next(numbers) for slot in many}
         self.integers = next(numbers)
+        self.most = dict.fromkeys(range(self.integers), 1)
+        for slot in many:
+            most = self._stage(slot).per_device
+            self.most |= {self.has[slot]: most, self.new[slot]: most}
+        self._running = Counter(problem.running)
         self.share = {slot: self.integers + i for i, slot in enumerate(self.slots)}
         after = itertools.count(self.integers + len(self.slots))
         self.served = {m: next(after) for m in models}
@@ -91,8 +101,18 @@ class Formulation:
             self.by_stage[slot[:2]].append(slot)
             self.by_device[slot[2]].append(slot)
         self._constrain_stages()
+        self._constrain_counts()
         self._constrain_devices()
         self._constrain_latency()
+
+    def _stage(self, slot: Slot) -> StageNeed:
+        return self.problem.models[slot[0]].stages[slot[1]]
+
+    def runs(self, slot: Slot) -> int:
+        """Return how many replicas are in a slot now."""
+        m, k, d = slot
+        key = self.problem.models[m].name, k, self.places[d].device.name
+        return self._running[key]
 
     def seconds(self, slot: Slot) -> float:
         """Return what the whole demand would take of a second of the slot's device."""
@@ -110,7 +130,8 @@ class Formulation:
                 has = {self.has[slot]: 1.0 for slot in slots}
                 least = float(max(1, stage.least))
                 self.rows.add(has | {self.on[m]: -least}, low=0.0)
-                most = float(len(slots) if stage.most is None else stage.most)
+                room = len(slots) * stage.per_device
+                most = float(room if stage.most is None else stage.most)
                 self.rows.add(has | {self.on[m]: -most}, high=0.0)
                 if spread_of(self.problem, stage) > 1:
                     self._spread(m, slots)
@@ -118,6 +139,13 @@ class Formulation:
                     able = self.problem.utilisation / max(1e-12, self.seconds(slot))
                     terms = {self.share[slot]: 1.0, self.has[slot]: -min(1.0, able)}
                     self.rows.add(terms, high=0.0)
+
+    def _constrain_counts(self) -> None:
+        for slot, new in self.new.items():
+            most = float(self._stage(slot).per_device)
+            self.rows.add({self.has[slot]: 1.0, self.here[slot]: -most}, high=0.0)
+            runs = float(self.runs(slot))
+            self.rows.add({self.has[slot]: 1.0, new: -1.0}, high=runs)
 
     def _spread(self, m: int, slots: list[Slot]) -> None:
         """Have a replica beside each node that has some: it may fail as a whole."""
@@ -135,10 +163,17 @@ class Formulation:
             # In gibibytes: factors of like size are easier on the solver.
             memory = {self.has[s]: stages[s].memory_bytes / 2**30 for s in slots}
             self.rows.add(memory, high=place.device.memory_bytes / 2**30)
-            seconds = {self.share[slot]: self.seconds(slot) for slot in slots}
-            self.rows.add(seconds, high=self.problem.utilisation)
+            seconds = {
+                self.share[slot]: self.seconds(slot) * stages[slot].width
+                for slot in slots
+            }
+            capacity = place.device.capacity
+            self.rows.add(seconds, high=self.problem.utilisation * capacity)
+            cores = {self.has[s]: stages[s].cores for s in slots if stages[s].cores}
+            if cores:
+                self.rows.add(cores, high=capacity)
             for slot in slots:
-                self.rows.add({self.has[slot]: 1.0, self.used[d]: -1.0}, high=0.0)
+                self.rows.add({self.here[slot]: 1.0, self.used[d]: -1.0}, high=0.0)
         for n, node in enumerate(self.problem.nodes):
             if node.bandwidth is None:
                 continue
@@ -160,7 +195,7 @@ class Formulation:
             for k, stage in enumerate(model.stages):
                 for slot in self.by_stage[m, k]:
                     seconds = stage.seconds[self.places[slot[2]].device.kind]
-                    terms = {self.longest[m, k]: 1.0, self.has[slot]: -seconds}
+                    terms = {self.longest[m, k]: 1.0, self.here[slot]: -seconds}
                     self.rows.add(terms, low=0.0)
 
     def gains(self) -> dict[int, float]:
@@ -173,15 +208,17 @@ class Formulation:
         for d, place in enumerate(self.places):
             gains[self.used[d]] = -place.device.price
         for slot in self.slots:
-            gains[self.has[slot]] = -self.cost_of(slot)
+            gains[self.has[slot]] = -REPLICA_COST
+            if slot in self.new:
+                gains[self.new[slot]] = -self.problem.move_cost
+            elif not self.runs(slot):
+                gains[self.has[slot]] -= self.problem.move_cost
         return gains
 
-    def cost_of(self, slot: Slot) -> float:
-        """Return what a replica there costs per hour, beside its device."""
-        m, k, d = slot
-        key = self.problem.models[m].name, k, self.places[d].device.name
-        moved = 0.0 if key in self.problem.running else self.problem.move_cost
-        return REPLICA_COST + moved
+    def counts(self, values: np.ndarray) -> dict[Slot, int]:
+        """Return the slots with a replica, and how many are there."""
+        found = {slot: round(float(values[n])) for slot, n in self.has.items()}
+        return {slot: count for slot, count in found.items() if count}
 
     def rates(self, values: np.ndarray) -> dict[Slot, float]:
         """Return the slots with a replica, and the rate planned for each."""
@@ -192,20 +229,22 @@ class Formulation:
         }
 
     def solve(
-        self, limit_s: float, chosen: set[Slot] | None = None
-    ) -> tuple[dict[Slot, float] | None, float]:
+        self, limit_s: float, chosen: Counts | None = None
+    ) -> tuple[np.ndarray | None, float]:
         """Return the best found in time and a bound; with ``chosen``, its rates.
 
         None: nothing was found.
         """
         low, high = np.zeros(self.count), np.full(self.count, 1.0)
+        for number, most in self.most.items():
+            high[number] = float(most)
         for number in self.longest.values():
             high[number] = np.inf
         integrality = np.zeros(self.count)
         integrality[: self.integers] = 1
         if chosen is not None:
             for slot, number in self.has.items():
-                low[number] = high[number] = float(slot in chosen)
+                low[number] = high[number] = float(chosen.get(slot, 0))
             on = {slot[0] for slot in chosen}
             for m, number in self.on.items():
                 low[number] = high[number] = float(m in on)
@@ -221,4 +260,4 @@ class Formulation:
         )
         bound = getattr(found, "mip_dual_bound", None)
         best = math.inf if bound is None else -float(bound)
-        return (None if found.x is None else self.rates(found.x)), best
+        return found.x, best

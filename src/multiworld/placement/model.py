@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -17,6 +18,9 @@ from multiworld.placement.problem import (
 
 Slot = tuple[int, int, int]
 """A model's number, its stage's, and a device's: where a replica can be."""
+
+Counts = Mapping[Slot, int]
+"""How many replicas are in each slot."""
 
 REPLICA_COST = 1e-3
 """Per hour: fewer replicas are better, all else being equal."""
@@ -44,6 +48,7 @@ def is_possible(problem: Problem, stage: StageNeed, place: Place) -> bool:
     return (
         place.device.kind in stage.seconds
         and stage.memory_bytes <= place.device.memory_bytes
+        and stage.cores <= place.device.capacity
         and (not stage.nodes or problem.nodes[place.node].name in stage.nodes)
     )
 
@@ -112,7 +117,7 @@ def worth_of(problem: Problem) -> float:
     """
     places = places_of(problem)
     prices = sum(place.device.price for place in places)
-    most = sum(len(model.stages) for model in problem.models) * len(places)
+    most = sum(s.per_device for m in problem.models for s in m.stages) * len(places)
     costs = prices + most * (problem.move_cost + REPLICA_COST)
     least = min((m.weight for m in problem.models if m.weight > 0), default=1.0)
     return 1000.0 * max(1.0, costs) / least
@@ -131,20 +136,27 @@ def objective(
         if model.demand > 0
     )
     value -= sum(prices[name] for name in {replica.device for replica in listed})
-    for replica in listed:
-        is_new = (replica.model, replica.stage, replica.device) not in problem.running
-        value -= REPLICA_COST + (problem.move_cost if is_new else 0.0)
-    return value
+    there = Counter((r.model, r.stage, r.device) for r in listed)
+    moved = (there - Counter(problem.running)).total()
+    return value - REPLICA_COST * len(listed) - problem.move_cost * moved
 
 
 def answer(
-    problem: Problem, rates: Mapping[Slot, float], bound: float, solver: str
+    problem: Problem,
+    counts: Counts,
+    rates: Mapping[Slot, float],
+    bound: float,
+    solver: str,
 ) -> Placement:
-    """Return a placement from the rate planned in each slot that has a replica."""
+    """Return a placement from the replicas in each slot and the rate planned there."""
     places = places_of(problem)
     replicas = tuple(
-        Replica(problem.models[m].name, k, places[d].device.name, max(0.0, rate))
+        Replica(
+            problem.models[m].name, k, places[d].device.name, max(0.0, rate) / count
+        )
         for (m, k, d), rate in sorted(rates.items())
+        for count in [counts[m, k, d]]
+        for _ in range(count)
     )
     served = {
         model.name: min(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import math
 import time
+from collections import Counter, defaultdict
 from dataclasses import replace
 
 from multiworld.placement import discrete
 from multiworld.placement.greedy import place_greedily
 from multiworld.placement.linear import Formulation
-from multiworld.placement.model import Slot, answer
+from multiworld.placement.model import Counts, Slot, answer
 from multiworld.placement.problem import Placement, Problem
 from multiworld.placement.verify import faults
 
@@ -32,14 +33,14 @@ def place(problem: Problem, limit_s: float = LIMIT_S) -> Placement:
     formulation = Formulation(problem)
     end = time.monotonic() + limit_s
     hint = place_greedily(problem)
-    best = _exact(formulation, set(hint), math.inf, "greedy")
+    best = _exact(formulation, hint, math.inf, "greedy")
     names = _order(formulation)
     for name in names:
         left_s = end - time.monotonic()
         if left_s <= 0 or best.gap <= CLOSE:
             break
         share_s = left_s if name == names[-1] else left_s / 2
-        chosen, bound = _ask(name, formulation, share_s, _rates(problem, best))
+        chosen, bound = _ask(name, formulation, share_s, best)
         bound = min(bound, best.bound)
         if chosen is not None:
             found = _exact(formulation, chosen, bound, name)
@@ -56,33 +57,41 @@ def _order(formulation: Formulation) -> list[str]:
 
 
 def _ask(
-    name: str, formulation: Formulation, limit_s: float, hint: dict[Slot, float]
-) -> tuple[set[Slot] | None, float]:
+    name: str, formulation: Formulation, limit_s: float, known: Placement
+) -> tuple[Counts | None, float]:
     if name == "cp-sat":
-        return discrete.solve(formulation, limit_s, hint)
-    rates, bound = formulation.solve(limit_s)
-    return (None if rates is None else set(rates)), bound
+        counts, rates = _slots(formulation.problem, known)
+        return discrete.solve(formulation, limit_s, counts, rates)
+    values, bound = formulation.solve(limit_s)
+    return (None if values is None else formulation.counts(values)), bound
 
 
 def _exact(
-    formulation: Formulation, chosen: set[Slot], bound: float, solver: str
+    formulation: Formulation, chosen: Counts, bound: float, solver: str
 ) -> Placement:
     """Return the best that can be done with these replicas."""
-    rates, _ = formulation.solve(POLISH_S, chosen)
-    found = answer(formulation.problem, rates or {}, bound, solver)
+    values, _ = formulation.solve(POLISH_S, chosen)
+    rates = {} if values is None else formulation.rates(values)
+    found = answer(formulation.problem, chosen, rates, bound, solver)
     if faults(formulation.problem, found):
         # A solver's tolerance let it choose a little too much: use none of it.
-        found = answer(formulation.problem, {}, bound, solver)
+        found = answer(formulation.problem, {}, {}, bound, solver)
     return found
 
 
-def _rates(problem: Problem, placement: Placement) -> dict[Slot, float]:
+def _slots(
+    problem: Problem, placement: Placement
+) -> tuple[dict[Slot, int], dict[Slot, float]]:
+    """Return how many replicas of an answer are in which slot, and their rates."""
     models = {model.name: m for m, model in enumerate(problem.models)}
     devices = {
         device.name: d
         for d, device in enumerate(d for node in problem.nodes for d in node.devices)
     }
-    return {
-        (models[r.model], r.stage, devices[r.device]): r.rate
-        for r in placement.replicas
-    }
+    counts: Counter[Slot] = Counter()
+    rates: defaultdict[Slot, float] = defaultdict(float)
+    for replica in placement.replicas:
+        slot = models[replica.model], replica.stage, devices[replica.device]
+        counts[slot] += 1
+        rates[slot] += replica.rate
+    return dict(counts), dict(rates)

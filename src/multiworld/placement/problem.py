@@ -8,7 +8,7 @@ cost, what moving costs, and that there are few replicas.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 GIB = 1024**3
@@ -23,12 +23,15 @@ class Device:
         kind: What speed depends on: "cpu", "a100" …
         memory_bytes: What its replicas may take together.
         price: Per hour, from the first replica on it.
+        capacity: How many replicas' worth of its time it has: a CPU's cores, one for a
+            GPU, which computes for one at a time.
     """
 
     name: str
     kind: str
     memory_bytes: int
     price: float = 1.0
+    capacity: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,9 @@ class StageNeed:
         out_bytes: What it hands on for an item.
         least, most: Replicas. Two or more are put on two nodes or more.
         nodes: Where it may go; empty: anywhere.
+        width: Of a device's capacity while it computes: its threads.
+        cores: Of a device's capacity that a replica keeps for itself.
+        per_device: Most replicas on one device.
     """
 
     memory_bytes: int
@@ -62,6 +68,9 @@ class StageNeed:
     least: int = 1
     most: int | None = None
     nodes: frozenset[str] = frozenset()
+    width: float = 1.0
+    cores: float = 0.0
+    per_device: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +96,7 @@ class Problem:
     """All that a placement is decided from.
 
     Attributes:
-        running: The replicas there are: model, stage and device.
+        running: The replicas there are: model, stage and device of each.
         move_cost: Per hour, for each replica that runs nowhere like it now.
         hop_s: From a stage to the next.
         utilisation: The share of a device's time that may be planned.
@@ -95,7 +104,7 @@ class Problem:
 
     nodes: tuple[Node, ...]
     models: tuple[ModelNeed, ...]
-    running: frozenset[tuple[str, int, str]] = frozenset()
+    running: Collection[tuple[str, int, str]] = ()
     move_cost: float = 0.05
     hop_s: float = 0.001
     utilisation: float = 0.8

@@ -6,7 +6,7 @@ compute first must not hide itself.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from multiworld.placement.problem import (
@@ -42,6 +42,7 @@ class _Books:
         self._memory: dict[str, int] = defaultdict(int)
         self._seconds: dict[str, float] = defaultdict(float)
         self._sent: dict[str, float] = defaultdict(float)
+        self._cores: dict[str, float] = defaultdict(float)
         self.rates: dict[tuple[str, int], float] = defaultdict(float)
         self.where: dict[tuple[str, int], list[str]] = defaultdict(list)
 
@@ -58,8 +59,12 @@ class _Books:
             yield f"{name}: it may not be on {node}"
         if replica.rate < -SLACK:
             yield f"{name}: its rate is {replica.rate}"
+        seconds = replica.rate * stage.seconds[device.kind]
+        if seconds > self.problem.utilisation * (1 + SLACK):
+            yield f"{name}: it would compute for {seconds:.6f} of every second"
         self._memory[replica.device] += stage.memory_bytes
-        self._seconds[replica.device] += replica.rate * stage.seconds[device.kind]
+        self._seconds[replica.device] += seconds * stage.width
+        self._cores[replica.device] += stage.cores
         self.rates[replica.model, replica.stage] += replica.rate
         self.where[replica.model, replica.stage].append(replica.device)
         if replica.stage + 1 < len(stages):
@@ -71,8 +76,12 @@ class _Books:
             if size > self.devices[name].memory_bytes:
                 yield f"{name}: {size:,} bytes are too many"
         for name, share in self._seconds.items():
-            if share > self.problem.utilisation * (1 + SLACK):
+            limit = self.problem.utilisation * self.devices[name].capacity
+            if share > limit * (1 + SLACK):
                 yield f"{name}: {share:.6f} of its time"
+        for name, cores in self._cores.items():
+            if cores > self.devices[name].capacity * (1 + SLACK):
+                yield f"{name}: {cores:g} cores are too many"
         for node in self.problem.nodes:
             sent = self._sent[node.name]
             if node.bandwidth is not None and sent > node.bandwidth * (1 + SLACK):
@@ -85,6 +94,7 @@ class _Books:
             for device in self.devices.values()
             if device.kind in stage.seconds
             and device.memory_bytes >= stage.memory_bytes
+            and device.capacity >= stage.cores
             and (not stage.nodes or self.home[device.name] in stage.nodes)
         }
         return len(nodes) > 1
@@ -108,8 +118,9 @@ def _of_stage(
     books: _Books, model: str, k: int, stage: StageNeed, served: float
 ) -> Iterator[str]:
     used, rate, name = books.where[model, k], books.rates[model, k], f"{model}/{k}"
-    if len(set(used)) < len(used):
-        yield f"{name}: two replicas on one device"
+    most = max(Counter(used).values(), default=0)
+    if most > stage.per_device:
+        yield f"{name}: {most} replicas on one device"
     if served > rate * (1 + SLACK) + SLACK:
         yield f"{name}: serves {rate} of {served}"
     if stage.most is not None and len(used) > stage.most:

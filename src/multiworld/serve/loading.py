@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from multiworld.errors import SpecError
+from multiworld.serve.profiles import with_profiles
 from multiworld.serve.spec import PATTERNS, AppSpec
 
 Path_ = tuple[str | int, ...]
@@ -35,7 +36,7 @@ def parse_spec(text: str, where: str = "spec") -> AppSpec:
     """Read a YAML spec from text.
 
     Args:
-        where: What to call it in messages.
+        where: What to call it in messages; relative paths begin in its folder.
 
     Raises:
         SpecError: As ``load_spec``.
@@ -68,7 +69,7 @@ def parse_spec(text: str, where: str = "spec") -> AppSpec:
         raise _failed(where, problems) from error
     if problems:
         raise _failed(where, problems)
-    return spec
+    return with_profiles(spec, Path(where).parent)
 
 
 def schema() -> dict[str, Any]:

@@ -45,17 +45,17 @@ def profile(
     Raises:
         SpecError: The model has no example.
     """
-    tensors = _repeated(example_of(model), rows, device)
+    tensors = repeated(example_of(model), rows, device)
     found: list[PartProfile] = []
     with torch.inference_mode():
         for number, stage in enumerate(model.stages):
             function = stage.load(StageContext(device=device))
-            seconds, outputs = _timed(function, tensors, repeats)
+            seconds, outputs = timed(function, tensors, repeats)
             found.append(
                 PartProfile(
                     stage.name or str(number),
                     seconds,
-                    _parameter_bytes(function),
+                    parameter_bytes(function),
                     sum(t.numel() * t.element_size() for t in outputs.values()),
                 )
             )
@@ -64,14 +64,16 @@ def profile(
     return found
 
 
-def _repeated(tensors: Tensors, rows: int, device: str) -> Tensors:
+def repeated(tensors: Tensors, rows: int, device: str) -> Tensors:
+    """Return so many copies of a batch as one, on a device."""
     return {
         name: tensor.repeat(rows, *[1] * (tensor.dim() - 1)).to(device)
         for name, tensor in tensors.items()
     }
 
 
-def _timed(function: object, tensors: Tensors, repeats: int) -> tuple[float, Tensors]:
+def timed(function: object, tensors: Tensors, repeats: int) -> tuple[float, Tensors]:
+    """Run a stage on a batch; return its median seconds, and its outputs."""
     assert callable(function)
     outputs: Tensors = {}
     times: list[float] = []
@@ -86,7 +88,8 @@ def _timed(function: object, tensors: Tensors, repeats: int) -> tuple[float, Ten
     return statistics.median(times), outputs
 
 
-def _parameter_bytes(function: object) -> int:
+def parameter_bytes(function: object) -> int:
+    """Return the size of a stage's parameters; 0 if it is no ``nn.Module``."""
     if not isinstance(function, torch.nn.Module):
         return 0
     return sum(p.numel() * p.element_size() for p in function.parameters())

@@ -10,8 +10,10 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import BaseModel, ConfigDict
 
 from multiworld.config import WorldConfig
@@ -25,6 +27,8 @@ from multiworld.serve.groups import (
     fork_ranks,
     join_group,
 )
+from multiworld.serve.resources.amounts import mib, needs_of
+from multiworld.serve.resources.usage import outgrows, usage_of
 from multiworld.serve.running import Runner
 from multiworld.serve.sources import build_model, stage_name
 from multiworld.serve.spec import GatewaySpec, ModelSpec
@@ -44,6 +48,14 @@ SEND_S = 5.0
 
 JOIN_S = 10.0
 
+MEMORY_LOOK_S = 0.1
+TELL_S = 0.5
+OUTGROWN = 99
+"""The exit code of a process that has used more memory than it declared."""
+
+OOM_SCORE = 500
+"""The kernel, out of memory, takes a replica rather than a gateway or the store."""
+
 
 class Args(BaseModel):
     """What a process is started with."""
@@ -58,10 +70,18 @@ class Args(BaseModel):
     orphan_s: float
     model: str = ""
     stage: int = 0
+    gpu: int | None = None
     spec: ModelSpec | None = None
     gateway: GatewaySpec | None = None
     port: int = 0
     alive: str = ""
+
+    @property
+    def device(self) -> str:
+        """Where the tensors of its stage are."""
+        assert self.spec is not None
+        wanted = self.spec.stages[self.stage].device
+        return wanted if self.gpu is None else f"cuda:{self.gpu}"
 
     def config(self) -> WorldConfig:
         """Return the settings of its worlds."""
@@ -84,10 +104,18 @@ def main(args: dict[str, Any]) -> int:
 
         return asyncio.run(run_gateway(parsed))
     assert parsed.spec is not None
+    _be_first_to_go()
     rank = fork_ranks(parsed.spec.stages[parsed.stage].ranks)
     if rank != LEADER:
         return asyncio.run(run_follower(parsed, rank))
     return asyncio.run(run_worker(parsed))
+
+
+def _be_first_to_go() -> None:
+    try:
+        Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
+    except OSError:
+        pass  # the machine does not let us
 
 
 def _following(spec: ModelSpec, stage: int) -> int:
@@ -139,7 +167,13 @@ class WorkerProcess:
         loop.add_signal_handler(signal.SIGTERM, self._is_finishing.set)
         tasks = [
             loop.create_task(body())
-            for body in (self._agent.run, self._load, self._worker.look, self._orphan)
+            for body in (
+                self._agent.run,
+                self._load,
+                self._worker.look,
+                self._orphan,
+                self._mind_memory,
+            )
         ]
         ending = loop.create_task(self._finish())
         try:
@@ -159,7 +193,7 @@ class WorkerProcess:
 
     async def _load(self) -> None:
         assert self._args.spec is not None
-        device = self._args.spec.stages[self._args.stage].device
+        device = self._args.device
         began = time.monotonic()
         ranks = self._args.spec.stages[self._args.stage].ranks
         group = None
@@ -185,9 +219,18 @@ class WorkerProcess:
             case "finish":
                 self._is_finishing.set()
             case "report":
-                self._agent.tell("report", ask=order["ask"], what=self._worker.report())
+                self._agent.tell("report", ask=order["ask"], what=self._report())
             case "cut":
                 cut(order["seconds"])
+
+    def _report(self) -> dict[str, Any]:
+        used = usage_of(os.getpid())
+        return {
+            **self._worker.report(),
+            "cpu_s": used.cpu_s,
+            "memory_bytes": used.memory_bytes,
+            "gpu_memory_bytes": gpu_memory_of(self._args.device),
+        }
 
     async def _orphan(self) -> None:
         """End when there has been nobody to work for."""
@@ -203,6 +246,19 @@ class WorkerProcess:
                     logger.warning("no controller and no gateway: this worker ends")
                     self._is_finishing.set()
 
+    async def _mind_memory(self) -> None:
+        """End this process if it outgrows what it declared; the controller is told."""
+        assert self._args.spec is not None
+        limit = needs_of(self._args.spec)[self._args.stage].memory_bytes
+        while True:
+            await asyncio.sleep(MEMORY_LOOK_S)
+            used = outgrows(os.getpid(), limit) if limit else None
+            if used:
+                logger.error("%s used, %s booked: it ends", mib(used), mib(limit))
+                self._agent.tell("outgrown", used=used, limit=limit)
+                await asyncio.sleep(TELL_S)  # the controller kills it, if it can
+                os._exit(OUTGROWN)
+
     async def _finish(self) -> None:
         await self._is_finishing.wait()
         idle_since: float | None = None
@@ -217,6 +273,13 @@ class WorkerProcess:
                 await self._worker.wait_sent()
         except TimeoutError:
             pass  # who does not read what is sent has lost this process anyway
+
+
+def gpu_memory_of(device: str) -> int:
+    """Return what this process holds of a GPU's memory, in bytes."""
+    if not device.startswith("cuda"):
+        return 0
+    return torch.cuda.memory_reserved(device)
 
 
 def cut(seconds: float) -> None:
@@ -264,7 +327,7 @@ async def run_follower(args: Args, rank: int) -> int:
             world = await join_group(
                 manager, args.name, rank, limits.ranks, args.store, args.config()
             )
-            await follow(world, runner, limits.device)
+            await follow(world, runner, args.device)
     except MultiWorldError as error:
         logger.error("rank %d: %s", rank, error)
         return 1

@@ -70,7 +70,29 @@ class StageSpec(_Strict):
     """Processes that one replica consists of, for stages that compute together
     (tensor-parallel ones); the stage's `load` gets them as `context.group`."""
     device: str = Field(default="cpu", pattern=DEVICE)
-    """Where its tensors are: `cpu`, `cuda` or `cuda:N`."""
+    """Where its tensors are: `cpu`, `cuda` (a GPU is chosen) or `cuda:N`."""
+    cpus: Annotated[float, Field(gt=0, le=4096)] | None = None
+    """Cores that are booked for each rank. By default none: it takes what is free."""
+    memory_mb: Annotated[float, Field(gt=0, le=1e8)] | None = None
+    """Main memory that is booked for each rank, in MiB; a replica that uses more is
+    ended, and named. By default none is booked, and nothing limits it."""
+    gpu_memory_mb: Annotated[float, Field(gt=0, le=1e8)] | None = None
+    """The same for memory of its GPU."""
+    item_ms: Annotated[float, Field(ge=0)] | None = None
+    """Milliseconds that a replica computes for one row of a full batch; a placement is
+    planned with it. `multiworld profile` measures it."""
+    out_kb: Annotated[float, Field(ge=0)] | None = None
+    """What it hands to the next stage for a row, in KiB; planned with, too."""
+    nodes: list[Annotated[str, Field(min_length=1, max_length=253)]] = Field(
+        default_factory=list
+    )
+    """The machines that it may run on, by name; by default any."""
+
+    @model_validator(mode="after")
+    def _gpu_memory_on_gpu(self) -> StageSpec:
+        if self.gpu_memory_mb is not None and self.device == "cpu":
+            raise ValueError("gpu_memory_mb is for a GPU; add `device: cuda`")
+        return self
 
     @property
     def least(self) -> int:
@@ -101,6 +123,17 @@ class ModelSpec(_Strict):
     """Seconds that a request may take if it names no deadline itself."""
     max_queued_requests: Annotated[int, Field(ge=0, le=1_000_000)] = 512
     """Most requests that wait at a gateway; more are answered with 429."""
+    profile: str | None = None
+    """A file that `multiworld profile` has written, relative to the spec: what its
+    stages need where they do not declare it."""
+    demand: Annotated[float, Field(gt=0)] | None = None
+    """Rows a second that a placement is planned for; how many replicas a stage has is
+    still what `replicas` says, within its range. By default just the replicas."""
+    weight: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    """What its demand counts beside that of others, where not all of it can be met."""
+    latency_ms: Annotated[float, Field(gt=0)] | None = None
+    """Milliseconds that a row may take through all stages, without waiting, as it is
+    planned."""
 
     @field_validator("version", mode="before")
     @classmethod
@@ -156,6 +189,27 @@ class GatewaySpec(_Strict):
         return self
 
 
+class MachineSpec(_Strict):
+    """What may be booked of this machine; what is not declared is not booked."""
+
+    name: str = Field(default="", max_length=253)
+    """What `nodes:` calls it; the host's name by default."""
+    cpus: Annotated[float, Field(gt=0)] | None = None
+    """Cores; all by default."""
+    memory_mb: Annotated[float, Field(gt=0)] | None = None
+    """Main memory, in MiB; all by default."""
+
+
+class RaySpec(_Strict):
+    """A Ray cluster, on which every replica is an actor in a placement group."""
+
+    address: str = "auto"
+    """`auto`: the cluster that this machine is part of; `local`: one that is started on
+    this machine, and ends with the service; or HOST:PORT of the head."""
+    namespace: str = Field(default="multiworld", min_length=1, max_length=64)
+    """The Ray namespace of the actors."""
+
+
 class AppSpec(_Strict):
     """A service: models, and how they are reached."""
 
@@ -165,8 +219,15 @@ class AppSpec(_Strict):
     """By name."""
     gateway: GatewaySpec = GatewaySpec()
     """The HTTP side."""
-    launcher: Literal["local"] = "local"
-    """Where processes run: on this machine."""
+    launcher: Literal["local", "ray"] = "local"
+    """Where replicas run: on this machine, or on the machines of a Ray cluster."""
+    ray: RaySpec | None = None
+    """The Ray cluster, with `launcher: ray`."""
+    machine: MachineSpec = MachineSpec()
+    """What replicas may book of this machine, with `launcher: local`."""
+    host: str = Field(default="127.0.0.1", min_length=1)
+    """The address of this machine at which its replicas reach the store; one that other
+    machines know if replicas run there."""
     silence_s: Seconds = 2.0
     """Seconds of silence after which a process is given up and replaced."""
     ready_s: Seconds = 120.0
@@ -175,6 +236,12 @@ class AppSpec(_Strict):
     """Seconds that a replica gets to end its work before it is stopped."""
     orphan_s: Seconds = 10.0
     """Seconds after which a worker with neither controller nor gateway ends itself."""
+
+    @model_validator(mode="after")
+    def _ray(self) -> AppSpec:
+        if self.ray is not None and self.launcher != "ray":
+            raise ValueError("ray: says how; add `launcher: ray`, or remove it")
+        return self
 
     @field_validator("models")
     @classmethod

@@ -202,7 +202,7 @@ def broken() -> dict[str, tuple[Problem, Placement]]:
         "sends": (problem, on((0, "b-0", 1.0), (1, "a-0", 1.0))),
         "serves": (problem, on((0, "a-0", 0.4), (1, "b-0", 1.0))),
         "of a demand": (problem, on((0, "a-0", 2.0), (1, "b-0", 2.0), served=2.0)),
-        "two replicas on one": (problem, on((0, "a-0", 0.5), (0, "a-0", 0.5))),
+        "2 replicas on one": (problem, on((0, "a-0", 0.5), (0, "a-0", 0.5))),
         "its rate": (problem, on((0, "a-0", -1.0), (1, "b-0", 1.0))),
         "takes": (of(late), on((0, "a-0", 1.0), (1, "b-0", 1.0))),
     }
@@ -224,6 +224,57 @@ def test_verifier_finds_replicas_on_one_node() -> None:
     assert faults(problem, placement) == ["m/0: all of its replicas on one node"]
 
 
+# Several replicas on one device.
+
+
+def cpu_node(name: str, cores: float) -> Node:
+    """Return a machine whose cores replicas share."""
+    return Node(name, (Device(f"{name}/cpu", "cpu", 8 * GIB, capacity=cores),))
+
+
+def test_replicas_share_a_machine_by_its_cores() -> None:
+    """One computes for one item at a time; four cores have room for four such."""
+    need = StageNeed(GIB, {"cpu": 0.1}, per_device=8)
+    problem = Problem((cpu_node("a", 4.0),), (ModelNeed("m", (need,), 100.0),))
+    found = place(problem, 5.0)
+    assert faults(problem, found) == []
+    assert len(found.replicas) == 4
+    assert found.served["m"] == pytest.approx(4 * 0.8 / 0.1)
+    wide = replace(need, width=2.0)
+    half = replace(problem, models=(ModelNeed("m", (wide,), 100.0),))
+    assert place(half, 5.0).served["m"] == pytest.approx(2 * 0.8 / 0.1)
+
+
+def test_cores_that_are_booked_are_nobody_elses() -> None:
+    """However little is computed on them."""
+    need = StageNeed(1, {"cpu": 0.0}, least=3, most=3, cores=1.5, per_device=8)
+    fits = Problem((cpu_node("a", 4.0), cpu_node("b", 2.0)), ())
+    fits = replace(fits, models=(ModelNeed("m", (need,), 1.0),))
+    found = place(fits, 5.0)
+    assert faults(fits, found) == []
+    assert Counter(r.device for r in found.replicas) == {"a/cpu": 2, "b/cpu": 1}
+    tight = replace(fits, nodes=fits.nodes[:1])
+    assert place(tight, 5.0).replicas == ()
+    over = Placement(
+        tuple(Replica("m", 0, "a/cpu", 0.3) for _ in range(3)), {"m": 0.9}, 0, 0, "test"
+    )
+    assert "a/cpu: 4.5 cores are too many" in faults(tight, over)
+
+
+def test_few_are_moved_when_a_machine_is_lost() -> None:
+    """What runs elsewhere stays, though another arrangement is as good."""
+    need = StageNeed(GIB, {"cpu": 0.01}, least=3, most=3, per_device=3)
+    nodes = tuple(cpu_node(name, 4.0) for name in "abc")
+    models = tuple(ModelNeed(f"m{n}", (need,), 1.0) for n in range(2))
+    first = place(Problem(nodes, models), 5.0)
+    runs = [(r.model, r.stage, r.device) for r in first.replicas]
+    stays = [key for key in runs if key[2] != "c/cpu"]
+    again = place(Problem(nodes[:2], models, stays), 5.0)
+    there = Counter((r.model, r.stage, r.device) for r in again.replicas)
+    assert (Counter(stays) - there).total() == 0
+    assert len(again.replicas) == 6
+
+
 # Any problem.
 
 
@@ -241,6 +292,7 @@ def problems(draw: st.DrawFn) -> Problem:
                     draw(st.sampled_from(kinds)),
                     draw(st.integers(1, 6)) * GIB,
                     draw(st.sampled_from((0.5, 1.0, 3.0))),
+                    draw(st.sampled_from((1.0, 4.0))),
                 )
                 for _ in range(draw(st.integers(1, 2)))
             ),
@@ -260,6 +312,9 @@ def problems(draw: st.DrawFn) -> Problem:
             least,
             draw(st.sampled_from((None, least, least + 1))),
             frozenset(draw(st.sets(st.sampled_from(names), max_size=1))),
+            draw(st.sampled_from((1.0, 2.0))),
+            draw(st.sampled_from((0.0, 0.5, 2.0))),
+            draw(st.sampled_from((1, 3))),
         )
 
     models = tuple(
@@ -272,26 +327,27 @@ def problems(draw: st.DrawFn) -> Problem:
         )
         for m in range(draw(st.integers(1, 3)))
     )
-    return Problem(nodes, models)
+    devices = [device.name for n in nodes for device in n.devices]
+    running = draw(st.lists(st.sampled_from(devices), max_size=3))
+    return Problem(nodes, models, [("m0", 0, device) for device in running])
 
 
 @settings(max_examples=60, deadline=None)
 @given(problems())
 def test_every_answer_is_feasible_and_no_worse_than_greedy(problem: Problem) -> None:
     """Checked by the verifier, against the bound, and against greedy."""
-    hint = place_greedily(problem)
-    greedy = answer(problem, hint, float("inf"), "greedy")
+    greedy = place(problem, 0.0)
     assert faults(problem, greedy) == []
+    assert greedy.solver == "greedy"
+    assert Counter(r.model for r in greedy.replicas).total() == sum(
+        place_greedily(problem).values()
+    ), "what greedy chose was feasible: nothing of it was thrown away"
     found = place(problem, 0.5)
     assert faults(problem, found) == []
     assert found.value >= greedy.value - 1e-6 * abs(greedy.value)
     assert found.value <= found.bound + 1e-3 * abs(found.bound) + 1e-6
     assert found.value == pytest.approx(
         objective(problem, found.served, found.replicas)
-    )
-    assert all(
-        n == 1
-        for n in Counter((r.model, r.stage, r.device) for r in found.replicas).values()
     )
 
 
@@ -303,13 +359,14 @@ def test_both_solvers_agree(problem: Problem) -> None:
     from multiworld.placement import discrete
 
     formulation = Formulation(problem)
-    rates, bound = formulation.solve(5.0)
-    assert rates is not None
-    exact = answer(problem, rates, bound, "milp")
-    chosen, other = discrete.solve(formulation, 5.0, {})
+    values, bound = formulation.solve(5.0)
+    assert values is not None
+    counts, rates = formulation.counts(values), formulation.rates(values)
+    exact = answer(problem, counts, rates, bound, "milp")
+    chosen, other = discrete.solve(formulation, 5.0, {}, {})
     assert chosen is not None
     again, _ = formulation.solve(5.0, chosen)
     assert again is not None
-    value = answer(problem, again, other, "cp-sat").value
+    value = answer(problem, chosen, formulation.rates(again), other, "cp-sat").value
     assert value == pytest.approx(exact.value, rel=2e-4, abs=1e-3)
     assert exact.value <= other + 2e-4 * abs(other) + 1e-3

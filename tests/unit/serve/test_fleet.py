@@ -5,30 +5,29 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multiworld.serve.control.fleet import (
+from multiworld.serve.control.actions import (
     Action,
-    Adopted,
     Announce,
+    Finish,
+    Kill,
+    Launch,
+    Probe,
+    Say,
+)
+from multiworld.serve.control.events import (
+    Adopted,
     Applied,
     DrainAsked,
     Event,
-    Finish,
-    Fleet,
     Gone,
     Joined,
-    Kill,
-    Launch,
     Loaded,
-    ModelWanted,
-    Phase,
-    Probe,
     Probed,
-    Process,
-    Say,
     Ticked,
-    Wanted,
     WantedChanged,
 )
+from multiworld.serve.control.fleet import Fleet
+from multiworld.serve.control.state import ModelWanted, Phase, Process, Wanted
 from multiworld.serve.table import ReplicaState
 
 

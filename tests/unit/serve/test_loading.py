@@ -84,7 +84,8 @@ def test_good_spec_is_read() -> None:
         (GOOD, "- a\n- b\n", 1, "a spec is a mapping"),
         (GOOD, "", 1, "a spec is a mapping"),
         ("app: demo", "app: demo\nsilence_s: 0", 2, "greater than 0"),
-        ("app: demo", "app: demo\nlauncher: ray", 2, "'local'"),
+        ("app: demo", "app: demo\nlauncher: slurm", 2, "'local' or 'ray'"),
+        ("app: demo", "app: demo\nray: {}", 1, "add `launcher: ray`"),
     ],
 )
 def test_mistake_is_named(old: str, new: str, line: int, words: str) -> None:

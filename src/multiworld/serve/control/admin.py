@@ -69,9 +69,13 @@ def make_admin(controller: Controller, ended: asyncio.Event) -> FastAPI:
             found["reports"] = await controller.reports()
         return found
 
+    @app.get("/nodes")
+    async def nodes() -> list[dict[str, Any]]:
+        return controller.places.status()
+
     @app.get("/events")
     async def events(since: int = 0) -> list[dict[str, Any]]:
-        return controller.events(since)
+        return controller.history.since(since)
 
     @app.post("/scale")
     async def scale(asked: Scale) -> dict[str, Any]:

@@ -43,11 +43,16 @@ class Service:
         return response.json()
 
 
+def running() -> list[Path]:
+    """Return the folders of the services that have a record here."""
+    return sorted(path.parent for path in state_root().glob("*/record.json"))
+
+
 def _find(app: str | None) -> Path:
     root = state_root()
     if app is not None and (root / app).is_dir():
         return root / app
-    found = sorted(path.parent for path in root.glob("*/record.json"))
+    found = running()
     if len(found) == 1 and app is None:
         return found[0]
     names = ", ".join(path.name for path in found)

@@ -5,30 +5,40 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
 import random
 import signal
 import time
-from collections import Counter, deque
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from multiworld.errors import (
     LaunchError,
     MemberLostError,
+    PlacementError,
     ServeError,
     UnknownModelError,
 )
-from multiworld.serve.control import fleet as fleets
-from multiworld.serve.control.fleet import Fleet, Phase
+from multiworld.serve.control import actions, events
+from multiworld.serve.control.fleet import Fleet
+from multiworld.serve.control.happened import History
 from multiworld.serve.control.launching import Launcher, Running
 from multiworld.serve.control.links import Links
+from multiworld.serve.control.places import Places, asks_of
 from multiworld.serve.control.record import (
     ProcessRecord,
     Record,
     StateFolder,
     StoreRecord,
 )
+from multiworld.serve.control.reporting import (
+    exit_words,
+    is_ready,
+    last_words,
+    records_of,
+    status_of,
+    url_of,
+)
+from multiworld.serve.control.state import Phase, Process, Wanted
 from multiworld.serve.control.wanting import (
     bounds_of,
     check_update,
@@ -36,6 +46,7 @@ from multiworld.serve.control.wanting import (
     wanted_of,
 )
 from multiworld.serve.process import Args
+from multiworld.serve.resources.amounts import Spot, mib, needs_of
 from multiworld.serve.spec import AppSpec, ModelSpec
 from multiworld.world_manager import WorldManager
 
@@ -44,24 +55,6 @@ logger = logging.getLogger("multiworld.serve")
 TICK_S = 0.25
 REPORT_TICKS = 20
 END_S = 10.0
-EVENTS = 1000
-BAD = ("lost", "probe failed", "rolled back")
-LAST_WORDS = 300
-
-
-@dataclass(frozen=True, slots=True)
-class Happened:
-    """Something that happened to the service, for people.
-
-    Attributes:
-        at: Seconds since the epoch.
-    """
-
-    number: int
-    at: float
-    kind: str
-    text: str
-    name: str
 
 
 class Controller:
@@ -98,8 +91,8 @@ class Controller:
         self._running: dict[str, Running] = {}
         self._links = Links(manager, app.app, store.address, app.silence_s, self)
         self._launching: set[asyncio.Task[None]] = set()
-        self._happened: deque[Happened] = deque(maxlen=EVENTS)
-        self._kinds: Counter[str] = Counter()
+        self.history = History()
+        self.places = Places(launcher.nodes())
         self._changed = asyncio.Event()
         self._ticker: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
@@ -108,7 +101,11 @@ class Controller:
     # Starting and ending.
 
     def start(self, old: Record | None) -> None:
-        """Adopt what runs, and start what is missing."""
+        """Adopt what runs, and start what is missing.
+
+        Raises:
+            PlacementError: A new service has no place on the machines there are.
+        """
         adopted = [] if old is None else self._adopt(old)
         wanted = wanted_of(self.app, None if old is None else old.replicas)
         if old is not None:
@@ -117,10 +114,12 @@ class Controller:
                     if name in wanted.models and version != wanted.models[name].version:
                         self._remember_want(name, spec)
         self._set_specs()
+        if old is None:
+            self._admit(wanted)
         for process in adopted:
-            self._handle(fleets.Adopted(process))
+            self._handle(events.Adopted(process))
             self._links.open(process.name)
-        self._handle(fleets.WantedChanged(wanted))
+        self._handle(events.WantedChanged(wanted))
         self._ticker = self._loop.create_task(self._tick())
 
     def _remember_want(self, name: str, spec: ModelSpec) -> None:
@@ -128,15 +127,17 @@ class Controller:
         old_app = AppSpec(app=self.app.app, models={name: spec})
         self.fleet.remember(name, wanted_of(old_app).models[name])
 
-    def _adopt(self, old: Record) -> list[fleets.Process]:
+    def _adopt(self, old: Record) -> list[Process]:
         found = []
         for said in old.processes:
-            running = Running(said.name, said.pid, said.began)
+            running = Running(said.name, said.pid, said.began, said.node)
             if not self._launcher.adopt(running):
                 continue
             self._running[said.name] = running
+            if said.model:
+                self._restore(said)
             found.append(
-                fleets.Process(
+                Process(
                     said.name,
                     said.model,
                     said.version,
@@ -155,7 +156,8 @@ class Controller:
     async def _tick(self) -> None:
         for number in itertools.count():
             await asyncio.sleep(TICK_S)
-            self._handle(fleets.Ticked())
+            self._handle(events.Ticked())
+            self._check_memory()
             if number % REPORT_TICKS == 0:
                 self._spawn(self._launching, self._spread_reports())
 
@@ -164,7 +166,7 @@ class Controller:
         reports = await self.reports()
         order = {
             "kind": "fleet",
-            "events": dict(self._kinds),
+            "events": dict(self.history.kinds),
             "replicas": {
                 name: said
                 for name, said in reports.items()
@@ -186,18 +188,7 @@ class Controller:
     @property
     def is_ready(self) -> bool:
         """Whether everything that is wanted is ready."""
-        ready = [p for p in self.fleet.processes.values() if p.phase is Phase.READY]
-        if sum(p.is_gateway for p in ready) < self.fleet.wanted.gateways:
-            return False
-        return all(
-            sum(
-                (p.model, p.version, p.stage) == (name, model.version, stage)
-                for p in ready
-            )
-            >= count
-            for name, model in self.fleet.wanted.models.items()
-            for stage, count in enumerate(model.replicas)
-        )
+        return is_ready(self.fleet)
 
     async def shutdown(self) -> None:
         """End the whole service: gateways first, so that what was accepted is answered.
@@ -264,6 +255,7 @@ class Controller:
         Raises:
             UnknownModelError: There is no such model or stage.
             ServeError: The spec's range does not allow it.
+            PlacementError: No machine has room for so many.
         """
         spec = self._running_spec(model)
         number = stage_number(spec, model, stage)
@@ -282,8 +274,11 @@ class Controller:
             **self.fleet.wanted.models,
             model: replace(old, replicas=tuple(counts)),
         }
+        wanted = replace(self.fleet.wanted, models=models)
+        if replicas > before:
+            self._admit(wanted)
         self._say("scale", f"{model}/{number}: from {before} to {replicas}")
-        self._handle(fleets.WantedChanged(replace(self.fleet.wanted, models=models)))
+        self._handle(events.WantedChanged(wanted))
         return before
 
     def _running_spec(self, model: str) -> ModelSpec:
@@ -299,15 +294,25 @@ class Controller:
 
         Raises:
             ServeError: It changes what cannot be changed while it runs.
+            PlacementError: There is no room for it beside what runs.
         """
         check_update(self.app, app, self._specs)
         counts = {n: list(m.replicas) for n, m in self.fleet.wanted.models.items()}
         wanted = wanted_of(app, counts)
-        self.app = app
+        before, self.app = self.app, app
         self._set_specs()
+        try:
+            self._admit(wanted)
+        except PlacementError as error:
+            self.app = before
+            raise PlacementError(
+                f"{error}; a model that is updated runs in both versions until the new "
+                "one is ready",
+                short=error.short,
+            ) from None
         for name in filter(_is_gateway, self._links.names):
             self._links.send(name, self._models_order())
-        self._handle(fleets.WantedChanged(wanted))
+        self._handle(events.WantedChanged(wanted))
 
     def drain(self, name: str) -> None:
         """Take one replica out; its replacement is started.
@@ -318,7 +323,7 @@ class Controller:
         if name not in self.fleet.processes:
             known = ", ".join(sorted(self.fleet.processes))
             raise UnknownModelError(f"no process {name!r}; there are: {known}")
-        self._handle(fleets.DrainAsked(name))
+        self._handle(events.DrainAsked(name))
 
     def harm(self, action: str, model: str, stage: str, seconds: float) -> Running:
         """Break a ready replica on purpose.
@@ -353,46 +358,21 @@ class Controller:
 
     def status(self) -> dict[str, Any]:
         """Return what runs, and what is wanted."""
-        now = time.monotonic()
         return {
             "app": self.app.app,
-            "is_ready": self.is_ready,
             "url": self.url,
             "store": self.store.address,
-            "controller": os.getpid(),
-            "wanted": asdict(self.fleet.wanted),
-            "active": dict(self.fleet.active),
-            "table": self.fleet.table.number,
-            "processes": [
-                {
-                    "name": p.name,
-                    "model": p.model,
-                    "version": p.version,
-                    "stage": p.stage,
-                    "phase": p.phase.value,
-                    "since_s": now - p.since,
-                    "pid": self._running[p.name].pid
-                    if p.name in self._running
-                    else None,
-                    "crashes": self.fleet.guard.failures((p.model, p.version, p.stage)),
-                    "log": str(self.log_of(p.name)),
-                }
-                for p in self.fleet.processes.values()
-            ],
+            "launcher": self.app.launcher,
+            "trouble": self._launcher.trouble(),
+            **status_of(
+                self.fleet, self._running, self.places, self.log_of, time.monotonic()
+            ),
         }
 
     @property
     def url(self) -> str:
         """Where clients find the gateways."""
-        gateway = self.app.gateway
-        scheme = "https" if gateway.tls_certificate else "http"
-        host = gateway.host if gateway.host not in ("0.0.0.0", "::") else "127.0.0.1"
-        shown = f"[{host}]" if ":" in host else host
-        return f"{scheme}://{shown}:{self.port}"
-
-    def events(self, since: int) -> list[dict[str, Any]]:
-        """Return what happened after the event of that number."""
-        return [asdict(event) for event in self._happened if event.number > since]
+        return url_of(self.app.gateway, self.port)
 
     async def reports(self) -> dict[str, Any]:
         """Ask every process what it does; None for one that does not answer.
@@ -410,25 +390,18 @@ class Controller:
     def exited(self, name: str, code: int | None) -> None:
         """Take note that a process has ended."""
         self._running.pop(name, None)
-        why = "it ended" if code is None else f"it ended with {_exit_words(code)}"
+        self.places.ledger.release(name)
+        why = "it ended" if code is None else f"it ended with {exit_words(code)}"
         self._changed.set()
         process = self.fleet.processes.get(name)
         if process is not None and process.phase in (Phase.LAUNCHING, Phase.JOINED):
-            why += f" while it started; its last words: {self._last_words(name)}"
+            why += f" while it started; its last words: {last_words(self.log_of(name))}"
         if process is not None and not self._is_ending:
-            self._handle(fleets.Gone(name, why))
+            self._handle(events.Gone(name, why))
         elif code:
             self._say("exited", f"{name}: {why}", name)  # its loss has been told
 
-    def _last_words(self, name: str) -> str:
-        """Return the last line of a process's log."""
-        try:
-            text = self.log_of(name).read_text(errors="replace").strip()
-        except OSError:
-            text = ""
-        return text.splitlines()[-1][-LAST_WORDS:] if text else "none"
-
-    def _handle(self, event: fleets.Event) -> None:
+    def _handle(self, event: events.Event) -> None:
         if self._is_ending:
             return
         for action in self.fleet.handle(event, time.monotonic()):
@@ -436,22 +409,22 @@ class Controller:
         self._changed.set()
         self._save()
 
-    def _carry_out(self, action: fleets.Action) -> None:
+    def _carry_out(self, action: actions.Action) -> None:
         match action:
-            case fleets.Launch(name, model, version, stage):
+            case actions.Launch(name, model, version, stage):
                 launching = self._launch(name, model, version, stage)
                 self._spawn(self._launching, launching)
-            case fleets.Kill(name):
+            case actions.Kill(name):
                 self._forget(name)
-            case fleets.Probe(name, gateway):
+            case actions.Probe(name, gateway):
                 self._links.send(gateway, {"kind": "probe", "replica": name})
-            case fleets.Finish(name):
+            case actions.Finish(name):
                 self._links.send(name, {"kind": "finish"})
-            case fleets.Announce(table):
+            case actions.Announce(table):
                 order = {"kind": "table", "table": table.to_json()}
                 for name in self._links.names:
                     self._links.send(name, order)
-            case fleets.Say(kind, text, name):
+            case actions.Say(kind, text, name):
                 self._say(kind, text, name)
 
     def _models_order(self) -> dict[str, Any]:
@@ -468,20 +441,64 @@ class Controller:
         task.add_done_callback(tasks.discard)
 
     def _say(self, kind: str, text: str, name: str = "") -> None:
-        number = self._happened[-1].number + 1 if self._happened else 1
-        self._happened.append(Happened(number, time.time(), kind, text, name))
-        self._kinds[kind] += 1
-        level = logging.WARNING if kind in BAD else logging.INFO
-        logger.log(level, "%s: %s", kind, text)
+        self.history.say(kind, text, name)
+
+    # Places.
+
+    def _admit(self, wanted: Wanted) -> None:
+        self.places.admit(asks_of(wanted, self.fleet.active, self._specs))
+
+    def _restore(self, said: ProcessRecord) -> None:
+        spec = self._specs[said.model][said.version]
+        post = said.model, said.version, said.stage
+        spot = Spot(said.node, said.gpu)
+        need = needs_of(spec)[said.stage]
+        self.places.ledger.restore(said.name, post, spot, need)
+
+    def nodes_changed(self) -> None:
+        """Take note of machines that were added, or are gone."""
+        added, gone = self.places.set_nodes(self._launcher.nodes())
+        for name in added:
+            self._say("node added", f"{name} is there")
+        for name in gone:
+            here = [b.name for b in self.places.ledger.on(name)]
+            self._say("node lost", f"{name} is gone, with {', '.join(here) or 'none'}")
+        if added:
+            self._handle(events.PlacesChanged())
+
+    def _check_memory(self) -> None:
+        """End what uses more memory than it declared, before its neighbours suffer."""
+        for name, limit in self.places.limits().items():
+            running = self._running.get(name)
+            used = running and self._launcher.outgrown(running, limit)
+            if used:
+                self._outgrown(name, used, limit)
+
+    def _outgrown(self, name: str, used: int, limit: int) -> None:
+        text = f"it used {mib(used)} of memory, and memory_mb: books {mib(limit)}"
+        self._say("outgrown", f"{name}: {text}", name)
+        self._handle(events.Gone(name, text))
 
     def _forget(self, name: str) -> None:
         running = self._running.pop(name, None)
         if running is not None:
-            self._launcher.kill(running)
+            self._launcher.kill(running)  # its place is free when it has ended
+        else:
+            self.places.ledger.release(name)
         self._links.close(name)
 
     async def _launch(self, name: str, model: str, version: str, stage: int) -> None:
         spec = self._specs[model][version] if model else None
+        spot: Spot | None = None
+        if spec is not None:
+            if name not in self.fleet.processes:
+                return  # it is not wanted any more
+            try:
+                need = needs_of(spec)[stage]
+                spot = self.places.take(name, (model, version, stage), need)
+            except PlacementError as error:
+                self._handle(events.Unplaced(name, str(error)))
+                return
         args = Args(
             app=self.app.app,
             name=name,
@@ -491,6 +508,7 @@ class Controller:
             orphan_s=self.app.orphan_s,
             model=model,
             stage=stage,
+            gpu=None if spot is None else spot.gpu,
             spec=spec,
             gateway=None if model else self.app.gateway,
             port=self.port,
@@ -499,10 +517,11 @@ class Controller:
         self._links.open(name)
         try:
             running = await self._launcher.launch(
-                name, args.model_dump(), self.log_of(name)
+                name, args.model_dump(), self.log_of(name), spot
             )
         except LaunchError as error:
-            self._handle(fleets.Gone(name, f"it could not be started: {error}"))
+            self.places.ledger.release(name)
+            self._handle(events.Gone(name, f"it could not be started: {error}"))
             return
         if name in self.fleet.processes:
             self._running[name] = running
@@ -519,21 +538,23 @@ class Controller:
 
     def joined(self, name: str) -> None:
         """Take note that a process has joined."""
-        self._handle(fleets.Joined(name))
+        self._handle(events.Joined(name))
 
     def news(self, name: str, news: dict[str, Any]) -> None:
         """Take note of what a process tells."""
         match news["kind"]:
             case "loaded":
-                self._handle(fleets.Loaded(name))
+                self._handle(events.Loaded(name))
             case "applied":
-                self._handle(fleets.Applied(name, news["number"]))
+                self._handle(events.Applied(name, news["number"]))
+            case "outgrown":
+                self._outgrown(name, news["used"], news["limit"])
             case "probed":
-                self._handle(fleets.Probed(news["replica"], news["error"]))
+                self._handle(events.Probed(news["replica"], news["error"]))
 
     def lost(self, name: str, error: MemberLostError) -> None:
         """Take note that a process is lost."""
-        self._handle(fleets.Gone(name, f"{error.reason} ({error.evidence})"))
+        self._handle(events.Gone(name, f"{error.reason} ({error.evidence})"))
 
     def _forget_specs(self) -> None:
         """Forget the versions that are not wanted and of which nothing runs."""
@@ -548,19 +569,6 @@ class Controller:
 
     def _save(self) -> None:
         self._forget_specs()
-        processes = [
-            ProcessRecord(
-                name=p.name,
-                model=p.model,
-                version=p.version,
-                stage=p.stage,
-                phase=p.phase.value,
-                pid=self._running[p.name].pid,
-                began=self._running[p.name].began,
-            )
-            for p in self.fleet.processes.values()
-            if p.name in self._running
-        ]
         record = Record(
             app=self.app,
             specs=self._specs,
@@ -573,7 +581,7 @@ class Controller:
                 name: list(model.replicas)
                 for name, model in self.fleet.wanted.models.items()
             },
-            processes=processes,
+            processes=records_of(self.fleet, self._running, self.places),
         )
         if record == self._saved:
             return
@@ -588,12 +596,3 @@ class Controller:
 
 def _is_gateway(name: str) -> bool:
     return name.startswith("gateway/")
-
-
-def _exit_words(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return signal.Signals(-code).name
-    except ValueError:
-        return f"signal {-code}"

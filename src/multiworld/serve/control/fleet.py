@@ -7,238 +7,35 @@ one is drained, stage by stage. One that does not become ready is rolled back.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from multiworld.serve.control.crashes import CrashGuard
-from multiworld.serve.table import Replica, ReplicaState, Route, Table
-
-
-@dataclass(frozen=True, slots=True)
-class ModelWanted:
-    """One model, as it should be.
-
-    Attributes:
-        replicas: How many, by stage.
-    """
-
-    version: str
-    replicas: tuple[int, ...]
-    max_queued_requests: int = 512
-    max_ongoing_requests: int = 32
-    deadline_s: float = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """The service, as it should be."""
-
-    models: dict[str, ModelWanted] = field(default_factory=dict)
-    gateways: int = 1
-
-
-class Phase(enum.StrEnum):
-    """How far a process is, as the controller sees it."""
-
-    LAUNCHING = "launching"
-    JOINED = "joined"
-    LOADED = "loaded"
-    READY = "ready"
-    DRAINING = "draining"
-    FINISHING = "finishing"
-
-
-STATE_OF = {
-    Phase.LAUNCHING: ReplicaState.STARTING,
-    Phase.JOINED: ReplicaState.STARTING,
-    Phase.LOADED: ReplicaState.STARTING,
-    Phase.READY: ReplicaState.READY,
-    Phase.DRAINING: ReplicaState.DRAINING,
-    Phase.FINISHING: ReplicaState.DRAINING,
-}
-
-
-@dataclass(slots=True)
-class ProbeState:
-    """Where the probing of a replica is.
-
-    Attributes:
-        gateway: Who was asked to send one; empty if nobody is.
-        asked_at: When.
-        not_before: When the next one may be sent.
-        failures: In a row.
-    """
-
-    gateway: str = ""
-    asked_at: float = 0.0
-    not_before: float = 0.0
-    failures: int = 0
-
-
-@dataclass(slots=True)
-class Process:
-    """A worker (of a model) or a gateway (``model`` is empty)."""
-
-    name: str
-    model: str = ""
-    version: str = ""
-    stage: int = 0
-    phase: Phase = Phase.LAUNCHING
-    since: float = 0.0
-    applied: int = 0
-    drain_number: int = 0
-    is_joined: bool = False
-    is_unwanted: bool = False
-    probe: ProbeState = field(default_factory=lambda: ProbeState())
-
-    @property
-    def is_gateway(self) -> bool:
-        """Whether it is a gateway."""
-        return not self.model
-
-    @property
-    def is_going(self) -> bool:
-        """Whether it is on its way out."""
-        return self.phase in (Phase.DRAINING, Phase.FINISHING)
-
-
-# Events.
-
-
-@dataclass(frozen=True, slots=True)
-class WantedChanged:
-    """Somebody wants something else."""
-
-    wanted: Wanted
-
-
-@dataclass(frozen=True, slots=True)
-class Adopted:
-    """A process of an earlier controller lives; it will join."""
-
-    process: Process
-
-
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """The control world with a process is up."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A worker has its weights, or a gateway listens."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Probed:
-    """A probe came back, or did not: ``error`` says why."""
-
-    name: str
-    error: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Applied:
-    """A process goes by the table of this number."""
-
-    name: str
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Gone:
-    """A process has ended, or is given up.
-
-    Attributes:
-        is_clean: It did what it was told.
-    """
-
-    name: str
-    why: str
-    is_clean: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Ticked:
-    """Time to look at deadlines."""
-
-
-@dataclass(frozen=True, slots=True)
-class DrainAsked:
-    """Somebody wants this process out; it will be replaced."""
-
-    name: str
-
-
-Event = (
-    DrainAsked
-    | WantedChanged
-    | Adopted
-    | Joined
-    | Loaded
-    | Probed
-    | Applied
-    | Gone
-    | Ticked
+from multiworld.serve.control.actions import (
+    Action,
+    Announce,
+    Finish,
+    Kill,
+    Launch,
+    Probe,
+    Say,
 )
-
-# Actions.
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """Start a process."""
-
-    name: str
-    model: str
-    version: str
-    stage: int
-
-
-@dataclass(frozen=True, slots=True)
-class Kill:
-    """End a process now, whatever it does; it may be gone already."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """Send one request through a replica."""
-
-    name: str
-    gateway: str
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """Tell a process to end when it has nothing left to do."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Announce:
-    """Tell everybody the new table."""
-
-    table: Table
-
-
-@dataclass(frozen=True, slots=True)
-class Say:
-    """Something that people want to know."""
-
-    kind: str
-    text: str
-    name: str = ""
-
-
-Action = Launch | Kill | Probe | Finish | Announce | Say
+from multiworld.serve.control.crashes import CrashGuard
+from multiworld.serve.control.events import (
+    Adopted,
+    Applied,
+    DrainAsked,
+    Event,
+    Gone,
+    Joined,
+    Loaded,
+    PlacesChanged,
+    Probed,
+    Ticked,
+    Unplaced,
+    WantedChanged,
+)
+from multiworld.serve.control.state import STATE_OF, ModelWanted, Phase, Process, Wanted
+from multiworld.serve.table import Replica, ReplicaState, Route, Table
 
 
 class Fleet:
@@ -270,6 +67,8 @@ class Fleet:
         self.guard = CrashGuard()
         self._wants: dict[tuple[str, str], ModelWanted] = {}
         self._updates: dict[str, tuple[str, float]] = {}
+        self.unplaced: dict[Post, str] = {}
+        self._retry_at: dict[Post, float] = {}
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take note of ``event`` and return what to do, in order."""
@@ -300,6 +99,10 @@ class Fleet:
                     self.processes[name].applied = number
             case Gone():
                 yield from self._gone(event, now)
+            case Unplaced(name, why) if name in self.processes:
+                yield from self._unplaced(self.processes.pop(name), why, now)
+            case PlacesChanged():
+                self._retry_at.clear()
             case DrainAsked(name) if name in self.processes:
                 self.processes[name].is_unwanted = True
             case Ticked():
@@ -381,6 +184,15 @@ class Fleet:
             text += f"; its replacement waits {pause_s:.1f} s"
         yield Say("lost", text, event.name)
 
+    def _unplaced(self, process: Process, why: str, now: float) -> Iterator[Action]:
+        """Try again later: something may leave, or a machine be added."""
+        post = _post(process)
+        self._retry_at[post] = now + UNPLACED_S
+        if self.unplaced.get(post) != why:
+            self.unplaced[post] = why
+            text = f"{post[0]}/{post[2]} ({post[1]}) has no place: {why}"
+            yield Say("unplaced", text)
+
     def _overdue(self, now: float) -> Iterator[Action]:
         for process in list(self.processes.values()):
             late_s = now - process.since
@@ -443,7 +255,10 @@ class Fleet:
                 if process.is_unwanted:  # others have taken its place
                     yield from self._drain(process, now)
         missing = want - len(here)
-        if missing > 0 and now >= self.guard.not_before(post):
+        if missing <= 0 and all(p.phase is not Phase.LAUNCHING for p in here):
+            self.unplaced.pop(post, None)
+        not_before = max(self.guard.not_before(post), self._retry_at.get(post, 0.0))
+        if missing > 0 and now >= not_before:
             for _ in range(missing):
                 yield self._launch(post, now)
         surplus = sorted(here, key=lambda p: (p.phase is Phase.READY, -_number(p.name)))
@@ -495,6 +310,8 @@ class Fleet:
         runs = {(p.model, p.version) for p in self.processes.values()}
         for key in self._wants.keys() - posts - runs:
             del self._wants[key]
+        for post in [post for post in self.unplaced if post[:2] not in posts]:
+            del self.unplaced[post]
 
     def _announce(self) -> Iterator[Action]:
         table = Table(
@@ -568,6 +385,9 @@ class Fleet:
                 process.phase = Phase.FINISHING
                 yield Finish(process.name)
 
+
+UNPLACED_S = 1.0
+"""What has no place is tried again after so long, and when a machine is added."""
 
 PROBE_PAUSE_S = 0.1
 PROBE_FAILURES = 5

@@ -16,7 +16,10 @@ START_S = 30.0
 
 
 async def start_store(
-    folder: StateFolder, env: dict[str, str], old: StoreRecord | None
+    folder: StateFolder,
+    env: dict[str, str],
+    old: StoreRecord | None,
+    host: str = "127.0.0.1",
 ) -> StoreRecord:
     """Return the store that runs, or start one at the address that is known.
 
@@ -27,7 +30,7 @@ async def start_store(
         return old
     port = "0" if old is None else old.address.rpartition(":")[2]
     command = [sys.executable, "-m", "multiworld.cli.main", "store", "--json"]
-    command += ["--host", "127.0.0.1", "--port", port]
+    command += ["--host", host, "--port", port]
     command += ["--state", str(folder.path / "epochs.json")]
     command += ["--while-locked", str(folder.alive)]
     log = folder.logs / "store.log"

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from multiworld.errors import LaunchError
+from multiworld.serve.resources.amounts import Node, Spot
+from multiworld.serve.resources.usage import outgrows
 
 logger = logging.getLogger("multiworld.serve")
 
@@ -39,6 +41,7 @@ class Running:
     name: str
     pid: int
     began: int
+    node: str = ""
 
 
 ExitTeller = Callable[[str, int | None], None]
@@ -48,8 +51,19 @@ ExitTeller = Callable[[str, int | None], None]
 class Launcher(Protocol):
     """Starts and ends processes."""
 
-    async def launch(self, name: str, args: dict[str, Any], log: Path) -> Running:
+    def nodes(self) -> tuple[Node, ...]:
+        """Return the machines that there are."""
+
+    def trouble(self) -> str:
+        """Say why nothing can be started now; empty if it can."""
+
+    async def launch(
+        self, name: str, args: dict[str, Any], log: Path, spot: Spot | None
+    ) -> Running:
         """Start one; its output goes to ``log``.
+
+        Args:
+            spot: Where; None for what belongs beside the controller.
 
         Raises:
             LaunchError: It could not be started.
@@ -57,6 +71,12 @@ class Launcher(Protocol):
 
     def kill(self, running: Running, number: int = signal.SIGKILL) -> None:
         """Send a signal to a process; nothing happens if it has ended."""
+
+    def outgrown(self, running: Running, limit: int) -> int | None:
+        """Return the memory that a process uses, if it is more than ``limit`` bytes.
+
+        None where that cannot be seen from here; every replica looks at itself, too.
+        """
 
     def adopt(self, running: Running) -> bool:
         """Watch a process of an earlier controller; False if it has ended."""
@@ -83,6 +103,7 @@ class LocalLauncher:
         env: What the processes find in their environment.
         log: Where the output of the fork server itself goes.
         on_exit: Told of every process that ends.
+        node: This machine, as far as it may be used.
     """
 
     def __init__(
@@ -91,7 +112,9 @@ class LocalLauncher:
         env: dict[str, str],
         log: Path,
         on_exit: ExitTeller,
+        node: Node,
     ) -> None:
+        self._node = node
         self._preload, self._env, self._log = preload, env, log
         self._on_exit = on_exit
         self._loop = asyncio.get_running_loop()
@@ -101,6 +124,14 @@ class LocalLauncher:
         self._starting: dict[str, asyncio.Future[int]] = {}
         self._watched: dict[str, int] = {}
         self._warming = asyncio.Lock()
+
+    def nodes(self) -> tuple[Node, ...]:
+        """Return this machine."""
+        return (self._node,)
+
+    def trouble(self) -> str:
+        """Say why nothing can be started now; empty if it can."""
+        return ""
 
     async def warm(self) -> None:
         """Start the fork server and wait until it has imported everything.
@@ -157,7 +188,9 @@ class LocalLauncher:
                 future.set_exception(LaunchError(f"{name}: the fork server has ended"))
         self._starting.clear()
 
-    async def launch(self, name: str, args: dict[str, Any], log: Path) -> Running:
+    async def launch(
+        self, name: str, args: dict[str, Any], log: Path, spot: Spot | None = None
+    ) -> Running:
         """Start a process.
 
         Raises:
@@ -172,10 +205,14 @@ class LocalLauncher:
         order = {"name": name, "args": args, "log": str(log), "env": self._env}
         self._writer.write(json.dumps(order).encode() + b"\n")
         pid = await future
-        running = Running(name, pid, began_at(pid) or 0)
+        running = Running(name, pid, began_at(pid) or 0, self._node.name)
         if not self._watch(running):
             raise LaunchError(f"{name} ended at once; see {log}")
         return running
+
+    def outgrown(self, running: Running, limit: int) -> int | None:
+        """Return the memory that a process uses, if it is more than ``limit``."""
+        return outgrows(running.pid, limit)
 
     def adopt(self, running: Running) -> bool:
         """Watch a process of an earlier controller; False if it has ended."""

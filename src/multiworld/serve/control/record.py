@@ -27,6 +27,8 @@ class ProcessRecord(BaseModel):
     phase: str
     pid: int
     began: int
+    node: str = ""
+    gpu: int | None = None
 
 
 class StoreRecord(BaseModel):

@@ -23,6 +23,8 @@ from multiworld.serve.control.record import Record, StateFolder
 from multiworld.serve.datatypes import example_of
 from multiworld.serve.embedded import EmbeddedServer
 from multiworld.serve.gateway.process import listen
+from multiworld.serve.resources.amounts import MIB, Node
+from multiworld.serve.resources.inventory import this_node
 from multiworld.serve.sources import build_model, modules_of
 from multiworld.serve.spec import AppSpec
 from multiworld.world_manager import WorldManager
@@ -70,7 +72,7 @@ async def _run(
     preload = _preload(app)
     env = {"MULTIWORLD_SECRET": folder.secret(), "HF_HUB_OFFLINE": "1"}
     reserved, port = _reserve(app, old)
-    store = await start_store(folder, env, old.store if old else None)
+    store = await start_store(folder, env, old.store if old else None, app.host)
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -84,6 +86,7 @@ async def _run(
             env,
             folder.logs / "launcher.log",
             lambda name, code: holder[0].exited(name, code),
+            machine_of(app),
         )
         controller = Controller(folder, app, manager, launcher, store, port, old)
         holder.append(controller)
@@ -114,7 +117,9 @@ async def _mind_store(
     while True:
         await asyncio.sleep(STORE_LOOK_S)
         try:
-            store = await start_store(folder, env, controller.store)
+            store = await start_store(
+                folder, env, controller.store, controller.app.host
+            )
         except ServeError as error:
             logger.error("%s", error)
             continue
@@ -136,6 +141,14 @@ async def _until_ended(
     finally:
         up.cancel()
         end.cancel()
+
+
+def machine_of(app: AppSpec) -> Node:
+    """Return this machine, as far as the spec lets the service use it."""
+    limit = app.machine.memory_mb
+    return this_node(
+        app.machine.name, app.machine.cpus, None if limit is None else int(limit * MIB)
+    )
 
 
 def _preload(app: AppSpec) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from multiworld.errors import ServeError, UnknownModelError
-from multiworld.serve.control.fleet import ModelWanted, Wanted
+from multiworld.serve.control.state import ModelWanted, Wanted
 from multiworld.serve.spec import AppSpec, ModelSpec
 
 
@@ -71,7 +71,7 @@ def check_update(
     Raises:
         ServeError: It changes what cannot be changed while it runs.
     """
-    fixed = ("app", "launcher", "silence_s", "orphan_s")
+    fixed = ("app", "launcher", "ray", "machine", "host", "silence_s", "orphan_s")
     for name in fixed:
         if getattr(new, name) != getattr(old, name):
             raise ServeError(
@@ -92,5 +92,10 @@ def check_update(
 
 def source_of(spec: ModelSpec) -> Any:
     """Return what makes two versions different: not how often they run."""
-    stages = [s.model_dump(exclude={"replicas"}) for s in spec.stages]
-    return spec.model_dump(exclude={"stages"}), stages
+    stages = [s.model_dump(exclude=PLANNED_STAGE) for s in spec.stages]
+    return spec.model_dump(exclude={"stages", *PLANNED}), stages
+
+
+PLANNED = {"profile", "demand", "weight", "latency_ms"}
+PLANNED_STAGE = {"replicas", "item_ms", "out_kb"}
+"""What changes how often and where it runs, and not what runs."""

@@ -1,0 +1,227 @@
+"""``multiworld plan``: what a spec would start, and where."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from pydantic import TypeAdapter, ValidationError
+from rich.console import Console
+from rich.table import Table
+
+from multiworld.serve.control.planning import (
+    StageOutlook,
+    asks_in,
+    bottleneck,
+    outlook,
+    problem_of,
+)
+from multiworld.serve.control.service import machine_of
+from multiworld.serve.control.wanting import bounds_of
+from multiworld.serve.loading import load_spec
+from multiworld.serve.resources.amounts import Node
+from multiworld.serve.sources import build_model, stage_name
+from multiworld.serve.spec import AppSpec
+
+SOLVER = "pip install 'multiworld-elastic[placement]'"
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """Where everything would go, and what to expect of it."""
+
+    stages: list[StageOutlook]
+    models: list[dict[str, Any]]
+    solver: str
+    gap: float | None
+
+
+def plan(path: Path, nodes: Path | None, limit_s: float, *, as_json: bool) -> int:
+    """Show what a spec would start; exit code 1 if not all of it has a place."""
+    app = load_spec(path)
+    machines = [machine_of(app)] if nodes is None else _read(nodes)
+    rows = _rows(app)
+    try:
+        found = _placed(app, machines, limit_s)
+    except ModuleNotFoundError:
+        found = None
+    _fill(rows, found)
+    whole = _whole(app, rows, machines, found)
+    if as_json:
+        click.echo(json.dumps(whole, indent=2))
+    else:
+        _show(app, rows, whole, found)
+    return 0 if found is None or not any(m["short"] for m in found.models) else 1
+
+
+def _read(path: Path) -> list[Node]:
+    """Read what ``multiworld nodes --json`` has printed."""
+    try:
+        return TypeAdapter(list[Node]).validate_python(_known(path.read_text()))
+    except OSError as error:
+        raise click.ClickException(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, ValidationError, TypeError, AttributeError) as error:
+        raise click.ClickException(
+            f"{path} does not list machines; write it with `multiworld nodes --json`, "
+            f"or by hand with a name, cpus and memory_bytes each: {error}"
+        ) from error
+
+
+def _known(text: str) -> list[dict[str, Any]]:
+    """Leave out what is free at this moment: a plan is for empty machines."""
+    fields = ("name", "cpus", "memory_bytes", "gpus", "address")
+    return [{k: n[k] for k in fields if k in n} for n in json.loads(text)]
+
+
+def _rows(app: AppSpec) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for name, spec in app.models.items():
+        model = build_model(spec)
+        for number, stage in enumerate(spec.stages):
+            low, high = bounds_of(spec, number)
+            rows.append(
+                {
+                    "model": name,
+                    "version": spec.version,
+                    "stage": number,
+                    "name": stage_name(spec, model, number),
+                    "replicas": stage.least,
+                    "min_replicas": low,
+                    "max_replicas": high,
+                    "max_batch_size": stage.max_batch_size,
+                    "max_wait_ms": stage.max_wait_ms,
+                    "ranks": stage.ranks,
+                    "device": stage.device,
+                    "threads": stage.threads,
+                    "cpus": stage.cpus,
+                    "memory_mb": stage.memory_mb,
+                }
+            )
+    return rows
+
+
+def _placed(app: AppSpec, machines: Sequence[Node], limit_s: float) -> Outlook:
+    """Ask the solvers.
+
+    Raises:
+        ModuleNotFoundError: They are not installed.
+    """
+    from multiworld.placement import place
+
+    problem = problem_of(machines, asks_in(app.models))
+    found = place(problem, limit_s)
+    stages = outlook(problem, found)
+    models = []
+    for need in problem.models:
+        slowest = bottleneck(stages, need.name)
+        models.append(
+            {
+                "model": need.name,
+                "demand": app.models[need.name].demand,
+                "served": found.served[need.name],
+                "bottleneck": None if slowest is None else slowest.stage,
+                "at_most": None if slowest is None else slowest.able,
+                "short": found.unplaced.get(need.name, ""),
+            }
+        )
+    gap = None if found.gap == float("inf") else found.gap
+    return Outlook(stages, models, found.solver, gap)
+
+
+def _fill(rows: list[dict[str, Any]], found: Outlook | None) -> None:
+    for row in rows:
+        row["where"], row["busy"] = {}, None
+        for stage in found.stages if found else ():
+            if (stage.model, stage.stage) == (row["model"], row["stage"]):
+                row["where"], row["busy"] = stage.where, stage.busy
+                row["replicas"] = sum(stage.where.values()) or row["replicas"]
+
+
+def _whole(
+    app: AppSpec,
+    rows: list[dict[str, Any]],
+    machines: Sequence[Node],
+    found: Outlook | None,
+) -> dict[str, Any]:
+    gateway = app.gateway
+    workers = sum(row["replicas"] * row["ranks"] for row in rows)
+    return {
+        "app": app.app,
+        "launcher": app.launcher,
+        "nodes": [node.name for node in machines],
+        "stages": rows,
+        "models": found.models if found else [],
+        "solver": found.solver if found else None,
+        "gap": found.gap if found else None,
+        "gateways": gateway.replicas,
+        "listens": f"{gateway.host}:{gateway.port or '(a free port)'}",
+        "processes": workers + gateway.replicas + 3,
+    }
+
+
+def _show(
+    app: AppSpec,
+    rows: list[dict[str, Any]],
+    whole: dict[str, Any],
+    found: Outlook | None,
+) -> None:
+    console = Console()
+    console.print(_table(app, rows))
+    console.print(
+        f"{whole['gateways']} gateway(s) at {whole['listens']}, a store, a fork server "
+        f"and the controller: {whole['processes']} processes"
+    )
+    if found is None:
+        console.print(f"where it goes is not planned: that needs {SOLVER}")
+        return
+    for model in found.models:
+        console.print(_expected(app, model), soft_wrap=True)
+    gap = "unknown" if found.gap is None else f"{found.gap:.2%}"
+    console.print(f"placed by {found.solver}; the best can be better by: {gap}")
+
+
+def _table(app: AppSpec, rows: list[dict[str, Any]]) -> Table:
+    table = Table(title=f"{app.app}: what would be started")
+    for title in ("model", "stage", "replicas", "batch", "device", "books", "where"):
+        table.add_column(title)
+    for row in rows:
+        spread = f"{row['replicas']}"
+        if row["ranks"] > 1:
+            spread += f" of {row['ranks']} ranks"
+        if row["min_replicas"] != row["max_replicas"]:
+            spread += f" ({row['min_replicas']} to {row['max_replicas']})"
+        batch = str(row["max_batch_size"])
+        if row["max_wait_ms"]:
+            batch += f", {row['max_wait_ms']:g} ms"
+        books = [f"{row['cpus']:g} cpus"] if row["cpus"] else []
+        books += [f"{row['memory_mb']:g} MiB"] if row["memory_mb"] else []
+        where = [f"{name} x{count}" for name, count in row["where"].items()]
+        table.add_row(
+            f"{row['model']} {row['version']}",
+            f"{row['stage']} {row['name']}",
+            spread,
+            batch,
+            row["device"],
+            ", ".join(books) or "nothing",
+            ", ".join(where) or "[red]no place[/]",
+        )
+    return table
+
+
+def _expected(app: AppSpec, model: dict[str, Any]) -> str:
+    name, spec = model["model"], app.models[model["model"]]
+    said = f"{name}: "
+    if model["demand"]:
+        said += f"serves {model['served']:.4g} of {model['demand']:.4g} rows/s; "
+    if model["bottleneck"] is None:
+        said += "no item_ms: is known, so no bottleneck (see multiworld profile)"
+    else:
+        stage = spec.stages[model["bottleneck"]].name or model["bottleneck"]
+        said += f"bottleneck: stage {stage}, at most {model['at_most']:.4g} rows/s"
+    if model["short"]:
+        said += f"\n  [red]not all of it has a place[/]: {model['short']}"
+    return said

@@ -1,0 +1,74 @@
+"""``multiworld profile``: what the stages of a model need, measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from multiworld.cli.partition import chosen_model
+from multiworld.serve.loading import load_spec
+from multiworld.serve.profiles import ModelProfile
+from multiworld.serve.profiling import profile_model
+from multiworld.serve.resources.amounts import mib
+from multiworld.serve.sources import build_model
+
+
+def run(
+    path: Path,
+    name: str | None,
+    batches: list[int],
+    repeats: int,
+    out: Path | None,
+    *,
+    as_json: bool,
+) -> int:
+    """Measure a model of a spec, print what came of it, and keep it."""
+    name, spec = chosen_model(load_spec(path), name, path)
+    model = build_model(spec)
+    found = profile_model(name, spec, model, batches, repeats, spec.stages[0].device)
+    if out is not None:
+        try:
+            out.write_text(found.model_dump_json(indent=2) + "\n")
+        except OSError as error:
+            raise click.ClickException(
+                f"cannot write {out}: {error.strerror}"
+            ) from error
+    if as_json:
+        click.echo(found.model_dump_json(indent=2))
+        return 0
+    console = Console()
+    console.print(_table(found))
+    console.print(
+        "ms (n): of a batch of n rows. peak: beside the "
+        f"{mib(found.base_bytes)} of a process without any stage. memory_mb: what to "
+        "book, a quarter more"
+    )
+    if out is not None:
+        console.print(
+            f"written to {out}; with `profile: {out}` in the model, its stages book "
+            "that much memory and are planned by these times"
+        )
+    return 0
+
+
+def _table(found: ModelProfile) -> Table:
+    table = Table(title=f"{found.model} {found.version} on {found.device}")
+    table.add_column("stage")
+    sizes = list(found.stages[0].seconds)
+    for rows in sizes:
+        table.add_column(f"ms ({rows})", justify="right")
+    for column in ("weights", "peak", "out a row", "memory_mb"):
+        table.add_column(column, justify="right")
+    for k, stage in enumerate(found.stages):
+        table.add_row(
+            stage.name,
+            *(f"{stage.seconds[rows] * 1000:.2f}" for rows in sizes),
+            mib(stage.weight_bytes),
+            mib(stage.peak_bytes),
+            f"{stage.out_bytes / 1024:.1f} KiB",
+            f"{found.memory_mb(k):g}",
+        )
+    return table

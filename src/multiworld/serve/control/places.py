@@ -1,0 +1,117 @@
+"""Where the replicas of a service are, and where the next one goes. Pure.
+
+Keeps the ledger; the choice is a policy's, and how many go where a plan's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from multiworld.serve.control.state import Wanted
+from multiworld.serve.resources.admitting import Ask, admit
+from multiworld.serve.resources.amounts import Need, Node, Spot, needs_of
+from multiworld.serve.resources.assigning import Plan, Policy, assign
+from multiworld.serve.resources.ledger import Ledger
+from multiworld.serve.spec import ModelSpec
+
+Specs = Mapping[str, Mapping[str, ModelSpec]]
+
+
+class Places:
+    """The machines of a service.
+
+    Args:
+        nodes: What there is.
+        policy: Chooses among the machines that have room.
+    """
+
+    def __init__(self, nodes: Iterable[Node], policy: Policy = assign) -> None:
+        self.ledger = Ledger(nodes)
+        self.plan: Plan = {}
+        self._policy = policy
+
+    def set_nodes(self, nodes: Iterable[Node]) -> tuple[list[str], list[str]]:
+        """Replace the machines; return which were added and which are gone."""
+        before = set(self.ledger.nodes)
+        self.ledger.set_nodes(nodes)
+        after = set(self.ledger.nodes)
+        return sorted(after - before), sorted(before - after)
+
+    def take(self, name: str, post: object, need: Need) -> Spot:
+        """Book a spot for a replica.
+
+        Raises:
+            PlacementError: There is none.
+        """
+        spot = self._policy(self.ledger, post, need, self.plan)
+        self.ledger.book(name, post, spot, need)
+        return spot
+
+    def admit(self, asks: Iterable[Ask]) -> None:
+        """Check that all of this has a place beside what runs.
+
+        Raises:
+            PlacementError: It has not; nothing changes.
+        """
+        admit(self.ledger, asks, self._policy)
+
+    def limits(self) -> dict[str, int]:
+        """Return what each replica may use of memory, in bytes, where that is known."""
+        return {
+            name: booking.need.memory_bytes
+            for name, booking in self.ledger.bookings.items()
+            if booking.need.memory_bytes
+        }
+
+    def node_of(self, name: str) -> str:
+        """Return where a replica is; empty if it has no place."""
+        booking = self.ledger.bookings.get(name)
+        return "" if booking is None else booking.spot.node
+
+    def booked(self, name: str) -> dict[str, Any]:
+        """Return what a replica has booked."""
+        booking = self.ledger.bookings.get(name)
+        need = Need() if booking is None else booking.need
+        return {
+            "booked_cpus": need.cpus,
+            "booked_memory_bytes": need.memory_bytes,
+            "gpu": None if booking is None else booking.spot.gpu,
+        }
+
+    def status(self) -> list[dict[str, Any]]:
+        """Return every machine: what it has, what is left of it, and who is there."""
+        found = []
+        for name, node in self.ledger.nodes.items():
+            free = self.ledger.free(name)
+            found.append(
+                {
+                    **asdict(node),
+                    "free_cpus": free.cpus,
+                    "free_memory_bytes": free.memory_bytes,
+                    "free_gpu_memory_bytes": free.gpu_memory_bytes,
+                    "replicas": sorted(b.name for b in self.ledger.on(name)),
+                }
+            )
+        return found
+
+
+def asks_of(wanted: Wanted, active: Mapping[str, str], specs: Specs) -> list[Ask]:
+    """Return everything that is wanted: a model that is updated runs in two versions.
+
+    Args:
+        active: The version that answers, by model.
+    """
+    asks: list[Ask] = []
+    for name, model in wanted.models.items():
+        for version in dict.fromkeys((active.get(name, model.version), model.version)):
+            spec = specs[name][version]
+            counts = [
+                model.replicas[k] if k < len(model.replicas) else spec.stages[k].least
+                for k in range(len(spec.stages))
+            ]
+            for k, need in enumerate(needs_of(spec)):
+                title = f"stage {spec.stages[k].name or k} of {name} ({version})"
+                asks.append(((name, version, k), title, counts[k], need))
+    return asks

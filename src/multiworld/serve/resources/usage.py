@@ -1,0 +1,91 @@
+"""What a process uses of its machine. Shell; Linux's ``/proc``."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+KIB = 1024
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Of a process and its children.
+
+    Attributes:
+        cpu_s: Seconds of a core since they began.
+        memory_bytes: See ``memory_of``.
+    """
+
+    cpu_s: float
+    memory_bytes: int
+
+
+def usage_of(pid: int) -> Usage:
+    """Return what a process and its children use; zeros if it is gone."""
+    family = [pid, *_children(pid)]
+    return Usage(sum(map(_cpu_s, family)), sum(map(_memory, family)))
+
+
+def memory_of(pid: int) -> int:
+    """Return the memory that a process and its children take from others, in bytes.
+
+    Anonymous and shared memory; what several processes share (after a fork) counts for
+    each by its part. Pages of files (mapped weights) do not count: the kernel drops
+    them when memory is short.
+    """
+    return sum(map(_memory, [pid, *_children(pid)]))
+
+
+def outgrows(pid: int, limit: int) -> int | None:
+    """Return what a process and its children use if that is more than ``limit``.
+
+    Nearly always one cheap look at an upper bound is enough.
+    """
+    family = [pid, *_children(pid)]
+    if sum(map(_resident, family)) <= limit:
+        return None
+    used = sum(map(_memory, family))
+    return used if used > limit else None
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    try:
+        for task in os.listdir(f"/proc/{pid}/task"):
+            text = Path(f"/proc/{pid}/task/{task}/children").read_text()
+            found += map(int, text.split())
+    except OSError:
+        pass  # it ends just now, or the kernel does not tell
+    return found
+
+
+def _fields(path: str, *names: str) -> int | None:
+    """Return the sum of some lines of a file like ``Name:  12 kB``, in bytes."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return None
+    found = [
+        int(line.split()[1]) for line in lines if line.partition(":")[0] in set(names)
+    ]
+    return sum(found) * KIB if found else None
+
+
+def _resident(pid: int) -> int:
+    return _fields(f"/proc/{pid}/status", "RssAnon", "RssShmem") or 0
+
+
+def _memory(pid: int) -> int:
+    exact = _fields(f"/proc/{pid}/smaps_rollup", "Pss_Anon", "Pss_Shmem")
+    return _resident(pid) if exact is None else exact
+
+
+def _cpu_s(pid: int) -> float:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / TICKS

@@ -1,0 +1,129 @@
+"""What is declared is booked and kept to; what has no place is refused and named."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from multiworld.errors import ServeError
+from multiworld.serve.resources.amounts import MIB
+from tests.serve.harness import ROOT, Served, served, spec_with, traffic
+from tests.serve.models import GROW
+
+LIMIT_MB = 200
+STAGES = [
+    {"name": "double"},
+    {"name": "add", "replicas": 2, "memory_mb": LIMIT_MB, "cpus": 0.25},
+    {"name": "square", "memory_mb": 100},
+]
+MACHINE = {"name": "here", "cpus": 1, "memory_mb": 1000}
+
+
+async def test_replica_that_outgrows_its_memory_is_ended_and_named(
+    tmp_path: Path,
+) -> None:
+    """Not its neighbours; the request that did it harms nobody else."""
+    spec = spec_with(m_stages=STAGES, machine=MACHINE)
+    with served(tmp_path, spec) as service:
+        booked = {
+            row["name"]: row["booked_memory_bytes"]
+            for row in service.command("resources", "--state", str(service.state))[
+                "replicas"
+            ]
+        }
+        assert sorted(booked.values()) == [0, 100 * MIB, 200 * MIB, 200 * MIB]
+        async with traffic(service):
+            answer = await asyncio.to_thread(service.infer, 1.0, GROW)
+            await asyncio.to_thread(
+                service.until, lambda: service.stages() == [1, 2, 1], "all are back"
+            )
+        assert answer.status_code == 500, answer.text
+        assert "two replicas" in answer.text
+        ended = {e["name"] for e in service.events("outgrown")}
+        assert len(ended) == 2, "the one that it was sent to, and the next"
+        assert all(name.startswith("m/1/") for name in ended)
+        text = service.events("outgrown")[0]["text"]
+        assert f"books {LIMIT_MB} MiB" in text
+        lost = {e["name"] for e in service.events("lost")}
+        assert lost == ended, "nobody else was ended"
+        _nothing_is_over_committed(service)
+
+
+def _nothing_is_over_committed(service: Served) -> None:
+    (node,) = service.command("nodes", "--state", str(service.state))
+    assert node["name"] == "here"
+    assert node["free_memory_bytes"] == (1000 - 2 * LIMIT_MB - 100) * MIB
+    assert node["free_cpus"] == pytest.approx(0.5)
+
+
+def test_what_has_no_place_is_refused_and_nothing_changes(tmp_path: Path) -> None:
+    """At scaling and at an update; then it is given room."""
+    spec = spec_with(m_stages=STAGES, machine=MACHINE)
+    with served(tmp_path, spec) as service:
+        before = service.ask("GET", "/status")["processes"]
+        with pytest.raises(ServeError, match=r"4 of 5 replicas have a place.*here: "):
+            service.ask(
+                "POST", "/scale", json={"model": "m", "stage": "add", "replicas": 5}
+            )
+        bigger = spec_with(m_stages=STAGES, machine=MACHINE, m_version="2")
+        bigger["models"]["m"]["stages"][1]["memory_mb"] = 300
+        text = yaml.safe_dump(bigger)
+        with pytest.raises(ServeError, match="runs in both versions"):
+            service.ask("POST", "/update", json={"text": text})
+        names = [p["name"] for p in service.ask("GET", "/status")["processes"]]
+        assert names == [p["name"] for p in before]
+        service.ask(
+            "POST", "/scale", json={"model": "m", "stage": "add", "replicas": 4}
+        )
+        service.until(lambda: service.stages() == [1, 4, 1], "there was room for it")
+        assert service.infer(1.0).status_code == 200
+
+
+def test_service_without_a_place_is_not_started(tmp_path: Path) -> None:
+    """And says what is short."""
+    spec = spec_with(m_stages=STAGES, machine={"name": "tiny", "memory_mb": 350})
+    path = tmp_path / "app.yaml"
+    path.write_text(yaml.safe_dump(spec))
+    done = _multiworld("serve", str(path), "--state", str(tmp_path / "state"))
+    assert done.returncode == 1
+    assert "stage add of m (1): 1 of 2 replicas have a place" in done.stderr
+    assert "tiny: 50 MiB short" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_profile_is_measured_and_then_booked(tmp_path: Path) -> None:
+    """What one command writes the others plan with."""
+    spec = spec_with(m_profile="needs.json")
+    path = tmp_path / "app.yaml"
+    path.write_text(yaml.safe_dump(spec_with()))
+    out = tmp_path / "needs.json"
+    words = ("profile", str(path), "--batch", "1", "--batch", "8", "--out", str(out))
+    assert "memory_mb" in _multiworld(*words).stdout
+    found = json.loads(out.read_text())
+    assert [stage["name"] for stage in found["stages"]] == ["double", "add", "square"]
+    assert set(found["stages"][0]["seconds"]) == {"1", "8"}
+    assert found["base_bytes"] > 10 * MIB
+    path.write_text(yaml.safe_dump(spec))
+    plan = json.loads(_multiworld("plan", str(path), "--json").stdout)
+    assert all(stage["memory_mb"] > 10 for stage in plan["stages"])
+    out.write_text("{}")
+    assert "is no profile" in _multiworld("plan", str(path)).stderr
+
+
+def _multiworld(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "multiworld.cli.main", *words],
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
