@@ -197,7 +197,10 @@ class EdgeKeeper:
             try:
                 await _drain(tasks, is_polite=has_left)
             finally:  # a table without the peer may cancel this at any moment
-                self._owner.edge_down(outbox, is_polite=not world.is_broken)
+                # Who is left out of a table without a word was given up, and may have
+                # been killed for what it computed.
+                has_left = bool(world.left) and not world.is_broken
+                self._owner.edge_down(outbox, is_polite=has_left)
 
 
 async def _until_over(body: Body, world: World) -> None:
