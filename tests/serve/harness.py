@@ -181,6 +181,8 @@ class Served:
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait()
+        if self.process is not None and self.process.stdout is not None:
+            self.process.stdout.close()
         for pid, began in self.pids:
             if began_at(pid) == began:
                 os.kill(pid, signal.SIGKILL)

@@ -71,6 +71,7 @@ class Args(BaseModel):
     model: str = ""
     stage: int = 0
     gpu: int | None = None
+    rank: int | None = None
     spec: ModelSpec | None = None
     gateway: GatewaySpec | None = None
     port: int = 0
@@ -96,7 +97,7 @@ def main(args: dict[str, Any]) -> int:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
     parsed = Args.model_validate(args)
-    if parsed.alive:
+    if parsed.alive and Path(parsed.alive).exists():
         # Held until this process ends: the store ends when nobody holds it any more.
         fcntl.flock(os.open(parsed.alive, os.O_RDONLY), fcntl.LOCK_SH)
     if parsed.role == "gateway":
@@ -105,7 +106,9 @@ def main(args: dict[str, Any]) -> int:
         return asyncio.run(run_gateway(parsed))
     assert parsed.spec is not None
     _be_first_to_go()
-    rank = fork_ranks(parsed.spec.stages[parsed.stage].ranks)
+    rank = parsed.rank
+    if rank is None:
+        rank = fork_ranks(parsed.spec.stages[parsed.stage].ranks)
     if rank != LEADER:
         return asyncio.run(run_follower(parsed, rank))
     return asyncio.run(run_worker(parsed))

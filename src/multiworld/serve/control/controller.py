@@ -46,7 +46,7 @@ from multiworld.serve.control.wanting import (
     wanted_of,
 )
 from multiworld.serve.process import Args
-from multiworld.serve.resources.amounts import Spot, mib, needs_of
+from multiworld.serve.resources.amounts import Need, Spot, mib, needs_of
 from multiworld.serve.spec import AppSpec, ModelSpec
 from multiworld.world_manager import WorldManager
 
@@ -131,7 +131,9 @@ class Controller:
         found = []
         for said in old.processes:
             running = Running(said.name, said.pid, said.began, said.node)
-            if not self._launcher.adopt(running):
+            spec = self._specs[said.model][said.version] if said.model else None
+            ranks = 1 if spec is None else spec.stages[said.stage].ranks
+            if not self._launcher.adopt(running, ranks):
                 continue
             self._running[said.name] = running
             if said.model:
@@ -337,16 +339,7 @@ class Controller:
             ServeError: No replica of it is ready.
         """
         number = stage_number(self._running_spec(model), model, stage)
-        names = [
-            p.name
-            for p in self.fleet.processes.values()
-            if (p.model, p.stage, p.phase) == (model, number, Phase.READY)
-        ]
-        if not names:
-            raise ServeError(
-                f"stage {stage!r} of {model!r} has no ready replica to break"
-            )
-        name = random.choice(names)
+        name = random.choice(self.fleet.ready_at(model, number))
         running = self._running[name]
         self._say("chaos", f"{action} {name} (process {running.pid})", name)
         if action == "cut":
@@ -463,8 +456,11 @@ class Controller:
         for name in gone:
             here = [b.name for b in self.places.ledger.on(name)]
             self._say("node lost", f"{name} is gone, with {', '.join(here) or 'none'}")
-        if added:
-            self._handle(events.PlacesChanged())
+        trouble = self._launcher.trouble()
+        if trouble != self._trouble:
+            self._trouble = trouble
+            self._say("launcher", trouble or "replicas can be started again")
+        self._handle(events.PlacesChanged())
 
     def _check_memory(self) -> None:
         """End what uses more memory than it declared, before its neighbours suffer."""
@@ -489,7 +485,7 @@ class Controller:
 
     async def _launch(self, name: str, model: str, version: str, stage: int) -> None:
         spec = self._specs[model][version] if model else None
-        spot: Spot | None = None
+        spot, need = None, Need()
         if spec is not None:
             if name not in self.fleet.processes:
                 return  # it is not wanted any more
@@ -517,7 +513,7 @@ class Controller:
         self._links.open(name)
         try:
             running = await self._launcher.launch(
-                name, args.model_dump(), self.log_of(name), spot
+                name, args.model_dump(), self.log_of(name), spot, need
             )
         except LaunchError as error:
             self.places.ledger.release(name)
@@ -592,6 +588,7 @@ class Controller:
             logger.error("the record cannot be written: %s", error)
 
     _saved: Record | None = None
+    _trouble = ""
 
 
 def _is_gateway(name: str) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from multiworld.errors import ServeError
 from multiworld.serve.control.actions import (
     Action,
     Announce,
@@ -264,6 +265,21 @@ class Fleet:
         surplus = sorted(here, key=lambda p: (p.phase is Phase.READY, -_number(p.name)))
         for process in surplus[: max(0, -missing)]:
             yield from self._drain(process, now)
+
+    def ready_at(self, model: str, stage: int) -> list[str]:
+        """Return the ready replicas of a stage, of whatever version.
+
+        Raises:
+            ServeError: There is none.
+        """
+        names = [
+            p.name
+            for p in self.processes.values()
+            if (p.model, p.stage, p.phase) == (model, stage, Phase.READY)
+        ]
+        if not names:
+            raise ServeError(f"stage {stage} of {model!r} has no ready replica")
+        return names
 
     def _launch(self, post: Post, now: float) -> Launch:
         model, version, stage = post

@@ -7,27 +7,23 @@ arguments, end it, and tell when one has ended.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import signal
-import socket
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from multiworld.errors import LaunchError
-from multiworld.serve.resources.amounts import Node, Spot
+from multiworld.serve.control.child import Child
+from multiworld.serve.resources.amounts import Need, Node, Spot
 from multiworld.serve.resources.usage import outgrows
 
 logger = logging.getLogger("multiworld.serve")
 
 WARM_S = 120.0
 """How long the fork server may import."""
-
-END_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +54,13 @@ class Launcher(Protocol):
         """Say why nothing can be started now; empty if it can."""
 
     async def launch(
-        self, name: str, args: dict[str, Any], log: Path, spot: Spot | None
+        self, name: str, args: dict[str, Any], log: Path, spot: Spot | None, need: Need
     ) -> Running:
         """Start one; its output goes to ``log``.
 
         Args:
             spot: Where; None for what belongs beside the controller.
+            need: What it books there.
 
         Raises:
             LaunchError: It could not be started.
@@ -78,7 +75,7 @@ class Launcher(Protocol):
         None where that cannot be seen from here; every replica looks at itself, too.
         """
 
-    def adopt(self, running: Running) -> bool:
+    def adopt(self, running: Running, ranks: int) -> bool:
         """Watch a process of an earlier controller; False if it has ended."""
 
     async def close(self) -> None:
@@ -115,12 +112,12 @@ class LocalLauncher:
         node: Node,
     ) -> None:
         self._node = node
-        self._preload, self._env, self._log = preload, env, log
+        self._preload, self._env = preload, env
         self._on_exit = on_exit
         self._loop = asyncio.get_running_loop()
-        self._server: asyncio.subprocess.Process | None = None
-        self._writer: asyncio.StreamWriter | None = None
-        self._reading: asyncio.Task[None] | None = None
+        self._server = Child(
+            "multiworld.serve.control.zygote", log, self._told, self._server_ended
+        )
         self._starting: dict[str, asyncio.Future[int]] = {}
         self._watched: dict[str, int] = {}
         self._warming = asyncio.Lock()
@@ -142,54 +139,30 @@ class LocalLauncher:
         Cancellation: safe.
         """
         async with self._warming:
-            if self._reading is not None and not self._reading.done():
-                return
-            ours, theirs = socket.socketpair()
-            with open(self._log, "ab") as log:  # noqa: ASYNC230 - opened, not read
-                self._server = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    "-m",
-                    "multiworld.serve.control.zygote",
-                    str(theirs.fileno()),
-                    *self._preload,
-                    pass_fds=[theirs.fileno()],
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env={**os.environ, "OPENBLAS_NUM_THREADS": "1", **self._env},
-                )
-            theirs.close()
-            reader, self._writer = await asyncio.open_connection(sock=ours)
-            try:
-                async with asyncio.timeout(WARM_S):
-                    line = await reader.readline()
-            except TimeoutError:
-                line = b""
-            if not line:
-                self._server.kill()
-                raise LaunchError(f"the fork server did not start; see {self._log}")
-            self._reading = self._loop.create_task(self._read(reader))
+            if not self._server.is_running:
+                env = {"OPENBLAS_NUM_THREADS": "1", **self._env}
+                await self._server.start(self._preload, env, WARM_S)
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        while line := await reader.readline():
-            news = json.loads(line)
-            if news["kind"] == "exited":
-                self._ended(news["name"], news["code"])
-                continue
-            future = self._starting.pop(news["name"], None)
-            if future is None or future.done():
-                continue
-            if news["kind"] == "launched":
-                future.set_result(news["pid"])
-            else:
-                future.set_exception(LaunchError(f"{news['name']}: {news['error']}"))
+    def _told(self, news: dict[str, Any]) -> None:
+        if news["kind"] == "exited":
+            self._ended(news["name"], news["code"])
+            return
+        future = self._starting.pop(news["name"], None)
+        if future is None or future.done():
+            return
+        if news["kind"] == "launched":
+            future.set_result(news["pid"])
+        else:
+            future.set_exception(LaunchError(f"{news['name']}: {news['error']}"))
+
+    def _server_ended(self) -> None:
         for name, future in self._starting.items():
             if not future.done():
                 future.set_exception(LaunchError(f"{name}: the fork server has ended"))
         self._starting.clear()
 
     async def launch(
-        self, name: str, args: dict[str, Any], log: Path, spot: Spot | None = None
+        self, name: str, args: dict[str, Any], log: Path, spot: Spot | None, need: Need
     ) -> Running:
         """Start a process.
 
@@ -199,13 +172,13 @@ class LocalLauncher:
         Cancellation: the process may start all the same.
         """
         await self.warm()
-        assert self._writer is not None
         future: asyncio.Future[int] = self._loop.create_future()
         self._starting[name] = future
         order = {"name": name, "args": args, "log": str(log), "env": self._env}
-        self._writer.write(json.dumps(order).encode() + b"\n")
+        self._server.tell(order)
         pid = await future
-        running = Running(name, pid, began_at(pid) or 0, self._node.name)
+        node = "" if spot is None else spot.node
+        running = Running(name, pid, began_at(pid) or 0, node)
         if not self._watch(running):
             raise LaunchError(f"{name} ended at once; see {log}")
         return running
@@ -214,7 +187,7 @@ class LocalLauncher:
         """Return the memory that a process uses, if it is more than ``limit``."""
         return outgrows(running.pid, limit)
 
-    def adopt(self, running: Running) -> bool:
+    def adopt(self, running: Running, ranks: int) -> bool:
         """Watch a process of an earlier controller; False if it has ended."""
         return began_at(running.pid) == running.began and self._watch(running)
 
@@ -254,14 +227,4 @@ class LocalLauncher:
         """End the fork server; the processes go on."""
         for name in list(self._watched):
             self._unwatch(name)
-        if self._reading is not None:
-            self._reading.cancel()
-        if self._writer is not None:
-            self._writer.close()
-        if self._server is not None and self._server.returncode is None:
-            try:
-                async with asyncio.timeout(END_S):
-                    await self._server.wait()
-            except TimeoutError:
-                self._server.kill()
-                await self._server.wait()
+        await self._server.close()

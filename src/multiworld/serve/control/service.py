@@ -18,7 +18,7 @@ from multiworld.security import Security
 from multiworld.serve.control.admin import make_admin
 from multiworld.serve.control.controller import Controller
 from multiworld.serve.control.keeper import start_store
-from multiworld.serve.control.launching import LocalLauncher
+from multiworld.serve.control.launching import Launcher, LocalLauncher
 from multiworld.serve.control.record import Record, StateFolder
 from multiworld.serve.datatypes import example_of
 from multiworld.serve.embedded import EmbeddedServer
@@ -26,7 +26,7 @@ from multiworld.serve.gateway.process import listen
 from multiworld.serve.resources.amounts import MIB, Node
 from multiworld.serve.resources.inventory import this_node
 from multiworld.serve.sources import build_model, modules_of
-from multiworld.serve.spec import AppSpec
+from multiworld.serve.spec import AppSpec, RaySpec
 from multiworld.world_manager import WorldManager
 
 PRELOAD = [
@@ -81,13 +81,7 @@ async def _run(
     security = Security.from_environment({**os.environ, **env})
     async with WorldManager(config=config, security=security) as manager:
         holder: list[Controller] = []
-        launcher = LocalLauncher(
-            preload,
-            env,
-            folder.logs / "launcher.log",
-            lambda name, code: holder[0].exited(name, code),
-            machine_of(app),
-        )
+        launcher = await _launcher(app, folder, preload, env, holder)
         controller = Controller(folder, app, manager, launcher, store, port, old)
         holder.append(controller)
         admin = _admin(controller, folder, ended)
@@ -141,6 +135,36 @@ async def _until_ended(
     finally:
         up.cancel()
         end.cancel()
+
+
+async def _launcher(
+    app: AppSpec,
+    folder: StateFolder,
+    preload: list[str],
+    env: dict[str, str],
+    holder: list[Controller],
+) -> Launcher:
+    """Return what starts replicas; it finds the controller in ``holder``."""
+
+    def exited(name: str, code: int | None) -> None:
+        holder[0].exited(name, code)
+
+    def nodes_changed() -> None:
+        if holder:
+            holder[0].nodes_changed()
+
+    log = folder.logs / "launcher.log"
+    local = LocalLauncher(preload, env, log, exited, machine_of(app))
+    if app.launcher == "local":
+        return local
+    from multiworld.serve.control.ray.launcher import RayLauncher
+
+    log = folder.logs / "ray.log"
+    launcher = RayLauncher(
+        app.app, local, app.ray or RaySpec(), env, log, exited, nodes_changed
+    )
+    await launcher.start()
+    return launcher
 
 
 def machine_of(app: AppSpec) -> Node:

@@ -1,0 +1,191 @@
+"""Replicas as actors of a four-node Ray cluster: nodes come, go and freeze."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multiworld.errors import ServeError
+from tests.serve.cluster import RayNodes, ray_nodes
+from tests.serve.harness import Served, served, spec_with, traffic
+
+pytest.importorskip("ray")
+pytestmark = pytest.mark.timeout(240)
+
+STAGES = [
+    {"name": "double", "replicas": 2},
+    {"name": "add", "replicas": 2, "cpus": 1},
+    {"name": "square", "replicas": 2},
+]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayNodes]:
+    """Return four nodes of four cores each."""
+    with ray_nodes(4) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def service(
+    cluster: RayNodes, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    """Return a service on them."""
+    spec = spec_with(m_stages=STAGES, launcher="ray", ray={"address": cluster.address})
+    with served(tmp_path_factory.mktemp("ray"), spec) as made:
+        yield made
+
+
+def where(service: Served) -> dict[str, str]:
+    """Return on which node each ready replica is."""
+    processes = service.ask("GET", "/status")["processes"]
+    return {
+        p["name"]: p["node"] for p in processes if p["model"] and p["phase"] == "ready"
+    }
+
+
+def status(service: Served) -> dict[str, Any]:
+    """Return it."""
+    found: dict[str, Any] = service.ask("GET", "/status")
+    return found
+
+
+def is_whole(service: Served) -> bool:
+    """Tell whether every stage has its replicas."""
+    return service.stages() == [2, 2, 2]
+
+
+async def until(service: Served, is_so: Any, what: str) -> None:
+    """Wait, while traffic goes on."""
+    await asyncio.to_thread(service.until, is_so, what)
+
+
+def test_replicas_are_spread_over_the_nodes(service: Served, cluster: RayNodes) -> None:
+    """Two of a stage are never on one node; the machines are Ray's."""
+    assert service.infer(1.0).status_code == 200
+    for stage in range(3):
+        nodes = [n for name, n in where(service).items() if name[2] == str(stage)]
+        assert len(set(nodes)) == 2, where(service)
+    known = service.ask("GET", "/nodes")
+    assert sorted(n["name"] for n in known) == sorted(cluster.names)
+    assert sum(n["cpus"] - n["free_cpus"] for n in known) == pytest.approx(2)
+
+
+async def test_lost_replica_is_replaced_by_another_actor(service: Served) -> None:
+    """As on one machine."""
+    async with traffic(service):
+        harmed = await asyncio.to_thread(
+            service.ask,
+            *("POST", "/chaos"),
+            json={"action": "kill", "model": "m", "stage": "add"},
+        )
+        await until(service, lambda: harmed["name"] not in where(service), "gone")
+        await until(service, lambda: is_whole(service), "replaced")
+
+
+async def test_node_that_is_removed_costs_no_request(
+    service: Served, cluster: RayNodes
+) -> None:
+    """Its replicas go elsewhere; a node that is added is used when it is scaled."""
+    counts = Counter(where(service).values())
+    victim = max((n for n in counts if n != "head"), key=lambda n: counts[n])
+    async with traffic(service):
+        await asyncio.to_thread(cluster.remove, victim)
+        await until(service, lambda: victim not in where(service).values(), "gone")
+        await until(service, lambda: is_whole(service), "placed elsewhere")
+        await until(
+            service, lambda: bool(service.events("node lost")), "the loss is told"
+        )
+        cluster.add("fresh")  # Ray does it in the main thread only
+        await until(
+            service, lambda: bool(service.events("node added")), "the new one is known"
+        )
+        await asyncio.to_thread(
+            service.ask,
+            *("POST", "/scale"),
+            json={"model": "m", "stage": "add", "replicas": 4},
+        )
+        await until(service, lambda: service.stages() == [2, 4, 2], "scaled")
+        assert "fresh" in where(service).values()
+        await asyncio.to_thread(
+            service.ask,
+            *("POST", "/scale"),
+            json={"model": "m", "stage": "add", "replicas": 2},
+        )
+        await until(service, lambda: is_whole(service), "and back")
+
+
+async def test_node_that_freezes_costs_no_request(
+    service: Served, cluster: RayNodes
+) -> None:
+    """Ray would not notice a frozen actor; its node comes back as a stranger."""
+    counts = Counter(where(service).values())
+    victim = max((n for n in counts if n != "head"), key=lambda n: counts[n])
+    async with traffic(service):
+        frozen = {name for name, node in where(service).items() if node == victim}
+        cluster.freeze(victim)
+        await until(service, lambda: not frozen & where(service).keys(), "given up")
+        await until(service, lambda: is_whole(service), "placed elsewhere")
+        cluster.freeze(victim, is_thawed=True)
+        await asyncio.sleep(2.0)
+        assert is_whole(service)
+        assert not frozen & where(service).keys(), "they stay out"
+
+
+def test_cluster_too_small_refuses_and_says_what_is_short(service: Served) -> None:
+    """Nothing changes."""
+    before = where(service)
+    with pytest.raises(ServeError, match=r"of 40 replicas have a place.*cpus short"):
+        service.ask(
+            "POST", "/scale", json={"model": "m", "stage": "add", "replicas": 40}
+        )
+    assert where(service) == before
+
+
+@pytest.mark.heavy
+def test_second_controller_is_refused(
+    service: Served, cluster: RayNodes, tmp_path: Path
+) -> None:
+    """From another state folder, as if on another machine: the service is one."""
+    wanted = pytest.raises(AssertionError, match="a controller of 'under-test' runs")
+    with wanted, served(tmp_path, service.spec):
+        pass
+    assert is_whole(service)
+
+
+async def test_controller_that_is_lost_finds_its_actors_again(service: Served) -> None:
+    """They serve on meanwhile, and none is started anew."""
+    before = where(service)
+    async with traffic(service):
+        service.kill_controller()
+        await asyncio.sleep(1.0)
+        await asyncio.to_thread(service.start)
+        await until(service, lambda: where(service) == before, "all are adopted")
+    assert len(service.events("adopted")) == len(before) + 1
+
+
+async def test_lost_head_stops_scaling_and_not_serving(
+    service: Served, cluster: RayNodes
+) -> None:
+    """And the service says so."""
+    async with traffic(service):
+        await asyncio.to_thread(cluster.lose_head)
+        await until(service, lambda: "head" in status(service)["trouble"], "it is said")
+        before = where(service)
+        await asyncio.sleep(3.0)
+        assert where(service) == before
+    assert any("nothing is started" in e["text"] for e in service.events("launcher"))
+    assert service.infer(2.0).status_code == 200
+
+
+def test_no_cluster_is_named(tmp_path: Path) -> None:
+    """At once, with what to do."""
+    spec = spec_with(launcher="ray", ray={"address": "127.0.0.1:1"})
+    wanted = pytest.raises(AssertionError, match=r"no Ray cluster at '127.0.0.1:1'")
+    with wanted, served(tmp_path, spec):
+        pass
