@@ -64,6 +64,9 @@ def _variables(model: Any, formulation: Formulation) -> dict[int, Any]:
         assert latency_s is not None
         top = max(0, math.ceil(latency_s * UNITS))
         found[number] = model.new_int_var(0, top, f"l{number}")
+    if formulation.peak is not None:
+        top = sum(formulation.most.values()) * UNITS
+        found[formulation.peak] = model.new_int_var(0, top, "peak")
     return found
 
 

@@ -191,4 +191,5 @@ class _Placing:
         is_running = self._on(k).count(d) < runs
         price = 0.0 if self._ledger.used[d] else device.price
         rate = self._rate(k, d) / max(ENOUGH, self._model.demand)
-        return round(rate, 3), is_running, -price, -self._ledger.memory[d]
+        full = self._ledger.used[d] / device.capacity if self._problem.balance else 0.0
+        return round(rate, 3), is_running, -price, -full, -self._ledger.memory[d]

@@ -93,6 +93,7 @@ class Formulation:
             if model.latency_s is not None
             for k in range(len(model.stages))
         }
+        self.peak = next(after) if problem.balance else None
         self.count = next(after)
         self.rows = Rows()
         self.by_stage: dict[tuple[int, int], list[Slot]] = defaultdict(list)
@@ -174,6 +175,9 @@ class Formulation:
                 self.rows.add(cores, high=capacity)
             for slot in slots:
                 self.rows.add({self.here[slot]: 1.0, self.used[d]: -1.0}, high=0.0)
+            if self.peak is not None:
+                widths = {self.has[s]: -stages[s].width for s in slots}
+                self.rows.add(widths | {self.peak: capacity}, low=0.0)
         for n, node in enumerate(self.problem.nodes):
             if node.bandwidth is None:
                 continue
@@ -207,6 +211,8 @@ class Formulation:
         }
         for d, place in enumerate(self.places):
             gains[self.used[d]] = -place.device.price
+        if self.peak is not None:
+            gains[self.peak] = -self.problem.balance
         for slot in self.slots:
             gains[self.has[slot]] = -REPLICA_COST
             if slot in self.new:
@@ -240,6 +246,8 @@ class Formulation:
             high[number] = float(most)
         for number in self.longest.values():
             high[number] = np.inf
+        if self.peak is not None:
+            high[self.peak] = np.inf
         integrality = np.zeros(self.count)
         integrality[: self.integers] = 1
         if chosen is not None:

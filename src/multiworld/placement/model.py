@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -138,7 +138,21 @@ def objective(
     value -= sum(prices[name] for name in {replica.device for replica in listed})
     there = Counter((r.model, r.stage, r.device) for r in listed)
     moved = (there - Counter(problem.running)).total()
-    return value - REPLICA_COST * len(listed) - problem.move_cost * moved
+    value -= REPLICA_COST * len(listed) + problem.move_cost * moved
+    return value - problem.balance * fullest(problem, listed)
+
+
+def fullest(problem: Problem, replicas: Iterable[Replica]) -> float:
+    """Return how many replicas' widths there are on a device for each of its capacity.
+
+    Of the device where that is most.
+    """
+    width = {m.name: [stage.width for stage in m.stages] for m in problem.models}
+    on: dict[str, float] = defaultdict(float)
+    for replica in replicas:
+        on[replica.device] += width[replica.model][replica.stage]
+    capacity = {p.device.name: p.device.capacity for p in places_of(problem)}
+    return max((taken / capacity[name] for name, taken in on.items()), default=0.0)
 
 
 def answer(

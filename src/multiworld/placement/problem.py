@@ -100,6 +100,8 @@ class Problem:
         move_cost: Per hour, for each replica that runs nowhere like it now.
         hop_s: From a stage to the next.
         utilisation: The share of a device's time that may be planned.
+        balance: What it costs per hour that the fullest device has one replica for
+            each unit of its capacity; 0: it does not matter how full one is.
     """
 
     nodes: tuple[Node, ...]
@@ -108,6 +110,7 @@ class Problem:
     move_cost: float = 0.05
     hop_s: float = 0.001
     utilisation: float = 0.8
+    balance: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

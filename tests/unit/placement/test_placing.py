@@ -227,9 +227,9 @@ def test_verifier_finds_replicas_on_one_node() -> None:
 # Several replicas on one device.
 
 
-def cpu_node(name: str, cores: float) -> Node:
+def cpu_node(name: str, cores: float, price: float = 1.0) -> Node:
     """Return a machine whose cores replicas share."""
-    return Node(name, (Device(f"{name}/cpu", "cpu", 8 * GIB, capacity=cores),))
+    return Node(name, (Device(f"{name}/cpu", "cpu", 8 * GIB, price, cores),))
 
 
 def test_replicas_share_a_machine_by_its_cores() -> None:
@@ -259,6 +259,19 @@ def test_cores_that_are_booked_are_nobody_elses() -> None:
         tuple(Replica("m", 0, "a/cpu", 0.3) for _ in range(3)), {"m": 0.9}, 0, 0, "test"
     )
     assert "a/cpu: 4.5 cores are too many" in faults(tight, over)
+
+
+def test_new_replicas_go_where_few_are_and_old_ones_stay() -> None:
+    """If that is asked for; otherwise on as few machines as can be."""
+    need = StageNeed(GIB, {"cpu": 0.0}, least=4, most=4, per_device=4)
+    nodes = tuple(cpu_node(name, 4.0, price=0.0) for name in "abcd")
+    problem = Problem(nodes, (ModelNeed("m", (need,), 1.0),), balance=0.01)
+    spread = place(problem, 5.0)
+    assert faults(problem, spread) == []
+    assert len({r.device for r in spread.replicas}) == 4
+    runs = [("m", 0, "a/cpu")] * 2 + [("m", 0, "b/cpu")] * 2
+    again = place(replace(problem, running=runs), 5.0)
+    assert Counter(r.device for r in again.replicas) == {"a/cpu": 2, "b/cpu": 2}
 
 
 def test_few_are_moved_when_a_machine_is_lost() -> None:
@@ -329,7 +342,9 @@ def problems(draw: st.DrawFn) -> Problem:
     )
     devices = [device.name for n in nodes for device in n.devices]
     running = draw(st.lists(st.sampled_from(devices), max_size=3))
-    return Problem(nodes, models, [("m0", 0, device) for device in running])
+    balance = draw(st.sampled_from((0.0, 0.01, 5.0)))
+    where = [("m0", 0, device) for device in running]
+    return Problem(nodes, models, where, balance=balance)
 
 
 @settings(max_examples=60, deadline=None)

@@ -23,13 +23,9 @@ from multiworld.serve.control.fleet import Fleet
 from multiworld.serve.control.happened import History
 from multiworld.serve.control.launching import Launcher, Running
 from multiworld.serve.control.links import Links
-from multiworld.serve.control.places import Places, asks_of
-from multiworld.serve.control.record import (
-    ProcessRecord,
-    Record,
-    StateFolder,
-    StoreRecord,
-)
+from multiworld.serve.control.placer import Placer
+from multiworld.serve.control.places import Specs
+from multiworld.serve.control.record import Record, StateFolder, StoreRecord
 from multiworld.serve.control.reporting import (
     exit_words,
     is_ready,
@@ -46,7 +42,7 @@ from multiworld.serve.control.wanting import (
     wanted_of,
 )
 from multiworld.serve.process import Args
-from multiworld.serve.resources.amounts import Need, Spot, mib, needs_of
+from multiworld.serve.resources.amounts import Need, needs_of
 from multiworld.serve.spec import AppSpec, ModelSpec
 from multiworld.world_manager import WorldManager
 
@@ -92,7 +88,8 @@ class Controller:
         self._links = Links(manager, app.app, store.address, app.silence_s, self)
         self._launching: set[asyncio.Task[None]] = set()
         self.history = History()
-        self.places = Places(launcher.nodes())
+        self.placer = Placer(launcher, self.fleet, self.history, self)
+        self.places = self.placer.places
         self._changed = asyncio.Event()
         self._ticker: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
@@ -115,11 +112,12 @@ class Controller:
                         self._remember_want(name, spec)
         self._set_specs()
         if old is None:
-            self._admit(wanted)
+            self.placer.admit(wanted)
         for process in adopted:
             self._handle(events.Adopted(process))
             self._links.open(process.name)
-        self._handle(events.WantedChanged(wanted))
+        self._want(wanted)
+        self.placer.start()
         self._ticker = self._loop.create_task(self._tick())
 
     def _remember_want(self, name: str, spec: ModelSpec) -> None:
@@ -137,7 +135,7 @@ class Controller:
                 continue
             self._running[said.name] = running
             if said.model:
-                self._restore(said)
+                self.placer.restore(said)
             found.append(
                 Process(
                     said.name,
@@ -159,7 +157,7 @@ class Controller:
         for number in itertools.count():
             await asyncio.sleep(TICK_S)
             self._handle(events.Ticked())
-            self._check_memory()
+            self.placer.check_memory()
             if number % REPORT_TICKS == 0:
                 self._spawn(self._launching, self._spread_reports())
 
@@ -235,6 +233,7 @@ class Controller:
     async def abandon(self) -> None:
         """End the controller only; the service goes on."""
         self._is_ending = True
+        await self.placer.close()
         await self._links.close_all()
         tasks = list(self._launching)
         if self._ticker is not None:
@@ -278,9 +277,9 @@ class Controller:
         }
         wanted = replace(self.fleet.wanted, models=models)
         if replicas > before:
-            self._admit(wanted)
+            self.placer.admit(wanted)
         self._say("scale", f"{model}/{number}: from {before} to {replicas}")
-        self._handle(events.WantedChanged(wanted))
+        self._want(wanted)
         return before
 
     def _running_spec(self, model: str) -> ModelSpec:
@@ -304,7 +303,7 @@ class Controller:
         before, self.app = self.app, app
         self._set_specs()
         try:
-            self._admit(wanted)
+            self.placer.admit(wanted)
         except PlacementError as error:
             self.app = before
             raise PlacementError(
@@ -314,7 +313,7 @@ class Controller:
             ) from None
         for name in filter(_is_gateway, self._links.names):
             self._links.send(name, self._models_order())
-        self._handle(events.WantedChanged(wanted))
+        self._want(wanted)
 
     def drain(self, name: str) -> None:
         """Take one replica out; its replacement is started.
@@ -436,44 +435,36 @@ class Controller:
     def _say(self, kind: str, text: str, name: str = "") -> None:
         self.history.say(kind, text, name)
 
-    # Places.
-
-    def _admit(self, wanted: Wanted) -> None:
-        self.places.admit(asks_of(wanted, self.fleet.active, self._specs))
-
-    def _restore(self, said: ProcessRecord) -> None:
-        spec = self._specs[said.model][said.version]
-        post = said.model, said.version, said.stage
-        spot = Spot(said.node, said.gpu)
-        need = needs_of(spec)[said.stage]
-        self.places.ledger.restore(said.name, post, spot, need)
-
     def nodes_changed(self) -> None:
-        """Take note of machines that were added, or are gone."""
-        added, gone = self.places.set_nodes(self._launcher.nodes())
-        for name in added:
-            self._say("node added", f"{name} is there")
-        for name in gone:
-            here = [b.name for b in self.places.ledger.on(name)]
-            self._say("node lost", f"{name} is gone, with {', '.join(here) or 'none'}")
-        trouble = self._launcher.trouble()
-        if trouble != self._trouble:
-            self._trouble = trouble
-            self._say("launcher", trouble or "replicas can be started again")
-        self._handle(events.PlacesChanged())
+        """Take note of machines that were added, or are gone; or of trouble."""
+        self.placer.nodes_changed()
 
-    def _check_memory(self) -> None:
-        """End what uses more memory than it declared, before its neighbours suffer."""
-        for name, limit in self.places.limits().items():
-            running = self._running.get(name)
-            used = running and self._launcher.outgrown(running, limit)
-            if used:
-                self._outgrown(name, used, limit)
+    async def plan_first(self) -> None:
+        """Plan for a service that is not started yet.
 
-    def _outgrown(self, name: str, used: int, limit: int) -> None:
-        text = f"it used {mib(used)} of memory, and memory_mb: books {mib(limit)}"
-        self._say("outgrown", f"{name}: {text}", name)
-        self._handle(events.Gone(name, text))
+        Cancellation: safe.
+        """
+        self._set_specs()
+        await self.placer.plan_first(wanted_of(self.app))
+
+    def _want(self, wanted: Wanted) -> None:
+        self._handle(events.WantedChanged(wanted))
+        self.placer.wake()
+
+    # What the placer asks for; see ``PlacerOwner``.
+
+    def happened(self, event: events.Event) -> None:
+        """Take note of something that the placer has found out."""
+        self._handle(event)
+
+    def running(self, name: str) -> Running | None:
+        """Return a process, if it runs."""
+        return self._running.get(name)
+
+    @property
+    def specs(self) -> Specs:
+        """Every version that is known, by model and version."""
+        return self._specs
 
     def _forget(self, name: str) -> None:
         running = self._running.pop(name, None)
@@ -490,6 +481,8 @@ class Controller:
             if name not in self.fleet.processes:
                 return  # it is not wanted any more
             try:
+                if trouble := self._launcher.trouble():
+                    raise PlacementError(trouble)
                 need = needs_of(spec)[stage]
                 spot = self.places.take(name, (model, version, stage), need)
             except PlacementError as error:
@@ -544,7 +537,7 @@ class Controller:
             case "applied":
                 self._handle(events.Applied(name, news["number"]))
             case "outgrown":
-                self._outgrown(name, news["used"], news["limit"])
+                self.placer.outgrown(name, news["used"], news["limit"])
             case "probed":
                 self._handle(events.Probed(news["replica"], news["error"]))
 
@@ -588,7 +581,6 @@ class Controller:
             logger.error("the record cannot be written: %s", error)
 
     _saved: Record | None = None
-    _trouble = ""
 
 
 def _is_gateway(name: str) -> bool:

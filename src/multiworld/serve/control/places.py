@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
+from multiworld.serve.control.planning import Runs, moves
 from multiworld.serve.control.state import Wanted
 from multiworld.serve.resources.admitting import Ask, admit
 from multiworld.serve.resources.amounts import Need, Node, Spot, needs_of
@@ -55,7 +56,23 @@ class Places:
         Raises:
             PlacementError: It has not; nothing changes.
         """
-        admit(self.ledger, asks, self._policy)
+        admit(self.ledger, asks, self._policy, self.plan)
+
+    def runs(self, versions: Mapping[str, str]) -> list[Runs]:
+        """Return where the replicas of these versions are."""
+        found = []
+        for booking in self.ledger.bookings.values():
+            model, version, stage = cast("tuple[str, str, int]", booking.post)
+            if versions.get(model) == version:
+                spot = booking.spot
+                found.append(Runs(model, stage, spot.node, spot.gpu))
+        return found
+
+    def moves(self, names: Iterable[str]) -> list[str]:
+        """Return which of these replicas are to go elsewhere, as the plan says."""
+        bookings = self.ledger.bookings
+        here = {n: (bookings[n].post, bookings[n].spot.node) for n in names}
+        return moves(self.plan, here)
 
     def limits(self) -> dict[str, int]:
         """Return what each replica may use of memory, in bytes, where that is known."""

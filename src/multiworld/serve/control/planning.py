@@ -29,6 +29,12 @@ NOMINAL = 1.0
 
 CPU = "cpu"
 
+FREE = 0.0
+"""The price of a machine that is there already."""
+
+BALANCE = 0.01
+"""Less than a move costs: new replicas go where few are, running ones stay."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ask:
@@ -78,17 +84,18 @@ def problem_of(
         hosts,
         tuple(_model(ask, kinds) for ask in asks),
         [(r.model, r.stage, device_name(r.node, r.gpu)) for r in running],
+        balance=BALANCE,
     )
 
 
 def _devices(node: Node) -> tuple[Device, ...]:
     cores = Device(
-        device_name(node.name, None), CPU, node.memory_bytes, capacity=node.cpus
+        device_name(node.name, None), CPU, node.memory_bytes, FREE, capacity=node.cpus
     )
     return (
         cores,
         *(
-            Device(device_name(node.name, gpu.index), gpu.kind, gpu.memory_bytes)
+            Device(device_name(node.name, gpu.index), gpu.kind, gpu.memory_bytes, FREE)
             for gpu in node.gpus
         ),
     )
@@ -199,3 +206,14 @@ def bottleneck(stages: Iterable[StageOutlook], model: str) -> StageOutlook | Non
     """Return the stage of a model that is short first; None if no time is known."""
     mine = [s for s in stages if s.model == model and 0 < s.able < float("inf")]
     return min(mine, key=lambda stage: stage.able, default=None)
+
+
+def in_words(placement: Placement) -> str:
+    """Return what a plan says, for people."""
+    where = Counter(r.device.rpartition("/")[0] for r in placement.replicas)
+    spread = ", ".join(f"{node} {count}" for node, count in sorted(where.items()))
+    short = "".join(
+        f"; {name} is short: {why}" for name, why in placement.unplaced.items()
+    )
+    gap = "no bound" if placement.gap == float("inf") else f"{placement.gap:.2%}"
+    return f"replicas by machine: {spread} ({placement.solver}, gap {gap}){short}"

@@ -88,6 +88,8 @@ async def _run(
         serving = loop.create_task(admin.serve())
         minding = loop.create_task(_mind_store(controller, folder, env))
         try:
+            if old is None:
+                await controller.plan_first()
             controller.start(old)
             await _until_ended(controller, ended, on_up)
             await controller.shutdown()

@@ -6,17 +6,22 @@ from collections.abc import Iterable
 
 from multiworld.errors import PlacementError
 from multiworld.serve.resources.amounts import Need
-from multiworld.serve.resources.assigning import Policy, assign
+from multiworld.serve.resources.assigning import Plan, Policy, assign
 from multiworld.serve.resources.ledger import Ledger
 
 Ask = tuple[object, str, int, Need]
 """A post, what to call it, how many replicas of it, and what each needs."""
 
 
-def admit(ledger: Ledger, asks: Iterable[Ask], policy: Policy = assign) -> Ledger:
+def admit(
+    ledger: Ledger,
+    asks: Iterable[Ask],
+    policy: Policy = assign,
+    plan: Plan | None = None,
+) -> Ledger:
     """Return the ledger as it would be; what runs stays where it is.
 
-    What is hardest to place is placed first.
+    What is hardest to place is placed first, and as the plan says, if there is one.
 
     Raises:
         PlacementError: A replica has no place; the message says which, and what is
@@ -30,7 +35,7 @@ def admit(ledger: Ledger, asks: Iterable[Ask], policy: Policy = assign) -> Ledge
     missing.sort(key=lambda ask: _size(ask[2]), reverse=True)
     for number, (post, title, need, count) in enumerate(missing):
         try:
-            spot = policy(trial, post, need, {})
+            spot = policy(trial, post, need, plan or {})
         except PlacementError as error:
             placed = sum(b.post == post for b in trial.bookings.values())
             raise PlacementError(
