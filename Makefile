@@ -15,7 +15,7 @@ PUBLIC := multiworld $(addprefix multiworld., world world_manager world_communic
 MINUTES ?= 5
 SEED ?= 1
 
-.PHONY: setup demo test test-all lint types faults soak soak-serve bench bench-detection bench-serving docs clean
+.PHONY: setup demo demo-cluster test test-all lint types faults soak soak-serve bench bench-detection bench-serving docs clean
 
 setup: $(STAMP)
 
@@ -29,6 +29,11 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	$(BIN)/multiworld demo
+
+# Two models on a Ray cluster of four nodes (on this machine); one node is lost.
+demo-cluster: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt ray
+	$(BIN)/multiworld demo cluster
 
 test: $(STAMP) lint types
 	$(BIN)/python -m pytest -m "not heavy" $(ARGS)

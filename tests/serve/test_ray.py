@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from multiworld.errors import ServeError
-from tests.serve.cluster import RayNodes, ray_nodes
+from multiworld.testing.ray_nodes import RayNodes, ray_nodes
 from tests.serve.harness import Served, served, spec_with, traffic
 
 pytest.importorskip("ray")

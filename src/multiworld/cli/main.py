@@ -99,6 +99,39 @@ def worlds(backend: str, phase_s: float, as_json: bool) -> None:
     sys.exit(_demo("multiworld.demo.worlds.run")(backend, phase_s, as_json=as_json))
 
 
+@demo.command()
+@click.option(
+    "--rate",
+    type=click.FloatRange(0.1, 1000),
+    default=6.0,
+    show_default=True,
+    help="Texts a second, to each model.",
+)
+@click.option(
+    "--pause-s",
+    type=click.FloatRange(0.5, 600),
+    default=3.0,
+    show_default=True,
+    help="Seconds of traffic between the events.",
+)
+@click.option(
+    "--picture",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    default=Path("multiworld-cluster.png"),
+    show_default=True,
+    help="Where to draw the timeline.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON.")
+def cluster(rate: float, pause_s: float, picture: Path, as_json: bool) -> None:
+    """Serve two models on a Ray cluster of four nodes, and take a node away.
+
+    The cluster runs on this machine. A model is added and removed meanwhile, and a node
+    comes back. Exits with 1 if a request was lost or answered wrongly.
+    """
+    run = _demo("multiworld.demo.cluster.run")
+    sys.exit(run(rate, pause_s, picture.resolve(), as_json=as_json))
+
+
 def _demo(module: str) -> Callable[..., int]:
     try:
         run: Callable[..., int] = importlib.import_module(module).run

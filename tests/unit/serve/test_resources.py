@@ -140,7 +140,8 @@ def test_admission_counts_what_runs_once() -> None:
 def test_machine_that_is_gone_keeps_its_bookings_until_they_are_released() -> None:
     """Its replicas are told lost one by one."""
     places = Places(nodes(2))
-    spot = places.take("a", "m", Need(cpus=1))
+    spot, why = places.take("a", "m", Need(cpus=1))
+    assert why == "none of its stage is there, and there is room"
     assert places.set_nodes(nodes(1)) == ([], ["n1"])
     assert places.set_nodes(nodes(3)) == (["n1", "n2"], [])
     assert places.node_of("a") == spot.node

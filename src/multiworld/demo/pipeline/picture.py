@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from multiworld.demo.pipeline.story import Scene, Strength
 from multiworld.serve.load.summary import Sample
 
-COLORS = ("#4363d8", "#e6194b", "#3cb44b", "#f58231")
+COLORS = ("#4363d8", "#911eb4", "#3cb44b", "#f58231", "#469990")
+SHADE = "#f58231"
 
 
 def draw(
     path: Path,
-    samples: list[Sample],
+    title: str,
+    samples: dict[str, list[Sample]],
     scenes: list[Scene],
     strengths: list[Strength],
-    stages: list[str],
+    lanes: list[str],
 ) -> None:
-    """Draw latencies and ready replicas over time, with what happened."""
+    """Draw latencies and ready replicas over time, with what happened.
+
+    Args:
+        samples: By model.
+        lanes: What ``strengths`` count, in order.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -26,29 +34,15 @@ def draw(
     figure, (above, below) = plt.subplots(
         2, 1, sharex=True, figsize=(12, 7), height_ratios=(3, 1), layout="constrained"
     )
-    good = [s for s in samples if s.is_answered and s.is_right is not False]
-    bad = [s for s in samples if not s.is_answered or s.is_right is False]
-    above.scatter(
-        [s.due_s for s in good],
-        [s.latency_s * 1000 for s in good],
-        s=9,
-        color=COLORS[0],
-        label=f"answered and right ({len(good)})",
-    )
-    above.scatter(
-        [s.due_s for s in bad],
-        [s.latency_s * 1000 for s in bad],
-        s=30,
-        marker="x",
-        color=COLORS[1],
-        label=f"lost or wrong ({len(bad)})",
-    )
+    for number, (model, found) in enumerate(samples.items()):
+        name = f"{model}: " if len(samples) > 1 else ""
+        _scatter(above, found, COLORS[2 * number], name)
     above.set_yscale("log")
     above.set_ylabel("latency (ms)")
-    above.set_title("MiniLM in three stages over HTTP, while it is broken on purpose")
+    above.set_title(title)
     for scene in scenes:
-        above.axvspan(scene.begin_s, scene.end_s, color="#f58231", alpha=0.25, lw=0)
-        below.axvspan(scene.begin_s, scene.end_s, color="#f58231", alpha=0.25, lw=0)
+        above.axvspan(scene.begin_s, scene.end_s, color=SHADE, alpha=0.25, lw=0)
+        below.axvspan(scene.begin_s, scene.end_s, color=SHADE, alpha=0.25, lw=0)
         above.annotate(
             scene.title,
             (scene.begin_s, 0.99),
@@ -59,17 +53,37 @@ def draw(
             fontsize=9,
         )
     above.legend(loc="lower left")
-    for number, stage in enumerate(stages):
+    for number, lane in enumerate(lanes):
         below.step(
             [s.at_s for s in strengths],
             [s.ready[number] + 0.06 * number for s in strengths],
             where="post",
-            label=stage,
+            label=lane,
             color=COLORS[number % len(COLORS)],
         )
     below.set_ylabel("ready replicas")
     below.set_xlabel("seconds")
     below.set_ylim(bottom=-0.2)
-    below.legend(loc="upper left", ncols=len(stages))
+    below.legend(loc="upper left", ncols=len(lanes))
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def _scatter(axes: Any, samples: list[Sample], color: str, name: str) -> None:
+    good = [s for s in samples if s.is_answered and s.is_right is not False]
+    bad = [s for s in samples if not s.is_answered or s.is_right is False]
+    axes.scatter(
+        [s.due_s for s in good],
+        [s.latency_s * 1000 for s in good],
+        s=9,
+        color=color,
+        label=f"{name}answered and right ({len(good)})",
+    )
+    axes.scatter(
+        [s.due_s for s in bad],
+        [s.latency_s * 1000 for s in bad],
+        s=30,
+        marker="x",
+        color="#e6194b",
+        label=f"{name}lost or wrong ({len(bad)})",
+    )

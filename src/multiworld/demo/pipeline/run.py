@@ -69,7 +69,7 @@ async def _run(
         running = asyncio.ensure_future(load.run())
         around = [
             asyncio.ensure_future(story.watch(load)),
-            asyncio.ensure_future(screen.show(story, load)),
+            asyncio.ensure_future(screen.show(story, {MODEL: load})),
         ]
         try:
             await _play(story, pause_s)
@@ -114,7 +114,14 @@ def _outcome(
     )
     for error, count in found.errors.items():
         console.print(f"[red]{count} times[/] {error}")
-    draw(picture, samples, story.scenes, story.strengths, story.stages)
+    draw(
+        picture,
+        "MiniLM in three stages over HTTP, while it is broken on purpose",
+        {MODEL: samples},
+        story.scenes,
+        story.strengths,
+        story.stages,
+    )
     console.print(f"the timeline: {os.fspath(picture)}", soft_wrap=True)
     is_good = load.sent == found.answered and not found.wrong
     if is_good:

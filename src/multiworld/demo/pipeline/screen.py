@@ -27,23 +27,27 @@ class Screen:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._lines: list[str] = []
-        self._load: Load | None = None
+        self._loads: dict[str, Load] = {}
         self._story: Story | None = None
 
     def tell(self, text: str) -> None:
         """Show one line."""
-        at = "" if self._load is None else f"[dim]{self._now():6.2f} s[/]  "
+        at = f"[dim]{self._now():6.2f} s[/]  " if self._loads else ""
         self._lines.append(at + text)
-        if self._load is None or not self._console.is_terminal:
+        if not self._loads or not self._console.is_terminal:
             self._console.print(at + text, highlight=False, soft_wrap=True)
 
     def _now(self) -> float:
-        assert self._load is not None
-        return asyncio.get_running_loop().time() - self._load.began_at
+        first = next(iter(self._loads.values()))
+        return asyncio.get_running_loop().time() - first.began_at
 
-    async def show(self, story: Story, load: Load) -> None:
-        """Refresh until cancelled."""
-        self._story, self._load = story, load
+    async def show(self, story: Story, loads: dict[str, Load]) -> None:
+        """Refresh until cancelled.
+
+        Args:
+            loads: By model.
+        """
+        self._story, self._loads = story, loads
         if not self._console.is_terminal:
             await asyncio.Event().wait()
         with Live(console=self._console, auto_refresh=False, transient=True) as live:
@@ -58,10 +62,9 @@ class Screen:
                 self._console.print(line, highlight=False)
 
     def _view(self) -> Group:
-        assert self._load is not None
         assert self._story is not None
         table = Table(title=f"{self._now():5.1f} s")
-        for title in ("process", "phase", "version", "pid"):
+        for title in ("process", "phase", "version", "node", "pid"):
             table.add_column(title)
         for process in self._story.status.get("processes", []):
             color = PHASES.get(process["phase"], "red")
@@ -69,32 +72,37 @@ class Screen:
                 process["name"],
                 Text(process["phase"], style=color),
                 process["version"] or "-",
+                process["node"] or "-",
                 str(process["pid"] or "-"),
             )
-        found = summarise(self._load.samples)
-        bad = found.failed + found.wrong
-        totals = Text(
-            f"{self._load.sent} sent · {found.answered} answered · {found.failed} "
-            f"failed · {found.wrong} wrong · p50 {found.p50_s * 1000:.0f} ms",
-            style="red" if bad else "green",
-        )
-        bars = Text(self._bars())
+        lines = []
+        for name, load in self._loads.items():
+            lines += [_totals(name, load), Text(self._bars(load))]
         return Group(
-            table, totals, bars, *(Text.from_markup(t) for t in self._lines[-LINES:])
+            table, *lines, *(Text.from_markup(t) for t in self._lines[-LINES:])
         )
 
-    def _bars(self) -> str:
+    def _bars(self, load: Load) -> str:
         """Return the slowest latency of each fifth of a second, lately."""
-        assert self._load is not None
         slots = [0.0] * 60
         now = self._now()
-        for sample in self._load.samples[-2000:]:
+        for sample in load.samples[-2000:]:
             slot = 59 - int((now - sample.due_s) * 5)
             if 0 <= slot < 60:
                 slots[slot] = max(slots[slot], sample.latency_s)
         top = max(*slots, 0.05)
         bars = "".join(BARS[math.ceil(s / top * (len(BARS) - 1))] for s in slots)
         return f"latency of the last 12 s (█ = {top * 1000:.0f} ms)  {bars}"
+
+
+def _totals(name: str, load: Load) -> Text:
+    found = summarise(load.samples)
+    bad = found.failed + found.wrong
+    return Text(
+        f"{name}: {load.sent} sent · {found.answered} answered · {found.failed} failed "
+        f"· {found.wrong} wrong · p50 {found.p50_s * 1000:.0f} ms",
+        style="red" if bad else "green",
+    )
 
 
 def event_table(scenes: list[Scene], samples: list[Sample]) -> Table:

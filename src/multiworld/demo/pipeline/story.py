@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,14 @@ class Scene:
 
     Attributes:
         begin_s: When it began, in seconds of the load's clock.
+        wall_s: The same, in seconds since the epoch.
         end_s: When the service was at full strength again.
         detect_s: How long it took to be noticed; None where nothing was lost.
     """
 
     title: str
     begin_s: float
+    wall_s: float = 0.0
     end_s: float = 0.0
     detect_s: float | None = None
 
@@ -54,11 +56,10 @@ class Scene:
 
 @dataclass(slots=True)
 class Strength:
-    """How many replicas of each stage were ready, at one moment."""
+    """How many replicas of each lane were ready, at one moment."""
 
     at_s: float
     ready: tuple[int, ...]
-    phases: dict[str, str] = field(default_factory=dict)
 
 
 class Story:
@@ -69,8 +70,10 @@ class Story:
         strengths: How many replicas were ready, over time.
     """
 
+    settle_s = SETTLE_S
+
     def __init__(self, spec: Path, root: Path, tell: Callable[[str], None]) -> None:
-        self._spec, self._root, self._tell = spec, root, tell
+        self._spec, self._root, self.tell = spec, root, tell
         self._app = yaml.safe_load(spec.read_text())
         self._process: asyncio.subprocess.Process | None = None
         self._service: Service | None = None
@@ -83,6 +86,16 @@ class Story:
     def stages(self) -> list[str]:
         """Names of the stages."""
         return [s["name"] for s in self._app["models"][MODEL]["stages"]]
+
+    @property
+    def lanes(self) -> list[str]:
+        """What replicas are counted by: their stage."""
+        return self.stages
+
+    def lane_of(self, process: dict[str, Any]) -> str:
+        """Return where a replica is counted."""
+        stage: int = process["stage"]
+        return self.stages[stage]
 
     async def start(self) -> str:
         """Start the service; return its URL when it is ready.
@@ -146,13 +159,14 @@ class Story:
             except ServeError:
                 await asyncio.sleep(POLL_S)
                 continue
-            ready = [0] * len(self.stages)
-            phases = {}
+            lanes = self.lanes
+            ready = [0] * len(lanes)
             for process in self.status["processes"]:
-                phases[process["name"]] = process["phase"]
                 if process["model"] and process["phase"] == "ready":
-                    ready[process["stage"]] += 1
-            self.strengths.append(Strength(self.now(), tuple(ready), phases))
+                    lane = self.lane_of(process)
+                    if lane in lanes:
+                        ready[lanes.index(lane)] += 1
+            self.strengths.append(Strength(self.now(), tuple(ready)))
             await asyncio.sleep(POLL_S)
 
     def now(self) -> float:
@@ -164,52 +178,52 @@ class Story:
 
     async def harm(self, action: str, stage: str) -> None:
         """Break a replica; wait until another has taken its place."""
-        scene = self._begin(f"{action} {stage}")
-        since = await self._last_event()
+        scene = self.begin(f"{action} {stage}")
+        since = await self.last_event()
         asked = {"action": action, "model": MODEL, "stage": stage}
         harmed = await self.ask("POST", "/chaos", json=asked)
-        self._tell(f"[red]{action}[/] {harmed['name']} (process {harmed['pid']})")
-        began = await self._event(since, "chaos", harmed["name"])
-        lost = await self._event(since, "lost", harmed["name"])
-        ready = await self._event(since, "ready", after=lost["at"])
+        self.tell(f"[red]{action}[/] {harmed['name']} (process {harmed['pid']})")
+        began = await self.event(since, "chaos", harmed["name"])
+        lost = await self.event(since, "lost", harmed["name"])
+        ready = await self.event(since, "ready", after=lost["at"])
         scene.detect_s = lost["at"] - began["at"]
         scene.end_s = scene.begin_s + ready["at"] - began["at"]
-        self._tell(
+        self.tell(
             f"noticed after {scene.detect_s:.3f} s, {ready['name']} has taken its "
             f"place after {scene.strength_s:.2f} s"
         )
 
     async def scale(self, stage: str, replicas: int) -> None:
         """Scale a stage; wait until it runs in so many replicas."""
-        scene = self._begin(f"scale {stage} to {replicas}")
+        scene = self.begin(f"scale {stage} to {replicas}")
         asked = {"model": MODEL, "stage": stage, "replicas": replicas}
         answer = await self.ask("POST", "/scale", json=asked)
-        self._tell(
+        self.tell(
             f"[cyan]scale[/] {stage} from {answer['before']} to {answer['replicas']}"
         )
         number = self.stages.index(stage)
-        await self._until(
+        await self.until(
             lambda: (
                 self._count(number) == replicas and not self._count(number, going=True)
             )
         )
-        self._finish(scene)
+        self.finish(scene)
 
     async def update(self, version: str) -> None:
         """Replace the model by a new version; wait until the old one has gone."""
-        scene = self._begin(f"version {version}")
+        scene = self.begin(f"version {version}")
         self._app["models"][MODEL]["version"] = version
         text = yaml.safe_dump(self._app, sort_keys=False)
         await self.ask("POST", "/update", json={"text": text, "where": "the demo"})
-        self._tell(f"[cyan]update[/] to version {version}")
-        await self._until(
+        self.tell(f"[cyan]update[/] to version {version}")
+        await self.until(
             lambda: all(
                 (p["version"], p["phase"]) == (version, "ready")
                 for p in self.status["processes"]
                 if p["model"]
             )
         )
-        self._finish(scene)
+        self.finish(scene)
 
     async def bottleneck(self) -> str:
         """Return the stage whose replicas have computed longest, each."""
@@ -234,31 +248,31 @@ class Story:
             for p in self.status["processes"]
         )
 
-    def _begin(self, title: str) -> Scene:
-        scene = Scene(title, self.now())
+    def begin(self, title: str) -> Scene:
+        scene = Scene(title, self.now(), time.time())
         self.scenes.append(scene)
         return scene
 
-    def _finish(self, scene: Scene) -> None:
+    def finish(self, scene: Scene) -> None:
         scene.end_s = self.now()
-        self._tell(f"at full strength after {scene.strength_s:.2f} s")
+        self.tell(f"at full strength after {scene.strength_s:.2f} s")
 
-    async def _until(self, is_so: Callable[[], bool]) -> None:
-        limit = time.monotonic() + SETTLE_S
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        limit = time.monotonic() + self.settle_s
         fresh = self.status
         while fresh is self.status or not is_so():
             if time.monotonic() > limit:
                 raise DemoFailedError(f"{self.scenes[-1].title}: no end to it")
             await asyncio.sleep(POLL_S)
 
-    async def _last_event(self) -> int:
+    async def last_event(self) -> int:
         events = await self.ask("GET", "/events")
         return int(events[-1]["number"]) if events else 0
 
-    async def _event(
+    async def event(
         self, since: int, kind: str, name: str | None = None, after: float = 0.0
     ) -> dict[str, Any]:
-        limit = time.monotonic() + SETTLE_S
+        limit = time.monotonic() + self.settle_s
         while time.monotonic() < limit:
             events: list[dict[str, Any]] = await self.ask(
                 "GET", "/events", params={"since": since}

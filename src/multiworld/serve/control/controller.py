@@ -484,7 +484,9 @@ class Controller:
                 if trouble := self._launcher.trouble():
                     raise PlacementError(trouble)
                 need = needs_of(spec)[stage]
-                spot = self.places.take(name, (model, version, stage), need)
+                spot, why = self.places.take(name, (model, version, stage), need)
+                if len(self.places.ledger.nodes) > 1:
+                    self._say("placed", f"{name} on {spot.node}: {why}", name)
             except PlacementError as error:
                 self._handle(events.Unplaced(name, str(error)))
                 return

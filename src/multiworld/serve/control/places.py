@@ -40,15 +40,20 @@ class Places:
         after = set(self.ledger.nodes)
         return sorted(after - before), sorted(before - after)
 
-    def take(self, name: str, post: object, need: Need) -> Spot:
-        """Book a spot for a replica.
+    def take(self, name: str, post: object, need: Need) -> tuple[Spot, str]:
+        """Book a spot for a replica; return it, and why it is there.
 
         Raises:
             PlacementError: There is none.
         """
         spot = self._policy(self.ledger, post, need, self.plan)
+        here = self.ledger.count(spot.node, post)
+        is_planned = here < self.plan.get((post, spot.node), 0)
         self.ledger.book(name, post, spot, need)
-        return spot
+        if is_planned:
+            return spot, "as planned"
+        fewest = "none of its stage is there" if not here else "few of its stage are"
+        return spot, f"{fewest}, and there is room"
 
     def admit(self, asks: Iterable[Ask]) -> None:
         """Check that all of this has a place beside what runs.

@@ -1,4 +1,7 @@
-"""A Ray cluster of several nodes on this machine: its own processes, ended by id."""
+"""A Ray cluster of several nodes on this machine, whose nodes can be lost.
+
+Not imported with ``multiworld.testing``: it needs ``multiworld-elastic[ray]``.
+"""
 
 from __future__ import annotations
 

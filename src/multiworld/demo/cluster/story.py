@@ -1,0 +1,146 @@
+"""What happens to the cluster, in order, and what was moved where. Shell."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from multiworld.demo.pipeline.story import Story
+from multiworld.testing.ray_nodes import RayNodes
+
+SETTLE_S = 90.0
+"""A replica's process imports torch anew on a node: seconds, on a busy machine."""
+
+NOTICE_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A replica that was lost, and the one that took its place."""
+
+    lost: str
+    was_on: str
+    new: str
+    is_on: str
+    why: str
+
+
+class ClusterStory(Story):
+    """Runs the service on the nodes, and takes nodes away.
+
+    Attributes:
+        moves: What took the place of what was lost with a node.
+    """
+
+    settle_s = SETTLE_S
+
+    def __init__(
+        self, spec: Path, root: Path, tell: Callable[[str], None], nodes: RayNodes
+    ) -> None:
+        super().__init__(_with_address(spec, root, nodes), root, tell)
+        self._nodes = nodes
+        self._lanes = list(nodes.names)
+        self.moves: list[Move] = []
+
+    @property
+    def lanes(self) -> list[str]:
+        """What replicas are counted by: their node."""
+        return self._lanes
+
+    def lane_of(self, process: dict[str, Any]) -> str:
+        """Return where a replica is counted."""
+        node: str = process["node"]
+        return node
+
+    def is_whole(self) -> bool:
+        """Tell whether every stage that is wanted has its replicas, and no other."""
+        ready = Counter(
+            (p["model"], p["stage"])
+            for p in self.status["processes"]
+            if p["model"] and p["phase"] == "ready"
+        )
+        wanted = {
+            (name, stage): count
+            for name, model in self.status["wanted"]["models"].items()
+            for stage, count in enumerate(model["replicas"])
+        }
+        return ready == wanted
+
+    async def lose_node(self) -> str:
+        """Take the node away on which most replicas are; return its name."""
+        here = {p["name"]: p["node"] for p in self.status["processes"] if p["model"]}
+        counts = Counter(node for node in here.values() if node != "head")
+        name: str = counts.most_common(1)[0][0]
+        scene = self.begin(f"{name} is lost")
+        since = await self.last_event()
+        self.tell(f"[red]lost[/] {name}, with {counts[name]} replicas")
+        await asyncio.to_thread(self._nodes.remove, name)
+        gone = [replica for replica, node in here.items() if node == name]
+        lost = [await self.event(since, "lost", replica) for replica in gone]
+        scene.detect_s = max(e["at"] for e in lost) - scene.wall_s
+        await self.until(self.is_whole)
+        self.finish(scene)
+        await self._note_moves(since, dict.fromkeys(gone, name))
+        return name
+
+    async def _note_moves(self, since: int, lost: dict[str, str]) -> None:
+        events = await self.ask("GET", "/events", params={"since": since})
+        placed = [e for e in events if e["kind"] == "placed"]
+        for name, node in lost.items():
+            post = name.rpartition("/")[0]
+            for event in placed:
+                if event["name"].rpartition("/")[0] == post:
+                    placed.remove(event)
+                    where, _, why = event["text"].partition(": ")
+                    is_on = where.rpartition(" on ")[2]
+                    self.moves.append(Move(name, node, event["name"], is_on, why))
+                    self.tell(f"  {name} on {node} → {event['name']} on {is_on}: {why}")
+                    break
+
+    async def add_node(self, name: str) -> None:
+        """Add a node again; it is used by what is started next."""
+        scene = self.begin(f"{name} is back")
+        since = await self.last_event()
+        # Ray starts a node in the main thread only: the demo's loop waits for it, the
+        # load catches up, and counts from when each request was due.
+        self._nodes.add(name)
+        await self.event(since, "node added", None)
+        self.tell(f"[green]added[/] {name}")
+        self.finish(scene)
+
+    async def change_models(self, title: str, models: dict[str, Any]) -> None:
+        """Have other models served, by an update."""
+        scene = self.begin(title)
+        self._app["models"] = models
+        text = yaml.safe_dump(self._app, sort_keys=False)
+        await self.ask("POST", "/update", json={"text": text, "where": "the demo"})
+        self.tell(f"[cyan]update[/] {title}")
+        await self.until(self.is_whole)
+        self.finish(scene)
+
+    async def add_model(self) -> None:
+        """Add a model beside those that serve."""
+        models = copy.deepcopy(self._app["models"])
+        models["third"] = copy.deepcopy(models["search"])
+        await self.change_models("a third model is added", models)
+
+    async def remove_model(self) -> None:
+        """Remove it again."""
+        models = {k: v for k, v in self._app["models"].items() if k != "third"}
+        await self.change_models("and removed", models)
+
+
+def _with_address(spec: Path, root: Path, nodes: RayNodes) -> Path:
+    """Write the spec for this cluster; return where."""
+    app = yaml.safe_load(spec.read_text())
+    app["ray"] = {"address": nodes.address}
+    path = root / "app.yaml"
+    path.write_text(yaml.safe_dump(app, sort_keys=False))
+    return path
