@@ -36,7 +36,9 @@ def service(
     cluster: RayNodes, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
     """Return a service on them."""
-    spec = spec_with(m_stages=STAGES, launcher="ray", ray={"address": cluster.address})
+    spec = spec_with(
+        m_stages=STAGES, launcher="ray", ray={"address": cluster.address}, host="auto"
+    )
     with served(tmp_path_factory.mktemp("ray"), spec) as made:
         yield made
 

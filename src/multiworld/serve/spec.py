@@ -86,7 +86,8 @@ class StageSpec(_Strict):
     nodes: list[Annotated[str, Field(min_length=1, max_length=253)]] = Field(
         default_factory=list
     )
-    """The machines that it may run on, by name; by default any."""
+    """The machines that it may run on, by name (`*` and `?` stand for any characters);
+    by default any."""
 
     @model_validator(mode="after")
     def _gpu_memory_on_gpu(self) -> StageSpec:
@@ -227,7 +228,7 @@ class AppSpec(_Strict):
     """What replicas may book of this machine, with `launcher: local`."""
     host: str = Field(default="127.0.0.1", min_length=1)
     """The address of this machine at which its replicas reach the store; one that other
-    machines know if replicas run there."""
+    machines know if replicas run there. `auto`: that of its way out."""
     silence_s: Seconds = 2.0
     """Seconds of silence after which a process is given up and replaced."""
     ready_s: Seconds = 120.0

@@ -22,8 +22,10 @@ from multiworld.serve.control.events import (
     Gone,
     Joined,
     Loaded,
+    PlacesChanged,
     Probed,
     Ticked,
+    Unplaced,
     WantedChanged,
 )
 from multiworld.serve.control.fleet import Fleet
@@ -51,6 +53,7 @@ class Service:
         self.said: list[Say] = []
         self.order: list[str] = []
         self.answers_probes = True
+        self.room = 1000
         self.tell(WantedChanged(wanted(*replicas)))
 
     def tell(self, event: Event) -> None:
@@ -68,6 +71,9 @@ class Service:
         match action:
             case Launch(name, _, version, _):
                 assert name not in self.alive
+                if "/" in name.partition("gateway")[0] and self.room < 1:
+                    return [Unplaced(name, "no machine has 2 cpus")]
+                self.room -= 1
                 self.alive.add(name)
                 if version in self.broken:
                     return [Joined(name), Gone(name, "it crashed")]
@@ -108,6 +114,46 @@ class Service:
         """Return a replica of a stage."""
         names = self.fleet.processes
         return next(n for n in names if n.startswith(f"m/{stage}/"))
+
+
+def test_what_has_no_place_waits_and_is_told_once() -> None:
+    """It is no crash: it is tried again, at once when a machine is added."""
+    service = Service(1, 1, 1)
+    service.room = 1
+    service.tell(WantedChanged(wanted(1, 3, 1)))
+    assert service.ready() == [1, 2, 1]
+    assert service.fleet.unplaced == {("m", "1", 1): "no machine has 2 cpus"}
+    service.tick(10.0)
+    assert service.kinds().count("unplaced") == 1
+    assert service.fleet.guard.failures(("m", "1", 1)) == 0
+    service.room = 1
+    service.tell(PlacesChanged())
+    assert service.ready() == [1, 3, 1]
+    assert service.fleet.unplaced == {}
+
+
+def test_what_has_no_place_gets_one_when_something_leaves() -> None:
+    """Within about a second."""
+    service = Service(1, 1, 1)
+    service.room = 0
+    service.tell(WantedChanged(wanted(1, 2, 1)))
+    service.room = 1
+    service.tick(2.0)
+    assert service.ready() == [1, 2, 1]
+    assert "lost" not in service.kinds()
+
+
+def test_version_without_room_is_rolled_back_when_its_time_is_over() -> None:
+    """The old one serves on."""
+    service = Service(1, 1, 1)
+    service.room = 1
+    service.tell(WantedChanged(wanted(1, 1, 1, version="2")))
+    service.tick(40.0)
+    assert service.fleet.active["m"] == "1"
+    service.tick(20.0)
+    assert "rolled back" in service.kinds()
+    assert service.ready() == [1, 1, 1]
+    assert service.fleet.unplaced == {}
 
 
 def test_everything_is_started_and_ready_after_a_probe() -> None:

@@ -99,6 +99,7 @@ def test_pinned_replica_goes_nowhere_else() -> None:
     """Even if there is room."""
     ledger = Ledger(nodes(3))
     assert assign(ledger, "m", Need(nodes=frozenset({"n2"})), {}) == Spot("n2")
+    assert assign(ledger, "m", Need(nodes=frozenset({"*2"})), {}) == Spot("n2")
     with pytest.raises(PlacementError, match="`nodes:` does not name it"):
         assign(ledger, "m", Need(nodes=frozenset({"elsewhere"})), {})
 

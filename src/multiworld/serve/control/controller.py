@@ -297,6 +297,8 @@ class Controller:
             ServeError: It changes what cannot be changed while it runs.
             PlacementError: There is no room for it beside what runs.
         """
+        if app.host == "auto":
+            app = app.model_copy(update={"host": self.app.host})
         check_update(self.app, app, self._specs)
         counts = {n: list(m.replicas) for n, m in self.fleet.wanted.models.items()}
         wanted = wanted_of(app, counts)

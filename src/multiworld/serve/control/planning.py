@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from multiworld.placement.problem import (
     Device,
@@ -78,11 +79,13 @@ def problem_of(
     nodes: Iterable[Node], asks: Iterable[Ask], running: Iterable[Runs] = ()
 ) -> Problem:
     """Return the problem of placing models on machines."""
+    nodes = list(nodes)
+    names = [node.name for node in nodes]
     hosts = tuple(Host(node.name, _devices(node)) for node in nodes)
     kinds = {d.kind for host in hosts for d in host.devices} - {CPU}
     return Problem(
         hosts,
-        tuple(_model(ask, kinds) for ask in asks),
+        tuple(_model(ask, kinds, names) for ask in asks),
         [(r.model, r.stage, device_name(r.node, r.gpu)) for r in running],
         balance=BALANCE,
     )
@@ -101,12 +104,14 @@ def _devices(node: Node) -> tuple[Device, ...]:
     )
 
 
-def _model(ask: Ask, kinds: set[str]) -> ModelNeed:
+def _model(ask: Ask, kinds: set[str], names: Sequence[str]) -> ModelNeed:
     spec = ask.spec
     stages = zip(spec.stages, needs_of(spec), ask.counts, strict=True)
     return ModelNeed(
         ask.name,
-        tuple(_stage(stage, need, counts, kinds) for stage, need, counts in stages),
+        tuple(
+            _stage(stage, need, counts, kinds, names) for stage, need, counts in stages
+        ),
         spec.demand or NOMINAL,
         spec.weight,
         None if spec.latency_ms is None else spec.latency_ms / 1000,
@@ -114,16 +119,22 @@ def _model(ask: Ask, kinds: set[str]) -> ModelNeed:
 
 
 def _stage(
-    stage: StageSpec, need: Need, counts: tuple[int, int], kinds: set[str]
+    stage: StageSpec,
+    need: Need,
+    counts: tuple[int, int],
+    kinds: set[str],
+    names: Sequence[str],
 ) -> StageNeed:
     seconds = (stage.item_ms or 0.0) / 1000
+    allowed = frozenset(name for name in names if need.allows(name))
     return StageNeed(
         memory_bytes=need.gpu_memory_bytes if need.on_gpu else need.memory_bytes,
         seconds=dict.fromkeys(kinds, seconds) if need.on_gpu else {CPU: seconds},
         out_bytes=round((stage.out_kb or 0.0) * 1024),
         least=counts[0],
         most=counts[1],
-        nodes=need.nodes,
+        # Where none of its machines is there, its own names say so.
+        nodes=(allowed or need.nodes) if need.nodes else frozenset(),
         width=1.0 if need.on_gpu else float(stage.threads * stage.ranks),
         cores=0.0 if need.on_gpu else need.cpus,
         per_device=min(MANY, counts[1]),
@@ -142,7 +153,7 @@ def plan_of(
 
 
 def moves(
-    plan: Mapping[tuple[object, str], int], here: Mapping[str, tuple[object, str]]
+    plan: Mapping[tuple[Any, str], int], here: Mapping[str, tuple[object, str]]
 ) -> list[str]:
     """Return which replicas are where the plan has none, and their post is wanted.
 

@@ -40,6 +40,8 @@ PRELOAD = [
 logger = logging.getLogger("multiworld.serve")
 
 STORE_LOOK_S = 1.0
+ELSEWHERE = "198.51.100.1"
+"""Reserved for documentation (RFC 5737): nobody is there."""
 
 
 async def run_service(
@@ -69,6 +71,8 @@ async def _run(
 ) -> int:
     old = folder.load()
     _check_tls(app)
+    if app.host == "auto":
+        app = app.model_copy(update={"host": old.app.host if old else own_address()})
     preload = _preload(app)
     env = {"MULTIWORLD_SECRET": folder.secret(), "HF_HUB_OFFLINE": "1"}
     reserved, port = _reserve(app, old)
@@ -167,6 +171,20 @@ async def _launcher(
     )
     await launcher.start()
     return launcher
+
+
+def own_address() -> str:
+    """Return the address of this machine's way out; loopback if it has none.
+
+    Nothing is sent: a datagram socket is only told where it would send to.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((ELSEWHERE, 9))
+        except OSError:
+            return "127.0.0.1"
+        address: str = probe.getsockname()[0]
+        return address
 
 
 def machine_of(app: AppSpec) -> Node:

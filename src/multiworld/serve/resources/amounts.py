@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from multiworld.serve.spec import ModelSpec
 
@@ -59,10 +60,9 @@ class Need:
     nodes: frozenset[str] = frozenset()
     ranks: int = 1
 
-    @property
-    def memory_limit(self) -> int | None:
-        """What each of its processes may use, in bytes; None: no limit."""
-        return self.memory_bytes // self.ranks if self.memory_bytes else None
+    def allows(self, node: str) -> bool:
+        """Tell whether it may run on a machine; names may have * and ? in them."""
+        return not self.nodes or any(fnmatchcase(node, name) for name in self.nodes)
 
 
 @dataclass(frozen=True, slots=True)

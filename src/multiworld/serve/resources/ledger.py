@@ -106,7 +106,7 @@ class Ledger:
         """
         if node not in self.nodes:
             return "it is not there"
-        if need.nodes and node not in need.nodes:
+        if not need.allows(node):
             return "the spec's `nodes:` does not name it"
         free = self.free(node)
         short = []

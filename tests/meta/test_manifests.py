@@ -1,0 +1,122 @@
+"""The manifests for Kubernetes are valid, and so are the specs in them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from multiworld.errors import SpecError
+from multiworld.serve.loading import parse_spec
+
+jsonschema = pytest.importorskip("jsonschema")
+
+ROOT = Path(__file__).parents[2]
+MANIFESTS = sorted((ROOT / "examples" / "kubernetes").glob("*.yaml"))
+CRDS = ROOT / "tests" / "data" / "crds"
+PLAIN = {("v1", "ConfigMap"), ("v1", "Service")}
+"""Kinds of Kubernetes itself; what is in them is checked by hand below."""
+
+
+def closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema that refuses fields it does not know, as the API server warns."""
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "properties":
+            found[key] = {name: closed(inner) for name, inner in value.items()}
+        elif key in ("items", "additionalProperties") and isinstance(value, dict):
+            found[key] = closed(value)
+        else:
+            found[key] = value
+    is_open = schema.get("x-kubernetes-preserve-unknown-fields")
+    if "properties" in schema and not is_open and "additionalProperties" not in schema:
+        found["additionalProperties"] = False
+    if schema.get("x-kubernetes-int-or-string"):
+        found.pop("type", None)
+    return found
+
+
+def schemas() -> dict[tuple[str, str], dict[str, Any]]:
+    """Return the custom resources' schemas, by version and kind."""
+    found = {}
+    for path in CRDS.glob("*.json.gz"):
+        crd = json.loads(gzip.decompress(path.read_bytes()))
+        schema = closed(crd["schema"])
+        schema["properties"]["metadata"] = {"type": "object"}
+        found[f"{crd['group']}/{crd['version']}", crd["kind"]] = schema
+    return found
+
+
+def documents(path: Path) -> list[dict[str, Any]]:
+    """Return the resources of a file."""
+    return list(yaml.safe_load_all(path.read_text()))
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
+def test_manifest_is_valid(path: Path) -> None:
+    """Every custom resource against its schema; no kind is unknown."""
+    known = schemas()
+    kinds = []
+    for document in documents(path):
+        kind = document["apiVersion"], document["kind"]
+        kinds.append(kind)
+        assert document["metadata"]["name"]
+        if kind not in PLAIN:
+            jsonschema.Draft202012Validator(known[kind]).validate(document)
+    assert any(kind not in PLAIN for kind in kinds)
+
+
+def test_wrong_field_would_be_found() -> None:
+    """The check can fail."""
+    (document,) = [
+        d
+        for d in documents(ROOT / "examples" / "kubernetes" / "kuberay.yaml")
+        if d["kind"] == "RayCluster"
+    ]
+    document["spec"]["headGroupSpec"]["template"]["spec"]["conteiners"] = []
+    schema = schemas()["ray.io/v1", "RayCluster"]
+    with pytest.raises(jsonschema.ValidationError, match="conteiners"):
+        jsonschema.Draft202012Validator(schema).validate(document)
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
+def test_spec_in_a_manifest_is_one(path: Path) -> None:
+    """Ports, volumes and selectors lead to what is there."""
+    found = documents(path)
+    (config,) = [d for d in found if d["kind"] == "ConfigMap"]
+    app = parse_spec(config["data"]["app.yaml"], str(path))
+    assert (app.launcher, app.host) == ("ray", "auto")
+    (service,) = [d for d in found if d["kind"] == "Service"]
+    ports = {port["targetPort"] for port in service["spec"]["ports"]}
+    assert app.gateway.port in ports
+    text = path.read_text()
+    assert f"name: {config['metadata']['name']}}}" in text
+    for model in app.models.values():
+        for stage in model.stages:
+            for node in stage.nodes:
+                role = node.removesuffix("-*")
+                assert any(d["metadata"]["name"] == role for d in found), node
+
+
+def test_policy_of_every_role_is_none() -> None:
+    """A lost pod must not take its group along."""
+    found = documents(ROOT / "examples" / "kubernetes" / "leaderworkerset.yaml")
+    roles = [d for d in found if d["kind"] == "LeaderWorkerSet"]
+    app = next(d for d in found if d["kind"] == "ConfigMap")["data"]["app.yaml"]
+    stages = parse_spec(app).models["encoder"].stages
+    assert [d["metadata"]["name"] for d in roles] == [
+        "control",
+        *(stage.name for stage in stages),
+    ]
+    for role in roles:
+        assert role["spec"]["leaderWorkerTemplate"]["restartPolicy"] == "None"
+
+
+def test_spec_with_a_mistake_would_be_found() -> None:
+    """The check can fail here, too."""
+    with pytest.raises(SpecError):
+        parse_spec("models: {}")
