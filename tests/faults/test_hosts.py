@@ -270,6 +270,7 @@ async def test_loss_of_the_stores_host_hurts_no_ready_world(country: Country) ->
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("kill", [pytest.param(False, marks=pytest.mark.heavy), True])
 @pytest.mark.parametrize(
     "example", [pytest.param("send_recv", marks=pytest.mark.heavy), "all_reduce"]

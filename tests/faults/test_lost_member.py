@@ -280,6 +280,7 @@ async def test_stuck_helper_accuses_nobody_and_is_replaced(stage: Stage) -> None
     await child.done()
 
 
+@pytest.mark.heavy
 async def test_lost_connection_for_beats_is_no_loss_and_comes_back(
     stage: Stage,
 ) -> None:

@@ -76,6 +76,7 @@ async def town(fork_server: None) -> AsyncIterator[Town]:
         yield Town(fleet, f"tcp://127.0.0.1:{server.port}")
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "kind",
     [
@@ -165,6 +166,7 @@ async def _loaded(town: Town, seconds: float, config: WorldConfig) -> None:
         assert (account.error, account.epoch) == (None, 1)
 
 
+@pytest.mark.heavy
 async def test_cores_five_times_over_subscribed_are_no_loss(town: Town) -> None:
     """Everything is late, the observers too; nobody is accused."""
     await _loaded(town, 8, CONFIG)

@@ -13,6 +13,7 @@ SEED = 11
 SECONDS = 8.0
 
 
+@pytest.mark.heavy
 @pytest.mark.timeout(150)
 async def test_short_soak_finds_no_problem(fork_server: None) -> None:
     """Random faults over two dozen worlds under traffic, checked all the while."""

@@ -39,6 +39,7 @@ EXPECTED: dict[str, dict[str, int]] = {
 }
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "name",
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from typing import Any
 
@@ -29,6 +30,9 @@ from multiworld.testing import Arena, ProcessFleet, Role
 from multiworld.testing.leaks import Leak
 
 CONFIG = WorldConfig(join_s=20)
+
+LATE_S = 2.5
+"""More than Gloo gets to connect, and less than an operation may take."""
 
 
 class Perceptron(nn.Module):
@@ -72,7 +76,9 @@ async def tensor_parallel_member(role: Role, name: str, store: str) -> None:
     async with WorldManager(config=CONFIG) as manager:
         world = await manager.join(name, rank=1, size=2, store=store, backend="gloo")
         role.report(os.getpid())
-        while await role.order() == "pass":
+        while (order := await role.order()) in ("pass", "late"):
+            if order == "late":
+                await asyncio.sleep(LATE_S)
             check_once(world)
 
 
@@ -95,8 +101,8 @@ async def test_tensor_parallel_layer_in_two_worlds(fork_server: None) -> None:
         await worlds["a"].wait_over()
         with pytest.raises(MemberLostError):
             _ = worlds["a"].process_group
-        for _ in range(2):
-            children["b"].order("pass")
+        for order in ("pass", "late"):
+            children["b"].order(order)
             check_once(worlds["b"])
         children["b"].order("end")
         await children["b"].done()

@@ -35,7 +35,7 @@ def test_every_example_is_there() -> None:
     assert set(NAMES) == set(wanted.split())
 
 
-USUAL = ("all_reduce", "send_recv", "resnet")
+USUAL = ("send_recv",)
 
 
 @pytest.mark.parametrize(
@@ -52,6 +52,7 @@ def test_example_when_killed_then_only_its_world_stops(name: str) -> None:
     assert "world2 broken: rank 1 was lost" in output
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "name",
     [
@@ -94,6 +95,7 @@ def test_example_by_hand() -> None:
     assert "[world2 rank 0] all 20 steps done" in outputs[2]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "args",
     [pytest.param((), marks=pytest.mark.heavy), ("--kill",)],

@@ -283,6 +283,7 @@ async def test_member_record_that_the_store_forged_is_refused() -> None:
             await here.managers[0].join("x", rank=0, size=1, store=here.store)
 
 
+@pytest.mark.heavy
 async def test_tls_carries_large_tensors_between_hosts(
     monkeypatch: pytest.MonkeyPatch, tls: Tls
 ) -> None:

@@ -16,6 +16,7 @@ from tests.unit.serve.test_layered import saved
 pytestmark = pytest.mark.timeout(240)
 
 
+@pytest.mark.heavy
 def test_decoder_answers_as_the_whole_model_does(tmp_path: Path) -> None:
     """Before and after the loss of each stage."""
     folder = tmp_path / "llama"

@@ -55,6 +55,8 @@ def make_gloo(store: Store, rank: int, size: int, host: str, timeout_s: float) -
         options._threads = 1
         options._timeout = timedelta(seconds=CONNECT_S)
         group = gloo(store, rank, size, options)
+        # Connecting is over; what programs do with the group has the world's limit.
+        group._set_default_timeout(timedelta(seconds=timeout_s))
     finally:
         # A traceback that is kept would keep the device: a thread and four descriptors.
         del options
