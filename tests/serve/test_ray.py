@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -191,3 +194,30 @@ def test_no_cluster_is_named(tmp_path: Path) -> None:
     wanted = pytest.raises(AssertionError, match=r"no Ray cluster at '127.0.0.1:1'")
     with wanted, served(tmp_path, spec):
         pass
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(400)
+def test_demo_of_a_cluster(tmp_path: Path) -> None:
+    """Nothing is lost, and what was moved is told; the picture is there."""
+    picture = tmp_path / "cluster.png"
+    command = [sys.executable, "-m", "multiworld.cli.main", "demo", "cluster"]
+    done = subprocess.run(
+        [*command, "--rate", "3", "--picture", str(picture), "--json"],
+        capture_output=True,
+        text=True,
+        timeout=390,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    outcome = json.loads(done.stdout)
+    assert outcome["is_good"]
+    assert all(not m["failed"] for m in outcome["models"].values())
+    assert [scene["title"] for scene in outcome["scenes"]][1:] == [
+        outcome["scenes"][0]["title"].replace("lost", "back"),
+        "a third model is added",
+        "and removed",
+    ]
+    assert outcome["moves"]
+    assert all(move["why"] for move in outcome["moves"])
+    assert picture.stat().st_size > 10_000

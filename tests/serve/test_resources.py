@@ -9,13 +9,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 import yaml
 
-from multiworld.errors import ServeError
-from multiworld.serve.resources.amounts import MIB
-from tests.serve.harness import ROOT, Served, served, spec_with, traffic
-from tests.serve.models import GROW
+from multiworld.errors import PlacementError, ServeError
+from multiworld.serve.resources.amounts import MIB, Need, Spot
+from multiworld.serve.resources.assigning import Plan
+from multiworld.serve.resources.ledger import Ledger
+from tests.serve.harness import ROOT, Served, body, served, spec_with, traffic
+from tests.serve.models import GROW, expected
 
 LIMIT_MB = 200
 STAGES = [
@@ -96,6 +99,64 @@ def test_service_without_a_place_is_not_started(tmp_path: Path) -> None:
     assert "stage add of m (1): 1 of 2 replicas have a place" in done.stderr
     assert "tiny: 50 MiB short" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def refuse(ledger: Ledger, post: object, need: Need, plan: Plan) -> Spot:
+    """A policy that has no place for anybody."""
+    raise PlacementError("closed on Sundays")
+
+
+def test_policy_is_the_specs(tmp_path: Path) -> None:
+    """By its import path; one that is not there is named."""
+    for policy, words in (
+        ("tests.serve.test_resources:refuse", "closed on Sundays"),
+        ("tests.serve.test_resources:nothing", "cannot be imported"),
+    ):
+        path = tmp_path / "app.yaml"
+        path.write_text(yaml.safe_dump(spec_with(placement=policy)))
+        done = _multiworld("serve", str(path), "--state", str(tmp_path / "state"))
+        assert done.returncode == 1
+        assert words in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+async def test_models_come_and_go_while_others_serve(tmp_path: Path) -> None:
+    """Added, updated and removed by `multiworld update`; the others lose nothing."""
+    spec = spec_with()
+    with served(tmp_path, spec) as service:
+
+        async def update(models: dict[str, object]) -> None:
+            text = yaml.safe_dump({**spec, "models": models})
+            await asyncio.to_thread(service.ask, "POST", "/update", json={"text": text})
+
+        def runs(name: str, version: str, count: int) -> bool:
+            found = service.ask("GET", "/status")["processes"]
+            mine = [p for p in found if p["model"] == name]
+            return len(mine) == count and all(
+                (p["version"], p["phase"]) == (version, "ready") for p in mine
+            )
+
+        async def until(name: str, version: str, count: int) -> None:
+            what = f"{count} of {name} {version}"
+            await asyncio.to_thread(
+                service.until, lambda: runs(name, version, count), what
+            )
+
+        async with traffic(service):
+            both = {**spec["models"], "other": spec["models"]["m"]}
+            await update(both)
+            await until("other", "1", 4)
+            url = f"{service.url}/v2/models/other/infer"
+            answer = await asyncio.to_thread(httpx.post, url, json=body(2.0))
+            assert answer.json()["outputs"][0]["data"] == [expected(2.0)]
+            both["other"] = {**both["other"], "version": "2"}
+            await update(both)
+            await until("other", "2", 4)
+            await update(spec["models"])
+            await until("other", "2", 0)
+            answer = await asyncio.to_thread(httpx.post, url, json=body(2.0))
+            assert answer.status_code == 404
+        assert runs("m", "1", 4)
 
 
 def test_profile_is_measured_and_then_booked(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def _read(path: Path) -> list[Node]:
 
 def _known(text: str) -> list[dict[str, Any]]:
     """Leave out what is free at this moment: a plan is for empty machines."""
-    fields = ("name", "cpus", "memory_bytes", "gpus", "address")
+    fields = ("name", "cpus", "memory_bytes", "gpus", "price", "bandwidth")
     return [{k: n[k] for k in fields if k in n} for n in json.loads(text)]
 
 

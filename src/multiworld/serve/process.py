@@ -27,7 +27,7 @@ from multiworld.serve.groups import (
     fork_ranks,
     join_group,
 )
-from multiworld.serve.resources.amounts import mib, needs_of
+from multiworld.serve.resources.amounts import Need, mib, needs_of
 from multiworld.serve.resources.usage import outgrows, usage_of
 from multiworld.serve.running import Runner
 from multiworld.serve.sources import build_model, stage_name
@@ -207,6 +207,7 @@ class WorkerProcess:
             )
             group = RankGroup(world)
             self._guard = asyncio.get_running_loop().create_task(_end_with(world))
+        limit_gpu(device, needs_of(self._args.spec)[self._args.stage])
         await self._runner.load(StageContext(device=device, group=group))
         logger.info("loaded in %.3f s", time.monotonic() - began)
         self._agent.fact("loaded")
@@ -276,6 +277,15 @@ class WorkerProcess:
                 await self._worker.wait_sent()
         except TimeoutError:
             pass  # who does not read what is sent has lost this process anyway
+
+
+def limit_gpu(device: str, need: Need) -> None:
+    """Have torch refuse to take more of a GPU's memory than was declared."""
+    if not device.startswith("cuda") or not need.gpu_memory_bytes:
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    share = need.gpu_memory_bytes / need.ranks / total
+    torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
 
 
 def gpu_memory_of(device: str) -> int:

@@ -229,6 +229,9 @@ class AppSpec(_Strict):
     host: str = Field(default="127.0.0.1", min_length=1)
     """The address of this machine at which its replicas reach the store; one that other
     machines know if replicas run there. `auto`: that of its way out."""
+    placement: str | None = Field(default=None, pattern=FACTORY)
+    """`package.module:function` that chooses the machine of the next replica, in place
+    of `multiworld.serve.resources.assigning:assign`."""
     silence_s: Seconds = 2.0
     """Seconds of silence after which a process is given up and replaced."""
     ready_s: Seconds = 120.0

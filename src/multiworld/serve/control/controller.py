@@ -43,6 +43,8 @@ from multiworld.serve.control.wanting import (
 )
 from multiworld.serve.process import Args
 from multiworld.serve.resources.amounts import Need, needs_of
+from multiworld.serve.resources.assigning import assign
+from multiworld.serve.sources import import_factory
 from multiworld.serve.spec import AppSpec, ModelSpec
 from multiworld.world_manager import WorldManager
 
@@ -88,7 +90,8 @@ class Controller:
         self._links = Links(manager, app.app, store.address, app.silence_s, self)
         self._launching: set[asyncio.Task[None]] = set()
         self.history = History()
-        self.placer = Placer(launcher, self.fleet, self.history, self)
+        policy = import_factory(app.placement) if app.placement else assign
+        self.placer = Placer(launcher, self.fleet, self.history, self, policy)
         self.places = self.placer.places
         self._changed = asyncio.Event()
         self._ticker: asyncio.Task[None] | None = None

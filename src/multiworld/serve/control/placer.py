@@ -18,6 +18,7 @@ from multiworld.serve.control.planning import Ask, in_words
 from multiworld.serve.control.record import ProcessRecord
 from multiworld.serve.control.state import Phase, Wanted
 from multiworld.serve.resources.amounts import Spot, mib, needs_of
+from multiworld.serve.resources.assigning import Policy
 
 
 class PlacerOwner(Protocol):
@@ -38,11 +39,16 @@ class Placer:
     """The machines of a service, and who is where."""
 
     def __init__(
-        self, launcher: Launcher, fleet: Fleet, history: History, owner: PlacerOwner
+        self,
+        launcher: Launcher,
+        fleet: Fleet,
+        history: History,
+        owner: PlacerOwner,
+        policy: Policy,
     ) -> None:
         self._launcher, self._fleet = launcher, fleet
         self._history, self._owner = history, owner
-        self.places = Places(launcher.nodes())
+        self.places = Places(launcher.nodes(), policy)
         self._planner = Planner(self._snapshot, self._planned)
         self._text = self._trouble = ""
 

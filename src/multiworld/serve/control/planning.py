@@ -30,9 +30,6 @@ NOMINAL = 1.0
 
 CPU = "cpu"
 
-FREE = 0.0
-"""The price of a machine that is there already."""
-
 BALANCE = 0.01
 """Less than a move costs: new replicas go where few are, running ones stay."""
 
@@ -81,7 +78,7 @@ def problem_of(
     """Return the problem of placing models on machines."""
     nodes = list(nodes)
     names = [node.name for node in nodes]
-    hosts = tuple(Host(node.name, _devices(node)) for node in nodes)
+    hosts = tuple(Host(node.name, _devices(node), node.bandwidth) for node in nodes)
     kinds = {d.kind for host in hosts for d in host.devices} - {CPU}
     return Problem(
         hosts,
@@ -93,12 +90,17 @@ def problem_of(
 
 def _devices(node: Node) -> tuple[Device, ...]:
     cores = Device(
-        device_name(node.name, None), CPU, node.memory_bytes, FREE, capacity=node.cpus
+        device_name(node.name, None), CPU, node.memory_bytes, node.price, node.cpus
     )
     return (
         cores,
         *(
-            Device(device_name(node.name, gpu.index), gpu.kind, gpu.memory_bytes, FREE)
+            Device(
+                device_name(node.name, gpu.index),
+                gpu.kind,
+                gpu.memory_bytes,
+                node.price,
+            )
             for gpu in node.gpus
         ),
     )

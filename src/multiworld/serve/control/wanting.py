@@ -71,7 +71,16 @@ def check_update(
     Raises:
         ServeError: It changes what cannot be changed while it runs.
     """
-    fixed = ("app", "launcher", "ray", "machine", "host", "silence_s", "orphan_s")
+    fixed = (
+        "app",
+        "launcher",
+        "ray",
+        "machine",
+        "host",
+        "placement",
+        "silence_s",
+        "orphan_s",
+    )
     for name in fixed:
         if getattr(new, name) != getattr(old, name):
             raise ServeError(

@@ -29,6 +29,8 @@ class Node:
         memory_bytes: Of main memory.
         address: Where it is reached; for people.
         key: What the launcher knows it by.
+        price: Per hour, if any of it is used; 0: it is there anyway.
+        bandwidth: Bytes a second that it can send to others; None: no limit.
     """
 
     name: str
@@ -37,6 +39,8 @@ class Node:
     gpus: tuple[Gpu, ...] = ()
     address: str = ""
     key: str = ""
+    price: float = 0.0
+    bandwidth: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
