@@ -262,6 +262,7 @@ async def test_busy_main_thread_is_no_loss(stage: Stage) -> None:
         await over
 
 
+@pytest.mark.heavy
 async def test_stuck_helper_accuses_nobody_and_is_replaced(stage: Stage) -> None:
     """A helper that is stopped makes its owner blind, not its peers dead."""
     other = await stage.other()

@@ -116,6 +116,7 @@ async def test_blocked_loop_is_told_as_waiting(town: Town) -> None:
     await town.citizens[0].report(HANG_S)
 
 
+@pytest.mark.heavy
 async def test_blocked_loop_is_a_loss_where_configured(town: Town) -> None:
     """``stalled_limit_s`` makes a hung process count as lost; it is fenced."""
     await town.settle(CONFIG.replace(stalled_limit_s=1.5))

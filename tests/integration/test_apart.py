@@ -88,6 +88,7 @@ def test_end_that_dies_is_named(folder: Path) -> None:
     end.close()
 
 
+@pytest.mark.heavy
 def test_environment_that_cannot_be_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

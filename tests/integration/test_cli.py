@@ -37,6 +37,7 @@ def test_help_answers_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "backend", ["direct", pytest.param("gloo", marks=pytest.mark.heavy)]
 )

@@ -134,6 +134,7 @@ async def test_worlds_without_a_group_say_so() -> None:
             world.device_mesh()
 
 
+@pytest.mark.heavy
 async def test_thirty_worlds_leave_nothing_behind(fork_server: None) -> None:
     """No thread and no descriptor, though the meshes are kept by the user."""
     server = await StoreServer.listen("127.0.0.1", 0)

@@ -68,6 +68,7 @@ def test_example_on_gloo_with_three_members(name: str) -> None:
         assert f"[{member}] all 20 steps done" in output
 
 
+@pytest.mark.heavy
 def test_example_by_hand() -> None:
     """Each member is a command of its own."""
     address = f"127.0.0.1:{free_port()}"

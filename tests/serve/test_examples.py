@@ -36,6 +36,7 @@ def test_example_spec_is_right(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         )
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "name", ["digits", pytest.param("digits_uncut", marks=pytest.mark.heavy)]
 )

@@ -81,6 +81,7 @@ def test_replicas_are_spread_over_the_nodes(service: Served, cluster: RayNodes) 
     assert sum(n["cpus"] - n["free_cpus"] for n in known) == pytest.approx(2)
 
 
+@pytest.mark.heavy
 async def test_lost_replica_is_replaced_by_another_actor(service: Served) -> None:
     """As on one machine."""
     async with traffic(service):
@@ -163,6 +164,7 @@ def test_second_controller_is_refused(
     assert is_whole(service)
 
 
+@pytest.mark.heavy
 async def test_controller_that_is_lost_finds_its_actors_again(service: Served) -> None:
     """They serve on meanwhile, and none is started anew."""
     before = where(service)

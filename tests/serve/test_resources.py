@@ -118,6 +118,7 @@ def test_policy_is_the_specs(tmp_path: Path) -> None:
         assert done.returncode == 1
         assert words in done.stderr
         assert "Traceback" not in done.stderr
+        # The next one begins at once: nothing was left behind, no store either.
 
 
 async def test_models_come_and_go_while_others_serve(tmp_path: Path) -> None:

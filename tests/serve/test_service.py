@@ -239,6 +239,7 @@ async def test_new_version_takes_over_and_a_broken_one_is_rolled_back(
     assert service.infer(1.0).json()["model_version"] == "2"
 
 
+@pytest.mark.heavy
 def test_full_queue_is_429_and_the_accepted_are_answered(tmp_path: Path) -> None:
     """With Retry-After."""
     spec = spec_with(m_max_queued_requests=2)

@@ -28,6 +28,7 @@ from multiworld.placement.model import (
 )
 from multiworld.placement.problem import Problem, StageNeed
 
+CLOSE = 1e-6
 SEEN = 0.5
 """An integer variable above this is not 0."""
 
@@ -202,6 +203,13 @@ class Formulation:
                     terms = {self.longest[m, k]: 1.0, self.here[slot]: -seconds}
                     self.rows.add(terms, low=0.0)
 
+    @property
+    def close(self) -> float:
+        """How far from the bound is as good as on it: less than one move costs."""
+        weight = sum(model.weight for model in self.problem.models)
+        whole = max(1.0, worth_of(self.problem) * weight)
+        return min(CLOSE, self.problem.move_cost / (4 * whole) or CLOSE)
+
     def gains(self) -> dict[int, float]:
         """Return the objective's factors."""
         worth = worth_of(self.problem)
@@ -264,7 +272,7 @@ class Formulation:
             constraints=self.rows.constraint(self.count),
             bounds=Bounds(low, high),
             integrality=integrality,
-            options={"time_limit": limit_s, "mip_rel_gap": 1e-6},
+            options={"time_limit": limit_s, "mip_rel_gap": self.close},
         )
         bound = getattr(found, "mip_dual_bound", None)
         best = math.inf if bound is None else -float(bound)

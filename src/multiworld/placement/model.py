@@ -48,7 +48,7 @@ def is_possible(problem: Problem, stage: StageNeed, place: Place) -> bool:
     return (
         place.device.kind in stage.seconds
         and stage.memory_bytes <= place.device.memory_bytes
-        and stage.cores <= place.device.capacity
+        and 0 < place.device.capacity >= stage.cores
         and (not stage.nodes or problem.nodes[place.node].name in stage.nodes)
     )
 

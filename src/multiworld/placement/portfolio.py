@@ -20,8 +20,6 @@ POLISH_S = 10.0
 SMALL = 400
 """Up to this many slots HiGHS is asked first, which often proves its answer best."""
 
-CLOSE = 1e-6
-
 
 def place(problem: Problem, limit_s: float = LIMIT_S) -> Placement:
     """Return the best placement that is found in time; never worse than greedy.
@@ -34,10 +32,12 @@ def place(problem: Problem, limit_s: float = LIMIT_S) -> Placement:
     end = time.monotonic() + limit_s
     hint = place_greedily(problem)
     best = _exact(formulation, hint, math.inf, "greedy")
+    stay = _exact(formulation, _running(formulation), math.inf, "as it is")
+    best = stay if stay.value >= best.value and stay.replicas else best
     names = _order(formulation)
     for name in names:
         left_s = end - time.monotonic()
-        if left_s <= 0 or best.gap <= CLOSE:
+        if left_s <= 0 or best.gap <= formulation.close:
             break
         share_s = left_s if name == names[-1] else left_s / 2
         chosen, bound = _ask(name, formulation, share_s, best)
@@ -47,6 +47,12 @@ def place(problem: Problem, limit_s: float = LIMIT_S) -> Placement:
             best = found if found.value > best.value else best
         best = replace(best, bound=bound)
     return best
+
+
+def _running(formulation: Formulation) -> Counts:
+    """Return what runs, as far as it is possible still."""
+    found = {slot: formulation.runs(slot) for slot in formulation.slots}
+    return {slot: count for slot, count in found.items() if count}
 
 
 def _order(formulation: Formulation) -> list[str]:

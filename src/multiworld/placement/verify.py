@@ -94,7 +94,7 @@ class _Books:
             for device in self.devices.values()
             if device.kind in stage.seconds
             and device.memory_bytes >= stage.memory_bytes
-            and device.capacity >= stage.cores
+            and 0 < device.capacity >= stage.cores
             and (not stage.nodes or self.home[device.name] in stage.nodes)
         }
         return len(nodes) > 1

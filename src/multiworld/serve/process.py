@@ -31,7 +31,7 @@ from multiworld.serve.resources.amounts import Need, mib, needs_of
 from multiworld.serve.resources.usage import outgrows, usage_of
 from multiworld.serve.running import Runner
 from multiworld.serve.sources import build_model, stage_name
-from multiworld.serve.spec import GatewaySpec, ModelSpec
+from multiworld.serve.spec import AppSpec, GatewaySpec, ModelSpec
 from multiworld.serve.stage import StageContext
 from multiworld.serve.table import edges_of, table_from_json
 from multiworld.serve.worker import StageLimits, Worker
@@ -87,6 +87,26 @@ class Args(BaseModel):
     def config(self) -> WorldConfig:
         """Return the settings of its worlds."""
         return WorldConfig(silence_s=self.silence_s, join_s=JOIN_S, embed_store=False)
+
+
+def args_of(app: AppSpec, store: str, port: int, name: str) -> Args:
+    """Return what every process of a service is started with.
+
+    Args:
+        port: Of the gateways.
+        name: Of the process; a gateway's says that it is one.
+    """
+    is_gateway = name.startswith("gateway/")
+    return Args(
+        app=app.app,
+        name=name,
+        role="gateway" if is_gateway else "worker",
+        store=store,
+        silence_s=app.silence_s,
+        orphan_s=app.orphan_s,
+        gateway=app.gateway if is_gateway else None,
+        port=port,
+    )
 
 
 def main(args: dict[str, Any]) -> int:
@@ -253,15 +273,11 @@ class WorkerProcess:
     async def _mind_memory(self) -> None:
         """End this process if it outgrows what it declared; the controller is told."""
         assert self._args.spec is not None
-        limit = needs_of(self._args.spec)[self._args.stage].memory_bytes
-        while True:
-            await asyncio.sleep(MEMORY_LOOK_S)
-            used = outgrows(os.getpid(), limit) if limit else None
-            if used:
-                logger.error("%s used, %s booked: it ends", mib(used), mib(limit))
-                self._agent.tell("outgrown", used=used, limit=limit)
-                await asyncio.sleep(TELL_S)  # the controller kills it, if it can
-                os._exit(OUTGROWN)
+        limit = memory_limit(self._args)
+        used = await outgrown(limit)
+        self._agent.tell("outgrown", used=used, limit=limit)
+        await asyncio.sleep(TELL_S)  # the controller kills it, if it can
+        os._exit(OUTGROWN)
 
     async def _finish(self) -> None:
         await self._is_finishing.wait()
@@ -277,6 +293,31 @@ class WorkerProcess:
                 await self._worker.wait_sent()
         except TimeoutError:
             pass  # who does not read what is sent has lost this process anyway
+
+
+def memory_limit(args: Args) -> int:
+    """Return what this process may use, with those that it has forked; 0: no limit."""
+    assert args.spec is not None
+    need = needs_of(args.spec)[args.stage]
+    return need.memory_bytes if args.rank is None else need.memory_bytes // need.ranks
+
+
+async def outgrown(limit: int) -> int:
+    """Wait until this process uses more memory than ``limit``; return how much.
+
+    Cancellation: safe.
+    """
+    while True:
+        await asyncio.sleep(MEMORY_LOOK_S)
+        used = outgrows(os.getpid(), limit) if limit else None
+        if used:
+            logger.error("%s used, %s booked: it ends", mib(used), mib(limit))
+            return used
+
+
+async def _end_if_outgrown(limit: int) -> None:
+    await outgrown(limit)
+    os._exit(OUTGROWN)
 
 
 def limit_gpu(device: str, need: Need) -> None:
@@ -335,6 +376,9 @@ async def run_follower(args: Args, rank: int) -> int:
     model = build_model(args.spec)
     name = stage_name(args.spec, model, args.stage)
     runner = Runner(model.stages[args.stage], name, limits.threads)
+    # A rank that was forked counts with its leader; an actor of its own by itself.
+    limit = 0 if args.rank is None else memory_limit(args)
+    guard = asyncio.get_running_loop().create_task(_end_if_outgrown(limit))
     try:
         async with WorldManager(config=args.config()) as manager:
             world = await join_group(
@@ -344,6 +388,8 @@ async def run_follower(args: Args, rank: int) -> int:
     except MultiWorldError as error:
         logger.error("rank %d: %s", rank, error)
         return 1
+    finally:
+        guard.cancel()
     return 0
 
 

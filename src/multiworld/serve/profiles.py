@@ -87,7 +87,7 @@ def with_profiles(app: AppSpec, folder: Path) -> AppSpec:
         folder: Where relative paths of profiles begin.
 
     Raises:
-        SpecError: A profile cannot be read, or is of another model.
+        SpecError: A profile cannot be read, or has another number of stages.
     """
     models = {
         name: _with_profile(name, spec, folder) for name, spec in app.models.items()

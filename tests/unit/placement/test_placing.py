@@ -353,10 +353,10 @@ def test_every_answer_is_feasible_and_no_worse_than_greedy(problem: Problem) -> 
     """Checked by the verifier, against the bound, and against greedy."""
     greedy = place(problem, 0.0)
     assert faults(problem, greedy) == []
-    assert greedy.solver == "greedy"
-    assert Counter(r.model for r in greedy.replicas).total() == sum(
-        place_greedily(problem).values()
-    ), "what greedy chose was feasible: nothing of it was thrown away"
+    assert greedy.solver in ("greedy", "as it is")
+    if greedy.solver == "greedy":
+        chosen = sum(place_greedily(problem).values())
+        assert len(greedy.replicas) == chosen, "nothing of it was thrown away"
     found = place(problem, 0.5)
     assert faults(problem, found) == []
     assert found.value >= greedy.value - 1e-6 * abs(greedy.value)

@@ -132,6 +132,21 @@ def test_what_has_no_place_waits_and_is_told_once() -> None:
     assert service.fleet.unplaced == {}
 
 
+def test_drain_that_nothing_can_replace_is_withdrawn() -> None:
+    """The replica stays: fewer would serve, for good."""
+    service = Service(1, 1, 1)
+    service.room = 0
+    name = service.a_worker(1)
+    service.tell(DrainAsked(name))
+    service.tick(5.0)
+    assert name in service.fleet.processes
+    assert service.ready() == [1, 1, 1]
+    assert service.kinds().count("kept") == 1
+    number = service.fleet.table.number
+    service.tick(5.0)
+    assert service.fleet.table.number == number, "nothing is announced any more"
+
+
 def test_what_has_no_place_gets_one_when_something_leaves() -> None:
     """Within about a second."""
     service = Service(1, 1, 1)

@@ -93,6 +93,24 @@ def test_model_without_times_is_placed_by_what_it_books() -> None:
     assert bottleneck(outlook(problem, found), "m") is None
 
 
+def test_slow_stage_without_a_demand_has_a_place() -> None:
+    """Nobody has asked for a rate."""
+    text = SPEC.replace("demand: 100", "weight: 1").replace(
+        "item_ms: 5,", "item_ms: 5000,"
+    )
+    spec = model(text.replace("latency_ms: 200", ""))
+    assert place(problem_of(NODES, asks_in({"m": spec})), 2.0).unplaced == {}
+
+
+def test_machine_without_cores_takes_nothing() -> None:
+    """As the head of a cluster that is to run no replica."""
+    head = Node("head", 0.0, 8000 * MIB)
+    text = "models: {m: {factory: tests.serve.models:model, stages: [{}, {}, {}]}}"
+    found = place(problem_of([head, *NODES], asks_in({"m": model(text)})), 2.0)
+    assert found.unplaced == {}
+    assert not any(r.device.startswith("head") for r in found.replicas)
+
+
 def test_what_has_no_machine_is_named() -> None:
     """A pin to a machine that is not there; a GPU that nobody has."""
     pinned = model(SPEC.replace("replicas: 2, item_ms: 5", 'nodes: ["x-*"]'))

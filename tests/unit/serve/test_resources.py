@@ -104,6 +104,16 @@ def test_pinned_replica_goes_nowhere_else() -> None:
         assign(ledger, "m", Need(nodes=frozenset({"elsewhere"})), {})
 
 
+def test_machine_without_cores_takes_nothing() -> None:
+    """Not even what books none: it is the head of a cluster, kept free."""
+    ledger = Ledger([Node("head", 0, 100 * MIB), *nodes(1)])
+    for number in range(3):
+        assert assign(ledger, "m", Need(), {}).node == "n0"
+        ledger.book(f"{number}", "m", Spot("n0"), Need())
+    with pytest.raises(PlacementError, match="it has no cores"):
+        assign(Ledger([Node("head", 0, 100 * MIB)]), "m", Need(), {})
+
+
 def test_what_is_not_declared_fits_on_a_full_machine() -> None:
     """It is best effort: nothing is promised to it."""
     ledger = Ledger(nodes(1))
@@ -169,7 +179,7 @@ def test_needs_are_as_the_spec_declares_them() -> None:
     assert second.nodes == {"n0"}
     assert (third.on_gpu, third.gpu, third.gpu_memory_bytes) == (True, 1, 5 * MIB)
     wanted = Wanted({"m": ModelWanted("1", (2, 1, 1))})
-    asks = asks_of(wanted, {}, {"m": {"1": app.models["m"]}})
+    asks = asks_of(wanted, {"m": {"1": app.models["m"]}})
     assert [ask[:3] for ask in asks] == [
         (("m", "1", 0), "stage a of m (1)", 2),
         (("m", "1", 1), "stage b of m (1)", 1),

@@ -249,15 +249,22 @@ class Story:
         )
 
     def begin(self, title: str) -> Scene:
+        """Note that an event begins."""
         scene = Scene(title, self.now(), time.time())
         self.scenes.append(scene)
         return scene
 
     def finish(self, scene: Scene) -> None:
+        """Note that the service is at full strength again."""
         scene.end_s = self.now()
         self.tell(f"at full strength after {scene.strength_s:.2f} s")
 
     async def until(self, is_so: Callable[[], bool]) -> None:
+        """Wait until the status says that something is so.
+
+        Raises:
+            DemoFailedError: It never was.
+        """
         limit = time.monotonic() + self.settle_s
         fresh = self.status
         while fresh is self.status or not is_so():
@@ -266,12 +273,18 @@ class Story:
             await asyncio.sleep(POLL_S)
 
     async def last_event(self) -> int:
+        """Return the number of the last event."""
         events = await self.ask("GET", "/events")
         return int(events[-1]["number"]) if events else 0
 
     async def event(
         self, since: int, kind: str, name: str | None = None, after: float = 0.0
     ) -> dict[str, Any]:
+        """Wait for an event of a kind, of a process if it is named.
+
+        Raises:
+            DemoFailedError: There was none.
+        """
         limit = time.monotonic() + self.settle_s
         while time.monotonic() < limit:
             events: list[dict[str, Any]] = await self.ask(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import socket
 import sys
@@ -13,7 +14,11 @@ from typing import Any
 
 from multiworld.errors import LaunchError
 
+logger = logging.getLogger("multiworld.serve")
+
 END_S = 5.0
+LINE = 2**24
+"""Bytes of the longest line: thousands of machines."""
 
 
 class Child:
@@ -69,7 +74,7 @@ class Child:
                 env={**os.environ, **env},
             )
         theirs.close()
-        reader, self._writer = await asyncio.open_connection(sock=ours)
+        reader, self._writer = await asyncio.open_connection(sock=ours, limit=LINE)
         try:
             async with asyncio.timeout(limit_s):
                 line = await reader.readline()
@@ -83,8 +88,11 @@ class Child:
         return first
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        while line := await reader.readline():
-            self._on_news(json.loads(line))
+        try:
+            while line := await reader.readline():
+                self._on_news(json.loads(line))
+        except (OSError, ValueError) as error:  # it ended in the midst of a line
+            logger.warning("%s: %s", self._module, error)
         self._on_end()
 
     def tell(self, order: dict[str, Any]) -> None:

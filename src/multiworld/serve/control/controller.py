@@ -30,6 +30,7 @@ from multiworld.serve.control.reporting import (
     exit_words,
     is_ready,
     last_words,
+    models_order,
     records_of,
     status_of,
     url_of,
@@ -41,7 +42,7 @@ from multiworld.serve.control.wanting import (
     stage_number,
     wanted_of,
 )
-from multiworld.serve.process import Args
+from multiworld.serve.process import args_of
 from multiworld.serve.resources.amounts import Need, needs_of
 from multiworld.serve.resources.assigning import assign
 from multiworld.serve.sources import import_factory
@@ -96,7 +97,8 @@ class Controller:
         self._changed = asyncio.Event()
         self._ticker: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
-        self._is_ending = False
+        self._is_started = self._is_ending = False
+        self._in_launch: set[str] = set()
 
     # Starting and ending.
 
@@ -106,7 +108,9 @@ class Controller:
         Raises:
             PlacementError: A new service has no place on the machines there are.
         """
+        self._is_started = True
         adopted = [] if old is None else self._adopt(old)
+        self._launcher.settle()
         wanted = wanted_of(self.app, None if old is None else old.replicas)
         if old is not None:
             for name, versions in old.specs.items():
@@ -132,7 +136,10 @@ class Controller:
         found = []
         for said in old.processes:
             running = Running(said.name, said.pid, said.began, said.node)
-            spec = self._specs[said.model][said.version] if said.model else None
+            spec = self._specs.get(said.model, {}).get(said.version)
+            if said.model and spec is None:
+                self._launcher.kill(running)  # nobody knows what it is any more
+                continue
             ranks = 1 if spec is None else spec.stages[said.stage].ranks
             if not self._launcher.adopt(running, ranks):
                 continue
@@ -306,18 +313,19 @@ class Controller:
         counts = {n: list(m.replicas) for n, m in self.fleet.wanted.models.items()}
         wanted = wanted_of(app, counts)
         before, self.app = self.app, app
+        specs = {name: dict(versions) for name, versions in self._specs.items()}
         self._set_specs()
         try:
             self.placer.admit(wanted)
         except PlacementError as error:
-            self.app = before
+            self.app, self._specs = before, specs
             raise PlacementError(
                 f"{error}; a model that is updated runs in both versions until the new "
                 "one is ready",
                 short=error.short,
             ) from None
         for name in filter(_is_gateway, self._links.names):
-            self._links.send(name, self._models_order())
+            self._links.send(name, models_order(self._specs))
         self._want(wanted)
 
     def drain(self, name: str) -> None:
@@ -399,12 +407,13 @@ class Controller:
             self._say("exited", f"{name}: {why}", name)  # its loss has been told
 
     def _handle(self, event: events.Event) -> None:
-        if self._is_ending:
+        if self._is_ending or not self._is_started:
             return
         for action in self.fleet.handle(event, time.monotonic()):
             self._carry_out(action)
         self._changed.set()
-        self._save()
+        if not isinstance(event, events.Adopted):
+            self._save()  # not while a part of what runs is not adopted yet
 
     def _carry_out(self, action: actions.Action) -> None:
         match action:
@@ -423,14 +432,6 @@ class Controller:
                     self._links.send(name, order)
             case actions.Say(kind, text, name):
                 self._say(kind, text, name)
-
-    def _models_order(self) -> dict[str, Any]:
-        """Return every version that is known: any of them may answer."""
-        models = {
-            name: {version: spec.model_dump() for version, spec in versions.items()}
-            for name, versions in self._specs.items()
-        }
-        return {"kind": "models", "models": models}
 
     def _spawn(self, tasks: set[asyncio.Task[None]], body: Any) -> None:
         task = self._loop.create_task(body)
@@ -475,7 +476,7 @@ class Controller:
         running = self._running.pop(name, None)
         if running is not None:
             self._launcher.kill(running)  # its place is free when it has ended
-        else:
+        elif name not in self._in_launch:
             self.places.ledger.release(name)
         self._links.close(name)
 
@@ -495,30 +496,32 @@ class Controller:
             except PlacementError as error:
                 self._handle(events.Unplaced(name, str(error)))
                 return
-        args = Args(
-            app=self.app.app,
-            name=name,
-            role="worker" if model else "gateway",
-            store=self.store.address,
-            silence_s=self.app.silence_s,
-            orphan_s=self.app.orphan_s,
-            model=model,
-            stage=stage,
-            gpu=None if spot is None else spot.gpu,
-            spec=spec,
-            gateway=None if model else self.app.gateway,
-            port=self.port,
-            alive=str(self._folder.alive),
+        args = args_of(self.app, self.store.address, self.port, name).model_copy(
+            update={
+                "model": model,
+                "stage": stage,
+                "spec": spec,
+                "gpu": None if spot is None else spot.gpu,
+                "alive": str(self._folder.alive),
+            }
         )
         self._links.open(name)
+        self._in_launch.add(name)
         try:
             running = await self._launcher.launch(
                 name, args.model_dump(), self.log_of(name), spot, need
             )
         except LaunchError as error:
             self.places.ledger.release(name)
-            self._handle(events.Gone(name, f"it could not be started: {error}"))
+            why = f"it could not be started: {error}"
+            if trouble := self._launcher.trouble():
+                self._links.close(name)
+                self._handle(events.Unplaced(name, trouble))
+            else:
+                self._handle(events.Gone(name, why))
             return
+        finally:
+            self._in_launch.discard(name)
         if name in self.fleet.processes:
             self._running[name] = running
             self._save()
@@ -530,7 +533,7 @@ class Controller:
     def greeting(self, name: str) -> list[dict[str, Any]]:
         """Return what a process that has joined is told first."""
         table = {"kind": "table", "table": self.fleet.table.to_json()}
-        return [self._models_order(), table] if _is_gateway(name) else [table]
+        return [models_order(self._specs), table] if _is_gateway(name) else [table]
 
     def joined(self, name: str) -> None:
         """Take note that a process has joined."""

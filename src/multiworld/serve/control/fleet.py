@@ -193,6 +193,10 @@ class Fleet:
             self.unplaced[post] = why
             text = f"{post[0]}/{post[2]} ({post[1]}) has no place: {why}"
             yield Say("unplaced", text)
+        for other in self._at(post):
+            if other.is_unwanted:  # it stays: nothing can take its place
+                other.is_unwanted = False
+                yield Say("kept", f"{other.name}: there is no place for another")
 
     def _overdue(self, now: float) -> Iterator[Action]:
         for process in list(self.processes.values()):
@@ -337,12 +341,16 @@ class Fleet:
             replicas={
                 p.name: Replica(p.name, p.model, p.version, p.stage, STATE_OF[p.phase])
                 for p in self.processes.values()
-                if not p.is_gateway
+                if not p.is_gateway and not self._may_have_no_place(p)
             },
         )
         if table != self.table:
             self.table = replace(table, number=self.table.number + 1)
             yield Announce(self.table)
+
+    def _may_have_no_place(self, process: Process) -> bool:
+        """Tell whether it is one try of many; nobody needs to hear of each."""
+        return process.phase is Phase.LAUNCHING and _post(process) in self.unplaced
 
     def _gateways(self) -> list[Process]:
         return [p for p in self.processes.values() if p.is_gateway]

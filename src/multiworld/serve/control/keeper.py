@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from multiworld.serve.control.launching import began_at
 from multiworld.serve.control.record import StateFolder, StoreRecord
 
 START_S = 30.0
+END_S = 5.0
+LOOK_S = 0.02
 
 
 async def start_store(
@@ -55,6 +58,20 @@ async def start_store(
     return StoreRecord(
         address=address, pid=process.pid, began=began_at(process.pid) or 0
     )
+
+
+async def end_store(store: StoreRecord) -> None:
+    """End a store that was started for nothing, and wait until it has ended.
+
+    Cancellation: it ends all the same.
+    """
+    if began_at(store.pid) != store.began:
+        return
+    os.kill(store.pid, signal.SIGTERM)
+    for _ in range(int(END_S / LOOK_S)):
+        if began_at(store.pid) != store.began:
+            return
+        await asyncio.sleep(LOOK_S)
 
 
 def _tail(path: Path) -> str:

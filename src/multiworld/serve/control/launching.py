@@ -78,6 +78,9 @@ class Launcher(Protocol):
     def adopt(self, running: Running, ranks: int) -> bool:
         """Watch a process of an earlier controller; False if it has ended."""
 
+    def settle(self) -> None:
+        """End what an earlier controller left behind that was not adopted."""
+
     async def close(self) -> None:
         """End the launcher; the processes go on."""
 
@@ -190,6 +193,9 @@ class LocalLauncher:
     def adopt(self, running: Running, ranks: int) -> bool:
         """Watch a process of an earlier controller; False if it has ended."""
         return began_at(running.pid) == running.began and self._watch(running)
+
+    def settle(self) -> None:
+        """Do nothing: what is not adopted ends by itself."""
 
     def _watch(self, running: Running) -> bool:
         try:

@@ -6,6 +6,7 @@ outgrown what it booked.
 
 from __future__ import annotations
 
+import logging
 from typing import Protocol
 
 from multiworld.serve.control import events
@@ -19,6 +20,8 @@ from multiworld.serve.control.record import ProcessRecord
 from multiworld.serve.control.state import Phase, Wanted
 from multiworld.serve.resources.amounts import Spot, mib, needs_of
 from multiworld.serve.resources.assigning import Policy
+
+logger = logging.getLogger("multiworld.serve")
 
 
 class PlacerOwner(Protocol):
@@ -60,7 +63,7 @@ class Placer:
         Raises:
             PlacementError: It has not; nothing changes.
         """
-        self.places.admit(asks_of(wanted, self._fleet.active, self._owner.specs))
+        self.places.admit(asks_of(wanted, self._owner.specs))
 
     def restore(self, said: ProcessRecord) -> None:
         """Enter a replica of an earlier controller."""
@@ -77,7 +80,11 @@ class Placer:
 
         Cancellation: safe.
         """
-        planned = await self._planner.plan(self._snapshot(wanted))
+        try:
+            planned = await self._planner.plan(self._snapshot(wanted))
+        except Exception:  # a service starts without a plan
+            logger.exception("no plan could be made")
+            return
         if planned is not None:
             self._planned(planned)
 
@@ -100,7 +107,13 @@ class Placer:
             for name, w in models.items()
         ]
         versions = {name: w.version for name, w in models.items()}
-        return Snapshot(self._launcher.nodes(), asks, self.places.runs(versions))
+        stays = [
+            p.name
+            for p in self._fleet.processes.values()
+            if not p.is_going and not p.is_unwanted
+        ]
+        running = self.places.runs(versions, stays)
+        return Snapshot(self._launcher.nodes(), asks, running)
 
     def _planned(self, planned: Planned) -> None:
         self.places.plan = planned.plan

@@ -63,10 +63,11 @@ class Places:
         """
         admit(self.ledger, asks, self._policy, self.plan)
 
-    def runs(self, versions: Mapping[str, str]) -> list[Runs]:
-        """Return where the replicas of these versions are."""
+    def runs(self, versions: Mapping[str, str], names: Iterable[str]) -> list[Runs]:
+        """Return where these replicas are, if they are of these versions."""
         found = []
-        for booking in self.ledger.bookings.values():
+        bookings = [self.ledger.bookings.get(name) for name in names]
+        for booking in filter(None, bookings):
             model, version, stage = cast("tuple[str, str, int]", booking.post)
             if versions.get(model) == version:
                 spot = booking.spot
@@ -119,21 +120,13 @@ class Places:
         return found
 
 
-def asks_of(wanted: Wanted, active: Mapping[str, str], specs: Specs) -> list[Ask]:
-    """Return everything that is wanted: a model that is updated runs in two versions.
-
-    Args:
-        active: The version that answers, by model.
-    """
+def asks_of(wanted: Wanted, specs: Specs) -> list[Ask]:
+    """Return everything that is wanted; what else runs keeps what it has booked."""
     asks: list[Ask] = []
     for name, model in wanted.models.items():
-        for version in dict.fromkeys((active.get(name, model.version), model.version)):
-            spec = specs[name][version]
-            counts = [
-                model.replicas[k] if k < len(model.replicas) else spec.stages[k].least
-                for k in range(len(spec.stages))
-            ]
-            for k, need in enumerate(needs_of(spec)):
-                title = f"stage {spec.stages[k].name or k} of {name} ({version})"
-                asks.append(((name, version, k), title, counts[k], need))
+        spec = specs[name][model.version]
+        for k, need in enumerate(needs_of(spec)):
+            post = name, model.version, k
+            title = f"stage {spec.stages[k].name or k} of {name} ({model.version})"
+            asks.append((post, title, model.replicas[k], need))
     return asks

@@ -25,8 +25,8 @@ from multiworld.serve.spec import ModelSpec, ReplicaRange, StageSpec
 MANY = 64
 """Most replicas of a stage on one device that a plan thinks of."""
 
-NOMINAL = 1.0
-"""Rows a second that are planned where no demand is declared."""
+NOMINAL = 1e-3
+"""Rows a second that are planned where no demand is declared: none to speak of."""
 
 CPU = "cpu"
 

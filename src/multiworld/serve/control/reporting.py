@@ -11,7 +11,7 @@ from typing import Any
 
 from multiworld.serve.control.fleet import Fleet
 from multiworld.serve.control.launching import Running
-from multiworld.serve.control.places import Places
+from multiworld.serve.control.places import Places, Specs
 from multiworld.serve.control.record import ProcessRecord
 from multiworld.serve.control.state import Phase
 from multiworld.serve.spec import GatewaySpec
@@ -100,6 +100,15 @@ def url_of(gateway: GatewaySpec, port: int) -> str:
     host = gateway.host if gateway.host not in ("0.0.0.0", "::") else "127.0.0.1"
     shown = f"[{host}]" if ":" in host else host
     return f"{scheme}://{shown}:{port}"
+
+
+def models_order(specs: Specs) -> dict[str, Any]:
+    """Return what gateways are told: every version that is known may answer."""
+    models = {
+        name: {version: spec.model_dump() for version, spec in versions.items()}
+        for name, versions in specs.items()
+    }
+    return {"kind": "models", "models": models}
 
 
 def last_words(log: Path) -> str:

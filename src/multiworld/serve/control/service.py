@@ -17,15 +17,15 @@ from multiworld.errors import ServeError, SpecError
 from multiworld.security import Security
 from multiworld.serve.control.admin import make_admin
 from multiworld.serve.control.controller import Controller
-from multiworld.serve.control.keeper import start_store
+from multiworld.serve.control.keeper import end_store, start_store
 from multiworld.serve.control.launching import Launcher, LocalLauncher
-from multiworld.serve.control.record import Record, StateFolder
+from multiworld.serve.control.record import Record, StateFolder, StoreRecord
 from multiworld.serve.datatypes import example_of
 from multiworld.serve.embedded import EmbeddedServer
 from multiworld.serve.gateway.process import listen
 from multiworld.serve.resources.amounts import MIB, Node
 from multiworld.serve.resources.inventory import this_node
-from multiworld.serve.sources import build_model, modules_of
+from multiworld.serve.sources import build_model, import_factory, modules_of
 from multiworld.serve.spec import AppSpec, RaySpec
 from multiworld.world_manager import WorldManager
 
@@ -73,10 +73,33 @@ async def _run(
     _check_tls(app)
     if app.host == "auto":
         app = app.model_copy(update={"host": old.app.host if old else own_address()})
+    if app.placement is not None:
+        import_factory(app.placement)
     preload = _preload(app)
     env = {"MULTIWORLD_SECRET": folder.secret(), "HF_HUB_OFFLINE": "1"}
     reserved, port = _reserve(app, old)
     store = await start_store(folder, env, old.store if old else None, app.host)
+    try:
+        with reserved:
+            await _control(app, folder, on_up, preload, env, port, store, old)
+    except ServeError:
+        if old is None:
+            await end_store(store)  # nothing of this service was started
+        raise
+    return 0
+
+
+async def _control(
+    app: AppSpec,
+    folder: StateFolder,
+    on_up: Callable[[Controller], None],
+    preload: list[str],
+    env: dict[str, str],
+    port: int,
+    store: StoreRecord,
+    old: Record | None,
+) -> None:
+    """Run the controller until somebody ends the service."""
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -103,8 +126,6 @@ async def _run(
             await asyncio.gather(serving, minding, return_exceptions=True)
             await controller.abandon()
             await launcher.close()
-            reserved.close()
-    return 0
 
 
 async def _mind_store(

@@ -108,6 +108,8 @@ class Ledger:
             return "it is not there"
         if not need.allows(node):
             return "the spec's `nodes:` does not name it"
+        if self.nodes[node].cpus <= 0:
+            return "it has no cores for replicas"
         free = self.free(node)
         short = []
         if need.cpus > free.cpus + CLOSE and need.cpus:

@@ -43,10 +43,15 @@ ALONE_S = 5.0
 """How long the end of an earlier controller may take to be known to the head."""
 
 GPU_S = 30.0
-TRIFLE = 0.001
-"""Of a CPU: a bundle must not be empty, and a replica that books none takes none."""
+TRIFLE = 0.0001
+"""Of a machine's own resource: a bundle must not be empty, and what books no CPU takes
+none, in our ledger as in Ray's."""
 
-STARTERS = 16
+HEAD = "node:__internal_head__"
+STARTERS = 64
+LAST_S = 5.0
+"""What was ordered before the end gets so long to be done."""
+
 NAME_LABEL = "multiworld/name"
 ID_LABEL = "ray.io/node-id"
 LOCAL = {
@@ -69,7 +74,7 @@ class Bridge:
         self._class = self._remote(Replica)
         self._ask: Any = ray.nodes
         self._gpus: dict[str, list[tuple[int, str, int]]] = {}
-        self._looked_at = time.monotonic()
+        self._asked: set[str] = set()
 
     def be_only(self) -> None:
         """Be the only controller of the service on this cluster.
@@ -91,7 +96,7 @@ class Bridge:
                     "another name (app:)"
                 )
             time.sleep(LOOK_S)
-        self._lock = placement_group([{"CPU": TRIFLE}], name=name)
+        self._lock = placement_group([{HEAD: TRIFLE}], name=name)
         ray.get(self._lock.ready(), timeout=PLACE_S)
 
     def run(self) -> None:
@@ -106,7 +111,13 @@ class Bridge:
             while b"\n" in buffer:
                 line, _, buffer = buffer.partition(b"\n")
                 order = json.loads(line)
-                self._starters.submit(getattr(self, f"_{order.pop('op')}"), **order)
+                todo = getattr(self, f"_{order.pop('op')}")
+                if todo == self._sweep:
+                    todo(**order)  # before anything that is ordered after it
+                else:
+                    self._starters.submit(todo, **order)
+        self._start(_exit_after, LAST_S)
+        self._starters.shutdown(wait=True)
 
     def _start(self, body: Callable[..., None], *args: Any) -> None:
         threading.Thread(target=body, args=args, daemon=True).start()
@@ -124,7 +135,12 @@ class Bridge:
     def _look(self, before: list[dict[str, Any]]) -> None:
         while True:
             time.sleep(LOOK_S)
-            found = self._nodes()
+            try:
+                found = self._nodes()
+            except Exception as error:
+                sys.stderr.write(f"the head cannot be asked any more: {error}\n")
+                sys.stderr.flush()
+                os._exit(1)  # another bridge begins anew
             # Said even if nothing has changed: that the head answers is news, too.
             self._news.put({"kind": "nodes", "nodes": found, "same": found == before})
             before = found
@@ -134,8 +150,9 @@ class Bridge:
 
     def _node(self, node: dict[str, Any]) -> dict[str, Any]:
         has, key = node["Resources"], node["NodeID"]
-        if has.get("GPU") and key not in self._gpus:
-            self._gpus[key] = self._ask_gpus(key)
+        if has.get("GPU") and key not in self._asked:
+            self._asked.add(key)
+            self._starters.submit(self._ask_gpus, key)
         return {
             "name": _name(node),
             "key": key,
@@ -145,15 +162,14 @@ class Bridge:
             "gpus": self._gpus.get(key, []),
         }
 
-    def _ask_gpus(self, key: str) -> list[tuple[int, str, int]]:
+    def _ask_gpus(self, key: str) -> None:
+        """Ask a machine for its GPUs; a later look tells of them."""
         there = NodeAffinitySchedulingStrategy(key, soft=False)
         probe = self._remote(num_cpus=0, scheduling_strategy=there)(probe_gpus)
         try:
-            found: list[tuple[int, str, int]] = ray.get(probe.remote(), timeout=GPU_S)
+            self._gpus[key] = ray.get(probe.remote(), timeout=GPU_S)
         except Exception as error:  # its GPUs are then not used
             sys.stderr.write(f"the GPUs of {key} cannot be told: {error}\n")
-            return []
-        return found
 
     # Replicas.
 
@@ -161,14 +177,14 @@ class Bridge:
         self,
         name: str,
         key: str,
+        address: str,
         ranks: int,
         bundle: dict[str, float],
         run: dict[str, Any],
     ) -> None:
-        group = None
         try:
             group = placement_group(
-                [{"CPU": TRIFLE, **bundle}] * ranks,
+                [{f"node:{address}": TRIFLE, **bundle}] * ranks,
                 strategy="STRICT_PACK",
                 name=self._named(name),
                 lifetime="detached",
@@ -198,7 +214,7 @@ class Bridge:
             lifetime="detached",
             max_restarts=0,
             max_task_retries=0,
-            num_cpus=bundle.get("CPU", TRIFLE),
+            num_cpus=0,
             num_gpus=bundle.get("GPU", 0),
             scheduling_strategy=there,
         ).remote()
@@ -223,25 +239,50 @@ class Bridge:
             # A head that was started anew knows no actor, and yet they run: whoever is
             # connected with them notices when they end.
             if must_be_known:
+                self._end(name, ranks)
                 self._news.put({"kind": "exited", "name": name, "code": None})
             return
         self._await(name, ranks, actor.ended.remote())
 
     def _kill(self, name: str, ranks: int) -> None:
-        self._end(name, ranks)
+        if not self._end(name, ranks):
+            # Nobody waits for what Ray does not know, or knows no more.
+            self._news.put({"kind": "exited", "name": name, "code": None})
 
-    def _end(self, name: str, ranks: int) -> None:
-        """End what there is of a replica, and give its resources back."""
+    def _sweep(self, known: list[str]) -> None:
+        """End what an earlier bridge left behind: all replicas but these."""
+        names = {f"{self._app}/{name}" for name in [*known, "controller"]}
+        for found in ray.util.placement_group_table().values():
+            own = str(found["name"])
+            is_ours = own.startswith(f"{self._app}/") and own not in names
+            if is_ours and found["state"] != "REMOVED":
+                name = own.removeprefix(f"{self._app}/")
+                self._end(name, max(1, len(found["bundles"])))
+
+    def _end(self, name: str, ranks: int) -> bool:
+        """End what there is of a replica, and give its resources back.
+
+        Returns:
+            Whether its leader was there.
+        """
+        was_there = False
         for rank in range(ranks):
             try:
                 actor = ray.get_actor(self._named(name, rank), self._namespace)
                 ray.kill(actor, no_restart=True)
+                was_there |= rank == 0
             except ValueError:
                 pass  # it has ended
         try:
             remove_placement_group(get_placement_group(self._named(name)))
         except ValueError:
             pass  # it was removed before
+        return was_there
+
+
+def _exit_after(seconds: float) -> None:
+    time.sleep(seconds)
+    os._exit(0)
 
 
 def _name(node: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import signal
 import socket
@@ -33,6 +34,8 @@ SILENT_S = 5.0
 AGAIN_S = 5.0
 REACH_S = 5.0
 LAUNCH_S = 90.0
+GPU_TRIFLE = 0.0001
+"""Of a GPU, for what books nothing of it."""
 
 
 class RayLauncher:
@@ -63,6 +66,7 @@ class RayLauncher:
         self._bridge = Child(BRIDGE, log, self._told, self._bridge_ended)
         self._nodes: dict[str, Node] = {}
         self._ranks: dict[str, int] = {}
+        self._doomed: set[str] = set()
         self._starting: dict[str, asyncio.Future[Running]] = {}
         self._heard_at = time.monotonic()
         self._trouble = ""
@@ -113,14 +117,19 @@ class RayLauncher:
             logger.debug("the Ray cluster is still away: %s", error)
             await asyncio.sleep(AGAIN_S)
             return
-        for name in self._ranks:
-            self._adopt(name, must_be_known=False)
+        self.settle()
+        for name in list(self._ranks):
+            if name in self._doomed:
+                self._exited(name, None)  # the order to end it may have been lost
+            else:
+                self._adopt(name, must_be_known=False)
         self._set_trouble("")
 
     def _set_trouble(self, text: str) -> None:
         self._trouble = text
         for name, future in list(self._starting.items()):
             if text and not future.done():
+                del self._starting[name]
                 future.set_exception(LaunchError(f"{name}: {text}"))
         self._on_nodes()
 
@@ -137,14 +146,26 @@ class RayLauncher:
                     self._set_nodes(news["nodes"])
                     self._on_nodes()
             case "launched":
+                if name not in self._starting:
+                    self._end(name)  # it was given up meanwhile
                 running = Running(name, news["pid"], news["began"])
                 self._settle(name, running)
             case "failed":
                 self._ranks.pop(name, None)
                 self._settle(name, LaunchError(f"{name}: {news['error']}"))
             case "exited":
-                if self._ranks.pop(name, None) is not None:
-                    self._on_exit(name, news["code"])
+                self._exited(name, news["code"])
+
+    def _exited(self, name: str, code: int | None) -> None:
+        self._doomed.discard(name)
+        if self._ranks.pop(name, None) is not None:
+            self._on_exit(name, code)
+
+    def _end(self, name: str) -> None:
+        if name in self._ranks:
+            self._doomed.add(name)
+            order = {"op": "kill", "name": name, "ranks": self._ranks[name]}
+            self._bridge.tell(order)
 
     def _settle(self, name: str, outcome: Running | LaunchError) -> None:
         future = self._starting.pop(name, None)
@@ -190,11 +211,11 @@ class RayLauncher:
             return await self._local.launch(name, args, log, spot, need)
         if self._trouble:
             raise LaunchError(f"{name}: {self._trouble}")
-        future: asyncio.Future[Running] = self._loop.create_future()
-        self._starting[name], self._ranks[name] = future, need.ranks
         node = self._nodes.get(spot.node)
         if node is None:
             raise LaunchError(f"{name}: {spot.node} is gone")
+        future: asyncio.Future[Running] = self._loop.create_future()
+        self._starting[name], self._ranks[name] = future, need.ranks
         # Ray chooses among a machine's GPUs, and shows the process that one only.
         run: dict[str, Any] = {"folder": os.getcwd(), "log": str(log)}
         run["args"] = {**args, "gpu": 0 if need.on_gpu else None}
@@ -204,6 +225,7 @@ class RayLauncher:
                 "op": "launch",
                 "name": name,
                 "key": node.key,
+                "address": node.address,
                 "ranks": need.ranks,
                 "bundle": bundle_of(need, node),
                 "run": run,
@@ -213,7 +235,7 @@ class RayLauncher:
             async with asyncio.timeout(LAUNCH_S):
                 running = await future
         except TimeoutError:
-            self._bridge.tell({"op": "kill", "name": name, "ranks": need.ranks})
+            self._starting.pop(name, None)  # it is ended when it is there
             raise LaunchError(f"{name}: Ray took more than {LAUNCH_S:g} s") from None
         return Running(name, running.pid, running.began, spot.node)
 
@@ -222,8 +244,7 @@ class RayLauncher:
         if running.name not in self._ranks:
             self._local.kill(running, number)
         elif number in (signal.SIGKILL, signal.SIGTERM):
-            ranks = self._ranks[running.name]
-            self._bridge.tell({"op": "kill", "name": running.name, "ranks": ranks})
+            self._end(running.name)
             self._end_here(running)
         elif self._is_here(running):
             self._local.kill(running, number)
@@ -233,8 +254,7 @@ class RayLauncher:
         if self._is_here(running):
             self._local.kill(running, signal.SIGKILL)
             if self._trouble:
-                self._ranks.pop(running.name, None)
-                self._loop.call_soon(self._on_exit, running.name, None)
+                self._loop.call_soon(self._exited, running.name, None)
 
     def _is_here(self, running: Running) -> bool:
         node = self._nodes.get(running.node)
@@ -259,8 +279,15 @@ class RayLauncher:
         order = {"op": "adopt", "name": name, "ranks": self._ranks[name]}
         self._bridge.tell({**order, "must_be_known": must_be_known})
 
+    def settle(self) -> None:
+        """End what an earlier controller left behind that was not adopted."""
+        known = [name for name in self._ranks if name not in self._doomed]
+        self._bridge.tell({"op": "sweep", "known": known})
+
     async def close(self) -> None:
-        """End the bridge; the replicas go on."""
+        """End the bridge; the replicas go on, but for those that just start."""
+        for name in list(self._starting):
+            self._end(name)
         if self._minding is not None:
             self._minding.cancel()
         await self._bridge.close()
@@ -277,7 +304,8 @@ def bundle_of(need: Need, node: Node) -> dict[str, float]:
     if need.on_gpu:
         size = max((gpu.memory_bytes for gpu in node.gpus), default=0)
         share = need.gpu_memory_bytes / need.ranks / size if size else 0.0
-        bundle["GPU"] = min(1.0, round(share, 4)) or 1.0
+        # Rounded down to what Ray counts in: what fits in our ledger fits there.
+        bundle["GPU"] = max(GPU_TRIFLE, min(1.0, math.floor(share * 1e4) / 1e4))
     return bundle
 
 
