@@ -176,6 +176,26 @@ async def test_controller_that_is_lost_finds_its_actors_again(service: Served) -
     assert len(service.events("adopted")) == len(before) + 1
 
 
+async def test_head_that_freezes_and_thaws_only_delays_scaling(
+    service: Served, cluster: RayNodes
+) -> None:
+    """What is asked for meanwhile waits, is no crash, and is done afterwards."""
+    async with traffic(service):
+        cluster.freeze_head()
+        await until(service, lambda: bool(status(service)["trouble"]), "it is said")
+        before = len(service.events("lost"))
+        asked = {"model": "m", "stage": "add", "replicas": 3}
+        await asyncio.to_thread(service.ask, "POST", "/scale", json=asked)
+        await until(service, lambda: bool(status(service)["unplaced"]), "it waits")
+        cluster.freeze_head(is_thawed=True)
+        await until(service, lambda: service.stages() == [2, 3, 2], "it is done")
+        assert status(service)["trouble"] == ""
+        assert len(service.events("lost")) == before
+        asked["replicas"] = 2
+        await asyncio.to_thread(service.ask, "POST", "/scale", json=asked)
+        await until(service, lambda: is_whole(service), "and back")
+
+
 async def test_lost_head_stops_scaling_and_not_serving(
     service: Served, cluster: RayNodes
 ) -> None:

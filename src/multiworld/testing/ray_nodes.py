@@ -81,6 +81,12 @@ class RayNodes:
                 found += [raylet.pid, *(p.pid for p in raylet.children(recursive=True))]
         return found
 
+    def freeze_head(self, *, is_thawed: bool = False) -> None:
+        """Stop the process that knows the cluster, or let it go on."""
+        (server,) = self._cluster.head_node.all_processes["gcs_server"]
+        number = signal.SIGCONT if is_thawed else signal.SIGSTOP
+        os.kill(server.process.pid, number)
+
     def lose_head(self) -> None:
         """Kill the process that knows the cluster; the nodes go on."""
         self._cluster.head_node.kill_gcs_server(check_alive=False)

@@ -112,7 +112,10 @@ class ClusterStory(Story):
         # load catches up, and counts from when each request was due.
         self._nodes.add(name)
         await self.event(since, "node added", None)
-        self.tell(f"[green]added[/] {name}")
+        self.tell(
+            f"[green]added[/] {name} (the load stood still while Ray started it, and "
+            "caught up)"
+        )
         self.finish(scene)
 
     async def change_models(self, title: str, models: dict[str, Any]) -> None:

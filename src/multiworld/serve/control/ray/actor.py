@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from pathlib import Path
 from typing import Any
+
+LINGER_S = 5.0
+"""For how long a process outlives what it ran, to tell of its end."""
 
 
 class Replica:
@@ -37,7 +41,13 @@ class Replica:
             os.close(opened)
         from multiworld.serve.process import main
 
-        return main(args)
+        code = main(args)
+        # The bridge ends the actor when it hears of this; a head that is lost just now
+        # would leave an idle process behind.
+        timer = threading.Timer(LINGER_S, os._exit, [code])
+        timer.daemon = True
+        timer.start()
+        return code
 
     def ended(self) -> None:
         """Return when ``run`` has ended: calls of an actor come one after the other."""
