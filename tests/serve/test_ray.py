@@ -199,14 +199,19 @@ async def test_head_that_freezes_and_thaws_only_delays_scaling(
 async def test_lost_head_stops_scaling_and_not_serving(
     service: Served, cluster: RayNodes
 ) -> None:
-    """And the service says so."""
+    """And the service says so; not even a lost controller makes it worse."""
     async with traffic(service):
         await asyncio.to_thread(cluster.lose_head)
         await until(service, lambda: "head" in status(service)["trouble"], "it is said")
         before = where(service)
         await asyncio.sleep(3.0)
         assert where(service) == before
-    assert any("nothing is started" in e["text"] for e in service.events("launcher"))
+        said = service.events("launcher")
+        assert any("nothing is started" in e["text"] for e in said)
+        service.kill_controller()
+        await asyncio.to_thread(service.start)
+        assert where(service) == before, "adopted without a cluster"
+        assert "no Ray cluster" in status(service)["trouble"]
     assert service.infer(2.0).status_code == 200
 
 

@@ -205,7 +205,12 @@ class Formulation:
 
     @property
     def close(self) -> float:
-        """How far from the bound is as good as on it: less than one move costs."""
+        """How far from the bound is as good as on it.
+
+        Where something runs, less than one move costs; finer is slower.
+        """
+        if not self.problem.running:
+            return CLOSE
         weight = sum(model.weight for model in self.problem.models)
         whole = max(1.0, worth_of(self.problem) * weight)
         return min(CLOSE, self.problem.move_cost / (4 * whole) or CLOSE)

@@ -147,6 +147,20 @@ def test_drain_that_nothing_can_replace_is_withdrawn() -> None:
     assert service.fleet.table.number == number, "nothing is announced any more"
 
 
+def test_adopted_replica_that_never_comes_is_replaced() -> None:
+    """It was on a machine that nobody can ask, and may be gone with it."""
+    service = Service(1, 1, 1)
+    ghost = Process("m/1/99", "m", "1", 1, Phase.READY, since=service.now)
+    service.tell(Adopted(ghost))
+    service.tell(WantedChanged(wanted(1, 2, 1)))
+    assert service.ready() == [1, 2, 1], "it counts, for the time being"
+    service.tick(49.0)
+    assert "m/1/99" in service.fleet.processes
+    service.tick(3.0)
+    assert "m/1/99" not in service.fleet.processes
+    assert service.ready() == [1, 2, 1]
+
+
 def test_what_has_no_place_gets_one_when_something_leaves() -> None:
     """Within about a second."""
     service = Service(1, 1, 1)

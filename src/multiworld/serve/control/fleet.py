@@ -209,6 +209,10 @@ class Fleet:
             if is_starting and late_s > self._ready_s:
                 why = f"not ready in {self._ready_s:g} s"
                 yield from self._gone(Gone(process.name, why), now)
+            was_adopted = process.phase is Phase.READY and not process.is_joined
+            if was_adopted and late_s > self._ready_s:
+                why = f"adopted, and not heard of in {self._ready_s:g} s"
+                yield from self._gone(Gone(process.name, why), now)
         for name, (_, began) in list(self._updates.items()):
             wanted = self.wanted.models[name]
             failures = max(

@@ -108,7 +108,9 @@ async def _control(
     security = Security.from_environment({**os.environ, **env})
     async with WorldManager(config=config, security=security) as manager:
         holder: list[Controller] = []
-        launcher = await _launcher(app, folder, preload, env, holder)
+        launcher = await _launcher(
+            app, folder, preload, env, holder, is_new=old is None
+        )
         controller = Controller(folder, app, manager, launcher, store, port, old)
         holder.append(controller)
         admin = _admin(controller, folder, ended)
@@ -170,6 +172,8 @@ async def _launcher(
     preload: list[str],
     env: dict[str, str],
     holder: list[Controller],
+    *,
+    is_new: bool,
 ) -> Launcher:
     """Return what starts replicas; it finds the controller in ``holder``."""
 
@@ -190,7 +194,7 @@ async def _launcher(
     launcher = RayLauncher(
         app.app, local, app.ray or RaySpec(), env, log, exited, nodes_changed
     )
-    await launcher.start()
+    await launcher.start(is_new=is_new)
     return launcher
 
 

@@ -28,6 +28,7 @@ logger = logging.getLogger("multiworld.serve")
 
 BRIDGE = "multiworld.serve.control.ray.bridge"
 START_S = 60.0
+ADOPT_S = 15.0
 SILENT_S = 5.0
 """A head that has not answered for so long is lost."""
 
@@ -72,28 +73,35 @@ class RayLauncher:
         self._trouble = ""
         self._minding: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
+    async def start(self, *, is_new: bool) -> None:
         """Connect to the cluster, or start it.
 
+        Args:
+            is_new: Whether there is nothing to adopt. What runs is adopted without a
+                cluster, too: its head may just be lost.
+
         Raises:
-            ServeError: There is none, or Ray is not installed.
+            ServeError: There is none for a new service, or Ray is not installed.
 
         Cancellation: safe.
         """
         try:
-            await self._connect()
+            await self._connect(START_S if is_new else ADOPT_S)
         except (LaunchError, OSError) as error:
             said = _last_line(self._log) or error
-            raise ServeError(
-                f"no Ray cluster at {self._spec.address!r}: {said}. It needs "
-                "multiworld-elastic[ray], and `ray start --head` or `address: local`"
-            ) from error
+            text = f"no Ray cluster at {self._spec.address!r}: {said}"
+            if is_new:
+                raise ServeError(
+                    f"{text}. It needs multiworld-elastic[ray], and `ray start --head` "
+                    "or `address: local`"
+                ) from error
+            self._trouble = f"{text}: what runs goes on, nothing is started or scaled"
         self._minding = self._loop.create_task(self._mind())
 
-    async def _connect(self) -> None:
+    async def _connect(self, limit_s: float = START_S) -> None:
         await _check_reachable(self._spec.address)
         words = [self._spec.address, self._spec.namespace, self._app]
-        first = await self._bridge.start(words, {}, START_S)
+        first = await self._bridge.start(words, {}, limit_s)
         self._set_nodes(first["nodes"])
         self._heard_at = time.monotonic()
 
