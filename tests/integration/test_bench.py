@@ -79,6 +79,7 @@ def test_gpu_suite_measures_on_any_backend() -> None:
     assert all(sample[4] > 0 for sample in samples)
 
 
+@pytest.mark.heavy
 def test_data_path_is_measured_without_what_serving_needs() -> None:
     """The base installation has no HTTP; the suite for it says what to install."""
     program = (

@@ -176,6 +176,7 @@ async def test_controller_that_is_lost_finds_its_actors_again(service: Served) -
     assert len(service.events("adopted")) == len(before) + 1
 
 
+@pytest.mark.heavy
 async def test_head_that_freezes_and_thaws_only_delays_scaling(
     service: Served, cluster: RayNodes
 ) -> None:
@@ -215,6 +216,7 @@ async def test_lost_head_stops_scaling_and_not_serving(
     assert service.infer(2.0).status_code == 200
 
 
+@pytest.mark.heavy
 def test_no_cluster_is_named(tmp_path: Path) -> None:
     """At once, with what to do."""
     spec = spec_with(launcher="ray", ray={"address": "127.0.0.1:1"})

@@ -160,6 +160,7 @@ async def test_models_come_and_go_while_others_serve(tmp_path: Path) -> None:
         assert runs("m", "1", 4)
 
 
+@pytest.mark.heavy
 def test_profile_is_measured_and_then_booked(tmp_path: Path) -> None:
     """What one command writes the others plan with."""
     spec = spec_with(m_profile="needs.json")
