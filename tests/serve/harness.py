@@ -145,9 +145,11 @@ class Served:
                 found[process["stage"]] += 1
         return found
 
-    def until(self, is_so: Callable[[], bool], what: str) -> None:
+    def until(
+        self, is_so: Callable[[], bool], what: str, limit_s: float = WAIT_S
+    ) -> None:
         """Wait until something is so."""
-        limit = time.monotonic() + WAIT_S
+        limit = time.monotonic() + limit_s
         while not is_so():
             assert time.monotonic() < limit, f"{what}: {self.ask('GET', '/status')}"
             time.sleep(0.02)

@@ -18,7 +18,10 @@ from multiworld.testing.ray_nodes import RayNodes, ray_nodes
 from tests.serve.harness import Served, served, spec_with, traffic
 
 pytest.importorskip("ray")
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(400)
+
+WAIT_S = 150.0
+"""A hang bound: on a busy machine a new process takes most of a minute to import."""
 
 STAGES = [
     {"name": "double", "replicas": 2},
@@ -67,7 +70,7 @@ def is_whole(service: Served) -> bool:
 
 async def until(service: Served, is_so: Any, what: str) -> None:
     """Wait, while traffic goes on."""
-    await asyncio.to_thread(service.until, is_so, what)
+    await asyncio.to_thread(service.until, is_so, what, WAIT_S)
 
 
 def test_replicas_are_spread_over_the_nodes(service: Served, cluster: RayNodes) -> None:
