@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
@@ -17,6 +17,7 @@ from multiworld import __version__
 from multiworld.cli.serving import COMMANDS
 from multiworld.errors import MultiWorldError
 
+F = TypeVar("F", bound=Callable[..., Any])
 BACKENDS = ("direct", "gloo")
 
 
@@ -43,29 +44,45 @@ def cli() -> None:
     )
 
 
+def _story(*, rate: float, help: str, picture: str) -> Callable[[F], F]:
+    """Add the options of a demo in which things happen under load."""
+    options = (
+        click.option(
+            "--rate",
+            type=click.FloatRange(0.1, 1000),
+            default=rate,
+            show_default=True,
+            help=help,
+        ),
+        click.option(
+            "--pause-s",
+            type=click.FloatRange(0.5, 600),
+            default=3.0,
+            show_default=True,
+            help="Seconds of traffic between the events.",
+        ),
+        click.option(
+            "--picture",
+            type=click.Path(dir_okay=False, writable=True, path_type=Path),
+            default=Path(picture),
+            show_default=True,
+            help="Where to draw the timeline.",
+        ),
+        click.option(
+            "--json", "as_json", is_flag=True, help="Print the outcome as JSON."
+        ),
+    )
+
+    def add(command: F) -> F:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
 @cli.group(invoke_without_command=True)
-@click.option(
-    "--rate",
-    type=click.FloatRange(0.5, 1000),
-    default=15.0,
-    show_default=True,
-    help="Texts a second.",
-)
-@click.option(
-    "--pause-s",
-    type=click.FloatRange(0.5, 600),
-    default=3.0,
-    show_default=True,
-    help="Seconds of traffic between the events.",
-)
-@click.option(
-    "--picture",
-    type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    default=Path("multiworld-demo.png"),
-    show_default=True,
-    help="Where to draw the timeline.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON.")
+@_story(rate=15.0, help="Texts a second.", picture="multiworld-demo.png")
 @click.pass_context
 def demo(
     context: click.Context, rate: float, pause_s: float, picture: Path, as_json: bool
@@ -100,28 +117,11 @@ def worlds(backend: str, phase_s: float, as_json: bool) -> None:
 
 
 @demo.command()
-@click.option(
-    "--rate",
-    type=click.FloatRange(0.1, 1000),
-    default=6.0,
-    show_default=True,
+@_story(
+    rate=6.0,
     help="Texts a second, to each model.",
+    picture="multiworld-cluster.png",
 )
-@click.option(
-    "--pause-s",
-    type=click.FloatRange(0.5, 600),
-    default=3.0,
-    show_default=True,
-    help="Seconds of traffic between the events.",
-)
-@click.option(
-    "--picture",
-    type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    default=Path("multiworld-cluster.png"),
-    show_default=True,
-    help="Where to draw the timeline.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON.")
 def cluster(rate: float, pause_s: float, picture: Path, as_json: bool) -> None:
     """Serve two models on a Ray cluster of four nodes, and take a node away.
 
