@@ -43,7 +43,7 @@ class Outlook:
 def plan(path: Path, nodes: Path | None, limit_s: float, *, as_json: bool) -> int:
     """Show what a spec would start; exit code 1 if not all of it has a place."""
     app = load_spec(path)
-    machines = [machine_of(app)] if nodes is None else _read(nodes)
+    machines = [machine_of(app)] if nodes is None else read_nodes(nodes)
     rows = _rows(app)
     try:
         found = _placed(app, machines, limit_s)
@@ -58,7 +58,7 @@ def plan(path: Path, nodes: Path | None, limit_s: float, *, as_json: bool) -> in
     return 0 if found is None or not any(m["short"] for m in found.models) else 1
 
 
-def _read(path: Path) -> list[Node]:
+def read_nodes(path: Path) -> list[Node]:
     """Read what ``multiworld nodes --json`` has printed."""
     try:
         return TypeAdapter(list[Node]).validate_python(_known(path.read_text()))

@@ -167,6 +167,82 @@ def resources(app: str | None, state: Path | None, as_json: bool) -> None:
 
 
 @click.command()
+@SPEC
+@click.option(
+    "--trace",
+    "traces",
+    multiple=True,
+    metavar="[MODEL=]FILE",
+    help="A CSV file of requests: Azure's LLM traces, BurstGPT, or seconds in the "
+    "first column. May be repeated, for several models; by default for the first.",
+)
+@click.option(
+    "--generate",
+    "generated",
+    multiple=True,
+    metavar="[MODEL=]WHAT",
+    help="poisson:rate=5,seconds=600 or gamma:rate=5,seconds=600,cv=4; several one "
+    "after the other with + between.",
+)
+@click.option(
+    "--policy",
+    "policies",
+    multiple=True,
+    help="spec (the spec's own), queued (Ray Serve's rule), threshold, fixed, "
+    "fixed:N,N,…, oracle, or package.module:function. May be repeated; by default all "
+    "the named ones.",
+)
+@click.option(
+    "--by-tokens", is_flag=True, help="A request takes as long as its tokens say."
+)
+@click.option(
+    "--stretch",
+    type=click.FloatRange(1e-6, 1e6),
+    default=1.0,
+    show_default=True,
+    help="Replay the trace in so many times its time.",
+)
+@click.option(
+    "--from",
+    "begin_s",
+    type=click.FloatRange(0),
+    default=0.0,
+    help="Leave out the first so many seconds of the trace.",
+)
+@click.option("--seconds", type=click.FloatRange(0.001), help="Of the trace.")
+@click.option(
+    "--start-s",
+    type=click.FloatRange(0),
+    default=1.0,
+    show_default=True,
+    help="Seconds until a replica that is started is ready.",
+)
+@click.option(
+    "--nodes",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The machines that there are, as `multiworld nodes --json` prints them; by "
+    "default replicas have a place everywhere.",
+)
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option(
+    "--plot",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    help="Draw it into this file.",
+)
+@JSON
+def simulate(spec: Path, policies: tuple[str, ...], **options: Any) -> None:
+    """Replay a trace of requests against scaling policies, without any worker.
+
+    Stages compute as long as SPEC says (item_ms, or profile:), and are scaled within
+    their autoscaling_config. `attained` is the share of all requests that were answered
+    within objective_ms; `replica-s` is what that cost.
+    """
+    module = _need("multiworld.cli.simulate")
+    chosen = policies or module.COMPARED
+    sys.exit(module.run(module.Wish(spec=spec, policies=chosen, **options)))
+
+
+@click.command()
 def schema() -> None:
     """Print the JSON Schema of a spec, for editors."""
     sys.exit(_need("multiworld.cli.serve").print_schema())
@@ -207,7 +283,7 @@ def _asks(path: str, text: str) -> Callable[..., None]:
 @click.command()
 @click.argument("model")
 @click.argument("stage")
-@click.argument("replicas", type=click.IntRange(1, 4096))
+@click.argument("replicas", type=click.IntRange(0, 4096))
 @of_service
 @JSON
 def scale(**options: Any) -> None:
@@ -343,6 +419,7 @@ COMMANDS = (
     profile,
     nodes,
     resources,
+    simulate,
     schema,
     status,
     explain,

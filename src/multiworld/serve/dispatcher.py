@@ -8,7 +8,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from multiworld.errors import ServeError, UnknownModelError
@@ -49,6 +49,12 @@ class _Call:
 class Dispatcher:
     """Answers requests by the replicas of the table. An ``EdgeOwner``.
 
+    Attributes:
+        arrived: Requests so far, by model; those that were refused too.
+        attained: Those that were answered within their model's objective.
+        on_missing: Called with a model of which a stage has no replica while nobody
+            asks, when somebody does.
+
     Args:
         name: Of the gateway that it is in.
     """
@@ -62,6 +68,9 @@ class Dispatcher:
         self._silent: set[str] = set()
         self._numbers = itertools.count(1)
         self.counts: Counter[str] = Counter()
+        self.arrived: Counter[str] = Counter()
+        self.attained: Counter[str] = Counter()
+        self.on_missing: Callable[[str], None] = lambda model: None
         self._latest: Tensors = {}
         self.asked_at = time.monotonic()
 
@@ -128,6 +137,10 @@ class Dispatcher:
         )
         call = self._calls[number] = _Call(tensors, deadline_at, wish)
         is_over = False
+        if via is None:
+            self.arrived[model] += 1
+            if route.on_demand and self.missing(model):
+                self.on_missing(model)
         try:
             self._handle(wish)
             while not is_over:
@@ -137,6 +150,9 @@ class Dispatcher:
                     raise answer
                 if answer is None:
                     is_over = True
+                    took_s = time.monotonic() - now
+                    if via is None and took_s <= (route.objective_s or took_s):
+                        self.attained[model] += 1
                 else:
                     yield answer
         finally:
@@ -185,6 +201,8 @@ class Dispatcher:
             "silent": sorted(self._silent),
             "connected": sorted(self._edges),
             "counts": dict(self.counts),
+            "arrived": dict(self.arrived),
+            "attained": dict(self.attained),
         }
 
     # Edges.

@@ -46,13 +46,59 @@ class ReplicaRange(_Strict):
         return self
 
 
+class AutoscalingConfig(_Strict):
+    """How a stage is scaled by itself; names and meanings are Ray Serve's."""
+
+    min_replicas: Annotated[int, Field(ge=0, le=4096, strict=True)] = 1
+    """Fewest. 0: none runs while nobody asks; the first request then waits for a
+    start."""
+    max_replicas: Count
+    """Most."""
+    initial_replicas: Annotated[int, Field(ge=0, le=4096, strict=True)] | None = None
+    """How many to begin with; `min_replicas` by default."""
+    target_ongoing_requests: Annotated[float, Field(gt=0, le=1e6)] = 2.0
+    """Requests that are queued for or computed by a replica, on average, when there are
+    as many as there should be. With `objective_ms` the objective counts instead."""
+    upscale_delay_s: Annotated[float, Field(ge=0, le=86400)] = 30.0
+    """Seconds for which more must be needed before more are started. Not waited for
+    where none runs, or where what waits already misses the objective."""
+    downscale_delay_s: Annotated[float, Field(ge=0, le=86400)] = 600.0
+    """Seconds for which fewer must do before some are drained."""
+    downscale_to_zero_delay_s: Annotated[float, Field(ge=0, le=86400)] | None = None
+    """The same for the last one; `downscale_delay_s` by default."""
+    look_back_period_s: Seconds = 30.0
+    """Seconds over which what arrives is averaged."""
+    upscaling_factor: Annotated[float, Field(gt=0, le=100)] = 1.0
+    """Of the replicas that are missing, how many are started at a time."""
+    downscaling_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Of those that are too many, how many are drained at a time."""
+    metrics_interval_s: Seconds = 1.0
+    """Seconds between two decisions; of a model, the least of its stages'. (Ray Serve's
+    default is 10.)"""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> AutoscalingConfig:
+        if self.min_replicas > self.max_replicas:
+            raise ValueError("min_replicas is more than max_replicas; swap them")
+        first = self.initial_replicas
+        if first is not None and not self.min_replicas <= first <= self.max_replicas:
+            raise ValueError(
+                f"initial_replicas must be from {self.min_replicas} to "
+                f"{self.max_replicas}, as min_replicas and max_replicas say"
+            )
+        return self
+
+
 class StageSpec(_Strict):
     """One stage of a model."""
 
     name: str = Field(default="", max_length=64)
     """For people; the model's own name of the stage by default."""
     replicas: Count | ReplicaRange = 1
-    """How many copies run: a number, or a range that starts with its least."""
+    """How many copies run: a number, or a range that starts with its least, within
+    which `multiworld scale` moves it."""
+    autoscaling_config: AutoscalingConfig | None = None
+    """Instead of `replicas`: the load decides how many run."""
     max_batch_size: Count = 16
     """Most rows that are computed together."""
     max_wait_ms: Annotated[float, Field(ge=0, le=10_000)] = 0.0
@@ -95,9 +141,21 @@ class StageSpec(_Strict):
             raise ValueError("gpu_memory_mb is for a GPU; add `device: cuda`")
         return self
 
+    @model_validator(mode="after")
+    def _one_number(self) -> StageSpec:
+        if self.autoscaling_config is not None and self.replicas != 1:
+            raise ValueError(
+                "give replicas or autoscaling_config, not both; initial_replicas says "
+                "how many to begin with"
+            )
+        return self
+
     @property
     def least(self) -> int:
         """How many replicas to begin with."""
+        if (config := self.autoscaling_config) is not None:
+            first = config.initial_replicas
+            return config.min_replicas if first is None else first
         if isinstance(self.replicas, ReplicaRange):
             return self.replicas.min_replicas
         return self.replicas
@@ -132,6 +190,12 @@ class ModelSpec(_Strict):
     still what `replicas` says, within its range. By default just the replicas."""
     weight: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     """What its demand counts beside that of others, where not all of it can be met."""
+    objective_ms: Annotated[float, Field(gt=0, le=8.64e7)] | None = None
+    """Milliseconds within which 99 of 100 answers should come, waiting included: what
+    scaling works towards, and what attainment is counted by."""
+    scaling: str | None = Field(default=None, pattern=FACTORY)
+    """`package.module:function` that decides how many replicas its stages have, in
+    place of `multiworld.serve.scaling.policy:decide`."""
     latency_ms: Annotated[float, Field(gt=0)] | None = None
     """Milliseconds that a row may take through all stages, without waiting, as it is
     planned."""

@@ -51,6 +51,9 @@ class Route:
         max_queued_requests: Most that wait at a router.
         max_ongoing_requests: Most that a replica of stage 0 has of one router.
         deadline_s: For requests that name none.
+        objective_s: Within which answers should come, for the count of those that did.
+        on_demand: The stages that have no replica while nobody asks; who asks waits
+            until there is one.
     """
 
     version: str
@@ -58,6 +61,8 @@ class Route:
     max_queued_requests: int = 512
     max_ongoing_requests: int = 32
     deadline_s: float = 30.0
+    objective_s: float | None = None
+    on_demand: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

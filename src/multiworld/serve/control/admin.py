@@ -23,7 +23,7 @@ class Scale(_Asked):
 
     model: str
     stage: str
-    replicas: int = Field(ge=1, le=4096)
+    replicas: int = Field(ge=0, le=4096)
 
 
 class Update(_Asked):
@@ -72,6 +72,14 @@ def make_admin(controller: Controller, ended: asyncio.Event) -> FastAPI:
     @app.get("/nodes")
     async def nodes() -> list[dict[str, Any]]:
         return controller.places.status()
+
+    @app.get("/decisions")
+    async def decisions(last: int = 10, snapshots: bool = False) -> dict[str, Any]:
+        journal = controller.journal
+        return {
+            "decisions": journal.last(last, with_snapshots=snapshots),
+            "thoughts": journal.thoughts(),
+        }
 
     @app.get("/events")
     async def events(since: int = 0) -> list[dict[str, Any]]:

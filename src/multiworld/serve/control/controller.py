@@ -8,21 +8,21 @@ import logging
 import random
 import signal
 import time
-from dataclasses import replace
 from typing import Any
 
 from multiworld.errors import (
     LaunchError,
     MemberLostError,
     PlacementError,
-    ServeError,
     UnknownModelError,
 )
 from multiworld.serve.control import actions, events
+from multiworld.serve.control.adopting import adopted
 from multiworld.serve.control.fleet import Fleet
 from multiworld.serve.control.happened import History
+from multiworld.serve.control.journal import Journal
 from multiworld.serve.control.launching import Launcher, Running
-from multiworld.serve.control.links import Links
+from multiworld.serve.control.links import REPORT_S, Links
 from multiworld.serve.control.placer import Placer
 from multiworld.serve.control.places import Specs
 from multiworld.serve.control.record import Record, StateFolder, StoreRecord
@@ -35,10 +35,11 @@ from multiworld.serve.control.reporting import (
     status_of,
     url_of,
 )
+from multiworld.serve.control.scaler import Scaler
 from multiworld.serve.control.state import Phase, Process, Wanted
 from multiworld.serve.control.wanting import (
-    bounds_of,
     check_update,
+    rescaled,
     stage_number,
     wanted_of,
 )
@@ -91,9 +92,11 @@ class Controller:
         self._links = Links(manager, app.app, store.address, app.silence_s, self)
         self._launching: set[asyncio.Task[None]] = set()
         self.history = History()
+        self.journal = Journal(folder.path / "decisions.jsonl")
         policy = import_factory(app.placement) if app.placement else assign
         self.placer = Placer(launcher, self.fleet, self.history, self, policy)
         self.places = self.placer.places
+        self.scaler = Scaler(self.fleet, self.history, self.journal, self)
         self._changed = asyncio.Event()
         self._ticker: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
@@ -125,6 +128,7 @@ class Controller:
             self._links.open(process.name)
         self._want(wanted)
         self.placer.start()
+        self.scaler.start()
         self._ticker = self._loop.create_task(self._tick())
 
     def _remember_want(self, name: str, spec: ModelSpec) -> None:
@@ -134,28 +138,13 @@ class Controller:
 
     def _adopt(self, old: Record) -> list[Process]:
         found = []
-        for said in old.processes:
-            running = Running(said.name, said.pid, said.began, said.node)
-            spec = self._specs.get(said.model, {}).get(said.version)
-            if said.model and spec is None:
-                self._launcher.kill(running)  # nobody knows what it is any more
-                continue
-            ranks = 1 if spec is None else spec.stages[said.stage].ranks
-            if not self._launcher.adopt(running, ranks):
-                continue
+        for said, running, process in adopted(
+            old.processes, self._specs, self._launcher
+        ):
             self._running[said.name] = running
             if said.model:
                 self.placer.restore(said)
-            found.append(
-                Process(
-                    said.name,
-                    said.model,
-                    said.version,
-                    said.stage,
-                    Phase(said.phase),
-                    time.monotonic(),
-                )
-            )
+            found.append(process)
             self._say("adopted", f"{said.name} (process {said.pid}) goes on", said.name)
         return found
 
@@ -206,6 +195,7 @@ class Controller:
         Cancellation: what runs goes on; a new controller adopts it.
         """
         self._is_ending = True
+        await self.scaler.close()
         if self._ticker is not None:
             self._ticker.cancel()
         await self._wait_launched()
@@ -243,6 +233,7 @@ class Controller:
     async def abandon(self) -> None:
         """End the controller only; the service goes on."""
         self._is_ending = True
+        await self.scaler.close()
         await self.placer.close()
         await self._links.close_all()
         tasks = list(self._launching)
@@ -270,22 +261,7 @@ class Controller:
         """
         spec = self._running_spec(model)
         number = stage_number(spec, model, stage)
-        low, high = bounds_of(spec, number)
-        if isinstance(spec.stages[number].replicas, int):
-            low, high = 1, 4096  # a number in the spec is where it begins
-        if not low <= replicas <= high:
-            raise ServeError(
-                f"stage {stage!r} of {model!r} runs in {low} to {high} replicas (its "
-                f"spec), not {replicas}"
-            )
-        old = self.fleet.wanted.models[model]
-        counts = list(old.replicas)
-        before, counts[number] = counts[number], replicas
-        models = {
-            **self.fleet.wanted.models,
-            model: replace(old, replicas=tuple(counts)),
-        }
-        wanted = replace(self.fleet.wanted, models=models)
+        before, wanted = rescaled(self.fleet.wanted, spec, model, number, replicas)
         if replicas > before:
             self.placer.admit(wanted)
         self._say("scale", f"{model}/{number}: from {before} to {replicas}")
@@ -379,12 +355,12 @@ class Controller:
         """Where clients find the gateways."""
         return url_of(self.app.gateway, self.port)
 
-    async def reports(self) -> dict[str, Any]:
-        """Ask every process what it does; None for one that does not answer.
+    async def reports(self, limit_s: float = REPORT_S) -> dict[str, Any]:
+        """Ask every process what it does; None for one that does not answer in time.
 
         Cancellation: safe.
         """
-        return await self._links.reports()
+        return await self._links.reports(limit_s)
 
     def log_of(self, name: str) -> Any:
         """Return where the output of a process goes."""
@@ -457,7 +433,19 @@ class Controller:
         self._handle(events.WantedChanged(wanted))
         self.placer.wake()
 
-    # What the placer asks for; see ``PlacerOwner``.
+    # What the placer and the scaler ask for; see ``PlacerOwner``, ``ScalerOwner``.
+
+    def admit(self, wanted: Wanted) -> None:
+        """Check that all of this has a place.
+
+        Raises:
+            PlacementError: It has not.
+        """
+        self.placer.admit(wanted)
+
+    def want(self, wanted: Wanted) -> None:
+        """Have the service be so."""
+        self._want(wanted)
 
     def happened(self, event: events.Event) -> None:
         """Take note of something that the placer has found out."""
@@ -546,6 +534,8 @@ class Controller:
                 self._handle(events.Loaded(name))
             case "applied":
                 self._handle(events.Applied(name, news["number"]))
+            case "wanted":
+                self.scaler.wake(news["model"])
             case "outgrown":
                 self.placer.outgrown(name, news["used"], news["limit"])
             case "probed":

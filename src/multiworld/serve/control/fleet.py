@@ -69,6 +69,7 @@ class Fleet:
         self._wants: dict[tuple[str, str], ModelWanted] = {}
         self._updates: dict[str, tuple[str, float]] = {}
         self.unplaced: dict[Post, str] = {}
+        self.start_s: dict[Post, float] = {}
         self._retry_at: dict[Post, float] = {}
 
     def handle(self, event: Event, now: float) -> list[Action]:
@@ -164,6 +165,7 @@ class Fleet:
             process.phase = Phase.READY
             took_s = now - process.since
             process.since = now
+            self.start_s[_post(process)] = took_s
             text = f"{name} is ready, {took_s:.2f} s after its launch"
             yield Say("ready", text, name)
 
@@ -336,6 +338,8 @@ class Fleet:
             del self._wants[key]
         for post in [post for post in self.unplaced if post[:2] not in posts]:
             del self.unplaced[post]
+        for post in [post for post in self.start_s if post[:2] not in posts]:
+            del self.start_s[post]
 
     def _announce(self) -> Iterator[Action]:
         table = Table(
@@ -372,6 +376,8 @@ class Fleet:
             max_queued_requests=model.max_queued_requests,
             max_ongoing_requests=model.max_ongoing_requests,
             deadline_s=model.deadline_s,
+            objective_s=model.objective_s,
+            on_demand=model.on_demand,
         )
 
     def _probes(self, now: float) -> Iterator[Action]:

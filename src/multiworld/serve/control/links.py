@@ -96,21 +96,21 @@ class Links:
             self._sending.add(task)
             task.add_done_callback(self._sending.discard)
 
-    async def reports(self) -> dict[str, Any]:
-        """Ask every process what it does; None for one that does not answer.
+    async def reports(self, limit_s: float = REPORT_S) -> dict[str, Any]:
+        """Ask every process what it does; None for one that does not answer in time.
 
         Cancellation: safe.
         """
         names = self.names
-        answers = await asyncio.gather(*(self._ask(name) for name in names))
+        answers = await asyncio.gather(*(self._ask(name, limit_s) for name in names))
         return dict(zip(names, answers, strict=True))
 
-    async def _ask(self, name: str) -> Any:
+    async def _ask(self, name: str, limit_s: float) -> Any:
         number = next(self._numbers)
         self._asked[number] = future = self._loop.create_future()
         self.send(name, {"kind": "report", "ask": number})
         try:
-            async with asyncio.timeout(REPORT_S):
+            async with asyncio.timeout(limit_s):
                 return await future
         except TimeoutError:
             return None

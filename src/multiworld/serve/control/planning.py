@@ -75,14 +75,18 @@ def _range(stage: StageSpec, demand: float | None) -> tuple[int, int]:
 def problem_of(
     nodes: Iterable[Node], asks: Iterable[Ask], running: Iterable[Runs] = ()
 ) -> Problem:
-    """Return the problem of placing models on machines."""
+    """Return the problem of placing models on machines.
+
+    A model of which a stage has no replica, while nobody asks, is left out.
+    """
     nodes = list(nodes)
     names = [node.name for node in nodes]
     hosts = tuple(Host(node.name, _devices(node), node.bandwidth) for node in nodes)
     kinds = {d.kind for host in hosts for d in host.devices} - {CPU}
+    asked = [ask for ask in asks if all(most > 0 for _, most in ask.counts)]
     return Problem(
         hosts,
-        tuple(_model(ask, kinds, names) for ask in asks),
+        tuple(_model(ask, kinds, names) for ask in asked),
         [(r.model, r.stage, device_name(r.node, r.gpu)) for r in running],
         balance=BALANCE,
     )

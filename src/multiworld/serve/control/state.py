@@ -14,6 +14,7 @@ class ModelWanted:
 
     Attributes:
         replicas: How many, by stage.
+        on_demand: The stages that may have none while nobody asks.
     """
 
     version: str
@@ -21,6 +22,8 @@ class ModelWanted:
     max_queued_requests: int = 512
     max_ongoing_requests: int = 32
     deadline_s: float = 30.0
+    objective_s: float | None = None
+    on_demand: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from multiworld.errors import ServeError, UnknownModelError
@@ -32,16 +33,48 @@ def wanted_of(app: AppSpec, old: Mapping[str, Sequence[int]] | None = None) -> W
             model.max_queued_requests,
             model.stages[0].max_ongoing_requests,
             model.deadline_s,
+            model.objective_ms / 1000 if model.objective_ms else None,
+            tuple(
+                number
+                for number in range(len(model.stages))
+                if bounds_of(model, number)[0] == 0
+            ),
         )
     return Wanted(models, app.gateway.replicas)
 
 
 def bounds_of(model: ModelSpec, stage: int) -> tuple[int, int]:
     """Return the fewest and the most replicas that a spec allows for a stage."""
+    if (config := model.stages[stage].autoscaling_config) is not None:
+        return config.min_replicas, config.max_replicas
     replicas = model.stages[stage].replicas
     if isinstance(replicas, int):
         return replicas, replicas
     return replicas.min_replicas, replicas.max_replicas
+
+
+def rescaled(
+    wanted: Wanted, spec: ModelSpec, model: str, stage: int, replicas: int
+) -> tuple[int, Wanted]:
+    """Return how many replicas a stage had, and what is wanted with another number.
+
+    Raises:
+        ServeError: The spec's range does not allow it.
+    """
+    low, high = bounds_of(spec, stage)
+    said = spec.stages[stage]
+    if said.autoscaling_config is None and isinstance(said.replicas, int):
+        low, high = 1, 4096  # a number in the spec is where it begins
+    if not low <= replicas <= high:
+        raise ServeError(
+            f"stage {said.name or stage} of {model!r} runs in {low} to {high} replicas "
+            f"(its spec), not {replicas}"
+        )
+    old = wanted.models[model]
+    counts = list(old.replicas)
+    before, counts[stage] = counts[stage], replicas
+    models = {**wanted.models, model: replace(old, replicas=tuple(counts))}
+    return before, replace(wanted, models=models)
 
 
 def stage_number(spec: ModelSpec, model: str, stage: str) -> int:
@@ -105,6 +138,6 @@ def source_of(spec: ModelSpec) -> Any:
     return spec.model_dump(exclude={"stages", *PLANNED}), stages
 
 
-PLANNED = {"profile", "demand", "weight", "latency_ms"}
-PLANNED_STAGE = {"replicas", "item_ms", "out_kb"}
+PLANNED = {"profile", "demand", "weight", "latency_ms", "objective_ms", "scaling"}
+PLANNED_STAGE = {"replicas", "autoscaling_config", "item_ms", "out_kb"}
 """What changes how often and where it runs, and not what runs."""

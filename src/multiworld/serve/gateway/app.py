@@ -83,7 +83,15 @@ class Gateway:
 
     def is_ready(self, name: str) -> bool:
         """Whether every stage of a model has a replica that is ready."""
-        return not self.dispatcher.missing(name)
+        return not self.lacking(name)
+
+    def lacking(self, name: str) -> list[int]:
+        """Return the stages of a model without a replica that should have one.
+
+        Those that have none while nobody asks are not meant.
+        """
+        on_demand = self.dispatcher.table.routes[name].on_demand
+        return [s for s in self.dispatcher.missing(name) if s not in on_demand]
 
     async def text(self, name: str, version: str, model: Model) -> Any:
         """Return what turns text into inputs, loaded once.
@@ -178,7 +186,7 @@ def make_app(gateway: Gateway) -> FastAPI:
 def _health(app: FastAPI, gateway: Gateway) -> None:
     def readiness() -> tuple[bool, dict[str, Any]]:
         routes = gateway.dispatcher.table.routes
-        missing = {name: gateway.dispatcher.missing(name) for name in routes}
+        missing = {name: gateway.lacking(name) for name in routes}
         is_ready = bool(routes) and not any(missing.values()) and not gateway.is_ending
         return is_ready, missing
 

@@ -34,6 +34,9 @@ logger = logging.getLogger("multiworld.serve")
 PROBE_S = 10.0
 """How long a probe may take."""
 
+ASK_S = 0.2
+"""A model that nothing runs of is asked for so often."""
+
 BACKLOG = 2048
 KEEP_ALIVE_S = 30
 LOOK_S = 1.0
@@ -71,6 +74,8 @@ class GatewayProcess:
         assert args.gateway is not None
         self._args, self._spec = args, args.gateway
         self._dispatcher = Dispatcher(args.name)
+        self._dispatcher.on_missing = self._ask_for
+        self._asked_at: dict[str, float] = {}
         limit = int(args.gateway.max_body_mb * 2**20)
         self._gateway = Gateway(self._dispatcher, limit)
         config = args.config()
@@ -175,6 +180,13 @@ class GatewayProcess:
                 self._agent.tell("report", ask=order["ask"], what=what)
             case "fleet":
                 self._gateway.fleet = order
+
+    def _ask_for(self, model: str) -> None:
+        """Tell the controller that somebody asks for what nothing runs of."""
+        now = time.monotonic()
+        if now - self._asked_at.get(model, -ASK_S) >= ASK_S:
+            self._asked_at[model] = now
+            self._agent.tell("wanted", model=model)
 
     async def _probe(self, replica: str) -> None:
         error: str | None = None

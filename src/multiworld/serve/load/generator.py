@@ -1,11 +1,11 @@
-"""Sends requests at a steady rate over HTTP. Shell."""
+"""Sends requests over HTTP when they are due. Shell."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,15 +52,23 @@ def inference(base: str, model: str, bodies: list[bytes]) -> Target:
 class Load:
     """One run.
 
+    Args:
+        due: When each request leaves, in seconds, instead of at a steady rate.
+
     Attributes:
         samples: What was answered so far.
         sent: How many requests have left.
     """
 
     def __init__(
-        self, target: Target, rate_per_s: float, check: Check | None = None
+        self,
+        target: Target,
+        rate_per_s: float,
+        check: Check | None = None,
+        due: Sequence[float] | None = None,
     ) -> None:
         self._target, self._rate_per_s, self._check = target, rate_per_s, check
+        self._due = due
         self.samples: list[Sample] = []
         self.sent = 0
         self.began_at = 0.0
@@ -99,8 +107,8 @@ class Load:
         return self.samples
 
     def _schedule(self, seconds: float | None) -> Iterator[tuple[int, float]]:
-        for number in itertools.count():
-            due_s = number / self._rate_per_s
+        steady = (number / self._rate_per_s for number in itertools.count())
+        for number, due_s in enumerate(steady if self._due is None else self._due):
             if seconds is not None and due_s >= seconds:
                 return
             yield number, due_s

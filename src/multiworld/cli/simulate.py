@@ -1,0 +1,257 @@
+"""``multiworld simulate``: a trace of requests against scaling policies."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from multiworld.cli.plan import read_nodes
+from multiworld.serve.loading import load_spec
+from multiworld.serve.profiles import load_profile
+from multiworld.serve.resources.amounts import needs_of
+from multiworld.serve.resources.ledger import Ledger
+from multiworld.serve.scaling import others, policy
+from multiworld.serve.scaling.gears import gear_for, gears_of
+from multiworld.serve.scaling.snapshot import Policy
+from multiworld.serve.simulation import traces
+from multiworld.serve.simulation.engine import (
+    Outcome,
+    PipelineModel,
+    Room,
+    simulate,
+)
+from multiworld.serve.simulation.judging import Verdict, judge
+from multiworld.serve.simulation.modelling import (
+    Curve,
+    Machines,
+    costs_of,
+    pipeline_of,
+    with_fleet,
+)
+from multiworld.serve.simulation.traces import Arrival
+from multiworld.serve.sources import import_factory
+from multiworld.serve.spec import AppSpec, ModelSpec
+
+OWN = "spec"
+COMPARED = (OWN, "queued", "threshold", "fixed", "oracle")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What the command was asked for."""
+
+    spec: Path
+    traces: Sequence[str]
+    generated: Sequence[str]
+    policies: Sequence[str]
+    by_tokens: bool
+    stretch: float
+    begin_s: float
+    seconds: float | None
+    start_s: float
+    nodes: Path | None
+    seed: int
+    plot: Path | None
+    as_json: bool
+
+
+def run(wish: Wish) -> int:
+    """Simulate, and print what came of it."""
+    app = load_spec(wish.spec)
+    arrivals = _arrivals(wish, app)
+    outcomes: dict[str, list[Outcome]] = {}
+    for name in wish.policies:
+        models = [
+            _model(wish, app, model, name, arrivals[model]) for model in app.models
+        ]
+        outcomes[name] = simulate(
+            models,
+            [arrivals[model] for model in app.models],
+            random.Random(wish.seed).random,
+            _room(wish, app),
+        )
+    verdicts = [judge(n, o) for n, found in outcomes.items() for o in found]
+    if wish.plot is not None:
+        from multiworld.serve.simulation.picture import draw
+
+        draw(wish.plot, _title(wish), outcomes)
+    if wish.as_json:
+        click.echo(json.dumps(_whole(verdicts, outcomes), indent=2))
+        return 0
+    Console().print(_table(verdicts, app))
+    if wish.plot is not None:
+        click.echo(f"the picture: {wish.plot}")
+    return 0
+
+
+# What is asked.
+
+
+def _arrivals(wish: Wish, app: AppSpec) -> dict[str, list[Arrival]]:
+    """Return the arrivals of every model, in order of time."""
+    found: dict[str, list[Arrival]] = {name: [] for name in app.models}
+    for text in wish.traces:
+        model, path = _assigned(text, app)
+        if not Path(path).exists() and "=" in text:
+            model, path = _first(app), text  # a file with = in its name
+        read = traces.read_trace(Path(path), by_tokens=wish.by_tokens)
+        _add(found, model, read)
+    for text in wish.generated:
+        model, described = _assigned(text, app)
+        _add(found, model, traces.generated(described, wish.seed))
+    if not any(found.values()):
+        raise click.UsageError("give a --trace, or --generate one")
+    end_s = float("inf") if wish.seconds is None else wish.begin_s + wish.seconds
+    for name, all_ in found.items():
+        cut = traces.between(sorted(all_), wish.begin_s, end_s)
+        found[name] = traces.stretched(cut, wish.stretch)
+    if not any(found.values()):
+        raise click.UsageError("no request of the trace is in the chosen part of it")
+    return found
+
+
+def _add(
+    found: dict[str, list[Arrival]], model: str, arrivals: Sequence[Arrival]
+) -> None:
+    """Give each request to the model that it names, if there is one."""
+    for arrival in arrivals:
+        found[arrival.model if arrival.model in found else model].append(arrival)
+
+
+def _assigned(text: str, app: AppSpec) -> tuple[str, str]:
+    """Split ``MODEL=what``; without a model, the first is meant."""
+    name, equals, rest = text.partition("=")
+    if equals and name in app.models:
+        return name, rest
+    return _first(app), text
+
+
+def _first(app: AppSpec) -> str:
+    return next(iter(app.models))
+
+
+def _model(
+    wish: Wish, app: AppSpec, name: str, chosen: str, arrivals: Sequence[Arrival]
+) -> PipelineModel:
+    spec = app.models[name]
+    model = pipeline_of(name, spec, others.fixed, _curves(wish, spec), wish.start_s)
+    kind, _, counts = chosen.partition(":")
+    if kind == "fixed":
+        return with_fleet(model, _fleet(model, counts, arrivals))
+    if chosen == "oracle":
+        times = [arrival.at for arrival in arrivals]
+        knowing = others.oracle(times, costs_of(model), model.objective_s)
+        return replace(model, policy=knowing)
+    return replace(model, policy=_policy(spec, chosen))
+
+
+def _policy(spec: ModelSpec, chosen: str) -> Policy:
+    if chosen == OWN:
+        if spec.scaling is None:
+            return policy.decide
+        return import_factory(spec.scaling)
+    if chosen in others.BUILT_IN:
+        return others.BUILT_IN[chosen]
+    if ":" not in chosen:
+        known = ", ".join([*COMPARED, "fixed:N,N,…", "package.module:function"])
+        raise click.UsageError(f"no policy {chosen!r}; there are: {known}")
+    return import_factory(chosen)
+
+
+def _fleet(
+    model: PipelineModel, counts: str, arrivals: Sequence[Arrival]
+) -> tuple[int, ...]:
+    """Return a fixed fleet: as given, or what the mean load takes."""
+    if counts:
+        try:
+            given = tuple(int(count) for count in counts.split(","))
+        except ValueError:
+            given = ()
+        if len(given) != len(model.stages) or min(given, default=0) < 1:
+            raise click.UsageError(
+                f"fixed:{counts}: give {len(model.stages)} numbers, one for each stage"
+            )
+        return given
+    gears = gears_of(costs_of(model), model.objective_s)
+    span_s = max(1.0, arrivals[-1].at) if arrivals else 1.0
+    return gears[gear_for(gears, len(arrivals) / span_s)].replicas
+
+
+def _curves(wish: Wish, spec: ModelSpec) -> Mapping[int, Curve]:
+    if spec.profile is None:
+        return {}
+    found = load_profile(wish.spec.parent / spec.profile)
+    return {k: stage.seconds for k, stage in enumerate(found.stages)}
+
+
+def _room(wish: Wish, app: AppSpec) -> Room:
+    if wish.nodes is None:
+        return Room()
+    needs = {name: tuple(needs_of(spec)) for name, spec in app.models.items()}
+    return Machines(Ledger(read_nodes(wish.nodes)), needs)
+
+
+# What came of it.
+
+
+def _title(wish: Wish) -> str:
+    names = [Path(text.rpartition("=")[2]).name for text in wish.traces]
+    return ", ".join([*names, *wish.generated])
+
+
+def _whole(
+    verdicts: Sequence[Verdict], outcomes: Mapping[str, Sequence[Outcome]]
+) -> dict[str, Any]:
+    return {
+        "verdicts": [asdict(verdict) for verdict in verdicts],
+        "decisions": {
+            name: {o.model: [asdict(d) for d in o.decided] for o in found}
+            for name, found in outcomes.items()
+        },
+    }
+
+
+def _table(verdicts: Sequence[Verdict], app: AppSpec) -> Table:
+    table = Table(
+        title="what each policy made of it",
+        caption="attained: answered within the objective · lost: refused, or too late",
+        box=SIMPLE,
+    )
+    several = len(app.models) > 1
+    if several:
+        table.add_column("model")
+    table.add_column("policy")
+    for title in (
+        "attained",
+        "good/s",
+        "replica-s",
+        "p50 ms",
+        "p99 ms",
+        "lost",
+        "changes",
+        "flaps",
+    ):
+        table.add_column(title, justify="right")
+    for v in sorted(verdicts, key=lambda v: list(app.models).index(v.model)):
+        row = [
+            v.policy,
+            f"{v.attained:.2%}",
+            f"{v.goodput:.2f}",
+            f"{v.replica_s:,.0f}",
+            f"{v.p50_s * 1000:,.0f}",
+            f"{v.p99_s * 1000:,.0f}",
+            str(v.refused + v.late),
+            str(v.changes),
+            str(v.flaps),
+        ]
+        table.add_row(*([v.model, *row] if several else row))
+    return table

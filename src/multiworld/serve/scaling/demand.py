@@ -1,0 +1,152 @@
+"""How much is asked for, now and soon, from what was seen lately. Pure."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from multiworld.serve.scaling.snapshot import Sample
+
+SIGMAS = 3.0
+"""So many standard deviations of a Poisson process are no change of the load."""
+
+BURST_SHARE = 6
+"""A burst is looked for in this part of the look-back period, two samples at least."""
+
+TREND_PERIODS = 2.0
+"""A trend is looked for in so many look-back periods."""
+
+BINS = 8
+"""Into which these are cut for a regression."""
+
+SURE = 2.5
+"""A slope of fewer standard errors is noise (Student's t, six degrees: 5 %)."""
+
+MOST_GROWTH = 2.0
+"""No trend is believed beyond so many times what is asked for now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Arrivals a second.
+
+    Attributes:
+        rate: Now: over the look-back period, or since a burst began.
+        expected: When a replica that is started now is ready.
+        slope: By which ``rate`` changes in a second; 0 if that may be chance.
+        is_burst: Much more came lately than the look-back period has on average.
+    """
+
+    rate: float
+    expected: float
+    slope: float = 0.0
+    is_burst: bool = False
+
+
+def since(samples: Sequence[Sample], at: float) -> Sample:
+    """Return the last sample of ``at`` or before, or the first there is."""
+    found = bisect.bisect_right([sample.at for sample in samples], at + 1e-9)
+    return samples[max(0, found - 1)]
+
+
+def rate_between(first: Sample, last: Sample) -> float:
+    """Return the arrivals a second between two samples."""
+    span_s = last.at - first.at
+    return (last.arrived - first.arrived) / span_s if span_s > 0 else 0.0
+
+
+def demand_of(
+    samples: Sequence[Sample], look_back_s: float, ahead_s: float, interval_s: float
+) -> Demand:
+    """Return what is asked for now, and what to expect.
+
+    Args:
+        ahead_s: How far ahead to look.
+        interval_s: Between two samples.
+    """
+    last = samples[-1]
+    rate = rate_between(since(samples, last.at - look_back_s), last)
+    burst = _burst(samples, rate, look_back_s, interval_s)
+    now = max(rate, burst)
+    slope = _slope(samples, TREND_PERIODS * look_back_s)
+    # An average over a period is what was asked for in its middle.
+    behind_s = 0.0 if burst else look_back_s / 2
+    expected = now + slope * (ahead_s + behind_s)
+    return Demand(
+        now,
+        min(max(now, expected), MOST_GROWTH * now),
+        slope,
+        is_burst=burst > 0.0,
+    )
+
+
+def envelope(samples: Sequence[Sample], period_s: float, patience_s: float) -> float:
+    """Return the requests a second that had to be computed for nobody to wait too long.
+
+    What came within any ``w`` seconds of the period must be computed within
+    ``w + patience_s``: the arrival curve of network calculus (Cruz, "A calculus for
+    network delay", IEEE Transactions on Information Theory 37, 1991), measured.
+    """
+    first = bisect.bisect_left([s.at for s in samples], samples[-1].at - period_s)
+    lately = samples[max(0, first - 1) :]
+    most = 0.0
+    for width in _widths(len(lately)):
+        for one, other in zip(lately, lately[width:], strict=False):
+            came, span_s = other.arrived - one.arrived, other.at - one.at
+            most = max(most, came / (span_s + patience_s))
+    return most
+
+
+def _widths(count: int) -> list[int]:
+    """Return 1, 2, 3, 4, 6, 8, 12, … below ``count``: no window is far from one."""
+    found = [1]
+    while found[-1] + max(1, found[-1] // 2) < count:
+        found.append(found[-1] + max(1, found[-1] // 2))
+    return found
+
+
+def _burst(
+    samples: Sequence[Sample], rate: float, look_back_s: float, interval_s: float
+) -> float:
+    """Return the rate of a burst; 0 if what came lately may be chance."""
+    last = samples[-1]
+    short_s = max(look_back_s / BURST_SHARE, 2 * interval_s)
+    if short_s >= look_back_s:
+        return 0.0
+    first = since(samples, last.at - short_s)
+    before = since(samples, last.at - look_back_s)
+    came, span_s = last.arrived - first.arrived, last.at - first.at
+    usual = rate_between(before, first) * span_s
+    if came <= usual + SIGMAS * math.sqrt(max(usual, 1.0)) + 1.0:
+        return 0.0
+    return came / span_s if span_s > 0 else rate
+
+
+def _slope(samples: Sequence[Sample], period_s: float) -> float:
+    """Return the slope of the arrivals; 0 unless it is surely one."""
+    last = samples[-1]
+    begin = max(samples[0].at, last.at - period_s)
+    width_s = (last.at - begin) / BINS
+    if width_s <= 0 or last.at - begin < period_s / 2:
+        return 0.0
+    edges = [since(samples, begin + n * width_s) for n in range(BINS + 1)]
+    pairs = list(itertools.pairwise(edges))
+    if any(one.at >= other.at for one, other in pairs):
+        return 0.0
+    xs = [(one.at + other.at) / 2 for one, other in pairs]
+    ys = [rate_between(one, other) for one, other in pairs]
+    mean_x, mean_y = sum(xs) / BINS, sum(ys) / BINS
+    spread = sum((x - mean_x) ** 2 for x in xs)
+    slope = (
+        sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / spread
+    )
+    rest = sum(
+        (y - mean_y - slope * (x - mean_x)) ** 2 for x, y in zip(xs, ys, strict=True)
+    )
+    # Counts scatter at least as those of a Poisson process do.
+    noise = max(rest / (BINS - 2), mean_y / width_s)
+    error = math.sqrt(noise / spread)
+    return slope if abs(slope) > SURE * error else 0.0

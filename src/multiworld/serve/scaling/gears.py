@@ -1,0 +1,168 @@
+"""Gear plans: ahead of time, which replicas carry which load. Pure.
+
+A gear is one number of replicas for *every* stage of a pipeline, and the most arrivals
+a second that these carry within the targets. The next gear has one replica more where
+the pipeline is narrowest: so the stages are scaled together, and switching is looking
+up a number in a table. Plans that are computed ahead and keyed by load are the idea of
+CascadeServe (Kossmann et al., arXiv 2406.14424); its gears also choose among models.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from multiworld.serve.scaling import queueing
+from multiworld.serve.scaling.snapshot import Limits
+
+STEPS = 18
+"""Halvings when the load of a gear is looked for: exact to a few millionths."""
+
+BUSY = 0.85
+"""Most utilisation of a stage that is planned where an objective is given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCost:
+    """What a gear plan must know of a stage.
+
+    Attributes:
+        item_s: Seconds that a replica is busy with one request.
+        batch_s: Seconds that one batch takes: how long a request is there at least.
+        limits: Within what it is scaled.
+        variability: See ``queueing.mean_wait_s``.
+    """
+
+    item_s: float
+    batch_s: float
+    limits: Limits
+    variability: float = 0.75
+
+
+@dataclass(frozen=True, slots=True)
+class Gear:
+    """The most arrivals a second that so many replicas of each stage carry.
+
+    Attributes:
+        latency_s: Within which 99 of 100 requests are answered at that load.
+    """
+
+    rate: float
+    replicas: tuple[int, ...]
+    latency_s: float
+
+
+def gears_of(
+    stages: Sequence[StageCost], objective_s: float | None = None
+) -> tuple[Gear, ...]:
+    """Return all gears of a pipeline, the smallest first.
+
+    Args:
+        objective_s: Within which 99 of 100 answers should come. With one, a stage has
+            as many replicas as that takes; without, what ``target_ongoing_requests``
+            says.
+    """
+    counts = [max(1, stage.limits.min_replicas) for stage in stages]
+    found: list[Gear] = []
+    while True:
+        rate = _carried(stages, counts, objective_s)
+        if not found or rate > found[-1].rate * (1.0 + 1e-6):
+            late = latency_s(stages, counts, rate)
+            found.append(Gear(rate, tuple(counts), late))
+        best = _widened(stages, counts, objective_s)
+        if best is None:
+            return tuple(found)
+        counts[best] += 1
+
+
+def gear_for(gears: Sequence[Gear], rate: float) -> int:
+    """Return the number of the smallest gear that carries ``rate``, or of the last."""
+    at = bisect.bisect_left([gear.rate for gear in gears], rate)
+    return min(at, len(gears) - 1)
+
+
+def latency_s(stages: Sequence[StageCost], counts: Sequence[int], rate: float) -> float:
+    """Return within which time 99 of 100 requests pass through all stages.
+
+    The waits of the stages are taken to add up in their tails only for the slowest; the
+    others count with their mean: two rare events seldom meet.
+    """
+    late, mean, bare = [], [], 0.0
+    for stage, count in zip(stages, counts, strict=True):
+        args = rate, stage.item_s, count, stage.variability
+        late.append(queueing.late_wait_s(*args))
+        mean.append(queueing.mean_wait_s(*args))
+        bare += stage.batch_s
+    gaps = [one - other for one, other in zip(late, mean, strict=True)]
+    if any(map(math.isinf, late)):
+        return math.inf
+    return bare + sum(mean) + max(gaps, default=0.0)
+
+
+def _is_carried(
+    stages: Sequence[StageCost],
+    counts: Sequence[int],
+    rate: float,
+    objective_s: float | None,
+) -> bool:
+    loads = [rate * s.item_s / count for s, count in zip(stages, counts, strict=True)]
+    if objective_s is not None:
+        bare = sum(stage.batch_s for stage in stages)
+        # One that even an idle service misses must not ask for all there is.
+        reachable = max(objective_s, 1.5 * bare)
+        return max(loads) <= BUSY and latency_s(stages, counts, rate) <= reachable
+    return all(
+        queueing.ongoing(rate, stage.item_s, count, stage.variability)
+        <= stage.limits.target_ongoing_requests * count
+        for stage, count in zip(stages, counts, strict=True)
+    )
+
+
+def _carried(
+    stages: Sequence[StageCost], counts: Sequence[int], objective_s: float | None
+) -> float:
+    """Return the most arrivals a second that these replicas carry."""
+    narrowest = min(
+        (c / s.item_s for s, c in zip(stages, counts, strict=True) if s.item_s > 0),
+        default=math.inf,
+    )
+    if math.isinf(narrowest):
+        return narrowest
+    low, high = 0.0, narrowest
+    for _ in range(STEPS):
+        middle = (low + high) / 2
+        if _is_carried(stages, counts, middle, objective_s):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _widened(
+    stages: Sequence[StageCost], counts: Sequence[int], objective_s: float | None
+) -> int | None:
+    """Return the stage that gains most from one replica more; None if none may."""
+    best: tuple[float, float, int] | None = None
+    for k, stage in enumerate(stages):
+        if counts[k] >= stage.limits.max_replicas:
+            continue
+        more = [count + (n == k) for n, count in enumerate(counts)]
+        load = stage.item_s / counts[k]
+        gain = _carried(stages, more, objective_s), load, -k
+        if best is None or gain > best:
+            best = gain
+    if best is None:
+        return None
+    # A stage that may not grow is the narrowest: more of the others carries no more.
+    fixed = [
+        s.item_s / c
+        for s, c in zip(stages, counts, strict=True)
+        if c >= s.limits.max_replicas
+    ]
+    if fixed and best[0] <= _carried(stages, counts, objective_s) * (1 + 1e-6):
+        widest = max(fixed)
+        if widest >= best[1] - 1e-12:
+            return None
+    return -best[2]

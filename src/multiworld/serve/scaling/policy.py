@@ -1,0 +1,293 @@
+"""The scaling that is used where a spec names no other. Pure.
+
+1. How much is asked for, and will be when a new replica is ready (``demand``).
+2. Which gear carries that: the replicas of all stages together (``gears``). Bursts like
+   the last ones must be worked off within the objective, and so must what waits. Where
+   nobody knows yet how long a stage computes, what is queued there decides alone, as
+   with Ray Serve.
+3. What has lasted long enough is done (``steadying``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from multiworld.serve.scaling.demand import Demand, demand_of, envelope, since
+from multiworld.serve.scaling.gears import (
+    Gear,
+    StageCost,
+    gear_for,
+    gears_of,
+)
+from multiworld.serve.scaling.snapshot import (
+    Decision,
+    Limits,
+    Sample,
+    Snapshot,
+    StageNow,
+)
+from multiworld.serve.scaling.steadying import Wish, remember, settled
+
+MARGIN = 1.15
+"""Replicas are drained only if fewer would carry so many times what is asked for."""
+
+NEW_GEARS = 0.2
+"""Gears are computed anew when a stage computes longer or shorter by this share."""
+
+FEW = 20
+"""Requests that a stage must have computed lately for its times to be believed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What the policy keeps from one decision to the next.
+
+    Attributes:
+        costs: That the gears were computed for.
+        wishes: By stage.
+    """
+
+    costs: tuple[tuple[float, float], ...] = ()
+    gears: tuple[Gear, ...] = ()
+    wishes: tuple[tuple[Wish, ...], ...] = ()
+    measured: tuple[tuple[float, float] | None, ...] = field(default=())
+
+
+def decide(snapshot: Snapshot) -> Decision:
+    """Return how many replicas each stage should have."""
+    old = snapshot.memory if isinstance(snapshot.memory, Memory) else Memory()
+    look_back_s = max(_limits(s).look_back_period_s for s in snapshot.stages)
+    demand = demand_of(
+        snapshot.samples, look_back_s, snapshot.start_s, snapshot.interval_s
+    )
+    measured = _measured(snapshot, look_back_s, old)
+    costs, gears = _gears(snapshot, measured, old)
+    needs = _needs(snapshot, demand, gears, costs, look_back_s)
+    is_urgent = _is_urgent(snapshot, costs)
+    wishes = []
+    replicas = []
+    for k, stage in enumerate(snapshot.stages):
+        limits = _limits(stage)
+        low, high = (_within(count, limits) for count in needs[k])
+        before = old.wishes[k] if k < len(old.wishes) else ()
+        wishes.append(remember(before, Wish(snapshot.now, low, high), limits))
+        count = settled(wishes[k], stage.replicas, limits, is_urgent=is_urgent)
+        replicas.append(stage.replicas if stage.limits is None else count)
+    return Decision(
+        replicas=tuple(replicas),
+        why=_words(snapshot, demand, gears, replicas, is_urgent=is_urgent),
+        facts=_facts(snapshot, demand, gears, costs, needs, is_urgent=is_urgent),
+        memory=Memory(costs, gears, tuple(wishes), measured),
+    )
+
+
+def _limits(stage: StageNow) -> Limits:
+    """Return the limits of a stage; of one that is not scaled, what it has."""
+    if stage.limits is not None:
+        return stage.limits
+    return Limits(min_replicas=stage.replicas, max_replicas=max(1, stage.replicas))
+
+
+def _within(count: int, limits: Limits) -> int:
+    return min(max(count, limits.min_replicas), limits.max_replicas)
+
+
+# How long stages compute.
+
+
+def _measured(
+    snapshot: Snapshot, look_back_s: float, old: Memory
+) -> tuple[tuple[float, float] | None, ...]:
+    """Return the seconds of a request and of a batch, by stage; None: not known.
+
+    What was found before stays while too few requests come to tell.
+    """
+    first = since(snapshot.samples, snapshot.now - look_back_s)
+    last = snapshot.samples[-1]
+    found = []
+    for k, stage in enumerate(snapshot.stages):
+        before = old.measured[k] if k < len(old.measured) else None
+        if before is None and stage.item_s is not None:
+            before = stage.item_s, stage.item_s
+        one, other = first.stages[k], last.stages[k]
+        requests, batches = other.requests - one.requests, other.batches - one.batches
+        busy_s = other.busy_s - one.busy_s
+        if requests >= FEW and batches and busy_s > 0:
+            before = busy_s / requests, busy_s / batches
+        found.append(before)
+    return tuple(found)
+
+
+def _gears(
+    snapshot: Snapshot,
+    measured: Sequence[tuple[float, float] | None],
+    old: Memory,
+) -> tuple[tuple[tuple[float, float], ...], tuple[Gear, ...]]:
+    """Return the times that are planned with, and the gears; none if not known."""
+    if any(times is None for times in measured):
+        return (), ()
+    costs = tuple(times for times in measured if times is not None)
+    if old.gears and not _differ(costs, old.costs):
+        return old.costs, old.gears
+    stages = [
+        StageCost(item_s=item_s, batch_s=batch_s, limits=_limits(stage))
+        for (item_s, batch_s), stage in zip(costs, snapshot.stages, strict=True)
+    ]
+    return costs, gears_of(stages, snapshot.objective_s)
+
+
+def _differ(
+    costs: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]
+) -> bool:
+    if len(costs) != len(others):
+        return True
+    return any(
+        abs(item_s - old_s) > NEW_GEARS * old_s
+        for (item_s, _), (old_s, _) in zip(costs, others, strict=True)
+    )
+
+
+# How many replicas that takes.
+
+
+def _needs(
+    snapshot: Snapshot,
+    demand: Demand,
+    gears: Sequence[Gear],
+    costs: Sequence[tuple[float, float]],
+    look_back_s: float,
+) -> list[tuple[int, int]]:
+    """Return by stage how many replicas are needed, and how many with a margin."""
+    queued = [
+        _queued(snapshot.samples, k, stage, look_back_s)
+        for k, stage in enumerate(snapshot.stages)
+    ]
+    if _is_idle(snapshot, demand):
+        return [(0, 0) for _ in snapshot.stages]
+    if not gears:
+        # Something is asked for: it needs every stage, whatever has got there yet.
+        return [(max(1, count), max(1, count)) for count in queued]
+    low = gears[gear_for(gears, demand.expected)].replicas
+    high = gears[gear_for(gears, MARGIN * demand.expected)].replicas
+    patience_s = _patience_s(snapshot, costs, look_back_s)
+    burst = envelope(snapshot.samples, look_back_s, patience_s)
+    found = []
+    for k, (item_s, _) in enumerate(costs):
+        waiting = _for_backlog(snapshot, demand, k, item_s, patience_s)
+        least = math.ceil(burst * item_s - 1e-9)
+        kept = math.ceil(MARGIN * burst * item_s - 1e-9)
+        found.append((max(low[k], least, waiting), max(high[k], kept, waiting)))
+    return found
+
+
+def _is_idle(snapshot: Snapshot, demand: Demand) -> bool:
+    last = snapshot.samples[-1]
+    return demand.rate == 0 and not any(seen.ongoing for seen in last.stages)
+
+
+def _queued(
+    samples: Sequence[Sample], k: int, stage: StageNow, look_back_s: float
+) -> int:
+    """Return the replicas for what is queued or computed, on average (Ray Serve)."""
+    begin = samples[-1].at - look_back_s
+    lately = [s.stages[k].ongoing for s in samples if s.at > begin - 1e-9]
+    mean = sum(lately) / len(lately)
+    return math.ceil(mean / _limits(stage).target_ongoing_requests - 1e-9)
+
+
+def _patience_s(
+    snapshot: Snapshot, costs: Sequence[tuple[float, float]], look_back_s: float
+) -> float:
+    """Return for how long requests may wait."""
+    if snapshot.objective_s is None:
+        return look_back_s
+    bare_s = sum(item_s for item_s, _ in costs)
+    return max(snapshot.objective_s - bare_s, snapshot.objective_s / 4)
+
+
+def _for_backlog(
+    snapshot: Snapshot, demand: Demand, k: int, item_s: float, patience_s: float
+) -> int:
+    """Return the replicas that also work off what waits, in good time."""
+    limits = _limits(snapshot.stages[k])
+    seen = snapshot.samples[-1].stages[k]
+    usual = limits.target_ongoing_requests * max(1, snapshot.stages[k].replicas)
+    waiting = max(0.0, seen.ongoing - usual)
+    if waiting == 0:
+        return 0
+    return math.ceil((demand.rate + waiting / patience_s) * item_s)
+
+
+def _is_urgent(snapshot: Snapshot, costs: Sequence[tuple[float, float]]) -> bool:
+    """Tell whether what waits at one stage alone makes the objective miss."""
+    if snapshot.objective_s is None or not costs:
+        return False
+    last = snapshot.samples[-1]
+    return any(
+        seen.ongoing * item_s > snapshot.objective_s * max(1, stage.replicas)
+        for seen, stage, (item_s, _) in zip(
+            last.stages, snapshot.stages, costs, strict=True
+        )
+    )
+
+
+# In words and numbers.
+
+
+def _words(
+    snapshot: Snapshot,
+    demand: Demand,
+    gears: Sequence[Gear],
+    replicas: Sequence[int],
+    *,
+    is_urgent: bool,
+) -> str:
+    text = f"{demand.rate:.2f} requests/s"
+    if demand.is_burst:
+        text += " (a burst)"
+    if demand.expected > demand.rate * 1.01:
+        text += f", {demand.expected:.2f} expected in {snapshot.start_s:.1f} s"
+    if gears:
+        number = gear_for(gears, demand.expected)
+        gear = gears[number]
+        text += (
+            f"; gear {number + 1} of {len(gears)}, {list(gear.replicas)}, carries "
+            f"{gear.rate:.2f}/s"
+        )
+    else:
+        text += "; by what is queued (how long stages compute is not known yet)"
+    waiting = snapshot.samples[-1].stages
+    text += f"; ongoing {[round(seen.ongoing) for seen in waiting]}"
+    if is_urgent:
+        text += "; urgent: what waits misses the objective"
+    wanted = list(replicas)
+    before = [stage.replicas for stage in snapshot.stages]
+    return text if wanted == before else f"{before} → {wanted}: {text}"
+
+
+def _facts(
+    snapshot: Snapshot,
+    demand: Demand,
+    gears: Sequence[Gear],
+    costs: Sequence[tuple[float, float]],
+    needs: Sequence[tuple[int, int]],
+    *,
+    is_urgent: bool,
+) -> dict[str, Any]:
+    return {
+        "rate": demand.rate,
+        "expected": demand.expected,
+        "slope": demand.slope,
+        "is_burst": demand.is_burst,
+        "is_urgent": is_urgent,
+        "gear": gear_for(gears, demand.expected) + 1 if gears else None,
+        "gears": len(gears),
+        "item_s": [item_s for item_s, _ in costs] or None,
+        "needs": [list(need) for need in needs],
+        "ongoing": [seen.ongoing for seen in snapshot.samples[-1].stages],
+        "ready": [seen.ready for seen in snapshot.samples[-1].stages],
+        "objective_s": snapshot.objective_s,
+    }

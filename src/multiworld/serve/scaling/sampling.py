@@ -1,0 +1,115 @@
+"""From what processes report to the samples that a policy is asked with. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from multiworld.serve.scaling.snapshot import Sample, StageSeen
+
+PERIODS = 2.5
+"""Samples of so many look-back periods are kept."""
+
+
+@dataclass(slots=True)
+class _Stage:
+    requests: int = 0
+    batches: int = 0
+    busy_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A replica of the model: its stage, and whether it is ready."""
+
+    name: str
+    stage: int
+    is_ready: bool
+
+
+@dataclass(slots=True)
+class Watch:
+    """The samples of one model.
+
+    Processes count from their own start, and may be lost: sums go on over all of them.
+    """
+
+    model: str
+    stages: int
+    look_back_s: float
+    samples: deque[Sample] = field(default_factory=deque)
+    _totals: list[_Stage] = field(default_factory=list)
+    _arrived: int = 0
+    _before: dict[str, tuple[float, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Begin at nothing."""
+        self._totals = [_Stage() for _ in range(self.stages)]
+
+    def note(
+        self,
+        now: float,
+        gateways: Iterable[str],
+        replicas: Iterable[Seen],
+        reports: Mapping[str, Mapping[str, Any] | None],
+    ) -> Sample:
+        """Take note of what everybody reports; who does not answer adds nothing."""
+        waiting = 0
+        known: set[str] = set()
+        for name in gateways:
+            known.add(name)
+            said = reports.get(name)
+            if said is not None:
+                waiting += said["waiting"].get(self.model, 0)
+                (more,) = self._more(name, float(said["arrived"].get(self.model, 0)))
+                self._arrived += int(more)
+        ongoing = [float(waiting), *([0.0] * self.stages)]
+        ready = [0] * self.stages
+        for replica in replicas:
+            known.add(replica.name)
+            ready[replica.stage] += replica.is_ready
+            said = reports.get(replica.name)
+            if said is not None:
+                ongoing[replica.stage] += said["queued"] + said["computing"]
+                ongoing[replica.stage + 1] += said["waiting_for_next"]
+                self._add(replica, said)
+        for name in self._before.keys() - known:
+            del self._before[name]
+        seen = [
+            StageSeen(
+                ongoing=ongoing[k],
+                ready=ready[k],
+                requests=total.requests,
+                batches=total.batches,
+                busy_s=total.busy_s,
+            )
+            for k, total in enumerate(self._totals)
+        ]
+        sample = Sample(at=now, arrived=self._arrived, stages=tuple(seen))
+        self.samples.append(sample)
+        while self.samples[0].at < now - PERIODS * self.look_back_s:
+            self.samples.popleft()
+        return sample
+
+    def _add(self, replica: Seen, said: Mapping[str, Any]) -> None:
+        counts = said["counts"]
+        requests, batches, busy_s = self._more(
+            replica.name,
+            counts.get("requests", 0),
+            counts.get("batches", 0),
+            said["computed_s"],
+        )
+        total = self._totals[replica.stage]
+        total.requests += int(requests)
+        total.batches += int(batches)
+        total.busy_s += busy_s
+
+    def _more(self, name: str, *counts: float) -> tuple[float, ...]:
+        """Return what was added since the last report."""
+        before = self._before.get(name, (0.0,) * len(counts))
+        self._before[name] = counts
+        return tuple(
+            max(0.0, now - then) for now, then in zip(counts, before, strict=True)
+        )

@@ -1,0 +1,80 @@
+"""When a need is believed: only after it has lasted. Pure.
+
+Ray Serve's delays. More replicas are started when more were needed during the whole of
+``upscale_delay_s``: as many as were needed at every moment of it; some are drained
+when fewer did during the whole of ``downscale_delay_s``: down to the most that were
+needed at any moment of it. So a need that comes and goes changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from multiworld.serve.scaling.snapshot import Limits
+
+EPSILON_S = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What one stage was found to need at one moment.
+
+    Attributes:
+        low: Of replicas, that are needed; more are started to have them.
+        high: Of replicas, with a margin; some are drained only if there are more.
+    """
+
+    at: float
+    low: int
+    high: int
+
+
+def remember(wishes: tuple[Wish, ...], wish: Wish, limits: Limits) -> tuple[Wish, ...]:
+    """Return the wishes that still count, with one more."""
+    longest = max(limits.upscale_delay_s, limits.downscale_delay_s, limits.to_zero_s)
+    kept = [w for w in wishes if w.at > wish.at - longest - EPSILON_S]
+    # One that is older says how far back the others reach.
+    older = [w for w in wishes if w.at <= wish.at - longest - EPSILON_S][-1:]
+    return (*older, *kept, wish)
+
+
+def settled(
+    wishes: tuple[Wish, ...], replicas: int, limits: Limits, *, is_urgent: bool
+) -> int:
+    """Return how many replicas a stage gets now.
+
+    Args:
+        replicas: It has now.
+        is_urgent: Nothing is waited for before more are started.
+    """
+    up = _lasting(wishes, 0.0 if is_urgent else limits.upscale_delay_s)
+    if up is not None:
+        least = min(wish.low for wish in up)
+        if replicas == 0 and wishes[-1].low:
+            least = wishes[-1].low  # somebody waits, and nothing is there
+        if least > replicas:
+            missing = least - replicas
+            more = math.ceil(limits.upscaling_factor * missing) if replicas else missing
+            return min(replicas + more, limits.max_replicas)
+    elif replicas == 0 and wishes[-1].low:
+        return wishes[-1].low
+    delay_s = limits.to_zero_s if replicas == 1 else limits.downscale_delay_s
+    down = _lasting(wishes, delay_s)
+    if down is None:
+        return replicas
+    most = max(wish.high for wish in down)
+    if most >= replicas:
+        return replicas
+    # As with Ray Serve, the last one goes by itself: after a delay of its own.
+    most = max(most, 1 if replicas > 1 else 0)
+    fewer = max(1, math.floor(limits.downscaling_factor * (replicas - most)))
+    return max(replicas - fewer, limits.min_replicas)
+
+
+def _lasting(wishes: tuple[Wish, ...], delay_s: float) -> list[Wish] | None:
+    """Return the wishes of the last ``delay_s``; None if they do not reach so far."""
+    begin = wishes[-1].at - delay_s
+    if wishes[0].at > begin + EPSILON_S:
+        return None
+    return [wish for wish in wishes if wish.at >= begin - EPSILON_S]

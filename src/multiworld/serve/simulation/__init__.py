@@ -1,0 +1,1 @@
+"""Replays a trace of requests against scaling policies, without any worker."""

@@ -1,0 +1,445 @@
+"""An event simulation of a served model: queues, batches, replicas, decisions. Pure.
+
+The rules are those of the real parts: a router's queue with its limit, windows to the
+replicas of the next stage, two replicas drawn and the less busy one taken, batches of
+what has come while the one before was computed, replicas that take ``start_s`` to
+become ready and are drained before they leave. Replicas do not slow each other down:
+each has the cores that it was measured with.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from multiworld.serve.choosing import Chance, choose
+from multiworld.serve.scaling.snapshot import (
+    Limits,
+    Policy,
+    Sample,
+    Snapshot,
+    StageNow,
+    StageSeen,
+)
+from multiworld.serve.simulation.traces import Arrival
+
+SAMPLES_PERIODS = 2.5
+"""Samples of so many look-back periods are kept for the policy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageModel:
+    """One stage.
+
+    Attributes:
+        seconds: Of a batch, by its work (rows, if all requests take 1).
+        window: Requests that one sender may have at a replica and not begun.
+    """
+
+    name: str
+    seconds: Callable[[float], float]
+    max_batch_size: int = 16
+    window: int = 32
+    replicas: int = 1
+    limits: Limits | None = None
+    item_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineModel:
+    """One model and how it is scaled."""
+
+    name: str
+    stages: tuple[StageModel, ...]
+    policy: Policy
+    objective_s: float | None = None
+    deadline_s: float = 30.0
+    max_queued_requests: int = 512
+    start_s: float = 1.0
+    interval_s: float = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    at: float
+    work: float
+    ended: float = -1.0
+    is_refused: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Replica:
+    name: str
+    stage: int
+    born: float
+    is_ready: bool = False
+    is_draining: bool = False
+    is_gone: bool = False
+    queue: deque[_Request] = field(default_factory=deque)
+    running: list[_Request] = field(default_factory=list)
+    finished: deque[_Request] = field(default_factory=deque)
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The replicas of each stage from this moment on."""
+
+    at: float
+    wanted: tuple[int, ...]
+    ready: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """A decision that changed something."""
+
+    at: float
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    why: str
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of a trace.
+
+    Attributes:
+        requests: Of each: when it came, how long it took (-1: it was refused, or its
+            deadline passed).
+        replica_s: Seconds that replicas existed, by stage, from their launch on.
+        seconds: From the first arrival to the last answer.
+    """
+
+    model: str
+    objective_s: float | None
+    requests: list[tuple[float, float]]
+    refused: int
+    late: int
+    replica_s: tuple[float, ...]
+    seconds: float
+    moments: list[Moment]
+    decided: list[Decided]
+
+
+class Room:
+    """Where replicas may be started: here everything has a place."""
+
+    def take(self, name: str, model: str, stage: int) -> bool:
+        """Book a place; False if there is none."""
+        return True
+
+    def free(self, name: str) -> None:
+        """Give it back."""
+
+
+class Pipeline:
+    """One model in a simulation.
+
+    Args:
+        at: Calls a function at a time.
+        chance: Where choices are drawn from.
+    """
+
+    def __init__(
+        self,
+        model: PipelineModel,
+        at: Callable[[float, Callable[[float], None]], None],
+        chance: Chance,
+        room: Room,
+    ) -> None:
+        self._model, self._at, self._chance, self._room = model, at, chance, room
+        self._replicas: list[list[_Replica]] = [[] for _ in model.stages]
+        self._wanted = [stage.replicas for stage in model.stages]
+        self._waiting: deque[_Request] = deque()
+        self._requests: list[_Request] = []
+        self._numbers = itertools.count(1)
+        self._counts = [[0, 0, 0.0] for _ in model.stages]
+        self._samples: deque[Sample] = deque()
+        self._memory: object = None
+        self._replica_s = [0.0] * len(model.stages)
+        self.in_flight = 0
+        self.moments: list[Moment] = []
+        self.decided: list[Decided] = []
+        self._last_end = 0.0
+        look_back = [s.limits.look_back_period_s for s in model.stages if s.limits]
+        self._horizon_s = SAMPLES_PERIODS * max([*look_back, 1.0])
+
+    # Replicas.
+
+    def begin(self) -> None:
+        """Have the replicas of the start, ready at once."""
+        for k, count in enumerate(self._wanted):
+            for _ in range(count):
+                self._launch(k, 0.0, is_ready=True)
+        self._note(0.0)
+        self._samples.append(self._sample(0.0))
+
+    def _launch(self, k: int, now: float, *, is_ready: bool = False) -> None:
+        name = f"{self._model.name}/{k}/{next(self._numbers)}"
+        if not self._room.take(name, self._model.name, k):
+            return
+        replica = _Replica(name, k, now, is_ready)
+        self._replicas[k].append(replica)
+        if not is_ready:
+            self._at(now + self._model.start_s, lambda then: self._ready(replica, then))
+
+    def _ready(self, replica: _Replica, now: float) -> None:
+        if replica.is_gone:
+            return
+        replica.is_ready = True
+        self._note(now)
+        self._move(now)
+
+    def _drain(self, k: int, surplus: int, now: float) -> None:
+        order = sorted(self._live(k), key=lambda r: (r.is_ready, -r.born))
+        for replica in order[: max(0, surplus)]:
+            replica.is_draining = True
+            self._leave_if_done(replica, now)
+
+    def _leave_if_done(self, replica: _Replica, now: float) -> None:
+        if (
+            replica.is_draining
+            and not replica.is_gone
+            and not (replica.queue or replica.running or replica.finished)
+        ):
+            replica.is_gone = True
+            self._replicas[replica.stage].remove(replica)
+            self._replica_s[replica.stage] += now - replica.born
+            self._room.free(replica.name)
+
+    def _live(self, k: int) -> list[_Replica]:
+        return [r for r in self._replicas[k] if not r.is_draining]
+
+    # Requests.
+
+    def arrive(self, arrival: Arrival, now: float) -> None:
+        """Take a request."""
+        request = _Request(now, arrival.work)
+        self._requests.append(request)
+        if len(self._waiting) >= self._model.max_queued_requests:
+            request.is_refused = True
+            return
+        self.in_flight += 1
+        self._waiting.append(request)
+        self._move(now)
+        if not any(self._wanted):
+            self.decide(now)  # somebody asks, and nothing runs
+
+    def _move(self, now: float) -> None:
+        """Send on what can be sent, the last stage first, and begin batches."""
+        for k in reversed(range(1, len(self._model.stages))):
+            for sender in self._replicas[k - 1]:
+                self._send(sender.finished, k, len(self._replicas[k - 1]))
+        self._send(self._waiting, 0, 1)
+        for k, replicas in enumerate(self._replicas):
+            for replica in list(replicas):
+                self._begin(replica, k, now)
+                self._leave_if_done(replica, now)
+
+    def _send(self, queue: deque[_Request], k: int, senders: int) -> None:
+        if not queue:
+            return
+        by_name = {r.name: r for r in self._live(k) if r.is_ready}
+        if not by_name:
+            # The last of a stage that is scaled in work on.
+            by_name = {r.name: r for r in self._replicas[k] if r.is_ready and k}
+        load = {n: len(r.queue) + len(r.running) for n, r in by_name.items()}
+        limit = self._model.stages[k].window * max(1, senders)
+        while queue:
+            open_ = [n for n, r in by_name.items() if len(r.queue) < limit]
+            name = choose(open_, load, self._chance)
+            if name is None:
+                return
+            by_name[name].queue.append(queue.popleft())
+            load[name] += 1
+
+    def _begin(self, replica: _Replica, k: int, now: float) -> None:
+        stage = self._model.stages[k]
+        is_full = len(replica.finished) >= stage.window
+        if replica.running or not replica.is_ready or is_full:
+            return
+        while replica.queue and len(replica.running) < stage.max_batch_size:
+            request = replica.queue.popleft()
+            if now - request.at >= self._model.deadline_s:
+                self.in_flight -= 1  # its client has been told
+            else:
+                replica.running.append(request)
+        if replica.running:
+            seconds = stage.seconds(sum(r.work for r in replica.running))
+            counts = self._counts[k]
+            self._at(now + seconds, lambda then: self._end(replica, seconds, then))
+            counts[0] += len(replica.running)
+            counts[1] += 1
+
+    def _end(self, replica: _Replica, seconds: float, now: float) -> None:
+        self._counts[replica.stage][2] += seconds
+        done, replica.running = replica.running, []
+        if replica.stage == len(self._model.stages) - 1:
+            for request in done:
+                request.ended = now
+                self.in_flight -= 1
+                self._last_end = now
+        else:
+            replica.finished.extend(done)
+        self._move(now)
+
+    # Decisions.
+
+    def _sample(self, now: float) -> Sample:
+        stages = []
+        for k, replicas in enumerate(self._replicas):
+            ongoing = sum(len(r.queue) + len(r.running) for r in replicas)
+            if k == 0:
+                ongoing += len(self._waiting)
+            else:
+                ongoing += sum(len(r.finished) for r in self._replicas[k - 1])
+            requests, batches, busy_s = self._counts[k]
+            ready = sum(r.is_ready for r in self._live(k))
+            stages.append(
+                StageSeen(
+                    ongoing=ongoing,
+                    ready=ready,
+                    requests=int(requests),
+                    batches=int(batches),
+                    busy_s=busy_s,
+                )
+            )
+        return Sample(at=now, arrived=len(self._requests), stages=tuple(stages))
+
+    def decide(self, now: float) -> None:
+        """Ask the policy, and do what it says."""
+        self._samples.append(self._sample(now))
+        while self._samples[0].at < now - self._horizon_s:
+            self._samples.popleft()
+        decision = self._model.policy(self._snapshot(now))
+        self._memory = decision.memory
+        before = tuple(self._wanted)
+        self._wanted = list(decision.replicas)
+        if tuple(self._wanted) != before:
+            after = tuple(self._wanted)
+            self.decided.append(Decided(now, before, after, decision.why))
+        for k, count in enumerate(self._wanted):
+            here = len(self._live(k))
+            for _ in range(count - here):
+                self._launch(k, now)
+            self._drain(k, here - count, now)
+        self._note(now)
+        self._move(now)
+
+    def _snapshot(self, now: float) -> Snapshot:
+        stages = [
+            StageNow(name=s.name, replicas=n, limits=s.limits, item_s=s.item_s)
+            for s, n in zip(self._model.stages, self._wanted, strict=True)
+        ]
+        return Snapshot(
+            model=self._model.name,
+            now=now,
+            stages=tuple(stages),
+            samples=tuple(self._samples),
+            objective_s=self._model.objective_s,
+            start_s=self._model.start_s,
+            interval_s=self._model.interval_s,
+            memory=self._memory,
+        )
+
+    def _note(self, now: float) -> None:
+        ready = tuple(
+            sum(r.is_ready for r in self._live(k)) for k in range(len(self._wanted))
+        )
+        moment = Moment(now, tuple(self._wanted), ready)
+        if not self.moments or replace(self.moments[-1], at=now) != moment:
+            self.moments.append(moment)
+
+    def outcome(self, now: float) -> Outcome:
+        """Return what came of it."""
+        replica_s = list(self._replica_s)
+        for k, replicas in enumerate(self._replicas):
+            replica_s[k] += sum(now - r.born for r in replicas)
+        found = []
+        late = 0
+        for request in self._requests:
+            took = request.ended - request.at if request.ended >= 0 else -1.0
+            if took > self._model.deadline_s:
+                took = -1.0
+            late += took < 0 and not request.is_refused
+            found.append((request.at, took))
+        return Outcome(
+            model=self._model.name,
+            objective_s=self._model.objective_s,
+            requests=found,
+            refused=sum(r.is_refused for r in self._requests),
+            late=late,
+            replica_s=tuple(replica_s),
+            seconds=max(self._last_end, now),
+            moments=self.moments,
+            decided=self.decided,
+        )
+
+
+def simulate(
+    models: Sequence[PipelineModel],
+    arrivals: Sequence[Sequence[Arrival]],
+    chance: Chance,
+    room: Room | None = None,
+) -> list[Outcome]:
+    """Replay a trace for each model; return what came of it.
+
+    Args:
+        arrivals: By model, in order of time.
+        chance: Where choices are drawn from.
+        room: Where replicas have a place; by default everywhere.
+    """
+    heap: list[tuple[float, int, Callable[[float], None]]] = []
+    numbers = itertools.count()
+
+    def at(time: float, what: Callable[[float], None]) -> None:
+        heapq.heappush(heap, (time, next(numbers), what))
+
+    pipelines = [Pipeline(m, at, chance, room or Room()) for m in models]
+    last = max((a[-1].at for a in arrivals if a), default=0.0)
+    for pipeline, trace, model in zip(pipelines, arrivals, models, strict=True):
+        pipeline.begin()
+        _feed(pipeline, iter(trace), at)
+        _tick(pipeline, model.interval_s, last, at)
+    now = 0.0
+    while heap:
+        now, _, what = heapq.heappop(heap)
+        if now > last and not any(p.in_flight for p in pipelines):
+            break
+        what(now)
+    return [pipeline.outcome(max(now, last)) for pipeline in pipelines]
+
+
+def _feed(
+    pipeline: Pipeline,
+    trace: Iterator[Arrival],
+    at: Callable[[float, Callable[[float], None]], None],
+) -> None:
+    """Have each request arrive at its time."""
+    arrival = next(trace, None)
+    if arrival is not None:
+
+        def arrive(now: float) -> None:
+            _feed(pipeline, trace, at)
+            pipeline.arrive(arrival, now)
+
+        at(arrival.at, arrive)
+
+
+def _tick(
+    pipeline: Pipeline,
+    interval_s: float,
+    last: float,
+    at: Callable[[float, Callable[[float], None]], None],
+) -> None:
+    """Decide at every interval, until nothing is to come any more."""
+
+    def tick(now: float) -> None:
+        pipeline.decide(now)
+        if now <= last or pipeline.in_flight:
+            at(now + interval_s, tick)
+
+    at(interval_s, tick)

@@ -1,0 +1,189 @@
+"""Traces of requests: read from files, or generated.
+
+Known are the Azure LLM inference traces (``TIMESTAMP,ContextTokens,GeneratedTokens``;
+https://github.com/Azure/AzurePublicDataset), BurstGPT (``Timestamp,Model,Request
+tokens,Response tokens,Total tokens,Log Type``; https://github.com/HPMLL/BurstGPT), and
+any CSV whose first column is a number of seconds or a date.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from multiworld.errors import ServeError
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Arrival:
+    """One request.
+
+    Attributes:
+        at: Seconds since the first one.
+        work: What it takes, beside others of its trace; 1 on average.
+        model: The model it asks for; empty where the trace names none.
+    """
+
+    at: float
+    work: float = 1.0
+    model: str = ""
+
+
+CONTEXT = ("ContextTokens", "Request tokens", "context_tokens", "input_tokens")
+GENERATED = ("GeneratedTokens", "Response tokens", "generated_tokens", "output_tokens")
+
+TOKEN_WEIGHT = 20.0
+"""A generated token takes so many times a token that is read: those are read together.
+(Patel et al., "Splitwise", ISCA 2024, figures 5 and 6: 1,500 tokens of a prompt take as
+long as about 40 to 80 that are generated, one after the other.)"""
+
+
+def read_trace(path: Path, *, by_tokens: bool = False) -> list[Arrival]:
+    """Read a trace; the first request comes at 0.
+
+    Args:
+        by_tokens: A request takes as much work as its tokens say; else all take 1.
+
+    Raises:
+        ServeError: It cannot be read; the message names the line.
+    """
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            found = _read(csv.reader(file), path, by_tokens)
+    except OSError as error:
+        raise ServeError(f"cannot read trace {path}: {error.strerror}") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ServeError(f"trace {path} is no CSV file: {error}") from error
+    if not found:
+        raise ServeError(f"trace {path} has no request")
+    return _from_zero(found)
+
+
+def _read(
+    rows: Iterable[list[str]], path: Path, by_tokens: bool
+) -> list[tuple[float, float, str]]:
+    found: list[tuple[float, float, str]] = []
+    titles: list[str] = []
+    for number, row in enumerate(rows, 1):
+        if not row or not "".join(row).strip():
+            continue
+        at = _seconds(row[0])
+        if at is None and not titles and not found:
+            titles = [title.strip() for title in row]
+            continue
+        if at is None or not math.isfinite(at):
+            raise ServeError(
+                f"{path}, line {number}: {row[0][:40]!r} is neither seconds nor a date"
+            )
+        work = _work(row, titles, path, number) if by_tokens else 1.0
+        model = row[titles.index("Model")] if "Model" in titles[: len(row)] else ""
+        found.append((at, work, model))
+    if by_tokens and not _columns(titles):
+        raise ServeError(f"trace {path} has no column of tokens; leave --by-tokens out")
+    return found
+
+
+def _seconds(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    try:
+        return datetime.fromisoformat(text.strip()[:26]).timestamp()
+    except ValueError:
+        return None
+
+
+def _columns(titles: Sequence[str]) -> list[tuple[int, float]]:
+    """Return the columns of tokens, and what one of each counts."""
+    found = [(titles.index(t), 1.0) for t in CONTEXT if t in titles]
+    return found + [(titles.index(t), TOKEN_WEIGHT) for t in GENERATED if t in titles]
+
+
+def _work(row: list[str], titles: list[str], path: Path, number: int) -> float:
+    try:
+        return sum(weight * float(row[k]) for k, weight in _columns(titles))
+    except (ValueError, IndexError):
+        raise ServeError(
+            f"{path}, line {number}: a number of tokens is missing or wrong"
+        ) from None
+
+
+def _from_zero(found: list[tuple[float, float, str]]) -> list[Arrival]:
+    found.sort()
+    first = found[0][0]
+    mean = sum(work for _, work, _ in found) / len(found) or 1.0
+    return [Arrival(at - first, work / mean, model) for at, work, model in found]
+
+
+def gamma(rate: float, seconds: float, cv: float = 1.0, seed: int = 0) -> list[Arrival]:
+    """Return arrivals whose distances are Gamma distributed.
+
+    Args:
+        rate: Arrivals a second.
+        cv: Coefficient of variation of the distances: 1 is a Poisson process, more is
+            burstier (AlpaServe, OSDI 2023, replays its traces so).
+    """
+    draw = random.Random(seed)
+    shape = 1.0 / (cv * cv)
+    found: list[float] = []
+    at = 0.0
+    while True:
+        at += draw.gammavariate(shape, 1.0 / (rate * shape))
+        if at >= seconds:
+            return [Arrival(at) for at in found]
+        found.append(at)
+
+
+def generated(text: str, seed: int = 0) -> list[Arrival]:
+    """Return a trace that a text describes, as ``multiworld simulate`` takes it.
+
+    ``poisson:rate=5,seconds=600``, ``gamma:rate=5,seconds=600,cv=4``, or several
+    of them one after the other with ``+`` between.
+
+    Raises:
+        ServeError: The text is wrong; the message says how it should be.
+    """
+    found: list[Arrival] = []
+    begin = 0.0
+    for number, part in enumerate(text.split("+")):
+        kind, _, rest = part.partition(":")
+        given = {"rate": 0.0, "seconds": 0.0, "cv": 1.0}
+        try:
+            for item in rest.split(","):
+                name, _, value = item.partition("=")
+                given[name.strip()] = float(value)
+            if kind not in ("poisson", "gamma") or len(given) > 3:
+                raise ValueError
+            if given["rate"] < 0 or given["seconds"] <= 0 or given["cv"] <= 0:
+                raise ValueError
+        except ValueError:
+            raise ServeError(
+                f"{part!r} describes no trace; write poisson:rate=5,seconds=600 or "
+                "gamma:rate=5,seconds=600,cv=4 (several: with + between)"
+            ) from None
+        cv = 1.0 if kind == "poisson" else given["cv"]
+        if given["rate"] > 0:
+            part_ = gamma(given["rate"], given["seconds"], cv, seed + number)
+            found += [Arrival(begin + arrival.at) for arrival in part_]
+        begin += given["seconds"]
+    if not found:
+        raise ServeError(f"{text!r} describes a trace without any request")
+    return found
+
+
+def stretched(arrivals: Sequence[Arrival], factor: float) -> list[Arrival]:
+    """Return the same arrivals in so many times the time."""
+    return [Arrival(a.at * factor, a.work, a.model) for a in arrivals]
+
+
+def between(arrivals: Sequence[Arrival], begin: float, end: float) -> list[Arrival]:
+    """Return the arrivals from ``begin`` to before ``end``, counted from ``begin``."""
+    return [
+        Arrival(a.at - begin, a.work, a.model) for a in arrivals if begin <= a.at < end
+    ]
