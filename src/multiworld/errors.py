@@ -28,7 +28,9 @@
     │ ├ SpecError(ValueError)            .problems: line, field and remedy of each
     │ ├ InvalidRequestError        400   the request cannot be understood
     │ ├ UnknownModelError          404
+    │ ├ UnauthorizedError          401   no key, or none that is known
     │ ├ OverloadedError            429   .retry_after_s
+    │ ├ QuarantinedError           429   a tenant's requests killed replicas
     │ ├ ModelFailedError           500   the model raised for this request  .stage
     │ ├ RequestPoisonedError       500   it was alone in two replicas that died
     │ ├ NoReplicaError             503   .retry_after_s
@@ -64,6 +66,7 @@ __all__ = [
     "OverloadedError",
     "PlacementError",
     "ProtocolVersionError",
+    "QuarantinedError",
     "RankTakenError",
     "RendezvousError",
     "RequestPoisonedError",
@@ -72,6 +75,7 @@ __all__ = [
     "StaleEpochError",
     "StoreUnreachableError",
     "TensorMismatchError",
+    "UnauthorizedError",
     "UnknownModelError",
     "UnknownWorldError",
     "UnsupportedOperationError",
@@ -378,6 +382,18 @@ class _RetryLaterError(ServeError):
 
 class OverloadedError(_RetryLaterError):
     """The queue is full; the request was not accepted."""
+
+    status = 429
+
+
+class UnauthorizedError(ServeError):
+    """The request has no API key, or none that is known, and one is needed."""
+
+    status = 401
+
+
+class QuarantinedError(_RetryLaterError):
+    """Requests of this tenant have killed replicas of this model, again and again."""
 
     status = 429
 

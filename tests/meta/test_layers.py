@@ -61,6 +61,7 @@ PURE = [
     "backends/direct/header",
     "serve/batching",
     "serve/choosing",
+    "serve/fairness",
     "serve/forwarding",
     "serve/routing/actions",
     "serve/routing/events",

@@ -34,6 +34,8 @@ MADE = [
     errors.InvalidRequestError("bad"),
     errors.UnknownModelError("none"),
     errors.OverloadedError("full", retry_after_s=2.0),
+    errors.UnauthorizedError("no key"),
+    errors.QuarantinedError("poison", retry_after_s=30.0),
     errors.ModelFailedError("raised", stage="embed"),
     errors.RequestPoisonedError("poison"),
     errors.NoReplicaError("nobody", retry_after_s=3.0),

@@ -15,6 +15,7 @@ import click
 
 from multiworld import __version__
 from multiworld.cli.serving import COMMANDS
+from multiworld.cli.tenancy import COMMANDS as TENANCY
 from multiworld.errors import MultiWorldError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -252,7 +253,7 @@ def bench(
     sys.exit(run(names, wish))
 
 
-for command in COMMANDS:
+for command in (*COMMANDS, *TENANCY):
     cli.add_command(command)
 
 

@@ -84,56 +84,6 @@ def _status_table(found: Any) -> Table:
     return table
 
 
-# explain
-
-
-def explain(service: Service, *, as_json: bool) -> int:
-    """Print who waits for whom, in which operation, since when."""
-    found = service.ask("GET", "/status", params={"reports": True})
-    lines = [_explained(p, found["reports"].get(p["name"])) for p in found["processes"]]
-    if as_json:
-        click.echo(
-            json.dumps(
-                dict(zip((p["name"] for p in found["processes"]), lines, strict=True)),
-                indent=2,
-            )
-        )
-        return 0
-    for process, line in zip(found["processes"], lines, strict=True):
-        click.echo(f"{process['name']}: {line}")
-    return 0
-
-
-def _explained(process: Any, said: Any) -> str:
-    if process["phase"] in ("launching", "joined"):
-        return f"{process['phase']} for {process['since_s']:.1f} s: loads its stage"
-    if process["phase"] == "loaded":
-        return f"waits for a probe to come back, for {process['since_s']:.1f} s"
-    if said is None:
-        return "does not answer: stopped, stuck in a long call, or cut off"
-    if not process["model"]:
-        at = [f"{count} at {name}" for name, count in said["load"].items() if count]
-        waiting = sum(said["waiting"].values())
-        silent = f"; silent: {', '.join(said['silent'])}" if said["silent"] else ""
-        return (
-            f"has {said['in_flight']} requests in flight ({', '.join(at) or 'none'}), "
-            f"{waiting} wait to be sent{silent}"
-        )
-    parts = []
-    if said["computing"]:
-        parts.append(
-            f"computes {said['computing']} requests, for {said['computing_s']:.3f} s"
-        )
-    if said["waiting_for_next"]:
-        names = ", ".join(said["downstream"]) or "a replica of the next stage"
-        parts.append(f"{said['waiting_for_next']} answers wait for room at {names}")
-    if said["handed"]:
-        parts.append(f"{said['handed']} were handed on and are not begun")
-    if said["queued"]:
-        parts.append(f"{said['queued']} requests wait to be computed")
-    return "; ".join(parts) or "waits for work from upstream"
-
-
 # logs, events, shutdown
 
 

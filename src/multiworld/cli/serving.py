@@ -30,12 +30,13 @@ def of_service(command: F) -> F:
     return STATE(app(command))
 
 
-def _service(app: str | None, state: Path | None) -> Service:
-    found: Service = _need("multiworld.serve.control.client").Service(app, state)
+def service_of(app: str | None, state: Path | None) -> Service:
+    """Return the running service that is meant."""
+    found: Service = need("multiworld.serve.control.client").Service(app, state)
     return found
 
 
-def _need(module: str) -> Any:
+def need(module: str) -> Any:
     """Import a module that needs the extra ``serve``."""
     import importlib
 
@@ -63,7 +64,7 @@ def serve(spec: Path, state: Path | None, verbose: bool, as_json: bool) -> None:
     If the controller of a service was lost, this adopts its processes, which went on
     answering meanwhile.
     """
-    module = _need("multiworld.cli.serve")
+    module = need("multiworld.cli.serve")
     sys.exit(module.serve(spec, state, as_json=as_json, is_verbose=verbose))
 
 
@@ -88,7 +89,7 @@ def plan(spec: Path, nodes: Path | None, limit: float, as_json: bool) -> None:
 
     Exits with 1 if not all of it has a place.
     """
-    module = _need("multiworld.cli.plan")
+    module = need("multiworld.cli.plan")
     sys.exit(module.plan(spec, nodes, limit, as_json=as_json))
 
 
@@ -105,7 +106,7 @@ def partition(
 
     Loads the model in this process, one stage at a time.
     """
-    module = _need("multiworld.cli.partition")
+    module = need("multiworld.cli.partition")
     sys.exit(module.run(spec, model, rows, repeats, as_json=as_json))
 
 
@@ -140,7 +141,7 @@ def profile(
 
     Loads the model in this process, one stage at a time.
     """
-    module = _need("multiworld.cli.profile")
+    module = need("multiworld.cli.profile")
     sizes = sorted(set(batches))
     sys.exit(module.run(spec, model, sizes, repeats, out, as_json=as_json))
 
@@ -150,11 +151,11 @@ def profile(
 @JSON
 def nodes(app: str | None, state: Path | None, as_json: bool) -> None:
     """Show the machines of the running service, or this machine if none runs."""
-    module = _need("multiworld.cli.resources")
-    client = _need("multiworld.serve.control.client")
+    module = need("multiworld.cli.resources")
+    client = need("multiworld.serve.control.client")
     if app is None and state is None and not client.running():
         sys.exit(module.this_machine(as_json=as_json))
-    sys.exit(module.nodes(_service(app, state), as_json=as_json))
+    sys.exit(module.nodes(service_of(app, state), as_json=as_json))
 
 
 @click.command()
@@ -162,8 +163,8 @@ def nodes(app: str | None, state: Path | None, as_json: bool) -> None:
 @JSON
 def resources(app: str | None, state: Path | None, as_json: bool) -> None:
     """Show what every replica has booked, and what it uses at this moment."""
-    module = _need("multiworld.cli.resources")
-    sys.exit(module.resources(_service(app, state), as_json=as_json))
+    module = need("multiworld.cli.resources")
+    sys.exit(module.resources(service_of(app, state), as_json=as_json))
 
 
 @click.command()
@@ -237,7 +238,7 @@ def simulate(spec: Path, policies: tuple[str, ...], **options: Any) -> None:
     their autoscaling_config. `attained` is the share of all requests that were answered
     within objective_ms; `replica-s` is what that cost.
     """
-    module = _need("multiworld.cli.simulate")
+    module = need("multiworld.cli.simulate")
     chosen = policies or module.COMPARED
     sys.exit(module.run(module.Wish(spec=spec, policies=chosen, **options)))
 
@@ -245,7 +246,7 @@ def simulate(spec: Path, policies: tuple[str, ...], **options: Any) -> None:
 @click.command()
 def schema() -> None:
     """Print the JSON Schema of a spec, for editors."""
-    sys.exit(_need("multiworld.cli.serve").print_schema())
+    sys.exit(need("multiworld.cli.serve").print_schema())
 
 
 @click.command()
@@ -254,28 +255,36 @@ def schema() -> None:
 @JSON
 def status(app: str | None, state: Path | None, watch: bool, as_json: bool) -> None:
     """Show what runs; exits with 1 if it is not ready."""
-    service = _service(app, state)
-    module = _need("multiworld.cli.operate")
+    service = service_of(app, state)
+    module = need("multiworld.cli.operate")
     sys.exit(module.status(service, as_json=as_json, watch=watch))
 
 
 @click.command()
+@click.option(
+    "-n", "--last", type=click.IntRange(0, 200), default=10, show_default=True
+)
+@click.option(
+    "--snapshots", is_flag=True, help="With --json: all that decisions were made from."
+)
 @of_service
 @JSON
-def explain(app: str | None, state: Path | None, as_json: bool) -> None:
-    """Say who waits for whom, in which operation, since when."""
-    service = _service(app, state)
-    sys.exit(_need("multiworld.cli.operate").explain(service, as_json=as_json))
+def explain(
+    last: int, snapshots: bool, app: str | None, state: Path | None, as_json: bool
+) -> None:
+    """Say who waits for whom, and why it was scaled and placed as it is."""
+    module, service = need("multiworld.cli.explain"), service_of(app, state)
+    sys.exit(module.explain(service, last, snapshots=snapshots, as_json=as_json))
 
 
 def _asks(path: str, text: str) -> Callable[..., None]:
     """Return a function that asks the controller and prints the outcome."""
 
     def ask(app: str | None, state: Path | None, as_json: bool, **what: Any) -> None:
-        service = _service(app, state)
+        service = service_of(app, state)
         answer = service.ask("POST", path, json=what)
         shown = text.format(**{**what, **answer})
-        _need("multiworld.cli.operate").show(answer, as_json=as_json, text=shown)
+        need("multiworld.cli.operate").show(answer, as_json=as_json, text=shown)
 
     return ask
 
@@ -305,12 +314,12 @@ def update(spec: Path, app: str | None, state: Path | None, as_json: bool) -> No
         text = spec.read_text()
     except OSError as error:
         raise click.ClickException(f"cannot read {spec}: {error.strerror}") from error
-    service = _service(app, state)
+    service = service_of(app, state)
     answer = service.ask(
         "POST", "/update", json={"text": text, "where": str(spec.resolve())}
     )
     wanted = ", ".join(f"{name} {v}" for name, v in answer["versions"].items())
-    show = _need("multiworld.cli.operate").show
+    show = need("multiworld.cli.operate").show
     show(answer, as_json=as_json, text=f"wanted now: {wanted}; see multiworld status")
 
 
@@ -357,8 +366,8 @@ def logs(
     NAME is that of a process, as in status, or what comes before a slash in it: of a
     model, a version, a stage.
     """
-    module = _need("multiworld.cli.operate")
-    sys.exit(module.logs(_service(app, state), name, lines, as_json=as_json))
+    module = need("multiworld.cli.operate")
+    sys.exit(module.logs(service_of(app, state), name, lines, as_json=as_json))
 
 
 @click.command()
@@ -366,8 +375,8 @@ def logs(
 @JSON
 def shutdown(app: str | None, state: Path | None, as_json: bool) -> None:
     """End a service: what was accepted is answered first."""
-    service = _service(app, state)
-    sys.exit(_need("multiworld.cli.operate").shutdown(service, as_json=as_json))
+    service = service_of(app, state)
+    sys.exit(need("multiworld.cli.operate").shutdown(service, as_json=as_json))
 
 
 @click.command()
@@ -406,7 +415,7 @@ def load(
     Open loop: a request leaves when it is due, whatever became of the ones before, and
     its latency counts from then. Exits with 1 if one failed.
     """
-    module = _need("multiworld.cli.load")
+    module = need("multiworld.cli.load")
     target = module.target_of(url, model, texts, body, "The quick brown fox.")
     target = module.trusting(target, ca)
     sys.exit(module.run(target, rate, seconds, as_json=as_json))

@@ -1,17 +1,21 @@
 """Which pieces of work run together, and when. Pure.
 
-Work waits in arrival order. A batch is due when it is full, when its oldest has waited
-``max_wait_s``, or when the replica would idle otherwise and no wait was asked for. Only
-work of the same group (names, dtypes and shapes but for the batch and the ragged
-dimension) runs together; a suspect runs alone.
+Work waits in arrival order, or in that of fair shares where it is that of several
+tenants. A batch is due when it is full, when its oldest has waited ``max_wait_s``, or
+when the replica would idle otherwise and no wait was asked for. Only work of the same
+group (names, dtypes and shapes but for the batch and the ragged dimension) runs
+together; a suspect runs alone.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import itertools
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
+
+from multiworld.serve.fairness import NOBODYS, FairOrder, Share, Turn
 
 Key = tuple[str, int, int]
 """Router, number of the request, number of the attempt."""
@@ -31,6 +35,7 @@ class Work:
         session: What keeps it at one replica of a stateful stage.
         via: Replicas that a probe must go through, by stage.
         content: The tensors; not looked at here.
+        share: Whose it is.
     """
 
     key: Key
@@ -42,6 +47,7 @@ class Work:
     session: str | None = None
     via: dict[str, str] | None = None
     content: Any = None
+    share: Share = NOBODYS
 
 
 class Batcher:
@@ -55,27 +61,50 @@ class Batcher:
     def __init__(self, max_batch_size: int, max_wait_s: float) -> None:
         self._max_rows, self._max_wait_s = max_batch_size, max_wait_s
         self._waiting: OrderedDict[Key, Work] = OrderedDict()
+        self._order = FairOrder()
+        self._turns: dict[Key, Turn] = {}
+        self._shares: Counter[Share] = Counter()
+        self._numbers = itertools.count()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def add(self, work: Work) -> None:
         """Queue ``work``."""
+        self._remove(work.key)
         self._waiting[work.key] = work
+        self._shares[work.share] += 1
+        turn = self._order.turn(work.share, work.rows, next(self._numbers))
+        self._turns[work.key] = turn
+
+    def _remove(self, key: Key) -> Work | None:
+        work = self._waiting.pop(key, None)
+        if work is not None:
+            del self._turns[key]
+            self._shares[work.share] -= 1
+            if not self._shares[work.share]:
+                del self._shares[work.share]
+        return work
 
     def cancel(self, key: Key) -> Work | None:
         """Forget work that nobody wants any more; None if it does not wait here."""
-        return self._waiting.pop(key, None)
+        work = self._remove(key)
+        if work is not None:
+            self._order.withdrawn(work.share, work.rows)
+        return work
+
+    def _cancel_all(self, keys: list[Key]) -> list[Work]:
+        return [work for key in keys if (work := self.cancel(key)) is not None]
 
     def cancel_of(self, router: str) -> list[Work]:
         """Forget all work of one router."""
-        gone = [key for key in self._waiting if key[0] == router]
-        return [self._waiting.pop(key) for key in gone]
+        return self._cancel_all([key for key in self._waiting if key[0] == router])
 
     def expired(self, now: float) -> list[Work]:
         """Take out what is past its deadline."""
-        gone = [w.key for w in self._waiting.values() if w.deadline_at <= now]
-        return [self._waiting.pop(key) for key in gone]
+        return self._cancel_all(
+            [w.key for w in self._waiting.values() if w.deadline_at <= now]
+        )
 
     def due_at(self) -> float | None:
         """Return when the next batch is due if nothing more comes; None if never."""
@@ -94,12 +123,15 @@ class Batcher:
         if now < due_at and not is_full:
             return []
         for work in batch:
-            del self._waiting[work.key]
+            self._order.served(self._turns[work.key])
+            self._remove(work.key)
         return batch
 
     def _fitting(self) -> list[Work]:
-        """Return what would run with the oldest, in order."""
+        """Return what would run with the one whose turn it is, in order."""
         everything: Iterable[Work] = self._waiting.values()
+        if len(self._shares) > 1:
+            everything = sorted(everything, key=lambda work: self._turns[work.key])
         oldest = next(iter(everything))
         if oldest.is_solo:
             return [oldest]

@@ -14,6 +14,7 @@ from typing import Any
 from multiworld.errors import ServeError, UnknownModelError
 from multiworld.serve.collating import rows_of
 from multiworld.serve.edges import Body, Outbox
+from multiworld.serve.fairness import NOBODYS, Share
 from multiworld.serve.messages import (
     ANSWER,
     CANCEL,
@@ -84,6 +85,7 @@ class Dispatcher:
         deadline_s: float | None = None,
         session: str | None = None,
         via: dict[int, str] | None = None,
+        share: Share = NOBODYS,
     ) -> Tensors:
         """Return the answer to one request.
 
@@ -93,6 +95,7 @@ class Dispatcher:
             deadline_s: Seconds from now; the model's default if None.
             session: Requests of one session go to the same replicas.
             via: Replicas by stage that it must go through, for a probe.
+            share: Whose it is.
 
         Raises:
             ServeError: Its kinds say what happened, see ``multiworld.errors``.
@@ -101,7 +104,7 @@ class Dispatcher:
         """
         answer: Tensors = {}
         stream = self.stream(
-            model, tensors, deadline_s=deadline_s, session=session, via=via
+            model, tensors, deadline_s=deadline_s, session=session, via=via, share=share
         )
         async for part in stream:
             answer = part
@@ -115,6 +118,7 @@ class Dispatcher:
         deadline_s: float | None = None,
         session: str | None = None,
         via: dict[int, str] | None = None,
+        share: Share = NOBODYS,
     ) -> AsyncIterator[Tensors]:
         """Yield the answers to one request, as they come.
 
@@ -124,7 +128,7 @@ class Dispatcher:
         if route is None:
             known = ", ".join(sorted(self.table.routes)) or "none"
             raise UnknownModelError(NO_MODEL.format(model, known))
-        rows_of(tensors)
+        rows = rows_of(tensors)
         now = self.asked_at = time.monotonic()
         deadline_at = now + (route.deadline_s if deadline_s is None else deadline_s)
         number = next(self._numbers)
@@ -134,6 +138,8 @@ class Dispatcher:
             deadline_at=deadline_at,
             session=session,
             via=via,
+            share=share,
+            rows=rows,
         )
         call = self._calls[number] = _Call(tensors, deadline_at, wish)
         is_over = False
@@ -279,6 +285,7 @@ class Dispatcher:
                         is_solo,
                         call.wish.session,
                         {str(k): v for k, v in via.items()} if via else None,
+                        call.wish.share,
                     )
                     to_send.setdefault(replica, []).append(parcel)
                 case actions.Cancel(replica, attempt):

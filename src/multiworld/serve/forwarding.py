@@ -7,12 +7,14 @@ waits begins no new batch: so a slow stage slows the ones before it, up to the g
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import Any
 
 from multiworld.serve.batching import Key
 from multiworld.serve.choosing import Chance, choose
+from multiworld.serve.fairness import NOBODYS, FairOrder, Share, Turn
 from multiworld.serve.table import Replica, ReplicaState
 
 REFUSED_S = 0.5
@@ -28,6 +30,8 @@ class Finished:
 
     Attributes:
         content: The outputs; not looked at here.
+        share: Whose it is.
+        rows: How much it takes of that share.
     """
 
     key: Key
@@ -36,6 +40,8 @@ class Finished:
     session: str | None
     via: dict[str, str] | None
     content: Any
+    share: Share = NOBODYS
+    rows: int = 1
 
 
 class Forwarding:
@@ -50,6 +56,9 @@ class Forwarding:
     def __init__(self, stage: int, credit: int, chance: Chance) -> None:
         self._stage, self._credit, self._chance = stage, credit, chance
         self._waiting: OrderedDict[Key, Finished] = OrderedDict()
+        self._order = FairOrder()
+        self._turns: dict[Key, Turn] = {}
+        self._numbers = itertools.count()
         self._handed: dict[str, dict[Key, None]] = {}
         self._begun: dict[str, deque[Key]] = {}
         self._replicas: dict[str, Replica] = {}
@@ -77,6 +86,7 @@ class Forwarding:
             return []
         returned = list(self._waiting)
         self._waiting.clear()
+        self._turns.clear()
         return returned
 
     def connected(self, name: str) -> None:
@@ -129,25 +139,32 @@ class Forwarding:
 
     def cancel(self, key: Key) -> None:
         """Forget what nobody wants any more."""
-        self._waiting.pop(key, None)
+        piece = self._waiting.pop(key, None)
+        if piece is not None:
+            del self._turns[key]
+            self._order.withdrawn(piece.share, piece.rows)
 
     def cancel_of(self, router: str) -> None:
         """Forget all of one router."""
         for key in [key for key in self._waiting if key[0] == router]:
-            del self._waiting[key]
+            self.cancel(key)
 
     def hand(self, finished: list[Finished], now: float) -> dict[str, list[Finished]]:
         """Return what to send to whom now; the rest waits."""
         for piece in finished:
             self._waiting[piece.key] = piece
+            turn = self._order.turn(piece.share, piece.rows, next(self._numbers))
+            self._turns[piece.key] = turn
         sent: dict[str, list[Finished]] = {}
-        for key, piece in list(self._waiting.items()):
+        for key in sorted(self._waiting, key=self._turns.__getitem__):
+            piece = self._waiting[key]
             if piece.deadline_at <= now:
-                del self._waiting[key]  # its router has told the client
+                self.cancel(key)  # its router has told the client
                 continue
             name = self._target(piece, now)
             if name is not None:
                 del self._waiting[key]
+                self._order.served(self._turns.pop(key))
                 self._handed[name][key] = None
                 sent.setdefault(name, []).append(piece)
         return sent

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from multiworld.errors import SpecError
 from multiworld.serve.profiles import with_profiles
 from multiworld.serve.spec import PATTERNS, AppSpec
+from multiworld.serve.tenancy.dedicating import with_dedicated
 
 Path_ = tuple[str | int, ...]
 
@@ -69,7 +70,8 @@ def parse_spec(text: str, where: str = "spec") -> AppSpec:
         raise _failed(where, problems) from error
     if problems:
         raise _failed(where, problems)
-    return with_profiles(spec, Path(where).parent)
+    spec = with_profiles(spec, Path(where).parent)
+    return spec.model_copy(update={"models": with_dedicated(spec.models)})
 
 
 def schema() -> dict[str, Any]:

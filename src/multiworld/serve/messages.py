@@ -15,6 +15,7 @@ from multiworld.backends.base import Bundle
 from multiworld.errors import ServeError
 from multiworld.serve.batching import Key, Work
 from multiworld.serve.collating import group_of, rows_of
+from multiworld.serve.fairness import NOBODYS, Share
 from multiworld.serve.stage import Stage, Tensors
 
 WORK, NOTE, ANSWER, CANCEL = 1, 2, 3, 4
@@ -30,6 +31,7 @@ class Parcel:
     is_solo: bool = False
     session: str | None = None
     via: Mapping[str, str] | None = None
+    share: Share = NOBODYS
 
 
 def pack(parcels: Sequence[Parcel]) -> tuple[Tensors, dict[str, Any]]:
@@ -40,7 +42,16 @@ def pack(parcels: Sequence[Parcel]) -> tuple[Tensors, dict[str, Any]]:
         for name, tensor in parcel.tensors.items()
     }
     items = [
-        [*p.key, p.remaining_s, p.is_solo, p.session, dict(p.via) if p.via else None]
+        [
+            *p.key,
+            p.remaining_s,
+            p.is_solo,
+            p.session,
+            dict(p.via) if p.via else None,
+            None
+            if p.share is NOBODYS
+            else [p.share.tenant, p.share.weight, p.share.priority],
+        ]
         for p in parcels
     ]
     return tensors, {"items": items}
@@ -51,7 +62,7 @@ def unpack(bundle: Bundle, now: float, stage: Stage) -> list[Work]:
     contents = _contents(bundle)
     works = []
     for tensors, item in zip(contents, bundle.meta["items"], strict=True):
-        router, number, attempt, remaining_s, is_solo, session, via = item
+        router, number, attempt, remaining_s, is_solo, session, via, share = item
         key = (router, number, attempt)
         group: Hashable = group_of(tensors, stage.ragged) if stage.is_batched else key
         works.append(
@@ -65,6 +76,7 @@ def unpack(bundle: Bundle, now: float, stage: Stage) -> list[Work]:
                 session=session,
                 via=via,
                 content=tensors,
+                share=NOBODYS if share is None else Share(*share),
             )
         )
     return works

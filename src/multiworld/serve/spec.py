@@ -190,6 +190,9 @@ class ModelSpec(_Strict):
     still what `replicas` says, within its range. By default just the replicas."""
     weight: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     """What its demand counts beside that of others, where not all of it can be met."""
+    dedicated: list[Annotated[str, Field(pattern=NAME)]] = Field(default_factory=list)
+    """Tenants that have replicas of this model for themselves, as many as the stages
+    say; it is served to each of them as `NAME@TENANT`, a model of its own."""
     objective_ms: Annotated[float, Field(gt=0, le=8.64e7)] | None = None
     """Milliseconds within which 99 of 100 answers should come, waiting included: what
     scaling works towards, and what attainment is counted by."""
@@ -234,6 +237,8 @@ class GatewaySpec(_Strict):
     """0 takes a free one."""
     replicas: Annotated[int, Field(ge=1, le=64)] = 1
     """Processes that share the port."""
+    authentication: Literal["none", "keys"] = "none"
+    """`keys`: every request needs the API key of a tenant (`multiworld tenants`)."""
     max_body_mb: Annotated[float, Field(gt=0, le=4096)] = 64.0
     """Largest request body, in MiB; a larger one is answered with 413."""
     max_connections: Annotated[int, Field(ge=1, le=1_000_000, strict=True)] = 4096
@@ -281,7 +286,7 @@ class AppSpec(_Strict):
     app: str = Field(default="app", pattern=NAME)
     """Name of the service; the commands find it by this."""
     models: Annotated[dict[str, ModelSpec], Field(min_length=1)]
-    """By name."""
+    """By name. `NAME@TENANT`: the same for this tenant only, see `dedicated`."""
     gateway: GatewaySpec = GatewaySpec()
     """The HTTP side."""
     launcher: Literal["local", "ray"] = "local"
@@ -315,6 +320,12 @@ class AppSpec(_Strict):
     @classmethod
     def _names(cls, models: dict[str, ModelSpec]) -> dict[str, ModelSpec]:
         for name in models:
-            if not re.match(NAME, name):
+            base, mark, tenant = name.partition("@")
+            if not re.match(NAME, base) or (mark and not re.match(NAME, tenant)):
                 raise ValueError(f"model name {name!r}: {PATTERNS[NAME]}")
+            if mark and base not in models:
+                raise ValueError(
+                    f"model name {name!r}: what stands before the @ is a model, and "
+                    f"there is no {base!r}"
+                )
         return models

@@ -341,6 +341,8 @@ class Worker:
                         work.session,
                         work.via,
                         outcome,
+                        work.share,
+                        work.rows,
                     )
                 )
         if self._is_last:
@@ -369,6 +371,7 @@ class Worker:
                     piece.is_solo,
                     piece.session,
                     piece.via,
+                    piece.share,
                 )
                 for piece in pieces
             ]

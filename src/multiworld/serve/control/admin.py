@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from multiworld.errors import ServeError
+from multiworld.serve.control.admin_tenants import add_tenants
 from multiworld.serve.control.controller import Controller
 from multiworld.serve.loading import parse_spec
 
@@ -61,6 +62,8 @@ def make_admin(controller: Controller, ended: asyncio.Event) -> FastAPI:
         body = {"error": str(error), "problems": getattr(error, "problems", ())}
         status = error.status if error.status != 500 else 409
         return JSONResponse(body, status)
+
+    add_tenants(app, controller.tenanting)
 
     @app.get("/status")
     async def status(reports: bool = False) -> dict[str, Any]:

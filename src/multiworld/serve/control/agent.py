@@ -49,6 +49,7 @@ class Agent:
         self._outbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.lost_at: float | None = time.monotonic()
         self.was_joined = False
+        self.joined_at: float | None = None
 
     def fact(self, kind: str, **what: Any) -> None:
         """Tell something that stays true; a new controller is told again."""
@@ -68,6 +69,7 @@ class Agent:
             self._world_name, rank=1, size=2, store=self._store, config=self._config
         ):
             self._world, self.lost_at, self.was_joined = world, None, True
+            self.joined_at = time.monotonic()
             self._outbox = asyncio.Queue()
             for fact in self._facts.values():
                 self._outbox.put_nowait(fact)

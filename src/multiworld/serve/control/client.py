@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import getpass
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,10 @@ class Service:
         socket = httpx.HTTPTransport(uds=str(self.folder.socket))
         try:
             with httpx.Client(transport=socket, timeout=ASK_S) as client:
-                response = client.request(method, f"http://controller{path}", **what)
+                headers = {"x-multiworld-who": _who()}
+                response = client.request(
+                    method, f"http://controller{path}", headers=headers, **what
+                )
         except httpx.HTTPError as error:
             raise ServeError(
                 f"no controller answers in {self.folder.path} ({error}); start it with "
@@ -41,6 +47,16 @@ class Service:
                 text = response.text
             raise ServeError(str(text))
         return response.json()
+
+
+def _who() -> str:
+    """Return who asks, for the audit log."""
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):  # a container whose user has no name
+        name = f"uid {os.getuid()}"
+    command = " ".join(Path(word).name for word in sys.argv[:2])
+    return f"{name} ({command})".encode("ascii", "replace").decode()
 
 
 def running() -> list[Path]:

@@ -26,17 +26,20 @@ from multiworld.serve.control.links import REPORT_S, Links
 from multiworld.serve.control.placer import Placer
 from multiworld.serve.control.places import Specs
 from multiworld.serve.control.record import Record, StateFolder, StoreRecord
+from multiworld.serve.control.registry import Registry
 from multiworld.serve.control.reporting import (
     exit_words,
     is_ready,
     last_words,
     models_order,
+    record_of,
     records_of,
     status_of,
     url_of,
 )
 from multiworld.serve.control.scaler import Scaler
 from multiworld.serve.control.state import Phase, Process, Wanted
+from multiworld.serve.control.tenanting import Tenanting
 from multiworld.serve.control.wanting import (
     check_update,
     rescaled,
@@ -94,9 +97,17 @@ class Controller:
         self.history = History()
         self.journal = Journal(folder.path / "decisions.jsonl")
         policy = import_factory(app.placement) if app.placement else assign
-        self.placer = Placer(launcher, self.fleet, self.history, self, policy)
+        self.placer = Placer(
+            launcher, self.fleet, self.history, self, policy, self.journal
+        )
         self.places = self.placer.places
         self.scaler = Scaler(self.fleet, self.history, self.journal, self)
+        registry = Registry(folder.path / "registry.db")
+        if old is None:
+            registry.forget_gateways()
+        self.tenanting = Tenanting(
+            registry, self.history, self._joined_gateways, self._links.send
+        )
         self._changed = asyncio.Event()
         self._ticker: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
@@ -172,7 +183,7 @@ class Controller:
                 if said is not None and not _is_gateway(name)
             },
         }
-        for name in filter(_is_gateway, self._links.names):
+        for name in self._joined_gateways():
             self._links.send(name, order)
 
     async def wait_ready(self) -> None:
@@ -230,6 +241,9 @@ class Controller:
                 if name in self._running:
                     self._launcher.kill(self._running.pop(name))
 
+    def _joined_gateways(self) -> list[str]:
+        return [name for name in self._links.names if _is_gateway(name)]
+
     async def abandon(self) -> None:
         """End the controller only; the service goes on."""
         self._is_ending = True
@@ -242,6 +256,7 @@ class Controller:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self.tenanting.close()
 
     def store_restarted(self, store: StoreRecord) -> None:
         """Take note of a new process at the store's old address."""
@@ -300,7 +315,7 @@ class Controller:
                 "one is ready",
                 short=error.short,
             ) from None
-        for name in filter(_is_gateway, self._links.names):
+        for name in self._joined_gateways():
             self._links.send(name, models_order(self._specs))
         self._want(wanted)
 
@@ -344,6 +359,7 @@ class Controller:
             "url": self.url,
             "store": self.store.address,
             "launcher": self.app.launcher,
+            "authentication": self.app.gateway.authentication,
             "trouble": self._launcher.trouble(),
             **status_of(
                 self.fleet, self._running, self.places, self.log_of, time.monotonic()
@@ -521,7 +537,9 @@ class Controller:
     def greeting(self, name: str) -> list[dict[str, Any]]:
         """Return what a process that has joined is told first."""
         table = {"kind": "table", "table": self.fleet.table.to_json()}
-        return [models_order(self._specs), table] if _is_gateway(name) else [table]
+        if not _is_gateway(name):
+            return [table]
+        return [models_order(self._specs), *self.tenanting.greeting(), table]
 
     def joined(self, name: str) -> None:
         """Take note that a process has joined."""
@@ -534,6 +552,10 @@ class Controller:
                 self._handle(events.Loaded(name))
             case "applied":
                 self._handle(events.Applied(name, news["number"]))
+            case "usage":
+                self.tenanting.used(name, news["number"], news["rows"])
+            case "poisonous":
+                self.tenanting.poisonous(name, news)
             case "wanted":
                 self.scaler.wake(news["model"])
             case "outgrown":
@@ -558,19 +580,10 @@ class Controller:
 
     def _save(self) -> None:
         self._forget_specs()
-        record = Record(
-            app=self.app,
-            specs=self._specs,
-            active=dict(self.fleet.active),
-            store=self.store,
-            port=self.port,
-            number=self.fleet.table.number,
-            next_number=self.fleet.next_number,
-            replicas={
-                name: list(model.replicas)
-                for name, model in self.fleet.wanted.models.items()
-            },
-            processes=records_of(self.fleet, self._running, self.places),
+        record = record_of(
+            self.app, self._specs, self.fleet, self.store, self.port
+        ).model_copy(
+            update={"processes": records_of(self.fleet, self._running, self.places)}
         )
         if record == self._saved:
             return

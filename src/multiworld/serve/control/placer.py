@@ -12,9 +12,16 @@ from typing import Protocol
 from multiworld.serve.control import events
 from multiworld.serve.control.fleet import Fleet
 from multiworld.serve.control.happened import History
+from multiworld.serve.control.journal import Journal
 from multiworld.serve.control.launching import Launcher, Running
 from multiworld.serve.control.places import Places, Specs, asks_of
-from multiworld.serve.control.planner import Planned, Planner, Snapshot
+from multiworld.serve.control.planner import (
+    Planned,
+    Planner,
+    Snapshot,
+    facts_of,
+    snapshot_of,
+)
 from multiworld.serve.control.planning import Ask, in_words
 from multiworld.serve.control.record import ProcessRecord
 from multiworld.serve.control.state import Phase, Wanted
@@ -48,9 +55,11 @@ class Placer:
         history: History,
         owner: PlacerOwner,
         policy: Policy,
+        journal: Journal | None = None,
     ) -> None:
         self._launcher, self._fleet = launcher, fleet
         self._history, self._owner = history, owner
+        self._journal = journal or Journal()
         self.places = Places(launcher.nodes(), policy)
         self._planner = Planner(self._snapshot, self._planned)
         self._text = self._trouble = ""
@@ -121,6 +130,9 @@ class Placer:
         if text != self._text:
             self._text = text
             self._history.say("plan", text)
+            self._journal.decide(
+                "placement", "", text, facts_of(planned), snapshot_of(planned)
+            )
         if self._launcher.trouble():
             return  # what leaves its place would find no other
         ready = [

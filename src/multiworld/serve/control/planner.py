@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import logging
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from multiworld.placement.problem import Placement, Problem
 from multiworld.serve.control.planning import Ask, Runs, plan_of, problem_of
@@ -39,6 +41,40 @@ class Planned:
     problem: Problem
     placement: Placement
     plan: Plan
+
+
+def facts_of(planned: Planned) -> dict[str, Any]:
+    """Return the numbers behind a plan, plain."""
+    placement = planned.placement
+    bound = placement.bound
+    return {
+        "solver": placement.solver,
+        "value": placement.value,
+        "bound": bound if math.isfinite(bound) else None,
+        "unplaced": dict(placement.unplaced),
+        "replicas": [
+            {"model": r.model, "stage": r.stage, "device": r.device}
+            for r in placement.replicas
+        ],
+    }
+
+
+def snapshot_of(planned: Planned) -> dict[str, Any]:
+    """Return what a plan was made from, plain."""
+    snapshot = planned.snapshot
+    return {
+        "nodes": [asdict(node) for node in snapshot.nodes],
+        "models": {
+            ask.name: {
+                "version": ask.spec.version,
+                "counts": [list(counts) for counts in ask.counts],
+                "demand": ask.spec.demand,
+                "weight": ask.spec.weight,
+            }
+            for ask in snapshot.asks
+        },
+        "running": [asdict(run) for run in snapshot.running],
+    }
 
 
 class Planner:

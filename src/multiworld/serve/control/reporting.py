@@ -12,9 +12,9 @@ from typing import Any
 from multiworld.serve.control.fleet import Fleet
 from multiworld.serve.control.launching import Running
 from multiworld.serve.control.places import Places, Specs
-from multiworld.serve.control.record import ProcessRecord
+from multiworld.serve.control.record import ProcessRecord, Record, StoreRecord
 from multiworld.serve.control.state import Phase
-from multiworld.serve.spec import GatewaySpec
+from multiworld.serve.spec import AppSpec, GatewaySpec
 
 LAST_WORDS = 300
 
@@ -67,6 +67,24 @@ def status_of(
             for p in fleet.processes.values()
         ],
     }
+
+
+def record_of(
+    app: AppSpec, specs: Specs, fleet: Fleet, store: StoreRecord, port: int
+) -> Record:
+    """Return what a new controller must know of a service, but for its processes."""
+    return Record(
+        app=app,
+        specs={name: dict(versions) for name, versions in specs.items()},
+        active=dict(fleet.active),
+        store=store,
+        port=port,
+        number=fleet.table.number,
+        next_number=fleet.next_number,
+        replicas={
+            name: list(model.replicas) for name, model in fleet.wanted.models.items()
+        },
+    )
 
 
 def records_of(

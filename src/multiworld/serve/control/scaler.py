@@ -192,10 +192,12 @@ class Scaler:
         if after == before:
             self._journal.think("scaling", name, f"{decision.why}; no room: {short}")
             return
-        why = decision.why + (f"; for more there is no room: {short}" if short else "")
+        why = decision.why
+        if short:
+            why = f"{before} → {after}, no more for want of room ({short}); {why}"
         facts = {"before": before, "after": after, "short": short, **decision.facts}
         self._journal.decide("scaling", name, why, facts, snapshot_to_json(snapshot))
-        self._history.say("scaled", f"{name}: from {before} to {after}; {why}")
+        self._history.say("scaled", f"{name}: {why}")
         self._owner.want(wanted)
 
     def _admitted(

@@ -138,6 +138,14 @@ def source_of(spec: ModelSpec) -> Any:
     return spec.model_dump(exclude={"stages", *PLANNED}), stages
 
 
-PLANNED = {"profile", "demand", "weight", "latency_ms", "objective_ms", "scaling"}
+PLANNED = {
+    "profile",
+    "demand",
+    "weight",
+    "latency_ms",
+    "objective_ms",
+    "scaling",
+    "dedicated",
+}
 PLANNED_STAGE = {"replicas", "autoscaling_config", "item_ms", "out_kb"}
 """What changes how often and where it runs, and not what runs."""

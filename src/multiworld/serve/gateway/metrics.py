@@ -21,6 +21,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from multiworld.serve.table import Table
+from multiworld.serve.tenancy.door import Door
 
 LATENCY_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 
@@ -61,9 +62,36 @@ class Metrics:
             buckets=LATENCY_S,
             registry=self._registry,
         )
+        self.tenant_requests = Counter(
+            "multiworld_tenant_requests",
+            "Requests of a tenant answered, by HTTP status.",
+            ["tenant", "model", "status"],
+            registry=self._registry,
+        )
+        self.tenant_latency = Histogram(
+            "multiworld_tenant_request_seconds",
+            "Seconds from the whole request of a tenant to its answer.",
+            ["tenant"],
+            buckets=LATENCY_S,
+            registry=self._registry,
+        )
+
+    def count(self, model: str, tenant: str, status: int, took_s: float) -> None:
+        """Count a request that has ended."""
+        self.requests.labels(model, status).inc()
+        if tenant:
+            self.tenant_requests.labels(tenant, model, status).inc()
+        if status == 200:
+            self.latency.labels(model).observe(took_s)
+            if tenant:
+                self.tenant_latency.labels(tenant).observe(took_s)
 
     def render(
-        self, report: dict[str, Any], fleet: dict[str, Any], table: Table
+        self,
+        report: dict[str, Any],
+        fleet: dict[str, Any],
+        table: Table,
+        door: Door | None = None,
     ) -> bytes:
         """Return the text that Prometheus reads.
 
@@ -72,8 +100,9 @@ class Metrics:
             fleet: What the controller last told: ``replicas``, the report of each by
                 name, and ``events``, how often what has happened.
             table: Who serves what.
+            door: What tenants have used.
         """
-        self._snapshot.show(report, fleet, table)
+        self._snapshot.show(report, fleet, table, door)
         return generate_latest(self._registry)
 
 
@@ -85,10 +114,18 @@ class _Snapshot(Collector):
         self._report: dict[str, Any] = {}
         self._fleet: dict[str, Any] = {}
         self._table = Table()
+        self._door: Door | None = None
 
-    def show(self, report: dict[str, Any], fleet: dict[str, Any], table: Table) -> None:
+    def show(
+        self,
+        report: dict[str, Any],
+        fleet: dict[str, Any],
+        table: Table,
+        door: Door | None,
+    ) -> None:
         """Take the numbers of this moment."""
         self._report, self._fleet, self._table = report, fleet, table
+        self._door = door
 
     def collect(self) -> Iterator[Metric]:
         """Yield all of them."""
@@ -96,6 +133,18 @@ class _Snapshot(Collector):
             yield from self._router()
             yield from self._replicas(self._fleet.get("replicas", {}))
             yield self._events(self._fleet.get("events", {}))
+        if self._door is not None:
+            yield self._refused(self._door)
+
+    def _refused(self, door: Door) -> Metric:
+        refused = CounterMetricFamily(
+            "multiworld_refused",
+            "Requests that were not let in, by tenant (none: no key that is known).",
+            labels=["gateway", "tenant", "why"],
+        )
+        for (tenant, why), count in door.refused.items():
+            refused.add_metric([self._gateway, tenant, why], count)
+        return refused
 
     def _router(self) -> Iterator[Metric]:
         report, own = self._report, [self._gateway]
@@ -114,6 +163,14 @@ class _Snapshot(Collector):
         for model, count in report["waiting"].items():
             waiting.add_metric([*own, model], count)
         yield waiting
+        attained = CounterMetricFamily(
+            "multiworld_attained",
+            "Requests that were answered within objective_ms of their model.",
+            labels=["gateway", "model"],
+        )
+        for model, count in report["attained"].items():
+            attained.add_metric([*own, model], count)
+        yield attained
         events = CounterMetricFamily(
             "multiworld_router_events",
             "Answers, replays and refusals, by kind.",

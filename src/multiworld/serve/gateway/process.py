@@ -18,12 +18,15 @@ from multiworld.serve.datatypes import example_of
 from multiworld.serve.dispatcher import Dispatcher
 from multiworld.serve.edges import EdgeKeeper
 from multiworld.serve.embedded import EmbeddedServer
-from multiworld.serve.gateway.app import Gateway, make_app
+from multiworld.serve.gateway.app import make_app
+from multiworld.serve.gateway.gateway import Gateway
 from multiworld.serve.gateway.protocol import bounded
 from multiworld.serve.sources import build_model
 from multiworld.serve.spec import GatewaySpec, ModelSpec
 from multiworld.serve.stage import Tensors
 from multiworld.serve.table import edges_of, table_from_json
+from multiworld.serve.tenancy.door import Door, Post
+from multiworld.serve.tenancy.tenants import tenant_from_json
 from multiworld.world_manager import WorldManager
 
 if TYPE_CHECKING:
@@ -33,6 +36,9 @@ logger = logging.getLogger("multiworld.serve")
 
 PROBE_S = 10.0
 """How long a probe may take."""
+
+USAGE_S = 1.0
+"""What tenants use is told so often."""
 
 ASK_S = 0.2
 """A model that nothing runs of is asked for so often."""
@@ -77,7 +83,10 @@ class GatewayProcess:
         self._dispatcher.on_missing = self._ask_for
         self._asked_at: dict[str, float] = {}
         limit = int(args.gateway.max_body_mb * 2**20)
-        self._gateway = Gateway(self._dispatcher, limit)
+        self._door = Door(needs_key=args.gateway.authentication == "keys")
+        self._gateway = Gateway(self._dispatcher, limit, self._door)
+        self._gateway.on_poison = self._tell_poison
+        self._usage_kept = asyncio.Event()
         config = args.config()
         self._agent = Agent(
             manager, args.app, args.name, args.store, config, self._obey
@@ -116,7 +125,12 @@ class GatewayProcess:
         sock = listen(self._spec, self._args.port)
         tasks = [
             loop.create_task(body())
-            for body in (self._agent.run, self._dispatcher.look, self._orphan)
+            for body in (
+                self._agent.run,
+                self._dispatcher.look,
+                self._orphan,
+                self._tell_usage,
+            )
         ]
         serving = loop.create_task(self._serve(sock))
         telling = loop.create_task(self._tell_when_up())
@@ -126,6 +140,7 @@ class GatewayProcess:
             )
             for task in done:
                 task.result()
+            await self._flush_usage()
         finally:
             for task in (*tasks, serving, telling, *self._probes):
                 task.cancel()
@@ -167,8 +182,22 @@ class GatewayProcess:
                 self._dispatcher.table_changed(table)
                 self._keeper.apply(edges_of(table, self._args.name))
                 self._gateway.forget_versions()
+                self._door.gateways = len(table.gateways)
                 self._agent.fact("applied", number=table.number)
                 self._is_routed.set()
+            case "tenants":
+                tenants = [tenant_from_json(said) for said in order["tenants"]]
+                if order["is_first"]:
+                    self._door.book.replace_all({})
+                self._door.book.put(tenants)
+                for name in order["removed"]:
+                    self._door.book.remove(name)
+            case "usage kept":
+                self._door.meter.confirmed(order["number"])
+                self._usage_kept.set()
+            case "poisonous":
+                post = order["model"], order["version"]
+                self._door.poisonous(order["tenant"], post, order["digest"])
             case "probe":
                 task = asyncio.ensure_future(self._probe(order["replica"]))
                 self._probes.add(task)
@@ -180,6 +209,44 @@ class GatewayProcess:
                 self._agent.tell("report", ask=order["ask"], what=what)
             case "fleet":
                 self._gateway.fleet = order
+
+    def _tell_poison(self, tenant: str, post: Post, digest: str) -> None:
+        """Tell the controller, and through it the other gateways."""
+        self._agent.tell(
+            "poisonous", tenant=tenant, model=post[0], version=post[1], digest=digest
+        )
+
+    async def _tell_usage(self) -> None:
+        """Tell the controller what tenants use, again and again."""
+        told_to: object = None
+        while True:
+            await asyncio.sleep(USAGE_S)
+            if self._agent.lost_at is not None:
+                continue
+            if told_to is not self._agent.joined_at:
+                told_to = self._agent.joined_at
+                for number, rows in self._door.meter.untold():
+                    self._agent.tell("usage", number=number, rows=rows)
+            self._tell_usage_once()
+
+    def _tell_usage_once(self) -> bool:
+        told = self._door.meter.tell()
+        if told is not None:
+            self._agent.tell("usage", number=told[0], rows=told[1])
+        return told is not None
+
+    async def _flush_usage(self) -> None:
+        """Tell the last of it, and wait until it is written down, but not for long."""
+        if self._agent.lost_at is not None:
+            return
+        self._tell_usage_once()
+        try:
+            async with asyncio.timeout(USAGE_S):
+                while self._door.meter.untold():
+                    self._usage_kept.clear()
+                    await self._usage_kept.wait()
+        except TimeoutError:
+            logger.warning("the controller has not confirmed the last of the usage")
 
     def _ask_for(self, model: str) -> None:
         """Tell the controller that somebody asks for what nothing runs of."""

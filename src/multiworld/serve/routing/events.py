@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from multiworld.errors import ServeError
+from multiworld.serve.fairness import NOBODYS, Share
 from multiworld.serve.table import Table
 
 Attempt = tuple[int, int]
@@ -21,6 +22,8 @@ class Submitted:
         session: Requests of one session go to the same replica.
         via: For a probe, replicas by stage that it must go through. It may go through
             others that are not ready, and is not refused for a full queue.
+        share: Whose it is.
+        rows: How much it takes of that share.
     """
 
     number: int
@@ -28,6 +31,8 @@ class Submitted:
     deadline_at: float
     session: str | None = None
     via: dict[int, str] | None = None
+    share: Share = NOBODYS
+    rows: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ at least once, answers are delivered once.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from dataclasses import dataclass, field
 
 from multiworld.errors import (
@@ -28,6 +29,7 @@ from multiworld.errors import (
     UnknownModelError,
 )
 from multiworld.serve.choosing import Chance, choose
+from multiworld.serve.fairness import FairOrder, Share, Turn
 from multiworld.serve.routing.actions import (
     Action,
     Cancel,
@@ -84,18 +86,22 @@ class _Request:
     strikes: int = 0
     losses: int = 0
     winner: int | None = None
+    turn: Turn = (0, 0.0, 0)
 
 
 @dataclass(slots=True)
 class _Queue:
-    """Requests of one model that wait, oldest first; entries may be out of date."""
+    """Requests of one model that wait, by their turns; entries may be out of date."""
 
-    numbers: list[int] = field(default_factory=list)
-    suspects: list[int] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    suspects: list[Turn] = field(default_factory=list)
     probes: list[int] = field(default_factory=list)
     """They wait behind nobody: what others wait for may be ready by them only."""
     fresh: int = 0
     """How many wait that were never sent."""
+    fresh_of: Counter[Share] = field(default_factory=Counter)
+    """The same, by whose they are."""
+    order: FairOrder = field(default_factory=FairOrder)
     solo: int | None = None
     """The suspect that is under way."""
 
@@ -176,18 +182,26 @@ class Router:
 
     def _submitted(self, wish: Submitted) -> list[Action]:
         queue = self._queues.setdefault(wish.model, _Queue())
-        limit = self._table.routes[wish.model].max_queued_requests
-        if wish.via is None and queue.fresh >= limit and not self._has_room(wish):
-            error = OverloadedError(
-                f"model {wish.model!r} has {queue.fresh} requests waiting, which is "
-                "its max_queued_requests; try again later",
-                retry_after_s=RETRY_AFTER_S,
-            )
-            return [Reject(wish.number, error)]
+        if wish.via is None and self._is_full(queue, wish):
+            return [Reject(wish.number, _overloaded(wish, queue.fresh_of[wish.share]))]
         self._requests[wish.number] = request = _Request(wish)
+        request.turn = queue.order.turn(wish.share, wish.rows, wish.number)
         heapq.heappush(self._deadlines, (wish.deadline_at, wish.number))
         self._wait(request)
         return self._pump(wish.model)
+
+    def _is_full(self, queue: _Queue, wish: Submitted) -> bool:
+        """Tell whether a request is refused.
+
+        One tenant alone may fill the queue. Another still has its share of as much
+        again: so the queue of a router is at most twice ``max_queued_requests`` long.
+        """
+        limit = self._table.routes[wish.model].max_queued_requests
+        if queue.fresh < limit or self._has_room(wish):
+            return False
+        weights = sum(s.weight for s in queue.fresh_of.keys() | {wish.share})
+        own = queue.fresh_of[wish.share]
+        return own == queue.fresh or own >= limit * wish.share.weight / weights
 
     def _has_room(self, wish: Submitted) -> bool:
         """Return whether it would be sent at once."""
@@ -229,14 +243,16 @@ class Router:
         request = self._requests.pop(number, None)
         if request is None:
             return []
+        queue = self._queues[request.wish.model]
         if request.is_waiting:
+            if not request.attempted:
+                queue.order.withdrawn(request.wish.share, request.wish.rows)
             self._unwait(request)
         actions: list[Action] = []
         for which, place in request.attempts.items():
             self._held[place.replica].pop((number, which), None)
             if which != but:
                 actions.append(Cancel(place.replica, (number, which)))
-        queue = self._queues[request.wish.model]
         if queue.solo == number:
             queue.solo = None
         if len(self._deadlines) > 2 * len(self._requests) + COMPACT:
@@ -387,15 +403,24 @@ class Router:
     def _wait(self, request: _Request) -> None:
         queue = self._queues[request.wish.model]
         was_waiting, request.is_waiting = request.is_waiting, True
-        line = queue.suspects if request.is_suspect else queue.numbers
         if request.wish.via is not None:
-            line = queue.probes
-        heapq.heappush(line, request.wish.number)
-        queue.fresh += request.attempted == 0 and not was_waiting
+            queue.probes.append(request.wish.number)
+        else:
+            line = queue.suspects if request.is_suspect else queue.turns
+            heapq.heappush(line, request.turn)
+        if request.attempted == 0 and not was_waiting:
+            queue.fresh += 1
+            queue.fresh_of[request.wish.share] += 1
 
     def _unwait(self, request: _Request) -> None:
         request.is_waiting = False
-        self._queues[request.wish.model].fresh -= request.attempted == 0
+        if request.attempted:
+            return
+        queue, share = self._queues[request.wish.model], request.wish.share
+        queue.fresh -= 1
+        queue.fresh_of[share] -= 1
+        if not queue.fresh_of[share]:
+            del queue.fresh_of[share]
 
     def _pump_all(self) -> list[Action]:
         return [action for model in self._queues for action in self._pump(model)]
@@ -420,27 +445,28 @@ class Router:
                 heapq.heappop(queue.suspects)
                 queue.solo = suspect.wish.number
                 actions.append(self._send(suspect, replica))
-        passed: list[int] = []
-        while (request := self._first(queue.numbers)) is not None:
+        passed: list[Turn] = []
+        while (request := self._first(queue.turns)) is not None:
             if request.is_suspect:
-                heapq.heappop(queue.numbers)  # it is among the suspects
+                heapq.heappop(queue.turns)  # it is among the suspects
                 continue
             replica = self._target(request, route, can_send=can_send)
             if replica is None and request.wish.session is None:
                 break
-            heapq.heappop(queue.numbers)
+            heapq.heappop(queue.turns)
             if replica is None:  # its replica is full; others need not wait for that
-                passed.append(request.wish.number)
+                passed.append(request.turn)
             else:
+                queue.order.served(request.turn)
                 actions.append(self._send(request, replica))
-        for number in passed:
-            heapq.heappush(queue.numbers, number)
+        for turn in passed:
+            heapq.heappush(queue.turns, turn)
         return actions
 
-    def _first(self, line: list[int]) -> _Request | None:
-        """Return the oldest that waits; entries out of date are dropped."""
+    def _first(self, line: list[Turn]) -> _Request | None:
+        """Return whose turn it is; entries out of date are dropped."""
         while line:
-            request = self._requests.get(line[0])
+            request = self._requests.get(line[0][2])
             if request is not None and request.is_waiting:
                 return request
             heapq.heappop(line)
@@ -511,7 +537,7 @@ class Router:
             for number, which in held:
                 assert self._requests[number].attempts[which].replica == replica
         for queue in self._queues.values():
-            assert queue.fresh >= 0
+            assert queue.fresh == queue.fresh_of.total() >= 0
 
 
 def first_ready(replicas: list[Replica]) -> list[str]:
@@ -519,6 +545,14 @@ def first_ready(replicas: list[Replica]) -> list[str]:
     ready = [r.name for r in replicas if r.state is ReplicaState.READY]
     starting = [r.name for r in replicas if r.state is ReplicaState.STARTING]
     return ready or starting
+
+
+def _overloaded(wish: Submitted, own: int) -> OverloadedError:
+    return OverloadedError(
+        f"model {wish.model!r} has {own} requests of yours waiting, which is its "
+        "max_queued_requests, or your share of it; try again later",
+        retry_after_s=RETRY_AFTER_S,
+    )
 
 
 def _poisoned(request: _Request) -> RequestPoisonedError:

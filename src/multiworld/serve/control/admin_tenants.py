@@ -1,0 +1,157 @@
+"""The part of the admin interface that is about tenants, usage and the audit log."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from multiworld.errors import ServeError
+from multiworld.serve.control.tenanting import Tenanting
+
+logger = logging.getLogger("multiworld.serve")
+
+WHO = "x-multiworld-who"
+"""Who asks, as the command says; the socket is its user's alone."""
+
+SHOWN = 400
+"""Characters of a value that the audit log keeps."""
+
+
+class TenantSettings(BaseModel):
+    """What a tenant may do; what is not given stays as it is."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    models: list[Annotated[str, Field(min_length=1, max_length=200)]] | None = None
+    rpm_limit: Annotated[int, Field(ge=1)] | None = None
+    max_parallel_requests: Annotated[int, Field(ge=1)] | None = None
+    bytes_per_s: Annotated[float, Field(gt=0)] | None = None
+    weight: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    priority: Annotated[int, Field(ge=-100, le=100)] = 0
+    is_operator: bool = False
+    is_suspended: bool = False
+
+    def said(self) -> dict[str, Any]:
+        """Return what was given."""
+        found = self.model_dump(exclude_unset=True)
+        if found.get("models", ()) is None:
+            found["models"] = ["*"]
+        return found
+
+
+class NewTenant(TenantSettings):
+    """A tenant to make."""
+
+    name: str
+
+
+class Rotation(BaseModel):
+    """A new key; the others end after ``grace_s`` seconds."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    grace_s: Annotated[float, Field(ge=0, le=31_536_000)] = 0.0
+
+
+class Revocation(BaseModel):
+    """A key to revoke; all, if none is named."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    key: str | None = None
+
+
+def add_tenants(app: FastAPI, tenanting: Tenanting) -> None:
+    """Add the routes, and the audit log of all routes that change something."""
+    _add_audit(app, tenanting)
+
+    @app.get("/tenants")
+    async def tenants() -> list[dict[str, Any]]:
+        return [tenant.shown() for tenant in tenanting.tenants.values()]
+
+    @app.post("/tenants")
+    async def create(asked: NewTenant) -> dict[str, Any]:
+        said = {k: v for k, v in asked.said().items() if k != "name"}
+        tenant, key = await tenanting.create(asked.name, said)
+        return {**tenant.shown(), "key": key}
+
+    @app.patch("/tenants/{name}")
+    async def change(name: str, asked: TenantSettings) -> dict[str, Any]:
+        return (await tenanting.change(name, asked.said())).shown()
+
+    @app.post("/tenants/{name}/rotate")
+    async def rotate(name: str, asked: Rotation) -> dict[str, Any]:
+        tenant, key = await tenanting.rotate(name, asked.grace_s)
+        return {**tenant.shown(), "key": key}
+
+    @app.post("/tenants/{name}/revoke")
+    async def revoke(name: str, asked: Revocation) -> dict[str, Any]:
+        return (await tenanting.revoke(name, asked.key)).shown()
+
+    @app.delete("/tenants/{name}")
+    async def delete(name: str) -> dict[str, Any]:
+        await tenanting.delete(name)
+        return {"name": name}
+
+    @app.get("/usage")
+    async def usage(
+        tenant: str | None = None, since: float = 0.0, by_minute: bool = False
+    ) -> list[dict[str, Any]]:
+        registry = tenanting.registry
+        return await asyncio.to_thread(
+            registry.usage, tenant, since, by_minute=by_minute
+        )
+
+    @app.get("/audit")
+    async def audit(last: int = 50) -> list[dict[str, Any]]:
+        return await asyncio.to_thread(tenanting.registry.audited, last)
+
+
+def _add_audit(app: FastAPI, tenanting: Tenanting) -> None:
+    @app.middleware("http")
+    async def audited(
+        request: Request, call_next: Callable[[Request], Awaitable[Response]]
+    ) -> Response:
+        if request.method == "GET":
+            return await call_next(request)
+        what = _shown(await request.body())
+        who = request.headers.get(WHO, "unknown")[:SHOWN]
+        act = f"{request.method} {request.url.path}"
+        outcome = "failed"
+        try:
+            response = await call_next(request)
+            is_done = response.status_code < 400
+            outcome = "done" if is_done else f"refused ({response.status_code})"
+        finally:
+            try:
+                await asyncio.to_thread(
+                    tenanting.registry.audit, who, act, what, outcome
+                )
+            except ServeError as error:
+                logger.error(
+                    "%s by %s (%s) is not in the log: %s", act, who, what, error
+                )
+        return response
+
+
+def _shown(body: bytes) -> dict[str, Any]:
+    """Return what was asked, without what is long."""
+    try:
+        said = json.loads(body) if body else {}
+    except ValueError:
+        said = body.decode(errors="replace")
+    if not isinstance(said, dict):
+        said = {"body": said}
+    return {name: _cut(value) for name, value in said.items()}
+
+
+def _cut(value: Any) -> Any:
+    if isinstance(value, str) and len(value) > SHOWN:
+        return f"{value[:SHOWN]} … ({len(value)} characters)"
+    return value

@@ -1,0 +1,165 @@
+"""What the routes of a gateway share: its models, its door, its dispatcher."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from multiworld.errors import (
+    InvalidRequestError,
+    NoReplicaError,
+    RequestPoisonedError,
+    UnknownModelError,
+)
+from multiworld.serve.collating import rows_of
+from multiworld.serve.dispatcher import NO_MODEL, Dispatcher
+from multiworld.serve.gateway.metrics import Metrics
+from multiworld.serve.stage import Model, Tensors
+from multiworld.serve.tenancy.dedicating import is_dedicated, route_of
+from multiworld.serve.tenancy.door import Door, Post, Visit, digest_of
+from multiworld.serve.tenancy.tenants import NOBODY, Tenant
+
+
+class Gateway:
+    """What the routes need.
+
+    Attributes:
+        models: By name and version.
+        fleet: What the controller last told of replicas and events, for the metrics.
+        on_poison: Called with a tenant, a model and its version, and the digest of a
+            request that has killed replicas.
+    """
+
+    def __init__(
+        self, dispatcher: Dispatcher, max_body_bytes: int, door: Door | None = None
+    ) -> None:
+        self.dispatcher, self.max_body_bytes = dispatcher, max_body_bytes
+        self.door = door or Door(needs_key=False)
+        self.on_poison: Callable[[str, Post, str], None] = lambda *_: None
+        self.models: dict[str, dict[str, Model]] = {}
+        self.texts: dict[tuple[str, str], Any] = {}
+        self.metrics = Metrics(dispatcher.name)
+        self.fleet: dict[str, Any] = {}
+        self.is_ending = False
+
+    def names(self, tenant: Tenant) -> list[str]:
+        """Return the models that a tenant may use."""
+        return sorted(
+            name
+            for name in self.dispatcher.table.routes
+            if not is_dedicated(name) and tenant.may_use(name)
+        )
+
+    def route(self, name: str, tenant: Tenant) -> str:
+        """Return the name under which a model is served to a tenant."""
+        return route_of(name, tenant.name, self.dispatcher.table.routes)
+
+    def model(
+        self, name: str, version: str | None = None, tenant: Tenant = NOBODY
+    ) -> tuple[str, Model]:
+        """Return the version that answers, and its model.
+
+        Raises:
+            UnknownModelError: There is none that this tenant may use, or another
+                version answers.
+        """
+        routes, names = self.dispatcher.table.routes, self.names(tenant)
+        if name not in names:
+            if name in routes and not is_dedicated(name):
+                self.door.refuse_model(tenant)
+            raise UnknownModelError(NO_MODEL.format(name, ", ".join(names) or "none"))
+        name = self.route(name, tenant)
+        route = routes[name]
+        if version is not None and version != route.version:
+            raise UnknownModelError(
+                f"this model has version {route.version!r} now, not {version!r}"
+            )
+        model = self.models.get(name, {}).get(route.version)
+        if model is None:
+            raise NoReplicaError(f"model {name!r} is not loaded here yet; try again")
+        return route.version, model
+
+    def forget_versions(self) -> None:
+        """Forget the versions that are not in the table any more."""
+        routes = self.dispatcher.table.routes
+        for name, versions in list(self.models.items()):
+            kept = routes[name].stages.keys() if name in routes else ()
+            for version in versions.keys() - kept:
+                del versions[version]
+                self.texts.pop((name, version), None)
+
+    def is_ready(self, name: str) -> bool:
+        """Whether every stage of a model has a replica that is ready."""
+        return not self.lacking(name)
+
+    def lacking(self, name: str) -> list[int]:
+        """Return the stages of a model without a replica that should have one.
+
+        Those that have none while nobody asks are not meant.
+        """
+        on_demand = self.dispatcher.table.routes[name].on_demand
+        return [s for s in self.dispatcher.missing(name) if s not in on_demand]
+
+    async def infer(
+        self,
+        visit: Visit,
+        name: str,
+        version: str,
+        tensors: Tensors,
+        deadline_s: float | None,
+        session: str | None = None,
+    ) -> Tensors:
+        """Return the answer to one request of a tenant.
+
+        Raises:
+            ServeError: Its kinds say what happened.
+
+        Cancellation: the request is withdrawn, wherever it is.
+        """
+        tenant, post = visit.tenant, (name, version)
+        self.door.check(tenant, post, tensors)
+        visit.rows += rows_of(tensors)
+        served = self.route(name, tenant)
+        try:
+            return await self._infer(tenant, served, tensors, deadline_s, session)
+        except UnknownModelError:
+            # Replicas that it had for itself were taken away meanwhile.
+            if served == name or name not in self.dispatcher.table.routes:
+                raise
+            return await self._infer(tenant, name, tensors, deadline_s, session)
+        except RequestPoisonedError:
+            digest = digest_of(tensors)
+            self.door.poisonous(tenant.name, post, digest)
+            self.on_poison(tenant.name, post, digest)
+            raise
+
+    async def _infer(
+        self,
+        tenant: Tenant,
+        served: str,
+        tensors: Tensors,
+        deadline_s: float | None,
+        session: str | None,
+    ) -> Tensors:
+        return await self.dispatcher.infer(
+            served,
+            tensors,
+            deadline_s=deadline_s,
+            session=None if session is None else f"{tenant.name}\0{session}",
+            share=tenant.share,
+        )
+
+    async def text(self, name: str, version: str, model: Model) -> Any:
+        """Return what turns text into inputs, loaded once.
+
+        Raises:
+            InvalidRequestError: The model takes no text.
+        """
+        if model.text is None:
+            raise InvalidRequestError(
+                f"model {name!r} takes no text; use /v2/models/{name}/infer"
+            )
+        if (name, version) not in self.texts:
+            self.texts[name, version] = await asyncio.to_thread(model.text)
+        return self.texts[name, version]

@@ -1,0 +1,167 @@
+"""The part of the HTTP interface that OpenAI's clients know."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request, Response
+
+from multiworld.backends.dtypes import memory_of, plain
+from multiworld.errors import InvalidRequestError, ServeError
+from multiworld.serve.gateway.answering import (
+    OFFLOAD_BYTES,
+    answered,
+    deadline,
+    json_,
+    openai_problem,
+)
+from multiworld.serve.gateway.body import read_body, while_connected
+from multiworld.serve.gateway.gateway import Gateway
+from multiworld.serve.gateway.openapi import EMBEDDINGS
+from multiworld.serve.stage import Model, Tensors
+from multiworld.serve.tenancy.door import Visit
+
+
+def add_openai(app: FastAPI, gateway: Gateway) -> None:
+    """Add the routes."""
+
+    @app.get("/v1/models", tags=["openai"])
+    async def models(request: Request) -> Response:
+        """The models that are served."""
+        try:
+            names = gateway.names(gateway.door.who(request.headers))
+        except ServeError as error:
+            return openai_problem(error)
+        data = [
+            {"id": name, "object": "model", "created": 0, "owned_by": "multiworld"}
+            for name in names
+        ]
+        return json_({"object": "list", "data": data})
+
+    @app.get("/v1/models/{name}", tags=["openai"])
+    async def model(name: str, request: Request) -> Response:
+        """One model."""
+        try:
+            gateway.model(name, None, gateway.door.who(request.headers))
+        except ServeError as error:
+            return openai_problem(error)
+        return json_(
+            {"id": name, "object": "model", "created": 0, "owned_by": "multiworld"}
+        )
+
+    @app.post("/v1/embeddings", tags=["openai"], openapi_extra=EMBEDDINGS)
+    async def embeddings(request: Request) -> Response:
+        """Embed texts."""
+        asked: dict[str, Any] = {}
+
+        async def answer(visit: Visit) -> Response:
+            body = await read_body(request, gateway.max_body_bytes)
+            visit.bytes_in = len(body)
+            if len(body) >= OFFLOAD_BYTES:
+                asked.update(await asyncio.to_thread(_embedding_request, body))
+            else:
+                asked.update(_embedding_request(body))
+            embedding = _embed(gateway, visit, request, asked)
+            return await while_connected(request, embedding)
+
+        def name() -> str:
+            return str(asked.get("model", ""))
+
+        return await answered(gateway, request, name, answer, openai_problem)
+
+
+def _embedding_request(body: bytes) -> dict[str, Any]:
+    try:
+        said = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequestError(f"the body is no JSON: {error}") from error
+    if not isinstance(said, dict) or not isinstance(said.get("model"), str):
+        raise InvalidRequestError('the body needs "model": its name')
+    texts = said.get("input")
+    texts = [texts] if isinstance(texts, str) else texts
+    if (
+        not isinstance(texts, list)
+        or not texts
+        or not all(isinstance(text, str) and text for text in texts)
+    ):
+        raise InvalidRequestError(
+            '"input" must be a text or a list of texts, none of them empty (arrays of '
+            "tokens are not taken)"
+        )
+    if len(texts) > MAX_TEXTS:
+        raise InvalidRequestError(f'"input" has more than {MAX_TEXTS} texts')
+    if said.get("encoding_format", "float") not in ("float", "base64"):
+        raise InvalidRequestError('"encoding_format" must be "float" or "base64"')
+    dimensions = said.get("dimensions")
+    if dimensions is not None and type(dimensions) is not int:
+        raise InvalidRequestError('"dimensions" must be a number')
+    return {
+        "model": said["model"],
+        "texts": texts,
+        "dimensions": dimensions,
+        "is_base64": said.get("encoding_format") == "base64",
+    }
+
+
+MAX_TEXTS = 2048
+"""As OpenAI has it."""
+
+WINDOW = 32
+"""Texts of one call that are under way at once: it shall not fill the queue."""
+
+
+def _check_dimensions(dimensions: int | None, model: Model) -> None:
+    size = next((s.shape[-1] for s in model.outputs if s.name == model.embedding), -1)
+    if dimensions is not None and dimensions != size:
+        raise InvalidRequestError(
+            f'"dimensions" is {dimensions}, and this model makes {size}; leave it out'
+        )
+
+
+async def _embed(
+    gateway: Gateway, visit: Visit, request: Request, asked: dict[str, Any]
+) -> Response:
+    name = asked["model"]
+    version, model = gateway.model(name, None, visit.tenant)
+    deadline_s = deadline(request, {})
+    if deadline_s is None:
+        served = gateway.route(name, visit.tenant)
+        deadline_s = gateway.dispatcher.table.routes[served].deadline_s
+    deadline_at = time.monotonic() + deadline_s
+    _check_dimensions(asked["dimensions"], model)
+    frontend = await gateway.text(name, version, model)
+    size = sum(map(len, asked["texts"]))
+    if size >= OFFLOAD_BYTES // 16:
+        inputs = await asyncio.to_thread(
+            lambda: [frontend.encode(text) for text in asked["texts"]]
+        )
+    else:
+        inputs = [frontend.encode(text) for text in asked["texts"]]
+    window = asyncio.Semaphore(WINDOW)
+
+    async def one(tensors: Tensors) -> Tensors:
+        async with window:
+            left_s = max(0.001, deadline_at - time.monotonic())
+            return await gateway.infer(visit, name, version, tensors, left_s)
+
+    tasks = [asyncio.ensure_future(one(tensors)) for tensors in inputs]
+    try:
+        answers = await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    tokens = sum(next(iter(tensors.values())).numel() for tensors in inputs)
+    data = []
+    for number, answer in enumerate(answers):
+        vector = plain(answer[model.embedding][0].float())
+        shown: Any = vector.tolist()
+        if asked["is_base64"]:
+            shown = base64.b64encode(bytes(memory_of(vector))).decode()
+        data.append({"object": "embedding", "index": number, "embedding": shown})
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return json_({"object": "list", "data": data, "model": name, "usage": usage})

@@ -1,0 +1,34 @@
+"""API keys: made here, known by their digests everywhere else.
+
+A key has 256 random bits, so a plain SHA-256 of it tells nothing: what slow hashes are
+for, guessable passwords, does not occur.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+
+PREFIX = "mw"
+ID_BYTES, SECRET_BYTES = 6, 32
+FORM = re.compile(rf"{PREFIX}-([0-9a-f]{{{2 * ID_BYTES}}})-[A-Za-z0-9_-]{{43}}")
+NO_ID = ""
+
+
+def make_key() -> tuple[str, str, str]:
+    """Return a new key, its id, and its digest. Only its owner ever sees the first."""
+    key_id = secrets.token_hex(ID_BYTES)
+    key = f"{PREFIX}-{key_id}-{secrets.token_urlsafe(SECRET_BYTES)}"
+    return key, key_id, digest_of(key)
+
+
+def digest_of(key: str) -> str:
+    """Return what a key is checked with."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def parse_key(text: str) -> tuple[str, str]:
+    """Return the id and the digest of what may be a key."""
+    found = FORM.fullmatch(text)
+    return found.group(1) if found else NO_ID, digest_of(text)
