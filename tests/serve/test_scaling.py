@@ -1,0 +1,142 @@
+"""The load decides how many replicas run: up, down, to none; nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from multiworld.serve.load.generator import Load, inference
+from multiworld.serve.scaling import policy
+from multiworld.serve.scaling.recording import snapshot_from_json
+from multiworld.serve.scaling.snapshot import Decision, Snapshot
+from tests.serve.harness import Traffic, body, served, spec_with, traffic
+from tests.serve.models import SLOW
+
+QUICK = {
+    "min_replicas": 1,
+    "max_replicas": 3,
+    "target_ongoing_requests": 1.0,
+    "upscale_delay_s": 0.5,
+    "downscale_delay_s": 3.0,
+    "look_back_period_s": 2.0,
+    "metrics_interval_s": 0.25,
+}
+ON_DEMAND = {**QUICK, "min_replicas": 0}
+
+
+def stages(config: dict[str, Any], **second: Any) -> list[dict[str, Any]]:
+    """Return stages of which the second computes one row at a time."""
+    return [
+        {"name": "double", "autoscaling_config": config},
+        {"name": "add", "autoscaling_config": config, "max_batch_size": 1, **second},
+        {"name": "square", "autoscaling_config": config},
+    ]
+
+
+async def test_load_scales_a_stage_and_lets_it_go_again(tmp_path: Path) -> None:
+    """The one that is the bottleneck; decisions are explained, and can be replayed.
+
+    A controller that is lost meanwhile goes on from where it was.
+    """
+    spec = spec_with(m_stages=stages(QUICK), m_objective_ms=200)
+    with served(tmp_path, spec) as service:
+        assert service.stages() == [1, 1, 1]
+        until = service.until
+        async with traffic(service, 10.0), traffic(service, 75.0, SLOW):
+            await asyncio.to_thread(
+                until, lambda: service.stages()[1] == 3, "the second stage has three"
+            )
+            await asyncio.to_thread(service.kill_controller)
+            await asyncio.to_thread(service.start)
+            await asyncio.to_thread(
+                until, lambda: service.stages()[1] == 3, "still three"
+            )
+        async with traffic(service, 5.0):
+            await asyncio.to_thread(
+                until, lambda: service.stages() == [1, 1, 1], "one of each"
+            )
+        _decisions_can_be_replayed(service.folder / "state" / "decisions.jsonl")
+        said = service.command("explain", "--state", str(service.state))
+        assert "requests/s" in said["thoughts"][0]["what"]
+        assert any("drain" in e["kind"] for e in service.events())
+        assert not service.events("lost")
+
+
+def _decisions_can_be_replayed(path: Path) -> None:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    scaled = [line for line in lines if line["kind"] == "scaling"]
+    assert len(scaled) >= 2
+    for line in scaled:
+        again = policy.decide(snapshot_from_json(line["snapshot"]))
+        assert list(again.replicas) == line["facts"]["after"]
+
+
+def test_nothing_runs_while_nobody_asks(tmp_path: Path) -> None:
+    """The first request waits for a start and is answered; the service is healthy."""
+    spec = spec_with(m_stages=stages({**ON_DEMAND, "downscale_delay_s": 1.0}))
+    with served(tmp_path, spec) as service:
+        assert service.stages() == [0, 0, 0]
+        assert httpx.get(f"{service.url}/health").status_code == 200
+        answer = service.infer(1.0)
+        assert answer.status_code == 200, answer.text
+        service.until(lambda: service.stages() == [0, 0, 0], "nothing runs again")
+        assert httpx.get(f"{service.url}/v2/models/m/ready").status_code == 200
+        assert not service.events("lost")
+
+
+@pytest.mark.heavy
+async def test_no_more_is_started_than_there_is_room_for(tmp_path: Path) -> None:
+    """The policy wants more; what has no place is said, and the rest is done."""
+    spec = spec_with(
+        m_stages=stages({**QUICK, "max_replicas": 4}, cpus=0.5),
+        machine={"name": "here", "cpus": 1},
+    )
+    with served(tmp_path, spec) as service:
+        bodies = [json.dumps(body(1.0, SLOW)).encode()]
+        load = Load(inference(service.url, "m", bodies), 120.0)
+        running = asyncio.ensure_future(load.run())
+        try:
+            await asyncio.to_thread(
+                service.until, lambda: service.stages()[1] == 2, "two have a place"
+            )
+            await asyncio.to_thread(
+                service.until,
+                lambda: any("no room" in t["what"] for t in _thoughts(service)),
+                "it is said",
+            )
+        finally:
+            load.end()
+            await running
+        assert service.stages()[1] == 2
+        assert not [s for s in load.samples if s.status not in (200, 429)]
+
+
+def _thoughts(service: Any) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = service.ask("GET", "/decisions")["thoughts"]
+    return found
+
+
+def two(snapshot: Snapshot) -> Decision:
+    """Have two of each stage, whatever happens: a policy of one's own."""
+    return Decision(replicas=tuple(2 for _ in snapshot.stages), why="two, always")
+
+
+@pytest.mark.heavy
+async def test_policy_is_replaced_by_its_path(tmp_path: Path) -> None:
+    """Any importable function; its reason is shown."""
+    spec = spec_with(m_stages=stages(QUICK), m_scaling="tests.serve.test_scaling:two")
+    with served(tmp_path, spec) as service:
+        made = Traffic(service, 20.0)
+        running = asyncio.ensure_future(made.load.run())
+        await asyncio.to_thread(
+            service.until, lambda: service.stages() == [2, 2, 2], "two of each"
+        )
+        made.load.end()
+        await running
+        assert not made.bad
+        assert "two, always" in service.events("scaled")[0]["text"]
