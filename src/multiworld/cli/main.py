@@ -119,15 +119,16 @@ def worlds(backend: str, phase_s: float, as_json: bool) -> None:
 
 @demo.command()
 @_story(
-    rate=6.0,
-    help="Texts a second, to each model.",
+    rate=4.0,
+    help="Texts a second; tenants ask in bursts for up to three times as many.",
     picture="multiworld-cluster.png",
 )
 def cluster(rate: float, pause_s: float, picture: Path, as_json: bool) -> None:
-    """Serve two models on a Ray cluster of four nodes, and take a node away.
+    """Serve three tenants on a Ray cluster of four nodes, and take a node away.
 
-    The cluster runs on this machine. A model is added and removed meanwhile, and a node
-    comes back. Exits with 1 if a request was lost or answered wrongly.
+    The cluster runs on this machine. Load in bursts has a model scaled, a tenant floods
+    the others, a model is added and removed, and the node comes back. Exits with 1 if a
+    request was lost or answered wrongly.
     """
     run = _demo("multiworld.demo.cluster.run")
     sys.exit(run(rate, pause_s, picture.resolve(), as_json=as_json))

@@ -77,6 +77,11 @@ class Batcher:
         turn = self._order.turn(work.share, work.rows, next(self._numbers))
         self._turns[work.key] = turn
 
+    @property
+    def probes(self) -> int:
+        """How many of those that wait are probes, which nobody asked for."""
+        return sum(work.via is not None for work in self._waiting.values())
+
     def _remove(self, key: Key) -> Work | None:
         work = self._waiting.pop(key, None)
         if work is not None:

@@ -155,6 +155,8 @@ class Worker:
         return {
             "queued": len(self._batcher),
             "computing": len(self._running),
+            "probing": self._batcher.probes
+            + sum(work.via is not None for work in self._running),
             "computing_s": now - self._running_since if self._running else 0.0,
             "waiting_for_next": len(self._forwarding),
             "handed": self._forwarding.handed_count,

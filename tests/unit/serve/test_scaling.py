@@ -324,6 +324,24 @@ def test_without_known_times_what_is_queued_decides() -> None:
     assert "queued" in decision.why
 
 
+def test_nothing_is_let_go_while_a_stage_starts() -> None:
+    """A replica that was lost is being replaced: the load looks small, as it waits."""
+    at = Situation((0.05, 0.1))
+    at.play(20.0, 20)
+    before = at.replicas
+    assert before[1] > 1
+    for _ in range(30):
+        at.now += 1.0
+        sample = at._sample()
+        seen = [replace(s, ready=0, ongoing=5.0) for s in sample.stages]
+        at.samples.append(replace(sample, stages=tuple(seen)))
+        decision = policy.decide(at.snapshot())
+        at.memory = decision.memory
+        assert all(
+            now >= then for now, then in zip(decision.replicas, before, strict=True)
+        )
+
+
 def test_stage_with_a_number_keeps_it() -> None:
     """Only those with limits are scaled."""
     at = Situation((0.02, 0.08))
@@ -360,7 +378,8 @@ def report(requests: int, queued: int = 0, waiting: int = 0) -> dict[str, Any]:
     """Return what a replica says."""
     return {
         "queued": queued,
-        "computing": 1,
+        "computing": 2,
+        "probing": 1,
         "waiting_for_next": waiting,
         "computed_s": requests * 0.1,
         "counts": {"requests": requests, "batches": requests},

@@ -1,5 +1,6 @@
-"""The demo of a cluster: two models on four Ray nodes, and one node is lost.
+"""The demo of a cluster: three tenants, two models, four Ray nodes; one node is lost.
 
-Real text at a steady rate to both; meanwhile a node is taken away with all that runs on
-it, it comes back, and a third model is added and removed.
+Real text in bursts, which one model is scaled for; meanwhile a node is taken away with
+all that runs on it, it comes back, one tenant floods the others, and a third model is
+added and removed.
 """

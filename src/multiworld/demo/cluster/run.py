@@ -8,15 +8,18 @@ import json
 import os
 import shutil
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import click
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from multiworld.demo.cluster.picture import draw
 from multiworld.demo.cluster.story import ClusterStory
-from multiworld.demo.pipeline.picture import draw
+from multiworld.demo.cluster.tenants import GUESTS, Guest, load_of
 from multiworld.demo.pipeline.screen import Screen, event_table
 from multiworld.demo.pipeline.texts import is_equal, reference, texts
 from multiworld.errors import ServeError
@@ -25,8 +28,10 @@ from multiworld.serve.load.summary import summarise
 from multiworld.testing.ray_nodes import RayNodes, ray_nodes
 
 SPEC = Path(__file__).parent / "app.yaml"
-MODELS = ("encoder", "search")
 NODES = 4
+FLOOD_PAUSES = 4
+"""The flood lasts as long as so many pauses."""
+
 CPUS = 4.0
 """Of each node, as Ray is told: this machine's cores are shared by all of them."""
 
@@ -67,31 +72,37 @@ class _Demo:
 
     async def run(self, rate: float, pause_s: float, picture: Path) -> dict[str, Any]:
         """Play it; return what came of it."""
-        self._screen.tell("starting the service: two models, ten replicas …")
+        self._screen.tell("starting the service: two models, three tenants …")
         try:
             url = await self._story.start()
-            self._screen.tell(f"[green]ready[/] at {url}; {rate:g} texts a second each")
-            loads = {m: self._load(url, m, rate) for m in MODELS}
+            self._screen.tell(f"[green]ready[/] at {url}")
+            loads = {g.name: await self._load(url, g, rate) for g in GUESTS}
             await self._under(loads, pause_s)
+            decided = await self._story.decisions()
+            usage = await self._story.usage()
         finally:
             await self._story.end()
-        return self._outcome(loads, picture)
+        return self._outcome(loads, decided, usage, picture)
 
-    def _load(self, url: str, model: str, rate: float) -> Load:
+    async def _load(self, url: str, guest: Guest, rate: float) -> Load:
         def check(number: int, answer: Any) -> bool:
             row = answer["data"][0]["embedding"]
             return is_equal(row, self._wanted[number % len(self._wanted)])
 
-        return Load(embeddings(url, model, self._sentences), rate, check)
+        key = await self._story.welcome(guest)
+        target = embeddings(url, guest.model, self._sentences)
+        return load_of(guest, target, key, rate, check)
 
     async def _under(self, loads: dict[str, Load], pause_s: float) -> None:
-        running = [asyncio.ensure_future(load.run()) for load in loads.values()]
+        steady = [loads[g.name] for g in GUESTS if not g.is_flood]
+        floods = [loads[g.name] for g in GUESTS if g.is_flood]
+        running = [asyncio.ensure_future(load.run()) for load in steady]
         around = [
-            asyncio.ensure_future(self._story.watch(next(iter(loads.values())))),
+            asyncio.ensure_future(self._story.watch(steady[0])),
             asyncio.ensure_future(self._screen.show(self._story, loads)),
         ]
         try:
-            await self._play(pause_s)
+            await self._play(pause_s, floods)
         finally:
             for load in loads.values():
                 load.end()
@@ -101,51 +112,114 @@ class _Demo:
             await asyncio.gather(*around, return_exceptions=True)
             self._screen.finish()
 
-    async def _play(self, pause_s: float) -> None:
+    async def _play(self, pause_s: float, floods: list[Load]) -> None:
+        story = self._story
         await asyncio.sleep(pause_s)
-        name = await self._story.lose_node()
+        await story.until_scaled("encoder", up=True)
+        name = await story.lose_node()
         await asyncio.sleep(pause_s)
-        await self._story.add_node(name)
+        await story.add_node(name)
+        await self._flood(pause_s, floods)
         await asyncio.sleep(pause_s)
-        await self._story.add_model()
+        await story.add_model()
         await asyncio.sleep(pause_s)
-        await self._story.remove_model()
+        await story.remove_model()
+        await story.until_scaled("encoder", up=False)
         await asyncio.sleep(pause_s)
 
-    def _outcome(self, loads: dict[str, Load], picture: Path) -> dict[str, Any]:
+    async def _flood(self, pause_s: float, floods: list[Load]) -> None:
+        """Let a tenant ask for much more than there is."""
+        scene = self._story.begin("a tenant floods")
+        self._screen.tell("[yellow]lab[/] asks for much more than its share")
+        running = []
+        for load in floods:
+            load.offset_s = scene.begin_s
+            running.append(asyncio.ensure_future(load.run()))
+        await asyncio.sleep(FLOOD_PAUSES * pause_s)
+        for load in floods:
+            load.end()
+        await asyncio.gather(*running)
+        self._story.finish(scene)
+
+    def _outcome(
+        self,
+        loads: dict[str, Load],
+        decided: list[dict[str, Any]],
+        usage: list[dict[str, Any]],
+        picture: Path,
+    ) -> dict[str, Any]:
         console, story = self._console, self._story
         samples = {
-            model: sorted(load.samples, key=lambda s: s.due_s)
-            for model, load in loads.items()
+            name: sorted(load.samples, key=lambda s: s.due_s)
+            for name, load in loads.items()
         }
-        every = [sample for found in samples.values() for sample in found]
-        console.print(event_table(story.scenes, every))
+        steady = [s for g in GUESTS if not g.is_flood for s in samples[g.name]]
+        console.print(event_table(story.scenes, steady))
         console.print(_moves(story))
-        is_good, found = True, {}
-        for model, load in loads.items():
-            found[model] = summary = summarise(samples[model])
-            is_good &= load.sent == summary.answered and not summary.wrong
-            console.print(
-                f"{model}: {load.sent} sent, {summary.answered} answered, "
-                f"{load.sent - summary.answered} failed, {summary.wrong} wrong · p50 "
-                f"{summary.p50_s * 1000:.1f} ms · p99 {summary.p99_s * 1000:.1f} ms"
-            )
-            for error, count in summary.errors.items():
-                console.print(f"[red]{count} times[/] {error}")
-        title = "Two models on four nodes: latency, and the replicas of each node"
-        draw(picture, title, samples, story.scenes, story.strengths, story.lanes)
+        console.print(tenant_table(loads, usage))
+        console.print("what was decided about scaling, and why (multiworld explain):")
+        for decision in decided:
+            if decision["kind"] != "scaling":
+                continue
+            at_s = decision["at"] - story.scenes[0].wall_s + story.scenes[0].begin_s
+            text = f"  {at_s:6.1f} s  {decision['about']}: {decision['what']}"
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+        draw(picture, samples, story.scenes, story.strengths, story.lanes)
         console.print(f"the timeline: {os.fspath(picture)}", soft_wrap=True)
+        found = {name: summarise(samples[name]) for name in loads}
+        is_good = all(
+            load.sent == len(load.samples)
+            and not found[name].wrong
+            and set(found[name].statuses) <= _allowed(name)
+            for name, load in loads.items()
+        )
         if is_good:
             console.print(
                 "[green]no request was lost, and none was answered wrongly[/]"
             )
         return {
             "is_good": is_good,
-            "models": {m: dataclasses.asdict(summary) for m, summary in found.items()},
+            "tenants": {n: dataclasses.asdict(summary) for n, summary in found.items()},
             "scenes": [dataclasses.asdict(scene) for scene in story.scenes],
             "moves": [dataclasses.asdict(move) for move in story.moves],
+            "decisions": decided,
+            "usage": usage,
             "picture": str(picture),
         }
+
+
+def _allowed(name: str) -> set[int]:
+    """Return the statuses that are no loss: who floods is refused some of it."""
+    is_flood = next(g.is_flood for g in GUESTS if g.name == name)
+    return {200, 429} if is_flood else {200}
+
+
+def tenant_table(loads: dict[str, Load], usage: list[dict[str, Any]]) -> Table:
+    """Return what each tenant got, and what the service has written down."""
+    table = Table(title="tenants", box=SIMPLE)
+    for title in ("tenant", "model"):
+        table.add_column(title)
+    columns = ("sent", "answered", "refused", "lost", "wrong", "p50 ms", "p99 ms")
+    for title in (*columns, "billed"):
+        table.add_column(title, justify="right")
+    billed: Counter[str] = Counter()
+    for row in usage:
+        billed[row["tenant"]] += row["answered"]
+    for guest in GUESTS:
+        load = loads[guest.name]
+        found = summarise(load.samples)
+        refused = found.statuses.get(429, 0)
+        numbers = (load.sent, found.answered, refused, found.failed - refused)
+        table.add_row(
+            guest.name,
+            guest.model,
+            *map(str, numbers),
+            str(found.wrong),
+            f"{found.p50_s * 1000:.0f}",
+            f"{found.p99_s * 1000:.0f}",
+            str(billed[guest.name]),
+        )
+    return table
 
 
 def _moves(story: ClusterStory) -> Table:

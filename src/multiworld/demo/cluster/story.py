@@ -12,7 +12,9 @@ from typing import Any
 
 import yaml
 
+from multiworld.demo.cluster.tenants import Guest
 from multiworld.demo.pipeline.story import Story
+from multiworld.serve.gateway.process import USAGE_S
 from multiworld.testing.ray_nodes import RayNodes
 
 SETTLE_S = 90.0
@@ -46,18 +48,23 @@ class ClusterStory(Story):
     ) -> None:
         super().__init__(_with_address(spec, root, nodes), root, tell)
         self._nodes = nodes
-        self._lanes = list(nodes.names)
+        self._lanes = [
+            f"{model} {stage['name']}"
+            for model, spec in self._app["models"].items()
+            for stage in spec["stages"]
+        ]
         self.moves: list[Move] = []
 
     @property
     def lanes(self) -> list[str]:
-        """What replicas are counted by: their node."""
+        """What replicas are counted by: the stages that are there from the start."""
         return self._lanes
 
     def lane_of(self, process: dict[str, Any]) -> str:
         """Return where a replica is counted."""
-        node: str = process["node"]
-        return node
+        spec = self._app["models"].get(process["model"])
+        name = spec["stages"][process["stage"]]["name"] if spec else ""
+        return f"{process['model']} {name}"
 
     def is_whole(self) -> bool:
         """Tell whether every stage that is wanted has its replicas, and no other."""
@@ -127,6 +134,43 @@ class ClusterStory(Story):
         self.tell(f"[cyan]update[/] {title}")
         await self.until(self.is_whole)
         self.finish(scene)
+
+    async def welcome(self, guest: Guest) -> str:
+        """Make a tenant; return its key."""
+        asked = {"name": guest.name, **guest.settings}
+        made = await self.ask("POST", "/tenants", json=asked)
+        self.tell(f"tenant {guest.name}: {guest.settings}")
+        key: str = made["key"]
+        return key
+
+    async def until_scaled(self, model: str, *, up: bool) -> None:
+        """Wait until the load has had a model scaled up, or back to the least."""
+        title = "more is started" if up else "and let go again"
+        scene = self.begin(f"{model}: {title}")
+        least = sum(
+            stage.get("autoscaling_config", {}).get("min_replicas")
+            or stage.get("replicas", 1)
+            for stage in self._app["models"][model]["stages"]
+        )
+
+        def is_so() -> bool:
+            wanted = self.status["wanted"]["models"][model]["replicas"]
+            return (sum(wanted) > least) is up and self.is_whole()
+
+        await self.until(is_so)
+        self.finish(scene)
+
+    async def decisions(self) -> list[dict[str, Any]]:
+        """Return what was decided, and why."""
+        found = await self.ask("GET", "/decisions", params={"last": 50})
+        decided: list[dict[str, Any]] = found["decisions"]
+        return decided
+
+    async def usage(self) -> list[dict[str, Any]]:
+        """Return what the service says that tenants have used, all of it."""
+        await asyncio.sleep(2 * USAGE_S)
+        found: list[dict[str, Any]] = await self.ask("GET", "/usage")
+        return found
 
     async def add_model(self) -> None:
         """Add a model beside those that serve."""

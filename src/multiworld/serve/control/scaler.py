@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -179,7 +180,7 @@ class Scaler:
             for post, seconds in self._fleet.start_s.items()
             if post[:2] == (name, version)
         ]
-        return max(took, default=START_S)
+        return statistics.median(took) if took else START_S
 
     def _carry_out(self, known: _Model, snapshot: Snapshot, decision: Decision) -> None:
         name = snapshot.model

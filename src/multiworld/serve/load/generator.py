@@ -58,6 +58,8 @@ class Load:
     Attributes:
         samples: What was answered so far.
         sent: How many requests have left.
+        offset_s: Added to what samples say of when they were due: one clock for several
+            loads that begin at different times.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Load:
         self.samples: list[Sample] = []
         self.sent = 0
         self.began_at = 0.0
+        self.offset_s = 0.0
         self._is_ending = False
 
     def end(self) -> None:
@@ -133,4 +136,5 @@ class Load:
         except (aiohttp.ClientError, TimeoutError, ValueError) as problem:
             error = f"{type(problem).__name__}: {problem}"
         latency_s = loop.time() - self.began_at - due_s
+        due_s += self.offset_s
         self.samples.append(Sample(due_s, latency_s, status, is_right, error))

@@ -36,14 +36,22 @@ class Demand:
     Attributes:
         rate: Now: over the look-back period, or since a burst began.
         expected: When a replica that is started now is ready.
+        ahead_s: How far ahead ``expected`` is: as far as a replica takes to start, but
+            no further than the trend was seen.
         slope: By which ``rate`` changes in a second; 0 if that may be chance.
         is_burst: Much more came lately than the look-back period has on average.
     """
 
     rate: float
     expected: float
+    ahead_s: float = 0.0
     slope: float = 0.0
     is_burst: bool = False
+
+    @property
+    def is_rising(self) -> bool:
+        """Whether more and more comes."""
+        return self.is_burst or self.slope > 0
 
 
 def since(samples: Sequence[Sample], at: float) -> Sample:
@@ -74,10 +82,12 @@ def demand_of(
     slope = _slope(samples, TREND_PERIODS * look_back_s)
     # An average over a period is what was asked for in its middle.
     behind_s = 0.0 if burst else look_back_s / 2
+    ahead_s = min(ahead_s, look_back_s)
     expected = now + slope * (ahead_s + behind_s)
     return Demand(
         now,
         min(max(now, expected), MOST_GROWTH * now),
+        ahead_s,
         slope,
         is_burst=burst > 0.0,
     )

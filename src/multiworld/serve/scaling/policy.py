@@ -75,6 +75,8 @@ def decide(snapshot: Snapshot) -> Decision:
         before = old.wishes[k] if k < len(old.wishes) else ()
         wishes.append(remember(before, Wish(snapshot.now, low, high), limits))
         count = settled(wishes[k], stage.replicas, limits, is_urgent=is_urgent)
+        if demand.is_rising or _is_starting(snapshot, k):
+            count = max(count, stage.replicas)  # none is let go now
         replicas.append(stage.replicas if stage.limits is None else count)
     return Decision(
         replicas=tuple(replicas),
@@ -107,7 +109,8 @@ def _measured(
     """
     first = since(snapshot.samples, snapshot.now - look_back_s)
     last = snapshot.samples[-1]
-    found = []
+    step = min(1.0, snapshot.interval_s / look_back_s)
+    found: list[tuple[float, float] | None] = []
     for k, stage in enumerate(snapshot.stages):
         before = old.measured[k] if k < len(old.measured) else None
         if before is None and stage.item_s is not None:
@@ -116,9 +119,18 @@ def _measured(
         requests, batches = other.requests - one.requests, other.batches - one.batches
         busy_s = other.busy_s - one.busy_s
         if requests >= FEW and batches and busy_s > 0:
-            before = busy_s / requests, busy_s / batches
+            now = busy_s / requests, busy_s / batches
+            before = now if before is None else _smoothed(before, now, step)
         found.append(before)
     return tuple(found)
+
+
+def _smoothed(
+    before: tuple[float, float], now: tuple[float, float], step: float
+) -> tuple[float, float]:
+    """Return times that follow what is measured slowly: a busy machine scatters."""
+    item_s, batch_s = (b + step * (n - b) for b, n in zip(before, now, strict=True))
+    return item_s, batch_s
 
 
 def _gears(
@@ -188,6 +200,15 @@ def _is_idle(snapshot: Snapshot, demand: Demand) -> bool:
     return demand.rate == 0 and not any(seen.ongoing for seen in last.stages)
 
 
+def _is_starting(snapshot: Snapshot, k: int) -> bool:
+    """Tell whether a stage has work and not all of its replicas yet.
+
+    Then none is let go: it might be one of those that the others wait for.
+    """
+    seen = snapshot.samples[-1].stages[k]
+    return seen.ready < snapshot.stages[k].replicas and seen.ongoing > 0
+
+
 def _queued(
     samples: Sequence[Sample], k: int, stage: StageNow, look_back_s: float
 ) -> int:
@@ -249,7 +270,7 @@ def _words(
     if demand.is_burst:
         text += " (a burst)"
     if demand.expected > demand.rate * 1.01:
-        text += f", {demand.expected:.2f} expected in {snapshot.start_s:.1f} s"
+        text += f", {demand.expected:.2f} expected in {demand.ahead_s:.1f} s"
     if gears:
         number = gear_for(gears, demand.expected)
         gear = gears[number]

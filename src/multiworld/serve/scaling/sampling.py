@@ -72,7 +72,8 @@ class Watch:
             ready[replica.stage] += replica.is_ready
             said = reports.get(replica.name)
             if said is not None:
-                ongoing[replica.stage] += said["queued"] + said["computing"]
+                at_work = said["computing"] - said["probing"]
+                ongoing[replica.stage] += said["queued"] + at_work
                 ongoing[replica.stage + 1] += said["waiting_for_next"]
                 self._add(replica, said)
         for name in self._before.keys() - known:

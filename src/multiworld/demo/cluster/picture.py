@@ -1,0 +1,114 @@
+"""The timeline of the demo as a picture: load, latency, replicas, what happened."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from multiworld.demo.pipeline.picture import COLORS, SHADE
+from multiworld.demo.pipeline.story import Scene, Strength
+from multiworld.serve.load.summary import Sample
+
+BAD = "#e6194b"
+SLOT_S = 1.0
+
+
+def draw(
+    path: Path,
+    samples: dict[str, list[Sample]],
+    scenes: list[Scene],
+    strengths: list[Strength],
+    lanes: list[str],
+) -> None:
+    """Draw it.
+
+    Args:
+        samples: By tenant.
+        lanes: What ``strengths`` count, in order.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, rows = plt.subplots(
+        3,
+        1,
+        sharex=True,
+        figsize=(13, 9),
+        height_ratios=(1, 2, 1.4),
+        layout="constrained",
+    )
+    above, middle, below = rows
+    for number, (tenant, found) in enumerate(samples.items()):
+        color = COLORS[number % len(COLORS)]
+        _load(above, found, color, tenant)
+        _latency(middle, found, color, tenant)
+    _replicas(below, strengths, lanes)
+    for scene in scenes:
+        for axes in rows:
+            axes.axvspan(scene.begin_s, scene.end_s, color=SHADE, alpha=0.2, lw=0)
+        middle.annotate(
+            scene.title,
+            (scene.begin_s, 0.99),
+            xycoords=("data", "axes fraction"),
+            rotation=90,
+            va="top",
+            ha="right",
+            fontsize=9,
+        )
+    above.set_title("Three tenants on four nodes: load, latency, replicas")
+    above.set_ylabel("requests/s")
+    middle.set_yscale("log")
+    middle.set_ylabel("latency (ms)")
+    below.set_ylabel("ready replicas")
+    below.set_xlabel("seconds")
+    for axes in rows:
+        axes.legend(loc="upper left", ncols=4, fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _load(axes: Any, samples: list[Sample], color: str, tenant: str) -> None:
+    counts = Counter(int(s.due_s / SLOT_S) for s in samples)
+    last = max(counts, default=0)
+    axes.step(
+        [slot * SLOT_S for slot in range(last + 1)],
+        [counts[slot] / SLOT_S for slot in range(last + 1)],
+        where="post",
+        color=color,
+        label=tenant,
+    )
+
+
+def _latency(axes: Any, samples: list[Sample], color: str, tenant: str) -> None:
+    good = [s for s in samples if s.is_answered and s.is_right is not False]
+    refused = [s for s in samples if s.status == 429]
+    bad = [s for s in samples if s not in good and s.status != 429]
+    for found, marker, shade, label in (
+        (good, ".", color, f"{tenant}: answered ({len(good)})"),
+        (refused, "|", color, f"{tenant}: refused, 429 ({len(refused)})"),
+        (bad, "x", BAD, f"{tenant}: lost or wrong ({len(bad)})"),
+    ):
+        if found:
+            axes.scatter(
+                [s.due_s for s in found],
+                [s.latency_s * 1000 for s in found],
+                s=30 if marker == "x" else 12,
+                marker=marker,
+                color=shade,
+                label=label,
+            )
+
+
+def _replicas(axes: Any, strengths: list[Strength], lanes: list[str]) -> None:
+    for number, lane in enumerate(lanes):
+        axes.step(
+            [s.at_s for s in strengths],
+            [s.ready[number] + 0.05 * number for s in strengths],
+            where="post",
+            label=lane,
+            color=COLORS[number % len(COLORS)],
+        )
+    axes.set_ylim(bottom=-0.2)
