@@ -58,16 +58,14 @@ def spec_of(only: str | None = None, replicas: int = 1) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def ours(
-    folder: Path, only: str | None = None, replicas: int = 1
-) -> Iterator[list[Service]]:
-    """Serve all our pipelines, or one; its state is in ``folder / "state"``.
+def running(spec: dict[str, Any], folder: Path) -> Iterator[str]:
+    """Serve what a spec says; yield its URL. Its state is in ``folder / "state"``.
 
     Raises:
         RuntimeError: It did not start.
     """
     path = folder / "app.yaml"
-    path.write_text(yaml.safe_dump(spec_of(only, replicas)))
+    path.write_text(yaml.safe_dump(spec))
     command = [sys.executable, "-m", "multiworld.cli.main", "serve", str(path)]
     command += ["--state", str(folder / "state"), "--json"]
     with open(folder / "log", "wb") as log:
@@ -83,11 +81,25 @@ def ours(
         line = process.stdout.readline()
         if not line:
             raise RuntimeError((folder / "log").read_text()[-2000:])
-        url = json.loads(line)["url"]
-        yield list(_asked(url, only))
+        url: str = json.loads(line)["url"]
+        yield url
     finally:
         process.terminate()
         process.wait(STOP_S)
+        process.stdout.close()
+
+
+@contextlib.contextmanager
+def ours(
+    folder: Path, only: str | None = None, replicas: int = 1
+) -> Iterator[list[Service]]:
+    """Serve all our pipelines, or one; its state is in ``folder / "state"``.
+
+    Raises:
+        RuntimeError: It did not start.
+    """
+    with running(spec_of(only, replicas), folder) as url:
+        yield list(_asked(url, only))
 
 
 def _asked(url: str, only: str | None) -> Iterator[Service]:

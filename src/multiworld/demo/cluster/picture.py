@@ -51,10 +51,10 @@ def draw(
             axes.axvspan(scene.begin_s, scene.end_s, color=SHADE, alpha=0.2, lw=0)
         middle.annotate(
             scene.title,
-            (scene.begin_s, 0.99),
+            (scene.begin_s, 0.02),
             xycoords=("data", "axes fraction"),
             rotation=90,
-            va="top",
+            va="bottom",
             ha="right",
             fontsize=9,
         )
@@ -65,7 +65,10 @@ def draw(
     below.set_ylabel("ready replicas")
     below.set_xlabel("seconds")
     for axes in rows:
-        axes.legend(loc="upper left", ncols=4, fontsize=8)
+        low, high = axes.get_ylim()
+        room = high * (high / low) ** 0.15 if axes is middle else high + 0.3 * high
+        axes.set_ylim(top=room)
+        axes.legend(loc="upper left", ncols=5, fontsize=8)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

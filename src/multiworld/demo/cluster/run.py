@@ -161,7 +161,8 @@ class _Demo:
         for decision in decided:
             if decision["kind"] != "scaling":
                 continue
-            at_s = decision["at"] - story.scenes[0].wall_s + story.scenes[0].begin_s
+            first = story.scenes[0]
+            at_s = decision["at"] - first.wall_s + first.begin_s
             text = f"  {at_s:6.1f} s  {decision['about']}: {decision['what']}"
             console.print(text, markup=False, highlight=False, soft_wrap=True)
         draw(picture, samples, story.scenes, story.strengths, story.lanes)

@@ -145,8 +145,7 @@ class ClusterStory(Story):
 
     async def until_scaled(self, model: str, *, up: bool) -> None:
         """Wait until the load has had a model scaled up, or back to the least."""
-        title = "more is started" if up else "and let go again"
-        scene = self.begin(f"{model}: {title}")
+        self.tell(f"waiting until {model} is scaled {'up' if up else 'down again'} …")
         least = sum(
             stage.get("autoscaling_config", {}).get("min_replicas")
             or stage.get("replicas", 1)
@@ -158,7 +157,8 @@ class ClusterStory(Story):
             return (sum(wanted) > least) is up and self.is_whole()
 
         await self.until(is_so)
-        self.finish(scene)
+        wanted = self.status["wanted"]["models"][model]["replicas"]
+        self.tell(f"[cyan]{model}[/] has {wanted} replicas")
 
     async def decisions(self) -> list[dict[str, Any]]:
         """Return what was decided, and why."""

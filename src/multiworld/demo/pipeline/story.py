@@ -269,7 +269,8 @@ class Story:
         fresh = self.status
         while fresh is self.status or not is_so():
             if time.monotonic() > limit:
-                raise DemoFailedError(f"{self.scenes[-1].title}: no end to it")
+                last = self.scenes[-1].title if self.scenes else "the beginning"
+                raise DemoFailedError(f"after {last}: no end to it")
             await asyncio.sleep(POLL_S)
 
     async def last_event(self) -> int:

@@ -1,0 +1,294 @@
+"""What scaling is worth: attainment, goodput and cost under a load that varies much.
+
+``python benchmarks/elastic.py [--ray PYTHON] [--seconds 120] [--rounds 2]``. Three
+models of two stages each, which take 10 and 30 ms for a request (they sleep: so two
+cores are enough), and for each a trace of bursts, the same for all contenders: ours
+with an objective, ours with Ray Serve's parameters only, ours as a fixed fleet of the
+least, of the middle and of the most replicas, and Ray Serve's own autoscaling. One at a
+time, all in each round. ``simulated`` is what `multiworld simulate` makes of the same.
+
+Attained: the share of all requests that were answered with 200 within 500 ms of when
+they were due. Replica-seconds: of the stages, started ones included, counted twice a
+second. Writes ``results/elastic.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import random
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import orjson
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from multiworld.bench.apart.environment import HERE
+from multiworld.bench.serving import services
+from multiworld.serve.control.client import Service
+from multiworld.serve.load.generator import Load, Target
+from multiworld.serve.load.summary import Sample, quantile
+from multiworld.serve.loading import parse_spec
+from multiworld.serve.scaling import others, policy
+from multiworld.serve.simulation.engine import simulate
+from multiworld.serve.simulation.judging import judge
+from multiworld.serve.simulation.modelling import pipeline_of, with_fleet
+from multiworld.serve.simulation.traces import Arrival, generated
+
+MS = (10.0, 30.0)
+OBJECTIVE_S = 0.5
+MOST = 4
+CONFIG = {
+    "min_replicas": 1,
+    "max_replicas": MOST,
+    "target_ongoing_requests": 2.0,
+    "upscale_delay_s": 1.0,
+    "downscale_delay_s": 10.0,
+    "look_back_period_s": 5.0,
+}
+BODY = orjson.dumps(
+    {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1], "data": [1.0]}]}
+)
+FLEETS = {"fixed, least": (1, 1), "fixed, middle": (1, 2), "fixed, most": (2, 4)}
+RAY = "Ray Serve"
+LOOK_S = 0.5
+
+
+def traces(seconds: float, seed: int) -> dict[str, list[Arrival]]:
+    """Return a trace for each model: quiet and bursts, at different times."""
+    unit = seconds / 12
+    patterns = {
+        "a": ((4, 3), (60, 2), (4, 4), (40, 1), (4, 2)),
+        "b": ((50, 2), (3, 5), (50, 2), (3, 3)),
+        "c": ((10, 6), (70, 1), (10, 5)),
+    }
+    found = {}
+    for name, parts in patterns.items():
+        texts = [f"gamma:rate={r},seconds={u * unit},cv=2" for r, u in parts]
+        found[name] = generated("+".join(texts), seed)
+    return found
+
+
+def spec_of(kind: str) -> dict[str, Any]:
+    """Return the spec of one of our contenders."""
+    factory = "multiworld.bench.serving.paced:model"
+    stages: list[dict[str, Any]] = []
+    for k, ms in enumerate(MS):
+        stage: dict[str, Any] = {"max_batch_size": 1, "item_ms": ms}
+        if kind in FLEETS:
+            stage["replicas"] = FLEETS[kind][k]
+        else:
+            stage["autoscaling_config"] = CONFIG
+        stages.append(stage)
+    model: dict[str, Any] = {"factory": factory, "stages": stages}
+    if kind == "ours":
+        model["objective_ms"] = OBJECTIVE_S * 1000
+    return {
+        "app": "elastic",
+        "models": dict.fromkeys("abc", model),
+        "gateway": {"port": 0},
+    }
+
+
+# Running.
+
+
+async def play(
+    urls: dict[str, str], asked: dict[str, list[Arrival]], count: Any
+) -> dict[str, Any]:
+    """Send all traces at once; return the samples, and the replica-seconds."""
+    loads = {
+        name: Load(
+            Target(url, [BODY], {"Content-Type": "application/json"}),
+            1.0,
+            due=[arrival.at for arrival in asked[name]],
+        )
+        for name, url in urls.items()
+    }
+    running = asyncio.gather(*(load.run() for load in loads.values()))
+    replica_s, last = 0.0, time.monotonic()
+    while not running.done():
+        await asyncio.wait({running}, timeout=LOOK_S)
+        here = await asyncio.to_thread(count)
+        now = time.monotonic()
+        replica_s, last = replica_s + here * (now - last), now
+    await running
+    return {
+        "samples": {n: load.samples for n, load in loads.items()},
+        "cost": replica_s,
+    }
+
+
+def run_ours(kind: str, asked: dict[str, list[Arrival]]) -> dict[str, Any]:
+    """Run one of our contenders."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        services.running(spec_of(kind), Path(folder)) as url,
+    ):
+        service = Service(None, Path(folder) / "state")
+
+        def count() -> int:
+            status = service.ask("GET", "/status")
+            return sum(bool(p["model"]) for p in status["processes"])
+
+        urls = {name: f"{url}/v2/models/{name}/infer" for name in asked}
+        return asyncio.run(play(urls, asked, count))
+
+
+@contextlib.contextmanager
+def ray(python: Path) -> Iterator[tuple[str, Any]]:
+    """Run Ray Serve; yield where it is, and what counts its replicas."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    said = {"models": dict.fromkeys("abc", MS), "autoscaling_config": CONFIG}
+    process = subprocess.Popen(
+        [str(python), str(HERE / "ray_elastic.py"), str(port), json.dumps(said)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0"},
+    )
+    assert process.stdout is not None
+    assert process.stdin is not None
+    try:
+        while (line := process.stdout.readline()) and line.strip() != "ready":
+            pass
+        if not line:
+            raise RuntimeError("Ray Serve did not start")
+        os.set_blocking(process.stdout.fileno(), False)
+        last = [0]
+
+        def count() -> int:
+            for text in process.stdout.readlines():  # type: ignore[union-attr]
+                with contextlib.suppress(ValueError):
+                    last[0] = sum(json.loads(text).values())
+            return last[0]
+
+        yield f"http://127.0.0.1:{port}", count
+    finally:
+        process.stdin.close()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def run_ray(python: Path, asked: dict[str, list[Arrival]]) -> dict[str, Any]:
+    """Run Ray Serve's autoscaling."""
+    with ray(python) as (url, count):
+        return asyncio.run(play({n: f"{url}/{n}" for n in asked}, asked, count))
+
+
+def run_simulated(kind: str, asked: dict[str, list[Arrival]]) -> dict[str, float]:
+    """Return what the simulator makes of one of our contenders."""
+    spec = parse_spec(yaml.safe_dump(spec_of(kind))).models["a"]
+    chosen = policy.decide if kind not in FLEETS else others.fixed
+    good = cost = sent = 0.0
+    for trace in asked.values():
+        model = pipeline_of("m", spec, chosen, {}, 0.5)
+        if kind in FLEETS:
+            model = with_fleet(model, FLEETS[kind])
+        (outcome,) = simulate([model], [trace], random.Random(0).random)
+        took = [t for _, t in outcome.requests if t >= 0]
+        good += sum(t <= OBJECTIVE_S for t in took)
+        cost += judge(kind, outcome).replica_s
+        sent += len(trace)
+    return {"attained": good / sent, "cost": cost}
+
+
+# Telling.
+
+
+def numbers(found: dict[str, Any], seconds: float) -> dict[str, float]:
+    """Return what came of a run."""
+    samples: list[Sample] = [s for one in found["samples"].values() for s in one]
+    took = [s.latency_s for s in samples if s.is_answered]
+    good = sum(t <= OBJECTIVE_S for t in took)
+    return {
+        "sent": len(samples),
+        "attained": good / len(samples),
+        "goodput": good / seconds,
+        "cost": found["cost"],
+        "p50": quantile(took, 0.5),
+        "p99": quantile(took, 0.99),
+        "lost": len(samples) - len(took),
+    }
+
+
+def show(results: dict[str, list[dict[str, float]]], simulated: dict[str, Any]) -> None:
+    """Print medians over the rounds."""
+    table = Table(title="medians of the rounds")
+    table.add_column("contender")
+    for title in ("attained", "good/s", "replica-s", "p50 ms", "p99 ms", "lost"):
+        table.add_column(title, justify="right")
+    table.add_column("simulated", justify="right")
+    for name, rounds in results.items():
+        mid = {key: median(r[key] for r in rounds) for key in rounds[0]}
+        sim = simulated.get(name)
+        table.add_row(
+            name,
+            f"{mid['attained']:.1%}",
+            f"{mid['goodput']:.1f}",
+            f"{mid['cost']:.0f}",
+            f"{mid['p50'] * 1000:.0f}",
+            f"{mid['p99'] * 1000:.0f}",
+            f"{mid['lost']:.0f}",
+            f"{sim['attained']:.1%}, {sim['cost']:.0f}" if sim else "-",
+        )
+    Console().print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ray", type=Path, help="an interpreter that has ray[serve]")
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--rounds", type=int, default=2)
+    given = parser.parse_args(arguments)
+    names = ["ours", "ours, Ray's parameters", *FLEETS]
+    results: dict[str, list[dict[str, float]]] = {}
+    simulated: dict[str, list[dict[str, float]]] = {}
+    for number in range(given.rounds):
+        asked = traces(given.seconds, seed=number)
+        for name in names:
+            found = numbers(run_ours(name, asked), given.seconds)
+            results.setdefault(name, []).append(found)
+            simulated.setdefault(name, []).append(run_simulated(name, asked))
+            Console().print(number, name, found)
+        if given.ray is not None:
+            found = numbers(run_ray(given.ray, asked), given.seconds)
+            results.setdefault(RAY, []).append(found)
+            Console().print(number, RAY, found)
+    medians = {
+        name: {key: median(r[key] for r in rounds) for key in rounds[0]}
+        for name, rounds in simulated.items()
+    }
+    show(results, medians)
+    path = Path(__file__).parent / "results" / "elastic.json"
+    told = {
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        "seconds": given.seconds,
+        "results": results,
+        "simulated": simulated,
+    }
+    path.write_text(json.dumps(told, indent=1))
+
+
+if __name__ == "__main__":
+    main()
