@@ -19,7 +19,9 @@ ROOT = Path(__file__).parents[2]
 MODULES = [
     info.name
     for info in pkgutil.walk_packages(multiworld.__path__, "multiworld.")
-    if not info.name.endswith((".main", "_end", ".ray_serving"))  # scripts, elsewhere
+    if not info.name.endswith(
+        (".main", "_end", ".ray_serving", ".ray_elastic")
+    )  # scripts, elsewhere
 ]
 
 

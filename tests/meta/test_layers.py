@@ -94,6 +94,7 @@ PURE = [
     "serve/scaling/others",
     "serve/scaling/asking",
     "serve/scaling/sampling",
+    "serve/load/summary",
     "serve/simulation/engine",
     "serve/simulation/modelling",
     "serve/simulation/judging",

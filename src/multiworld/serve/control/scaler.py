@@ -21,6 +21,7 @@ from multiworld.serve.control.journal import Journal
 from multiworld.serve.control.places import Specs
 from multiworld.serve.control.state import Phase, Wanted
 from multiworld.serve.scaling import asking, policy
+from multiworld.serve.scaling.asking import within
 from multiworld.serve.scaling.recording import snapshot_to_json
 from multiworld.serve.scaling.sampling import Seen, Watch
 from multiworld.serve.scaling.snapshot import Decision, Policy, Snapshot
@@ -161,7 +162,7 @@ class Scaler:
             interval_s=known.interval_s,
             memory=known.memory,
         )
-        decision = known.policy(snapshot)
+        decision = within(known.policy(snapshot), snapshot.stages)
         known.memory = decision.memory
         self._journal.think("scaling", name, decision.why)
         if tuple(decision.replicas) != wanted.replicas:

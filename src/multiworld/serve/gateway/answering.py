@@ -83,7 +83,7 @@ async def answered(
         status = response.status_code
     finally:
         asked = name() if callable(name) else name
-        is_known = asked in gateway.names(visit.tenant)
+        is_known = gateway.may_use(visit.tenant, asked)
         label = asked if is_known else "unknown"
         gateway.door.leave(visit, label, status)
         took_s = time.monotonic() - visit.began

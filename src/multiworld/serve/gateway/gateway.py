@@ -43,13 +43,15 @@ class Gateway:
         self.fleet: dict[str, Any] = {}
         self.is_ending = False
 
+    def may_use(self, tenant: Tenant, name: str) -> bool:
+        """Return whether a model is served that a tenant may use."""
+        is_served = name in self.dispatcher.table.routes and not is_dedicated(name)
+        return is_served and tenant.may_use(name)
+
     def names(self, tenant: Tenant) -> list[str]:
         """Return the models that a tenant may use."""
-        return sorted(
-            name
-            for name in self.dispatcher.table.routes
-            if not is_dedicated(name) and tenant.may_use(name)
-        )
+        routes = self.dispatcher.table.routes
+        return sorted(name for name in routes if self.may_use(tenant, name))
 
     def route(self, name: str, tenant: Tenant) -> str:
         """Return the name under which a model is served to a tenant."""
@@ -64,11 +66,12 @@ class Gateway:
             UnknownModelError: There is none that this tenant may use, or another
                 version answers.
         """
-        routes, names = self.dispatcher.table.routes, self.names(tenant)
-        if name not in names:
-            if name in routes and not is_dedicated(name):
+        routes = self.dispatcher.table.routes
+        if not self.may_use(tenant, name):
+            if name in routes:
                 self.door.refuse_model(tenant)
-            raise UnknownModelError(NO_MODEL.format(name, ", ".join(names) or "none"))
+            known = ", ".join(self.names(tenant)) or "none"
+            raise UnknownModelError(NO_MODEL.format(name, known))
         name = self.route(name, tenant)
         route = routes[name]
         if version is not None and version != route.version:

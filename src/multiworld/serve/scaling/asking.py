@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from multiworld.serve.scaling.snapshot import Limits, StageNow
+from multiworld.serve.scaling.snapshot import Decision, Limits, StageNow
 from multiworld.serve.spec import ModelSpec, StageSpec
 
 
@@ -26,6 +27,29 @@ def interval_s(spec: ModelSpec) -> float:
     """Return the seconds between two decisions about a model."""
     configs = [stage.autoscaling_config for stage in spec.stages]
     return min((c.metrics_interval_s for c in configs if c is not None), default=1.0)
+
+
+def within(decision: Decision, stages: Sequence[StageNow]) -> Decision:
+    """Return a decision of whatever policy as one that can be carried out.
+
+    Numbers are brought within the limits; a stage without limits keeps what it has.
+
+    Raises:
+        ValueError: It has not a whole number for each stage.
+    """
+    counts = tuple(decision.replicas)
+    if len(counts) != len(stages) or any(type(count) is not int for count in counts):
+        raise ValueError(
+            f"the policy answered {counts!r}; it must be {len(stages)} whole numbers, "
+            "one for each stage"
+        )
+    replicas = tuple(
+        stage.replicas
+        if (limits := stage.limits) is None
+        else min(max(count, limits.min_replicas), limits.max_replicas)
+        for count, stage in zip(counts, stages, strict=True)
+    )
+    return replace(decision, replicas=replicas)
 
 
 def stages_now(spec: ModelSpec, replicas: Sequence[int]) -> tuple[StageNow, ...]:

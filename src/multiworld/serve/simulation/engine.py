@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from multiworld.serve.choosing import Chance, choose
+from multiworld.serve.scaling.asking import within
 from multiworld.serve.scaling.snapshot import (
     Limits,
     Policy,
@@ -314,7 +315,8 @@ class Pipeline:
         self._samples.append(self._sample(now))
         while self._samples[0].at < now - self._horizon_s:
             self._samples.popleft()
-        decision = self._model.policy(self._snapshot(now))
+        snapshot = self._snapshot(now)
+        decision = within(self._model.policy(snapshot), snapshot.stages)
         self._memory = decision.memory
         before = tuple(self._wanted)
         self._wanted = list(decision.replicas)
