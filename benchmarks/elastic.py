@@ -4,7 +4,8 @@
 models of two stages each, which take 10 and 30 ms for a request (they sleep: so two
 cores are enough), and for each a trace of bursts, the same for all contenders: ours
 with an objective, ours with Ray Serve's parameters only, ours as a fixed fleet of the
-least, of the middle and of the most replicas, and Ray Serve's own autoscaling. One at a
+least, of the middle and of the most replicas, and Ray Serve: its own
+autoscaling, and a fixed fleet of the most. One at a
 time, all in each round. ``simulated`` is what `multiworld simulate` makes of the same.
 
 Attained: the share of all requests that were answered with 200 within 500 ms of when
@@ -62,8 +63,9 @@ BODY = orjson.dumps(
     {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1], "data": [1.0]}]}
 )
 FLEETS = {"fixed, least": (1, 1), "fixed, middle": (1, 2), "fixed, most": (2, 4)}
-RAY = "Ray Serve"
+RAYS = {"Ray Serve": None, "Ray Serve, fixed, most": (2, 4)}
 LOOK_S = 0.5
+RESULTS = Path(__file__).parent / "results" / "elastic.json"
 
 
 def traces(seconds: float, seed: int) -> dict[str, list[Arrival]]:
@@ -148,12 +150,13 @@ def run_ours(kind: str, asked: dict[str, list[Arrival]]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def ray(python: Path) -> Iterator[tuple[str, Any]]:
+def ray(python: Path, fleet: tuple[int, ...] | None) -> Iterator[tuple[str, Any]]:
     """Run Ray Serve; yield where it is, and what counts its replicas."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    said = {"models": dict.fromkeys("abc", MS), "autoscaling_config": CONFIG}
+    said: dict[str, Any] = {"models": dict.fromkeys("abc", MS), "fleet": fleet}
+    said["autoscaling_config"] = CONFIG
     process = subprocess.Popen(
         [str(python), str(HERE / "ray_elastic.py"), str(port), json.dumps(said)],
         stdin=subprocess.PIPE,
@@ -188,9 +191,9 @@ def ray(python: Path) -> Iterator[tuple[str, Any]]:
             process.wait()
 
 
-def run_ray(python: Path, asked: dict[str, list[Arrival]]) -> dict[str, Any]:
-    """Run Ray Serve's autoscaling."""
-    with ray(python) as (url, count):
+def run_ray(python: Path, kind: str, asked: dict[str, list[Arrival]]) -> dict[str, Any]:
+    """Run Ray Serve's autoscaling, or a fixed fleet of its."""
+    with ray(python, RAYS[kind]) as (url, count):
         return asyncio.run(play({n: f"{url}/{n}" for n in asked}, asked, count))
 
 
@@ -259,8 +262,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ray", type=Path, help="an interpreter that has ray[serve]")
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--only-ray", action="store_true")
     given = parser.parse_args(arguments)
-    names = ["ours", "ours, Ray's parameters", *FLEETS]
+    names = [] if given.only_ray else ["ours", "ours, Ray's parameters", *FLEETS]
     results: dict[str, list[dict[str, float]]] = {}
     simulated: dict[str, list[dict[str, float]]] = {}
     for number in range(given.rounds):
@@ -270,16 +275,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             results.setdefault(name, []).append(found)
             simulated.setdefault(name, []).append(run_simulated(name, asked))
             Console().print(number, name, found)
-        if given.ray is not None:
-            found = numbers(run_ray(given.ray, asked), given.seconds)
-            results.setdefault(RAY, []).append(found)
-            Console().print(number, RAY, found)
+        for name in RAYS if given.ray is not None else ():
+            found = numbers(run_ray(given.ray, name, asked), given.seconds)
+            results.setdefault(name, []).append(found)
+            Console().print(number, name, found)
     medians = {
         name: {key: median(r[key] for r in rounds) for key in rounds[0]}
         for name, rounds in simulated.items()
     }
     show(results, medians)
-    path = Path(__file__).parent / "results" / "elastic.json"
     told = {
         "cpus": os.cpu_count(),
         "python": platform.python_version(),
@@ -287,7 +291,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "results": results,
         "simulated": simulated,
     }
-    path.write_text(json.dumps(told, indent=1))
+    given.out.write_text(json.dumps(told, indent=1))
 
 
 if __name__ == "__main__":

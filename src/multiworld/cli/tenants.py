@@ -8,15 +8,22 @@ import json
 import time
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import quote
 
 import click
 from rich.box import SIMPLE
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from multiworld.serve.control.client import Service
 
 LIMITS = ("rpm_limit", "max_parallel_requests", "bytes_per_s")
+
+
+def _part(name: str) -> str:
+    """Return a name as a part of an address."""
+    return quote(name, safe="")
 
 
 def create(service: Service, name: str, said: dict[str, Any], *, as_json: bool) -> int:
@@ -27,7 +34,9 @@ def create(service: Service, name: str, said: dict[str, Any], *, as_json: bool) 
 
 def rotate(service: Service, name: str, grace_s: float, *, as_json: bool) -> int:
     """Give a tenant a new key, and show it, once."""
-    found = service.ask("POST", f"/tenants/{name}/rotate", json={"grace_s": grace_s})
+    found = service.ask(
+        "POST", f"/tenants/{_part(name)}/rotate", json={"grace_s": grace_s}
+    )
     return _show_key(service, found, as_json=as_json)
 
 
@@ -50,19 +59,19 @@ def _show_key(service: Service, found: dict[str, Any], *, as_json: bool) -> int:
 
 def change(service: Service, name: str, said: dict[str, Any], *, as_json: bool) -> int:
     """Change what a tenant may do."""
-    found = service.ask("PATCH", f"/tenants/{name}", json=said)
+    found = service.ask("PATCH", f"/tenants/{_part(name)}", json=said)
     return _show([found], as_json=as_json)
 
 
 def revoke(service: Service, name: str, key: str | None, *, as_json: bool) -> int:
     """Take a key from a tenant, or all of them."""
-    found = service.ask("POST", f"/tenants/{name}/revoke", json={"key": key})
+    found = service.ask("POST", f"/tenants/{_part(name)}/revoke", json={"key": key})
     return _show([found], as_json=as_json)
 
 
 def delete(service: Service, name: str, *, as_json: bool) -> int:
     """Remove a tenant."""
-    found = service.ask("DELETE", f"/tenants/{name}")
+    found = service.ask("DELETE", f"/tenants/{_part(name)}")
     click.echo(json.dumps(found) if as_json else f"{name} is removed")
     return 0
 
@@ -84,7 +93,7 @@ def _show(tenants: Sequence[dict[str, Any]], *, as_json: bool) -> int:
         marks = [m for m in ("operator", "suspended") if tenant[f"is_{m}"]]
         table.add_row(
             " ".join([tenant["name"], *(f"({mark})" for mark in marks)]),
-            ", ".join(tenant["models"]),
+            escape(", ".join(tenant["models"])),
             "\n".join(limits) or "none",
             f"{tenant['weight']:g}",
             str(tenant["priority"]),
@@ -144,8 +153,8 @@ def _usage_table(rows: Sequence[dict[str, Any]], *, by_minute: bool) -> Table:
         mean_s = row["seconds"] / row["answered"] if row["answered"] else 0.0
         table.add_row(
             *([_when(row["first_minute"])] if by_minute else []),
-            row["tenant"] or "(no key)",
-            row["model"] or "-",
+            escape(row["tenant"] or "(no key)"),
+            escape(row["model"] or "-"),
             *(str(row[n]) for n in ("requests", "answered", "failed", "refused")),
             str(row["rows"]),
             f"{(row['bytes_in'] + row['bytes_out']) / 1e6:.2f}",
@@ -169,8 +178,7 @@ def audit(service: Service, last: int, *, as_json: bool) -> int:
         table.add_column(title)
     for entry in found:
         what = ", ".join(f"{k}={v}" for k, v in entry["what"].items())
-        table.add_row(
-            _when(entry["at"]), entry["who"], entry["act"], what, entry["outcome"]
-        )
+        texts = entry["who"], entry["act"], what, entry["outcome"]
+        table.add_row(_when(entry["at"]), *map(escape, texts))
     Console().print(table)
     return 0

@@ -10,12 +10,12 @@ together; a suspect runs alone.
 from __future__ import annotations
 
 import itertools
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from multiworld.serve.fairness import NOBODYS, FairOrder, Share, Turn
+from multiworld.serve.fairness import NOBODYS, FairQueue, Share
 
 Key = tuple[str, int, int]
 """Router, number of the request, number of the attempt."""
@@ -61,9 +61,7 @@ class Batcher:
     def __init__(self, max_batch_size: int, max_wait_s: float) -> None:
         self._max_rows, self._max_wait_s = max_batch_size, max_wait_s
         self._waiting: OrderedDict[Key, Work] = OrderedDict()
-        self._order = FairOrder()
-        self._turns: dict[Key, Turn] = {}
-        self._shares: Counter[Share] = Counter()
+        self._fair: FairQueue[Key] = FairQueue()
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
@@ -71,32 +69,19 @@ class Batcher:
 
     def add(self, work: Work) -> None:
         """Queue ``work``."""
-        self._remove(work.key)
+        self._waiting.pop(work.key, None)
         self._waiting[work.key] = work
-        self._shares[work.share] += 1
-        turn = self._order.turn(work.share, work.rows, next(self._numbers))
-        self._turns[work.key] = turn
+        self._fair.put(work.key, work.share, work.rows, next(self._numbers))
 
     @property
     def probes(self) -> int:
         """How many of those that wait are probes, which nobody asked for."""
         return sum(work.via is not None for work in self._waiting.values())
 
-    def _remove(self, key: Key) -> Work | None:
-        work = self._waiting.pop(key, None)
-        if work is not None:
-            del self._turns[key]
-            self._shares[work.share] -= 1
-            if not self._shares[work.share]:
-                del self._shares[work.share]
-        return work
-
     def cancel(self, key: Key) -> Work | None:
         """Forget work that nobody wants any more; None if it does not wait here."""
-        work = self._remove(key)
-        if work is not None:
-            self._order.withdrawn(work.share, work.rows)
-        return work
+        self._fair.drop(key)
+        return self._waiting.pop(key, None)
 
     def _cancel_all(self, keys: list[Key]) -> list[Work]:
         return [work for key in keys if (work := self.cancel(key)) is not None]
@@ -128,15 +113,15 @@ class Batcher:
         if now < due_at and not is_full:
             return []
         for work in batch:
-            self._order.served(self._turns[work.key])
-            self._remove(work.key)
+            self._fair.take(work.key)
+            del self._waiting[work.key]
         return batch
 
     def _fitting(self) -> list[Work]:
         """Return what would run with the one whose turn it is, in order."""
         everything: Iterable[Work] = self._waiting.values()
-        if len(self._shares) > 1:
-            everything = sorted(everything, key=lambda work: self._turns[work.key])
+        if self._fair.is_shared:
+            everything = [self._waiting[key] for key in self._fair.order()]
         oldest = next(iter(everything))
         if oldest.is_solo:
             return [oldest]
@@ -148,7 +133,7 @@ class Batcher:
             if batch and rows + work.rows > self._max_rows:
                 break
             batch.append(work)
-            rows += work.rows
+            rows += max(1, work.rows)
             if rows >= self._max_rows:
                 break
         return batch

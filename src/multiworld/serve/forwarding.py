@@ -14,7 +14,7 @@ from typing import Any
 
 from multiworld.serve.batching import Key
 from multiworld.serve.choosing import Chance, choose
-from multiworld.serve.fairness import NOBODYS, FairOrder, Share, Turn
+from multiworld.serve.fairness import NOBODYS, FairQueue, Share
 from multiworld.serve.table import Replica, ReplicaState
 
 REFUSED_S = 0.5
@@ -56,8 +56,7 @@ class Forwarding:
     def __init__(self, stage: int, credit: int, chance: Chance) -> None:
         self._stage, self._credit, self._chance = stage, credit, chance
         self._waiting: OrderedDict[Key, Finished] = OrderedDict()
-        self._order = FairOrder()
-        self._turns: dict[Key, Turn] = {}
+        self._fair: FairQueue[Key] = FairQueue()
         self._numbers = itertools.count()
         self._handed: dict[str, dict[Key, None]] = {}
         self._begun: dict[str, deque[Key]] = {}
@@ -85,8 +84,8 @@ class Forwarding:
         if self._replicas:
             return []
         returned = list(self._waiting)
-        self._waiting.clear()
-        self._turns.clear()
+        for key in returned:
+            self.cancel(key)
         return returned
 
     def connected(self, name: str) -> None:
@@ -139,10 +138,8 @@ class Forwarding:
 
     def cancel(self, key: Key) -> None:
         """Forget what nobody wants any more."""
-        piece = self._waiting.pop(key, None)
-        if piece is not None:
-            del self._turns[key]
-            self._order.withdrawn(piece.share, piece.rows)
+        self._waiting.pop(key, None)
+        self._fair.drop(key)
 
     def cancel_of(self, router: str) -> None:
         """Forget all of one router."""
@@ -153,10 +150,10 @@ class Forwarding:
         """Return what to send to whom now; the rest waits."""
         for piece in finished:
             self._waiting[piece.key] = piece
-            turn = self._order.turn(piece.share, piece.rows, next(self._numbers))
-            self._turns[piece.key] = turn
+            number = next(self._numbers)
+            self._fair.put(piece.key, piece.share, piece.rows, number)
         sent: dict[str, list[Finished]] = {}
-        for key in sorted(self._waiting, key=self._turns.__getitem__):
+        for key in list(self._fair.order()):
             piece = self._waiting[key]
             if piece.deadline_at <= now:
                 self.cancel(key)  # its router has told the client
@@ -164,7 +161,7 @@ class Forwarding:
             name = self._target(piece, now)
             if name is not None:
                 del self._waiting[key]
-                self._order.served(self._turns.pop(key))
+                self._fair.take(key)
                 self._handed[name][key] = None
                 sent.setdefault(name, []).append(piece)
         return sent

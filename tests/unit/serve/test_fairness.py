@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 
 from multiworld.errors import OverloadedError
 from multiworld.serve.batching import Batcher, Work
-from multiworld.serve.fairness import NOBODYS, FairOrder, Share, Turn
+from multiworld.serve.fairness import FairQueue, Share
 from multiworld.serve.forwarding import Finished, Forwarding
 from multiworld.serve.routing.actions import Dispatch, Reject
 from multiworld.serve.routing.events import (
@@ -27,6 +26,15 @@ from multiworld.serve.table import Replica, ReplicaState, Route, Table
 FLOOD, SELDOM = Share("flood"), Share("seldom")
 
 
+def drained(queue: FairQueue[int]) -> list[int]:
+    """Serve all that waits; return it in that order."""
+    served = []
+    while (key := queue.next()) is not None:
+        queue.take(key)
+        served.append(key)
+    return served
+
+
 @given(
     st.dictionaries(
         st.sampled_from("abc"), st.floats(0.5, 8.0), min_size=2, max_size=3
@@ -37,20 +45,21 @@ def test_backlogged_tenants_get_their_weights(
     weights: dict[str, float], costs: list[int]
 ) -> None:
     """At any moment, nobody is more than a piece or so from its share."""
-    order, line = FairOrder(), list[Turn]()
-    cost_of: dict[int, tuple[str, int]] = {}
+    queue: FairQueue[int] = FairQueue()
+    pieces: dict[int, tuple[str, int]] = {}
     for number, cost in enumerate(costs * len(weights)):
         name = sorted(weights)[number % len(weights)]
-        share = Share(name, weights[name])
-        turn = order.turn(share, cost, number)
-        cost_of[number] = name, cost
-        heapq.heappush(line, turn)
+        pieces[number] = name, cost
+        queue.put(number, Share(name, weights[name]), cost, number)
+    foreseen = list(queue.order())
+    served = drained(queue)
+    assert served == foreseen
     got: Counter[str] = Counter()
-    left = Counter(name for name, _ in cost_of.values())
-    while line and min(left.values()) > 1:
-        turn = heapq.heappop(line)
-        order.served(turn)
-        name, cost = cost_of[turn[2]]
+    left = Counter(name for name, _ in pieces.values())
+    for number in served:
+        if min(left.values()) <= 1:
+            break
+        name, cost = pieces[number]
         got[name] += cost
         left[name] -= 1
         used = [got[n] / weights[n] for n in weights]
@@ -58,34 +67,63 @@ def test_backlogged_tenants_get_their_weights(
 
 
 def test_one_tenant_alone_is_a_queue() -> None:
-    """First come, first served; the highest priority before all."""
-    order = FairOrder()
-    turns = [order.turn(NOBODYS, 3, n) for n in range(5)]
-    assert turns == sorted(turns)
-    assert order.turn(Share("x", 1.0, priority=1), 1, 9) < turns[0]
+    """First come, first served, replays among them; the highest priority before all."""
+    queue: FairQueue[int] = FairQueue()
+    for number in (3, 4, 1, 2):
+        queue.put(number, FLOOD, 1, number)
+    queue.put(9, Share("x", 1.0, priority=1), 1, 9)
+    assert list(queue.order()) == [9, 1, 2, 3, 4]
+    assert drained(queue) == [9, 1, 2, 3, 4]
+    assert len(queue) == 0
 
 
 def test_who_comes_late_is_next_and_does_not_save_up() -> None:
     """A tenant that asked for nothing has no claim on the past."""
-    order = FairOrder()
-    flood = [order.turn(FLOOD, 1, n) for n in range(100)]
-    for turn in flood[:50]:
-        order.served(turn)
-    late = [order.turn(SELDOM, 1, 100 + n) for n in range(3)]
-    merged = sorted(flood[50:] + late)
-    places = [merged.index(turn) for turn in late]
+    queue: FairQueue[int] = FairQueue()
+    for number in range(100):
+        queue.put(number, FLOOD, 1, number)
+    for number in range(50):
+        queue.take(number)
+    for number in range(100, 103):
+        queue.put(number, SELDOM, 1, number)
+    order = drained(queue)
+    places = [order.index(number) for number in range(100, 103)]
     assert places[0] <= 1
     assert places[2] <= 5  # one by one with the flood, not all before it
 
 
-def test_work_that_is_withdrawn_costs_nothing() -> None:
-    """Who gives up is not behind for it."""
-    order = FairOrder()
-    for n in range(10):
-        order.turn(FLOOD, 1, n)
-    for _ in range(10):
-        order.withdrawn(FLOOD, 1)
-    assert order.turn(FLOOD, 1, 99) == order.turn(SELDOM, 1, 99)
+def test_work_that_is_withdrawn_costs_nothing_and_leaves_nothing() -> None:
+    """Neither who gives up is behind for it, nor what it asked before or after."""
+    queue: FairQueue[int] = FairQueue()
+    for number in range(900):
+        queue.put(number, FLOOD, 1, number)
+    queue.put(900, FLOOD, 1, 900)
+    for number in range(900):
+        queue.drop(number)
+    queue.put(901, SELDOM, 1, 901)
+    queue.put(902, FLOOD, 1, 902)
+    assert set(drained(queue)[:2]) == {900, 901}
+    queue.drop(12345)
+
+
+def test_work_of_no_rows_is_not_free() -> None:
+    """Else whoever sends it would always be next."""
+    queue: FairQueue[int] = FairQueue()
+    for number in range(20):
+        queue.put(number, FLOOD, 0, number)
+        queue.put(100 + number, SELDOM, 1, 100 + number)
+    assert 8 <= sum(number >= 100 for number in drained(queue)[:20]) <= 12
+
+
+def test_many_tenants_are_forgotten_when_they_have_no_claim() -> None:
+    """What is remembered is bounded, and not looked through for every piece."""
+    queue: FairQueue[int] = FairQueue()
+    for number in range(5000):
+        queue.put(number, Share(f"t{number}"), 1, number)
+        queue.take(number)
+        queue.put(-1, FLOOD, 1, -1)
+        queue.take(-1)
+    assert len(queue._ends) < 3000
 
 
 # In a router.
@@ -133,6 +171,12 @@ def test_full_queue_has_room_for_others_up_to_their_share() -> None:
     others = [submit(found, 100 + n, SELDOM) for n in range(20)]
     accepted = [not a for a in others]
     assert accepted == [True] * 5 + [False] * 15
+    # Another weight is not another tenant: it has its share already.
+    assert submit(found, 150, Share("seldom", 0.99))
+    for number in range(200, 300):  # many tenants, one after the other
+        for again in range(3):
+            submit(found, 3 * number + again, Share(f"t{number}"))
+    assert found.waiting("m") <= 2 * 10 + 100
     found.validate()
 
 

@@ -114,6 +114,27 @@ def test_request_goes_through_and_is_delivered_once() -> None:
     assert run.router.load() == {"a": 0, "b": 0}
 
 
+def test_what_a_replica_has_ended_is_not_blamed_for_what_it_computes_now() -> None:
+    """Alone there twice, and done both times: others' poison is not this one's."""
+    run = Run(table(["a", "b"], ["c"]))
+    run.submit(1)
+    for _ in range(2):  # suspected: lost with it in a queue, twice
+        at = run.router.place(1)[0]
+        run.handle(Lost(at))
+        run.handle(Connected(at))
+    attempt = 3
+    for poison in (50, 51, 52):
+        at = run.router.place(1)[0]
+        run.handle(Begun(at, ((1, attempt),), True))
+        # It is done there, and waits for the next stage; now the poison is begun.
+        run.handle(Begun(at, ((poison, 1),), True))
+        actions = run.handle(Lost(at))
+        assert 1 not in rejected(actions)
+        run.handle(Connected(at))
+        attempt += 1
+    assert run.router.place(1)
+
+
 def test_stream_is_delivered_in_parts_of_one_attempt() -> None:
     """Another attempt's parts are not mixed in."""
     run = Run(table(["a"]))

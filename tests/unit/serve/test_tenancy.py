@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from multiworld.serve.tenancy.door import Door, digest_of
 from multiworld.serve.tenancy.keys import digest_of as key_digest
 from multiworld.serve.tenancy.keys import make_key, parse_key
 from multiworld.serve.tenancy.limiting import Limiter
-from multiworld.serve.tenancy.metering import MOST_TOLD, Meter
+from multiworld.serve.tenancy.metering import AGAIN_S, MOST_TOLD, Meter
 from multiworld.serve.tenancy.quarantine import FEW, FIRST_S, KNOWN_S, Quarantine
 from multiworld.serve.tenancy.tenants import Book, Key, Tenant, tenant_from_json
 
@@ -105,7 +106,7 @@ def test_ten_thousand_tenants_are_told_in_parts_and_found() -> None:
         key = Key(id=f"{number:012x}", digest=f"{number:064x}", made_at=0.0)
         everybody[f"t{number}"] = Tenant(name=f"t{number}", keys=(key,))
     tenanting = object.__new__(Tenanting)
-    tenanting.tenants = everybody
+    tenanting.tenants, tenanting._poison = everybody, deque()
     orders = list(tenanting.greeting())
     assert len(orders) == 10_000 / CHUNK
     assert [order["is_first"] for order in orders] == [True] + [False] * (
@@ -240,15 +241,15 @@ def test_door_lets_in_who_has_a_key() -> None:
     visit = door.enter({"x-api-key": key})
     with pytest.raises(OverloadedError, match="max_parallel_requests"):
         door.enter(headers(key))
-    visit.bytes_in, visit.rows = 10, 3
+    door.took(visit, 10)
+    visit.rows = 3
     door.leave(visit, "m", 200)
     assert dict(door.refused) == {
         ("", "no key"): 1,
         ("", "wrong key"): 1,
         ("acme", "max_parallel_requests"): 1,
     }
-    told = door.meter.tell()
-    assert told is not None
+    (told,) = door.meter.tell(0.0)
     rows = {(row[1], row[2]): row[3:] for row in told[1]}
     assert rows["acme", "m"][:4] == [1, 1, 0, 0]
     assert rows["acme", ""][3] == 1
@@ -271,21 +272,26 @@ def test_door_without_keys_lets_everybody_in() -> None:
 def test_door_refuses_what_kills() -> None:
     """The request, and then the tenant; never somebody else."""
     door = Door(needs_key=False)
-    acme, _ = keyed("acme")
-    beta, _ = keyed("beta")
-    bad, good = {"x": torch.ones(1, 3)}, {"x": torch.zeros(1, 3)}
-    door.poisonous("acme", ("m", "1"), digest_of(bad))
-    with pytest.raises(RequestPoisonedError):
-        door.check(acme, ("m", "1"), bad)
-    door.check(acme, ("m", "1"), good)
-    door.check(acme, ("m", "2"), bad)  # another version may not die of it
-    door.check(beta, ("m", "1"), bad)
+    (acme, key), (beta, other) = keyed("acme"), keyed("beta")
+    door.book.put([acme, beta])
+    one, two = door.enter(headers(key)), door.enter(headers(other))
+    post = "m", "1"
+    assert not door.is_suspicious(acme, post)
+    door.poisonous("acme", post, "bad")
+    assert door.is_suspicious(acme, post)
+    for _ in range(3):  # texts of one call
+        with pytest.raises(RequestPoisonedError):
+            door.check(one, post, "bad")
+    assert door.refused["acme", "poisonous"] == 1
+    door.check(one, post, "good")
+    door.check(one, ("m", "2"), "bad")  # another version may not die of it
+    door.check(two, post, "bad")
     for number in range(2):
-        door.poisonous("acme", ("m", "1"), f"d{number}")
+        door.poisonous("acme", post, f"d{number}")
     with pytest.raises(QuarantinedError) as found:
-        door.check(acme, ("m", "1"), good)
+        door.check(one, post, "good")
     assert found.value.retry_after_s > 10
-    door.check(beta, ("m", "1"), good)
+    door.check(two, post, "good")
 
 
 def test_digest_tells_requests_apart() -> None:
@@ -306,39 +312,45 @@ def test_digest_tells_requests_apart() -> None:
 
 
 def test_usage_is_counted_once_however_often_it_is_told(tmp_path: Path) -> None:
-    """A controller that is lost before it confirms is told again."""
+    """A controller that is lost before it confirms is told again, in whatever order."""
     registry, meter = Registry(tmp_path / "r.db"), Meter()
     meter.at("acme", "m", 125.0).requests += 2
     meter.at("acme", "m", 130.0).requests += 1
-    told = meter.tell()
-    assert told is not None
-    registry.add_usage("gateway/1", *told)
-    registry.add_usage("gateway/1", *meter.untold()[0])
-    meter.confirmed(told[0])
-    assert meter.untold() == []
+    (first,) = meter.tell(0.0)
     meter.at("acme", "m", 190.0).requests += 5
-    again = meter.tell()
-    assert again is not None
-    registry.add_usage("gateway/1", *again)
+    (second,) = meter.tell(1.0)
+    registry.add_usage("a meter", *second)
+    registry.add_usage("a meter", *first)
+    meter.tell_again()
+    assert meter.tell(2.0) == [first, second]
+    assert meter.tell(3.0) == []
+    assert meter.tell(2.0 + AGAIN_S) == [first, second]
+    for told in (second, first, second):
+        registry.add_usage("a meter", *told)
+        meter.confirmed(told[0])
+    assert meter.is_all_told
+    registry.add_usage("another meter", 1, [[180, "acme", "m", 1, *([0] * 7)]])
     (row,) = registry.usage(None, 0.0, by_minute=False)
-    assert (row["requests"], row["first_minute"], row["last_minute"]) == (8, 120, 180)
+    assert (row["requests"], row["first_minute"], row["last_minute"]) == (9, 120, 180)
     assert len(registry.usage("acme", 0.0, by_minute=True)) == 2
-    assert registry.usage("acme", 180.0, by_minute=True)[0]["requests"] == 5
+    assert registry.usage("acme", 180.0, by_minute=True)[0]["requests"] == 6
     assert registry.usage("beta", 0.0, by_minute=True) == []
     registry.close()
 
 
 def test_meter_keeps_what_nobody_confirms() -> None:
-    """It stops telling, and goes on counting."""
+    """A disk that is full for a while: it goes on counting, and tells all later."""
     meter = Meter()
+    told: dict[int, Any] = {}
     for number in range(MOST_TOLD + 3):
         meter.at("a", "m", number * 60.0).requests += 1
-        meter.tell()
-    assert len(meter.untold()) == MOST_TOLD
-    meter.confirmed(1)
-    told = meter.tell()
-    assert told is not None
-    assert len(told[1]) == 3
+        told.update(meter.tell(float(number)))
+    assert len(told) == MOST_TOLD
+    assert not meter.is_all_told
+    for number in told:
+        meter.confirmed(number)
+    (rest,) = meter.tell(100.0)
+    assert len(rest[1]) == 3
 
 
 def test_registry_survives_and_says_what_is_wrong(tmp_path: Path) -> None:
@@ -347,12 +359,15 @@ def test_registry_survives_and_says_what_is_wrong(tmp_path: Path) -> None:
     registry = Registry(path)
     acme, _ = keyed("acme", weight=2.0, models=("a*",))
     registry.save(acme)
-    registry.audit("root", "POST /tenants", {"name": "acme"}, "done")
+    number = registry.audit("root", "POST /tenants", {"name": "acme"})
+    assert registry.audited(5)[0]["outcome"] == "begun"
+    registry.audit_outcome(number, "done")
     registry.close()
     assert path.stat().st_mode & 0o077 == 0
     again = Registry(path)
     assert again.tenants() == {"acme": acme}
     assert again.audited(5)[0]["what"] == {"name": "acme"}
+    assert again.audited(5)[0]["outcome"] == "done"
     again.delete("acme")
     assert again.tenants() == {}
     again.close()
@@ -369,13 +384,14 @@ async def test_tenants_are_changed_told_and_written_down(tmp_path: Path) -> None
     tenanting = Tenanting(
         registry, History(), lambda: ["gateway/1"], lambda *said: told.append(said)
     )
-    tenant, key = await tenanting.create("acme", {"rpm_limit": 5})
+    _, key = await tenanting.create("acme", {"rpm_limit": 5})
     assert told[-1][1]["tenants"][0]["rpm_limit"] == 5
     assert key not in json.dumps(told)
     with pytest.raises(ServeError, match="already"):
         await tenanting.create("acme", {})
-    with pytest.raises(ServeError, match="lower-case"):
-        await tenanting.create("Acme!", {})
+    for wrong in ("Acme!", "acme\n", "m@acme"):
+        with pytest.raises(ServeError, match="lower-case"):
+            await tenanting.create(wrong, {})
     with pytest.raises(UnknownTenantError):
         await tenanting.change("beta", {})
     changed = await tenanting.change("acme", {"rpm_limit": None, "models": ["x"]})
@@ -388,12 +404,13 @@ async def test_tenants_are_changed_told_and_written_down(tmp_path: Path) -> None
     assert ends[1] is None
     with pytest.raises(UnknownTenantError, match="no key"):
         await tenanting.revoke("acme", "nokey")
-    one = await tenanting.revoke("acme", tenant.keys[0].id)
+    one = await tenanting.revoke("acme", key)  # its id, or all of it
     assert len(one.keys) == 1
     fresh, _ = await tenanting.rotate("acme", 0.0)
     assert len(fresh.keys) == 1
     assert (await tenanting.revoke("acme", None)).keys == ()
-    tenanting.used("gateway/1", 1, [[60, "acme", "m", 1, 1, 0, 0, 1, 1, 1, 0.5]])
+    rows = [[60, "acme", "m", 1, 1, 0, 0, 1, 1, 1, 0.5]]
+    tenanting.used("gateway/1", {"meter": "x", "number": 1, "rows": rows})
     await asyncio.wait(tenanting._writing)
     assert told[-1][1] == {"kind": "usage kept", "number": 1}
     await tenanting.delete("acme")
@@ -402,6 +419,7 @@ async def test_tenants_are_changed_told_and_written_down(tmp_path: Path) -> None
         "gateway/2", {"tenant": "a", "model": "m", "version": "1", "digest": "d"}
     )
     assert told[-1][1]["kind"] == "poisonous"
+    assert list(tenanting.greeting())[-1]["digest"] == "d", "who starts later is told"
     await tenanting.close()
     again = Registry(tmp_path / "r.db")
     assert again.tenants() == {}

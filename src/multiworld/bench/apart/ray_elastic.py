@@ -1,7 +1,7 @@
 """Models of paced stages on Ray Serve, scaled by its own autoscaling. Needs ray[serve].
 
 Arguments: a port, and a JSON object: ``models`` (milliseconds of each stage, by name),
-``autoscaling_config``. Prints "ready", then every half second the number of replicas by
+``autoscaling_config``, or ``fleet``: a fixed number for each stage. Prints "ready", then every half second the number of replicas by
 model as a JSON line, until its standard input ends.
 """
 
@@ -64,7 +64,12 @@ def main() -> None:
     for name, times in said["models"].items():
         stages = [
             Paced.options(
-                name=f"{name}-{k}", autoscaling_config=said["autoscaling_config"]
+                name=f"{name}-{k}",
+                **(
+                    {"num_replicas": said["fleet"][k]}
+                    if said.get("fleet")
+                    else {"autoscaling_config": said["autoscaling_config"]}
+                ),
             ).bind(ms)
             for k, ms in enumerate(times)
         ]

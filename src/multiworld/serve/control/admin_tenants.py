@@ -9,10 +9,12 @@ from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from multiworld.errors import ServeError
 from multiworld.serve.control.tenanting import Tenanting
+from multiworld.serve.tenancy.keys import FORM, PREFIX
 
 logger = logging.getLogger("multiworld.serve")
 
@@ -32,7 +34,7 @@ class TenantSettings(BaseModel):
     rpm_limit: Annotated[int, Field(ge=1)] | None = None
     max_parallel_requests: Annotated[int, Field(ge=1)] | None = None
     bytes_per_s: Annotated[float, Field(gt=0)] | None = None
-    weight: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    weight: Annotated[float, Field(ge=1e-6, le=1e6)] = 1.0
     priority: Annotated[int, Field(ge=-100, le=100)] = 0
     is_operator: bool = False
     is_suspended: bool = False
@@ -123,6 +125,14 @@ def _add_audit(app: FastAPI, tenanting: Tenanting) -> None:
         what = _shown(await request.body())
         who = request.headers.get(WHO, "unknown")[:SHOWN]
         act = f"{request.method} {request.url.path}"
+        registry = tenanting.registry
+        try:
+            number = await asyncio.to_thread(registry.audit, who, act, what)
+        except ServeError as error:
+            text = (
+                f"it cannot be written into the audit log, so it is not done: {error}"
+            )
+            return JSONResponse({"error": text}, 503)
         outcome = "failed"
         try:
             response = await call_next(request)
@@ -130,13 +140,9 @@ def _add_audit(app: FastAPI, tenanting: Tenanting) -> None:
             outcome = "done" if is_done else f"refused ({response.status_code})"
         finally:
             try:
-                await asyncio.to_thread(
-                    tenanting.registry.audit, who, act, what, outcome
-                )
+                await asyncio.to_thread(registry.audit_outcome, number, outcome)
             except ServeError as error:
-                logger.error(
-                    "%s by %s (%s) is not in the log: %s", act, who, what, error
-                )
+                logger.error("%s by %s: its outcome is not logged: %s", act, who, error)
         return response
 
 
@@ -152,6 +158,9 @@ def _shown(body: bytes) -> dict[str, Any]:
 
 
 def _cut(value: Any) -> Any:
-    if isinstance(value, str) and len(value) > SHOWN:
+    if not isinstance(value, str):
+        return value
+    value = FORM.sub(rf"{PREFIX}-\1-…", value)  # somebody pasted a whole key
+    if len(value) > SHOWN:
         return f"{value[:SHOWN]} … ({len(value)} characters)"
     return value

@@ -104,7 +104,7 @@ class Controller:
         self.scaler = Scaler(self.fleet, self.history, self.journal, self)
         registry = Registry(folder.path / "registry.db")
         if old is None:
-            registry.forget_gateways()
+            registry.forget_meters()
         self.tenanting = Tenanting(
             registry, self.history, self._joined_gateways, self._links.send
         )
@@ -553,7 +553,7 @@ class Controller:
             case "applied":
                 self._handle(events.Applied(name, news["number"]))
             case "usage":
-                self.tenanting.used(name, news["number"], news["rows"])
+                self.tenanting.used(name, news)
             case "poisonous":
                 self.tenanting.poisonous(name, news)
             case "wanted":

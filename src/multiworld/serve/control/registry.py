@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from multiworld.errors import ServeError
-from multiworld.serve.tenancy.metering import FIELDS, Row
+from multiworld.serve.tenancy.metering import FIELDS, MOST_TOLD, Row
 from multiworld.serve.tenancy.tenants import Tenant, tenant_from_json
 
 SCHEMA = f"""
@@ -30,8 +30,13 @@ CREATE TABLE IF NOT EXISTS usage (
     {", ".join(f"{name} REAL NOT NULL DEFAULT 0" for name in FIELDS)},
     PRIMARY KEY (minute, tenant, model)
 ) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS told (gateway TEXT PRIMARY KEY, number INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS told (
+    meter TEXT NOT NULL, number INTEGER NOT NULL, PRIMARY KEY (meter, number)
+) WITHOUT ROWID;
 """
+
+KEPT = 4 * MOST_TOLD
+"""Numbers of a gateway that are remembered; it has fewer that are not confirmed."""
 
 PUT = "INSERT OR REPLACE INTO tenants VALUES (?, ?)"
 
@@ -107,19 +112,27 @@ class Registry:
 
     # Usage.
 
-    def add_usage(self, gateway: str, number: int, rows: Sequence[Row]) -> None:
-        """Add what a gateway tells; what it has told before counts once."""
+    def add_usage(self, meter: str, number: int, rows: Sequence[Row]) -> None:
+        """Add what a gateway tells; what it tells again counts once, in any order.
+
+        Args:
+            meter: A name that no two gateways have.
+        """
         with self._transaction() as db:
-            before = db.execute(
-                "SELECT number FROM told WHERE gateway = ?", (gateway,)
+            known = db.execute(
+                "SELECT 1 FROM told WHERE meter = ? AND number = ?", (meter, number)
             ).fetchone()
-            if before is not None and before[0] >= number:
+            if known is not None:
                 return
             db.executemany(ADD, rows)
-            db.execute("INSERT OR REPLACE INTO told VALUES (?, ?)", (gateway, number))
+            db.execute("INSERT INTO told VALUES (?, ?)", (meter, number))
+            db.execute(
+                "DELETE FROM told WHERE meter = ? AND number < ?",
+                (meter, number - KEPT),
+            )
 
-    def forget_gateways(self) -> None:
-        """Forget what gateways have told: others will have their names."""
+    def forget_meters(self) -> None:
+        """Forget what gateways have told that run no more."""
         with self._transaction() as db:
             db.execute("DELETE FROM told")
 
@@ -145,14 +158,22 @@ class Registry:
 
     # Audit.
 
-    def audit(self, who: str, act: str, what: dict[str, Any], outcome: str) -> None:
-        """Write down an administrative act, whether it was done or refused."""
-        entry = time.time(), who, act, json.dumps(what, default=str), outcome
+    def audit(self, who: str, act: str, what: dict[str, Any]) -> int:
+        """Write down an administrative act before it is done; return its number."""
+        entry = time.time(), who, act, json.dumps(what, default=str), "begun"
         with self._transaction() as db:
-            db.execute(
+            done = db.execute(
                 "INSERT INTO audit (at, who, act, what, outcome) "
                 "VALUES (?, ?, ?, ?, ?)",
                 entry,
+            )
+            return done.lastrowid or 0
+
+    def audit_outcome(self, number: int, outcome: str) -> None:
+        """Write down what came of an act."""
+        with self._transaction() as db:
+            db.execute(
+                "UPDATE audit SET outcome = ? WHERE number = ?", (outcome, number)
             )
 
     def audited(self, last: int) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +17,8 @@ from multiworld.errors import ServeError
 from multiworld.serve.control.happened import History
 from multiworld.serve.control.registry import Registry
 from multiworld.serve.spec import NAME, PATTERNS
-from multiworld.serve.tenancy.keys import make_key
+from multiworld.serve.tenancy.keys import make_key, parse_key
+from multiworld.serve.tenancy.quarantine import KNOWN_S
 from multiworld.serve.tenancy.tenants import Key, Tenant, tenant_from_json
 
 logger = logging.getLogger("multiworld.serve")
@@ -24,7 +26,8 @@ logger = logging.getLogger("multiworld.serve")
 CHUNK = 500
 """Tenants that are told in one message."""
 
-GRACE_S = 0.0
+POISON = 1024
+"""Poisonous requests that a gateway which starts later is told of."""
 
 Send = Callable[[str, dict[str, Any]], None]
 """Tells a gateway something."""
@@ -57,6 +60,7 @@ class Tenanting:
         self._history, self._gateways, self._send = history, gateways, send
         self.tenants = registry.tenants()
         self._lock = asyncio.Lock()
+        self._poison: deque[tuple[float, dict[str, Any]]] = deque(maxlen=POISON)
         self._writing: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
@@ -73,21 +77,33 @@ class Tenanting:
     def greeting(self) -> Iterator[dict[str, Any]]:
         """Yield what a gateway that has joined is told."""
         everybody = [tenant.to_json() for tenant in self.tenants.values()]
-        for begin in range(0, max(1, len(everybody)), CHUNK):
-            yield _order(everybody[begin : begin + CHUNK], is_first=begin == 0)
+        count = max(1, len(everybody))
+        for begin in range(0, count, CHUNK):
+            yield {
+                "kind": "all tenants",
+                "tenants": everybody[begin : begin + CHUNK],
+                "is_first": begin == 0,
+                "is_last": begin + CHUNK >= count,
+            }
+        limit = time.time() - KNOWN_S
+        for at, news in self._poison:
+            if at > limit:
+                yield {**news, "kind": "poisonous"}
 
     def _tell(self, tenants: list[Tenant], removed: list[str]) -> None:
         said = [tenant.to_json() for tenant in tenants]
         for name in self._gateways():
-            self._send(name, _order(said, removed=removed))
+            self._send(name, _order(said, removed))
 
-    def used(self, gateway: str, number: int, rows: list[Any]) -> None:
+    def used(self, gateway: str, news: dict[str, Any]) -> None:
         """Write down what a gateway tells, and confirm it."""
-        self._spawn(self._keep(gateway, number, rows))
+        self._spawn(self._keep(gateway, news["meter"], news["number"], news["rows"]))
 
-    async def _keep(self, gateway: str, number: int, rows: list[Any]) -> None:
+    async def _keep(
+        self, gateway: str, meter: str, number: int, rows: list[Any]
+    ) -> None:
         try:
-            await asyncio.to_thread(self.registry.add_usage, gateway, number, rows)
+            await asyncio.to_thread(self.registry.add_usage, meter, number, rows)
         except ServeError as error:
             logger.error("usage cannot be written down: %s", error)
             return  # the gateway tells it again
@@ -100,6 +116,7 @@ class Tenanting:
 
     def poisonous(self, gateway: str, news: dict[str, Any]) -> None:
         """Take note of a request that kills replicas; the other gateways are told."""
+        self._poison.append((time.time(), news))
         whose = news["tenant"] or "a client without a key"
         text = f"a request of {whose} to {news['model']} ({news['version']})"
         self._history.say("quarantined", f"{text} is not tried again")
@@ -129,7 +146,7 @@ class Tenanting:
         Cancellation: it may have been made; its key is known to nobody.
         """
         async with self._lock:
-            if not re.match(NAME, name):
+            if not re.fullmatch(NAME, name) or "\n" in name:
                 raise ServeError(f"tenant name {name!r}: {PATTERNS[NAME]}")
             if name in self.tenants:
                 raise ServeError(f"there is a tenant {name!r} already")
@@ -182,6 +199,8 @@ class Tenanting:
         """
         async with self._lock:
             tenant = self._known(name)
+            if key_id is not None:  # a whole key will do, too
+                key_id = parse_key(key_id)[0] or key_id
             kept = tuple(k for k in tenant.keys if key_id not in (None, k.id))
             if key_id is not None and len(kept) == len(tenant.keys):
                 ids = ", ".join(k.id for k in tenant.keys) or "none"
@@ -207,18 +226,8 @@ class Tenanting:
             self._tell([], [name])
 
 
-def _order(
-    tenants: list[dict[str, Any]],
-    *,
-    is_first: bool = False,
-    removed: list[str] | None = None,
-) -> dict[str, Any]:
-    return {
-        "kind": "tenants",
-        "tenants": tenants,
-        "is_first": is_first,
-        "removed": removed or [],
-    }
+def _order(tenants: list[dict[str, Any]], removed: list[str]) -> dict[str, Any]:
+    return {"kind": "tenants", "tenants": tenants, "removed": removed}
 
 
 def _fresh() -> tuple[str, Key]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -43,8 +43,13 @@ class ClientGoneError(InvalidRequestError):
     status = 499
 
 
-async def read_body(request: Request, limit_bytes: int) -> bytes:
+async def read_body(
+    request: Request, limit_bytes: int, took: Callable[[int], None] = lambda size: None
+) -> bytes:
     """Return the body.
+
+    Args:
+        took: Called with the size of each part, whatever becomes of the whole.
 
     Raises:
         TooLargeError, TooSlowError, ClientGoneError: As their names say.
@@ -61,6 +66,7 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
             async for part in request.stream():
                 limit.reschedule(asyncio.get_running_loop().time() + BODY_S)
                 size += len(part)
+                took(len(part))
                 if size > limit_bytes:
                     raise _too_large(limit_bytes)
                 parts.append(part)

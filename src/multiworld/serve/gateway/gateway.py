@@ -20,6 +20,8 @@ from multiworld.serve.tenancy.dedicating import is_dedicated, route_of
 from multiworld.serve.tenancy.door import Door, Post, Visit, digest_of
 from multiworld.serve.tenancy.tenants import NOBODY, Tenant
 
+LARGE_BYTES = 256 * 1024
+
 
 class Gateway:
     """What the routes need.
@@ -121,18 +123,20 @@ class Gateway:
         Cancellation: the request is withdrawn, wherever it is.
         """
         tenant, post = visit.tenant, (name, version)
-        self.door.check(tenant, post, tensors)
+        if self.door.is_suspicious(tenant, post):
+            self.door.check(visit, post, await _digest(tensors))
         visit.rows += rows_of(tensors)
         served = self.route(name, tenant)
         try:
             return await self._infer(tenant, served, tensors, deadline_s, session)
         except UnknownModelError:
-            # Replicas that it had for itself were taken away meanwhile.
+            # Replicas that it had for itself were taken away meanwhile, or the model.
             if served == name or name not in self.dispatcher.table.routes:
-                raise
+                known = ", ".join(self.names(tenant)) or "none"
+                raise UnknownModelError(NO_MODEL.format(name, known)) from None
             return await self._infer(tenant, name, tensors, deadline_s, session)
         except RequestPoisonedError:
-            digest = digest_of(tensors)
+            digest = await _digest(tensors)
             self.door.poisonous(tenant.name, post, digest)
             self.on_poison(tenant.name, post, digest)
             raise
@@ -166,3 +170,11 @@ class Gateway:
         if (name, version) not in self.texts:
             self.texts[name, version] = await asyncio.to_thread(model.text)
         return self.texts[name, version]
+
+
+async def _digest(tensors: Tensors) -> str:
+    """Return a request's digest; that of a large one is made in a thread."""
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    if size < LARGE_BYTES:
+        return digest_of(tensors)
+    return await asyncio.to_thread(digest_of, tensors)

@@ -7,7 +7,7 @@ sum over gateways for the former, take any of them for the latter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -21,7 +21,8 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from multiworld.serve.table import Table
-from multiworld.serve.tenancy.door import Door
+
+Refused = Mapping[tuple[str, str], int]
 
 LATENCY_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 
@@ -68,30 +69,39 @@ class Metrics:
             ["tenant", "model", "status"],
             registry=self._registry,
         )
-        self.tenant_latency = Histogram(
-            "multiworld_tenant_request_seconds",
-            "Seconds from the whole request of a tenant to its answer.",
-            ["tenant"],
-            buckets=LATENCY_S,
+        self.tenant_seconds = Counter(
+            "multiworld_tenant_seconds",
+            "Seconds that the answered requests of a tenant took, together.",
+            ["tenant", "model"],
             registry=self._registry,
         )
+        self._seen: dict[str, set[tuple[str, int]]] = {}
+
+    def keep_tenants(self, names: Container[str]) -> None:
+        """Forget the numbers of tenants that are no more."""
+        for tenant in [name for name in self._seen if name not in names]:
+            for model, status in self._seen.pop(tenant):
+                self.tenant_requests.remove(tenant, model, str(status))
+                if status == 200:
+                    self.tenant_seconds.remove(tenant, model)
 
     def count(self, model: str, tenant: str, status: int, took_s: float) -> None:
         """Count a request that has ended."""
         self.requests.labels(model, status).inc()
         if tenant:
             self.tenant_requests.labels(tenant, model, status).inc()
+            self._seen.setdefault(tenant, set()).add((model, status))
         if status == 200:
             self.latency.labels(model).observe(took_s)
             if tenant:
-                self.tenant_latency.labels(tenant).observe(took_s)
+                self.tenant_seconds.labels(tenant, model).inc(took_s)
 
     def render(
         self,
         report: dict[str, Any],
         fleet: dict[str, Any],
         table: Table,
-        door: Door | None = None,
+        refused: Refused | None = None,
     ) -> bytes:
         """Return the text that Prometheus reads.
 
@@ -100,9 +110,9 @@ class Metrics:
             fleet: What the controller last told: ``replicas``, the report of each by
                 name, and ``events``, how often what has happened.
             table: Who serves what.
-            door: What tenants have used.
+            refused: How many requests were not let in, by tenant and reason.
         """
-        self._snapshot.show(report, fleet, table, door)
+        self._snapshot.show(report, fleet, table, refused or {})
         return generate_latest(self._registry)
 
 
@@ -114,18 +124,18 @@ class _Snapshot(Collector):
         self._report: dict[str, Any] = {}
         self._fleet: dict[str, Any] = {}
         self._table = Table()
-        self._door: Door | None = None
+        self._refusals: Refused = {}
 
     def show(
         self,
         report: dict[str, Any],
         fleet: dict[str, Any],
         table: Table,
-        door: Door | None,
+        refused: Refused,
     ) -> None:
         """Take the numbers of this moment."""
         self._report, self._fleet, self._table = report, fleet, table
-        self._door = door
+        self._refusals = refused
 
     def collect(self) -> Iterator[Metric]:
         """Yield all of them."""
@@ -133,16 +143,15 @@ class _Snapshot(Collector):
             yield from self._router()
             yield from self._replicas(self._fleet.get("replicas", {}))
             yield self._events(self._fleet.get("events", {}))
-        if self._door is not None:
-            yield self._refused(self._door)
+            yield self._refused()
 
-    def _refused(self, door: Door) -> Metric:
+    def _refused(self) -> Metric:
         refused = CounterMetricFamily(
             "multiworld_refused",
             "Requests that were not let in, by tenant (none: no key that is known).",
             labels=["gateway", "tenant", "why"],
         )
-        for (tenant, why), count in door.refused.items():
+        for (tenant, why), count in self._refusals.items():
             refused.add_metric([self._gateway, tenant, why], count)
         return refused
 

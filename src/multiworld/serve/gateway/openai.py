@@ -59,8 +59,9 @@ def add_openai(app: FastAPI, gateway: Gateway) -> None:
         asked: dict[str, Any] = {}
 
         async def answer(visit: Visit) -> Response:
-            body = await read_body(request, gateway.max_body_bytes)
-            visit.bytes_in = len(body)
+            body = await read_body(
+                request, gateway.max_body_bytes, lambda n: gateway.door.took(visit, n)
+            )
             if len(body) >= OFFLOAD_BYTES:
                 asked.update(await asyncio.to_thread(_embedding_request, body))
             else:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import secrets
 import signal
 import socket
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -26,7 +28,7 @@ from multiworld.serve.spec import GatewaySpec, ModelSpec
 from multiworld.serve.stage import Tensors
 from multiworld.serve.table import edges_of, table_from_json
 from multiworld.serve.tenancy.door import Door, Post
-from multiworld.serve.tenancy.tenants import tenant_from_json
+from multiworld.serve.tenancy.tenants import Tenant, tenant_from_json
 from multiworld.world_manager import WorldManager
 
 if TYPE_CHECKING:
@@ -36,6 +38,9 @@ logger = logging.getLogger("multiworld.serve")
 
 PROBE_S = 10.0
 """How long a probe may take."""
+
+POISON = 256
+"""Poisonous requests that wait for a controller to be told of."""
 
 USAGE_S = 1.0
 """What tenants use is told so often."""
@@ -87,6 +92,9 @@ class GatewayProcess:
         self._gateway = Gateway(self._dispatcher, limit, self._door)
         self._gateway.on_poison = self._tell_poison
         self._usage_kept = asyncio.Event()
+        self._meter = secrets.token_hex(8)
+        self._coming: dict[str, Tenant] = {}
+        self._poison: deque[dict[str, str]] = deque(maxlen=POISON)
         config = args.config()
         self._agent = Agent(
             manager, args.app, args.name, args.store, config, self._obey
@@ -185,13 +193,20 @@ class GatewayProcess:
                 self._door.gateways = len(table.gateways)
                 self._agent.fact("applied", number=table.number)
                 self._is_routed.set()
-            case "tenants":
-                tenants = [tenant_from_json(said) for said in order["tenants"]]
+            case "all tenants":
+                # Not one by one: until all are known, those of before hold.
                 if order["is_first"]:
-                    self._door.book.replace_all({})
-                self._door.book.put(tenants)
+                    self._coming = {}
+                tenants = [tenant_from_json(said) for said in order["tenants"]]
+                self._coming.update((tenant.name, tenant) for tenant in tenants)
+                if order["is_last"]:
+                    self._door.book.replace_all(self._coming)
+                    self._gateway.metrics.keep_tenants(self._coming)
+            case "tenants":
+                self._door.book.put(map(tenant_from_json, order["tenants"]))
                 for name in order["removed"]:
                     self._door.book.remove(name)
+                self._gateway.metrics.keep_tenants(self._door.book.tenants)
             case "usage kept":
                 self._door.meter.confirmed(order["number"])
                 self._usage_kept.set()
@@ -211,10 +226,15 @@ class GatewayProcess:
                 self._gateway.fleet = order
 
     def _tell_poison(self, tenant: str, post: Post, digest: str) -> None:
-        """Tell the controller, and through it the other gateways."""
-        self._agent.tell(
-            "poisonous", tenant=tenant, model=post[0], version=post[1], digest=digest
+        """Tell the controller, now or when there is one; it tells other gateways."""
+        self._poison.append(
+            {"tenant": tenant, "model": post[0], "version": post[1], "digest": digest}
         )
+        self._tell_poison_waiting()
+
+    def _tell_poison_waiting(self) -> None:
+        while self._poison and self._agent.lost_at is None:
+            self._agent.tell("poisonous", **self._poison.popleft())
 
     async def _tell_usage(self) -> None:
         """Tell the controller what tenants use, again and again."""
@@ -223,27 +243,26 @@ class GatewayProcess:
             await asyncio.sleep(USAGE_S)
             if self._agent.lost_at is not None:
                 continue
+            self._tell_poison_waiting()
             if told_to is not self._agent.joined_at:
                 told_to = self._agent.joined_at
-                for number, rows in self._door.meter.untold():
-                    self._agent.tell("usage", number=number, rows=rows)
+                self._door.meter.tell_again()
             self._tell_usage_once()
 
-    def _tell_usage_once(self) -> bool:
-        told = self._door.meter.tell()
-        if told is not None:
-            self._agent.tell("usage", number=told[0], rows=told[1])
-        return told is not None
+    def _tell_usage_once(self) -> None:
+        for number, rows in self._door.meter.tell(time.monotonic()):
+            self._agent.tell("usage", meter=self._meter, number=number, rows=rows)
 
     async def _flush_usage(self) -> None:
         """Tell the last of it, and wait until it is written down, but not for long."""
         if self._agent.lost_at is not None:
             return
-        self._tell_usage_once()
+        self._door.meter.tell_again()
         try:
             async with asyncio.timeout(USAGE_S):
-                while self._door.meter.untold():
+                while not self._door.meter.is_all_told:
                     self._usage_kept.clear()
+                    self._tell_usage_once()
                     await self._usage_kept.wait()
         except TimeoutError:
             logger.warning("the controller has not confirmed the last of the usage")

@@ -29,7 +29,7 @@ from multiworld.errors import (
     UnknownModelError,
 )
 from multiworld.serve.choosing import Chance, choose
-from multiworld.serve.fairness import FairOrder, Share, Turn
+from multiworld.serve.fairness import FairQueue
 from multiworld.serve.routing.actions import (
     Action,
     Cancel,
@@ -74,6 +74,8 @@ class _Place:
     replica: str
     is_begun: bool = False
     is_solo: bool = False
+    is_done: bool = False
+    """The replica has begun others since: this one it had ended."""
 
 
 @dataclass(slots=True)
@@ -86,22 +88,22 @@ class _Request:
     strikes: int = 0
     losses: int = 0
     winner: int | None = None
-    turn: Turn = (0, 0.0, 0)
 
 
 @dataclass(slots=True)
 class _Queue:
-    """Requests of one model that wait, by their turns; entries may be out of date."""
+    """Requests of one model that wait."""
 
-    turns: list[Turn] = field(default_factory=list)
-    suspects: list[Turn] = field(default_factory=list)
+    turns: FairQueue[int] = field(default_factory=FairQueue)
+    suspects: FairQueue[int] = field(default_factory=FairQueue)
     probes: list[int] = field(default_factory=list)
     """They wait behind nobody: what others wait for may be ready by them only."""
     fresh: int = 0
     """How many wait that were never sent."""
-    fresh_of: Counter[Share] = field(default_factory=Counter)
-    """The same, by whose they are."""
-    order: FairOrder = field(default_factory=FairOrder)
+    fresh_of: Counter[str] = field(default_factory=Counter)
+    """The same, by tenant."""
+    weights: dict[str, float] = field(default_factory=dict)
+    """Of the tenants that have any."""
     solo: int | None = None
     """The suspect that is under way."""
 
@@ -120,6 +122,7 @@ class Router:
         self._queues: dict[str, _Queue] = {}
         self._held: dict[str, dict[Attempt, None]] = {}
         self._connected: set[str] = set()
+        self._computing: dict[str, tuple[Attempt, ...]] = {}
         self._silent: set[str] = set()
         self._deadlines: list[tuple[float, int]] = []
 
@@ -183,9 +186,9 @@ class Router:
     def _submitted(self, wish: Submitted) -> list[Action]:
         queue = self._queues.setdefault(wish.model, _Queue())
         if wish.via is None and self._is_full(queue, wish):
-            return [Reject(wish.number, _overloaded(wish, queue.fresh_of[wish.share]))]
+            own = queue.fresh_of[wish.share.tenant]
+            return [Reject(wish.number, _overloaded(wish, own))]
         self._requests[wish.number] = request = _Request(wish)
-        request.turn = queue.order.turn(wish.share, wish.rows, wish.number)
         heapq.heappush(self._deadlines, (wish.deadline_at, wish.number))
         self._wait(request)
         return self._pump(wish.model)
@@ -194,14 +197,18 @@ class Router:
         """Tell whether a request is refused.
 
         One tenant alone may fill the queue. Another still has its share of as much
-        again: so the queue of a router is at most twice ``max_queued_requests`` long.
+        again, and one request at least: so the queue of a router is at most twice
+        ``max_queued_requests`` long, and one more for every tenant.
         """
         limit = self._table.routes[wish.model].max_queued_requests
         if queue.fresh < limit or self._has_room(wish):
             return False
-        weights = sum(s.weight for s in queue.fresh_of.keys() | {wish.share})
-        own = queue.fresh_of[wish.share]
-        return own == queue.fresh or own >= limit * wish.share.weight / weights
+        share = wish.share
+        own = queue.fresh_of[share.tenant]
+        if own == queue.fresh or (own and queue.fresh >= 2 * limit):
+            return True
+        weights = sum({**queue.weights, share.tenant: share.weight}.values())
+        return own >= max(1.0, limit * share.weight / weights)
 
     def _has_room(self, wish: Submitted) -> bool:
         """Return whether it would be sent at once."""
@@ -245,8 +252,6 @@ class Router:
             return []
         queue = self._queues[request.wish.model]
         if request.is_waiting:
-            if not request.attempted:
-                queue.order.withdrawn(request.wish.share, request.wish.rows)
             self._unwait(request)
         actions: list[Action] = []
         for which, place in request.attempts.items():
@@ -299,11 +304,23 @@ class Router:
             if self._stage_of(event.replica) >= self._stage_of(place.replica):
                 self._move((number, which), place, event.replica)
                 place.is_begun, place.is_solo = True, event.is_solo
+                place.is_done = False
             models[request.wish.model] = None
+        self._note_done(event)
         if event.replica not in self._connected:
             # Word of a replica that is gone already.
             return self._lost(Lost(event.replica))
         return [action for model in models for action in self._pump(model)]
+
+    def _note_done(self, event: Begun) -> None:
+        """A replica computes one batch at a time: the one before has been ended."""
+        for number, which in self._computing.get(event.replica, ()):
+            request = self._requests.get(number)
+            place = None if request is None else request.attempts.get(which)
+            is_other = (number, which) not in event.attempts
+            if place is not None and place.replica == event.replica and is_other:
+                place.is_done = True
+        self._computing[event.replica] = event.attempts
 
     def _stage_of(self, replica: str) -> int:
         known = self._table.replicas.get(replica)
@@ -320,6 +337,7 @@ class Router:
     def _lost(self, event: Lost) -> list[Action]:
         self._connected.discard(event.replica)
         self._silent.discard(event.replica)
+        self._computing.pop(event.replica, None)
         actions: list[Action] = []
         for number, which in sorted(self._held.pop(event.replica, {})):
             request = self._requests[number]
@@ -334,7 +352,7 @@ class Router:
         return actions + self._pump_all()
 
     def _blame(self, request: _Request, place: _Place) -> None:
-        if not place.is_begun:
+        if not place.is_begun or place.is_done:
             request.losses += 1
             request.is_suspect |= request.losses >= LOSSES
             return
@@ -403,24 +421,29 @@ class Router:
     def _wait(self, request: _Request) -> None:
         queue = self._queues[request.wish.model]
         was_waiting, request.is_waiting = request.is_waiting, True
-        if request.wish.via is not None:
-            queue.probes.append(request.wish.number)
+        wish, number = request.wish, request.wish.number
+        if wish.via is not None:
+            queue.probes.append(number)
         else:
+            queue.turns.drop(number)  # it may be a suspect now
             line = queue.suspects if request.is_suspect else queue.turns
-            heapq.heappush(line, request.turn)
+            line.put(number, wish.share, wish.rows, number)
         if request.attempted == 0 and not was_waiting:
             queue.fresh += 1
-            queue.fresh_of[request.wish.share] += 1
+            queue.fresh_of[wish.share.tenant] += 1
+            queue.weights[wish.share.tenant] = wish.share.weight
 
     def _unwait(self, request: _Request) -> None:
         request.is_waiting = False
+        queue, tenant = self._queues[request.wish.model], request.wish.share.tenant
+        queue.turns.drop(request.wish.number)
+        queue.suspects.drop(request.wish.number)
         if request.attempted:
             return
-        queue, share = self._queues[request.wish.model], request.wish.share
         queue.fresh -= 1
-        queue.fresh_of[share] -= 1
-        if not queue.fresh_of[share]:
-            del queue.fresh_of[share]
+        queue.fresh_of[tenant] -= 1
+        if not queue.fresh_of[tenant]:
+            del queue.fresh_of[tenant], queue.weights[tenant]
 
     def _pump_all(self) -> list[Action]:
         return [action for model in self._queues for action in self._pump(model)]
@@ -431,6 +454,7 @@ class Router:
         actions: list[Action] = []
         if route is None:
             return actions
+        number: int | None
         for number in queue.probes[:]:
             probe = self._requests.get(number)
             if probe is None or not probe.is_waiting:
@@ -439,38 +463,40 @@ class Router:
                 queue.probes.remove(number)
                 actions.append(self._send(probe, replica))
         can_send = not self._missing(model, route)
-        if queue.solo is None and (suspect := self._first(queue.suspects)) is not None:
+        if queue.solo is None and (number := queue.suspects.next()) is not None:
+            suspect = self._requests[number]
             replica = self._target(suspect, route, can_send=can_send)
             if replica is not None:
-                heapq.heappop(queue.suspects)
-                queue.solo = suspect.wish.number
+                queue.suspects.take(number)
+                queue.solo = number
                 actions.append(self._send(suspect, replica))
-        passed: list[Turn] = []
-        while (request := self._first(queue.turns)) is not None:
-            if request.is_suspect:
-                heapq.heappop(queue.turns)  # it is among the suspects
-                continue
-            replica = self._target(request, route, can_send=can_send)
-            if replica is None and request.wish.session is None:
-                break
-            heapq.heappop(queue.turns)
-            if replica is None:  # its replica is full; others need not wait for that
-                passed.append(request.turn)
-            else:
-                queue.order.served(request.turn)
-                actions.append(self._send(request, replica))
-        for turn in passed:
-            heapq.heappush(queue.turns, turn)
+        actions += self._send_fresh(queue, route, can_send=can_send)
         return actions
 
-    def _first(self, line: list[Turn]) -> _Request | None:
-        """Return whose turn it is; entries out of date are dropped."""
-        while line:
-            request = self._requests.get(line[0][2])
-            if request is not None and request.is_waiting:
-                return request
-            heapq.heappop(line)
-        return None
+    def _send_fresh(
+        self, queue: _Queue, route: Route, *, can_send: bool
+    ) -> list[Action]:
+        """Send those whose turn it is, until there is no room for the next."""
+        actions: list[Action] = []
+        while (number := queue.turns.next()) is not None:
+            request = self._requests[number]
+            replica = self._target(request, route, can_send=can_send)
+            if replica is None:
+                break
+            queue.turns.take(number)
+            actions.append(self._send(request, replica))
+        if number is None or self._requests[number].wish.session is None:
+            return actions
+        # The replica of its session is full; others need not wait for that.
+        for number in list(queue.turns.order()):
+            request = self._requests[number]
+            replica = self._target(request, route, can_send=can_send)
+            if replica is not None:
+                queue.turns.take(number)
+                actions.append(self._send(request, replica))
+            elif request.wish.session is None:
+                break
+        return actions
 
     def _send(self, request: _Request, replica: str) -> Dispatch:
         self._unwait(request)

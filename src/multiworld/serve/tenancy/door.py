@@ -34,6 +34,7 @@ NO_KEY = (
     "this service needs an API key: send it as `Authorization: Bearer KEY` (or "
     "X-API-Key); `multiworld tenants create NAME` makes one"
 )
+NOT_OPERATOR = "metrics are for operators (multiworld tenants create --operator)"
 BAD_KEY = "this API key is not known here, or not any more"
 
 
@@ -46,6 +47,7 @@ class Visit:
     bytes_in: int = 0
     bytes_out: int = 0
     rows: int = 0
+    is_refused: bool = False
 
 
 class Door:
@@ -110,7 +112,7 @@ class Door:
     def leave(self, visit: Visit, model: str, status: int) -> None:
         """Take note of how a request ended."""
         self.limiter.leave(visit.tenant)
-        self.limiter.spend(visit.tenant, visit.bytes_in + visit.bytes_out)
+        self.limiter.spend(visit.tenant, visit.bytes_out)
         sums = self.meter.at(visit.tenant.name, model, time.time())
         sums.requests += 1
         sums.answered += status == 200
@@ -120,9 +122,33 @@ class Door:
         sums.bytes_out += visit.bytes_out
         sums.seconds += time.monotonic() - visit.began if status == 200 else 0.0
 
+    def took(self, visit: Visit, size: int) -> None:
+        """Take note of bytes that have come, whatever becomes of them."""
+        visit.bytes_in += size
+        self.limiter.spend(visit.tenant, size)
+
+    def check_operator(self, headers: Mapping[str, str]) -> None:
+        """Let only those in who may see what concerns everybody.
+
+        Raises:
+            UnauthorizedError: Keys are needed, and this is not an operator's.
+        """
+        if not self.needs_key:
+            return
+        tenant = self.who(headers)
+        if not tenant.is_operator:
+            self._refuse(tenant.name, "not an operator")
+            raise UnauthorizedError(NOT_OPERATOR)
+
     def _refuse(self, tenant: str, why: str) -> None:
         self.refused[tenant, why] += 1
         self.meter.at(tenant, "", time.time()).refused += 1
+
+    def _refuse_once(self, visit: Visit, why: str) -> None:
+        """Count a request that is refused, however many texts it had."""
+        if not visit.is_refused:
+            visit.is_refused = True
+            self._refuse(visit.tenant.name, why)
 
     def refuse_model(self, tenant: Tenant) -> None:
         """Count that somebody asked for a model that it may not use."""
@@ -130,30 +156,34 @@ class Door:
 
     # Poison.
 
-    def check(self, tenant: Tenant, post: Post, tensors: Tensors) -> None:
+    def is_suspicious(self, tenant: Tenant, post: Post) -> bool:
+        """Return whether ``check`` needs a digest."""
+        about = f"{post[0]} {post[1]}"
+        return self.quarantine.is_suspicious(tenant.name, about)
+
+    def check(self, visit: Visit, post: Post, digest: str) -> None:
         """Refuse what is known to kill replicas.
 
         Args:
             post: Model and version.
+            digest: Of the request.
 
         Raises:
             QuarantinedError: Too much of this tenant's does.
             RequestPoisonedError: This very request does.
         """
+        tenant, now = visit.tenant, time.monotonic()
         about = f"{post[0]} {post[1]}"
-        if not self.quarantine.is_suspicious(tenant.name, about):
-            return
-        now = time.monotonic()
         refused_s = self.quarantine.refused_s(tenant.name, about, now)
         if refused_s:
-            self._refuse(tenant.name, "quarantined")
+            self._refuse_once(visit, "quarantined")
             raise QuarantinedError(
                 f"several of your requests to model {post[0]!r} have killed the "
                 f"replicas that computed them; none is taken for {refused_s:.0f} s",
                 retry_after_s=refused_s,
             )
-        if self.quarantine.knows(tenant.name, about, digest_of(tensors), now):
-            self._refuse(tenant.name, "poisonous")
+        if self.quarantine.knows(tenant.name, about, digest, now):
+            self._refuse_once(visit, "poisonous")
             raise RequestPoisonedError(
                 f"this request to model {post[0]!r} has killed the replicas that "
                 "computed it before; it is not tried again"

@@ -1,11 +1,13 @@
 """What tenants have used: counted at a gateway, told to the controller. Pure.
 
-Every minute of a tenant and a model is one row of sums. What was told is kept until the
-controller says that it is written down: a controller that is lost meanwhile loses none.
+Every minute of a tenant and a model is one row of sums. What was told is kept, and told
+again, until the controller says that it is written down: neither a controller that is
+lost nor a disk that was full for a while loses any of it.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +15,10 @@ from typing import Any
 MINUTE_S = 60
 
 MOST_TOLD = 16
-"""Batches that nobody has confirmed before no more is told."""
+"""Batches that nobody has confirmed before no other is made."""
+
+AGAIN_S = 5.0
+"""What is not confirmed in so long is told again."""
 
 FIELDS = (
     "requests",
@@ -46,12 +51,18 @@ Row = list[Any]
 """Minute (seconds since the epoch), tenant, model, and the sums in order."""
 
 
+@dataclass(slots=True)
+class _Told:
+    rows: list[Row]
+    at: float
+
+
 class Meter:
     """The usage at one gateway that is not written down yet."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[int, str, str], Sums] = {}
-        self._told: OrderedDict[int, list[Row]] = OrderedDict()
+        self._told: OrderedDict[int, _Told] = OrderedDict()
         self._number = 0
 
     def at(self, tenant: str, model: str, wall_s: float) -> Sums:
@@ -59,22 +70,30 @@ class Meter:
         minute = int(wall_s) // MINUTE_S * MINUTE_S
         return self._open.setdefault((minute, tenant, model), Sums())
 
-    def tell(self) -> tuple[int, list[Row]] | None:
-        """Return what is new, under a number; None if nothing is."""
-        if not self._open or len(self._told) >= MOST_TOLD:
-            return None
-        rows = [
-            [*post, *(getattr(sums, name) for name in FIELDS)]
-            for post, sums in self._open.items()
-        ]
-        self._open.clear()
-        self._number += 1
-        self._told[self._number] = rows
-        return self._number, rows
+    def tell(self, now: float) -> list[tuple[int, list[Row]]]:
+        """Return what is to be told now, each under its number."""
+        if self._open and len(self._told) < MOST_TOLD:
+            rows = [
+                [*post, *(getattr(sums, name) for name in FIELDS)]
+                for post, sums in self._open.items()
+            ]
+            self._open.clear()
+            self._number += 1
+            self._told[self._number] = _Told(rows, -math.inf)
+        due = [(n, t) for n, t in self._told.items() if now - t.at >= AGAIN_S]
+        for _, told in due:
+            told.at = now
+        return [(number, told.rows) for number, told in due]
 
-    def untold(self) -> list[tuple[int, list[Row]]]:
-        """Return what was told and is not confirmed, for a controller that is new."""
-        return list(self._told.items())
+    @property
+    def is_all_told(self) -> bool:
+        """Whether nothing is left that is not written down."""
+        return not self._told and not self._open
+
+    def tell_again(self) -> None:
+        """Tell all that is not confirmed the next time: the controller is a new one."""
+        for told in self._told.values():
+            told.at = -math.inf
 
     def confirmed(self, number: int) -> None:
         """Take note that what was told under a number is written down."""
