@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -66,6 +67,9 @@ class Wish:
 
 def run(wish: Wish) -> int:
     """Simulate, and print what came of it."""
+    limits = wish.stretch, wish.begin_s, wish.start_s, wish.seconds or 0.0
+    if not all(map(math.isfinite, limits)):
+        raise click.UsageError("--stretch, --from, --seconds and --start-s are numbers")
     app = load_spec(wish.spec)
     arrivals = _arrivals(wish, app)
     outcomes: dict[str, list[Outcome]] = {}
@@ -73,24 +77,58 @@ def run(wish: Wish) -> int:
         models = [
             _model(wish, app, model, name, arrivals[model]) for model in app.models
         ]
-        outcomes[name] = simulate(
-            models,
-            [arrivals[model] for model in app.models],
-            random.Random(wish.seed).random,
-            _room(wish, app),
-        )
+        outcomes[name] = _simulated(wish, app, name, models, arrivals)
     verdicts = [judge(n, o) for n, found in outcomes.items() for o in found]
+    if wish.as_json:
+        whole = _finite(_whole(verdicts, outcomes))
+        click.echo(json.dumps(whole, indent=2, default=str))
+    else:
+        Console().print(_table(verdicts, app))
     if wish.plot is not None:
+        _draw(wish, wish.plot, outcomes)
+    return 0
+
+
+def _simulated(
+    wish: Wish,
+    app: AppSpec,
+    policy_name: str,
+    models: list[PipelineModel],
+    arrivals: dict[str, list[Arrival]],
+) -> list[Outcome]:
+    asked = [arrivals[model] for model in app.models]
+    chance = random.Random(wish.seed).random
+    try:
+        return simulate(models, asked, chance, _room(wish, app))
+    except Exception as error:
+        if ":" not in policy_name and policy_name != OWN:
+            raise  # one of ours
+        raise click.ClickException(
+            f"policy {policy_name} failed: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _draw(wish: Wish, path: Path, outcomes: dict[str, list[Outcome]]) -> None:
+    try:
         from multiworld.serve.simulation.picture import draw
 
-        draw(wish.plot, _title(wish), outcomes)
-    if wish.as_json:
-        click.echo(json.dumps(_whole(verdicts, outcomes), indent=2))
-        return 0
-    Console().print(_table(verdicts, app))
-    if wish.plot is not None:
-        click.echo(f"the picture: {wish.plot}")
-    return 0
+        draw(path, _title(wish), outcomes)
+    except ModuleNotFoundError as error:
+        raise click.ClickException(
+            f"--plot needs {error.name}: pip install 'multiworld-elastic[demo]'"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise click.ClickException(f"--plot {path}: {error}") from error
+    click.echo(f"the picture: {path}", err=wish.as_json)
+
+
+def _finite(data: Any) -> Any:
+    """Return plain data without NaN, which JSON does not know."""
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 # What is asked.

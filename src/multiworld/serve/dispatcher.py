@@ -204,6 +204,7 @@ class Dispatcher:
             "in_flight": len(self._calls),
             "load": self._router.load(),
             "waiting": {model: self.waiting(model) for model in self.table.routes},
+            "pending": {m: self._router.pending(m) for m in self.table.routes},
             "silent": sorted(self._silent),
             "connected": sorted(self._edges),
             "counts": dict(self.counts),
@@ -262,6 +263,10 @@ class Dispatcher:
         while True:
             await asyncio.sleep(LOOK_S)
             self._handle(events.Ticked())
+            for model, route in self.table.routes.items():
+                is_wanted = route.on_demand and self._router.pending(model)
+                if is_wanted and self.missing(model):
+                    self.on_missing(model)
             for name, outbox in list(self._edges.items()):
                 is_silent = outbox.silent_s() > SILENT_S
                 if is_silent != (name in self._silent):

@@ -9,7 +9,7 @@ from typing import Any
 
 from multiworld.errors import SpecError
 from multiworld.serve.models.modules import Module, cut_module
-from multiworld.serve.spec import ModelSpec
+from multiworld.serve.spec import AppSpec, ModelSpec
 from multiworld.serve.stage import Model, Stage
 
 HUGGINGFACE = "multiworld.serve.models.huggingface:model"
@@ -66,12 +66,27 @@ def import_factory(factory: str) -> Callable[..., Any]:
     module, _, name = factory.partition(":")
     try:
         found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # whatever the module does when it is imported
         raise SpecError(
             f"factory {factory!r} cannot be imported: {error}; give "
             "package.module:function, importable from where the service is started"
         ) from error
+    if not callable(found):
+        raise SpecError(f"factory {factory!r} is no function")
     return found
+
+
+def check_policies(app: AppSpec) -> None:
+    """Check that every policy that a spec names can be imported.
+
+    Raises:
+        SpecError: One cannot.
+    """
+    if app.placement is not None:
+        import_factory(app.placement)
+    for spec in app.models.values():
+        if spec.scaling is not None:
+            import_factory(spec.scaling)
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:

@@ -72,7 +72,7 @@ class AutoscalingConfig(_Strict):
     """Of the replicas that are missing, how many are started at a time."""
     downscaling_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Of those that are too many, how many are drained at a time."""
-    metrics_interval_s: Seconds = 1.0
+    metrics_interval_s: Annotated[float, Field(ge=0.1, le=86400)] = 1.0
     """Seconds between two decisions; of a model, the least of its stages'. (Ray Serve's
     default is 10.)"""
 

@@ -324,12 +324,11 @@ def test_without_known_times_what_is_queued_decides() -> None:
     assert "queued" in decision.why
 
 
-def test_nothing_is_let_go_while_a_stage_starts() -> None:
-    """A replica that was lost is being replaced: the load looks small, as it waits."""
-    at = Situation((0.05, 0.1))
+def test_what_starts_is_not_let_go_by_those_who_wait_for_it() -> None:
+    """The replicas were lost and are being replaced: nothing arrives, all waits."""
+    at = Situation((0.05, 0.1), replace(QUICK, min_replicas=0))
     at.play(20.0, 20)
-    before = at.replicas
-    assert before[1] > 1
+    assert at.replicas[1] > 1
     for _ in range(30):
         at.now += 1.0
         sample = at._sample()
@@ -337,9 +336,7 @@ def test_nothing_is_let_go_while_a_stage_starts() -> None:
         at.samples.append(replace(sample, stages=tuple(seen)))
         decision = policy.decide(at.snapshot())
         at.memory = decision.memory
-        assert all(
-            now >= then for now, then in zip(decision.replicas, before, strict=True)
-        )
+        assert min(decision.replicas) >= 1
 
 
 def test_stage_with_a_number_keeps_it() -> None:
@@ -390,17 +387,86 @@ def test_sums_go_on_over_processes_that_are_lost() -> None:
     """A replica that is gone takes nothing with it; a new one starts at nothing."""
     watch = Watch("m", 2, 10.0)
     replicas = [Seen("m/0/1", 0, True), Seen("m/1/2", 1, True)]
-    gateway = {"waiting": {"m": 3}, "arrived": {"m": 10}}
+    gateway = {"pending": {"m": 3}, "arrived": {"m": 1000}}
     reports = {"gateway/1": gateway, "m/0/1": report(10, 2, 4), "m/1/2": report(6)}
     first = watch.note(0.0, ["gateway/1"], replicas, reports)
-    assert first.arrived == 10
+    assert first.arrived == 0, "what they counted before this watch is no news"
     assert [s.ongoing for s in first.stages] == [6.0, 5.0]
-    assert first.stages[0].requests == 10
-    other = {"gateway/1": None, "m/0/3": report(5), "m/1/2": report(8)}
+    more = {**gateway, "arrived": {"m": 1010}}
+    reports = {"gateway/1": more, "m/0/1": report(15, 2, 4), "m/1/2": report(8)}
+    second = watch.note(1.0, ["gateway/1"], replicas, reports)
+    assert (second.arrived, second.stages[0].requests) == (10, 5)
+    other = {"gateway/1": None, "m/0/3": report(5), "m/1/2": report(9)}
     fresh = [Seen("m/0/3", 0, False), replicas[1]]
-    second = watch.note(1.0, ["gateway/1"], fresh, other)
-    assert second.arrived == 10
-    assert [s.requests for s in second.stages] == [15, 8]
-    assert [s.ready for s in second.stages] == [0, 1]
-    gateways = {"gateway/1": {**gateway, "arrived": {"m": 12}}}
-    assert watch.note(2.0, ["gateway/1"], fresh, gateways).arrived == 12
+    third = watch.note(2.0, ["gateway/1"], fresh, other)
+    assert third.arrived == 10
+    assert [s.requests for s in third.stages] == [10, 3]
+    assert [s.ready for s in third.stages] == [0, 1]
+    assert third.stages[0].ongoing == 4.0, "the gateway is silent: as it was"
+    gateways = {"gateway/1": {**gateway, "arrived": {"m": 1012}}}
+    assert watch.note(3.0, ["gateway/1"], fresh, gateways).arrived == 12
+
+
+def test_batches_that_shrink_do_not_make_a_stage_slow() -> None:
+    """More replicas have smaller batches: that is no reason for still more."""
+
+    def batched(snapshot: Snapshot) -> Snapshot:
+        rows = max(1.0, 16.0 / snapshot.stages[0].replicas)
+        samples = tuple(
+            replace(
+                sample,
+                stages=tuple(
+                    replace(
+                        s,
+                        batches=int(s.requests / rows),
+                        busy_s=s.requests / rows * (0.05 + 0.0007 * rows),
+                    )
+                    for s in sample.stages
+                ),
+            )
+            for sample in snapshot.samples
+        )
+        return replace(snapshot, samples=samples)
+
+    at = Situation((0.06 / 16,), policy=lambda s: policy.decide(batched(s)))
+    at.play(100.0, 120)
+    assert at.replicas == (1,)
+
+
+def test_fixed_stage_that_is_rescaled_has_the_others_follow() -> None:
+    """Gears are of all stages: with another number there, they are others."""
+    at = Situation((0.02, 0.08))
+    at.play(40.0, 30)
+    seen = at.snapshot()
+    fixed = replace(seen.stages[0], limits=None, replicas=1)
+    few = replace(seen, stages=(fixed, seen.stages[1]), memory=None)
+    small = policy.decide(few)
+    many = replace(few, stages=(replace(fixed, replicas=9), seen.stages[1]))
+    again = policy.decide(replace(many, memory=small.memory))
+    assert again.facts["needs"][1][0] > 1
+    assert again.memory.bounds[0] == (9, 9)
+
+
+@given(st.lists(st.integers(0, 3), min_size=5, max_size=60))
+def test_runs_of_equal_wishes_are_kept_by_their_ends(needs: list[int]) -> None:
+    """What is remembered is small, and decides as all of it would."""
+    kept: tuple[Wish, ...] = ()
+    whole: tuple[Wish, ...] = ()
+    for at, need in enumerate(needs):
+        wish = Wish(float(at), need, need)
+        kept = remember(kept, wish, QUICK)
+        whole = (*whole, wish)
+        for replicas in (0, 1, 4):
+            for is_urgent in (False, True):
+                one = settled(kept, replicas, QUICK, is_urgent=is_urgent)
+                other = settled(whole, replicas, QUICK, is_urgent=is_urgent)
+                assert one == other
+    assert len(remember(kept, Wish(99.0, 1, 1), QUICK)) <= len(needs) + 1
+
+
+def test_steady_wishes_take_no_room() -> None:
+    """Ten minutes of the same are two entries."""
+    kept: tuple[Wish, ...] = ()
+    for at in range(600):
+        kept = remember(kept, Wish(float(at), 2, 2), Limits(max_replicas=4))
+    assert len(kept) <= 3

@@ -111,7 +111,14 @@ def test_generated_traces_are_as_described() -> None:
     assert found == traces.generated(
         "poisson:rate=50,seconds=20+gamma:rate=5,seconds=20,cv=3"
     )
-    for wrong in ("normal:rate=1,seconds=5", "poisson:rate=x", "poisson:rate=0"):
+    for wrong in (
+        "normal:rate=1,seconds=5",
+        "poisson:rate=x",
+        "poisson:rate=0",
+        "poisson:rate=3,seconds=nan",
+        "gamma:rate=inf,seconds=5,cv=2",
+        "gamma:rate=3,seconds=5,cv=1e-200",
+    ):
         with pytest.raises(ServeError, match=r"write|without any"):
             traces.generated(wrong)
 
@@ -191,6 +198,20 @@ def test_nothing_runs_while_nobody_asks() -> None:
     found = run(replace(model, stages=stages), [Arrival(10.0), Arrival(100.0)])
     assert [round(took, 3) for _, took in found.requests] == [2.2, 2.2]
     assert sum(found.replica_s) < 2 * 2 * 25
+
+
+def test_simulation_ends_whatever_the_policy_does() -> None:
+    """Nothing runs, ever: the requests are late, and that is all."""
+
+    def never(snapshot: Snapshot) -> Decision:
+        return Decision(replicas=(0,))
+
+    limits = replace(LIMITS, min_replicas=0)
+    model = pipeline(0.1, policy=never, deadline_s=3.0)
+    stage = replace(model.stages[0], limits=limits, replicas=0)
+    found = run(replace(model, stages=(stage,)), [Arrival(0.0), Arrival(1.0)])
+    assert (found.late, found.refused) == (2, 0)
+    assert found.seconds < 10
 
 
 def test_machines_limit_what_is_started() -> None:

@@ -1,8 +1,9 @@
 """Models of paced stages on Ray Serve, scaled by its own autoscaling. Needs ray[serve].
 
 Arguments: a port, and a JSON object: ``models`` (milliseconds of each stage, by name),
-``autoscaling_config``, or ``fleet``: a fixed number for each stage. Prints "ready", then every half second the number of replicas by
-model as a JSON line, until its standard input ends.
+``autoscaling_config``, or ``fleet``: a fixed number for each stage. Prints "ready",
+then every half second the number of replicas by model as a JSON line, until its
+standard input ends.
 """
 
 from __future__ import annotations

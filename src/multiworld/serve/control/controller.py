@@ -41,6 +41,7 @@ from multiworld.serve.control.scaler import Scaler
 from multiworld.serve.control.state import Phase, Process, Wanted
 from multiworld.serve.control.tenanting import Tenanting
 from multiworld.serve.control.wanting import (
+    awake,
     check_update,
     rescaled,
     stage_number,
@@ -49,7 +50,7 @@ from multiworld.serve.control.wanting import (
 from multiworld.serve.process import args_of
 from multiworld.serve.resources.amounts import Need, needs_of
 from multiworld.serve.resources.assigning import assign
-from multiworld.serve.sources import import_factory
+from multiworld.serve.sources import check_policies, import_factory
 from multiworld.serve.spec import AppSpec, ModelSpec
 from multiworld.world_manager import WorldManager
 
@@ -302,7 +303,8 @@ class Controller:
             app = app.model_copy(update={"host": self.app.host})
         check_update(self.app, app, self._specs)
         counts = {n: list(m.replicas) for n, m in self.fleet.wanted.models.items()}
-        wanted = wanted_of(app, counts)
+        check_policies(app)
+        wanted = awake(wanted_of(app, counts), self.fleet.wanted)
         before, self.app = self.app, app
         specs = {name: dict(versions) for name, versions in self._specs.items()}
         self._set_specs()
@@ -451,13 +453,13 @@ class Controller:
 
     # What the placer and the scaler ask for; see ``PlacerOwner``, ``ScalerOwner``.
 
-    def admit(self, wanted: Wanted) -> None:
-        """Check that all of this has a place.
+    def admit(self, wanted: Wanted, model: str) -> None:
+        """Check that all of a model has a place, whatever others lack.
 
         Raises:
             PlacementError: It has not.
         """
-        self.placer.admit(wanted)
+        self.placer.admit(wanted, model)
 
     def want(self, wanted: Wanted) -> None:
         """Have the service be so."""

@@ -407,13 +407,15 @@ class Fleet:
             senders = self._gateways()
             senders += self._at((process.model, process.version, process.stage - 1))
             knows = all(s.applied >= process.drain_number for s in senders)
-            # A version that is going: its earlier stages still send what they have.
+            # What is going: its earlier stages still send what they have. Those that
+            # stay, of a stage that is scaled to none, get back what they would send.
             is_last_of_stage = not any(not p.is_going for p in self._at(_post(process)))
             before = [
                 p
                 for p in self.processes.values()
                 if (p.model, p.version) == (process.model, process.version)
                 and p.stage < process.stage
+                and p.is_going
             ]
             if knows and not (is_last_of_stage and before):
                 process.phase = Phase.FINISHING

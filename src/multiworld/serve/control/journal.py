@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections import deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ logger = logging.getLogger("multiworld.serve")
 
 KEPT = 200
 """Decisions that are kept in memory."""
+
+SNAPSHOT = "snapshot"
 
 FILE_BYTES = 8 * 2**20
 """A file that has grown so large is put aside, in place of the one before."""
@@ -82,11 +84,11 @@ class Journal:
 
     def last(self, count: int, *, with_snapshots: bool) -> list[dict[str, Any]]:
         """Return the last decisions, oldest first."""
-        found = [asdict(decided) for decided in self._decided][-count:]
-        if not with_snapshots:
-            for decided in found:
-                del decided["snapshot"]
-        return found
+        chosen = list(self._decided)[max(0, len(self._decided) - count) :]
+        names = [
+            f.name for f in fields(Decided) if with_snapshots or f.name != SNAPSHOT
+        ]
+        return [{name: getattr(d, name) for name in names} for d in chosen]
 
     def thoughts(self) -> list[dict[str, Any]]:
         """Return what was thought last, of each kind and about each model."""
@@ -102,6 +104,8 @@ class Journal:
             if self._path.exists() and self._path.stat().st_size > FILE_BYTES:
                 self._path.replace(self._path.with_suffix(".old.jsonl"))
             with open(self._path, "a") as file:
-                file.write(json.dumps(asdict(decided), default=str) + "\n")
-        except OSError as error:  # the service does not depend on it
+                names = [f.name for f in fields(Decided)]
+                said = {name: getattr(decided, name) for name in names}
+                file.write(json.dumps(said, default=str, skipkeys=True) + "\n")
+        except (OSError, ValueError) as error:  # the service does not depend on it
             logger.error("a decision cannot be recorded: %s", error)

@@ -7,6 +7,7 @@ outgrown what it booked.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Protocol
 
 from multiworld.serve.control import events
@@ -66,12 +67,14 @@ class Placer:
 
     # Before anything is started.
 
-    def admit(self, wanted: Wanted) -> None:
-        """Check that all that is wanted has a place.
+    def admit(self, wanted: Wanted, model: str | None = None) -> None:
+        """Check that all that is wanted has a place, or all of one model.
 
         Raises:
             PlacementError: It has not; nothing changes.
         """
+        if model is not None:
+            wanted = replace(wanted, models={model: wanted.models[model]})
         self.places.admit(asks_of(wanted, self._owner.specs))
 
     def restore(self, said: ProcessRecord) -> None:

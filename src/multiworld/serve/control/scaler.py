@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from multiworld.errors import PlacementError
+from multiworld.errors import PlacementError, SpecError
 from multiworld.serve.control.fleet import Fleet
 from multiworld.serve.control.happened import History
 from multiworld.serve.control.journal import Journal
@@ -50,8 +50,8 @@ class ScalerOwner(Protocol):
     async def reports(self, limit_s: float) -> dict[str, Any]:
         """Ask every process what it does."""
 
-    def admit(self, wanted: Wanted) -> None:
-        """Check that all of this has a place."""
+    def admit(self, wanted: Wanted, model: str) -> None:
+        """Check that all of a model has a place, whatever others lack."""
 
     def want(self, wanted: Wanted) -> None:
         """Have the service be so."""
@@ -120,12 +120,16 @@ class Scaler:
             due = [n for n, m in self._models.items() if m.due_at <= now]
             if not due:
                 continue
+            for name in due:  # before it is waited: who is woken meanwhile is due again
+                self._models[name].due_at = now + self._models[name].interval_s
             reports = await self._owner.reports(REPORT_S)
             for name in sorted(due, key=lambda n: -self._models[n].spec.weight):
                 try:
                     self._decide(name, reports)
-                except Exception:  # somebody's policy; the others are scaled
+                except Exception as error:  # somebody's policy; the others are scaled
                     logger.exception("%s cannot be scaled", name)
+                    text = f"the policy failed: {type(error).__name__}: {error}"
+                    self._journal.think("scaling", name, text)
                     self._models[name].due_at = time.monotonic() + START_S
 
     def _know_models(self) -> None:
@@ -141,11 +145,14 @@ class Scaler:
             if not asking.is_scaled(spec):
                 self._models.pop(name, None)
             elif known is None or known.spec != spec:
-                self._models[name] = _Model(spec, name)
+                try:
+                    self._models[name] = _Model(spec, name)
+                except SpecError as error:  # it was there when the service was started
+                    self._models.pop(name, None)
+                    self._journal.think("scaling", name, f"it is not scaled: {error}")
 
     def _decide(self, name: str, reports: dict[str, Any]) -> None:
         known, now = self._models[name], time.monotonic()
-        known.due_at = now + known.interval_s
         wanted = self._fleet.wanted.models.get(name)
         if wanted is None or self._fleet.active.get(name) != wanted.version:
             return  # a new version is on its way: nothing is scaled meanwhile
@@ -197,10 +204,10 @@ class Scaler:
         why = decision.why
         if short:
             why = f"{before} → {after}, no more for want of room ({short}); {why}"
-        facts = {"before": before, "after": after, "short": short, **decision.facts}
-        self._journal.decide("scaling", name, why, facts, snapshot_to_json(snapshot))
         self._history.say("scaled", f"{name}: {why}")
         self._owner.want(wanted)
+        facts = {"before": before, "after": after, "short": short, **decision.facts}
+        self._journal.decide("scaling", name, why, facts, snapshot_to_json(snapshot))
 
     def _admitted(
         self, name: str, before: Sequence[int], after: Sequence[int]
@@ -208,7 +215,7 @@ class Scaler:
         """Return as much of what a policy wants as has a place, and what is short."""
         wanted = self._with(name, after)
         try:
-            self._owner.admit(wanted)
+            self._owner.admit(wanted, name)
         except PlacementError as error:
             short = str(error)
         else:
@@ -220,7 +227,7 @@ class Scaler:
             for k in list(growing):
                 counts[k] += 1
                 try:
-                    self._owner.admit(self._with(name, counts))
+                    self._owner.admit(self._with(name, counts), name)
                 except PlacementError:
                     counts[k] -= 1
                     growing.remove(k)

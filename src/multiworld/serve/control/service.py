@@ -25,7 +25,7 @@ from multiworld.serve.embedded import EmbeddedServer
 from multiworld.serve.gateway.process import listen
 from multiworld.serve.resources.amounts import MIB, Node
 from multiworld.serve.resources.inventory import this_node
-from multiworld.serve.sources import build_model, import_factory, modules_of
+from multiworld.serve.sources import build_model, check_policies, modules_of
 from multiworld.serve.spec import AppSpec, RaySpec
 from multiworld.world_manager import WorldManager
 
@@ -73,8 +73,7 @@ async def _run(
     _check_tls(app)
     if app.host == "auto":
         app = app.model_copy(update={"host": old.app.host if old else own_address()})
-    if app.placement is not None:
-        import_factory(app.placement)
+    check_policies(app)
     preload = _preload(app)
     env = {"MULTIWORLD_SECRET": folder.secret(), "HF_HUB_OFFLINE": "1"}
     reserved, port = _reserve(app, old)

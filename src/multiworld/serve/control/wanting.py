@@ -43,6 +43,20 @@ def wanted_of(app: AppSpec, old: Mapping[str, Sequence[int]] | None = None) -> W
     return Wanted(models, app.gateway.replicas)
 
 
+def awake(wanted: Wanted, old: Wanted) -> Wanted:
+    """Return what is wanted with one replica at least of all that is new.
+
+    A version that nobody has seen running is not one that answers: it is tried first.
+    """
+    models = dict(wanted.models)
+    for name, model in wanted.models.items():
+        before = old.models.get(name)
+        if before is not None and before.version != model.version:
+            counts = tuple(max(1, count) for count in model.replicas)
+            models[name] = replace(model, replicas=counts)
+    return replace(wanted, models=models)
+
+
 def bounds_of(model: ModelSpec, stage: int) -> tuple[int, int]:
     """Return the fewest and the most replicas that a spec allows for a stage."""
     if (config := model.stages[stage].autoscaling_config) is not None:

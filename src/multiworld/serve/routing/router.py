@@ -138,6 +138,11 @@ class Router:
         queue = self._queues.get(model)
         return 0 if queue is None else queue.fresh
 
+    def pending(self, model: str) -> int:
+        """Return how many requests wait to be sent, for the first time or again."""
+        queue = self._queues.get(model)
+        return 0 if queue is None else len(queue.turns) + len(queue.suspects)
+
     def missing(self, model: str) -> list[int]:
         """Return the stages of a model that nothing can be sent to."""
         route = self._table.routes.get(model)

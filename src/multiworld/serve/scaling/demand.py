@@ -16,6 +16,9 @@ SIGMAS = 3.0
 BURST_SHARE = 6
 """A burst is looked for in this part of the look-back period, two samples at least."""
 
+FIRST = 3
+"""What came in the first moments counts as if it were of so many intervals."""
+
 TREND_PERIODS = 2.0
 """A trend is looked for in so many look-back periods."""
 
@@ -76,7 +79,10 @@ def demand_of(
         interval_s: Between two samples.
     """
     last = samples[-1]
-    rate = rate_between(since(samples, last.at - look_back_s), last)
+    first = since(samples, last.at - look_back_s)
+    # Of the first moments nobody knows yet whether they are a burst.
+    least_s = min(look_back_s, FIRST * interval_s)
+    rate = (last.arrived - first.arrived) / max(last.at - first.at, least_s)
     burst = _burst(samples, rate, look_back_s, interval_s)
     now = max(rate, burst)
     slope = _slope(samples, TREND_PERIODS * look_back_s)

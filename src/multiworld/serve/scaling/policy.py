@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from multiworld.serve.scaling.demand import Demand, demand_of, envelope, since
@@ -37,8 +37,15 @@ MARGIN = 1.15
 NEW_GEARS = 0.2
 """Gears are computed anew when a stage computes longer or shorter by this share."""
 
+LIKE = 0.8
+"""Batches of such a share of the size of others are about as large."""
+
 FEW = 20
 """Requests that a stage must have computed lately for its times to be believed."""
+
+
+Times = tuple[float, float, float]
+"""Seconds of a request, seconds of a batch, requests in a batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +54,24 @@ class Memory:
 
     Attributes:
         costs: That the gears were computed for.
+        bounds: The fewest and the most replicas of each stage, for the same.
         wishes: By stage.
+        measured: Seconds of a request and of a batch, and the requests of a batch.
     """
 
     costs: tuple[tuple[float, float], ...] = ()
+    bounds: tuple[tuple[int, int], ...] = ()
     gears: tuple[Gear, ...] = ()
     wishes: tuple[tuple[Wish, ...], ...] = ()
-    measured: tuple[tuple[float, float] | None, ...] = field(default=())
+    measured: tuple[Times | None, ...] = ()
 
 
 def decide(snapshot: Snapshot) -> Decision:
     """Return how many replicas each stage should have."""
     old = snapshot.memory if isinstance(snapshot.memory, Memory) else Memory()
-    look_back_s = max(_limits(s).look_back_period_s for s in snapshot.stages)
+    look_back_s = max(
+        _limits(s).look_back_period_s for s in snapshot.stages if s.limits is not None
+    )
     demand = demand_of(
         snapshot.samples, look_back_s, snapshot.start_s, snapshot.interval_s
     )
@@ -75,14 +87,16 @@ def decide(snapshot: Snapshot) -> Decision:
         before = old.wishes[k] if k < len(old.wishes) else ()
         wishes.append(remember(before, Wish(snapshot.now, low, high), limits))
         count = settled(wishes[k], stage.replicas, limits, is_urgent=is_urgent)
-        if demand.is_rising or _is_starting(snapshot, k):
+        if demand.is_rising:
             count = max(count, stage.replicas)  # none is let go now
+        count = max(count, _held(snapshot, k))
         replicas.append(stage.replicas if stage.limits is None else count)
+    replicas = _together(snapshot, replicas)
     return Decision(
         replicas=tuple(replicas),
         why=_words(snapshot, demand, gears, replicas, is_urgent=is_urgent),
         facts=_facts(snapshot, demand, gears, costs, needs, is_urgent=is_urgent),
-        memory=Memory(costs, gears, tuple(wishes), measured),
+        memory=Memory(costs, _bounds(snapshot), gears, tuple(wishes), measured),
     )
 
 
@@ -91,6 +105,11 @@ def _limits(stage: StageNow) -> Limits:
     if stage.limits is not None:
         return stage.limits
     return Limits(min_replicas=stage.replicas, max_replicas=max(1, stage.replicas))
+
+
+def _bounds(snapshot: Snapshot) -> tuple[tuple[int, int], ...]:
+    limits = [_limits(stage) for stage in snapshot.stages]
+    return tuple((one.min_replicas, one.max_replicas) for one in limits)
 
 
 def _within(count: int, limits: Limits) -> int:
@@ -102,47 +121,58 @@ def _within(count: int, limits: Limits) -> int:
 
 def _measured(
     snapshot: Snapshot, look_back_s: float, old: Memory
-) -> tuple[tuple[float, float] | None, ...]:
-    """Return the seconds of a request and of a batch, by stage; None: not known.
+) -> tuple[Times | None, ...]:
+    """Return how long each stage computes; None where it is not known.
 
     What was found before stays while too few requests come to tell.
     """
     first = since(snapshot.samples, snapshot.now - look_back_s)
     last = snapshot.samples[-1]
     step = min(1.0, snapshot.interval_s / look_back_s)
-    found: list[tuple[float, float] | None] = []
+    found: list[Times | None] = []
     for k, stage in enumerate(snapshot.stages):
         before = old.measured[k] if k < len(old.measured) else None
         if before is None and stage.item_s is not None:
-            before = stage.item_s, stage.item_s
+            before = stage.item_s, stage.item_s, 0.0
         one, other = first.stages[k], last.stages[k]
         requests, batches = other.requests - one.requests, other.batches - one.batches
         busy_s = other.busy_s - one.busy_s
-        if requests >= FEW and batches and busy_s > 0:
-            now = busy_s / requests, busy_s / batches
+        if requests >= FEW and batches > 0 and busy_s > 0:
+            now = busy_s / requests, busy_s / batches, requests / batches
             before = now if before is None else _smoothed(before, now, step)
         found.append(before)
     return tuple(found)
 
 
-def _smoothed(
-    before: tuple[float, float], now: tuple[float, float], step: float
-) -> tuple[float, float]:
-    """Return times that follow what is measured slowly: a busy machine scatters."""
-    item_s, batch_s = (b + step * (n - b) for b, n in zip(before, now, strict=True))
-    return item_s, batch_s
+def _smoothed(before: Times, now: Times, step: float) -> Times:
+    """Return times that follow what is measured slowly: a busy machine scatters.
+
+    A request in a small batch takes longer than it would in a large one. That more
+    replicas have smaller batches does not make them slower: so a longer time counts
+    only from batches about as large as those of the shorter one.
+    """
+    item_s, batch_s, rows = before
+    is_slower = now[0] > item_s
+    if is_slower and now[2] < LIKE * rows:
+        return item_s, batch_s + step * (now[1] - batch_s), rows
+    return (
+        item_s + step * (now[0] - item_s),
+        batch_s + step * (now[1] - batch_s),
+        now[2] if not is_slower or not rows else max(rows, now[2]),
+    )
 
 
 def _gears(
     snapshot: Snapshot,
-    measured: Sequence[tuple[float, float] | None],
+    measured: Sequence[Times | None],
     old: Memory,
 ) -> tuple[tuple[tuple[float, float], ...], tuple[Gear, ...]]:
     """Return the times that are planned with, and the gears; none if not known."""
     if any(times is None for times in measured):
         return (), ()
-    costs = tuple(times for times in measured if times is not None)
-    if old.gears and not _differ(costs, old.costs):
+    costs = tuple(times[:2] for times in measured if times is not None)
+    is_same = old.bounds == _bounds(snapshot)
+    if old.gears and is_same and not _differ(costs, old.costs):
         return old.costs, old.gears
     stages = [
         StageCost(item_s=item_s, batch_s=batch_s, limits=_limits(stage))
@@ -200,13 +230,31 @@ def _is_idle(snapshot: Snapshot, demand: Demand) -> bool:
     return demand.rate == 0 and not any(seen.ongoing for seen in last.stages)
 
 
-def _is_starting(snapshot: Snapshot, k: int) -> bool:
-    """Tell whether a stage has work and not all of its replicas yet.
+def _held(snapshot: Snapshot, k: int) -> int:
+    """Return how many replicas a stage keeps that has work and not all of them yet.
 
-    Then none is let go: it might be one of those that the others wait for.
+    Those that are ready, and one that starts: the load looks small as it waits.
     """
-    seen = snapshot.samples[-1].stages[k]
-    return seen.ready < snapshot.stages[k].replicas and seen.ongoing > 0
+    seen, count = snapshot.samples[-1].stages[k], snapshot.stages[k].replicas
+    is_starting = seen.ready < count and seen.ongoing > 0
+    return min(count, max(1, seen.ready)) if is_starting else 0
+
+
+def _together(snapshot: Snapshot, replicas: list[int]) -> list[int]:
+    """Return replicas of which no stage has none while another that may has some.
+
+    A pipeline without one of its stages answers nothing: it goes as a whole.
+    """
+    on_demand = [
+        k
+        for k, stage in enumerate(snapshot.stages)
+        if stage.limits is not None and stage.limits.min_replicas == 0
+    ]
+    is_needed = any(replicas[k] for k in on_demand)
+    return [
+        max(count, 1) if k in on_demand and is_needed else count
+        for k, count in enumerate(replicas)
+    ]
 
 
 def _queued(

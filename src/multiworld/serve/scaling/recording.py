@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -19,9 +19,11 @@ def snapshot_to_json(snapshot: Snapshot) -> dict[str, Any]:
 
     What a policy of somebody else's remembers is recorded as text, for people.
     """
-    found = asdict(snapshot)
+    found = asdict(replace(snapshot, memory=None))
     memory = snapshot.memory
-    if memory is not None and not isinstance(memory, Memory):
+    if isinstance(memory, Memory):
+        found["memory"] = asdict(memory)
+    elif memory is not None:
         found["memory"] = repr(memory)
     return found
 

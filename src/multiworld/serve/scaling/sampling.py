@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,8 @@ class Watch:
     _totals: list[_Stage] = field(default_factory=list)
     _arrived: int = 0
     _before: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    _said: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    _older: set[str] | None = None
 
     def __post_init__(self) -> None:
         """Begin at nothing."""
@@ -51,26 +53,29 @@ class Watch:
     def note(
         self,
         now: float,
-        gateways: Iterable[str],
+        gateways: Sequence[str],
         replicas: Iterable[Seen],
         reports: Mapping[str, Mapping[str, Any] | None],
     ) -> Sample:
-        """Take note of what everybody reports; who does not answer adds nothing."""
+        """Take note of what everybody reports; who does not answer is as before."""
+        replicas = list(replicas)
+        known = {*gateways, *(replica.name for replica in replicas)}
+        if self._older is None:
+            self._older = known  # what these counted before is no news
+        self._said = {n: said for n, said in self._said.items() if n in known}
+        self._said.update((n, r) for n in known if (r := reports.get(n)) is not None)
         waiting = 0
-        known: set[str] = set()
         for name in gateways:
-            known.add(name)
-            said = reports.get(name)
+            said = self._said.get(name)
             if said is not None:
-                waiting += said["waiting"].get(self.model, 0)
+                waiting += said["pending"].get(self.model, 0)
                 (more,) = self._more(name, float(said["arrived"].get(self.model, 0)))
                 self._arrived += int(more)
         ongoing = [float(waiting), *([0.0] * self.stages)]
         ready = [0] * self.stages
         for replica in replicas:
-            known.add(replica.name)
             ready[replica.stage] += replica.is_ready
-            said = reports.get(replica.name)
+            said = self._said.get(replica.name)
             if said is not None:
                 at_work = said["computing"] - said["probing"]
                 ongoing[replica.stage] += said["queued"] + at_work
@@ -90,7 +95,10 @@ class Watch:
         ]
         sample = Sample(at=now, arrived=self._arrived, stages=tuple(seen))
         self.samples.append(sample)
-        while self.samples[0].at < now - PERIODS * self.look_back_s:
+        while (
+            len(self.samples) > 2
+            and self.samples[1].at < now - PERIODS * self.look_back_s
+        ):
             self.samples.popleft()
         return sample
 
@@ -109,7 +117,9 @@ class Watch:
 
     def _more(self, name: str, *counts: float) -> tuple[float, ...]:
         """Return what was added since the last report."""
-        before = self._before.get(name, (0.0,) * len(counts))
+        is_older = self._older is not None and name in self._older
+        nothing = counts if is_older else (0.0,) * len(counts)
+        before = self._before.get(name, nothing)
         self._before[name] = counts
         return tuple(
             max(0.0, now - then) for now, then in zip(counts, before, strict=True)

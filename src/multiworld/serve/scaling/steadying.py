@@ -32,6 +32,10 @@ class Wish:
 
 def remember(wishes: tuple[Wish, ...], wish: Wish, limits: Limits) -> tuple[Wish, ...]:
     """Return the wishes that still count, with one more."""
+    if len(wishes) > 1 and all(
+        (w.low, w.high) == (wish.low, wish.high) for w in wishes[-2:]
+    ):
+        wishes = wishes[:-1]  # of a run of equal ones its ends say all
     longest = max(limits.upscale_delay_s, limits.downscale_delay_s, limits.to_zero_s)
     kept = [w for w in wishes if w.at > wish.at - longest - EPSILON_S]
     # One that is older says how far back the others reach.

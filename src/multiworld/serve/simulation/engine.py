@@ -220,14 +220,27 @@ class Pipeline:
         """Take a request."""
         request = _Request(now, arrival.work)
         self._requests.append(request)
-        if len(self._waiting) >= self._model.max_queued_requests:
-            request.is_refused = True
-            return
         self.in_flight += 1
         self._waiting.append(request)
         self._move(now)
-        if not any(self._wanted):
+        is_full = len(self._waiting) > self._model.max_queued_requests
+        if is_full and self._waiting[-1] is request:
+            self._waiting.pop()
+            self.in_flight -= 1
+            request.is_refused = True
+        elif not any(self._wanted):
             self.decide(now)  # somebody asks, and nothing runs
+
+    def _expire(self, now: float) -> None:
+        """Forget what waits and is too late, as a router and its replicas do."""
+        begin = now - self._model.deadline_s
+        lines = [self._waiting]
+        for replicas in self._replicas:
+            lines += [line for r in replicas for line in (r.queue, r.finished)]
+        for line in lines:
+            while line and line[0].at <= begin:
+                line.popleft()
+                self.in_flight -= 1
 
     def _move(self, now: float) -> None:
         """Send on what can be sent, the last stage first, and begin batches."""
@@ -312,8 +325,9 @@ class Pipeline:
 
     def decide(self, now: float) -> None:
         """Ask the policy, and do what it says."""
+        self._expire(now)
         self._samples.append(self._sample(now))
-        while self._samples[0].at < now - self._horizon_s:
+        while len(self._samples) > 2 and self._samples[1].at < now - self._horizon_s:
             self._samples.popleft()
         snapshot = self._snapshot(now)
         decision = within(self._model.policy(snapshot), snapshot.stages)
@@ -408,9 +422,10 @@ def simulate(
         _tick(pipeline, model.interval_s, last, at)
     now = 0.0
     while heap:
-        now, _, what = heapq.heappop(heap)
-        if now > last and not any(p.in_flight for p in pipelines):
+        due, _, what = heapq.heappop(heap)
+        if due > last and not any(p.in_flight for p in pipelines):
             break
+        now = due
         what(now)
     return [pipeline.outcome(max(now, last)) for pipeline in pipelines]
 

@@ -32,7 +32,7 @@ def seconds_of(curve: Curve) -> Callable[[float], float]:
             (k for k in range(1, len(points)) if work <= points[k][0]), len(points) - 1
         )
         (one, took), (other, longer) = points[upper - 1], points[upper]
-        slope = (longer - took) / (other - one)
+        slope = max(0.0, (longer - took) / (other - one))
         return max(1e-9, took + slope * (work - one))
 
     return seconds

@@ -121,6 +121,10 @@ def _from_zero(found: list[tuple[float, float, str]]) -> list[Arrival]:
     return [Arrival(at - first, work / mean, model) for at, work, model in found]
 
 
+LEAST_CV, MOST_CV = 0.01, 100.0
+"""Nearly a clock; hours of silence between bursts."""
+
+
 def gamma(rate: float, seconds: float, cv: float = 1.0, seed: int = 0) -> list[Arrival]:
     """Return arrivals whose distances are Gamma distributed.
 
@@ -160,7 +164,11 @@ def generated(text: str, seed: int = 0) -> list[Arrival]:
                 given[name.strip()] = float(value)
             if kind not in ("poisson", "gamma") or len(given) > 3:
                 raise ValueError
-            if given["rate"] < 0 or given["seconds"] <= 0 or given["cv"] <= 0:
+            if not all(map(math.isfinite, given.values())):
+                raise ValueError
+            if given["rate"] < 0 or given["seconds"] <= 0:
+                raise ValueError
+            if not LEAST_CV <= given["cv"] <= MOST_CV:
                 raise ValueError
         except ValueError:
             raise ServeError(
