@@ -97,7 +97,11 @@ def spec_of(kind: str) -> dict[str, Any]:
         else:
             stage["autoscaling_config"] = CONFIG
         stages.append(stage)
-    model: dict[str, Any] = {"factory": factory, "stages": stages}
+    model: dict[str, Any] = {
+        "factory": factory,
+        "options": {"ms": list(MS)},
+        "stages": stages,
+    }
     if kind == "ours":
         model["objective_ms"] = OBJECTIVE_S * 1000
     return {

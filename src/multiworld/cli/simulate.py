@@ -263,6 +263,8 @@ def _table(verdicts: Sequence[Verdict], app: AppSpec) -> Table:
         title="what each policy made of it",
         caption="attained: answered within the objective · lost: refused, or too late",
         box=SIMPLE,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
     )
     several = len(app.models) > 1
     if several:
