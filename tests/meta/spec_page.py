@@ -20,7 +20,7 @@ SECTIONS = {
     "AppSpec": ("a spec", "a spec"),
     "ModelSpec": ("models.NAME", "a model"),
     "StageSpec": ("models.NAME.stages[]", "a stage"),
-    "AutoscalingConfig": ("autoscaling_config", "a scaled stage"),
+    "AutoscalingConfig": ("autoscaling_config", "limits and delays"),
     "ReplicaRange": ("replicas, as a range", "a range"),
     "GatewaySpec": ("gateway", "a gateway"),
     "MachineSpec": ("machine", "a machine"),

@@ -420,3 +420,17 @@ def test_what_is_wanted_is_reached_whatever_happened(
     assert len(service.fleet.processes) == 1 + sum(final.replicas)
     assert service.alive == set(service.fleet.processes)
     assert service.fleet.table.routes["m"].version == final.version
+
+
+def test_stage_is_scaled_to_none_and_back_whatever_the_others_do() -> None:
+    """Its last replica leaves at once, though one before it stays; nothing is lost."""
+    service = Service(1, 2, 1)
+    service.tell(WantedChanged(wanted(1, 0, 1)))
+    assert service.ready() == [1, 0, 1]
+    assert len(service.order) == 2, "told to finish, not killed for being late"
+    assert "lost" not in service.kinds()
+    service.tell(WantedChanged(wanted(0, 0, 0)))
+    assert service.ready() == [0, 0, 0]
+    service.tell(WantedChanged(wanted(1, 1, 1)))
+    assert service.ready() == [1, 1, 1]
+    assert "lost" not in service.kinds()

@@ -11,12 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from multiworld.errors import SpecError
+from multiworld.serve.control.state import ModelWanted, Wanted
+from multiworld.serve.control.wanting import awake
 from multiworld.serve.scaling import others, policy, queueing
+from multiworld.serve.scaling.asking import within
 from multiworld.serve.scaling.demand import demand_of, envelope
 from multiworld.serve.scaling.gears import StageCost, gear_for, gears_of
 from multiworld.serve.scaling.recording import snapshot_from_json, snapshot_to_json
 from multiworld.serve.scaling.sampling import Seen, Watch
 from multiworld.serve.scaling.snapshot import (
+    Decision,
     Limits,
     Sample,
     Snapshot,
@@ -24,6 +29,8 @@ from multiworld.serve.scaling.snapshot import (
     StageSeen,
 )
 from multiworld.serve.scaling.steadying import Wish, remember, settled
+from multiworld.serve.sources import check_policies
+from multiworld.serve.spec import AppSpec
 
 QUICK = Limits(
     max_replicas=8, upscale_delay_s=2, downscale_delay_s=10, look_back_period_s=10
@@ -470,3 +477,43 @@ def test_steady_wishes_take_no_room() -> None:
     for at in range(600):
         kept = remember(kept, Wish(float(at), 2, 2), Limits(max_replicas=4))
     assert len(kept) <= 3
+
+
+# Around the policy.
+
+
+def test_new_version_is_tried_before_it_is_let_sleep() -> None:
+    """Else a broken one would be found by the first who asks."""
+    old = Wanted({"m": ModelWanted("1", (0, 0)), "n": ModelWanted("1", (0,))})
+    new = Wanted({"m": ModelWanted("2", (0, 3)), "n": ModelWanted("1", (0,))})
+    found = awake(new, old).models
+    assert found["m"].replicas == (1, 3)
+    assert found["n"].replicas == (0,)
+
+
+@pytest.mark.parametrize("path", ["nowhere:policy", "json:nothing", "math:pi"])
+def test_policy_that_is_none_is_refused_before_anything_starts(path: str) -> None:
+    """With what to give instead."""
+    app = AppSpec.model_validate(
+        {"models": {"m": {"factory": "a:b", "stages": [{}], "scaling": path}}}
+    )
+    with pytest.raises(SpecError, match=path.partition(":")[2]):
+        check_policies(app)
+
+
+@pytest.mark.parametrize("answer", [(1,), (1, 2, 3), (1.0, 2), (True, 1), None])
+def test_answers_that_are_none_are_told(answer: Any) -> None:
+    """A policy must say a whole number for each stage."""
+    at = Situation((0.1, 0.1))
+    with pytest.raises((ValueError, TypeError)):
+        within(Decision(replicas=answer), at.snapshot().stages)
+
+
+def test_answers_are_brought_within_the_limits() -> None:
+    """Whatever a policy says."""
+    at = Situation((0.1, 0.1))
+    stages = at.snapshot().stages
+    found = within(Decision(replicas=(-3, 99)), stages)
+    assert found.replicas == (1, 8)
+    fixed = (replace(stages[0], limits=None, replicas=2), stages[1])
+    assert within(Decision(replicas=(7, 2)), fixed).replicas == (2, 2)
