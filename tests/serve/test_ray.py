@@ -129,6 +129,7 @@ async def test_node_that_is_removed_costs_no_request(
         await until(service, lambda: is_whole(service), "and back")
 
 
+@pytest.mark.heavy
 async def test_node_that_freezes_costs_no_request(
     service: Served, cluster: RayNodes
 ) -> None:

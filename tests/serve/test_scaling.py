@@ -22,7 +22,7 @@ QUICK = {
     "max_replicas": 3,
     "target_ongoing_requests": 1.0,
     "upscale_delay_s": 0.5,
-    "downscale_delay_s": 3.0,
+    "downscale_delay_s": 2.0,
     "look_back_period_s": 2.0,
     "metrics_interval_s": 0.25,
 }

@@ -159,7 +159,10 @@ def test_error_of_the_model_is_the_answer_of_that_request(service: Served) -> No
     assert service.infer(2.0).status_code == 200
 
 
-@pytest.mark.parametrize(("code", "exit_code"), [(DIE, 3), (HANG, EXIT_HUNG)])
+@pytest.mark.parametrize(
+    ("code", "exit_code"),
+    [(DIE, 3), pytest.param(HANG, EXIT_HUNG, marks=pytest.mark.heavy)],
+)
 async def test_poisoned_request_takes_no_innocent_with_it(
     service: Served, code: int, exit_code: int
 ) -> None:

@@ -192,6 +192,7 @@ async def test_poison_of_one_tenant_is_its_own_trouble(tmp_path: Path) -> None:
         assert service.events("quarantined")
 
 
+@pytest.mark.heavy
 async def test_dedicated_replicas_are_not_touched_by_others(tmp_path: Path) -> None:
     """Whatever dies, is the tenant's own; and it can be taken back without a loss."""
     spec = spec_with(gateway=GATEWAY, m_dedicated=["acme"])
