@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,14 @@ from multiworld.serve.control.service import machine_of
 from multiworld.serve.control.wanting import bounds_of
 from multiworld.serve.loading import load_spec
 from multiworld.serve.resources.amounts import Node
+from multiworld.serve.scaling.asking import is_scaled, stages_now
+from multiworld.serve.scaling.gears import StageCost, gears_of
+from multiworld.serve.scaling.snapshot import Limits
 from multiworld.serve.sources import build_model, stage_name
-from multiworld.serve.spec import AppSpec
+from multiworld.serve.spec import AppSpec, ModelSpec
+
+SHOWN = 6
+"""Gears that are shown; with --json all."""
 
 SOLVER = "pip install 'multiworld-elastic[placement]'"
 
@@ -154,6 +160,7 @@ def _whole(
         "launcher": app.launcher,
         "nodes": [node.name for node in machines],
         "stages": rows,
+        "gears": {name: _gears(spec) for name, spec in app.models.items()},
         "models": found.models if found else [],
         "solver": found.solver if found else None,
         "gap": found.gap if found else None,
@@ -175,6 +182,9 @@ def _show(
         f"{whole['gateways']} gateway(s) at {whole['listens']}, a store, a fork server "
         f"and the controller: {whole['processes']} processes"
     )
+    for name, gears in whole["gears"].items():
+        if gears:
+            console.print(_scaled(name, gears), soft_wrap=True, markup=False)
     if found is None:
         console.print(f"where it goes is not planned: that needs {SOLVER}")
         return
@@ -210,6 +220,31 @@ def _table(app: AppSpec, rows: list[dict[str, Any]]) -> Table:
             ", ".join(where) or "[red]no place[/]",
         )
     return table
+
+
+def _gears(spec: ModelSpec) -> list[dict[str, Any]]:
+    """Return the gears of a model that is scaled, where its times are declared."""
+    stages = stages_now(spec, [stage.least for stage in spec.stages])
+    if not is_scaled(spec) or any(stage.item_s is None for stage in stages):
+        return []
+    costs = [
+        StageCost(
+            item_s=stage.item_s or 0.0,
+            batch_s=stage.item_s or 0.0,
+            limits=stage.limits
+            or Limits(min_replicas=stage.replicas, max_replicas=stage.replicas),
+        )
+        for stage in stages
+    ]
+    objective_s = spec.objective_ms / 1000 if spec.objective_ms else None
+    return [asdict(gear) for gear in gears_of(costs, objective_s)]
+
+
+def _scaled(name: str, gears: list[dict[str, Any]]) -> str:
+    """Say which replicas of each stage carry how much."""
+    shown = [f"{list(g['replicas'])} carries {g['rate']:.3g}/s" for g in gears[:SHOWN]]
+    more = f"; {len(gears) - SHOWN} more" if len(gears) > SHOWN else ""
+    return f"{name} is scaled by load: {'; '.join(shown)}{more}"
 
 
 def _expected(app: AppSpec, model: dict[str, Any]) -> str:

@@ -582,11 +582,9 @@ class Controller:
 
     def _save(self) -> None:
         self._forget_specs()
-        record = record_of(
-            self.app, self._specs, self.fleet, self.store, self.port
-        ).model_copy(
-            update={"processes": records_of(self.fleet, self._running, self.places)}
-        )
+        processes = records_of(self.fleet, self._running, self.places)
+        fleet, store = self.fleet, self.store
+        record = record_of(self.app, self._specs, fleet, store, self.port, processes)
         if record == self._saved:
             return
         try:

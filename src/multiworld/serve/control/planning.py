@@ -20,7 +20,12 @@ from multiworld.placement.problem import (
 )
 from multiworld.placement.problem import Node as Host
 from multiworld.serve.resources.amounts import Need, Node, needs_of
-from multiworld.serve.spec import ModelSpec, ReplicaRange, StageSpec
+from multiworld.serve.spec import (
+    AutoscalingConfig,
+    ModelSpec,
+    ReplicaRange,
+    StageSpec,
+)
 
 MANY = 64
 """Most replicas of a stage on one device that a plan thinks of."""
@@ -67,9 +72,13 @@ def asks_in(models: Mapping[str, ModelSpec]) -> list[Ask]:
 
 
 def _range(stage: StageSpec, demand: float | None) -> tuple[int, int]:
-    if isinstance(stage.replicas, ReplicaRange) and demand is not None:
-        return stage.replicas.min_replicas, stage.replicas.max_replicas
-    return stage.least, stage.least
+    config = stage.autoscaling_config or stage.replicas
+    if isinstance(config, AutoscalingConfig | ReplicaRange) and demand is not None:
+        return max(1, config.min_replicas), config.max_replicas
+    least = max(
+        1, stage.least
+    )  # one that has none while nobody asks needs a place, too
+    return least, least
 
 
 def problem_of(

@@ -70,9 +70,14 @@ def status_of(
 
 
 def record_of(
-    app: AppSpec, specs: Specs, fleet: Fleet, store: StoreRecord, port: int
+    app: AppSpec,
+    specs: Specs,
+    fleet: Fleet,
+    store: StoreRecord,
+    port: int,
+    processes: list[ProcessRecord],
 ) -> Record:
-    """Return what a new controller must know of a service, but for its processes."""
+    """Return what a new controller must know of a service."""
     return Record(
         app=app,
         specs={name: dict(versions) for name, versions in specs.items()},
@@ -84,6 +89,7 @@ def record_of(
         replicas={
             name: list(model.replicas) for name, model in fleet.wanted.models.items()
         },
+        processes=processes,
     )
 
 

@@ -115,22 +115,30 @@ class Scaler:
             except TimeoutError:
                 pass
             self._woken.clear()
-            self._know_models()
-            now = time.monotonic()
-            due = [n for n, m in self._models.items() if m.due_at <= now]
-            if not due:
-                continue
-            for name in due:  # before it is waited: who is woken meanwhile is due again
-                self._models[name].due_at = now + self._models[name].interval_s
-            reports = await self._owner.reports(REPORT_S)
-            for name in sorted(due, key=lambda n: -self._models[n].spec.weight):
-                try:
-                    self._decide(name, reports)
-                except Exception as error:  # somebody's policy; the others are scaled
-                    logger.exception("%s cannot be scaled", name)
-                    text = f"the policy failed: {type(error).__name__}: {error}"
-                    self._journal.think("scaling", name, text)
-                    self._models[name].due_at = time.monotonic() + START_S
+            try:
+                await self._look()
+            except Exception:  # a bug; a service that is scaled no more is worse
+                logger.exception("the models cannot be scaled")
+                await asyncio.sleep(START_S)
+
+    async def _look(self) -> None:
+        """Decide about every model that is due."""
+        self._know_models()
+        now = time.monotonic()
+        due = [name for name, model in self._models.items() if model.due_at <= now]
+        if not due:
+            return
+        for name in due:  # before it is waited: who is woken meanwhile is due again
+            self._models[name].due_at = now + self._models[name].interval_s
+        reports = await self._owner.reports(REPORT_S)
+        for name in sorted(due, key=lambda n: -self._models[n].spec.weight):
+            try:
+                self._decide(name, reports)
+            except Exception as error:  # somebody's policy; the others are scaled
+                logger.exception("%s cannot be scaled", name)
+                text = f"the policy failed: {type(error).__name__}: {error}"
+                self._journal.think("scaling", name, text)
+                self._models[name].due_at = time.monotonic() + START_S
 
     def _know_models(self) -> None:
         """Follow what is wanted: models come, go, and change their versions."""
