@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/multiworld demo
 
-# Two models on a Ray cluster of four nodes (on this machine); one node is lost.
+# Three tenants, two models, a Ray cluster of four nodes (on this machine); one is lost.
 demo-cluster: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt ray
 	$(BIN)/multiworld demo cluster

@@ -144,7 +144,7 @@ def _csv(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _usage_table(rows: Sequence[dict[str, Any]], *, by_minute: bool) -> Table:
-    table = Table(title="usage", box=SIMPLE)
+    table = Table(title="usage", box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     for title in ("minute", "tenant", "model") if by_minute else ("tenant", "model"):
         table.add_column(title)
     for title in ("sent", "answered", "failed", "refused", "rows", "MB", "mean ms"):

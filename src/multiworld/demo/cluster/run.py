@@ -197,7 +197,7 @@ def _allowed(name: str) -> set[int]:
 
 def tenant_table(loads: dict[str, Load], usage: list[dict[str, Any]]) -> Table:
     """Return what each tenant got, and what the service has written down."""
-    table = Table(title="tenants", box=SIMPLE)
+    table = Table(title="tenants", box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     for title in ("tenant", "model"):
         table.add_column(title)
     columns = ("sent", "answered", "refused", "lost", "wrong", "p50 ms", "p99 ms")
