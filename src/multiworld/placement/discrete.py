@@ -8,6 +8,7 @@ problem. Its choice of replicas is then made exact by a linear program (``linear
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -96,13 +97,26 @@ def _maximise(
     gains = formulation.gains()
     scale = 1e12 / max(1e-9, max(map(abs, gains.values()), default=1.0))
     terms, slack = [], 0.0
+    units = _hidden_units(formulation)
     for number, gain in gains.items():
         is_share = number >= formulation.integers
         unit = gain / UNITS if is_share else gain
         terms.append(math.ceil(unit * scale) * variables[number])
-        slack += abs(gain) / UNITS if is_share else 0.0
+        slack += abs(gain) * units.get(number, 1) / UNITS if is_share else 0.0
     model.maximize(sum(terms))
     return scale, slack
+
+
+def _hidden_units(formulation: Formulation) -> dict[int, int]:
+    """Return how many units of what is served of each model rounding may hide.
+
+    Every replica's share is rounded down, so a stage loses up to a unit for each slot.
+    """
+    slots = Counter((m, stage) for m, stage, _ in formulation.share)
+    return {
+        number: 1 + max((n for (m, _), n in slots.items() if m == model), default=0)
+        for model, number in formulation.served.items()
+    }
 
 
 def _hint(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from multiworld.placement import (
@@ -366,7 +366,20 @@ def test_every_answer_is_feasible_and_no_worse_than_greedy(problem: Problem) -> 
     )
 
 
+THREE_SMALL_SHARES = Problem(
+    (
+        Node("n0", (Device("d0", "cpu", 2**30, 0.5), Device("d1", "cpu", 2**30, 0.5))),
+        Node("n1", (Device("d2", "cpu", 2**30, 0.5),)),
+    ),
+    (ModelNeed("m0", (StageNeed(2**30, {"cpu": 1.0}),), demand=17.0, weight=0.5),),
+    utilisation=0.8,
+    hop_s=0.001,
+)
+"""Each replica's share is rounded down for one solver; its bound must still hold."""
+
+
 @settings(max_examples=25, deadline=None)
+@example(THREE_SMALL_SHARES)
 @given(problems())
 def test_both_solvers_agree(problem: Problem) -> None:
     """On small problems both prove their answer; they are the same."""
