@@ -46,6 +46,14 @@ def trusting(target: Target, ca: Path | None) -> Target:
         ) from error
 
 
+def with_key(target: Target, key: str | None) -> Target:
+    """Return the same, as the tenant whose key it is."""
+    if key is None:
+        return target
+    headers = {**target.headers, "Authorization": f"Bearer {key}"}
+    return replace(target, headers=headers)
+
+
 def run(target: Target, rate: float, seconds: float, *, as_json: bool) -> int:
     """Send, and print what came back; exit code 1 if a request failed."""
     found = asyncio.run(_run(target, rate, seconds, is_quiet=as_json))

@@ -399,6 +399,11 @@ def shutdown(app: str | None, state: Path | None, as_json: bool) -> None:
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="PEM file with the certificates to trust, for an https:// URL.",
 )
+@click.option(
+    "--key",
+    envvar="MULTIWORLD_KEY",
+    help="API key of a tenant; better in MULTIWORLD_KEY, where nobody sees it.",
+)
 @JSON
 def load(
     url: str,
@@ -408,6 +413,7 @@ def load(
     texts: Path | None,
     body: Path | None,
     ca: Path | None,
+    key: str | None,
     as_json: bool,
 ) -> None:
     """Send requests to MODEL at URL at a steady rate, and say what came back.
@@ -417,7 +423,7 @@ def load(
     """
     module = need("multiworld.cli.load")
     target = module.target_of(url, model, texts, body, "The quick brown fox.")
-    target = module.trusting(target, ca)
+    target = module.with_key(module.trusting(target, ca), key)
     sys.exit(module.run(target, rate, seconds, as_json=as_json))
 
 
