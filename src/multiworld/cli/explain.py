@@ -10,8 +10,6 @@ import click
 
 from multiworld.serve.control.client import Service
 
-SHOWN_S = 86400.0
-
 
 def explain(service: Service, last: int, *, snapshots: bool, as_json: bool) -> int:
     """Print what everybody does, and the last decisions with their reasons."""

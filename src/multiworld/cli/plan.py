@@ -24,9 +24,10 @@ from multiworld.serve.control.service import machine_of
 from multiworld.serve.control.wanting import bounds_of
 from multiworld.serve.loading import load_spec
 from multiworld.serve.resources.amounts import Node
-from multiworld.serve.scaling.asking import is_scaled, stages_now
-from multiworld.serve.scaling.gears import StageCost, gears_of
-from multiworld.serve.scaling.snapshot import Limits
+from multiworld.serve.scaling.asking import is_scaled
+from multiworld.serve.scaling.gears import gears_of
+from multiworld.serve.scaling.policy import decide
+from multiworld.serve.simulation.modelling import costs_of, pipeline_of
 from multiworld.serve.sources import build_model, stage_name
 from multiworld.serve.spec import AppSpec, ModelSpec
 
@@ -160,7 +161,7 @@ def _whole(
         "launcher": app.launcher,
         "nodes": [node.name for node in machines],
         "stages": rows,
-        "gears": {name: _gears(spec) for name, spec in app.models.items()},
+        "gears": {name: _gears(name, spec) for name, spec in app.models.items()},
         "models": found.models if found else [],
         "solver": found.solver if found else None,
         "gap": found.gap if found else None,
@@ -222,22 +223,12 @@ def _table(app: AppSpec, rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _gears(spec: ModelSpec) -> list[dict[str, Any]]:
+def _gears(name: str, spec: ModelSpec) -> list[dict[str, Any]]:
     """Return the gears of a model that is scaled, where its times are declared."""
-    stages = stages_now(spec, [stage.least for stage in spec.stages])
-    if not is_scaled(spec) or any(stage.item_s is None for stage in stages):
+    if not is_scaled(spec) or not all(stage.item_ms for stage in spec.stages):
         return []
-    costs = [
-        StageCost(
-            item_s=stage.item_s or 0.0,
-            batch_s=stage.item_s or 0.0,
-            limits=stage.limits
-            or Limits(min_replicas=stage.replicas, max_replicas=stage.replicas),
-        )
-        for stage in stages
-    ]
-    objective_s = spec.objective_ms / 1000 if spec.objective_ms else None
-    return [asdict(gear) for gear in gears_of(costs, objective_s)]
+    model = pipeline_of(name, spec, decide, {}, 0.0)
+    return [asdict(gear) for gear in gears_of(costs_of(model), model.objective_s)]
 
 
 def _scaled(name: str, gears: list[dict[str, Any]]) -> str:

@@ -65,9 +65,6 @@ class FairQueue(Generic[K]):
     def __len__(self) -> int:
         return len(self._pieces)
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._pieces
-
     @property
     def is_shared(self) -> bool:
         """Whether work of several tenants waits."""
@@ -123,12 +120,12 @@ class FairQueue(Generic[K]):
 
         Nothing may be put or taken meanwhile.
         """
-        now, ends = self._now, dict(self._ends) if self.is_shared else self._ends
-        places = dict.fromkeys(self._lines, 0)
         if not self.is_shared:
             for line in self._lines.values():
                 yield from (key for _, key in line)
             return
+        now, ends = self._now, dict(self._ends)
+        places = dict.fromkeys(self._lines, 0)
         while places:
             best: tuple[int, float, int] | None = None
             chosen = ""

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from multiworld.demo.pipeline.picture import COLORS, SHADE
+from multiworld.demo.pipeline.picture import COLORS, mark
 from multiworld.demo.pipeline.story import Scene, Strength
 from multiworld.serve.load.summary import Sample
 
@@ -46,18 +46,7 @@ def draw(
         _load(above, found, color, tenant)
         _latency(middle, found, color, tenant)
     _replicas(below, strengths, lanes)
-    for scene in scenes:
-        for axes in rows:
-            axes.axvspan(scene.begin_s, scene.end_s, color=SHADE, alpha=0.2, lw=0)
-        middle.annotate(
-            scene.title,
-            (scene.begin_s, 0.02),
-            xycoords=("data", "axes fraction"),
-            rotation=90,
-            va="bottom",
-            ha="right",
-            fontsize=9,
-        )
+    mark(scenes, middle, rows, "bottom")
     above.set_title("Three tenants on four nodes: load, latency, replicas")
     above.set_ylabel("requests/s")
     middle.set_yscale("log")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +41,7 @@ def draw(
     above.set_yscale("log")
     above.set_ylabel("latency (ms)")
     above.set_title(title)
-    for scene in scenes:
-        above.axvspan(scene.begin_s, scene.end_s, color=SHADE, alpha=0.25, lw=0)
-        below.axvspan(scene.begin_s, scene.end_s, color=SHADE, alpha=0.25, lw=0)
-        above.annotate(
-            scene.title,
-            (scene.begin_s, 0.99),
-            xycoords=("data", "axes fraction"),
-            rotation=90,
-            va="top",
-            ha="right",
-            fontsize=9,
-        )
+    mark(scenes, above, (above, below), "top")
     above.legend(loc="lower left")
     for number, lane in enumerate(lanes):
         below.step(
@@ -67,6 +57,26 @@ def draw(
     below.legend(loc="upper left", ncols=len(lanes))
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def mark(scenes: list[Scene], named: Any, every: Sequence[Any], side: str) -> None:
+    """Shade what happened on every part of a picture, with its name on one.
+
+    Args:
+        side: Where names begin: "top" or "bottom".
+    """
+    for scene in scenes:
+        for axes in every:
+            axes.axvspan(scene.begin_s, scene.end_s, color=SHADE, alpha=0.25, lw=0)
+        named.annotate(
+            scene.title,
+            (scene.begin_s, 0.99 if side == "top" else 0.02),
+            xycoords=("data", "axes fraction"),
+            rotation=90,
+            va=side,
+            ha="right",
+            fontsize=9,
+        )
 
 
 def _scatter(axes: Any, samples: list[Sample], color: str, name: str) -> None:

@@ -13,13 +13,11 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from multiworld.errors import ServeError
+from multiworld.serve.control.client import WHO
 from multiworld.serve.control.tenanting import Tenanting
 from multiworld.serve.tenancy.keys import FORM, PREFIX
 
 logger = logging.getLogger("multiworld.serve")
-
-WHO = "x-multiworld-who"
-"""Who asks, as the command says; the socket is its user's alone."""
 
 SHOWN = 400
 """Characters of a value that the audit log keeps."""

@@ -15,6 +15,9 @@ from multiworld.serve.control.record import StateFolder, state_root
 
 ASK_S = 30.0
 
+WHO = "x-multiworld-who"
+"""The header that says who asks; the socket is its user's alone."""
+
 
 class Service:
     """A running service, found by its name or because it is the only one."""
@@ -31,7 +34,7 @@ class Service:
         socket = httpx.HTTPTransport(uds=str(self.folder.socket))
         try:
             with httpx.Client(transport=socket, timeout=ASK_S) as client:
-                headers = {"x-multiworld-who": _who()}
+                headers = {WHO: _who()}
                 response = client.request(
                     method, f"http://controller{path}", headers=headers, **what
                 )

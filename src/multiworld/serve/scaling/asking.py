@@ -44,9 +44,7 @@ def within(decision: Decision, stages: Sequence[StageNow]) -> Decision:
             "one for each stage"
         )
     replicas = tuple(
-        stage.replicas
-        if (limits := stage.limits) is None
-        else min(max(count, limits.min_replicas), limits.max_replicas)
+        stage.replicas if (limits := stage.limits) is None else limits.within(count)
         for count, stage in zip(counts, stages, strict=True)
     )
     return replace(decision, replicas=replicas)

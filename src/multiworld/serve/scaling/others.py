@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from multiworld.serve.scaling.demand import since
 from multiworld.serve.scaling.gears import StageCost, gear_for, gears_of
-from multiworld.serve.scaling.snapshot import Decision, Policy, Snapshot
+from multiworld.serve.scaling.snapshot import Decision, Limits, Policy, Snapshot
 from multiworld.serve.scaling.steadying import Wish, remember, settled
 
 
@@ -18,11 +18,17 @@ def fixed(snapshot: Snapshot) -> Decision:
     return Decision(replicas=replicas, why="a fixed fleet")
 
 
-def queued(snapshot: Snapshot) -> Decision:
-    """Scale each stage by itself, by what is queued: Ray Serve's own policy.
+Need = Callable[[Snapshot, int, Limits], int]
+"""Returns how many replicas one stage needs at this moment."""
 
-    ``ceil(ongoing / target_ongoing_requests)``, averaged over the look-back period,
-    after the delays (``ray/serve/autoscaling_policy.py``, 2.60).
+
+def _each(
+    snapshot: Snapshot, need: Need, why: str, *, is_forgetful: bool = False
+) -> Decision:
+    """Scale each stage by itself, after the delays.
+
+    Args:
+        is_forgetful: What was needed before a change says nothing after it.
     """
     counts: list[int] = []
     wishes: list[tuple[Wish, ...]] = []
@@ -32,18 +38,29 @@ def queued(snapshot: Snapshot) -> Decision:
             counts.append(stage.replicas)
             wishes.append(())
             continue
-        begin = snapshot.now - limits.look_back_period_s
-        lately = [s.stages[k].ongoing for s in snapshot.samples if s.at > begin]
-        mean = sum(lately) / max(1, len(lately))
-        need = math.ceil(mean / limits.target_ongoing_requests - 1e-9)
-        need = min(max(need, limits.min_replicas), limits.max_replicas)
+        count = limits.within(need(snapshot, k, limits))
         before = snapshot.memory[k] if snapshot.memory else ()
-        kept = remember(before, Wish(snapshot.now, need, need), limits)
-        wishes.append(kept)
+        kept = remember(before, Wish(snapshot.now, count, count), limits)
         counts.append(settled(kept, stage.replicas, limits, is_urgent=False))
-    return Decision(
-        replicas=tuple(counts), why="by what is queued", memory=tuple(wishes)
-    )
+        has_changed = counts[k] != stage.replicas
+        wishes.append(kept[-1:] if is_forgetful and has_changed else kept)
+    return Decision(replicas=tuple(counts), why=why, memory=tuple(wishes))
+
+
+def queued(snapshot: Snapshot) -> Decision:
+    """Scale each stage by itself, by what is queued: Ray Serve's own policy.
+
+    ``ceil(ongoing / target_ongoing_requests)``, averaged over the look-back period,
+    after the delays (``ray/serve/autoscaling_policy.py``, 2.60).
+    """
+    return _each(snapshot, _for_queue, "by what is queued")
+
+
+def _for_queue(snapshot: Snapshot, k: int, limits: Limits) -> int:
+    begin = snapshot.now - limits.look_back_period_s
+    lately = [s.stages[k].ongoing for s in snapshot.samples if s.at > begin]
+    mean = sum(lately) / max(1, len(lately))
+    return math.ceil(mean / limits.target_ongoing_requests - 1e-9)
 
 
 HIGH, LOW = 0.8, 0.4
@@ -54,30 +71,17 @@ def threshold(snapshot: Snapshot) -> Decision:
 
     Utilisation is that of the look-back period; the delays are respected.
     """
-    counts: list[int] = []
-    wishes: list[tuple[Wish, ...]] = []
-    for k, stage in enumerate(snapshot.stages):
-        limits = stage.limits
-        if limits is None:
-            counts.append(stage.replicas)
-            wishes.append(())
-            continue
-        first = since(snapshot.samples, snapshot.now - limits.look_back_period_s)
-        last = snapshot.samples[-1]
-        span_s = max(1e-9, last.at - first.at)
-        busy_s = last.stages[k].busy_s - first.stages[k].busy_s
-        used = busy_s / span_s / max(1, stage.replicas)
-        need = stage.replicas + (used > HIGH) - (used < LOW)
-        if stage.replicas == 0:
-            need = int(last.stages[k].ongoing > 0)
-        need = min(max(need, limits.min_replicas), limits.max_replicas)
-        before = snapshot.memory[k] if snapshot.memory else ()
-        kept = remember(before, Wish(snapshot.now, need, need), limits)
-        count = settled(kept, stage.replicas, limits, is_urgent=False)
-        # After a change the utilisation of before says nothing.
-        wishes.append(kept if count == stage.replicas else kept[-1:])
-        counts.append(count)
-    return Decision(replicas=tuple(counts), why="by utilisation", memory=tuple(wishes))
+    return _each(snapshot, _for_use, "by utilisation", is_forgetful=True)
+
+
+def _for_use(snapshot: Snapshot, k: int, limits: Limits) -> int:
+    first = since(snapshot.samples, snapshot.now - limits.look_back_period_s)
+    last, replicas = snapshot.samples[-1], snapshot.stages[k].replicas
+    if replicas == 0:
+        return int(last.stages[k].ongoing > 0)
+    span_s = max(1e-9, last.at - first.at)
+    used = (last.stages[k].busy_s - first.stages[k].busy_s) / span_s / replicas
+    return replicas + (used > HIGH) - (used < LOW)
 
 
 def oracle(
@@ -113,7 +117,7 @@ def oracle(
             for count, stage in zip(gear, costs, strict=True)
         ]
         within = [
-            min(count, stage.limits.max_replicas)
+            stage.limits.within(count)
             for count, stage in zip(counts, costs, strict=True)
         ]
         return Decision(replicas=tuple(within), why="it knows the future")

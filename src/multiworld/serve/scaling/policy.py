@@ -83,7 +83,7 @@ def decide(snapshot: Snapshot) -> Decision:
     replicas = []
     for k, stage in enumerate(snapshot.stages):
         limits = _limits(stage)
-        low, high = (_within(count, limits) for count in needs[k])
+        low, high = map(limits.within, needs[k])
         before = old.wishes[k] if k < len(old.wishes) else ()
         wishes.append(remember(before, Wish(snapshot.now, low, high), limits))
         count = settled(wishes[k], stage.replicas, limits, is_urgent=is_urgent)
@@ -110,10 +110,6 @@ def _limits(stage: StageNow) -> Limits:
 def _bounds(snapshot: Snapshot) -> tuple[tuple[int, int], ...]:
     limits = [_limits(stage) for stage in snapshot.stages]
     return tuple((one.min_replicas, one.max_replicas) for one in limits)
-
-
-def _within(count: int, limits: Limits) -> int:
-    return min(max(count, limits.min_replicas), limits.max_replicas)
 
 
 # How long stages compute.

@@ -39,6 +39,10 @@ class Limits:
     upscaling_factor: float = 1.0
     downscaling_factor: float = 1.0
 
+    def within(self, count: int) -> int:
+        """Return a number of replicas, brought within the fewest and the most."""
+        return min(max(count, self.min_replicas), self.max_replicas)
+
     @property
     def to_zero_s(self) -> float:
         """Seconds without any need before the last replica is drained."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from multiworld.serve.choosing import Chance, choose
 from multiworld.serve.scaling.asking import within
+from multiworld.serve.scaling.sampling import PERIODS
 from multiworld.serve.scaling.snapshot import (
     Limits,
     Policy,
@@ -26,9 +27,6 @@ from multiworld.serve.scaling.snapshot import (
     StageSeen,
 )
 from multiworld.serve.simulation.traces import Arrival
-
-SAMPLES_PERIODS = 2.5
-"""Samples of so many look-back periods are kept for the policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +164,7 @@ class Pipeline:
         self.decided: list[Decided] = []
         self._last_end = 0.0
         look_back = [s.limits.look_back_period_s for s in model.stages if s.limits]
-        self._horizon_s = SAMPLES_PERIODS * max([*look_back, 1.0])
+        self._horizon_s = PERIODS * max([*look_back, 1.0])
 
     # Replicas.
 

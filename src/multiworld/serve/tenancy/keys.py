@@ -13,7 +13,6 @@ import secrets
 PREFIX = "mw"
 ID_BYTES, SECRET_BYTES = 6, 32
 FORM = re.compile(rf"{PREFIX}-([0-9a-f]{{{2 * ID_BYTES}}})-[A-Za-z0-9_-]{{43}}")
-NO_ID = ""
 
 
 def make_key() -> tuple[str, str, str]:
@@ -31,4 +30,4 @@ def digest_of(key: str) -> str:
 def parse_key(text: str) -> tuple[str, str]:
     """Return the id and the digest of what may be a key."""
     found = FORM.fullmatch(text)
-    return found.group(1) if found else NO_ID, digest_of(text)
+    return found.group(1) if found else "", digest_of(text)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 MINUTE_S = 60
@@ -20,22 +20,14 @@ MOST_TOLD = 16
 AGAIN_S = 5.0
 """What is not confirmed in so long is told again."""
 
-FIELDS = (
-    "requests",
-    "answered",
-    "failed",
-    "refused",
-    "rows",
-    "bytes_in",
-    "bytes_out",
-    "seconds",
-)
-"""Of a row. ``seconds``: how long the answered ones took, together."""
-
 
 @dataclass(slots=True)
 class Sums:
-    """What was used in a minute."""
+    """What was used in a minute.
+
+    Attributes:
+        seconds: How long the answered requests took, together.
+    """
 
     requests: int = 0
     answered: int = 0
@@ -46,6 +38,9 @@ class Sums:
     bytes_out: int = 0
     seconds: float = 0.0
 
+
+FIELDS = tuple(field.name for field in fields(Sums))
+"""Of a row, in order."""
 
 Row = list[Any]
 """Minute (seconds since the epoch), tenant, model, and the sums in order."""
