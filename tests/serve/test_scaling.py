@@ -53,9 +53,9 @@ async def test_load_scales_a_stage_and_lets_it_go_again(tmp_path: Path) -> None:
             )
             await asyncio.to_thread(service.kill_controller)
             await asyncio.to_thread(service.start)
-            await asyncio.to_thread(
-                until, lambda: service.stages()[1] == 3, "still three"
-            )
+            # Longer than what it takes to believe that fewer are needed.
+            await asyncio.sleep(QUICK["downscale_delay_s"] + 1.0)
+            assert service.stages()[1] >= 2, "one does not carry it"
         async with traffic(service, 5.0):
             await asyncio.to_thread(
                 until, lambda: service.stages() == [1, 1, 1], "one of each"
