@@ -14,7 +14,7 @@ from multiworld.serve.load.generator import Load, inference
 from multiworld.serve.scaling import policy
 from multiworld.serve.scaling.recording import snapshot_from_json
 from multiworld.serve.scaling.snapshot import Decision, Snapshot
-from tests.serve.harness import Traffic, body, served, spec_with, traffic
+from tests.serve.harness import Served, Traffic, body, served, spec_with, traffic
 from tests.serve.models import SLOW
 
 QUICK = {
@@ -61,10 +61,19 @@ async def test_load_scales_a_stage_and_lets_it_go_again(tmp_path: Path) -> None:
                 until, lambda: service.stages() == [1, 1, 1], "one of each"
             )
         _decisions_can_be_replayed(service.folder / "state" / "decisions.jsonl")
+        _every_answer_was_in_time_or_not(service)
         said = service.command("explain", "--state", str(service.state))
         assert "requests/s" in said["thoughts"][0]["what"]
         assert any("drain" in e["kind"] for e in service.events())
         assert not service.events("lost")
+
+
+def _every_answer_was_in_time_or_not(service: Served) -> None:
+    found = service.ask("GET", "/status", params={"reports": True})["reports"]
+    (gateway,) = [said for said in found.values() if said and "arrived" in said]
+    attained, missed = gateway["attained"]["m"], gateway["missed"]["m"]
+    assert missed > 0, "one replica was too few at first"
+    assert attained + missed == gateway["arrived"]["m"]
 
 
 def _decisions_can_be_replayed(path: Path) -> None:

@@ -228,7 +228,8 @@ def _gears(name: str, spec: ModelSpec) -> list[dict[str, Any]]:
     if not is_scaled(spec) or not all(stage.item_ms for stage in spec.stages):
         return []
     model = pipeline_of(name, spec, decide, {}, 0.0)
-    return [asdict(gear) for gear in gears_of(costs_of(model), model.objective_s)]
+    aim = model.objective_s, model.objective_share
+    return [asdict(gear) for gear in gears_of(costs_of(model), *aim)]
 
 
 def _scaled(name: str, gears: list[dict[str, Any]]) -> str:

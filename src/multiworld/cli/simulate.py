@@ -30,6 +30,7 @@ from multiworld.serve.simulation.engine import (
     Room,
     simulate,
 )
+from multiworld.serve.simulation.foresight import with_foresight
 from multiworld.serve.simulation.judging import Verdict, judge
 from multiworld.serve.simulation.modelling import (
     Curve,
@@ -186,9 +187,7 @@ def _model(
     if kind == "fixed":
         return with_fleet(model, _fleet(model, counts, arrivals))
     if chosen == "oracle":
-        times = [arrival.at for arrival in arrivals]
-        knowing = others.oracle(times, costs_of(model), model.objective_s)
-        return replace(model, policy=knowing)
+        return with_foresight(model, arrivals, lambda: random.Random(wish.seed).random)
     return replace(model, policy=_policy(spec, chosen))
 
 
@@ -219,7 +218,7 @@ def _fleet(
                 f"fixed:{counts}: give {len(model.stages)} numbers, one for each stage"
             )
         return given
-    gears = gears_of(costs_of(model), model.objective_s)
+    gears = gears_of(costs_of(model), model.objective_s, model.objective_share)
     span_s = max(1.0, arrivals[-1].at) if arrivals else 1.0
     return gears[gear_for(gears, len(arrivals) / span_s)].replicas
 

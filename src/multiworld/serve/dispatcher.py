@@ -11,7 +11,13 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from multiworld.errors import ServeError, UnknownModelError
+from multiworld.errors import (
+    DeadlineExceededError,
+    NoReplicaError,
+    OverloadedError,
+    ServeError,
+    UnknownModelError,
+)
 from multiworld.serve.collating import rows_of
 from multiworld.serve.edges import Body, Outbox
 from multiworld.serve.fairness import NOBODYS, Share
@@ -36,6 +42,9 @@ logger = logging.getLogger("multiworld.serve")
 LOOK_S = 0.05
 """Seconds between looks at deadlines and at who is silent."""
 
+TOO_MUCH = (OverloadedError, DeadlineExceededError, NoReplicaError)
+"""What more replicas would have helped against."""
+
 NO_MODEL = "no model {!r} is served here; there are: {}"
 
 
@@ -53,6 +62,8 @@ class Dispatcher:
     Attributes:
         arrived: Requests so far, by model; those that were refused too.
         attained: Those that were answered within their model's objective.
+        missed: Those that were answered later, or not at all because too many waited;
+            what was wrong with a request, or with the model, is none of them.
         on_missing: Called with a model of which a stage has no replica while nobody
             asks, when somebody does.
 
@@ -71,6 +82,7 @@ class Dispatcher:
         self.counts: Counter[str] = Counter()
         self.arrived: Counter[str] = Counter()
         self.attained: Counter[str] = Counter()
+        self.missed: Counter[str] = Counter()
         self.on_missing: Callable[[str], None] = lambda model: None
         self._latest: Tensors = {}
         self.asked_at = time.monotonic()
@@ -153,18 +165,24 @@ class Dispatcher:
                 answer = await call.answers.get()
                 if isinstance(answer, ServeError):
                     is_over = True
+                    if via is None and isinstance(answer, TOO_MUCH):
+                        self.missed[model] += 1
                     raise answer
                 if answer is None:
                     is_over = True
                     took_s = time.monotonic() - now
-                    if via is None and took_s <= (route.objective_s or took_s):
-                        self.attained[model] += 1
+                    if via is None:
+                        is_late = took_s > (route.objective_s or took_s)
+                        (self.missed if is_late else self.attained)[model] += 1
                 else:
                     yield answer
         finally:
             self._calls.pop(number, None)
             if not is_over:
                 self._handle(events.Withdrawn(number))
+                took_s = time.monotonic() - now
+                if via is None and took_s > (route.objective_s or took_s):
+                    self.missed[model] += 1  # who asked has given up
 
     async def probe(self, replica: str, tensors: Tensors, limit_s: float) -> None:
         """Send one request through a replica.
@@ -210,6 +228,7 @@ class Dispatcher:
             "counts": dict(self.counts),
             "arrived": dict(self.arrived),
             "attained": dict(self.attained),
+            "missed": dict(self.missed),
         }
 
     # Edges.

@@ -194,8 +194,10 @@ class ModelSpec(_Strict):
     """Tenants that have replicas of this model for themselves, as many as the stages
     say; it is served to each of them as `NAME@TENANT`, a model of its own."""
     objective_ms: Annotated[float, Field(gt=0, le=8.64e7)] | None = None
-    """Milliseconds within which 99 of 100 answers should come, waiting included: what
-    scaling works towards, and what attainment is counted by."""
+    """Milliseconds within which answers should come, waiting included: what scaling
+    works towards, and what attainment is counted by."""
+    objective_share: Annotated[float, Field(ge=0.5, lt=1)] = 0.99
+    """Of the answers, that should: with fewer, fewer replicas are kept for bursts."""
     scaling: str | None = Field(default=None, pattern=FACTORY)
     """`package.module:function` that decides how many replicas its stages have, in
     place of `multiworld.serve.scaling.policy:decide`."""

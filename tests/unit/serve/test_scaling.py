@@ -394,15 +394,17 @@ def test_sums_go_on_over_processes_that_are_lost() -> None:
     """A replica that is gone takes nothing with it; a new one starts at nothing."""
     watch = Watch("m", 2, 10.0)
     replicas = [Seen("m/0/1", 0, True), Seen("m/1/2", 1, True)]
-    gateway = {"pending": {"m": 3}, "arrived": {"m": 1000}}
+    gateway = {"pending": {"m": 3}, "arrived": {"m": 1000}, "missed": {"m": 70}}
     reports = {"gateway/1": gateway, "m/0/1": report(10, 2, 4), "m/1/2": report(6)}
     first = watch.note(0.0, ["gateway/1"], replicas, reports)
     assert first.arrived == 0, "what they counted before this watch is no news"
     assert [s.ongoing for s in first.stages] == [6.0, 5.0]
-    more = {**gateway, "arrived": {"m": 1010}}
+    assert first.missed == 0
+    more = {**gateway, "arrived": {"m": 1010}, "missed": {"m": 74}}
     reports = {"gateway/1": more, "m/0/1": report(15, 2, 4), "m/1/2": report(8)}
     second = watch.note(1.0, ["gateway/1"], replicas, reports)
     assert (second.arrived, second.stages[0].requests) == (10, 5)
+    assert second.missed == 4
     other = {"gateway/1": None, "m/0/3": report(5), "m/1/2": report(9)}
     fresh = [Seen("m/0/3", 0, False), replicas[1]]
     third = watch.note(2.0, ["gateway/1"], fresh, other)

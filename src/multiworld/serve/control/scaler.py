@@ -173,6 +173,7 @@ class Scaler:
             stages=asking.stages_now(known.spec, wanted.replicas),
             samples=tuple(known.watch.samples),
             objective_s=wanted.objective_s,
+            objective_share=known.spec.objective_share,
             start_s=self._start_s(name, wanted.version),
             interval_s=known.interval_s,
             memory=known.memory,

@@ -158,6 +158,7 @@ PLANNED = {
     "weight",
     "latency_ms",
     "objective_ms",
+    "objective_share",
     "scaling",
     "dedicated",
 }

@@ -180,6 +180,14 @@ class _Snapshot(Collector):
         for model, count in report["attained"].items():
             attained.add_metric([*own, model], count)
         yield attained
+        missed = CounterMetricFamily(
+            "multiworld_missed",
+            "Requests that were answered later, or not at all as too many waited.",
+            labels=["gateway", "model"],
+        )
+        for model, count in report["missed"].items():
+            missed.add_metric([*own, model], count)
+        yield missed
         events = CounterMetricFamily(
             "multiworld_router_events",
             "Answers, replays and refusals, by kind.",

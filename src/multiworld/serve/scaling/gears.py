@@ -23,6 +23,10 @@ STEPS = 18
 BUSY = 0.85
 """Most utilisation of a stage that is planned where an objective is given."""
 
+REACHABLE = 1.5
+"""So many times what computing takes is the least objective that is worked towards: one
+that even an idle service misses must not ask for all there is."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
@@ -46,7 +50,7 @@ class Gear:
     """The most arrivals a second that so many replicas of each stage carry.
 
     Attributes:
-        latency_s: Within which 99 of 100 requests are answered at that load.
+        latency_s: Within which the ``share`` of requests is answered at that load.
     """
 
     rate: float
@@ -54,24 +58,31 @@ class Gear:
     latency_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Aim:
+    objective_s: float | None
+    share: float
+
+
 def gears_of(
-    stages: Sequence[StageCost], objective_s: float | None = None
+    stages: Sequence[StageCost], objective_s: float | None = None, share: float = 0.99
 ) -> tuple[Gear, ...]:
     """Return all gears of a pipeline, the smallest first.
 
     Args:
-        objective_s: Within which 99 of 100 answers should come. With one, a stage has
-            as many replicas as that takes; without, what ``target_ongoing_requests``
-            says.
+        objective_s: Within which answers should come. With one, a stage has as many
+            replicas as that takes; without, what ``target_ongoing_requests`` says.
+        share: Of the answers, that should.
     """
+    aim = _Aim(objective_s, share)
     counts = [max(1, stage.limits.min_replicas) for stage in stages]
     found: list[Gear] = []
     while True:
-        rate = _carried(stages, counts, objective_s)
+        rate = _carried(stages, counts, aim)
         if not found or rate > found[-1].rate * (1.0 + 1e-6):
-            late = latency_s(stages, counts, rate)
+            late = latency_s(stages, counts, rate, share)
             found.append(Gear(rate, tuple(counts), late))
-        best = _widened(stages, counts, objective_s)
+        best = _widened(stages, counts, aim)
         if best is None:
             return tuple(found)
         counts[best] += 1
@@ -83,8 +94,10 @@ def gear_for(gears: Sequence[Gear], rate: float) -> int:
     return min(at, len(gears) - 1)
 
 
-def latency_s(stages: Sequence[StageCost], counts: Sequence[int], rate: float) -> float:
-    """Return within which time 99 of 100 requests pass through all stages.
+def latency_s(
+    stages: Sequence[StageCost], counts: Sequence[int], rate: float, share: float
+) -> float:
+    """Return within which time such a share of requests passes through all stages.
 
     The waits of the stages are taken to add up in their tails only for the slowest; the
     others count with their mean: two rare events seldom meet.
@@ -92,7 +105,7 @@ def latency_s(stages: Sequence[StageCost], counts: Sequence[int], rate: float) -
     late, mean, bare = [], [], 0.0
     for stage, count in zip(stages, counts, strict=True):
         args = rate, stage.item_s, count, stage.variability
-        late.append(queueing.late_wait_s(*args))
+        late.append(queueing.late_wait_s(*args, share))
         mean.append(queueing.mean_wait_s(*args))
         bare += stage.batch_s
     gaps = [one - other for one, other in zip(late, mean, strict=True)]
@@ -105,14 +118,14 @@ def _is_carried(
     stages: Sequence[StageCost],
     counts: Sequence[int],
     rate: float,
-    objective_s: float | None,
+    aim: _Aim,
 ) -> bool:
     loads = [rate * s.item_s / count for s, count in zip(stages, counts, strict=True)]
-    if objective_s is not None:
+    if aim.objective_s is not None:
         bare = sum(stage.batch_s for stage in stages)
-        # One that even an idle service misses must not ask for all there is.
-        reachable = max(objective_s, 1.5 * bare)
-        return max(loads) <= BUSY and latency_s(stages, counts, rate) <= reachable
+        reachable = max(aim.objective_s, REACHABLE * bare)
+        late = latency_s(stages, counts, rate, aim.share)
+        return max(loads) <= BUSY and late <= reachable
     return all(
         queueing.ongoing(rate, stage.item_s, count, stage.variability)
         <= stage.limits.target_ongoing_requests * count
@@ -120,9 +133,7 @@ def _is_carried(
     )
 
 
-def _carried(
-    stages: Sequence[StageCost], counts: Sequence[int], objective_s: float | None
-) -> float:
+def _carried(stages: Sequence[StageCost], counts: Sequence[int], aim: _Aim) -> float:
     """Return the most arrivals a second that these replicas carry."""
     narrowest = min(
         (c / s.item_s for s, c in zip(stages, counts, strict=True) if s.item_s > 0),
@@ -133,7 +144,7 @@ def _carried(
     low, high = 0.0, narrowest
     for _ in range(STEPS):
         middle = (low + high) / 2
-        if _is_carried(stages, counts, middle, objective_s):
+        if _is_carried(stages, counts, middle, aim):
             low = middle
         else:
             high = middle
@@ -141,7 +152,7 @@ def _carried(
 
 
 def _widened(
-    stages: Sequence[StageCost], counts: Sequence[int], objective_s: float | None
+    stages: Sequence[StageCost], counts: Sequence[int], aim: _Aim
 ) -> int | None:
     """Return the stage that gains most from one replica more; None if none may."""
     best: tuple[float, float, int] | None = None
@@ -150,7 +161,7 @@ def _widened(
             continue
         more = [count + (n == k) for n, count in enumerate(counts)]
         load = stage.item_s / counts[k]
-        gain = _carried(stages, more, objective_s), load, -k
+        gain = _carried(stages, more, aim), load, -k
         if best is None or gain > best:
             best = gain
     if best is None:
@@ -161,7 +172,7 @@ def _widened(
         for s, c in zip(stages, counts, strict=True)
         if c >= s.limits.max_replicas
     ]
-    if fixed and best[0] <= _carried(stages, counts, objective_s) * (1 + 1e-6):
+    if fixed and best[0] <= _carried(stages, counts, aim) * (1 + 1e-6):
         widest = max(fixed)
         if widest >= best[1] - 1e-12:
             return None

@@ -85,16 +85,21 @@ def _for_use(snapshot: Snapshot, k: int, limits: Limits) -> int:
 
 
 def oracle(
-    arrivals: Sequence[float], costs: Sequence[StageCost], objective_s: float | None
+    arrivals: Sequence[float],
+    costs: Sequence[StageCost],
+    objective_s: float | None,
+    margin: float = 1.0,
 ) -> Policy:
     """Return a policy that knows the future: what could be had at best, about.
 
     It has a replica for every burst that comes before one that is started later would
-    be ready, and none a moment longer.
+    be ready, and none a moment longer. It knows when requests come, not how they will
+    be spread over replicas and batches: that takes a margin.
 
     Args:
         arrivals: Of every request, in seconds, growing.
         costs: Of the stages.
+        margin: It has so many times the replicas that an even flow would take.
     """
     gears = gears_of(costs, objective_s)
     bare_s = sum(stage.item_s for stage in costs)
@@ -113,7 +118,12 @@ def oracle(
         burst = _needed(coming, patience_s)
         gear = gears[gear_for(gears, mean)].replicas
         counts = [
-            max(count, math.ceil(max(burst, sum(waiting) / patience_s) * stage.item_s))
+            max(
+                count,
+                math.ceil(
+                    margin * max(burst, sum(waiting) / patience_s) * stage.item_s
+                ),
+            )
             for count, stage in zip(gear, costs, strict=True)
         ]
         within = [
@@ -134,6 +144,9 @@ def _needed(coming: Sequence[float], patience_s: float) -> float:
             most = max(most, (last - first + 1) / (span_s + patience_s))
     return most
 
+
+MARGINS = (1.0, 1.25, 1.5, 2.0, 3.0)
+"""Of an oracle: the first with which the objective is reached is the cheapest."""
 
 BUILT_IN: dict[str, Callable[[Snapshot], Decision]] = {
     "fixed": fixed,

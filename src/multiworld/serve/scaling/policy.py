@@ -5,23 +5,27 @@
    the last ones must be worked off within the objective, and so must what waits. Where
    nobody knows yet how long a stage computes, what is queued there decides alone, as
    with Ray Serve.
-3. What has lasted long enough is done (``steadying``).
+3. Where the objective was missed lately for all that, as many are kept as would have
+   sufficed (``hindsight``).
+4. What has lasted long enough is done (``steadying``).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from multiworld.serve.scaling.demand import Demand, demand_of, envelope, since
+from multiworld.serve.scaling.demand import Demand, demand_of, envelope
 from multiworld.serve.scaling.gears import (
+    REACHABLE,
     Gear,
     StageCost,
     gear_for,
     gears_of,
 )
+from multiworld.serve.scaling.hindsight import Hindsight, Seen, learnt, sufficient
 from multiworld.serve.scaling.snapshot import (
     Decision,
     Limits,
@@ -30,6 +34,7 @@ from multiworld.serve.scaling.snapshot import (
     StageNow,
 )
 from multiworld.serve.scaling.steadying import Wish, remember, settled
+from multiworld.serve.scaling.timing import Times, times_of
 
 MARGIN = 1.15
 """Replicas are drained only if fewer would carry so many times what is asked for."""
@@ -37,15 +42,9 @@ MARGIN = 1.15
 NEW_GEARS = 0.2
 """Gears are computed anew when a stage computes longer or shorter by this share."""
 
-LIKE = 0.8
-"""Batches of such a share of the size of others are about as large."""
-
-FEW = 20
-"""Requests that a stage must have computed lately for its times to be believed."""
-
-
-Times = tuple[float, float, float]
-"""Seconds of a request, seconds of a batch, requests in a batch."""
+HORIZON = 15.0
+"""What would have sufficed is asked for the last so many downscale delays: some bursts
+must have come again within them. Chosen on traces, see docs/serve/scaling-report.md."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +56,7 @@ class Memory:
         bounds: The fewest and the most replicas of each stage, for the same.
         wishes: By stage.
         measured: Seconds of a request and of a batch, and the requests of a batch.
+        hindsight: What would have sufficed.
     """
 
     costs: tuple[tuple[float, float], ...] = ()
@@ -64,6 +64,7 @@ class Memory:
     gears: tuple[Gear, ...] = ()
     wishes: tuple[tuple[Wish, ...], ...] = ()
     measured: tuple[Times | None, ...] = ()
+    hindsight: Hindsight = field(default_factory=Hindsight)
 
 
 def decide(snapshot: Snapshot) -> Decision:
@@ -75,9 +76,16 @@ def decide(snapshot: Snapshot) -> Decision:
     demand = demand_of(
         snapshot.samples, look_back_s, snapshot.start_s, snapshot.interval_s
     )
-    measured = _measured(snapshot, look_back_s, old)
+    measured = times_of(snapshot, look_back_s, old.measured)
     costs, gears = _gears(snapshot, measured, old)
-    needs = _needs(snapshot, demand, gears, costs, look_back_s)
+    hindsight = _hindsight(snapshot, costs, old.hindsight)
+    kept = _kept(snapshot, demand, hindsight, costs)
+    needs = [
+        (max(low, least), max(high, least))
+        for (low, high), least in zip(
+            _needs(snapshot, demand, gears, costs, look_back_s), kept, strict=True
+        )
+    ]
     is_urgent = _is_urgent(snapshot, costs)
     wishes = []
     replicas = []
@@ -94,9 +102,16 @@ def decide(snapshot: Snapshot) -> Decision:
     replicas = _together(snapshot, replicas)
     return Decision(
         replicas=tuple(replicas),
-        why=_words(snapshot, demand, gears, replicas, is_urgent=is_urgent),
-        facts=_facts(snapshot, demand, gears, costs, needs, is_urgent=is_urgent),
-        memory=Memory(costs, _bounds(snapshot), gears, tuple(wishes), measured),
+        why=_words(snapshot, demand, gears, replicas, kept, is_urgent=is_urgent),
+        facts={
+            **_facts(snapshot, demand, gears, costs, needs, is_urgent=is_urgent),
+            "kept": list(kept),
+            "came": hindsight.came,
+            "missed": hindsight.missed,
+        },
+        memory=Memory(
+            costs, _bounds(snapshot), gears, tuple(wishes), measured, hindsight
+        ),
     )
 
 
@@ -112,50 +127,7 @@ def _bounds(snapshot: Snapshot) -> tuple[tuple[int, int], ...]:
     return tuple((one.min_replicas, one.max_replicas) for one in limits)
 
 
-# How long stages compute.
-
-
-def _measured(
-    snapshot: Snapshot, look_back_s: float, old: Memory
-) -> tuple[Times | None, ...]:
-    """Return how long each stage computes; None where it is not known.
-
-    What was found before stays while too few requests come to tell.
-    """
-    first = since(snapshot.samples, snapshot.now - look_back_s)
-    last = snapshot.samples[-1]
-    step = min(1.0, snapshot.interval_s / look_back_s)
-    found: list[Times | None] = []
-    for k, stage in enumerate(snapshot.stages):
-        before = old.measured[k] if k < len(old.measured) else None
-        if before is None and stage.item_s is not None:
-            before = stage.item_s, stage.item_s, 0.0
-        one, other = first.stages[k], last.stages[k]
-        requests, batches = other.requests - one.requests, other.batches - one.batches
-        busy_s = other.busy_s - one.busy_s
-        if requests >= FEW and batches > 0 and busy_s > 0:
-            now = busy_s / requests, busy_s / batches, requests / batches
-            before = now if before is None else _smoothed(before, now, step)
-        found.append(before)
-    return tuple(found)
-
-
-def _smoothed(before: Times, now: Times, step: float) -> Times:
-    """Return times that follow what is measured slowly: a busy machine scatters.
-
-    A request in a small batch takes longer than it would in a large one. That more
-    replicas have smaller batches does not make them slower: so a longer time counts
-    only from batches about as large as those of the shorter one.
-    """
-    item_s, batch_s, rows = before
-    is_slower = now[0] > item_s
-    if is_slower and now[2] < LIKE * rows:
-        return item_s, batch_s + step * (now[1] - batch_s), rows
-    return (
-        item_s + step * (now[0] - item_s),
-        batch_s + step * (now[1] - batch_s),
-        now[2] if not is_slower or not rows else max(rows, now[2]),
-    )
+# The gears.
 
 
 def _gears(
@@ -174,7 +146,7 @@ def _gears(
         StageCost(item_s=item_s, batch_s=batch_s, limits=_limits(stage))
         for (item_s, batch_s), stage in zip(costs, snapshot.stages, strict=True)
     ]
-    return costs, gears_of(stages, snapshot.objective_s)
+    return costs, gears_of(stages, snapshot.objective_s, snapshot.objective_share)
 
 
 def _differ(
@@ -186,6 +158,57 @@ def _differ(
         abs(item_s - old_s) > NEW_GEARS * old_s
         for (item_s, _), (old_s, _) in zip(costs, others, strict=True)
     )
+
+
+# What would have sufficed.
+
+
+def _hindsight(
+    snapshot: Snapshot, costs: Sequence[tuple[float, float]], before: Hindsight
+) -> Hindsight:
+    if snapshot.objective_s is None or not costs or len(snapshot.samples) < 2:
+        return before
+    bare_s = sum(batch_s for _, batch_s in costs)
+    if snapshot.objective_s < REACHABLE * bare_s:
+        return Hindsight()
+    one, other = snapshot.samples[-2:]
+    limits = [_limits(stage) for stage in snapshot.stages]
+    patience_s = _patience_s(snapshot, costs, 0.0)
+    seen = Seen(
+        seconds=other.at - one.at,
+        arrived=other.arrived - one.arrived,
+        missed=other.missed - one.missed,
+        ongoing=[stage.ongoing for stage in other.stages],
+        bare_s=bare_s,
+        item_s=[item_s for item_s, _ in costs],
+        patience_s=patience_s,
+        is_prompt=snapshot.start_s + snapshot.interval_s < patience_s,
+        share=snapshot.objective_share,
+        ready=[stage.ready for stage in other.stages],
+        most=[limit.max_replicas for limit in limits],
+    )
+    horizon_s = HORIZON * max(limit.downscale_delay_s for limit in limits)
+    return learnt(before, seen, max(horizon_s, snapshot.interval_s))
+
+
+def _kept(
+    snapshot: Snapshot,
+    demand: Demand,
+    hindsight: Hindsight,
+    costs: Sequence[tuple[float, float]],
+) -> tuple[int, ...]:
+    """Return the replicas to keep, whatever comes now.
+
+    A pipeline that runs only while somebody asks is not kept for who might.
+    """
+    nothing = (0,) * len(snapshot.stages)
+    if len(hindsight.fleets) != len(nothing) or not costs:
+        return nothing
+    is_on_demand = any(_limits(stage).min_replicas == 0 for stage in snapshot.stages)
+    if is_on_demand and _is_idle(snapshot, demand):
+        return nothing
+    item_s = [item for item, _ in costs]
+    return sufficient(hindsight, item_s, snapshot.objective_share)
 
 
 # How many replicas that takes.
@@ -307,6 +330,7 @@ def _words(
     demand: Demand,
     gears: Sequence[Gear],
     replicas: Sequence[int],
+    kept: Sequence[int],
     *,
     is_urgent: bool,
 ) -> str:
@@ -328,6 +352,9 @@ def _words(
     text += f"; ongoing {[round(seen.ongoing) for seen in waiting]}"
     if is_urgent:
         text += "; urgent: what waits misses the objective"
+    if any(kept):
+        share = snapshot.objective_share
+        text += f"; fewer than {share:.4g} in time lately: {list(kept)} are kept"
     wanted = list(replicas)
     before = [stage.replicas for stage in snapshot.stages]
     return text if wanted == before else f"{before} → {wanted}: {text}"

@@ -42,6 +42,7 @@ class Watch:
     samples: deque[Sample] = field(default_factory=deque)
     _totals: list[_Stage] = field(default_factory=list)
     _arrived: int = 0
+    _missed: int = 0
     _before: dict[str, tuple[float, ...]] = field(default_factory=dict)
     _said: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     _older: set[str] | None = None
@@ -69,8 +70,11 @@ class Watch:
             said = self._said.get(name)
             if said is not None:
                 waiting += said["pending"].get(self.model, 0)
-                (more,) = self._more(name, float(said["arrived"].get(self.model, 0)))
+                arrived = float(said["arrived"].get(self.model, 0))
+                missed = float(said["missed"].get(self.model, 0))
+                more, late = self._more(name, arrived, missed)
                 self._arrived += int(more)
+                self._missed += int(late)
         ongoing = [float(waiting), *([0.0] * self.stages)]
         ready = [0] * self.stages
         for replica in replicas:
@@ -93,7 +97,9 @@ class Watch:
             )
             for k, total in enumerate(self._totals)
         ]
-        sample = Sample(at=now, arrived=self._arrived, stages=tuple(seen))
+        sample = Sample(
+            at=now, arrived=self._arrived, stages=tuple(seen), missed=self._missed
+        )
         self.samples.append(sample)
         while (
             len(self.samples) > 2

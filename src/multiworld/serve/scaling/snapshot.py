@@ -95,11 +95,14 @@ class Sample:
         at: Seconds, of a clock that never goes back.
         arrived: Requests so far, those that were refused included.
         stages: In order.
+        missed: Requests so far that were answered after the objective, or not at all
+            because too many waited. Mistakes of clients and of models are none.
     """
 
     at: float
     arrived: int
     stages: tuple[StageSeen, ...]
+    missed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +111,8 @@ class Snapshot:
 
     Attributes:
         samples: Oldest first; the last one is of now.
-        objective_s: Within which 99 of 100 answers should come; None: no objective.
+        objective_s: Within which answers should come; None: no objective.
+        objective_share: Of the answers, that should.
         start_s: Seconds from the decision to start a replica until it is ready.
         interval_s: Seconds between two decisions.
         memory: What the policy itself put into its last decision; None at first.
@@ -119,6 +123,7 @@ class Snapshot:
     stages: tuple[StageNow, ...]
     samples: tuple[Sample, ...]
     objective_s: float | None = None
+    objective_share: float = 0.99
     start_s: float = 1.0
     interval_s: float = 1.0
     memory: Any = None

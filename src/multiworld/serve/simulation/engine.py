@@ -55,6 +55,7 @@ class PipelineModel:
     stages: tuple[StageModel, ...]
     policy: Policy
     objective_s: float | None = None
+    objective_share: float = 0.99
     deadline_s: float = 30.0
     max_queued_requests: int = 512
     start_s: float = 1.0
@@ -160,6 +161,7 @@ class Pipeline:
         self._memory: object = None
         self._replica_s = [0.0] * len(model.stages)
         self.in_flight = 0
+        self._missed = 0
         self.moments: list[Moment] = []
         self.decided: list[Decided] = []
         self._last_end = 0.0
@@ -226,6 +228,7 @@ class Pipeline:
             self._waiting.pop()
             self.in_flight -= 1
             request.is_refused = True
+            self._missed += 1
         elif not any(self._wanted):
             self.decide(now)  # somebody asks, and nothing runs
 
@@ -238,7 +241,11 @@ class Pipeline:
         for line in lines:
             while line and line[0].at <= begin:
                 line.popleft()
-                self.in_flight -= 1
+                self._give_up()
+
+    def _give_up(self) -> None:
+        self.in_flight -= 1
+        self._missed += 1
 
     def _move(self, now: float) -> None:
         """Send on what can be sent, the last stage first, and begin batches."""
@@ -276,7 +283,7 @@ class Pipeline:
         while replica.queue and len(replica.running) < stage.max_batch_size:
             request = replica.queue.popleft()
             if now - request.at >= self._model.deadline_s:
-                self.in_flight -= 1  # its client has been told
+                self._give_up()  # its client has been told
             else:
                 replica.running.append(request)
         if replica.running:
@@ -293,6 +300,8 @@ class Pipeline:
             for request in done:
                 request.ended = now
                 self.in_flight -= 1
+                limit = self._model.objective_s
+                self._missed += limit is not None and now - request.at > limit
                 self._last_end = now
         else:
             replica.finished.extend(done)
@@ -319,7 +328,12 @@ class Pipeline:
                     busy_s=busy_s,
                 )
             )
-        return Sample(at=now, arrived=len(self._requests), stages=tuple(stages))
+        return Sample(
+            at=now,
+            arrived=len(self._requests),
+            stages=tuple(stages),
+            missed=self._missed,
+        )
 
     def decide(self, now: float) -> None:
         """Ask the policy, and do what it says."""
@@ -354,6 +368,7 @@ class Pipeline:
             stages=tuple(stages),
             samples=tuple(self._samples),
             objective_s=self._model.objective_s,
+            objective_share=self._model.objective_share,
             start_s=self._model.start_s,
             interval_s=self._model.interval_s,
             memory=self._memory,

@@ -80,6 +80,7 @@ def pipeline_of(
         stages=tuple(stages),
         policy=policy,
         objective_s=spec.objective_ms / 1000 if spec.objective_ms else None,
+        objective_share=spec.objective_share,
         deadline_s=spec.deadline_s,
         max_queued_requests=spec.max_queued_requests,
         start_s=start_s,

@@ -1,0 +1,184 @@
+"""What would have sufficed: bursts that come again find replicas that were kept."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from multiworld.serve.scaling import policy
+from multiworld.serve.scaling.hindsight import (
+    EACH,
+    Hindsight,
+    Seen,
+    learnt,
+    sizes,
+    sufficient,
+)
+from multiworld.serve.simulation.engine import Outcome, PipelineModel, simulate
+from multiworld.serve.simulation.foresight import with_foresight
+from multiworld.serve.simulation.judging import judge
+from multiworld.serve.simulation.traces import Arrival
+from tests.unit.serve.test_simulation import LIMITS, pipeline, run
+
+EVERY_S = 50.0
+BURST = 30
+BURSTS = [Arrival(EVERY_S * n + k / 1000) for n in range(1, 25) for k in range(BURST)]
+"""Thirty requests at once, twenty-four times; 5 replicas of 0.1 s do it in 0.6 s."""
+
+
+def model(start_s: float = 3.0, **more: Any) -> PipelineModel:
+    """Return one stage of which new replicas come too late for any burst."""
+    made = pipeline(0.1, policy=policy.decide, objective_s=0.7, start_s=start_s)
+    stage = replace(made.stages[0], max_batch_size=1)
+    return replace(made, stages=(stage,), **more)
+
+
+def missed(outcome: Outcome, since_s: float) -> int:
+    """Return how many requests from then on were late."""
+    limit = outcome.objective_s
+    assert limit is not None
+    return sum(not 0 <= s <= limit for at, s in outcome.requests if at >= since_s)
+
+
+def test_bursts_that_come_again_find_enough() -> None:
+    """Let go after 30 s each time, it would never be there; and not all is kept."""
+    outcome = run(model(), BURSTS)
+    assert missed(outcome, 0.0) > 20, "the first ones could not be known"
+    later = [a for a in BURSTS if a.at >= EVERY_S * 5]
+    assert missed(outcome, EVERY_S * 5) <= 0.02 * len(later)
+    kept = [m.ready[0] for m in outcome.moments if m.at >= EVERY_S * 5]
+    assert min(kept) >= 4
+    assert max(kept) <= 6, "no more than it takes"
+    assert any("are kept" in d.why for d in outcome.decided)
+
+
+def test_fewer_are_kept_where_fewer_must_be_in_time() -> None:
+    """The share of the spec is what is worked towards, at its price."""
+    all_ = judge("all", run(model(), BURSTS))
+    some = judge("some", run(model(objective_share=0.6), BURSTS))
+    assert all_.attained > some.attained > 0.55
+    assert some.replica_s < 0.8 * all_.replica_s
+
+
+def test_what_was_learnt_fades() -> None:
+    """A quiet hour after the bursts costs what a quiet hour does."""
+    end_s = BURSTS[-1].at
+    quiet = [Arrival(end_s + 2.0 * n) for n in range(1, 1200)]
+    outcome = run(model(), [*BURSTS, *quiet])
+    assert outcome.moments[-1].ready == (1,)
+    assert missed(outcome, end_s + 1) == 0
+
+
+def test_nothing_is_kept_while_all_is_well() -> None:
+    """Replicas that start at once are there for every burst that lasts."""
+    long = [Arrival(100.0 * n + k / 20) for n in range(1, 12) for k in range(400)]
+    quick = run(replace(model(start_s=0.05), objective_s=3.0), long)
+    assert missed(quick, 0.0) < 0.01 * len(long)
+    assert not any("are kept" in d.why for d in quick.decided)
+    assert min(m.ready[0] for m in quick.moments if m.at > 500) == 1
+
+
+def test_on_demand_stays_on_demand() -> None:
+    """Nothing runs while nobody asks, whoever was late for it."""
+    stage = replace(model().stages[0], limits=replace(LIMITS, min_replicas=0))
+    outcome = run(replace(model(), stages=(stage,)), BURSTS)
+    assert missed(outcome, EVERY_S * 5) > 0
+    before_next = EVERY_S * 10 - 1
+    (ready,) = [m for m in outcome.moments if m.at <= before_next][-1].ready
+    assert ready == 0
+
+
+def seen(arrived: float, missed: float, **more: Any) -> Seen:
+    """Return what was seen in a second of a stage of 0.1 s."""
+    of: dict[str, Any] = {
+        "seconds": 1.0,
+        "share": 0.99,
+        "item_s": [0.1],
+        "bare_s": 0.1,
+        "most": [8],
+        "ready": [1],
+        "patience_s": 0.5,
+        "is_prompt": False,
+        "ongoing": [missed],
+    }
+    return Seen(**{**of, "arrived": arrived, "missed": missed, **more})
+
+
+def after(*all_: Seen) -> Hindsight:
+    """Return what was learnt from it."""
+    found = Hindsight()
+    for one in all_:
+        found = learnt(found, one, 1000.0)
+    return found
+
+
+def test_slow_answers_that_did_not_wait_need_no_replicas() -> None:
+    """An objective that an idle service misses does not take everything."""
+    found = after(*[seen(5.0, 5.0, ongoing=[0.5]) for _ in range(100)])
+    assert found.missed == found.came
+    assert sufficient(found, [0.1], 0.99) == (0,)
+    waiting = after(*[seen(5.0, 5.0, ongoing=[5.0]) for _ in range(100)])
+    assert sufficient(waiting, [0.1], 0.99) > (1,)
+
+
+def test_so_many_would_have_sufficed() -> None:
+    """Thirty in a second, computed within it and half another: two; with one, late."""
+    found = after(*[seen(30.0, 20.0), *[seen(0.0, 0.0) for _ in range(9)]] * 10)
+    assert sufficient(found, [0.1], 0.99) == (2,)
+
+
+def test_fluid_that_flatters_is_corrected() -> None:
+    """Where more are late than it says, it leaves them less time to wait."""
+    smooth = after(*[seen(12.0, 3.0), *[seen(0.0, 0.0) for _ in range(3)]] * 30)
+    assert max(f.late[0] for f in smooth.was) < smooth.missed
+    assert sufficient(smooth, [0.1], 0.99) == (2,)
+
+
+def test_no_stage_is_kept_wider_than_the_narrowest_lets_through() -> None:
+    """One that may not grow lets twenty a second through; so two of the other do."""
+    both = {"item_s": [0.1, 0.1], "most": [2, 8], "ready": [2, 1]}
+    found = after(*[seen(80.0, 60.0, **both) for _ in range(20)])
+    assert sufficient(found, [0.1, 0.1], 0.99) == (2, 2)
+
+
+@given(
+    st.integers(1, 3000),
+    st.lists(st.tuples(st.floats(0, 500), st.floats(0, 1)), max_size=20),
+)
+def test_more_replicas_are_never_later(
+    most: int, story: list[tuple[float, float]]
+) -> None:
+    """And what suffices is one of the sizes, or nothing."""
+    assert sizes(most)[0] == 1
+    assert sizes(most)[-1] == most
+    assert sizes(min(most, EACH)) == list(range(1, min(most, EACH) + 1))
+    found = after(*[seen(came, came * share, most=[most]) for came, share in story])
+    for fleets in found.fleets:
+        for fewer, more in pairwise(fleets):
+            assert fewer.queue >= more.queue - 1e-6
+            for late, rarer in zip(fewer.late, more.late, strict=True):
+                assert late >= rarer - 1e-6
+    assert all(0 <= n <= most for n in sufficient(found, [0.1], 0.99)[:1])
+
+
+@pytest.mark.parametrize("share", [0.9, 0.99])
+def test_foresight_reaches_the_objective_for_less(share: float) -> None:
+    """Who knows the future keeps nothing between bursts."""
+    asked = model(objective_share=share)
+    knowing = with_foresight(asked, BURSTS, lambda: random.Random(0).random)
+    (outcome,) = simulate([knowing], [BURSTS], random.Random(0).random)
+    best, own = judge("oracle", outcome), judge("own", run(asked, BURSTS))
+    assert best.attained >= share
+    assert best.replica_s < own.replica_s
+
+
+def test_limits_are_those_of_the_tests() -> None:
+    """The bursts are further apart than replicas are kept without a reason."""
+    assert LIMITS.downscale_delay_s < EVERY_S
+    assert policy.HORIZON * LIMITS.downscale_delay_s > 3 * EVERY_S
