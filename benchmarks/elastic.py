@@ -6,7 +6,8 @@ cores are enough), and for each a trace of bursts, the same for all contenders: 
 with an objective for 99 of 100 answers (the default) and for 95, ours with Ray Serve's
 parameters only, ours as a fixed fleet of the least, of the middle and of the most
 replicas, and Ray Serve: its own autoscaling, and a fixed fleet of the most. One at a
-time, all in each round; each round has traces of its own. ``simulated`` is what `multiworld simulate` makes of the same.
+time, all in each round; each round has traces of its own. ``simulated`` is what
+`multiworld simulate` makes of the same.
 
 Attained: the share of all requests that were answered with 200 within 1.5 s of when
 they were due. Replica-seconds: of the stages, started ones included, counted twice a
@@ -274,9 +275,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=72.0)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--only-ray", action="store_true")
     given = parser.parse_args(arguments)
-    names = [] if given.only_ray else [*SHARES, "ours, Ray's parameters", *FLEETS]
+    names = [*SHARES, "ours, Ray's parameters", *FLEETS]
     results: dict[str, list[dict[str, float]]] = {}
     simulated: dict[str, list[dict[str, float]]] = {}
     for number in range(given.rounds):

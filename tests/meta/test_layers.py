@@ -60,6 +60,7 @@ PURE = [
     "demo/worlds/ledger",
     "backends/direct/header",
     "serve/batching",
+    "serve/attainment",
     "serve/choosing",
     "serve/fairness",
     "serve/tenancy/tenants",

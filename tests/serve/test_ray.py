@@ -201,6 +201,7 @@ async def test_head_that_freezes_and_thaws_only_delays_scaling(
         await until(service, lambda: is_whole(service), "and back")
 
 
+@pytest.mark.heavy
 async def test_lost_head_stops_scaling_and_not_serving(
     service: Served, cluster: RayNodes
 ) -> None:

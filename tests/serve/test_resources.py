@@ -106,6 +106,7 @@ def refuse(ledger: Ledger, post: object, need: Need, plan: Plan) -> Spot:
     raise PlacementError("closed on Sundays")
 
 
+@pytest.mark.heavy
 def test_policy_is_the_specs(tmp_path: Path) -> None:
     """By its import path; one that is not there is named."""
     for policy, words in (

@@ -11,13 +11,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from multiworld.errors import (
-    DeadlineExceededError,
-    NoReplicaError,
-    OverloadedError,
-    ServeError,
-    UnknownModelError,
-)
+from multiworld.errors import ServeError, UnknownModelError
+from multiworld.serve.attainment import Attainment
 from multiworld.serve.collating import rows_of
 from multiworld.serve.edges import Body, Outbox
 from multiworld.serve.fairness import NOBODYS, Share
@@ -42,9 +37,6 @@ logger = logging.getLogger("multiworld.serve")
 LOOK_S = 0.05
 """Seconds between looks at deadlines and at who is silent."""
 
-TOO_MUCH = (OverloadedError, DeadlineExceededError, NoReplicaError)
-"""What more replicas would have helped against."""
-
 NO_MODEL = "no model {!r} is served here; there are: {}"
 
 
@@ -60,10 +52,6 @@ class Dispatcher:
     """Answers requests by the replicas of the table. An ``EdgeOwner``.
 
     Attributes:
-        arrived: Requests so far, by model; those that were refused too.
-        attained: Those that were answered within their model's objective.
-        missed: Those that were answered later, or not at all because too many waited;
-            what was wrong with a request, or with the model, is none of them.
         on_missing: Called with a model of which a stage has no replica while nobody
             asks, when somebody does.
 
@@ -80,9 +68,7 @@ class Dispatcher:
         self._silent: set[str] = set()
         self._numbers = itertools.count(1)
         self.counts: Counter[str] = Counter()
-        self.arrived: Counter[str] = Counter()
-        self.attained: Counter[str] = Counter()
-        self.missed: Counter[str] = Counter()
+        self._attainment = Attainment()
         self.on_missing: Callable[[str], None] = lambda model: None
         self._latest: Tensors = {}
         self.asked_at = time.monotonic()
@@ -155,8 +141,9 @@ class Dispatcher:
         )
         call = self._calls[number] = _Call(tensors, deadline_at, wish)
         is_over = False
+        error: BaseException | None = None
         if via is None:
-            self.arrived[model] += 1
+            self._attainment.arrived[model] += 1
             if route.on_demand and self.missing(model):
                 self.on_missing(model)
         try:
@@ -165,24 +152,21 @@ class Dispatcher:
                 answer = await call.answers.get()
                 if isinstance(answer, ServeError):
                     is_over = True
-                    if via is None and isinstance(answer, TOO_MUCH):
-                        self.missed[model] += 1
                     raise answer
                 if answer is None:
                     is_over = True
-                    took_s = time.monotonic() - now
-                    if via is None:
-                        is_late = took_s > (route.objective_s or took_s)
-                        (self.missed if is_late else self.attained)[model] += 1
                 else:
                     yield answer
+        except BaseException as why:
+            error = why
+            raise
         finally:
             self._calls.pop(number, None)
             if not is_over:
                 self._handle(events.Withdrawn(number))
+            if via is None:
                 took_s = time.monotonic() - now
-                if via is None and took_s > (route.objective_s or took_s):
-                    self.missed[model] += 1  # who asked has given up
+                self._attainment.ended(model, took_s, route.objective_s, error)
 
     async def probe(self, replica: str, tensors: Tensors, limit_s: float) -> None:
         """Send one request through a replica.
@@ -226,9 +210,7 @@ class Dispatcher:
             "silent": sorted(self._silent),
             "connected": sorted(self._edges),
             "counts": dict(self.counts),
-            "arrived": dict(self.arrived),
-            "attained": dict(self.attained),
-            "missed": dict(self.missed),
+            **self._attainment.report(),
         }
 
     # Edges.

@@ -144,6 +144,20 @@ def test_batches_and_pipeline_are_those_of_the_model() -> None:
     assert found.replica_s == (7.0, 7.0)
 
 
+def test_batch_waits_for_company_and_no_longer() -> None:
+    """A single one for ``max_wait_s``; a full batch not at all."""
+    model = pipeline(0.1)
+    stage = replace(model.stages[0], max_batch_size=2, max_wait_s=0.5)
+    waiting = replace(model, stages=(stage,))
+    alone = run(waiting, [Arrival(1.0)])
+    assert [took for _, took in alone.requests] == pytest.approx([0.6])
+    two = run(waiting, [Arrival(1.0), Arrival(1.2), Arrival(2.0)])
+    assert [took for _, took in two.requests] == pytest.approx([0.4, 0.2, 0.6])
+    # Who comes while a batch is computed has waited meanwhile.
+    three = run(waiting, [Arrival(1.0), Arrival(1.0), Arrival(1.1)])
+    assert [took for _, took in three.requests] == pytest.approx([0.2, 0.2, 0.6])
+
+
 def test_full_queue_refuses_and_deadline_is_kept() -> None:
     """Both count as lost; the rest is answered."""
     model = pipeline(1.0, max_queued_requests=3, deadline_s=2.5)

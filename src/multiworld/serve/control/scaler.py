@@ -174,6 +174,7 @@ class Scaler:
             samples=tuple(known.watch.samples),
             objective_s=wanted.objective_s,
             objective_share=known.spec.objective_share,
+            deadline_s=wanted.deadline_s,
             start_s=self._start_s(name, wanted.version),
             interval_s=known.interval_s,
             memory=known.memory,

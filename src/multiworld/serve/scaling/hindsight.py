@@ -8,8 +8,8 @@ For every number of replicas that a stage might have had all the time, a fluid q
 runs beside the real one (arrivals flow in, the replicas drain it), and what would have
 waited too long in it is counted. How closely together requests come between two looks,
 and what batches and chance add to their waiting, nobody has seen: that is found by the
-same reckoning for the replicas that there were, against the requests that were late.
-What is older than the horizon is forgotten.
+same reckoning for the replicas that there were, against the requests that were late
+for want of replicas.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from dataclasses import dataclass, field, replace
 SIGMAS = 2.0
 """So many standard deviations more than allowed must have been late to say so."""
 
-RELIEF = 0.5
-"""All is well again when no more than this part of what is allowed was late."""
+SPELLS = 2
+"""So many times, apart from each other, answers must have been late."""
 
 EXPLAINED = 0.25
-"""Of those that were late, such a share at least must have waited for replicas: all
-that was waited is compared with what they would have."""
+"""Who is late has waited about as long as one may. What all have waited says how many
+that can be: at a fourth of it each, as few are seen while they wait."""
 
 EACH = 16
 """Every number of replicas up to this one is tried; above, steps grow."""
@@ -36,6 +36,13 @@ STEP = 1.2
 VIEWS = ((1.0, 1.0), (1.0, 0.5), (0.5, 0.5), (0.0, 0.5), (0.0, 0.25))
 """From the brightest to the darkest: in which part of the time between two looks
 requests come, and which part of the time that they may wait is left to the fluid."""
+
+CLUMP_S = 1.0
+"""Requests of longer times are taken to have come in clumps of no more than this."""
+
+BRIGHTER = 1.0
+"""Views by which what was seen darkly is seen brighter, in a horizon in which fewer are
+late: that nobody is says little while enough are kept."""
 
 Late = tuple[float, ...]
 """Requests that would have waited too long, in each of the ``VIEWS``."""
@@ -66,12 +73,16 @@ class Counts:
     Attributes:
         came: Requests.
         missed: Of which the answer was late, or none for want of replicas. Measured.
+        refused: Of which there was none because too many waited.
         waited: So many times as long as they may was waited, by all together.
+        spells: Times that answers began to be late.
     """
 
     came: float = 0.0
     missed: float = 0.0
+    refused: float = 0.0
     waited: float = 0.0
+    spells: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +93,8 @@ class Hindsight:
         seconds: That this half of the horizon lasts already.
         recent: Of this half.
         before: Of the half before.
-        is_missed: Whether too many were late, and it does not go without keeping some.
+        calm_s: Since an answer was late; None if none ever was.
+        is_missed: Whether too many were, and it does not go without keeping some.
         view: In which of the ``VIEWS`` as many would be late as were; 1.5 is between.
         was: By stage, the replicas that there were.
         fleets: By stage, those that might have been there all the time, the smallest
@@ -92,6 +104,7 @@ class Hindsight:
     seconds: float = 0.0
     recent: Counts = field(default_factory=Counts)
     before: Counts = field(default_factory=Counts)
+    calm_s: float | None = None
     is_missed: bool = False
     view: float = 0.0
     was: tuple[Fleet, ...] = ()
@@ -104,13 +117,16 @@ class Hindsight:
 
     @property
     def missed(self) -> float:
-        """Of which too late."""
-        return self.before.missed + self.recent.missed
+        """Of which too late for want of replicas, as far as can be told."""
+        missed = self.before.missed + self.recent.missed
+        refused = self.before.refused + self.recent.refused
+        waited = max(0.0, self.before.waited + self.recent.waited)
+        return min(missed, refused + waited / EXPLAINED)
 
     @property
-    def waited(self) -> float:
+    def spells(self) -> int:
         """See ``Counts``."""
-        return self.before.waited + self.recent.waited
+        return self.before.spells + self.recent.spells
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,32 +136,40 @@ class Seen:
     Attributes:
         seconds: Since then.
         arrived: Requests.
-        missed: Requests that were found to be late.
+        missed: Requests that were found to be late, or refused.
+        refused: Requests that were refused.
         ongoing: By stage, requests that are waiting or computed, now.
-        bare_s: Seconds that a request is computed, by all stages together.
         item_s: By stage, seconds that a replica is busy with one request.
         ready: By stage, the replicas that there were.
+        least: By stage, the replicas that there are always.
         most: By stage, the replicas that there may be.
         patience_s: For how long requests may wait.
-        is_prompt: Whether new replicas are ready before that.
+        deadline_s: After which they wait no more.
+        apart_s: After which it is another burst that is late: there was time to answer
+            the one before with more replicas.
         share: Of the requests, that should be answered in time.
     """
 
     seconds: float
     arrived: float
     missed: float
+    refused: float
     ongoing: Sequence[float]
-    bare_s: float
     item_s: Sequence[float]
     ready: Sequence[int]
+    least: Sequence[int]
     most: Sequence[int]
     patience_s: float
-    is_prompt: bool
+    deadline_s: float
+    apart_s: float
     share: float
 
 
 def learnt(before: Hindsight, seen: Seen, horizon_s: float) -> Hindsight:
-    """Return what is known with what is new."""
+    """Return what is known with what is new.
+
+    What is older than ``horizon_s`` is forgotten, half of it at a time.
+    """
     old = _turned(before) if before.seconds >= horizon_s / 2 else before
     was, fleets = [], []
     for k, item_s in enumerate(seen.item_s):
@@ -159,24 +183,17 @@ def learnt(before: Hindsight, seen: Seen, horizon_s: float) -> Hindsight:
                 for n in sizes(seen.most[k])
             )
         )
-    # Little's law: what is there, times how long, is what all spend there together.
-    spent_s = sum(seen.ongoing) * seen.seconds - seen.bare_s * seen.arrived
-    recent = Counts(
-        old.recent.came + seen.arrived,
-        old.recent.missed + seen.missed,
-        old.recent.waited + spent_s / seen.patience_s,
-    )
     found = replace(
         old,
         seconds=old.seconds + seen.seconds,
-        recent=recent,
+        recent=_counted(old, seen),
+        calm_s=_calm_s(old, seen),
         was=tuple(was),
         fleets=tuple(fleets),
     )
-    # What was seen darkly once is seen brighter only bit by bit: that nobody is late
-    # says little while enough are kept.
-    view = max(_view(found), old.view - seen.seconds / horizon_s)
-    return replace(found, is_missed=_is_missed(found, seen), view=view)
+    view = max(_view(found), old.view - BRIGHTER * seen.seconds / horizon_s)
+    found = replace(found, view=view)
+    return replace(found, is_missed=_is_missed(found, seen))
 
 
 def sufficient(
@@ -184,8 +201,7 @@ def sufficient(
 ) -> tuple[int, ...]:
     """Return by stage how many replicas would have sufficed; none if all is well.
 
-    None either where it is not for want of replicas that requests were late. No stage
-    needs to be faster than the narrowest of them can ever be.
+    No stage needs to be faster than the narrowest of them can ever be.
 
     Args:
         item_s: By stage, seconds that a replica is busy with one request.
@@ -195,13 +211,7 @@ def sufficient(
     if not hindsight.is_missed:
         return (0,) * len(fleets)
     allowed = (1.0 - share) * hindsight.came
-    view = hindsight.view
-    least = [
-        next(
-            (f.replicas for f in tried if _late(f, view) <= allowed), tried[-1].replicas
-        )
-        for tried in fleets
-    ]
+    least = [_least(tried, hindsight.view, allowed) for tried in fleets]
     narrowest = min(
         (tried[-1].replicas / s for tried, s in zip(fleets, item_s, strict=True) if s),
         default=math.inf,
@@ -220,6 +230,9 @@ def sizes(most: int) -> list[int]:
     return found
 
 
+# What was.
+
+
 def _turned(old: Hindsight) -> Hindsight:
     """Return the same at the begin of a new half: the one before last is forgotten."""
 
@@ -236,13 +249,39 @@ def _turned(old: Hindsight) -> Hindsight:
     )
 
 
+def _counted(old: Hindsight, seen: Seen) -> Counts:
+    # Little's law: what is there, times how long, is what all spend there together.
+    computed_s = sum(seen.item_s) * (seen.arrived - seen.refused)
+    waited_s = sum(seen.ongoing) * seen.seconds - computed_s
+    is_new = seen.missed > 0 and (old.calm_s is None or old.calm_s >= seen.apart_s)
+    return Counts(
+        came=old.recent.came + seen.arrived,
+        missed=old.recent.missed + seen.missed,
+        refused=old.recent.refused + seen.refused,
+        waited=old.recent.waited + waited_s / seen.patience_s,
+        spells=old.recent.spells + is_new,
+    )
+
+
+def _calm_s(old: Hindsight, seen: Seen) -> float | None:
+    if seen.missed > 0:
+        return 0.0
+    return None if old.calm_s is None else old.calm_s + seen.seconds
+
+
 def _is_missed(found: Hindsight, seen: Seen) -> bool:
+    """Tell whether some are to be kept; once they are, until the fewest would do."""
     allowed = (1.0 - seen.share) * found.came
     if found.is_missed:
-        # Kept replicas are why all is well: only where it goes without are they let go.
-        return not seen.is_prompt or found.missed > RELIEF * allowed
-    is_much = found.missed > allowed + SIGMAS * math.sqrt(max(allowed, 1.0))
-    return is_much and found.waited >= EXPLAINED * found.missed
+        return any(
+            _least(tried, found.view, allowed) > least
+            for tried, least in zip(found.fleets, seen.least, strict=True)
+        )
+    much = allowed + SIGMAS * math.sqrt(max(allowed, 1.0))
+    return found.spells >= SPELLS and found.missed > much
+
+
+# What would have been.
 
 
 def _view(hindsight: Hindsight) -> float:
@@ -255,6 +294,12 @@ def _view(hindsight: Hindsight) -> float:
             return view - (late - hindsight.missed) / gap if view and gap > 0 else view
         before = late
     return len(VIEWS) - 1.0
+
+
+def _least(tried: Sequence[Fleet], view: float, allowed: float) -> int:
+    """Return the fewest replicas with which no more than so many would be late."""
+    enough = (fleet.replicas for fleet in tried if _late(fleet, view) <= allowed)
+    return next(enough, tried[-1].replicas)
 
 
 def _late(fleet: Fleet, view: float) -> float:
@@ -270,19 +315,23 @@ def _after(fleet: Fleet, replicas: int, seen: Seen, item_s: float) -> Fleet:
     if item_s <= 0:
         return Fleet(replicas)
     rate = max(replicas, 0.01) / item_s  # with none, everybody waits for long
-    whole = fleet.queue + seen.arrived
-
-    def left(seconds: float) -> float:
-        return max(0.0, whole - rate * seconds)
-
-    first = fleet.queue / rate
-    late = tuple(
-        before
-        + seen.arrived
-        * _above(part * seen.patience_s, first, left(of * seen.seconds) / rate)
-        for before, (of, part) in zip(fleet.late, VIEWS, strict=True)
-    )
-    return Fleet(replicas, left(seen.seconds), late, fleet.before)
+    clumps = max(1, math.ceil(seen.seconds / CLUMP_S))
+    arrived, seconds = seen.arrived / clumps, seen.seconds / clumps
+    queue, late = fleet.queue, fleet.late
+    for _ in range(clumps):
+        late = tuple(
+            before
+            + arrived
+            * _above(
+                part * seen.patience_s,
+                queue / rate,
+                max(0.0, queue + arrived - rate * of * seconds) / rate,
+            )
+            for before, (of, part) in zip(late, VIEWS, strict=True)
+        )
+        queue = max(0.0, queue + arrived - rate * seconds)
+        queue = min(queue, rate * seen.deadline_s)  # who waits for longer has left
+    return Fleet(replicas, queue, late, fleet.before)
 
 
 def _above(limit: float, first: float, last: float) -> float:

@@ -88,6 +88,7 @@ def oracle(
     arrivals: Sequence[float],
     costs: Sequence[StageCost],
     objective_s: float | None,
+    share: float = 0.99,
     margin: float = 1.0,
 ) -> Policy:
     """Return a policy that knows the future: what could be had at best, about.
@@ -99,9 +100,10 @@ def oracle(
     Args:
         arrivals: Of every request, in seconds, growing.
         costs: Of the stages.
+        share: Of the requests, that should be answered within the objective.
         margin: It has so many times the replicas that an even flow would take.
     """
-    gears = gears_of(costs, objective_s)
+    gears = gears_of(costs, objective_s, share)
     bare_s = sum(stage.item_s for stage in costs)
     patience_s = max((objective_s or 10.0) - bare_s, (objective_s or 10.0) / 4)
 

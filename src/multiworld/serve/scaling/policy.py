@@ -80,12 +80,12 @@ def decide(snapshot: Snapshot) -> Decision:
     costs, gears = _gears(snapshot, measured, old)
     hindsight = _hindsight(snapshot, costs, old.hindsight)
     kept = _kept(snapshot, demand, hindsight, costs)
+    asked = _needs(snapshot, demand, gears, costs, look_back_s)
     needs = [
         (max(low, least), max(high, least))
-        for (low, high), least in zip(
-            _needs(snapshot, demand, gears, costs, look_back_s), kept, strict=True
-        )
+        for (low, high), least in zip(asked, kept, strict=True)
     ]
+    is_kept = needs != asked
     is_urgent = _is_urgent(snapshot, costs)
     wishes = []
     replicas = []
@@ -102,7 +102,14 @@ def decide(snapshot: Snapshot) -> Decision:
     replicas = _together(snapshot, replicas)
     return Decision(
         replicas=tuple(replicas),
-        why=_words(snapshot, demand, gears, replicas, kept, is_urgent=is_urgent),
+        why=_words(
+            snapshot,
+            demand,
+            gears,
+            replicas,
+            kept if is_kept else (),
+            is_urgent=is_urgent,
+        ),
         facts={
             **_facts(snapshot, demand, gears, costs, needs, is_urgent=is_urgent),
             "kept": list(kept),
@@ -166,11 +173,8 @@ def _differ(
 def _hindsight(
     snapshot: Snapshot, costs: Sequence[tuple[float, float]], before: Hindsight
 ) -> Hindsight:
-    if snapshot.objective_s is None or not costs or len(snapshot.samples) < 2:
+    if len(snapshot.samples) < 2 or not _is_reachable(snapshot, costs):
         return before
-    bare_s = sum(batch_s for _, batch_s in costs)
-    if snapshot.objective_s < REACHABLE * bare_s:
-        return Hindsight()
     one, other = snapshot.samples[-2:]
     limits = [_limits(stage) for stage in snapshot.stages]
     patience_s = _patience_s(snapshot, costs, 0.0)
@@ -178,17 +182,26 @@ def _hindsight(
         seconds=other.at - one.at,
         arrived=other.arrived - one.arrived,
         missed=other.missed - one.missed,
+        refused=other.refused - one.refused,
         ongoing=[stage.ongoing for stage in other.stages],
-        bare_s=bare_s,
         item_s=[item_s for item_s, _ in costs],
-        patience_s=patience_s,
-        is_prompt=snapshot.start_s + snapshot.interval_s < patience_s,
-        share=snapshot.objective_share,
         ready=[stage.ready for stage in other.stages],
+        least=[max(1, limit.min_replicas) for limit in limits],
         most=[limit.max_replicas for limit in limits],
+        patience_s=patience_s,
+        deadline_s=snapshot.deadline_s,
+        apart_s=snapshot.start_s + patience_s + 2 * snapshot.interval_s,
+        share=snapshot.objective_share,
     )
-    horizon_s = HORIZON * max(limit.downscale_delay_s for limit in limits)
-    return learnt(before, seen, max(horizon_s, snapshot.interval_s))
+    delays = [s.limits.downscale_delay_s for s in snapshot.stages if s.limits]
+    return learnt(before, seen, HORIZON * max(*delays, snapshot.interval_s))
+
+
+def _is_reachable(snapshot: Snapshot, costs: Sequence[tuple[float, float]]) -> bool:
+    """Tell whether the objective is one that replicas can help to reach."""
+    if snapshot.objective_s is None or not costs:
+        return False
+    return snapshot.objective_s >= REACHABLE * sum(item_s for item_s, _ in costs)
 
 
 def _kept(
@@ -199,10 +212,11 @@ def _kept(
 ) -> tuple[int, ...]:
     """Return the replicas to keep, whatever comes now.
 
-    A pipeline that runs only while somebody asks is not kept for who might.
+    A pipeline that may have none while nobody asks is not kept for who might.
     """
     nothing = (0,) * len(snapshot.stages)
-    if len(hindsight.fleets) != len(nothing) or not costs:
+    is_known = len(hindsight.fleets) == len(nothing)
+    if not is_known or not _is_reachable(snapshot, costs):
         return nothing
     is_on_demand = any(_limits(stage).min_replicas == 0 for stage in snapshot.stages)
     if is_on_demand and _is_idle(snapshot, demand):
@@ -352,7 +366,7 @@ def _words(
     text += f"; ongoing {[round(seen.ongoing) for seen in waiting]}"
     if is_urgent:
         text += "; urgent: what waits misses the objective"
-    if any(kept):
+    if kept:
         share = snapshot.objective_share
         text += f"; fewer than {share:.4g} in time lately: {list(kept)} are kept"
     wanted = list(replicas)

@@ -43,6 +43,7 @@ class Watch:
     _totals: list[_Stage] = field(default_factory=list)
     _arrived: int = 0
     _missed: int = 0
+    _refused: int = 0
     _before: dict[str, tuple[float, ...]] = field(default_factory=dict)
     _said: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     _older: set[str] | None = None
@@ -71,10 +72,13 @@ class Watch:
             if said is not None:
                 waiting += said["pending"].get(self.model, 0)
                 arrived = float(said["arrived"].get(self.model, 0))
-                missed = float(said["missed"].get(self.model, 0))
-                more, late = self._more(name, arrived, missed)
-                self._arrived += int(more)
-                self._missed += int(late)
+                # A gateway that was started by an older release counts no misses.
+                missed = float(said.get("missed", {}).get(self.model, 0))
+                refused = float(said.get("refused", {}).get(self.model, 0))
+                more = self._more(name, arrived, missed, refused)
+                self._arrived += int(more[0])
+                self._missed += int(more[1])
+                self._refused += int(more[2])
         ongoing = [float(waiting), *([0.0] * self.stages)]
         ready = [0] * self.stages
         for replica in replicas:
@@ -98,7 +102,11 @@ class Watch:
             for k, total in enumerate(self._totals)
         ]
         sample = Sample(
-            at=now, arrived=self._arrived, stages=tuple(seen), missed=self._missed
+            at=now,
+            arrived=self._arrived,
+            stages=tuple(seen),
+            missed=self._missed,
+            refused=self._refused,
         )
         self.samples.append(sample)
         while (

@@ -97,12 +97,14 @@ class Sample:
         stages: In order.
         missed: Requests so far that were answered after the objective, or not at all
             because too many waited. Mistakes of clients and of models are none.
+        refused: Those of them that were refused as too many waited.
     """
 
     at: float
     arrived: int
     stages: tuple[StageSeen, ...]
     missed: int = 0
+    refused: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +115,7 @@ class Snapshot:
         samples: Oldest first; the last one is of now.
         objective_s: Within which answers should come; None: no objective.
         objective_share: Of the answers, that should.
+        deadline_s: After which a request is given up, unless it says otherwise.
         start_s: Seconds from the decision to start a replica until it is ready.
         interval_s: Seconds between two decisions.
         memory: What the policy itself put into its last decision; None at first.
@@ -124,6 +127,7 @@ class Snapshot:
     samples: tuple[Sample, ...]
     objective_s: float | None = None
     objective_share: float = 0.99
+    deadline_s: float = 30.0
     start_s: float = 1.0
     interval_s: float = 1.0
     memory: Any = None

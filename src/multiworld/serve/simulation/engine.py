@@ -28,6 +28,9 @@ from multiworld.serve.scaling.snapshot import (
 )
 from multiworld.serve.simulation.traces import Arrival
 
+LOOK_S = 0.1
+"""Between the looks of a scaler at whose interval is over: so much later it decides."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageModel:
@@ -35,12 +38,14 @@ class StageModel:
 
     Attributes:
         seconds: Of a batch, by its work (rows, if all requests take 1).
+        max_wait_s: How long the oldest request of a batch waits for company.
         window: Requests that one sender may have at a replica and not begun.
     """
 
     name: str
     seconds: Callable[[float], float]
     max_batch_size: int = 16
+    max_wait_s: float = 0.0
     window: int = 32
     replicas: int = 1
     limits: Limits | None = None
@@ -66,6 +71,7 @@ class PipelineModel:
 class _Request:
     at: float
     work: float
+    queued_at: float = 0.0
     ended: float = -1.0
     is_refused: bool = False
 
@@ -78,6 +84,7 @@ class _Replica:
     is_ready: bool = False
     is_draining: bool = False
     is_gone: bool = False
+    due_at: float = -1.0
     queue: deque[_Request] = field(default_factory=deque)
     running: list[_Request] = field(default_factory=list)
     finished: deque[_Request] = field(default_factory=deque)
@@ -161,7 +168,7 @@ class Pipeline:
         self._memory: object = None
         self._replica_s = [0.0] * len(model.stages)
         self.in_flight = 0
-        self._missed = 0
+        self._missed = self._refused = 0
         self.moments: list[Moment] = []
         self.decided: list[Decided] = []
         self._last_end = 0.0
@@ -229,6 +236,7 @@ class Pipeline:
             self.in_flight -= 1
             request.is_refused = True
             self._missed += 1
+            self._refused += 1
         elif not any(self._wanted):
             self.decide(now)  # somebody asks, and nothing runs
 
@@ -251,14 +259,14 @@ class Pipeline:
         """Send on what can be sent, the last stage first, and begin batches."""
         for k in reversed(range(1, len(self._model.stages))):
             for sender in self._replicas[k - 1]:
-                self._send(sender.finished, k, len(self._replicas[k - 1]))
-        self._send(self._waiting, 0, 1)
+                self._send(sender.finished, k, len(self._replicas[k - 1]), now)
+        self._send(self._waiting, 0, 1, now)
         for k, replicas in enumerate(self._replicas):
             for replica in list(replicas):
                 self._begin(replica, k, now)
                 self._leave_if_done(replica, now)
 
-    def _send(self, queue: deque[_Request], k: int, senders: int) -> None:
+    def _send(self, queue: deque[_Request], k: int, senders: int, now: float) -> None:
         if not queue:
             return
         by_name = {r.name: r for r in self._live(k) if r.is_ready}
@@ -272,13 +280,17 @@ class Pipeline:
             name = choose(open_, load, self._chance)
             if name is None:
                 return
-            by_name[name].queue.append(queue.popleft())
+            request = queue.popleft()
+            request.queued_at = now
+            by_name[name].queue.append(request)
             load[name] += 1
 
     def _begin(self, replica: _Replica, k: int, now: float) -> None:
         stage = self._model.stages[k]
         is_full = len(replica.finished) >= stage.window
         if replica.running or not replica.is_ready or is_full:
+            return
+        if not self._is_due(replica, stage, now):
             return
         while replica.queue and len(replica.running) < stage.max_batch_size:
             request = replica.queue.popleft()
@@ -292,6 +304,16 @@ class Pipeline:
             self._at(now + seconds, lambda then: self._end(replica, seconds, then))
             counts[0] += len(replica.running)
             counts[1] += 1
+
+    def _is_due(self, replica: _Replica, stage: StageModel, now: float) -> bool:
+        """Tell whether a batch may begin; if not, look again when it may."""
+        if not replica.queue or len(replica.queue) >= stage.max_batch_size:
+            return bool(replica.queue)
+        due_at = replica.queue[0].queued_at + stage.max_wait_s
+        if now < due_at and replica.due_at != due_at:
+            replica.due_at = due_at
+            self._at(due_at, self._move)
+        return now >= due_at
 
     def _end(self, replica: _Replica, seconds: float, now: float) -> None:
         self._counts[replica.stage][2] += seconds
@@ -333,6 +355,7 @@ class Pipeline:
             arrived=len(self._requests),
             stages=tuple(stages),
             missed=self._missed,
+            refused=self._refused,
         )
 
     def decide(self, now: float) -> None:
@@ -369,6 +392,7 @@ class Pipeline:
             samples=tuple(self._samples),
             objective_s=self._model.objective_s,
             objective_share=self._model.objective_share,
+            deadline_s=self._model.deadline_s,
             start_s=self._model.start_s,
             interval_s=self._model.interval_s,
             memory=self._memory,
@@ -432,7 +456,7 @@ def simulate(
     for pipeline, trace, model in zip(pipelines, arrivals, models, strict=True):
         pipeline.begin()
         _feed(pipeline, iter(trace), at)
-        _tick(pipeline, model.interval_s, last, at)
+        _tick(pipeline, model.interval_s, last, at, chance)
     now = 0.0
     while heap:
         due, _, what = heapq.heappop(heap)
@@ -464,12 +488,13 @@ def _tick(
     interval_s: float,
     last: float,
     at: Callable[[float, Callable[[float], None]], None],
+    chance: Chance,
 ) -> None:
     """Decide at every interval, until nothing is to come any more."""
 
     def tick(now: float) -> None:
         pipeline.decide(now)
         if now <= last or pipeline.in_flight:
-            at(now + interval_s, tick)
+            at(now + interval_s + LOOK_S * chance(), tick)
 
     at(interval_s, tick)

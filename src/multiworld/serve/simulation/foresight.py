@@ -29,7 +29,8 @@ def with_foresight(
     times = [arrival.at for arrival in arrivals]
     best, most = model, -1.0
     for margin in others.MARGINS:
-        knowing = others.oracle(times, costs_of(model), model.objective_s, margin)
+        aim = model.objective_s, model.objective_share
+        knowing = others.oracle(times, costs_of(model), *aim, margin)
         tried = replace(model, policy=knowing)
         (outcome,) = simulate([tried], [arrivals], new_chance())
         attained = judge("oracle", outcome).attained

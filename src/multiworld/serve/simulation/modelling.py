@@ -69,6 +69,7 @@ def pipeline_of(
                 name=title,
                 seconds=seconds_of(curve),
                 max_batch_size=stage.max_batch_size,
+                max_wait_s=stage.max_wait_ms / 1000,
                 window=stage.max_ongoing_requests,
                 replicas=stage.least,
                 limits=limits_of(stage),

@@ -1,0 +1,134 @@
+"""What a tenant that crashes replicas costs another: latency, beside a run without.
+
+``python benchmarks/crashes.py [--rounds 2] [--seconds 120]``. A model of two stages
+that take 10 and 30 ms for a row, two replicas each. One tenant asks six times a second;
+another nothing, or all the while for something that kills the replica that computes it:
+its own ones (``dedicated``), or those that both use. Writes ``results/crashes.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import orjson
+from rich.console import Console
+from rich.table import Table
+
+from multiworld.bench.serving import services
+from multiworld.serve.control.client import Service
+from multiworld.serve.load.generator import Load, Target
+from multiworld.serve.load.summary import quantile
+from multiworld.serve.simulation.traces import gamma
+
+QUIET, DEADLY = 6.0, 1.0
+ALONE, OWN, SHARED = (
+    "nobody crashes anything",
+    "another crashes replicas of its own",
+    "another crashes those of both",
+)
+
+
+def body(x: float) -> bytes:
+    """Return a request."""
+    data = {"name": "x", "datatype": "FP32", "shape": [1], "data": [x]}
+    return orjson.dumps({"inputs": [data]})
+
+
+def spec_of(kind: str) -> dict[str, Any]:
+    """Return the spec of a case."""
+    model: dict[str, Any] = {
+        "factory": "multiworld.bench.serving.paced:model",
+        "options": {"is_mortal": True},
+        "stages": [{"max_batch_size": 4, "replicas": 2}] * 2,
+    }
+    if kind == OWN:
+        model["dedicated"] = ["deadly"]
+    return {
+        "app": "crashes",
+        "models": {"m": model},
+        "gateway": {"port": 0, "authentication": "keys"},
+    }
+
+
+async def measure(url: str, service: Service, kind: str, seconds: float) -> Any:
+    """Return the samples of both tenants."""
+
+    def load(name: str, rate: float, x: float, seed: int) -> Load:
+        key = service.ask("POST", "/tenants", json={"name": name})["key"]
+        target = Target(f"{url}/v2/models/m/infer", [body(x)], {"X-API-Key": key})
+        due = [arrival.at for arrival in gamma(rate, seconds, seed=seed)]
+        return Load(target, rate, due=due)
+
+    loads = [load("quiet", QUIET, 1.0, 1), load("deadly", DEADLY, -1.0, 2)]
+    await asyncio.gather(*(one.run() for one in loads[: 1 + (kind != ALONE)]))
+    return [one.samples for one in loads]
+
+
+def run(kind: str, seconds: float) -> dict[str, float]:
+    """Run one case."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        services.running(spec_of(kind), Path(folder)) as url,
+    ):
+        service = Service(None, Path(folder) / "state")
+        quiet, deadly = asyncio.run(measure(url, service, kind, seconds))
+        events = service.ask("GET", "/events", params={"since": 0})
+    took = [s.latency_s for s in quiet if s.is_answered]
+    return {
+        "sent": len(quiet),
+        "refused": sum(not s.is_answered for s in quiet),
+        "p50": quantile(took, 0.5),
+        "p99": quantile(took, 0.99),
+        "most": max(took),
+        "killed": sum(event["kind"] == "lost" for event in events),
+        "quarantined": sum(s.status == 429 for s in deadly),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=120.0)
+    given = parser.parse_args(arguments)
+    results: dict[str, list[dict[str, float]]] = {}
+    for _ in range(given.rounds):
+        for kind in (ALONE, OWN, SHARED):
+            found = run(kind, given.seconds)
+            results.setdefault(kind, []).append(found)
+            Console().print(kind, found)
+    table = Table(title="the quiet tenant, medians of the rounds")
+    table.add_column("case")
+    for title in ("sent", "not answered", "p50 ms", "p99 ms", "most ms", "killed"):
+        table.add_column(title, justify="right")
+    for kind, rounds in results.items():
+        mid = {name: median(r[name] for r in rounds) for name in rounds[0]}
+        table.add_row(
+            kind,
+            f"{mid['sent']:.0f}",
+            f"{mid['refused']:.0f}",
+            *(f"{mid[name] * 1000:.0f}" for name in ("p50", "p99", "most")),
+            f"{mid['killed']:.0f}",
+        )
+    Console().print(table)
+    told = {
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        "seconds": given.seconds,
+        "results": results,
+    }
+    path = Path(__file__).parent / "results" / "crashes.json"
+    path.write_text(json.dumps(told, indent=1))
+
+
+if __name__ == "__main__":
+    main()
