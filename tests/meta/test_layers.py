@@ -92,6 +92,7 @@ PURE = [
     "serve/scaling/demand",
     "serve/scaling/hindsight",
     "serve/scaling/steadying",
+    "serve/scaling/telling",
     "serve/scaling/timing",
     "serve/scaling/policy",
     "serve/scaling/others",

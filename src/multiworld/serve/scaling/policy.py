@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from multiworld.serve.scaling.demand import Demand, demand_of, envelope
 from multiworld.serve.scaling.gears import (
@@ -34,6 +33,7 @@ from multiworld.serve.scaling.snapshot import (
     StageNow,
 )
 from multiworld.serve.scaling.steadying import Wish, remember, settled
+from multiworld.serve.scaling.telling import Found, facts, words
 from multiworld.serve.scaling.timing import Times, times_of
 
 MARGIN = 1.15
@@ -73,52 +73,61 @@ def decide(snapshot: Snapshot) -> Decision:
     look_back_s = max(
         _limits(s).look_back_period_s for s in snapshot.stages if s.limits is not None
     )
-    demand = demand_of(
-        snapshot.samples, look_back_s, snapshot.start_s, snapshot.interval_s
-    )
     measured = times_of(snapshot, look_back_s, old.measured)
-    costs, gears = _gears(snapshot, measured, old)
-    hindsight = _hindsight(snapshot, costs, old.hindsight)
-    kept = _kept(snapshot, demand, hindsight, costs)
-    asked = _needs(snapshot, demand, gears, costs, look_back_s)
-    needs = [
-        (max(low, least), max(high, least))
-        for (low, high), least in zip(asked, kept, strict=True)
-    ]
-    is_kept = needs != asked
-    is_urgent = _is_urgent(snapshot, costs)
+    found = _reckoned(snapshot, old, measured, look_back_s)
     wishes = []
     replicas = []
     for k, stage in enumerate(snapshot.stages):
         limits = _limits(stage)
-        low, high = map(limits.within, needs[k])
+        low, high = map(limits.within, found.needs[k])
         before = old.wishes[k] if k < len(old.wishes) else ()
         wishes.append(remember(before, Wish(snapshot.now, low, high), limits))
-        count = settled(wishes[k], stage.replicas, limits, is_urgent=is_urgent)
-        if demand.is_rising:
+        count = settled(wishes[k], stage.replicas, limits, is_urgent=found.is_urgent)
+        if found.demand.is_rising:
             count = max(count, stage.replicas)  # none is let go now
         count = max(count, _held(snapshot, k))
         replicas.append(stage.replicas if stage.limits is None else count)
     replicas = _together(snapshot, replicas)
     return Decision(
         replicas=tuple(replicas),
-        why=_words(
-            snapshot,
-            demand,
-            gears,
-            replicas,
-            kept if is_kept else (),
-            is_urgent=is_urgent,
-        ),
-        facts={
-            **_facts(snapshot, demand, gears, costs, needs, is_urgent=is_urgent),
-            "kept": list(kept),
-            "came": hindsight.came,
-            "missed": hindsight.missed,
-        },
+        why=words(snapshot, found, replicas),
+        facts=facts(snapshot, found),
         memory=Memory(
-            costs, _bounds(snapshot), gears, tuple(wishes), measured, hindsight
+            found.costs,
+            _bounds(snapshot),
+            found.gears,
+            tuple(wishes),
+            measured,
+            found.hindsight,
         ),
+    )
+
+
+def _reckoned(
+    snapshot: Snapshot,
+    old: Memory,
+    measured: tuple[Times | None, ...],
+    look_back_s: float,
+) -> Found:
+    demand = demand_of(
+        snapshot.samples, look_back_s, snapshot.start_s, snapshot.interval_s
+    )
+    costs, gears = _gears(snapshot, measured, old)
+    hindsight = _hindsight(snapshot, costs, old.hindsight)
+    asked = _needs(snapshot, demand, gears, costs, look_back_s)
+    kept = _kept(snapshot, demand, hindsight, costs)
+    needs = [
+        (max(low, least), max(high, least))
+        for (low, high), least in zip(asked, kept, strict=True)
+    ]
+    return Found(
+        demand=demand,
+        costs=costs,
+        gears=gears,
+        hindsight=hindsight,
+        kept=() if needs == asked else kept,
+        needs=needs,
+        is_urgent=_is_urgent(snapshot, costs),
     )
 
 
@@ -334,66 +343,3 @@ def _is_urgent(snapshot: Snapshot, costs: Sequence[tuple[float, float]]) -> bool
             last.stages, snapshot.stages, costs, strict=True
         )
     )
-
-
-# In words and numbers.
-
-
-def _words(
-    snapshot: Snapshot,
-    demand: Demand,
-    gears: Sequence[Gear],
-    replicas: Sequence[int],
-    kept: Sequence[int],
-    *,
-    is_urgent: bool,
-) -> str:
-    text = f"{demand.rate:.2f} requests/s"
-    if demand.is_burst:
-        text += " (a burst)"
-    if demand.expected > demand.rate * 1.01:
-        text += f", {demand.expected:.2f} expected in {demand.ahead_s:.1f} s"
-    if gears:
-        number = gear_for(gears, demand.expected)
-        gear = gears[number]
-        text += (
-            f"; gear {number + 1} of {len(gears)}, {list(gear.replicas)}, carries "
-            f"{gear.rate:.2f}/s"
-        )
-    else:
-        text += "; by what is queued (how long stages compute is not known yet)"
-    waiting = snapshot.samples[-1].stages
-    text += f"; ongoing {[round(seen.ongoing) for seen in waiting]}"
-    if is_urgent:
-        text += "; urgent: what waits misses the objective"
-    if kept:
-        share = snapshot.objective_share
-        text += f"; fewer than {share:.4g} in time lately: {list(kept)} are kept"
-    wanted = list(replicas)
-    before = [stage.replicas for stage in snapshot.stages]
-    return text if wanted == before else f"{before} → {wanted}: {text}"
-
-
-def _facts(
-    snapshot: Snapshot,
-    demand: Demand,
-    gears: Sequence[Gear],
-    costs: Sequence[tuple[float, float]],
-    needs: Sequence[tuple[int, int]],
-    *,
-    is_urgent: bool,
-) -> dict[str, Any]:
-    return {
-        "rate": demand.rate,
-        "expected": demand.expected,
-        "slope": demand.slope,
-        "is_burst": demand.is_burst,
-        "is_urgent": is_urgent,
-        "gear": gear_for(gears, demand.expected) + 1 if gears else None,
-        "gears": len(gears),
-        "item_s": [item_s for item_s, _ in costs] or None,
-        "needs": [list(need) for need in needs],
-        "ongoing": [seen.ongoing for seen in snapshot.samples[-1].stages],
-        "ready": [seen.ready for seen in snapshot.samples[-1].stages],
-        "objective_s": snapshot.objective_s,
-    }
