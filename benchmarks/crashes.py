@@ -2,8 +2,8 @@
 
 ``python benchmarks/crashes.py [--rounds 2] [--seconds 120]``. A model of two stages
 that take 10 and 30 ms for a row, two replicas each. One tenant asks six times a second;
-another nothing, or all the while for something that kills the replica that computes it:
-its own ones (``dedicated``), or those that both use. Writes ``results/crashes.json``.
+another nothing, or once a second for something that kills the replica that computes it
+(each time something else): its own ones (``dedicated``), or those that both use. Writes ``results/crashes.json``.
 """
 
 from __future__ import annotations
@@ -62,13 +62,18 @@ def spec_of(kind: str) -> dict[str, Any]:
 async def measure(url: str, service: Service, kind: str, seconds: float) -> Any:
     """Return the samples of both tenants."""
 
-    def load(name: str, rate: float, x: float, seed: int) -> Load:
+    def load(name: str, rate: float, numbers: range, seed: int) -> Load:
         key = service.ask("POST", "/tenants", json={"name": name})["key"]
-        target = Target(f"{url}/v2/models/m/infer", [body(x)], {"X-API-Key": key})
+        bodies = [body(float(n)) for n in numbers]
+        target = Target(f"{url}/v2/models/m/infer", bodies, {"X-API-Key": key})
         due = [arrival.at for arrival in gamma(rate, seconds, seed=seed)]
         return Load(target, rate, due=due)
 
-    loads = [load("quiet", QUIET, 1.0, 1), load("deadly", DEADLY, -1.0, 2)]
+    # No two deadly ones are the same: a request that has killed is refused at once.
+    loads = [
+        load("quiet", QUIET, range(1, 2), 1),
+        load("deadly", DEADLY, range(-5000, -1), 2),
+    ]
     await asyncio.gather(*(one.run() for one in loads[: 1 + (kind != ALONE)]))
     return [one.samples for one in loads]
 
