@@ -3,7 +3,8 @@
 ``python benchmarks/crashes.py [--rounds 2] [--seconds 120]``. A model of two stages
 that take 10 and 30 ms for a row, two replicas each. One tenant asks six times a second;
 another nothing, or once a second for something that kills the replica that computes it
-(each time something else): its own ones (``dedicated``), or those that both use. Writes ``results/crashes.json``.
+(each time something else): its own ones (``dedicated``), or those that both use.
+Writes ``results/crashes.json``.
 """
 
 from __future__ import annotations
