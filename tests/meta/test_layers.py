@@ -71,6 +71,8 @@ PURE = [
     "serve/forwarding",
     "serve/routing/actions",
     "serve/routing/events",
+    "serve/routing/records",
+    "serve/routing/refusals",
     "serve/routing/router",
     "serve/table",
     "serve/control/actions",

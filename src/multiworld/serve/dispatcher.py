@@ -182,6 +182,11 @@ class Dispatcher:
         via = {known.stage: replica}
         await self.infer(known.model, tensors, deadline_s=limit_s, via=via)
 
+    def ban(self, tenant: str, model: str) -> None:
+        """End what waits of a tenant for a model, its own replicas' too."""
+        for name in (model, f"{model}@{tenant}"):
+            self._handle(events.Banned(tenant, name))
+
     def table_changed(self, table: Table) -> None:
         """Take note of a new table."""
         self.table = table

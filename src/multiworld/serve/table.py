@@ -141,3 +141,10 @@ def edges_of(table: Table, process: str) -> dict[str, Edge]:
 def _edge(upper: str, lower: str, rank: int) -> Edge:
     peer = lower if rank == 0 else upper
     return Edge(f"edge:{upper}>{lower}", peer, rank, is_upstream=rank == 1)
+
+
+def first_ready(replicas: list[Replica]) -> list[str]:
+    """Return the ready ones for a probe, or else those that are starting."""
+    ready = [r.name for r in replicas if r.state is ReplicaState.READY]
+    starting = [r.name for r in replicas if r.state is ReplicaState.STARTING]
+    return ready or starting

@@ -14,8 +14,10 @@ from multiworld.errors import (
     ModelFailedError,
     NoReplicaError,
     OverloadedError,
+    QuarantinedError,
     RequestPoisonedError,
 )
+from multiworld.serve.fairness import Share
 from multiworld.serve.routing.actions import (
     Action,
     Cancel,
@@ -26,6 +28,7 @@ from multiworld.serve.routing.actions import (
 )
 from multiworld.serve.routing.events import (
     Answered,
+    Banned,
     Begun,
     Connected,
     Dropped,
@@ -84,9 +87,14 @@ class Run:
         self.router.validate()
         return actions
 
-    def submit(self, number: int, deadline_at: float = 100.0) -> list[Action]:
+    def submit(
+        self, number: int, deadline_at: float = 100.0, tenant: str = ""
+    ) -> list[Action]:
         """Submit a request."""
-        return self.handle(Submitted(number=number, model="m", deadline_at=deadline_at))
+        wish = Submitted(
+            number=number, model="m", deadline_at=deadline_at, share=Share(tenant)
+        )
+        return self.handle(wish)
 
 
 def dispatched(actions: list[Action]) -> list[tuple[str, int, int, bool]]:
@@ -133,6 +141,67 @@ def test_what_a_replica_has_ended_is_not_blamed_for_what_it_computes_now() -> No
         run.handle(Connected(at))
         attempt += 1
     assert run.router.place(1)
+
+
+def _all_suspected(run: Run, deadly: Sequence[int], others: Sequence[int]) -> None:
+    """Have all of these in a batch of "a" when it dies; it is the only replica."""
+    for number in deadly:
+        run.submit(number, tenant="deadly")
+    for number in others:
+        run.submit(number, tenant="other")
+    run.handle(Begun("a", tuple((n, 1) for n in (*deadly, *others)), False))
+    run.handle(Lost("a"))
+
+
+def _solos(run: Run, actions: list[Action]) -> list[int]:
+    """Compute what is sent to be alone until nothing is; below 4 it kills."""
+    order = []
+    while solos := [sent for sent in dispatched(actions) if sent[-1]]:
+        ((_, number, attempt, _),) = solos
+        order.append(number)
+        run.handle(Begun("a", ((number, attempt),), True))
+        if number < 4:
+            run.handle(Lost("a"))
+            actions = run.handle(Connected("a"))
+        else:
+            actions = run.handle(Answered((number, attempt), True))
+    return order
+
+
+def test_what_comes_of_who_has_killed_is_computed_alone_and_last() -> None:
+    """Once one is found poisonous; those that were there by chance go before."""
+    run = Run(table(["a"]))
+    _all_suspected(run, [1], [10])
+    assert sorted(_solos(run, run.handle(Connected("a")))) == [1, 1, 10]
+    assert [sent[-1] for sent in dispatched(run.submit(2, tenant="deadly"))] == [True]
+    assert [sent[-1] for sent in dispatched(run.submit(11, tenant="other"))] == [False]
+    assert not dispatched(run.submit(3, tenant="deadly"))
+    run.handle(Begun("a", ((11, 1), (2, 1)), False))
+    run.handle(Lost("a"))
+    order = _solos(run, run.handle(Connected("a")))
+    assert order.index(11) < order.index(3)
+    assert order.count(2) == order.count(3) == 2
+    run.now += 61.0
+    (sent,) = dispatched(run.submit(12, tenant="deadly"))
+    assert not sent[-1], "long ago"
+
+
+def test_what_waits_of_a_banned_tenant_is_ended() -> None:
+    """Neither what is under way is, nor what anybody else has."""
+    run = Run(table(["a"]))
+    _all_suspected(run, [1, 2], [3, 4])
+    run.handle(Connected("a"))
+    run.handle(Lost("a"))
+    run.submit(7, tenant="deadly")
+    assert rejected(run.handle(Banned("deadly", "other model"))) == {}
+    waiting = {n for n in (1, 2, 7) if run.router.place(n) == ["waiting"]}
+    assert waiting
+    found = rejected(run.handle(Banned("deadly", "m")))
+    assert found == dict.fromkeys(waiting, QuarantinedError)
+    assert waiting == {1, 2, 7}
+    assert run.router.place(3)
+    assert run.router.place(4)
+    assert rejected(run.handle(Banned("deadly", "m"))) == {}
 
 
 def test_stream_is_delivered_in_parts_of_one_attempt() -> None:

@@ -137,9 +137,14 @@ class Gateway:
             return await self._infer(tenant, name, tensors, deadline_s, session)
         except RequestPoisonedError:
             digest = await _digest(tensors)
-            self.door.poisonous(tenant.name, post, digest)
+            self.poisonous(tenant.name, post, digest)
             self.on_poison(tenant.name, post, digest)
             raise
+
+    def poisonous(self, tenant: str, post: Post, digest: str) -> None:
+        """Take note of a poisonous request; of many, nothing more is tried."""
+        if self.door.poisonous(tenant, post, digest):
+            self.dispatcher.ban(tenant, post[0])
 
     async def _infer(
         self,

@@ -212,7 +212,7 @@ class GatewayProcess:
                 self._usage_kept.set()
             case "poisonous":
                 post = order["model"], order["version"]
-                self._door.poisonous(order["tenant"], post, order["digest"])
+                self._gateway.poisonous(order["tenant"], post, order["digest"])
             case "probe":
                 task = asyncio.ensure_future(self._probe(order["replica"]))
                 self._probes.add(task)

@@ -90,6 +90,14 @@ class Withdrawn:
 
 
 @dataclass(frozen=True, slots=True)
+class Banned:
+    """Requests of a tenant have killed replicas of a model, again and again."""
+
+    tenant: str
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
 class Connected:
     """The edge to a replica is up."""
 
@@ -132,6 +140,7 @@ Event = (
     | Answered
     | Failed
     | Withdrawn
+    | Banned
     | Connected
     | Lost
     | Silent

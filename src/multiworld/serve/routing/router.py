@@ -17,19 +17,12 @@ at least once, answers are delivered once.
 from __future__ import annotations
 
 import heapq
-from collections import Counter
-from dataclasses import dataclass, field
 
 from multiworld.errors import (
-    DeadlineExceededError,
-    NoReplicaError,
-    OverloadedError,
-    RequestPoisonedError,
     ServeError,
     UnknownModelError,
 )
 from multiworld.serve.choosing import Chance, choose
-from multiworld.serve.fairness import FairQueue
 from multiworld.serve.routing.actions import (
     Action,
     Cancel,
@@ -41,6 +34,7 @@ from multiworld.serve.routing.actions import (
 from multiworld.serve.routing.events import (
     Answered,
     Attempt,
+    Banned,
     Begun,
     Connected,
     Dropped,
@@ -54,7 +48,15 @@ from multiworld.serve.routing.events import (
     Ticked,
     Withdrawn,
 )
-from multiworld.serve.table import Replica, ReplicaState, Route, Table
+from multiworld.serve.routing.records import Place, Queue, Request
+from multiworld.serve.routing.refusals import (
+    banned,
+    overloaded,
+    poisoned,
+    too_late,
+    without_replica,
+)
+from multiworld.serve.table import ReplicaState, Route, Table, first_ready
 
 STRIKES = 2
 """Replicas that die while they compute one request and nothing else, until it is
@@ -63,49 +65,12 @@ quarantined."""
 LOSSES = 2
 """Replicas that die with a request in their queue, until it is suspected as well."""
 
-RETRY_AFTER_S = 1.0
+STRUCK_S = 60.0
+"""For so long all requests of a tenant of which one was found poisonous are computed
+alone, and after others' that are."""
 
 COMPACT = 1000
 """Deadlines of ended requests that are kept for the sake of speed."""
-
-
-@dataclass(slots=True)
-class _Place:
-    replica: str
-    is_begun: bool = False
-    is_solo: bool = False
-    is_done: bool = False
-    """The replica has begun others since: this one it had ended."""
-
-
-@dataclass(slots=True)
-class _Request:
-    wish: Submitted
-    attempts: dict[int, _Place] = field(default_factory=dict)
-    attempted: int = 0
-    is_waiting: bool = False
-    is_suspect: bool = False
-    strikes: int = 0
-    losses: int = 0
-    winner: int | None = None
-
-
-@dataclass(slots=True)
-class _Queue:
-    """Requests of one model that wait."""
-
-    turns: FairQueue[int] = field(default_factory=FairQueue)
-    suspects: FairQueue[int] = field(default_factory=FairQueue)
-    probes: list[int] = field(default_factory=list)
-    """They wait behind nobody: what others wait for may be ready by them only."""
-    fresh: int = 0
-    """How many wait that were never sent."""
-    fresh_of: Counter[str] = field(default_factory=Counter)
-    """The same, by tenant."""
-    weights: dict[str, float] = field(default_factory=dict)
-    """Of the tenants that have any."""
-    solo: int | None = None
-    """The suspect that is under way."""
 
 
 class Router:
@@ -118,13 +83,14 @@ class Router:
     def __init__(self, chance: Chance) -> None:
         self._chance = chance
         self._table = Table()
-        self._requests: dict[int, _Request] = {}
-        self._queues: dict[str, _Queue] = {}
+        self._requests: dict[int, Request] = {}
+        self._queues: dict[str, Queue] = {}
         self._held: dict[str, dict[Attempt, None]] = {}
         self._connected: set[str] = set()
         self._computing: dict[str, tuple[Attempt, ...]] = {}
         self._silent: set[str] = set()
         self._deadlines: list[tuple[float, int]] = []
+        self._now = 0.0
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -158,6 +124,7 @@ class Router:
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take note of ``event`` and return what to do, in order."""
+        self._now = now
         match event:
             case Submitted():
                 return self._submitted(event)
@@ -171,6 +138,8 @@ class Router:
                 return self._answered(attempt, is_last)
             case Failed((number, attempt), error):
                 return self._failed(number, attempt, error)
+            case Banned(tenant, model):
+                return self._banned(tenant, model)
             case Withdrawn(number):
                 return self._end(number)
             case Connected(replica):
@@ -189,16 +158,18 @@ class Router:
     # Coming in and going out.
 
     def _submitted(self, wish: Submitted) -> list[Action]:
-        queue = self._queues.setdefault(wish.model, _Queue())
+        queue = self._queues.setdefault(wish.model, Queue())
         if wish.via is None and self._is_full(queue, wish):
             own = queue.fresh_of[wish.share.tenant]
-            return [Reject(wish.number, _overloaded(wish, own))]
-        self._requests[wish.number] = request = _Request(wish)
+            return [Reject(wish.number, overloaded(wish, own))]
+        self._requests[wish.number] = request = Request(wish)
+        until = queue.struck.get(wish.share.tenant, 0.0)
+        request.is_suspect = wish.via is None and until > self._now
         heapq.heappush(self._deadlines, (wish.deadline_at, wish.number))
         self._wait(request)
         return self._pump(wish.model)
 
-    def _is_full(self, queue: _Queue, wish: Submitted) -> bool:
+    def _is_full(self, queue: Queue, wish: Submitted) -> bool:
         """Tell whether a request is refused.
 
         One tenant alone may fill the queue. Another still has its share of as much
@@ -220,7 +191,7 @@ class Router:
         queue, route = self._queues[wish.model], self._table.routes[wish.model]
         can_send = not queue.fresh and not self._missing(wish.model, route)
         return (
-            can_send and self._target(_Request(wish), route, can_send=True) is not None
+            can_send and self._target(Request(wish), route, can_send=True) is not None
         )
 
     def _forget_models(self) -> list[Action]:
@@ -281,21 +252,14 @@ class Router:
                 actions += [Reject(number, error), *self._end(number)]
         return actions
 
-    def _too_late(self, request: _Request) -> ServeError:
+    def _too_late(self, request: Request) -> ServeError:
         wish = request.wish
         route = self._table.routes.get(wish.model)
         missing = [] if route is None else self._missing(wish.model, route)
         if missing and not request.attempts:
-            return NoReplicaError(
-                f"model {wish.model!r} has no replica of stage {missing[0]} until the "
-                "deadline of this request; it is being replaced, try again later",
-                retry_after_s=RETRY_AFTER_S,
-            )
+            return without_replica(wish, missing[0])
         at = ", ".join(self.place(wish.number)).replace("waiting", "the gateway")
-        return DeadlineExceededError(
-            f"the deadline of this request to model {wish.model!r} has passed (it was "
-            f"at {at}); allow more time, or scale the model"
-        )
+        return too_late(wish, at)
 
     # Where it is.
 
@@ -331,7 +295,7 @@ class Router:
         known = self._table.replicas.get(replica)
         return -1 if known is None else known.stage
 
-    def _move(self, attempt: Attempt, place: _Place, replica: str) -> None:
+    def _move(self, attempt: Attempt, place: Place, replica: str) -> None:
         if place.replica != replica:
             self._held.get(place.replica, {}).pop(attempt, None)
             place.replica = replica
@@ -350,13 +314,40 @@ class Router:
             if not event.is_polite:
                 self._blame(request, place)
             if request.strikes >= STRIKES:
-                actions += [Reject(number, _poisoned(request)), *self._end(number)]
+                self._strike(request.wish)
+                actions += [
+                    Reject(number, poisoned(request.wish, request.strikes)),
+                    *self._end(number),
+                ]
             else:
                 why = "it has left" if event.is_polite else "it was lost"
                 actions += self._replay(request, event.replica, why)
         return actions + self._pump_all()
 
-    def _blame(self, request: _Request, place: _Place) -> None:
+    def _strike(self, wish: Submitted) -> None:
+        """Have what else comes of a tenant computed alone, and after others."""
+        tenant = wish.share.tenant
+        if not tenant:
+            return  # whoever has no name is everybody
+        self._queues[wish.model].struck[tenant] = self._now + STRUCK_S
+        for request in self._requests.values():
+            other = request.wish
+            is_meant = (other.share.tenant, other.model) == (tenant, wish.model)
+            if is_meant and request.is_waiting and not request.is_suspect:
+                request.is_suspect = True
+                self._wait(request)
+
+    def _banned(self, tenant: str, model: str) -> list[Action]:
+        """End what waits of a tenant; what is under way may be answered yet."""
+        actions: list[Action] = []
+        for number, request in list(self._requests.items()):
+            wish = request.wish
+            is_meant = (wish.share.tenant, wish.model) == (tenant, model)
+            if is_meant and not request.attempts and wish.via is None:
+                actions += [Reject(number, banned(wish)), *self._end(number)]
+        return actions
+
+    def _blame(self, request: Request, place: Place) -> None:
         if not place.is_begun or place.is_done:
             request.losses += 1
             request.is_suspect |= request.losses >= LOSSES
@@ -382,7 +373,7 @@ class Router:
             models[request.wish.model] = None
         return actions + [a for model in models for a in self._pump(model)]
 
-    def _replay(self, request: _Request, replica: str, why: str) -> list[Action]:
+    def _replay(self, request: Request, replica: str, why: str) -> list[Action]:
         """Have a request sent again, unless another attempt is under way."""
         number = request.wish.number
         queue = self._queues[request.wish.model]
@@ -423,7 +414,7 @@ class Router:
 
     # Waiting and sending.
 
-    def _wait(self, request: _Request) -> None:
+    def _wait(self, request: Request) -> None:
         queue = self._queues[request.wish.model]
         was_waiting, request.is_waiting = request.is_waiting, True
         wish, number = request.wish, request.wish.number
@@ -438,7 +429,7 @@ class Router:
             queue.fresh_of[wish.share.tenant] += 1
             queue.weights[wish.share.tenant] = wish.share.weight
 
-    def _unwait(self, request: _Request) -> None:
+    def _unwait(self, request: Request) -> None:
         request.is_waiting = False
         queue, tenant = self._queues[request.wish.model], request.wish.share.tenant
         queue.turns.drop(request.wish.number)
@@ -468,7 +459,7 @@ class Router:
                 queue.probes.remove(number)
                 actions.append(self._send(probe, replica))
         can_send = not self._missing(model, route)
-        if queue.solo is None and (number := queue.suspects.next()) is not None:
+        if queue.solo is None and (number := self._suspect(queue)) is not None:
             suspect = self._requests[number]
             replica = self._target(suspect, route, can_send=can_send)
             if replica is not None:
@@ -478,8 +469,18 @@ class Router:
         actions += self._send_fresh(queue, route, can_send=can_send)
         return actions
 
+    def _suspect(self, queue: Queue) -> int | None:
+        """Return the suspect whose turn it is; whose tenant killed something, later."""
+        first = queue.suspects.next()
+        if first is None or not queue.struck:
+            return first
+        for number in queue.suspects.order():
+            if self._requests[number].wish.share.tenant not in queue.struck:
+                return number
+        return first
+
     def _send_fresh(
-        self, queue: _Queue, route: Route, *, can_send: bool
+        self, queue: Queue, route: Route, *, can_send: bool
     ) -> list[Action]:
         """Send those whose turn it is, until there is no room for the next."""
         actions: list[Action] = []
@@ -503,16 +504,16 @@ class Router:
                 break
         return actions
 
-    def _send(self, request: _Request, replica: str) -> Dispatch:
+    def _send(self, request: Request, replica: str) -> Dispatch:
         self._unwait(request)
         request.attempted += 1
         which = request.attempted
-        request.attempts[which] = _Place(replica, is_solo=request.is_suspect)
+        request.attempts[which] = Place(replica, is_solo=request.is_suspect)
         attempt = (request.wish.number, which)
         self._held.setdefault(replica, {})[attempt] = None
         return Dispatch(replica, attempt, request.is_suspect)
 
-    def _target(self, request: _Request, route: Route, *, can_send: bool) -> str | None:
+    def _target(self, request: Request, route: Route, *, can_send: bool) -> str | None:
         """Return the replica of stage 0 that takes it now."""
         via = request.wish.via
         if via is not None:
@@ -569,25 +570,3 @@ class Router:
                 assert self._requests[number].attempts[which].replica == replica
         for queue in self._queues.values():
             assert queue.fresh == queue.fresh_of.total() >= 0
-
-
-def first_ready(replicas: list[Replica]) -> list[str]:
-    """Return the ready ones for a probe, or else those that are starting."""
-    ready = [r.name for r in replicas if r.state is ReplicaState.READY]
-    starting = [r.name for r in replicas if r.state is ReplicaState.STARTING]
-    return ready or starting
-
-
-def _overloaded(wish: Submitted, own: int) -> OverloadedError:
-    return OverloadedError(
-        f"model {wish.model!r} has {own} requests of yours waiting, which is its "
-        "max_queued_requests, or your share of it; try again later",
-        retry_after_s=RETRY_AFTER_S,
-    )
-
-
-def _poisoned(request: _Request) -> RequestPoisonedError:
-    return RequestPoisonedError(
-        f"request {request.wish.number} to model {request.wish.model!r} was alone in "
-        f"{request.strikes} replicas when they died; it is not tried again"
-    )
