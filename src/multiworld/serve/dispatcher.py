@@ -29,7 +29,7 @@ from multiworld.serve.messages import (
 from multiworld.serve.routing import actions, events
 from multiworld.serve.routing.router import Router
 from multiworld.serve.stage import Tensors
-from multiworld.serve.table import Table
+from multiworld.serve.table import Route, Table
 from multiworld.serve.worker import SILENT_S
 
 logger = logging.getLogger("multiworld.serve")
@@ -141,7 +141,6 @@ class Dispatcher:
         )
         call = self._calls[number] = _Call(tensors, deadline_at, wish)
         is_over = False
-        error: BaseException | None = None
         if via is None:
             self._attainment.arrived[model] += 1
             if route.on_demand and self.missing(model):
@@ -157,16 +156,27 @@ class Dispatcher:
                     is_over = True
                 else:
                     yield answer
-        except BaseException as why:
-            error = why
+        except BaseException as error:
+            self._count(wish, now, route, error)
             raise
+        else:
+            self._count(wish, now, route, None)
         finally:
             self._calls.pop(number, None)
             if not is_over:
                 self._handle(events.Withdrawn(number))
-            if via is None:
-                took_s = time.monotonic() - now
-                self._attainment.ended(model, took_s, route.objective_s, error)
+
+    def _count(
+        self,
+        wish: events.Submitted,
+        began_at: float,
+        route: Route,
+        error: BaseException | None,
+    ) -> None:
+        """Count a request that is over, unless it is a probe."""
+        if wish.via is None:
+            took_s = time.monotonic() - began_at
+            self._attainment.ended(wish.model, took_s, route.objective_s, error)
 
     async def probe(self, replica: str, tensors: Tensors, limit_s: float) -> None:
         """Send one request through a replica.

@@ -163,8 +163,7 @@ class Router:
             own = queue.fresh_of[wish.share.tenant]
             return [Reject(wish.number, overloaded(wish, own))]
         self._requests[wish.number] = request = Request(wish)
-        until = queue.struck.get(wish.share.tenant, 0.0)
-        request.is_suspect = wish.via is None and until > self._now
+        request.is_suspect = wish.via is None and self._is_struck(queue, wish)
         heapq.heappush(self._deadlines, (wish.deadline_at, wish.number))
         self._wait(request)
         return self._pump(wish.model)
@@ -330,22 +329,33 @@ class Router:
         if not tenant:
             return  # whoever has no name is everybody
         self._queues[wish.model].struck[tenant] = self._now + STRUCK_S
-        for request in self._requests.values():
-            other = request.wish
-            is_meant = (other.share.tenant, other.model) == (tenant, wish.model)
-            if is_meant and request.is_waiting and not request.is_suspect:
+        for request in self._of(tenant, wish.model):
+            if request.is_waiting and not request.is_suspect:
                 request.is_suspect = True
                 self._wait(request)
 
     def _banned(self, tenant: str, model: str) -> list[Action]:
         """End what waits of a tenant; what is under way may be answered yet."""
         actions: list[Action] = []
-        for number, request in list(self._requests.items()):
+        for request in self._of(tenant, model):
             wish = request.wish
-            is_meant = (wish.share.tenant, wish.model) == (tenant, model)
-            if is_meant and not request.attempts and wish.via is None:
-                actions += [Reject(number, banned(wish)), *self._end(number)]
+            if not request.attempts:
+                actions += [Reject(wish.number, banned(wish)), *self._end(wish.number)]
         return actions
+
+    def _of(self, tenant: str, model: str) -> list[Request]:
+        """Return the requests of a tenant for a model; probes are nobody's."""
+        meant = tenant, model
+        return [
+            request
+            for request in self._requests.values()
+            if (request.wish.share.tenant, request.wish.model) == meant
+            and request.wish.via is None
+        ]
+
+    def _is_struck(self, queue: Queue, wish: Submitted) -> bool:
+        """Tell whether one of this tenant's was found poisonous not long ago."""
+        return queue.struck.get(wish.share.tenant, 0.0) > self._now
 
     def _blame(self, request: Request, place: Place) -> None:
         if not place.is_begun or place.is_done:
@@ -475,7 +485,7 @@ class Router:
         if first is None or not queue.struck:
             return first
         for number in queue.suspects.order():
-            if self._requests[number].wish.share.tenant not in queue.struck:
+            if not self._is_struck(queue, self._requests[number].wish):
                 return number
         return first
 
