@@ -38,7 +38,7 @@ from rich.console import Console
 from rich.table import Table
 
 from multiworld import MemberLost, WorldBrokenError, WorldConfig, WorldManager
-from multiworld.rendezvous.server import StoreServer
+from multiworld.rendezvous.store_server import StoreServer
 from multiworld.testing import Child, ProcessFleet, Role
 from multiworld.testing.hosts import Hosts, unavailable
 

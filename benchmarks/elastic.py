@@ -37,17 +37,17 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from multiworld.bench.apart.environment import HERE
+from multiworld.bench.rivals.environment import HERE
 from multiworld.bench.serving import services
 from multiworld.serve.control.client import Service
 from multiworld.serve.load.generator import Load, Target
 from multiworld.serve.load.summary import Sample, quantile
-from multiworld.serve.loading import parse_spec
-from multiworld.serve.scaling import others, policy
+from multiworld.serve.scaling import default_policy, reference_policies
 from multiworld.serve.simulation.engine import simulate
-from multiworld.serve.simulation.judging import judge
-from multiworld.serve.simulation.modelling import pipeline_of, with_fleet
+from multiworld.serve.simulation.model_builder import pipeline_of, with_fleet
 from multiworld.serve.simulation.traces import Arrival, generated
+from multiworld.serve.simulation.verdict import judge
+from multiworld.serve.spec.loader import parse_spec
 
 MS = (40.0, 120.0)
 OBJECTIVE_S = 1.5
@@ -212,7 +212,7 @@ def run_ray(python: Path, kind: str, asked: dict[str, list[Arrival]]) -> dict[st
 def run_simulated(kind: str, asked: dict[str, list[Arrival]]) -> dict[str, float]:
     """Return what the simulator makes of one of our contenders."""
     spec = parse_spec(yaml.safe_dump(spec_of(kind))).models["a"]
-    chosen = policy.decide if kind not in FLEETS else others.fixed
+    chosen = default_policy.decide if kind not in FLEETS else reference_policies.fixed
     good = cost = sent = 0.0
     for trace in asked.values():
         model = pipeline_of("m", spec, chosen, {}, START_S)

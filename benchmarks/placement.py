@@ -23,10 +23,22 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from multiworld.placement import Device, ModelNeed, Node, Problem, StageNeed, place
-from multiworld.placement.chains import Chain, NodeKind, flow_of, place_chain
-from multiworld.placement.problem import GIB
-from multiworld.placement.verify import faults
+from multiworld.serve.placement.solver import (
+    Device,
+    ModelNeed,
+    Node,
+    Problem,
+    StageNeed,
+    place,
+)
+from multiworld.serve.placement.solver.chains import (
+    Chain,
+    NodeKind,
+    flow_of,
+    place_chain,
+)
+from multiworld.serve.placement.solver.problem import GIB
+from multiworld.serve.placement.solver.verify import faults
 
 HERE = Path(__file__).parent
 SHAPES = ((4, 2, 3), (8, 4, 3), (16, 6, 4), (32, 10, 4), (64, 20, 4))

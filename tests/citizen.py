@@ -28,7 +28,7 @@ from multiworld import (
     WorldConfig,
     WorldManager,
 )
-from multiworld.rendezvous.server import StoreServer
+from multiworld.rendezvous.store_server import StoreServer
 from multiworld.testing import Role
 
 PACE_S = 0.005

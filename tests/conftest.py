@@ -57,7 +57,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "PYTHONPYCACHEPREFIX": str(tmp_path_factory.mktemp("c")),
     }
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    modules = "multiworld.world_manager, multiworld.backends.c10d.backend"
+    modules = "multiworld.world.manager, multiworld.backends.c10d.backend"
     command = [sys.executable, "-X", "dev", "-c", f"import {modules}"]
     subprocess.run(command, env=environment, check=True, timeout=50)
     return environment

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
         WorldTimeoutError,
         WrongSecretError,
     )
-    from multiworld.events import (
+    from multiworld.incarnation.events import (
         Event,
         EventsDropped,
         MemberLeft,
@@ -73,11 +73,11 @@ if TYPE_CHECKING:
         WorldClosed,
         WorldReady,
     )
-    from multiworld.security import Security, Tls
-    from multiworld.watchdog import WatchDog
-    from multiworld.world import World, WorldStatistics
-    from multiworld.world_communicator import WorldCommunicator
-    from multiworld.world_manager import WorldManager
+    from multiworld.liveness.watchdog import WatchDog
+    from multiworld.net.security import Security, Tls
+    from multiworld.world.communicator import WorldCommunicator
+    from multiworld.world.manager import WorldManager
+    from multiworld.world.world import World, WorldStatistics
 
 __version__ = "0.1.0"
 
@@ -123,7 +123,7 @@ _HOMES = {
         "WorldTimeoutError",
         "WrongSecretError",
     ),
-    "multiworld.events": (
+    "multiworld.incarnation.events": (
         "Event",
         "EventsDropped",
         "MemberLeft",
@@ -135,11 +135,11 @@ _HOMES = {
         "WorldClosed",
         "WorldReady",
     ),
-    "multiworld.security": ("Security", "Tls"),
-    "multiworld.watchdog": ("WatchDog",),
-    "multiworld.world": ("World", "WorldStatistics"),
-    "multiworld.world_communicator": ("WorldCommunicator",),
-    "multiworld.world_manager": ("WorldManager",),
+    "multiworld.net.security": ("Security", "Tls"),
+    "multiworld.liveness.watchdog": ("WatchDog",),
+    "multiworld.world.world": ("World", "WorldStatistics"),
+    "multiworld.world.communicator": ("WorldCommunicator",),
+    "multiworld.world.manager": ("WorldManager",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

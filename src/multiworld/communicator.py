@@ -1,7 +1,7 @@
-"""The name that pymultiworld 0.2 gave to ``multiworld.world_communicator``."""
+"""Alias of ``multiworld.world.communicator``, the name that pymultiworld 0.2 uses."""
 
 from __future__ import annotations
 
-from multiworld.world_communicator import BrokenWorldException, WorldCommunicator
+from multiworld.world.communicator import BrokenWorldException, WorldCommunicator
 
 __all__ = ["BrokenWorldException", "WorldCommunicator"]

@@ -1,7 +1,7 @@
-"""The name that pymultiworld 0.2 gave to ``multiworld.world_manager``."""
+"""Alias of ``multiworld.world.manager``, the name that pymultiworld 0.2 uses."""
 
 from __future__ import annotations
 
-from multiworld.world_manager import BrokenWorldException, WorldManager
+from multiworld.world.manager import BrokenWorldException, WorldManager
 
 __all__ = ["BrokenWorldException", "WorldManager"]

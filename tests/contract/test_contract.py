@@ -9,7 +9,7 @@ import pytest
 import uvloop
 
 from multiworld import Security, Tls, WorldConfig
-from multiworld.membership import Address
+from multiworld.rendezvous.membership import Address
 from multiworld.testing import CHECKS, Arena, Check, no_leaks
 
 SECRET = b"a secret long enough to be one"

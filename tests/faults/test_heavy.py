@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from multiworld import MemberLostError, WorldConfig, WorldManager
-from multiworld.rendezvous.server import StoreServer
+from multiworld.rendezvous.store_server import StoreServer
 from multiworld.testing import Arena, ProcessFleet
 from multiworld.testing.leaks import Leak
 from tests import bodies

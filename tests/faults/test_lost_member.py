@@ -25,7 +25,7 @@ from multiworld import (
     WorldConfig,
     WorldManager,
 )
-from multiworld.rendezvous.server import StoreServer
+from multiworld.rendezvous.store_server import StoreServer
 from multiworld.testing import Child, ProcessFleet, no_leaks
 from tests import bodies
 from tests.traffic import Traffic

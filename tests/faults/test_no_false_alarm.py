@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, contextmanager
 import pytest
 
 from multiworld import MemberLostError, MemberStalled, StaleEpochError, WorldConfig
-from multiworld.rendezvous.server import StoreServer
+from multiworld.rendezvous.store_server import StoreServer
 from multiworld.testing import Child, ProcessFleet
 from tests.citizen import Account, Membership, citizen
 

@@ -18,7 +18,7 @@ import torch
 
 from multiworld import MemberLostError, World, WorldConfig, WorldManager
 from multiworld.errors import WorldBrokenError, WorldClosedError
-from multiworld.rendezvous.server import StoreServer
+from multiworld.rendezvous.store_server import StoreServer
 from multiworld.testing import Child, ProcessFleet, Role
 
 pytestmark = [

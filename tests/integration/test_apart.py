@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from multiworld.bench.apart import contender, environment
-from multiworld.bench.apart.contender import Apart
-from multiworld.bench.apart.environment import Rival
 from multiworld.bench.contenders import stream
 from multiworld.bench.members import free_ports
+from multiworld.bench.rivals import contender, environment
+from multiworld.bench.rivals.contender import Apart
+from multiworld.bench.rivals.environment import Rival
 
 END = f"""
 import sys

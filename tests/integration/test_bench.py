@@ -12,7 +12,7 @@ import pytest
 
 from multiworld.bench import members
 from multiworld.bench.members import Options
-from multiworld.bench.running import SUITES
+from multiworld.bench.runner import SUITES
 from multiworld.bench.suites import nccl
 
 pytestmark = pytest.mark.timeout(200)
@@ -86,7 +86,7 @@ def test_data_path_is_measured_without_what_serving_needs() -> None:
         "import sys\n"
         "sys.modules['aiohttp'] = sys.modules['yaml'] = None\n"
         "from multiworld.bench.members import Options\n"
-        "from multiworld.bench.running import run_suite\n"
+        "from multiworld.bench.runner import run_suite\n"
         "run_suite('serving', Options(1, True), lambda *_: None)\n"
     )
     done = subprocess.run(

@@ -8,8 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from multiworld import ConfigError, MemberLeftError, WorldReady, blocking
+from multiworld import ConfigError, MemberLeftError, WorldReady
 from multiworld.testing import no_leaks
+from multiworld.world import blocking
 from tests.ports import free_port
 
 

@@ -87,7 +87,7 @@ def test_post_setup_needs_no_patch() -> None:
 def test_log_level_is_honoured_by_the_command() -> None:
     """And the library never configures logging."""
     code = (
-        "import logging, multiworld.world_manager; "
+        "import logging, multiworld.world.manager; "
         "assert not logging.getLogger().handlers; "
         "assert logging.getLogger('multiworld').level == logging.NOTSET"
     )

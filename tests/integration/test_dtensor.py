@@ -25,7 +25,7 @@ from multiworld import (
     WorldConfig,
     WorldManager,
 )
-from multiworld.rendezvous.server import StoreServer
+from multiworld.rendezvous.store_server import StoreServer
 from multiworld.testing import Arena, ProcessFleet, Role
 from multiworld.testing.leaks import Leak
 

@@ -23,8 +23,8 @@ from multiworld import (
     WorldExistsError,
     WorldManager,
 )
-from multiworld.rendezvous import frames
-from multiworld.rendezvous.server import StoreServer
+from multiworld.net import frames
+from multiworld.rendezvous.store_server import StoreServer
 from multiworld.testing import ProcessFleet, no_leaks
 from tests import bodies
 from tests.ports import free_port

@@ -11,7 +11,7 @@ import torch
 from blockbuster import BlockBuster
 
 from multiworld import World, WorldConfig, WorldManager
-from multiworld.rendezvous.server import StoreServer
+from multiworld.rendezvous.store_server import StoreServer
 from multiworld.testing import Arena, ProcessFleet, no_leaks
 from tests import bodies
 from tests.traffic import Traffic

@@ -23,9 +23,9 @@ from multiworld import (
     WorldManager,
     WorldReady,
 )
-from multiworld.events import QUEUE_LIMIT, EventHub
-from multiworld.lifecycle import Failed
-from multiworld.rendezvous.server import StoreServer
+from multiworld.incarnation.events import QUEUE_LIMIT, EventHub
+from multiworld.incarnation.lifecycle import Failed
+from multiworld.rendezvous.store_server import StoreServer
 from multiworld.testing import Arena, ProcessFleet, no_leaks
 from tests import bodies
 from tests.ports import free_port

@@ -22,8 +22,8 @@ from multiworld import (
     WorldExistsError,
     WorldManager,
 )
-from multiworld.lifecycle import WasLost
-from multiworld.rendezvous.server import StoreServer
+from multiworld.incarnation.lifecycle import WasLost
+from multiworld.rendezvous.store_server import StoreServer
 from multiworld.testing import no_leaks
 from tests.traffic import Traffic
 

@@ -27,9 +27,9 @@ from multiworld import (
     WorldManager,
     WrongSecretError,
 )
-from multiworld.membership import Address
-from multiworld.rendezvous import frames
-from multiworld.rendezvous.server import StoreServer
+from multiworld.net import frames
+from multiworld.rendezvous.membership import Address
+from multiworld.rendezvous.store_server import StoreServer
 from multiworld.testing import no_leaks
 from tests.conftest import certificates
 from tests.traffic import Traffic

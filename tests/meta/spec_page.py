@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from multiworld.serve.loading import schema
+from multiworld.serve.spec.loader import schema
 
 PAGE = Path(__file__).parents[2] / "docs" / "serve" / "spec.md"
 

@@ -2,183 +2,136 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
-from pathlib import Path
 
-import multiworld
+import pytest
 
-SOURCE = Path(multiworld.__file__).parent
+from tests.meta.imports import cycles, imported, kind, modules, outside, own
 
 LAYERS = (
-    # What everything stands on: pure, or the store's protocol.
-    {
-        "errors",
-        "config",
-        "eager",
-        "early",
-        "events",
-        "lifecycle",
-        "liveness",
-        "membership",
-        "heartbeat",
-        "rendezvous",
-        "security",
-        "streams",
-        "tcp",
-    },
+    {"errors", "config"},
+    {"net"},
+    {"rendezvous"},
+    {"liveness"},
+    {"incarnation"},
     {"backends"},
-    {"beating", "beats", "endpoint", "link", "waiting_lanes", "watchdog"},
+    {"world"},
+    # Other names of the above, which programs import from.
     {
-        "admission",
-        "keeping",
-        "world",
+        "blocking",
+        "communicator",
+        "events",
+        "manager",
+        "security",
+        "watchdog",
         "world_communicator",
-        "world_life",
         "world_manager",
     },
-    {"manager", "communicator", "blocking"},
     {"testing"},
-    {"placement"},
-    {"serve"},
+    {"serve/spec"},
+    {"serve/tenants", "serve/resources"},
+    {"serve/transport", "serve/models"},
+    {"serve/routing"},
+    {"serve/worker"},
+    {"serve/gateway"},
+    {"serve/fleet"},
+    {"serve/launchers", "serve/load"},
+    {"serve/placement"},
+    {"serve/scaling"},
+    {"serve/simulation"},
+    {"serve/control"},
+    {"serve/stage"},
     {"demo", "bench"},
     {"cli"},
 )
+"""Every room of the package, the lowest first. Rooms of one layer do not meet."""
+
 RANK = {name: number for number, names in enumerate(LAYERS) for name in names}
 
-PURE = [
-    "eager",
-    "early",
-    "lifecycle",
-    "liveness",
-    "rendezvous/claims",
-    "rendezvous/reforming",
-    "rendezvous/registry",
-    "rendezvous/values",
-    "rendezvous/address",
-    "demo/worlds/ledger",
-    "backends/direct/header",
-    "serve/batching",
-    "serve/attainment",
-    "serve/choosing",
-    "serve/fairness",
-    "serve/tenancy/tenants",
-    "serve/tenancy/limiting",
-    "serve/tenancy/quarantine",
-    "serve/tenancy/metering",
-    "serve/tenancy/dedicating",
-    "serve/forwarding",
-    "serve/routing/actions",
-    "serve/routing/events",
-    "serve/routing/records",
-    "serve/routing/refusals",
-    "serve/routing/router",
-    "serve/table",
-    "serve/control/actions",
-    "serve/control/crashes",
-    "serve/control/events",
-    "serve/control/places",
-    "serve/control/planning",
-    "serve/control/state",
-    "serve/resources/admitting",
-    "serve/resources/amounts",
-    "serve/resources/assigning",
-    "serve/resources/ledger",
-    "serve/control/fleet",
-    "serve/control/wanting",
-    "serve/models/layers",
-    "serve/scaling/snapshot",
-    "serve/scaling/queueing",
-    "serve/scaling/gears",
-    "serve/scaling/demand",
-    "serve/scaling/hindsight",
-    "serve/scaling/steadying",
-    "serve/scaling/telling",
-    "serve/scaling/timing",
-    "serve/scaling/policy",
-    "serve/scaling/others",
-    "serve/scaling/asking",
-    "serve/scaling/sampling",
-    "serve/load/summary",
-    "serve/simulation/engine",
-    "serve/simulation/modelling",
-    "serve/simulation/foresight",
-    "serve/simulation/judging",
-    "placement/problem",
-    "placement/model",
-    "placement/greedy",
-    "placement/linear",
-    "placement/discrete",
-    "placement/verify",
-    "placement/chains",
-]
-IMPURE_MODULES = {"asyncio", "os", "time", "random", "secrets", "socket", "torch"}
+CORE = {name for names in LAYERS[:8] for name in names}
+"""What needs torch and the standard library only."""
 
-CORE = {name for names in LAYERS[:5] for name in names} | {"backends"}
+IMPURE = {
+    "asyncio",
+    "fcntl",
+    "os",
+    "random",
+    "secrets",
+    "selectors",
+    "shutil",
+    "signal",
+    "socket",
+    "subprocess",
+    "sys",
+    "tempfile",
+    "threading",
+    "time",
+    "torch",
+}
+"""Modules with a clock, I/O, tensors, randomness or threads."""
+
+LIBRARY = sorted(
+    name
+    for name, path in modules().items()
+    if path.name != "__init__.py" and not name.startswith("multiworld.bench.rivals.")
+)
 
 
-def imports(path: Path) -> set[str]:
-    """Return the modules that a file imports, wherever in the file."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module)
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
-
-
-def layer_of(path: Path) -> str:
-    """Return the part of the package that a file belongs to."""
-    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
-
-
-def own_parts(path: Path) -> set[str]:
-    """Return the parts of the package that a file imports."""
-    parts = {
-        name.split(".")[1] for name in imports(path) if name.startswith("multiworld.")
-    }
-    return parts & set(RANK)
+def room(name: str) -> str:
+    """Return the part of the package that a module belongs to."""
+    parts = name.split(".")[1:3]
+    return "/".join(parts) if parts[0] == "serve" and parts[1:] else parts[0]
 
 
 def test_every_module_has_a_layer() -> None:
     """A new one must be put somewhere."""
-    names = {layer_of(path) for path in SOURCE.rglob("*.py")} - {"__init__"}
-    assert names == set(RANK)
+    rooms = {room(name) for name in modules() if "." in name}
+    assert rooms - {"serve"} == set(RANK)
 
 
-def test_imports_go_downwards_only() -> None:
-    """World and communicator may know each other's types; nothing else goes up."""
-    for path in SOURCE.rglob("*.py"):
-        layer = layer_of(path)
-        if layer == "__init__":
-            continue
-        for part in own_parts(path):
-            assert RANK[part] <= RANK[layer], f"{path} imports {part}"
+@pytest.mark.parametrize("name", LIBRARY)
+def test_imports_go_downwards_only(name: str) -> None:
+    """Within ``serve`` too."""
+    here = room(name)
+    for target in own(name):
+        there = room(target)
+        assert there == here or RANK[there] < RANK[here], f"{name} imports {target}"
 
 
-def test_pure_modules_know_no_clock_network_or_tensor() -> None:
-    """Decide purely, act thinly."""
-    for name in PURE:
-        used = {module.split(".")[0] for module in imports(SOURCE / f"{name}.py")}
-        assert not used & IMPURE_MODULES, f"{name} imports {used & IMPURE_MODULES}"
+def test_no_files_import_each_other() -> None:
+    """Not even inside a function."""
+    assert cycles() == []
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_every_module_says_whether_it_is_pure(name: str) -> None:
+    """Its docstring holds the sentence "Pure." or "Shell."."""
+    assert kind(name), name
+
+
+@pytest.mark.parametrize("name", [name for name in LIBRARY if kind(name) == "pure"])
+def test_pure_modules_stand_on_pure_modules(name: str) -> None:
+    """No clock, I/O, tensor or randomness, not by way of another module either."""
+    assert not outside(name) & IMPURE
+    for target in own(name):
+        if modules()[target].name != "__init__.py":
+            assert kind(target) == "pure", f"{name} imports {target}"
 
 
 def test_core_needs_torch_and_the_standard_library_only() -> None:
-    """Everything else is for the command line and the demo."""
-    allowed = set(sys.stdlib_module_names) | {"torch", "multiworld", "__future__"}
-    for path in SOURCE.rglob("*.py"):
-        if layer_of(path) in CORE:
-            used = {module.split(".")[0] for module in imports(path)}
-            assert used <= allowed, f"{path} imports {used - allowed}"
+    """Everything else is for serving, the command line and the demo."""
+    allowed = set(sys.stdlib_module_names) | {"torch"}
+    for name in LIBRARY:
+        if room(name) in CORE:
+            assert outside(name) <= allowed, name
 
 
 def test_helper_process_needs_the_standard_library_only() -> None:
     """It starts without site-packages, in a hundredth of a second."""
-    used = {module.split(".")[0] for module in imports(SOURCE / "heartbeat.py")}
-    assert used <= set(sys.stdlib_module_names) | {"__future__"}
+    helper = modules()["multiworld.liveness.heartbeat_helper"]
+    tops = {target.split(".")[0] for target in imported(helper)}
+    assert tops <= set(sys.stdlib_module_names) | {"__future__"}
 
 
 def test_import_has_no_side_effect() -> None:
@@ -204,7 +157,7 @@ assert not [name for name in sys.modules if name.startswith(("rich", "click"))]
     assert done.returncode == 0, done.stderr
 
 
-def test_no_file_is_too_long() -> None:
+@pytest.mark.parametrize("name", LIBRARY)
+def test_no_file_is_too_long(name: str) -> None:
     """Two rooms read better than a hall."""
-    for path in SOURCE.rglob("*.py"):
-        assert len(path.read_text().splitlines()) <= 600, path
+    assert len(modules()[name].read_text().splitlines()) <= 600

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from multiworld.errors import SpecError
-from multiworld.serve.loading import parse_spec
+from multiworld.serve.spec.loader import parse_spec
 
 jsonschema = pytest.importorskip("jsonschema")
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 import yaml
 
-from multiworld.serve.control.launching import began_at
-from multiworld.serve.control.wanting import wanted_of
-from multiworld.serve.loading import load_spec
-from multiworld.serve.sources import build_model
+from multiworld.serve.fleet.desired_state import wanted_of
+from multiworld.serve.launchers.local import began_at
+from multiworld.serve.models.factory import build_model
+from multiworld.serve.spec.loader import load_spec
 from tests.serve.harness import ROOT, WAIT_S, Served, served
 
 EXAMPLES = ROOT / "examples" / "serve"

@@ -15,8 +15,8 @@ import yaml
 
 from multiworld.errors import PlacementError, ServeError
 from multiworld.serve.resources.amounts import MIB, Need, Spot
-from multiworld.serve.resources.assigning import Plan
-from multiworld.serve.resources.ledger import Ledger
+from multiworld.serve.resources.assignment import Plan
+from multiworld.serve.resources.bookings import Ledger
 from tests.serve.harness import ROOT, Served, body, served, spec_with, traffic
 from tests.serve.models import GROW, expected
 

@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from multiworld.serve.load.generator import Load, inference
-from multiworld.serve.scaling import policy
-from multiworld.serve.scaling.recording import snapshot_from_json
+from multiworld.serve.scaling import default_policy
 from multiworld.serve.scaling.snapshot import Decision, Snapshot
+from multiworld.serve.scaling.snapshot_json import snapshot_from_json
 from tests.serve.harness import Served, Traffic, body, served, spec_with, traffic
 from tests.serve.models import SLOW
 
@@ -81,7 +81,7 @@ def _decisions_can_be_replayed(path: Path) -> None:
     scaled = [line for line in lines if line["kind"] == "scaling"]
     assert len(scaled) >= 2
     for line in scaled:
-        again = policy.decide(snapshot_from_json(line["snapshot"]))
+        again = default_policy.decide(snapshot_from_json(line["snapshot"]))
         assert list(again.replicas) == line["facts"]["after"]
 
 

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from multiworld.rendezvous.server import StoreServer
+from multiworld.rendezvous.store_server import StoreServer
 from multiworld.testing import Child, ProcessFleet, Role
 from multiworld.testing.fleet import ChildFailedError
 from multiworld.testing.hosts import Hosts, unavailable

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from multiworld.eager import Rest, begin
+from multiworld.backends.eager import Rest, begin
 
 
 async def test_what_need_not_wait_is_done_at_once() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multiworld.errors import MemberLostError, StaleEpochError
-from multiworld.events import (
+from multiworld.incarnation.events import (
     MemberLeft,
     MemberLost,
     MemberResumed,
@@ -14,7 +14,7 @@ from multiworld.events import (
     WorldBroken,
     WorldClosed,
 )
-from multiworld.lifecycle import (
+from multiworld.incarnation.lifecycle import (
     Action,
     CloseAsked,
     Failed,

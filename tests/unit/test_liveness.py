@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiworld.liveness import (
+from multiworld.liveness.failure_detector import (
     Blinded,
     Finding,
     Limits,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from multiworld.backends.mailbox import Description, allocate
-from multiworld.backends.recycling import STEP_BYTES, Recycler
+from multiworld.backends.tensor_pool import STEP_BYTES, Recycler
 
 MIB = 1024 * 1024
 

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiworld.rendezvous.reforming import ReformClaim
+from multiworld.rendezvous.reform import ReformClaim
 from multiworld.rendezvous.registry import (
     ASK_S,
     Abandoned,

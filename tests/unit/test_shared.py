@@ -16,10 +16,10 @@ import torch
 from multiworld import World, WorldConfig
 from multiworld.backends.channel import Channel
 from multiworld.backends.direct import header as wire
-from multiworld.backends.direct import shared
+from multiworld.backends.direct import shared_memory
 from multiworld.backends.direct.header import Header, HeaderError
 from multiworld.backends.direct.lane import Lane
-from multiworld.backends.direct.shared import SLOT_BYTES, Ring, Window
+from multiworld.backends.direct.shared_memory import SLOT_BYTES, Ring, Window
 from multiworld.backends.mailbox import Description, Mailbox
 from multiworld.backends.offload import OFFLOAD_BYTES
 from multiworld.testing import Arena, no_leaks
@@ -27,7 +27,7 @@ from multiworld.testing import Arena, no_leaks
 
 def is_usable() -> bool:
     with socket.socket(socket.AF_UNIX) as sock:
-        return shared.is_usable(sock)
+        return shared_memory.is_usable(sock)
 
 
 pytestmark = pytest.mark.skipif(not is_usable(), reason="x86-64 Linux only")
@@ -79,7 +79,7 @@ def test_slot_that_holds_nothing_is_refused(ends: tuple[Ring, Window]) -> None:
 
 
 def test_memory_that_could_shrink_is_refused() -> None:
-    size = shared.CONTROL_BYTES + 4 * SLOT_BYTES
+    size = shared_memory.CONTROL_BYTES + 4 * SLOT_BYTES
     unsealed = os.memfd_create("test", os.MFD_CLOEXEC)
     os.ftruncate(unsealed, size)
     with pytest.raises(HeaderError, match="not sealed"):

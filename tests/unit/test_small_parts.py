@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiworld import heartbeat
-from multiworld.early import KEPT_S, LIMIT, EarlyMessages
-from multiworld.heartbeat import Beat, Target, decode_beat, encode_beat
-from multiworld.keeping import FIRST_S, LAST_S, pause_s
-from multiworld.rendezvous.handshake import HandshakeError, accepting, dialing
-from multiworld.rendezvous.refusals import Refusals
-from multiworld.rendezvous.remembering import EpochFile
-from multiworld.security import Security
+from multiworld.liveness import heartbeat_helper
+from multiworld.liveness.early_messages import KEPT_S, LIMIT, EarlyMessages
+from multiworld.liveness.heartbeat_helper import Beat, Target, decode_beat, encode_beat
+from multiworld.net.handshake import HandshakeError, accepting, dialing
+from multiworld.net.refusals import Refusals
+from multiworld.net.security import Security
+from multiworld.rendezvous.epoch_file import EpochFile
+from multiworld.world.rejoin import FIRST_S, LAST_S, pause_s
 
 KEY = bytes(range(32))
 SECRET = Security(secret=b"a secret long enough to be one")
@@ -39,15 +39,15 @@ def test_pauses_grow_and_end(failures: int, chance: float) -> None:
 
 beats = st.builds(
     Beat,
-    st.sampled_from([heartbeat.RUNNING, heartbeat.STOPPED]),
-    st.sampled_from([heartbeat.WAITING, heartbeat.COMPUTING]),
+    st.sampled_from([heartbeat_helper.RUNNING, heartbeat_helper.STOPPED]),
+    st.sampled_from([heartbeat_helper.WAITING, heartbeat_helper.COMPUTING]),
     st.integers(1, 2**60),
     st.integers(0, 2**32 - 1),
     st.integers(0, 2**32 - 1),
 )
 
 
-@given(beats, st.integers(0, heartbeat.FRAME_BYTES * 8 - 1))
+@given(beats, st.integers(0, heartbeat_helper.FRAME_BYTES * 8 - 1))
 def test_beat_arrives_whole_or_not_at_all(beat: Beat, bit: int) -> None:
     """A damaged or foreign one is none."""
     frame = encode_beat(beat, KEY)
@@ -63,7 +63,7 @@ def test_beat_arrives_whole_or_not_at_all(beat: Beat, bit: int) -> None:
 
 def beat(sequence: int) -> Beat:
     """Return a beat with nothing special."""
-    return Beat(heartbeat.RUNNING, heartbeat.WAITING, sequence, 0, 0)
+    return Beat(heartbeat_helper.RUNNING, heartbeat_helper.WAITING, sequence, 0, 0)
 
 
 def test_torn_frames_and_garbage_cost_only_themselves() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from multiworld import ConfigError
-from multiworld.rendezvous.address import parse_store
+from multiworld.rendezvous.store_address import parse_store
 
 
 @pytest.mark.parametrize(

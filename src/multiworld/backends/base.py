@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from multiworld.config import WorldConfig
-from multiworld.lifecycle import Happening
-from multiworld.membership import Incarnation
-from multiworld.rendezvous.address import StoreAddress
-from multiworld.security import Security
-from multiworld.streams import Stream
+from multiworld.incarnation.lifecycle import Happening
+from multiworld.net.security import Security
+from multiworld.net.streams import Stream
+from multiworld.rendezvous.membership import Incarnation
+from multiworld.rendezvous.store_address import StoreAddress
 
 ErrorMaker = Callable[[], Exception]
 Meta = Mapping[str, Any]

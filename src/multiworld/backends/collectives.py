@@ -35,6 +35,7 @@ from multiworld.backends.dtypes import (
     require_alike,
     require_host,
 )
+from multiworld.backends.eager import begin
 from multiworld.backends.mailbox import Description, Receive
 from multiworld.backends.offload import offload, size_of
 from multiworld.backends.reduction import (
@@ -45,9 +46,8 @@ from multiworld.backends.reduction import (
     finish_average,
     op_name,
 )
-from multiworld.eager import begin
 from multiworld.errors import MemberLeftError, TensorMismatchError
-from multiworld.lifecycle import Failed
+from multiworld.incarnation.lifecycle import Failed
 
 KINDS = (
     "broadcast",

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from multiworld.backends.dtypes import DTYPES, memory_of
-from multiworld.backends.recycling import RECYCLED_BYTES, recycler
+from multiworld.backends.tensor_pool import RECYCLED_BYTES, recycler
 
 
 class Description(NamedTuple):

@@ -33,7 +33,7 @@ from multiworld.errors import (
     TensorMismatchError,
     UnsupportedOperationError,
 )
-from multiworld.lifecycle import Failed, Finished
+from multiworld.incarnation.lifecycle import Failed, Finished
 
 P2P, COLLECTIVE = "p2p", "collective"
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from multiworld.backends import channel
 from multiworld.backends.dtypes import memory_of
 from multiworld.config import WorldConfig
-from multiworld.world_manager import WorldManager
+from multiworld.world.manager import WorldManager
 
 
 class Contender(Protocol):

@@ -10,10 +10,10 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from multiworld.bench import showing
-from multiworld.bench.apart.environment import default_folder, install
+from multiworld.bench import presentation
 from multiworld.bench.members import Options
-from multiworld.bench.running import SUITES, run_suite, usual
+from multiworld.bench.rivals.environment import default_folder, install
+from multiworld.bench.runner import SUITES, run_suite, usual
 from multiworld.bench.samples import Report
 from multiworld.testing.hosts import HostError
 
@@ -77,9 +77,9 @@ def run(names: tuple[str, ...], wish: Wish) -> int:
                 progress.console.print(f"{name}: {error}")
                 failed = 1
                 continue
-            found.append(showing.to_json(report))
+            found.append(presentation.to_json(report))
             if not as_json:
-                for table in showing.tables(report):
+                for table in presentation.tables(report):
                     console.print(table)
             if out is not None:
                 _keep(out, name, found[-1])
@@ -95,7 +95,7 @@ def _keep(out: Path, name: str, found: object) -> None:
 
 def _draw(report: Report, out: Path, console: Console) -> None:
     try:
-        for path in showing.draw(report, out):
+        for path in presentation.draw(report, out):
             console.print(f"drawn: {path}")
     except ModuleNotFoundError:
         console.print("no pictures: pip install matplotlib")

@@ -134,10 +134,10 @@ def _devices() -> Finding:
 
 
 def _helper() -> Finding:
-    from multiworld import heartbeat
+    from multiworld.liveness import heartbeat_helper
 
-    state = heartbeat.process_state(1)
-    if state == heartbeat.GONE:
+    state = heartbeat_helper.process_state(1)
+    if state == heartbeat_helper.GONE:
         return Finding(
             "heartbeat",
             "warn",
@@ -218,7 +218,7 @@ async def _try_world(backend: str) -> None:
     import torch
 
     from multiworld import WorldConfig, WorldManager
-    from multiworld.rendezvous.server import StoreServer
+    from multiworld.rendezvous.store_server import StoreServer
 
     config = WorldConfig(join_s=LOOPBACK_S)
     server = await StoreServer.listen("127.0.0.1", 0)

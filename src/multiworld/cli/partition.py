@@ -12,10 +12,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from multiworld.serve.loading import load_spec
-from multiworld.serve.partition import PartProfile, cut, profile
-from multiworld.serve.sources import build_model
-from multiworld.serve.spec import AppSpec, ModelSpec
+from multiworld.serve.models.factory import build_model
+from multiworld.serve.models.partition import PartProfile, cut, profile
+from multiworld.serve.spec.loader import load_spec
+from multiworld.serve.spec.schema import AppSpec, ModelSpec
 
 
 def run(path: Path, name: str | None, rows: int, repeats: int, *, as_json: bool) -> int:

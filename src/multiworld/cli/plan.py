@@ -13,23 +13,23 @@ from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 from rich.table import Table
 
-from multiworld.serve.control.planning import (
+from multiworld.serve.control.service import machine_of
+from multiworld.serve.fleet.desired_state import bounds_of
+from multiworld.serve.models.factory import build_model, stage_name
+from multiworld.serve.placement.problem_builder import (
     StageOutlook,
     asks_in,
     bottleneck,
     outlook,
     problem_of,
 )
-from multiworld.serve.control.service import machine_of
-from multiworld.serve.control.wanting import bounds_of
-from multiworld.serve.loading import load_spec
 from multiworld.serve.resources.amounts import Node
-from multiworld.serve.scaling.asking import is_scaled
+from multiworld.serve.scaling.default_policy import decide
 from multiworld.serve.scaling.gears import gears_of
-from multiworld.serve.scaling.policy import decide
-from multiworld.serve.simulation.modelling import costs_of, pipeline_of
-from multiworld.serve.sources import build_model, stage_name
-from multiworld.serve.spec import AppSpec, ModelSpec
+from multiworld.serve.scaling.limits import is_scaled
+from multiworld.serve.simulation.model_builder import costs_of, pipeline_of
+from multiworld.serve.spec.loader import load_spec
+from multiworld.serve.spec.schema import AppSpec, ModelSpec
 
 SHOWN = 6
 """Gears that are shown; with --json all."""
@@ -117,7 +117,7 @@ def _placed(app: AppSpec, machines: Sequence[Node], limit_s: float) -> Outlook:
     Raises:
         ModuleNotFoundError: They are not installed.
     """
-    from multiworld.placement import place
+    from multiworld.serve.placement.solver import place
 
     problem = problem_of(machines, asks_in(app.models))
     found = place(problem, limit_s)

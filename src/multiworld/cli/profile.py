@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.table import Table
 
 from multiworld.cli.partition import chosen_model
-from multiworld.serve.loading import load_spec
-from multiworld.serve.profiles import ModelProfile
-from multiworld.serve.profiling import profile_model
+from multiworld.serve.models.factory import build_model
+from multiworld.serve.models.profiler import profile_model
 from multiworld.serve.resources.amounts import mib
-from multiworld.serve.sources import build_model
+from multiworld.serve.spec.loader import load_spec
+from multiworld.serve.spec.profiles import ModelProfile
 
 
 def run(

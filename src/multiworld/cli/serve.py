@@ -11,9 +11,9 @@ import click
 from rich.console import Console
 
 from multiworld.serve.control.controller import Controller
-from multiworld.serve.control.record import StateFolder, state_root
 from multiworld.serve.control.service import run_service
-from multiworld.serve.loading import load_spec, schema
+from multiworld.serve.fleet.record import StateFolder, state_root
+from multiworld.serve.spec.loader import load_spec, schema
 
 
 def serve(path: Path, state: Path | None, *, as_json: bool, is_verbose: bool) -> int:

@@ -16,11 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from multiworld.cli.plan import read_nodes
-from multiworld.serve.loading import load_spec
-from multiworld.serve.profiles import load_profile
+from multiworld.serve.models.factory import import_factory
 from multiworld.serve.resources.amounts import needs_of
-from multiworld.serve.resources.ledger import Ledger
-from multiworld.serve.scaling import others, policy
+from multiworld.serve.resources.bookings import Ledger
+from multiworld.serve.scaling import default_policy, reference_policies
 from multiworld.serve.scaling.gears import gear_for, gears_of
 from multiworld.serve.scaling.snapshot import Policy
 from multiworld.serve.simulation import traces
@@ -30,18 +29,19 @@ from multiworld.serve.simulation.engine import (
     Room,
     simulate,
 )
-from multiworld.serve.simulation.foresight import with_foresight
-from multiworld.serve.simulation.judging import Verdict, judge
-from multiworld.serve.simulation.modelling import (
+from multiworld.serve.simulation.model_builder import (
     Curve,
     Machines,
     costs_of,
     pipeline_of,
     with_fleet,
 )
+from multiworld.serve.simulation.oracle import with_foresight
 from multiworld.serve.simulation.traces import Arrival
-from multiworld.serve.sources import import_factory
-from multiworld.serve.spec import AppSpec, ModelSpec
+from multiworld.serve.simulation.verdict import Verdict, judge
+from multiworld.serve.spec.loader import load_spec
+from multiworld.serve.spec.profiles import load_profile
+from multiworld.serve.spec.schema import AppSpec, ModelSpec
 
 OWN = "spec"
 COMPARED = (OWN, "queued", "threshold", "fixed", "oracle")
@@ -182,7 +182,9 @@ def _model(
     wish: Wish, app: AppSpec, name: str, chosen: str, arrivals: Sequence[Arrival]
 ) -> PipelineModel:
     spec = app.models[name]
-    model = pipeline_of(name, spec, others.fixed, _curves(wish, spec), wish.start_s)
+    model = pipeline_of(
+        name, spec, reference_policies.fixed, _curves(wish, spec), wish.start_s
+    )
     kind, _, counts = chosen.partition(":")
     if kind == "fixed":
         return with_fleet(model, _fleet(model, counts, arrivals))
@@ -194,10 +196,10 @@ def _model(
 def _policy(spec: ModelSpec, chosen: str) -> Policy:
     if chosen == OWN:
         if spec.scaling is None:
-            return policy.decide
+            return default_policy.decide
         return import_factory(spec.scaling)
-    if chosen in others.BUILT_IN:
-        return others.BUILT_IN[chosen]
+    if chosen in reference_policies.BUILT_IN:
+        return reference_policies.BUILT_IN[chosen]
     if ":" not in chosen:
         known = ", ".join([*COMPARED, "fixed:N,N,…", "package.module:function"])
         raise click.UsageError(f"no policy {chosen!r}; there are: {known}")

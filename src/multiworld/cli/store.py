@@ -13,10 +13,10 @@ from typing import Any
 
 import click
 
-from multiworld.rendezvous.remembering import EpochFile
-from multiworld.rendezvous.server import StoreServer
-from multiworld.rendezvous.service import StoreService
-from multiworld.security import Security, describe
+from multiworld.net.security import Security, describe
+from multiworld.rendezvous.epoch_file import EpochFile
+from multiworld.rendezvous.store_server import StoreServer
+from multiworld.rendezvous.store_service import StoreService
 
 SETTLE_S = 1.0
 """Twice the longest pause of members that try to come back: those who were here before

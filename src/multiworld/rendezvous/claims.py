@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from multiworld.rendezvous.reforming import ReformClaim
+from multiworld.rendezvous.reform import ReformClaim
 
 SessionKey = int
 RequestKey = int

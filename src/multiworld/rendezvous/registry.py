@@ -43,7 +43,7 @@ from multiworld.rendezvous.claims import (
     Ticked,
     Withdrawn,
 )
-from multiworld.rendezvous.reforming import ReformClaim, Reforming
+from multiworld.rendezvous.reform import ReformClaim, Reforming
 
 __all__ = [
     "ASK_S",

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from multiworld.serve.models.modules import Module
-from multiworld.serve.stage import (
+from multiworld.serve.spec.stage import (
     Model,
     Stage,
     StageContext,

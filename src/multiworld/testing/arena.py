@@ -8,10 +8,10 @@ from contextlib import AsyncExitStack
 from types import TracebackType
 
 from multiworld.config import WorldConfig
-from multiworld.rendezvous.server import StoreServer
-from multiworld.security import Security
-from multiworld.world import World
-from multiworld.world_manager import WorldManager
+from multiworld.net.security import Security
+from multiworld.rendezvous.store_server import StoreServer
+from multiworld.world.manager import WorldManager
+from multiworld.world.world import World
 
 _names = itertools.count(1)
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from multiworld.testing.hosts import Host, enter_namespace
 
-PRELOAD = ["torch", "torch.distributed", "multiworld.world_manager"]
+PRELOAD = ["torch", "torch.distributed", "multiworld.world.manager"]
 
 REPORT_S = 30.0
 """How long a report may take before the test is told that none came."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multiworld.placement.chains import (
+from multiworld.serve.placement.solver.chains import (
     Chain,
     NodeKind,
     Range,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from multiworld.placement import (
+from multiworld.serve.placement.solver import (
     Device,
     ModelNeed,
     Node,
@@ -21,11 +21,11 @@ from multiworld.placement import (
     StageNeed,
     place,
 )
-from multiworld.placement.greedy import place_greedily
-from multiworld.placement.linear import Formulation
-from multiworld.placement.model import answer, objective
-from multiworld.placement.problem import GIB
-from multiworld.placement.verify import faults
+from multiworld.serve.placement.solver.greedy import place_greedily
+from multiworld.serve.placement.solver.linear import Formulation
+from multiworld.serve.placement.solver.model import answer, objective
+from multiworld.serve.placement.solver.problem import GIB
+from multiworld.serve.placement.solver.verify import faults
 
 
 def node(name: str, *kinds: str, memory: int = 8, **more: Any) -> Node:
@@ -384,14 +384,14 @@ THREE_SMALL_SHARES = Problem(
 def test_both_solvers_agree(problem: Problem) -> None:
     """On small problems both prove their answer; they are the same."""
     pytest.importorskip("ortools")
-    from multiworld.placement import discrete
+    from multiworld.serve.placement.solver import cp_sat
 
     formulation = Formulation(problem)
     values, bound = formulation.solve(5.0)
     assert values is not None
     counts, rates = formulation.counts(values), formulation.rates(values)
     exact = answer(problem, counts, rates, bound, "milp")
-    chosen, other = discrete.solve(formulation, 5.0, {}, {})
+    chosen, other = cp_sat.solve(formulation, 5.0, {}, {})
     assert chosen is not None
     again, _ = formulation.solve(5.0, chosen)
     assert again is not None

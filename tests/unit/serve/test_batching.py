@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiworld.serve.batching import Batcher, Work
+from multiworld.serve.worker.batch_queue import Batcher, Work
 
 
 def work(

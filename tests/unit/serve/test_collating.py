@@ -10,10 +10,16 @@ import torch
 from torch import Tensor
 
 from multiworld.errors import InvalidRequestError, ModelFailedError, ServeError
-from multiworld.serve.batching import Work
-from multiworld.serve.collating import collate, group_of, length_of, rows_of, split
-from multiworld.serve.running import Runner
-from multiworld.serve.stage import Stage, StageContext, Tensors
+from multiworld.serve.spec.stage import Stage, StageContext, Tensors
+from multiworld.serve.transport.collation import (
+    collate,
+    group_of,
+    length_of,
+    rows_of,
+    split,
+)
+from multiworld.serve.worker.batch_queue import Work
+from multiworld.serve.worker.executor import Runner
 
 RAGGED = {"ids": -1, "out": 0.0}
 

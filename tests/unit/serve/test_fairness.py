@@ -9,9 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multiworld.errors import OverloadedError
-from multiworld.serve.batching import Batcher, Work
-from multiworld.serve.fairness import FairQueue, Share
-from multiworld.serve.forwarding import Finished, Forwarding
 from multiworld.serve.routing.actions import Dispatch, Reject
 from multiworld.serve.routing.events import (
     Begun,
@@ -21,7 +18,10 @@ from multiworld.serve.routing.events import (
     Withdrawn,
 )
 from multiworld.serve.routing.router import Router
-from multiworld.serve.table import Replica, ReplicaState, Route, Table
+from multiworld.serve.tenants.fair_queue import FairQueue, Share
+from multiworld.serve.transport.routing_table import Replica, ReplicaState, Route, Table
+from multiworld.serve.worker.batch_queue import Batcher, Work
+from multiworld.serve.worker.forwarder import Finished, Forwarding
 
 FLOOD, SELDOM = Share("flood"), Share("seldom")
 

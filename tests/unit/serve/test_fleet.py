@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multiworld.serve.control.actions import (
+from multiworld.serve.fleet.actions import (
     Action,
     Announce,
     Finish,
@@ -14,7 +14,7 @@ from multiworld.serve.control.actions import (
     Probe,
     Say,
 )
-from multiworld.serve.control.events import (
+from multiworld.serve.fleet.events import (
     Adopted,
     Applied,
     DrainAsked,
@@ -28,9 +28,9 @@ from multiworld.serve.control.events import (
     Unplaced,
     WantedChanged,
 )
-from multiworld.serve.control.fleet import Fleet
-from multiworld.serve.control.state import ModelWanted, Phase, Process, Wanted
-from multiworld.serve.table import ReplicaState
+from multiworld.serve.fleet.reconciler import Fleet
+from multiworld.serve.fleet.state import ModelWanted, Phase, Process, Wanted
+from multiworld.serve.transport.routing_table import ReplicaState
 
 
 def wanted(*replicas: int, version: str = "1", gateways: int = 1) -> Wanted:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from multiworld.serve.batching import Key
-from multiworld.serve.forwarding import Finished, Forwarding
-from multiworld.serve.table import Replica, ReplicaState
+from multiworld.serve.transport.routing_table import Replica, ReplicaState
+from multiworld.serve.worker.batch_queue import Key
+from multiworld.serve.worker.forwarder import Finished, Forwarding
 
 
 def piece(

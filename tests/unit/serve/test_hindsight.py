@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiworld.serve.scaling import policy
-from multiworld.serve.scaling.hindsight import (
+from multiworld.serve.scaling import default_policy
+from multiworld.serve.scaling.burst_reserve import (
     EACH,
     Hindsight,
     Seen,
@@ -21,9 +21,9 @@ from multiworld.serve.scaling.hindsight import (
     sufficient,
 )
 from multiworld.serve.simulation.engine import Outcome, PipelineModel, simulate
-from multiworld.serve.simulation.foresight import with_foresight
-from multiworld.serve.simulation.judging import judge
+from multiworld.serve.simulation.oracle import with_foresight
 from multiworld.serve.simulation.traces import Arrival
+from multiworld.serve.simulation.verdict import judge
 from tests.unit.serve.test_simulation import LIMITS, pipeline, run
 
 EVERY_S = 50.0
@@ -34,7 +34,7 @@ BURSTS = [Arrival(EVERY_S * n + k / 1000) for n in range(1, 25) for k in range(B
 
 def model(start_s: float = 3.0, **more: Any) -> PipelineModel:
     """Return one stage of which new replicas come too late for any burst."""
-    made = pipeline(0.1, policy=policy.decide, objective_s=0.7, start_s=start_s)
+    made = pipeline(0.1, policy=default_policy.decide, objective_s=0.7, start_s=start_s)
     stage = replace(made.stages[0], max_batch_size=1)
     return replace(made, **{"stages": (stage,), **more})
 
@@ -77,7 +77,7 @@ def test_what_was_learnt_fades(busy_s: int) -> None:
     end_s += busy_s + 10.0
     quiet = [Arrival(end_s + 2.0 * n) for n in range(1, 600)]
     outcome = run(model(), [*BURSTS, *busy, *quiet])
-    horizon_s = policy.HORIZON * LIMITS.downscale_delay_s
+    horizon_s = default_policy.HORIZON * LIMITS.downscale_delay_s
     later = [m.ready for m in outcome.moments if m.at > end_s + horizon_s * 1.25]
     assert outcome.moments[-1].ready == (1,)
     assert set(later) <= {(1,)}
@@ -246,4 +246,4 @@ def test_foresight_reaches_the_objective_for_less(share: float) -> None:
 def test_limits_are_those_of_the_tests() -> None:
     """The bursts are further apart than replicas are kept without a reason."""
     assert LIMITS.downscale_delay_s < EVERY_S
-    assert policy.HORIZON * LIMITS.downscale_delay_s > 3 * EVERY_S
+    assert default_policy.HORIZON * LIMITS.downscale_delay_s > 3 * EVERY_S

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from multiworld.errors import InvalidRequestError
-from multiworld.serve.gateway.inference import parse, render
-from multiworld.serve.stage import Model, Stage, TensorSpec
+from multiworld.serve.gateway.open_inference import parse, render
+from multiworld.serve.spec.stage import Model, Stage, TensorSpec
 
 MODEL = Model(
     stages=[Stage(load=lambda context: lambda tensors: tensors)],

@@ -13,8 +13,8 @@ pytest.importorskip("transformers")
 import transformers
 
 from multiworld.errors import SpecError
-from multiworld.serve.models import huggingface, layered
-from multiworld.serve.stage import StageContext
+from multiworld.serve.models import huggingface, transformer_stage
+from multiworld.serve.spec.stage import StageContext
 
 TINY = {
     "hidden_size": 32,
@@ -103,7 +103,7 @@ def test_three_stages_are_the_whole_model(kind: str, tmp_path: Path) -> None:
 
 
 def test_every_architecture_that_is_named_is_tested() -> None:
-    named = set(layered.TESTED.replace(";", ",").replace(" ", "").split(","))
+    named = set(transformer_stage.TESTED.replace(";", ",").replace(" ", "").split(","))
     assert named == ARCHITECTURES.keys()
 
 

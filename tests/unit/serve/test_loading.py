@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from multiworld.errors import SpecError
-from multiworld.serve.loading import load_spec, parse_spec, schema
+from multiworld.serve.spec.loader import load_spec, parse_spec, schema
 
 GOOD = """\
 app: demo

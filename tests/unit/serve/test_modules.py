@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from multiworld.errors import SpecError
 from multiworld.serve import Module, StageContext, TensorSpec
 from multiworld.serve.models.modules import cut_module
-from multiworld.serve.partition import cut as cut_by_profile
-from multiworld.serve.partition import profile
+from multiworld.serve.models.partition import cut as cut_by_profile
+from multiworld.serve.models.partition import profile
 
 
 class Block(nn.Module):

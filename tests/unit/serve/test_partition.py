@@ -14,8 +14,8 @@ from multiworld.cli.main import cli
 from multiworld.errors import SpecError
 from multiworld.serve import Model, Stage, StageContext, TensorSpec
 from multiworld.serve.models import minilm
-from multiworld.serve.partition import PartProfile, cut, profile
-from multiworld.serve.stage import Tensors
+from multiworld.serve.models.partition import PartProfile, cut, profile
+from multiworld.serve.spec.stage import Tensors
 
 
 def sleeper(seconds: float) -> Stage:

@@ -6,9 +6,7 @@ from collections import Counter
 
 import pytest
 
-from multiworld.placement import Placement, Replica, place
-from multiworld.placement.verify import faults
-from multiworld.serve.control.planning import (
+from multiworld.serve.placement.problem_builder import (
     Ask,
     Runs,
     asks_in,
@@ -19,9 +17,11 @@ from multiworld.serve.control.planning import (
     plan_of,
     problem_of,
 )
-from multiworld.serve.loading import parse_spec
+from multiworld.serve.placement.solver import Placement, Replica, place
+from multiworld.serve.placement.solver.verify import faults
 from multiworld.serve.resources.amounts import MIB, Gpu, Node
-from multiworld.serve.spec import ModelSpec
+from multiworld.serve.spec.loader import parse_spec
+from multiworld.serve.spec.schema import ModelSpec
 
 NODES = [
     Node("a", 4.0, 1000 * MIB),

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from multiworld.errors import LaunchError
-from multiworld.serve.control.ray.launcher import RayLauncher, bundle_of
+from multiworld.serve.launchers.ray.launcher import RayLauncher, bundle_of
 from multiworld.serve.resources.amounts import Gpu, Need, Node, Spot
-from multiworld.serve.spec import RaySpec
+from multiworld.serve.spec.schema import RaySpec
 
 NODES = {
     "name": "n1",

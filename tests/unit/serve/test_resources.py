@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multiworld.errors import PlacementError
-from multiworld.serve.control.places import Places, asks_of
-from multiworld.serve.control.state import ModelWanted, Wanted
-from multiworld.serve.loading import parse_spec
-from multiworld.serve.resources.admitting import admit
+from multiworld.serve.fleet.state import ModelWanted, Wanted
+from multiworld.serve.placement.replica_bookings import Places, asks_of
+from multiworld.serve.resources.admission import admit
 from multiworld.serve.resources.amounts import (
     MIB,
     Gpu,
@@ -24,10 +23,11 @@ from multiworld.serve.resources.amounts import (
     in_words,
     needs_of,
 )
-from multiworld.serve.resources.assigning import assign
+from multiworld.serve.resources.assignment import assign
+from multiworld.serve.resources.bookings import Ledger
 from multiworld.serve.resources.inventory import this_node
-from multiworld.serve.resources.ledger import Ledger
 from multiworld.serve.resources.usage import memory_of, outgrows, usage_of
+from multiworld.serve.spec.loader import parse_spec
 
 GPUS = (Gpu(0, "A100", 80 * MIB), Gpu(1, "A100", 80 * MIB))
 

@@ -17,7 +17,6 @@ from multiworld.errors import (
     QuarantinedError,
     RequestPoisonedError,
 )
-from multiworld.serve.fairness import Share
 from multiworld.serve.routing.actions import (
     Action,
     Cancel,
@@ -43,7 +42,8 @@ from multiworld.serve.routing.events import (
     Withdrawn,
 )
 from multiworld.serve.routing.router import Router
-from multiworld.serve.table import Replica, ReplicaState, Route, Table
+from multiworld.serve.tenants.fair_queue import Share
+from multiworld.serve.transport.routing_table import Replica, ReplicaState, Route, Table
 
 READY = ReplicaState.READY
 

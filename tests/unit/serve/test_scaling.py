@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multiworld.errors import SpecError
-from multiworld.serve.control.state import ModelWanted, Wanted
-from multiworld.serve.control.wanting import awake
-from multiworld.serve.scaling import others, policy, queueing
-from multiworld.serve.scaling.asking import within
+from multiworld.serve.fleet.desired_state import awake
+from multiworld.serve.fleet.state import ModelWanted, Wanted
+from multiworld.serve.models.factory import check_policies
+from multiworld.serve.scaling import default_policy, queue_model, reference_policies
 from multiworld.serve.scaling.demand import demand_of, envelope
 from multiworld.serve.scaling.gears import StageCost, gear_for, gears_of
-from multiworld.serve.scaling.recording import snapshot_from_json, snapshot_to_json
-from multiworld.serve.scaling.sampling import Seen, Watch
+from multiworld.serve.scaling.limits import within
+from multiworld.serve.scaling.samples import Seen, Watch
 from multiworld.serve.scaling.snapshot import (
     Decision,
     Limits,
@@ -28,9 +28,9 @@ from multiworld.serve.scaling.snapshot import (
     StageNow,
     StageSeen,
 )
-from multiworld.serve.scaling.steadying import Wish, remember, settled
-from multiworld.serve.sources import check_policies
-from multiworld.serve.spec import AppSpec
+from multiworld.serve.scaling.snapshot_json import snapshot_from_json, snapshot_to_json
+from multiworld.serve.scaling.stabilization import Wish, remember, settled
+from multiworld.serve.spec.schema import AppSpec
 
 QUICK = Limits(
     max_replicas=8, upscale_delay_s=2, downscale_delay_s=10, look_back_period_s=10
@@ -53,7 +53,7 @@ class Situation:
         item_s: tuple[float, ...],
         limits: Limits = QUICK,
         objective_s: float | None = 1.0,
-        policy: Any = policy.decide,
+        policy: Any = default_policy.decide,
     ) -> None:
         self.item_s, self.limits, self.policy = item_s, limits, policy
         self.objective_s = objective_s
@@ -110,14 +110,14 @@ class Situation:
 
 def test_waiting_is_that_of_a_queue_that_is_known_exactly() -> None:
     """M/M/1: rho / (1 - rho) services; M/D/1 half of it."""
-    assert queueing.mean_wait_s(0.5, 1.0, 1) == pytest.approx(1.0)
-    assert queueing.mean_wait_s(0.8, 1.0, 1) == pytest.approx(4.0)
-    assert queueing.mean_wait_s(0.8, 1.0, 1, 0.5) == pytest.approx(2.0)
+    assert queue_model.mean_wait_s(0.5, 1.0, 1) == pytest.approx(1.0)
+    assert queue_model.mean_wait_s(0.8, 1.0, 1) == pytest.approx(4.0)
+    assert queue_model.mean_wait_s(0.8, 1.0, 1, 0.5) == pytest.approx(2.0)
     # M/M/1: P(W > t) = rho exp(-(mu - lambda) t)
     exact = math.log(0.8 / 0.01) / 0.2
-    assert queueing.late_wait_s(0.8, 1.0, 1) == pytest.approx(exact)
-    assert math.isinf(queueing.mean_wait_s(1.0, 1.0, 1))
-    assert queueing.late_wait_s(0.001, 1.0, 1) == 0.0
+    assert queue_model.late_wait_s(0.8, 1.0, 1) == pytest.approx(exact)
+    assert math.isinf(queue_model.mean_wait_s(1.0, 1.0, 1))
+    assert queue_model.late_wait_s(0.001, 1.0, 1) == 0.0
 
 
 @given(
@@ -325,7 +325,7 @@ def test_without_known_times_what_is_queued_decides() -> None:
         snapshot = replace(
             at.snapshot(), stages=stages, samples=samples, now=float(now), memory=memory
         )
-        decision = policy.decide(snapshot)
+        decision = default_policy.decide(snapshot)
         memory = decision.memory
     assert decision.replicas == (4, 4)
     assert "queued" in decision.why
@@ -341,7 +341,7 @@ def test_what_starts_is_not_let_go_by_those_who_wait_for_it() -> None:
         sample = at._sample()
         seen = [replace(s, ready=0, ongoing=5.0) for s in sample.stages]
         at.samples.append(replace(sample, stages=tuple(seen)))
-        decision = policy.decide(at.snapshot())
+        decision = default_policy.decide(at.snapshot())
         at.memory = decision.memory
         assert min(decision.replicas) >= 1
 
@@ -352,13 +352,16 @@ def test_stage_with_a_number_keeps_it() -> None:
     at.play(40.0, 20)
     snapshot = at.snapshot()
     stages = replace(snapshot.stages[0], limits=None), snapshot.stages[1]
-    assert policy.decide(replace(snapshot, stages=stages)).replicas[0] == at.replicas[0]
+    assert (
+        default_policy.decide(replace(snapshot, stages=stages)).replicas[0]
+        == at.replicas[0]
+    )
 
 
 @pytest.mark.parametrize("name", ["queued", "threshold", "fixed"])
 def test_other_policies_decide_too(name: str) -> None:
     """They are asked the same."""
-    at = Situation((0.05, 0.1), policy=others.BUILT_IN[name])
+    at = Situation((0.05, 0.1), policy=reference_policies.BUILT_IN[name])
     at.ongoing = [4.0, 9.0]
     at.play(9.0, 30)
     assert at.replicas[1] == (1 if name == "fixed" else 5 if name == "queued" else 2)
@@ -371,8 +374,11 @@ def test_recorded_snapshot_gets_the_same_decision() -> None:
     at.play(30.0, 4)
     snapshot = at.snapshot()
     again = snapshot_from_json(snapshot_to_json(snapshot))
-    assert policy.decide(again).replicas == policy.decide(snapshot).replicas
-    assert policy.decide(again).why == policy.decide(snapshot).why
+    assert (
+        default_policy.decide(again).replicas
+        == default_policy.decide(snapshot).replicas
+    )
+    assert default_policy.decide(again).why == default_policy.decide(snapshot).why
 
 
 # Sampling.
@@ -437,7 +443,7 @@ def test_batches_that_shrink_do_not_make_a_stage_slow() -> None:
         )
         return replace(snapshot, samples=samples)
 
-    at = Situation((0.06 / 16,), policy=lambda s: policy.decide(batched(s)))
+    at = Situation((0.06 / 16,), policy=lambda s: default_policy.decide(batched(s)))
     at.play(100.0, 120)
     assert at.replicas == (1,)
 
@@ -449,9 +455,9 @@ def test_fixed_stage_that_is_rescaled_has_the_others_follow() -> None:
     seen = at.snapshot()
     fixed = replace(seen.stages[0], limits=None, replicas=1)
     few = replace(seen, stages=(fixed, seen.stages[1]), memory=None)
-    small = policy.decide(few)
+    small = default_policy.decide(few)
     many = replace(few, stages=(replace(fixed, replicas=9), seen.stages[1]))
-    again = policy.decide(replace(many, memory=small.memory))
+    again = default_policy.decide(replace(many, memory=small.memory))
     assert again.facts["needs"][1][0] > 1
     assert again.memory.bounds[0] == (9, 9)
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from multiworld.errors import ServeError, SpecError
 from multiworld.serve.resources.amounts import Need, Node
-from multiworld.serve.resources.ledger import Ledger
-from multiworld.serve.scaling import others, policy
+from multiworld.serve.resources.bookings import Ledger
+from multiworld.serve.scaling import default_policy, reference_policies
 from multiworld.serve.scaling.snapshot import Decision, Limits, Snapshot
 from multiworld.serve.simulation import traces
 from multiworld.serve.simulation.engine import (
@@ -23,22 +23,24 @@ from multiworld.serve.simulation.engine import (
     StageModel,
     simulate,
 )
-from multiworld.serve.simulation.judging import flaps, judge
-from multiworld.serve.simulation.modelling import (
+from multiworld.serve.simulation.model_builder import (
     Machines,
     costs_of,
     pipeline_of,
     seconds_of,
 )
 from multiworld.serve.simulation.traces import Arrival
-from multiworld.serve.spec import ModelSpec
+from multiworld.serve.simulation.verdict import flaps, judge
+from multiworld.serve.spec.schema import ModelSpec
 
 LIMITS = Limits(
     max_replicas=6, upscale_delay_s=2, downscale_delay_s=30, look_back_period_s=10
 )
 
 
-def pipeline(*item_s: float, policy: Any = others.fixed, **more: Any) -> PipelineModel:
+def pipeline(
+    *item_s: float, policy: Any = reference_policies.fixed, **more: Any
+) -> PipelineModel:
     """Return a model whose stages compute so long for a request."""
     stages = tuple(
         StageModel(
@@ -207,7 +209,7 @@ def test_every_request_is_accounted_for(data: Any) -> None:
 def test_nothing_runs_while_nobody_asks() -> None:
     """A stage that may have none has none, and the first request waits for a start."""
     limits = replace(LIMITS, min_replicas=0, downscale_delay_s=5)
-    model = pipeline(0.1, 0.1, policy=policy.decide, start_s=2.0)
+    model = pipeline(0.1, 0.1, policy=default_policy.decide, start_s=2.0)
     stages = tuple(replace(s, limits=limits, replicas=0) for s in model.stages)
     found = run(replace(model, stages=stages), [Arrival(10.0), Arrival(100.0)])
     assert [round(took, 3) for _, took in found.requests] == [2.2, 2.2]
@@ -233,7 +235,7 @@ def test_machines_limit_what_is_started() -> None:
     room = Machines(
         Ledger([Node("a", cpus=2.0, memory_bytes=2**30)]), {"m": (Need(cpus=1.0),)}
     )
-    model = pipeline(0.5, policy=policy.decide)
+    model = pipeline(0.5, policy=default_policy.decide)
     arrivals = traces.gamma(8.0, 60.0)
     (found,) = simulate([model], [arrivals], random.Random(0).random, room)
     assert max(sum(m.ready) for m in found.moments) == 2
@@ -250,7 +252,10 @@ def test_own_policy_beats_a_plain_one_on_bursts() -> None:
         "+poisson:rate=20,seconds=60+poisson:rate=2,seconds=200"
     )
     verdicts = {}
-    for name, chosen in {"own": policy.decide, **others.BUILT_IN}.items():
+    for name, chosen in {
+        "own": default_policy.decide,
+        **reference_policies.BUILT_IN,
+    }.items():
         model = pipeline(0.03, 0.1, 0.05, policy=chosen, objective_s=1.0)
         verdicts[name] = judge(name, run(model, arrivals))
     own = verdicts["own"]
@@ -260,7 +265,7 @@ def test_own_policy_beats_a_plain_one_on_bursts() -> None:
     assert own.attained > verdicts["threshold"].attained
     assert own.attained > verdicts["queued"].attained
     model = pipeline(0.03, 0.1, 0.05, objective_s=1.0)
-    knows = others.oracle([a.at for a in arrivals], costs_of(model), 1.0)
+    knows = reference_policies.oracle([a.at for a in arrivals], costs_of(model), 1.0)
     best = judge("oracle", run(replace(model, policy=knows), arrivals))
     assert best.attained > 0.97
     assert own.replica_s < 2.5 * best.replica_s
@@ -290,8 +295,10 @@ def test_specs_say_what_is_simulated() -> None:
         }
     )
     with pytest.raises(SpecError, match="item_ms"):
-        pipeline_of("m", spec, others.fixed, {}, 1.0)
-    model = pipeline_of("m", spec, others.fixed, {1: {1: 0.01, 4: 0.02}}, 1.0)
+        pipeline_of("m", spec, reference_policies.fixed, {}, 1.0)
+    model = pipeline_of(
+        "m", spec, reference_policies.fixed, {1: {1: 0.01, 4: 0.02}}, 1.0
+    )
     assert model.objective_s == 0.2
     assert model.stages[0].limits is None
     assert model.stages[1].limits == Limits(max_replicas=3)

@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiworld.serve.choosing import choose
-from multiworld.serve.control.crashes import (
+from multiworld.serve.fleet.backoff import (
     FREE,
     LAST_READY_S,
     LAST_S,
     CrashGuard,
 )
 from multiworld.serve.load.summary import Sample, quantile, summarise
-from multiworld.serve.models.layers import chain_partition
-from multiworld.serve.table import (
+from multiworld.serve.models.chain_partition import chain_partition
+from multiworld.serve.routing.load_balancer import choose
+from multiworld.serve.transport.routing_table import (
     Replica,
     ReplicaState,
     Route,

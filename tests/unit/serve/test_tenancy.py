@@ -22,19 +22,19 @@ from multiworld.errors import (
     ServeError,
     UnauthorizedError,
 )
-from multiworld.serve.control.happened import History
-from multiworld.serve.control.journal import Journal
-from multiworld.serve.control.registry import Registry
-from multiworld.serve.control.tenanting import CHUNK, Tenanting, UnknownTenantError
-from multiworld.serve.loading import parse_spec
-from multiworld.serve.tenancy.dedicating import is_dedicated, route_of
-from multiworld.serve.tenancy.door import Door, digest_of
-from multiworld.serve.tenancy.keys import digest_of as key_digest
-from multiworld.serve.tenancy.keys import make_key, parse_key
-from multiworld.serve.tenancy.limiting import Limiter
-from multiworld.serve.tenancy.metering import AGAIN_S, MOST_TOLD, Meter
-from multiworld.serve.tenancy.quarantine import FEW, FIRST_S, KNOWN_S, Quarantine
-from multiworld.serve.tenancy.tenants import Book, Key, Tenant, tenant_from_json
+from multiworld.serve.control.tenant_manager import CHUNK, Tenanting, UnknownTenantError
+from multiworld.serve.fleet.decision_log import Journal
+from multiworld.serve.fleet.history import History
+from multiworld.serve.spec.dedicated import is_dedicated, route_of
+from multiworld.serve.spec.loader import parse_spec
+from multiworld.serve.tenants.authenticator import Door, digest_of
+from multiworld.serve.tenants.database import Registry
+from multiworld.serve.tenants.directory import Book, Key, Tenant, tenant_from_json
+from multiworld.serve.tenants.keys import digest_of as key_digest
+from multiworld.serve.tenants.keys import make_key, parse_key
+from multiworld.serve.tenants.quarantine import FEW, FIRST_S, KNOWN_S, Quarantine
+from multiworld.serve.tenants.rate_limits import Limiter
+from multiworld.serve.tenants.usage_meter import AGAIN_S, MOST_TOLD, Meter
 
 
 def keyed(name: str, **more: Any) -> tuple[Tenant, str]:

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from multiworld.serve.thread import ModelThread
+from multiworld.serve.worker.compute_thread import ModelThread
 
 
 async def test_calls_run_in_order_in_one_thread() -> None:

@@ -20,13 +20,13 @@ from multiworld.backends.base import Bundle, Meta, Received, WorldView
 from multiworld.backends.c10d.collectives import GroupCollectives
 from multiworld.backends.c10d.flat import as_bytes, on_device
 from multiworld.backends.c10d.groups import Group, check_backend
-from multiworld.backends.c10d.running import Runner
 from multiworld.backends.c10d.store import C10dStore
 from multiworld.backends.c10d.threads import in_thread
+from multiworld.backends.c10d.work_runner import Runner
 from multiworld.backends.direct.backend import DirectBackend
 from multiworld.backends.dtypes import CODES, DTYPES
 from multiworld.errors import TensorMismatchError, UnsupportedOperationError
-from multiworld.rendezvous.blocking import BlockingValues
+from multiworld.rendezvous.blocking_values import BlockingValues
 from multiworld.rendezvous.registry import key_prefix
 
 __all__ = ["C10dBackend", "check_backend"]

@@ -26,15 +26,15 @@ from multiworld.backends.c10d.flat import (
     write_back,
     write_back_all,
 )
-from multiworld.backends.c10d.reducing import Reduction
-from multiworld.backends.c10d.running import Runner
+from multiworld.backends.c10d.gloo_reduction import Reduction
+from multiworld.backends.c10d.work_runner import Runner
 from multiworld.backends.collectives import KINDS
 from multiworld.backends.direct.backend import DirectBackend
 from multiworld.backends.dtypes import CODES, DTYPES, require_alike
 from multiworld.backends.offload import offload, size_of
 from multiworld.backends.reduction import OP_CODES, OP_NAMES, op_name
 from multiworld.errors import TensorMismatchError
-from multiworld.lifecycle import Failed
+from multiworld.incarnation.lifecycle import Failed
 
 
 class GroupCollectives:

@@ -13,7 +13,7 @@ import socket
 import stat
 import struct
 
-from multiworld.tcp import persist
+from multiworld.net.tcp import persist
 
 Where = tuple[str, int]
 

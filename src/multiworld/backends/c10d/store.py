@@ -12,7 +12,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
-from multiworld.rendezvous.blocking import BlockingValues
+from multiworld.rendezvous.blocking_values import BlockingValues
 
 Recorder = Callable[[str, bytes], None]
 

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from multiworld.backends.direct import header as wire
 from multiworld.backends.direct.header import Header, HeaderError
-from multiworld.backends.direct.shared import SLOT_BYTES, Window
+from multiworld.backends.direct.shared_memory import SLOT_BYTES, Window
 from multiworld.backends.dtypes import SIZES, UINT8
 from multiworld.backends.mailbox import Arrival, Description, Mailbox
 

@@ -19,14 +19,14 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from multiworld.backends.direct import shared
+from multiworld.backends.direct import shared_memory
 from multiworld.backends.direct.header import FRAGMENT_BYTES, HeaderError
 from multiworld.backends.direct.inbound import Inbound
 from multiworld.backends.direct.outbound import SHARED_BYTES, Outbound, Outgoing
 from multiworld.backends.mailbox import MESSAGE_BYTES, Description, Mailbox
 from multiworld.backends.offload import in_thread
 from multiworld.config import WorldConfig
-from multiworld.streams import Stream
+from multiworld.net.streams import Stream
 
 TURN_MESSAGES = 64
 TURN_BYTES = FRAGMENT_BYTES
@@ -81,8 +81,10 @@ class Lane:
         self._pending: Callable[[], int] | None = getattr(sock, "pending", None)
         self._fd = sock.fileno()
         # What the peer shares is taken whatever this side's own setting is.
-        is_shared = shared.is_usable(sock)
-        self._slots = shared.slots_in(config.shared_memory_bytes) if is_shared else 0
+        is_shared = shared_memory.is_usable(sock)
+        self._slots = (
+            shared_memory.slots_in(config.shared_memory_bytes) if is_shared else 0
+        )
         self._descriptors: list[int] = []  # arrived, and not mapped yet
         self._takes_memory = is_shared
         self._is_tcp = isinstance(sock, socket.socket) and sock.family != socket.AF_UNIX
@@ -245,7 +247,7 @@ class Lane:
         """Make a ring and pass it on; without one, sockets carry everything."""
         slots, self._slots = self._slots, 0
         try:
-            ring = shared.Ring(slots)
+            ring = shared_memory.Ring(slots)
         except OSError:
             return
         head = self._outbound.announcement(slots)
@@ -261,7 +263,7 @@ class Lane:
         if not self._outbound.is_idle:
             self._write_on()
 
-    def open_window(self, slots: int) -> shared.Window:
+    def open_window(self, slots: int) -> shared_memory.Window:
         """Map the memory whose descriptor has arrived.
 
         Raises:
@@ -269,7 +271,7 @@ class Lane:
         """
         if not self._descriptors:
             raise HeaderError("it announces shared memory, and passed none")
-        return shared.Window(self._descriptors.pop(), slots)
+        return shared_memory.Window(self._descriptors.pop(), slots)
 
     def ring_bell(self) -> None:
         """Tell the sender that a slot is free."""

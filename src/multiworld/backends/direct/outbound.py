@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from multiworld.backends.direct import header as wire
 from multiworld.backends.direct.header import FRAGMENT_BYTES, Header
-from multiworld.backends.direct.shared import SLOT_BYTES, Ring
+from multiworld.backends.direct.shared_memory import SLOT_BYTES, Ring
 from multiworld.backends.mailbox import MESSAGE_BYTES, Description
 
 SHARED_BYTES = 128 * 1024

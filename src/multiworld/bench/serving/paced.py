@@ -9,7 +9,7 @@ import time
 import torch
 
 from multiworld.serve import Model, Stage, StageContext, Tensors, TensorSpec
-from multiworld.serve.stage import StageFunction
+from multiworld.serve.spec.stage import StageFunction
 
 
 def _stage(ms: float, is_mortal: bool) -> Stage:

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 import multiworld
-from multiworld.bench.apart.environment import HERE
+from multiworld.bench.rivals.environment import HERE
 from multiworld.bench.serving import OURS, RAY, WHOLE
 
 EMPTY, SLOW, MINILM = "empty", "slow", "minilm"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from multiworld.bench.members import Options, Teller
-from multiworld.world_manager import WorldManager
+from multiworld.world.manager import WorldManager
 
 BASELINE = "plain gloo"
 SIZES = (4_096, 65_536, 1_048_576, 4_194_304, 16_777_216)

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 
 from multiworld.bench.members import Options, Teller
-from multiworld.world import World
-from multiworld.world_manager import WorldManager
+from multiworld.world.manager import WorldManager
+from multiworld.world.world import World
 
 BASELINE = ""
 SIZE = 9

@@ -43,7 +43,7 @@ class Across(OneWorld):
     async def _join(
         self, rank: int, port: int, backend: str, config: WorldConfig | None
     ) -> tuple[Any, Any]:
-        from multiworld.world_manager import WorldManager
+        from multiworld.world.manager import WorldManager
 
         manager = WorldManager()
         store = f"tcp://{self._host}:{port}"

@@ -12,8 +12,8 @@ import time
 import torch
 
 from multiworld.bench.members import Options, Teller
-from multiworld.world import World
-from multiworld.world_manager import WorldManager
+from multiworld.world.manager import WorldManager
+from multiworld.world.world import World
 
 BASELINE = "nothing else"
 SIZE = 2

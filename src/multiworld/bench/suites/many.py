@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from multiworld.bench.members import Options, Teller, cpu_s
-from multiworld.world import World
-from multiworld.world_manager import WorldManager
+from multiworld.world.manager import WorldManager
+from multiworld.world.world import World
 
 BASELINE = ""
 SIZE = 2

@@ -20,7 +20,7 @@ from torch import Tensor
 from multiworld.bench import members
 from multiworld.bench.contenders import unwatch, wake
 from multiworld.bench.members import Options, Step, Teller
-from multiworld.world_manager import WorldManager
+from multiworld.world.manager import WorldManager
 
 PLAIN, OURS, UNWATCHED = "plain nccl", "world, nccl", "unwatched"
 BASELINE = PLAIN

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from multiworld.bench import contenders
-from multiworld.bench.apart.contender import Apart
 from multiworld.bench.contenders import Contender, stream
 from multiworld.bench.members import Options, Teller
+from multiworld.bench.rivals.contender import Apart
 
 BASELINE = "plain gloo"
 SIZE = 2

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import aiohttp
 
-from multiworld.bench.apart.environment import python_of
 from multiworld.bench.members import Options, Step
+from multiworld.bench.rivals.environment import python_of
 from multiworld.bench.serving import OURS
 from multiworld.bench.serving.clients import ask
 from multiworld.bench.serving.services import (

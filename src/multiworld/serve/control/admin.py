@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from multiworld.errors import ServeError
 from multiworld.serve.control.admin_tenants import add_tenants
 from multiworld.serve.control.controller import Controller
-from multiworld.serve.loading import parse_spec
+from multiworld.serve.spec.loader import parse_spec
 
 
 class _Asked(BaseModel):

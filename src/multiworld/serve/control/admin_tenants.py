@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from multiworld.errors import ServeError
 from multiworld.serve.control.client import WHO
-from multiworld.serve.control.tenanting import Tenanting
-from multiworld.serve.tenancy.keys import FORM, PREFIX
+from multiworld.serve.control.tenant_manager import Tenanting
+from multiworld.serve.tenants.keys import FORM, PREFIX
 
 logger = logging.getLogger("multiworld.serve")
 

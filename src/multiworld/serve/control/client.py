@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from multiworld.errors import ServeError
-from multiworld.serve.control.record import StateFolder, state_root
+from multiworld.serve.fleet.record import StateFolder, state_root
 
 ASK_S = 30.0
 

@@ -16,18 +16,9 @@ from multiworld.errors import (
     PlacementError,
     UnknownModelError,
 )
-from multiworld.serve.control import actions, events
-from multiworld.serve.control.adopting import adopted
-from multiworld.serve.control.fleet import Fleet
-from multiworld.serve.control.happened import History
-from multiworld.serve.control.journal import Journal
-from multiworld.serve.control.launching import Launcher, Running
-from multiworld.serve.control.links import REPORT_S, Links
-from multiworld.serve.control.placer import Placer
-from multiworld.serve.control.places import Specs
-from multiworld.serve.control.record import Record, StateFolder, StoreRecord
-from multiworld.serve.control.registry import Registry
-from multiworld.serve.control.reporting import (
+from multiworld.serve.control.adoption import adopted
+from multiworld.serve.control.process_links import REPORT_S, Links
+from multiworld.serve.control.status import (
     exit_words,
     is_ready,
     last_words,
@@ -37,22 +28,31 @@ from multiworld.serve.control.reporting import (
     status_of,
     url_of,
 )
-from multiworld.serve.control.scaler import Scaler
-from multiworld.serve.control.state import Phase, Process, Wanted
-from multiworld.serve.control.tenanting import Tenanting
-from multiworld.serve.control.wanting import (
+from multiworld.serve.control.tenant_manager import Tenanting
+from multiworld.serve.fleet import actions, events
+from multiworld.serve.fleet.decision_log import Journal
+from multiworld.serve.fleet.desired_state import (
     awake,
     check_update,
     rescaled,
     stage_number,
     wanted_of,
 )
-from multiworld.serve.process import args_of
+from multiworld.serve.fleet.history import History
+from multiworld.serve.fleet.reconciler import Fleet
+from multiworld.serve.fleet.record import Record, StateFolder, StoreRecord
+from multiworld.serve.fleet.state import Phase, Process, Wanted
+from multiworld.serve.launchers.local import Launcher, Running
+from multiworld.serve.models.factory import check_policies, import_factory
+from multiworld.serve.placement.manager import Placer
+from multiworld.serve.placement.replica_bookings import Specs
 from multiworld.serve.resources.amounts import Need, needs_of
-from multiworld.serve.resources.assigning import assign
-from multiworld.serve.sources import check_policies, import_factory
-from multiworld.serve.spec import AppSpec, ModelSpec
-from multiworld.world_manager import WorldManager
+from multiworld.serve.resources.assignment import assign
+from multiworld.serve.scaling.autoscaler import Scaler
+from multiworld.serve.spec.schema import AppSpec, ModelSpec
+from multiworld.serve.tenants.database import Registry
+from multiworld.serve.worker.process import args_of
+from multiworld.world.manager import WorldManager
 
 logger = logging.getLogger("multiworld.serve")
 

@@ -14,26 +14,26 @@ import uvicorn
 
 from multiworld.config import WorldConfig
 from multiworld.errors import ServeError, SpecError
-from multiworld.security import Security
+from multiworld.net.security import Security
 from multiworld.serve.control.admin import make_admin
 from multiworld.serve.control.controller import Controller
-from multiworld.serve.control.keeper import end_store, start_store
-from multiworld.serve.control.launching import Launcher, LocalLauncher
-from multiworld.serve.control.record import Record, StateFolder, StoreRecord
-from multiworld.serve.datatypes import example_of
-from multiworld.serve.embedded import EmbeddedServer
+from multiworld.serve.control.store_process import end_store, start_store
+from multiworld.serve.fleet.record import Record, StateFolder, StoreRecord
+from multiworld.serve.gateway.embedded_server import EmbeddedServer
 from multiworld.serve.gateway.process import listen
+from multiworld.serve.launchers.local import Launcher, LocalLauncher
+from multiworld.serve.models.factory import build_model, check_policies, modules_of
 from multiworld.serve.resources.amounts import MIB, Node
 from multiworld.serve.resources.inventory import this_node
-from multiworld.serve.sources import build_model, check_policies, modules_of
-from multiworld.serve.spec import AppSpec, RaySpec
-from multiworld.world_manager import WorldManager
+from multiworld.serve.spec.datatypes import example_of
+from multiworld.serve.spec.schema import AppSpec, RaySpec
+from multiworld.world.manager import WorldManager
 
 PRELOAD = [
     "torch",
-    "multiworld.serve.process",
+    "multiworld.serve.worker.process",
     "multiworld.serve.gateway.process",
-    "multiworld.serve.dispatcher",
+    "multiworld.serve.routing.dispatcher",
 ]
 
 
@@ -187,7 +187,7 @@ async def _launcher(
     local = LocalLauncher(preload, env, log, exited, machine_of(app))
     if app.launcher == "local":
         return local
-    from multiworld.serve.control.ray.launcher import RayLauncher
+    from multiworld.serve.launchers.ray.launcher import RayLauncher
 
     log = folder.logs / "ray.log"
     launcher = RayLauncher(

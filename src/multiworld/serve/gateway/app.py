@@ -10,20 +10,20 @@ from fastapi_offline import FastAPIOffline
 
 import multiworld
 from multiworld.errors import ServeError
-from multiworld.serve.gateway import inference
-from multiworld.serve.gateway.answering import (
+from multiworld.serve.gateway import open_inference
+from multiworld.serve.gateway.gateway import Gateway
+from multiworld.serve.gateway.openai import add_openai
+from multiworld.serve.gateway.openapi import INFER
+from multiworld.serve.gateway.request_body import read_body, while_connected
+from multiworld.serve.gateway.responses import (
     OFFLOAD_BYTES,
     answered,
     deadline,
     json_,
     problem,
 )
-from multiworld.serve.gateway.body import read_body, while_connected
-from multiworld.serve.gateway.gateway import Gateway
-from multiworld.serve.gateway.openai import add_openai
-from multiworld.serve.gateway.openapi import INFER
-from multiworld.serve.tenancy.dedicating import is_dedicated
-from multiworld.serve.tenancy.door import Visit
+from multiworld.serve.spec.dedicated import is_dedicated
+from multiworld.serve.tenants.authenticator import Visit
 
 SERVER = {"name": "multiworld", "version": multiworld.__version__}
 
@@ -117,9 +117,9 @@ def _inference(app: FastAPI, gateway: Gateway) -> None:
         current, model = gateway.model(name, version, visit.tenant)
         length = request.headers.get("inference-header-content-length")
         if len(body) >= OFFLOAD_BYTES:
-            asked = await asyncio.to_thread(inference.parse, body, length, model)
+            asked = await asyncio.to_thread(open_inference.parse, body, length, model)
         else:
-            asked = inference.parse(body, length, model)
+            asked = open_inference.parse(body, length, model)
         answer = await while_connected(
             request,
             gateway.infer(
@@ -131,7 +131,7 @@ def _inference(app: FastAPI, gateway: Gateway) -> None:
                 _session(asked.parameters),
             ),
         )
-        content, head = inference.render(name, current, asked, answer)
+        content, head = open_inference.render(name, current, asked, answer)
         if head is None:
             return Response(content, media_type="application/json")
         return Response(

@@ -12,13 +12,13 @@ from multiworld.errors import (
     RequestPoisonedError,
     UnknownModelError,
 )
-from multiworld.serve.collating import rows_of
-from multiworld.serve.dispatcher import NO_MODEL, Dispatcher
 from multiworld.serve.gateway.metrics import Metrics
-from multiworld.serve.stage import Model, Tensors
-from multiworld.serve.tenancy.dedicating import is_dedicated, route_of
-from multiworld.serve.tenancy.door import Door, Post, Visit, digest_of
-from multiworld.serve.tenancy.tenants import NOBODY, Tenant
+from multiworld.serve.routing.dispatcher import NO_MODEL, Dispatcher
+from multiworld.serve.spec.dedicated import is_dedicated, route_of
+from multiworld.serve.spec.stage import Model, Tensors
+from multiworld.serve.tenants.authenticator import Door, Post, Visit, digest_of
+from multiworld.serve.tenants.directory import NOBODY, Tenant
+from multiworld.serve.transport.collation import rows_of
 
 LARGE_BYTES = 256 * 1024
 

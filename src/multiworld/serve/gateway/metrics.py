@@ -20,7 +20,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from multiworld.serve.table import Table
+from multiworld.serve.transport.routing_table import Table
 
 Refused = Mapping[tuple[str, str], int]
 

@@ -12,18 +12,18 @@ from fastapi import FastAPI, Request, Response
 
 from multiworld.backends.dtypes import memory_of, plain
 from multiworld.errors import InvalidRequestError, ServeError
-from multiworld.serve.gateway.answering import (
+from multiworld.serve.gateway.gateway import Gateway
+from multiworld.serve.gateway.openapi import EMBEDDINGS
+from multiworld.serve.gateway.request_body import read_body, while_connected
+from multiworld.serve.gateway.responses import (
     OFFLOAD_BYTES,
     answered,
     deadline,
     json_,
     openai_problem,
 )
-from multiworld.serve.gateway.body import read_body, while_connected
-from multiworld.serve.gateway.gateway import Gateway
-from multiworld.serve.gateway.openapi import EMBEDDINGS
-from multiworld.serve.stage import Model, Tensors
-from multiworld.serve.tenancy.door import Visit
+from multiworld.serve.spec.stage import Model, Tensors
+from multiworld.serve.tenants.authenticator import Visit
 
 
 def add_openai(app: FastAPI, gateway: Gateway) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from multiworld.serve.datatypes import TORCH_OF
+from multiworld.serve.spec.datatypes import TORCH_OF
 
 _ERRORS = {
     400: "The request cannot be understood, or does not fit the model.",

@@ -15,24 +15,24 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from multiworld.errors import MultiWorldError, UnknownModelError
-from multiworld.serve.control.agent import Agent
-from multiworld.serve.datatypes import example_of
-from multiworld.serve.dispatcher import Dispatcher
-from multiworld.serve.edges import EdgeKeeper
-from multiworld.serve.embedded import EmbeddedServer
 from multiworld.serve.gateway.app import make_app
+from multiworld.serve.gateway.embedded_server import EmbeddedServer
 from multiworld.serve.gateway.gateway import Gateway
-from multiworld.serve.gateway.protocol import bounded
-from multiworld.serve.sources import build_model
-from multiworld.serve.spec import GatewaySpec, ModelSpec
-from multiworld.serve.stage import Tensors
-from multiworld.serve.table import edges_of, table_from_json
-from multiworld.serve.tenancy.door import Door, Post
-from multiworld.serve.tenancy.tenants import Tenant, tenant_from_json
-from multiworld.world_manager import WorldManager
+from multiworld.serve.gateway.http_protocol import bounded
+from multiworld.serve.models.factory import build_model
+from multiworld.serve.routing.dispatcher import Dispatcher
+from multiworld.serve.spec.datatypes import example_of
+from multiworld.serve.spec.schema import GatewaySpec, ModelSpec
+from multiworld.serve.spec.stage import Tensors
+from multiworld.serve.tenants.authenticator import Door, Post
+from multiworld.serve.tenants.directory import Tenant, tenant_from_json
+from multiworld.serve.transport.control_agent import Agent
+from multiworld.serve.transport.edges import EdgeKeeper
+from multiworld.serve.transport.routing_table import edges_of, table_from_json
+from multiworld.world.manager import WorldManager
 
 if TYPE_CHECKING:
-    from multiworld.serve.process import Args
+    from multiworld.serve.worker.process import Args
 
 logger = logging.getLogger("multiworld.serve")
 

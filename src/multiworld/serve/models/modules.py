@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from multiworld.errors import SpecError
-from multiworld.serve.stage import (
+from multiworld.serve.spec.stage import (
     Model,
     Stage,
     StageContext,

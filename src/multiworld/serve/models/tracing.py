@@ -21,11 +21,11 @@ from torch.distributed.pipelining import Pipe, SplitPoint, pipeline
 from torch.utils.flop_counter import FlopCounterMode
 
 from multiworld.errors import SpecError
-from multiworld.serve.datatypes import TORCH_OF
-from multiworld.serve.models.layers import chain_partition
+from multiworld.serve.models.chain_partition import chain_partition
 from multiworld.serve.models.weights import read_weights
 from multiworld.serve.models.wiring import Wire, wires_of
-from multiworld.serve.stage import Tensors
+from multiworld.serve.spec.datatypes import TORCH_OF
+from multiworld.serve.spec.stage import Tensors
 
 if TYPE_CHECKING:
     from multiworld.serve.models.modules import Module

@@ -12,7 +12,7 @@ from torch import SymInt, Tensor
 from torch.fx import GraphModule, Node
 
 from multiworld.errors import SpecError
-from multiworld.serve.stage import Tensors
+from multiworld.serve.spec.stage import Tensors
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from multiworld.serve.spec import ModelSpec
+from multiworld.serve.spec.schema import ModelSpec
 
 MIB = 2**20
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from multiworld.errors import ServeError
-from multiworld.serve.fairness import NOBODYS, Share
-from multiworld.serve.table import Table
+from multiworld.serve.tenants.fair_queue import NOBODYS, Share
+from multiworld.serve.transport.routing_table import Table
 
 Attempt = tuple[int, int]
 """Number of the request, number of the attempt."""

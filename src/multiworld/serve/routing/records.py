@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from multiworld.serve.fairness import FairQueue
 from multiworld.serve.routing.events import Submitted
+from multiworld.serve.tenants.fair_queue import FairQueue
 
 
 @dataclass(slots=True)

@@ -22,7 +22,6 @@ from multiworld.errors import (
     ServeError,
     UnknownModelError,
 )
-from multiworld.serve.choosing import Chance, choose
 from multiworld.serve.routing.actions import (
     Action,
     Cancel,
@@ -48,6 +47,7 @@ from multiworld.serve.routing.events import (
     Ticked,
     Withdrawn,
 )
+from multiworld.serve.routing.load_balancer import Chance, choose
 from multiworld.serve.routing.records import Place, Queue, Request
 from multiworld.serve.routing.refusals import (
     banned,
@@ -56,7 +56,12 @@ from multiworld.serve.routing.refusals import (
     too_late,
     without_replica,
 )
-from multiworld.serve.table import ReplicaState, Route, Table, first_ready
+from multiworld.serve.transport.routing_table import (
+    ReplicaState,
+    Route,
+    Table,
+    first_ready,
+)
 
 STRIKES = 2
 """Replicas that die while they compute one request and nothing else, until it is

@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from multiworld.serve.scaling import queueing
+from multiworld.serve.scaling import queue_model
 from multiworld.serve.scaling.snapshot import Limits
 
 STEPS = 18
@@ -36,7 +36,7 @@ class StageCost:
         item_s: Seconds that a replica is busy with one request.
         batch_s: Seconds that one batch takes: how long a request is there at least.
         limits: Within what it is scaled.
-        variability: See ``queueing.mean_wait_s``.
+        variability: See ``queue_model.mean_wait_s``.
     """
 
     item_s: float
@@ -105,8 +105,8 @@ def latency_s(
     late, mean, bare = [], [], 0.0
     for stage, count in zip(stages, counts, strict=True):
         args = rate, stage.item_s, count, stage.variability
-        late.append(queueing.late_wait_s(*args, share))
-        mean.append(queueing.mean_wait_s(*args))
+        late.append(queue_model.late_wait_s(*args, share))
+        mean.append(queue_model.mean_wait_s(*args))
         bare += stage.batch_s
     gaps = [one - other for one, other in zip(late, mean, strict=True)]
     if any(map(math.isinf, late)):
@@ -127,7 +127,7 @@ def _is_carried(
         late = latency_s(stages, counts, rate, aim.share)
         return max(loads) <= BUSY and late <= reachable
     return all(
-        queueing.ongoing(rate, stage.item_s, count, stage.variability)
+        queue_model.ongoing(rate, stage.item_s, count, stage.variability)
         <= stage.limits.target_ongoing_requests * count
         for stage, count in zip(stages, counts, strict=True)
     )

@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from multiworld.serve.choosing import Chance, choose
-from multiworld.serve.scaling.asking import within
-from multiworld.serve.scaling.sampling import PERIODS
+from multiworld.serve.routing.load_balancer import Chance, choose
+from multiworld.serve.scaling.limits import within
+from multiworld.serve.scaling.samples import PERIODS
 from multiworld.serve.scaling.snapshot import (
     Limits,
     Policy,

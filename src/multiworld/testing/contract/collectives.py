@@ -25,7 +25,7 @@ from multiworld.testing.contract.harness import (
     same,
     some,
 )
-from multiworld.world import World
+from multiworld.world.world import World
 
 SIZES = (1, 2, 3, 5)
 

@@ -20,7 +20,7 @@ from multiworld.testing.contract.harness import (
     raised_by,
     same,
 )
-from multiworld.world import World
+from multiworld.world.world import World
 
 
 @check

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from multiworld.testing.arena import Arena
-from multiworld.world import World
+from multiworld.world.world import World
 
 Check = Callable[[Arena], Awaitable[None]]
 CHECKS: list[Check] = []

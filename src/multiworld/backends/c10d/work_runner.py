@@ -1,0 +1,177 @@
+"""Running works of a native group without blocking the event loop. Shell.
+
+Collectives report through futures, so nobody waits in a thread; sends and receives can
+only be waited for, so each pending one has a thread. Whatever waits here is released
+when the world ends, whether or not the native group says anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from multiworld.backends.base import WorldView
+from multiworld.backends.c10d import nccl
+from multiworld.backends.c10d.groups import Group
+from multiworld.backends.c10d.threads import in_thread
+from multiworld.errors import UnsupportedOperationError
+from multiworld.incarnation.lifecycle import Failed
+
+LEFT_GRACE_S = 1.0
+"""Seconds that a collective has to complete after one of its members has left."""
+
+
+class Runner:
+    """Runs the works of one world's group; ``group`` is None before and after."""
+
+    def __init__(self, view: WorldView, name: str) -> None:
+        self._view, self._name = view, name
+        self._loop = asyncio.get_running_loop()
+        self._waiting: set[asyncio.Future[Any]] = set()
+        self._together: set[asyncio.Future[Any]] = set()  # those of collectives
+        self._limit = timedelta(seconds=view.config.operation_s)
+        self.group: Group | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """True while a work is waited for."""
+        return bool(self._waiting)
+
+    def fail_all(self) -> None:
+        """Release everybody who waits."""
+        for future in list(self._waiting):
+            if not future.done():
+                _fail(future, self._view.broken_error())
+
+    def member_left(self, rank: int) -> None:
+        """Fail, after a while, the collectives that wait now.
+
+        One that the member took part in to its end completes by itself; another never
+        will, and not every waiting member notices: only its neighbours in the
+        algorithm do.
+        """
+        waiting = list(self._together)
+
+        def fail() -> None:
+            for future in waiting:
+                if not future.done() and not self._view.is_broken:
+                    _fail(future, self._view.left_error(rank))
+
+        if waiting:
+            self._loop.call_later(LEFT_GRACE_S, fail)
+
+    async def carry_out(self, start: Callable[[Any], Any]) -> None:
+        """Start a collective with ``start(native group)`` and wait until it is done."""
+        native = self.native()
+        try:
+            work = start(native)
+        except RuntimeError as error:
+            await self._translate(error)
+        if self._name == "nccl":
+            await self._in_thread(lambda: nccl.wait_for(work, self._view.device))
+            return
+        future: asyncio.Future[None] = self._loop.create_future()
+
+        def done(completed: Any) -> None:
+            try:
+                completed.value()
+            except RuntimeError as error:
+                self.from_thread(future, error)
+            else:
+                self.from_thread(future, None)
+
+        try:
+            work.get_future().add_done_callback(done)
+        except (NotImplementedError, RuntimeError):
+            await self._in_thread(work.wait)  # this backend's works have no futures
+            return
+        self._together.add(future)
+        try:
+            await self._until(future)
+        finally:
+            self._together.discard(future)
+
+    def from_thread(
+        self, future: asyncio.Future[None], error: Exception | None
+    ) -> None:
+        """Complete ``future`` from a thread of the backend's."""
+
+        def complete() -> None:
+            if future.done():
+                return
+            if error is None:
+                future.set_result(None)
+            else:
+                future.set_exception(error)
+
+        try:
+            self._loop.call_soon_threadsafe(complete)
+        except RuntimeError:
+            pass  # the loop has ended; nobody waits any more
+
+    async def _until(self, future: asyncio.Future[Any]) -> None:
+        self._waiting.add(future)
+        try:
+            await future
+        except RuntimeError as error:
+            await self._translate(error)
+        finally:
+            self._waiting.discard(future)
+
+    async def _translate(self, error: RuntimeError) -> None:
+        """Turn torch's error into ours; for a lost connection, wait for the verdict."""
+        text = str(error)
+        if "scalar type" in text or "not supported" in text.lower():
+            raise UnsupportedOperationError(
+                f"{self._name} cannot do this: {text}; use backend='direct' for host "
+                "tensors, or convert"
+            ) from error
+        self._view.trouble(None, text.partition(". This is typically")[0])
+        await self._view.wait_incomplete()
+        if self._view.left and not self._view.is_broken:
+            # In the middle of what all were doing together.
+            raise self._view.left_error(min(self._view.left)) from error
+        raise self._view.broken_error() from error
+
+    async def wait_in_thread(self, start: Callable[[Any], Any]) -> None:
+        """Start a send or receive, which can only be waited for in a thread.
+
+        Cancellation: it cannot be withdrawn, so the world breaks.
+        """
+        native = self.native()
+        try:
+            work = start(native)
+            await self._in_thread(lambda: self._wait_for(work))
+        except asyncio.CancelledError:
+            self._view.report(
+                Failed(
+                    f"rank {self._view.rank} cancelled a {self._name} send or receive"
+                )
+            )
+            raise
+        except RuntimeError as error:
+            await self._translate(error)
+
+    async def _in_thread(self, call: Callable[[], Any]) -> None:
+        await self._until(asyncio.ensure_future(in_thread(call)))
+
+    def _wait_for(self, work: Any) -> None:
+        if self._name == "nccl":
+            nccl.wait_for(work, self._view.device)
+        else:
+            work.wait(self._limit)
+
+    def native(self) -> Any:
+        """Return the native group, or raise why there is none."""
+        if self.group is None or self.group.native is None:
+            raise self._view.broken_error()
+        return self.group.native
+
+
+def _fail(future: asyncio.Future[Any], error: Exception) -> None:
+    if isinstance(future, asyncio.Task):
+        future.cancel()
+    else:
+        future.set_exception(error)

@@ -1,0 +1,124 @@
+"""Three stages on Ray Serve, as its documentation composes them. Needs ``ray[serve]``.
+
+Run with an interpreter of its own, on a port; prints "ready" and serves until its
+standard input ends. ``empty`` stages hand a number on;
+``minilm`` ones are the same parts of the model that multiworld serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from typing import Any
+
+import ray
+from ray import serve
+from starlette.requests import Request
+
+
+@serve.deployment(max_ongoing_requests=64)
+class Empty:
+    """Does nothing."""
+
+    async def __call__(self, value: float) -> float:
+        return value
+
+
+@serve.deployment(max_ongoing_requests=64)
+class Slow:
+    """Takes 50 ms."""
+
+    async def __call__(self, value: float) -> float:
+        await asyncio.sleep(0.05)
+        return value
+
+
+@serve.deployment(max_ongoing_requests=64)
+class Part:
+    """A part of the sentence encoder."""
+
+    def __init__(self, number: int, stages: int) -> None:
+        import torch
+
+        from multiworld.serve.models import minilm
+        from multiworld.serve.spec.stage import StageContext
+
+        torch.set_num_threads(1)
+        model = minilm.model(stages)
+        self._function = model.stages[number].load(StageContext())
+
+    def __call__(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        import torch
+
+        with torch.inference_mode():
+            given = {name: torch.from_numpy(a) for name, a in tensors.items()}
+            return {name: t.numpy() for name, t in self._function(given).items()}
+
+
+@serve.deployment(max_ongoing_requests=256)
+class EmptyIngress:
+    """Takes a number through three stages."""
+
+    def __init__(self, *stages: Any) -> None:
+        self._stages = stages
+
+    async def __call__(self, request: Request) -> dict[str, Any]:
+        value = (await request.json())["inputs"][0]["data"][0]
+        for stage in self._stages:
+            value = stage.remote(value)
+        return {"outputs": [{"data": [await value]}]}
+
+
+@serve.deployment(max_ongoing_requests=256)
+class TextIngress:
+    """Takes a text through the stages of the encoder."""
+
+    def __init__(self, *stages: Any) -> None:
+        from multiworld.serve.models import minilm
+
+        text = minilm.model(len(stages)).text
+        assert text is not None
+        self._text, self._stages = text(), stages
+
+    async def __call__(self, request: Request) -> dict[str, Any]:
+        encoded = self._text.encode((await request.json())["input"])
+        value: Any = {name: tensor.numpy() for name, tensor in encoded.items()}
+        for stage in self._stages:
+            value = stage.remote(value)
+        row = (await value)["embedding"][0].tolist()
+        return {"data": [{"embedding": row}]}
+
+
+def main() -> None:
+    """Serve one kind of pipeline."""
+    kind, port, replicas = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    logging.disable(logging.WARNING)
+    ray.init(
+        num_cpus=16,
+        include_dashboard=False,
+        log_to_driver=False,
+        configure_logging=False,
+    )
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    if kind != "minilm":
+        stage = Empty if kind == "empty" else Slow
+        app = EmptyIngress.bind(
+            *(
+                stage.options(name=f"{kind}{n}", num_replicas=replicas).bind()
+                for n in range(3)
+            )
+        )
+    else:
+        app = TextIngress.bind(
+            *(Part.options(name=f"part{n}").bind(n, 3) for n in range(3))
+        )
+    serve.run(app)
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    sys.stdin.read()
+    serve.shutdown()
+
+
+if __name__ == "__main__":
+    main()

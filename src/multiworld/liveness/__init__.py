@@ -1,0 +1,1 @@
+"""Which processes are alive: control links, heartbeats and the failure detector."""

@@ -1,0 +1,173 @@
+"""Where a manager listens and how it dials others. Shell.
+
+Control links, beats and data lanes all come in at one listener: a TCP port on the
+interface in use and an abstract Unix socket for the same host. Each connection begins
+with a handshake that says what it is for; see ``rendezvous.handshake``. A stranger that
+sends garbage, or nothing, is hung up on, counted, and bothers nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+from collections import Counter
+from typing import Any
+
+from multiworld.net import frames
+from multiworld.net.handshake import HandshakeError, dialing
+from multiworld.net.listener import Acceptor, Door, read_frame
+from multiworld.net.security import Security
+from multiworld.net.streams import Stream, start_tls, write_all
+from multiworld.net.tcp import resolve, tune
+from multiworld.rendezvous.membership import Address, this_host
+
+logger = logging.getLogger("multiworld.watchdog")
+
+Message = dict[str, Any]
+
+BACKLOG = 1024
+
+CROWDED_S = (0.05, 0.2, 0.5)
+"""Pauses before another attempt with a listener that had too many at its door."""
+
+
+_dialing: set[socket.socket] = set()
+"""Connections of this process that are not done with their hello: a forked child must
+not keep them either."""
+
+
+async def dial(address: Address, hello: Message, security: Security) -> Stream:
+    """Connect to ``address``, shake hands and return the connection.
+
+    Beats (``kind`` "beat") are sealed frame by frame and go without TLS: a helper
+    process sends them.
+
+    Args:
+        address: Where to.
+        hello: What it is for.
+        security: What to show, and to ask for.
+
+    Raises:
+        OSError: Nobody is there.
+        HandshakeError: Somebody is who is not one of ours, or refused.
+
+    Cancellation: safe; nothing stays open.
+    """
+    sock = await _connect(address)
+    stream: Stream = sock
+    _dialing.add(sock)
+    try:
+        if security.tls is not None and hello["kind"] != "beat":
+            context = security.tls.context(is_server=False)
+            stream = await start_tls(sock, context, is_server=False)
+        steps = dialing(hello, security)
+        try:
+            message = next(steps)
+            while True:
+                await write_all(stream, frames.encode(message))
+                message = steps.send(await read_frame(stream))
+        except StopIteration:
+            return stream
+        except frames.FrameError as error:
+            why = f"what answers there is no multiworld: {error}"
+            raise HandshakeError("malformed", why) from error
+    except BaseException:
+        stream.close()
+        raise
+    finally:
+        _dialing.discard(sock)
+
+
+async def reach(address: Address, hello: Message, security: Security) -> Stream:
+    """``dial``; again if the other side had too many at its door to listen.
+
+    Raises:
+        As ``dial``.
+
+    Cancellation: safe; nothing stays open.
+    """
+    for pause_s in CROWDED_S:
+        try:
+            return await dial(address, hello, security)
+        except ConnectionResetError:
+            await asyncio.sleep(pause_s)
+    return await dial(address, hello, security)
+
+
+async def _connect(address: Address) -> socket.socket:
+    loop = asyncio.get_running_loop()
+    target: Any
+    if address.is_on(this_host()):
+        target = "\0" + address.unix
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    else:
+        family, target = await resolve(address.host, address.port)
+        sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        tune(sock)
+        await loop.sock_connect(sock, target)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+class Endpoint:
+    """A manager's listener on one interface."""
+
+    def __init__(self, address: Address, door: Door) -> None:
+        self.address, self._door = address, door
+
+    @classmethod
+    def listen(cls, host: str, acceptor: Acceptor, security: Security) -> Endpoint:
+        """Listen on a free port of ``host`` and on a Unix name of our own.
+
+        Raises:
+            OSError: ``host`` is not an address of this host.
+        """
+        info = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        tcp = socket.create_server(
+            info[0][4][:2],
+            family=info[0][0],
+            backlog=BACKLOG,
+        )
+        tcp.setblocking(False)
+        name = f"multiworld-{secrets.token_hex(12)}"
+        unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        unix.bind("\0" + name)
+        unix.listen(BACKLOG)
+        unix.setblocking(False)
+        where = this_host()
+        address = Address(
+            host=host,
+            port=tcp.getsockname()[1],
+            unix=name,
+            boot=where.boot,
+            netns=where.netns,
+        )
+        what = f"the listener on {host}"
+        return cls(address, Door([tcp, unix], acceptor, security, logger, what))
+
+    @property
+    def refused(self) -> Counter[str]:
+        """How many connections were refused, by kind."""
+        return self._door.refused
+
+    def filenos(self) -> list[int]:
+        """Return the descriptors that a forked child must close."""
+        return self._door.filenos()
+
+    def close_nowait(self) -> None:
+        """Stop listening."""
+        self._door.close_nowait()
+
+    async def close(self) -> None:
+        """Stop listening, and wait until every greeting has ended."""
+        await self._door.close()
+
+
+def dialing_filenos() -> list[int]:
+    """Return the descriptors of connections that are not done with their hello."""
+    return [sock.fileno() for sock in _dialing if sock.fileno() >= 0]

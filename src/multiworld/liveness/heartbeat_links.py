@@ -1,0 +1,174 @@
+"""The connections that beats take to and from each peer. Shell.
+
+A peer has one connection for beats beside its control link, and, between hosts, a UDP
+socket. Both are used by the helper process (``beating.Heart``); here they are made,
+replaced and ended.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from multiworld.liveness import heartbeat_helper
+from multiworld.liveness.control_link import Link, LinkKey
+from multiworld.liveness.heartbeat import Heart, Mode, Report
+
+
+@dataclass(slots=True)
+class _Line:
+    """One peer's connection."""
+
+    number: int
+    sock: socket.socket
+    datagrams: socket.socket | None = None
+    """Until the peer has said where its own one is."""
+
+
+class Beats:
+    """Everybody's connections for beats.
+
+    Args:
+        mode: Who beats.
+        on_heard: Called for every beat that came.
+        on_ended: Called when a connection has ended by itself.
+    """
+
+    def __init__(
+        self,
+        mode: Mode,
+        on_heard: Callable[[LinkKey, Report], None],
+        on_ended: Callable[[LinkKey], None],
+    ) -> None:
+        self._mode, self._on_heard, self._on_ended = mode, on_heard, on_ended
+        self._heart = Heart(self._take_report)
+        self._lines: dict[LinkKey, _Line] = {}
+        self._keys: dict[int, LinkKey] = {}
+        self._ports: dict[LinkKey, int] = {}
+
+    @property
+    def helper_pid(self) -> int | None:
+        """The process that beats for this one, if there is one."""
+        return self._heart.helper_pid
+
+    def has(self, key: LinkKey) -> bool:
+        """Tell whether beats go to and from a peer."""
+        return key in self._lines
+
+    def begin(
+        self, link: Link, sock: socket.socket, seal: bytes, *, dialed: bool
+    ) -> None:
+        """Let beats go over ``sock`` from now on; it is taken over.
+
+        Raises:
+            OSError: No helper can be started.
+        """
+        key = link.key
+        self._end_line(key)
+        # Each direction has a key of its own: what is sent back counts for nothing.
+        ends = [hmac.digest(seal, end, "sha256") for end in (b"dialer", b"acceptor")]
+        ours, theirs = ends if dialed else reversed(ends)
+        try:
+            number = self._heart.add(sock, ours, theirs, self._mode)
+        except OSError:
+            sock.close()
+            raise
+        line = self._lines[key] = _Line(number, sock)
+        self._keys[number] = key
+        if sock.family != socket.AF_UNIX:
+            line.datagrams = _datagram_socket(key.local_host)
+        if line.datagrams is not None:
+            port = line.datagrams.getsockname()[1]
+            link.send({"op": "datagrams", "port": port})
+            self._join_datagrams(key)
+
+    def datagrams_at(self, key: LinkKey, port: object) -> None:
+        """Take note of where a peer takes beats over UDP."""
+        if isinstance(port, int) and 0 < port < 65536:
+            self._ports[key] = port
+            self._join_datagrams(key)
+
+    def end(self, key: LinkKey) -> None:
+        """End the beats to and from a peer."""
+        self._end_line(key)
+        self._ports.pop(key, None)
+
+    def _end_line(self, key: LinkKey) -> None:
+        line = self._lines.pop(key, None)
+        if line is None:
+            return
+        self._heart.remove(line.number)
+        self._keys.pop(line.number, None)
+        line.sock.close()
+        if line.datagrams is not None:
+            line.datagrams.close()
+
+    def _join_datagrams(self, key: LinkKey) -> None:
+        """Beat over UDP too, once both sides have said where they listen."""
+        line, port = self._lines.get(key), self._ports.get(key)
+        if line is None or line.datagrams is None or port is None:
+            return
+        if not _is_numeric(key.remote_host):
+            return
+        sock, line.datagrams = line.datagrams, None
+        try:
+            sock.connect((key.remote_host, port))
+        except OSError:
+            sock.close()
+            return
+        self._heart.add_datagrams(line.number, sock)
+
+    async def tick(self) -> bool:
+        """See ``Heart.tick``.
+
+        Cancellation: safe.
+        """
+        return await self._heart.tick()
+
+    def _take_report(self, number: int, report: Report) -> None:
+        key = self._keys.get(number)
+        if key is None:
+            return
+        if report.state == heartbeat_helper.ENDED:
+            self._on_ended(key)
+        else:
+            self._on_heard(key, report)
+
+    def filenos(self) -> list[int]:
+        """Return the descriptors that a forked child must close."""
+        found = self._heart.filenos()
+        for line in self._lines.values():
+            found.append(line.sock.fileno())
+            found += [] if line.datagrams is None else [line.datagrams.fileno()]
+        return found
+
+    def close(self) -> None:
+        """End all beats, and the helper."""
+        for key in list(self._lines):
+            self.end(key)
+        self._heart.close()
+
+
+def _is_numeric(host: str) -> bool:
+    """Tell whether an address needs no look-up, which would block."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _datagram_socket(host: str) -> socket.socket | None:
+    if not _is_numeric(host):
+        return None
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+    try:
+        sock.bind((host, 0))
+    except OSError:
+        sock.close()
+        return None
+    return sock

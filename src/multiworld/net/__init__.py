@@ -1,0 +1,1 @@
+"""Sockets, TLS, secrets and framing: what every connection is made of."""

@@ -1,0 +1,114 @@
+"""Frames over a connection, both ways, without a task. Shell."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from multiworld.net import frames
+from multiworld.net.streams import Stream
+
+Message = dict[str, Any]
+
+READ_BYTES = 64 * 1024
+
+ENDED = "connection closed by peer"
+
+
+class Framed:
+    """Sends frames, and tells of those that come and of the end.
+
+    Args:
+        stream: Connected and non-blocking; taken over.
+        on_message: Called with every message. If it raises ``KeyError``, ``TypeError``
+            or ``ValueError``, the message was not one of ours: the connection ends.
+        on_end: Called once, never from ``close``: with what was seen, and whether the
+            other side broke the protocol.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        on_message: Callable[[Message], None],
+        on_end: Callable[[str, bool], None],
+    ) -> None:
+        self._stream = stream
+        self._on_message, self._on_end = on_message, on_end
+        self._loop = asyncio.get_running_loop()
+        self._inbox, self._outbox = bytearray(), bytearray()
+        self._is_over = False
+        self._loop.add_reader(stream.fileno(), self._on_readable)
+
+    @property
+    def backlog(self) -> int:
+        """Bytes that the other side has not taken yet."""
+        return len(self._outbox)
+
+    def fileno(self) -> int:
+        """Return the descriptor, or -1 once closed."""
+        return -1 if self._is_over else self._stream.fileno()
+
+    def send(self, message: Message) -> None:
+        """Queue a message and send what the connection takes at once."""
+        if self._is_over:
+            return
+        was_empty = not self._outbox
+        self._outbox += frames.encode(message)
+        if was_empty:
+            self._flush()
+
+    def close(self) -> None:
+        """Hang up; safe to repeat."""
+        if self._is_over:
+            return
+        self._is_over = True
+        self._loop.remove_reader(self._stream.fileno())
+        self._loop.remove_writer(self._stream.fileno())
+        self._stream.close()
+
+    def _flush(self) -> None:
+        try:
+            sent = self._stream.send(self._outbox)
+        except (BlockingIOError, InterruptedError):
+            sent = 0
+        except OSError:
+            # Bytes may still wait to be read, the peer's last words among them: the
+            # reader finds the end behind them.
+            sent = len(self._outbox)
+        del self._outbox[:sent]
+        if self._outbox:
+            self._loop.add_writer(self._stream.fileno(), self._flush)
+        else:
+            self._loop.remove_writer(self._stream.fileno())
+
+    def _on_readable(self) -> None:
+        try:
+            data = self._stream.recv(READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self._end(str(error), is_broken=False)
+            return
+        if not data:
+            self._end(ENDED, is_broken=False)
+            return
+        self._inbox += data
+        try:
+            self._deliver()
+        except (frames.FrameError, KeyError, TypeError, ValueError) as error:
+            self._end(repr(error), is_broken=True)
+
+    def _deliver(self) -> None:
+        while len(self._inbox) >= 4 and not self._is_over:
+            end = 4 + frames.decode_length(bytes(self._inbox[:4]))
+            if len(self._inbox) < end:
+                return
+            body = bytes(self._inbox[4:end])
+            del self._inbox[:end]
+            self._on_message(frames.decode_body(body))
+
+    def _end(self, evidence: str, *, is_broken: bool) -> None:
+        if not self._is_over:
+            self.close()
+            self._on_end(evidence, is_broken)

@@ -1,0 +1,406 @@
+"""Meeting the other members: from a claim to an admitted incarnation. Shell.
+
+``Meeting`` keeps the sessions and the stores that one manager uses. Both are counted:
+a session closes with the last world that met there, an embedded store with the last
+world of this process that needs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from multiworld.errors import (
+    JoinMismatchError,
+    JoinTimeoutError,
+    ProtocolVersionError,
+    RankTakenError,
+    RendezvousError,
+    StaleEpochError,
+    StoreUnreachableError,
+    WrongSecretError,
+)
+from multiworld.net import frames
+from multiworld.net.security import Security
+from multiworld.rendezvous.membership import Incarnation, Member
+from multiworld.rendezvous.store_address import StoreAddresses
+from multiworld.rendezvous.store_server import StoreServer
+from multiworld.rendezvous.store_service import StoreService
+from multiworld.rendezvous.store_session import (
+    RETRY_S,
+    LocalWire,
+    SessionLostError,
+    SessionOwner,
+    StoreSession,
+    connect,
+)
+
+logger = logging.getLogger("multiworld.store")
+
+RETURN_S = 2.0
+"""Seconds that one attempt to come back to a lost store may take."""
+
+MAX_RETRY_S = 0.5
+"""Longest pause between attempts: a store that was restarted waits a second for those
+who were here before."""
+
+_local_services: dict[str, StoreService] = {}
+"""The stores inside this process, by name; each goes with its last session."""
+
+
+SLACK_S = 1.0
+"""How long after the deadline the store's own answer (who is missing) may take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What a member wants: a rank in a world of this size, on these terms."""
+
+    world: str
+    rank: int
+    size: int
+    terms: str
+    seen: int
+
+
+class Meeting:
+    """A manager's sessions and embedded stores."""
+
+    def __init__(self, owner: SessionOwner, security: Security) -> None:
+        self._owner, self.security = owner, security
+        self._sessions: dict[StoreAddresses, StoreSession] = {}
+        self._stores: dict[StoreAddresses, StoreServer] = {}
+        self._opening: dict[StoreAddresses, asyncio.Lock] = {}
+        self._users: dict[StoreAddresses, int] = {}
+        self._returning: dict[StoreAddresses, asyncio.Task[None]] = {}
+
+    async def enter(
+        self, address: StoreAddresses, *, may_host: bool, world: str, deadline: float
+    ) -> StoreSession:
+        """Return an open session with the store at ``address``; ``leave`` it once.
+
+        With ``may_host``, the store is embedded here if nobody serves the address and
+        it is one of this host's.
+
+        Raises:
+            StoreUnreachableError, ProtocolVersionError: See ``session.connect``.
+
+        Cancellation: safe; nothing stays open.
+        """
+        self._users[address] = self._users.get(address, 0) + 1
+        try:
+            return await self.reopen(
+                address, may_host=may_host, world=world, deadline=deadline
+            )
+        except BaseException:
+            self.leave(address)
+            raise
+
+    async def reopen(
+        self, address: StoreAddresses, *, may_host: bool, world: str, deadline: float
+    ) -> StoreSession:
+        """Return an open session for one who has entered already."""
+        if address not in self._users:
+            raise RendezvousError(f"this manager no longer uses the store at {address}")
+        async with self._opening.setdefault(address, asyncio.Lock()):
+            session = self._sessions.get(address)
+            if session is None or not session.is_open:
+                if may_host:
+                    await self._host(address)
+                session = await self._open(address, world, deadline)
+                self._sessions[address] = session
+                session.watch(lambda: self._lost(address))
+                session.announce(address)
+        return session
+
+    def _lost(self, address: StoreAddresses) -> None:
+        """Come back by ourselves: a store must know what is held before it admits."""
+        if address in self._users and address not in self._returning:
+            loop = asyncio.get_running_loop()
+            self._returning[address] = loop.create_task(
+                self._come_back(address), name=f"multiworld back to {address}"
+            )
+
+    async def _come_back(self, address: StoreAddresses) -> None:
+        loop = asyncio.get_running_loop()
+        wait_s = RETRY_S
+        try:
+            while True:
+                await asyncio.sleep(wait_s)
+                try:
+                    await self.reopen(
+                        address,
+                        may_host=False,
+                        world="",
+                        deadline=loop.time() + RETURN_S,
+                    )
+                except RendezvousError as error:
+                    logger.info("the store at %s is still away: %s", address, error)
+                    wait_s = min(2 * wait_s, MAX_RETRY_S)
+                else:
+                    return
+        finally:
+            self._returning.pop(address, None)
+
+    def leave(self, address: StoreAddresses) -> None:
+        """Give a session back; the last one closes it and the store embedded for it."""
+        if address not in self._users:
+            return  # the manager is closed
+        self._users[address] -= 1
+        if self._users[address] > 0:
+            return
+        del self._users[address]
+        self._opening.pop(address, None)
+        self._stay_away(address)
+        session = self._sessions.pop(address, None)
+        if session is not None:
+            session.close()
+        self._close_store(address)
+
+    def _stay_away(self, address: StoreAddresses) -> None:
+        returning = self._returning.pop(address, None)
+        if returning is not None:
+            returning.cancel()
+
+    def session(self, address: StoreAddresses) -> StoreSession | None:
+        """Return the session with the store at ``address``, if there is one."""
+        return self._sessions.get(address)
+
+    def close_nowait(self) -> None:
+        """Close every session and embedded store."""
+        self._users.clear()
+        for address in list(self._returning):
+            self._stay_away(address)
+        for session in self._sessions.values():
+            session.close()
+        for address in list(self._stores):
+            self._close_store(address)
+        self._sessions.clear()
+
+    def filenos(self) -> list[int]:
+        """Return the descriptors that a forked child must close."""
+        found = [fd for store in self._stores.values() for fd in store.filenos()]
+        wires = [getattr(s._wire, "fileno", None) for s in self._sessions.values()]
+        return found + [wire() for wire in wires if wire is not None]
+
+    async def _host(self, addresses: StoreAddresses) -> None:
+        # One of several is a service apart: which of them a member embeds could differ
+        # from member to member.
+        if addresses.is_local or addresses in self._stores or len(addresses.stores) > 1:
+            return
+        (address,) = addresses.stores
+        try:
+            store = await StoreServer.listen(
+                address.host, address.port, security=self.security
+            )
+        except OSError as error:
+            # In use: somebody serves it, and ``connect`` finds out who. Not ours: the
+            # store is on another host.
+            if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
+                return
+            raise StoreUnreachableError(
+                f"cannot listen at {address} ({error}); give an address of this host "
+                "and a free port",
+                address=str(address),
+            ) from error
+        self._stores[addresses] = store
+
+    def _close_store(self, address: StoreAddresses) -> None:
+        store = self._stores.pop(address, None)
+        if store is not None:
+            store.close_nowait()
+
+    async def _open(
+        self, addresses: StoreAddresses, world: str, deadline: float
+    ) -> StoreSession:
+        if not addresses.is_local:
+            return await connect(
+                addresses,
+                self._owner,
+                world=world,
+                deadline=deadline,
+                security=self.security,
+            )
+        (address,) = addresses.stores
+        service = _local_services.get(address.host)
+        if service is None or not service.is_on_this_loop():
+            service = _local_services[address.host] = StoreService()
+        session = StoreSession(address, self._owner)
+        session.attach(_DisposableWire(address.host, service, session))
+        return session
+
+
+class _DisposableWire(LocalWire):
+    """Lets the in-process store go with its last session."""
+
+    def __init__(self, name: str, service: StoreService, session: StoreSession) -> None:
+        super().__init__(service, session)
+        self._name = name
+
+    def close(self) -> None:
+        self._service.close_session(self._key)
+        if self._service.session_count == 0:
+            self._service.close()
+            _local_services.pop(self._name, None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survivor:
+    """What a member of a broken world wants: to go on in a smaller one.
+
+    Attributes:
+        epoch: The incarnation that broke.
+        rank: Its rank there.
+        size: That incarnation's world size.
+        lost: Ranks that are not to be waited for.
+    """
+
+    world: str
+    epoch: int
+    rank: int
+    size: int
+    terms: str
+    lost: frozenset[int]
+
+
+async def meet(
+    meeting: Meeting,
+    addresses: StoreAddresses,
+    session: StoreSession,
+    wanted: Claim | Survivor,
+    member: Member,
+    deadline: float,
+    *,
+    may_host: bool,
+) -> tuple[StoreSession, Incarnation]:
+    """Claim a rank and wait for the other members; reopen the session if it is lost.
+
+    Raises:
+        JoinTimeoutError, RankTakenError, JoinMismatchError, ProtocolVersionError,
+        StoreUnreachableError, StaleEpochError: As their docstrings say.
+
+    Cancellation: withdraws the claim.
+    """
+    loop = asyncio.get_running_loop()
+    op = "claim" if isinstance(wanted, Claim) else "reform"
+    while True:
+        fields = {
+            **_fields_of(wanted),
+            "uid": member.uid,
+            "member": _sealed(member.to_json(), wanted.world, meeting.security),
+            "deadline_s": max(0.0, deadline - loop.time()),
+        }
+        try:
+            async with asyncio.timeout_at(deadline + SLACK_S):
+                reply = await session.claim(op, fields)
+        except TimeoutError as error:
+            raise StoreUnreachableError(
+                f"the store at {session.address} took the claim on world "
+                f"{wanted.world!r} and never answered; its process may be stopped",
+                address=str(session.address),
+            ) from error
+        except SessionLostError:
+            await asyncio.sleep(RETRY_S)
+            session = await meeting.reopen(
+                addresses, may_host=may_host, world=wanted.world, deadline=deadline
+            )
+        else:
+            return session, _admitted(wanted, reply, meeting.security)
+
+
+def _fields_of(wanted: Claim | Survivor) -> dict[str, Any]:
+    fields = asdict(wanted)
+    if isinstance(wanted, Survivor):
+        fields["lost"] = sorted(wanted.lost)
+    return fields
+
+
+def _sealed(record: dict[str, Any], world: str, security: Security) -> dict[str, Any]:
+    """Add proof that a holder of the secret made this record, for this world.
+
+    Without the rank: that is for the store to settle.
+    """
+    if not security.secret:
+        return record
+    return {**record, "proof": security.proof("member", world, _lasting(record))}
+
+
+def _lasting(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: record.get(name) for name in ("uid", "pid", "address")}
+
+
+def _member(record: dict[str, Any], world: str, security: Security) -> Member:
+    proof = record.get("proof")
+    if security.secret and not security.is_proof(
+        proof, "member", world, _lasting(record)
+    ):
+        raise WrongSecretError(
+            f"world {world!r}: the record of rank {record.get('rank')} was not made "
+            "with our secret"
+        )
+    return Member.from_json(record)
+
+
+def _admitted(
+    wanted: Claim | Survivor, reply: dict[str, Any], security: Security
+) -> Incarnation:
+    if reply.get("ok"):
+        members = tuple(
+            _member(record, wanted.world, security) for record in reply["members"]
+        )
+        return Incarnation(
+            world=wanted.world,
+            epoch=int(reply["epoch"]),
+            nonce=int(reply["nonce"]),
+            members=members,
+        )
+    raise _refusal(wanted, reply)
+
+
+def _refusal(claim: Claim | Survivor, reply: dict[str, Any]) -> Exception:
+    where = f"world {claim.world!r}"
+    match reply.get("error"):
+        case "timeout":
+            present, missing = tuple(reply["present"]), tuple(reply["missing"])
+            return JoinTimeoutError(
+                f"{where}: rank {', '.join(map(str, missing))} of {claim.size} did not "
+                f"join in time (present: {', '.join(map(str, present))}); start the "
+                "missing members, or raise join_s",
+                world=claim.world,
+                present=present,
+                missing=missing,
+            )
+        case "stale":
+            current = int(reply["current"])
+            seen = claim.epoch if isinstance(claim, Survivor) else claim.seen
+            return StaleEpochError(
+                claim.world,
+                "the others went on without this process; join again to be back",
+                seen=seen,
+                expected=max(current, seen + 1),
+                evidence=f"the store is at epoch {current}",
+            )
+        case "taken":
+            return RankTakenError(
+                f"{where}: rank {claim.rank} is held by another live process; take a "
+                "free rank, or stop the holder first",
+                world=claim.world,
+            )
+        case "mismatch":
+            return JoinMismatchError(
+                f"{where}: the members do not agree: {reply['detail']}; start all of "
+                "them with the same size, backend and options",
+                world=claim.world,
+            )
+        case "version":
+            return ProtocolVersionError(
+                f"{where}: {reply['detail']}, we speak version "
+                f"{frames.PROTOCOL_VERSION}; use one release of multiworld everywhere",
+                ours=frames.PROTOCOL_VERSION,
+                theirs=int(reply["theirs"]),
+            )
+        case other:
+            return RendezvousError(f"{where}: the store refused the claim: {other!r}")

@@ -1,0 +1,146 @@
+"""The store on a TCP port. Shell."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from typing import Any
+
+from multiworld.net.framed_connection import Framed
+from multiworld.net.handshake import HandshakeError
+from multiworld.net.listener import Door
+from multiworld.net.security import Security
+from multiworld.net.streams import Stream
+from multiworld.net.tcp import resolve
+from multiworld.rendezvous.store_service import StoreService
+
+Message = dict[str, Any]
+
+logger = logging.getLogger("multiworld.store")
+
+MAX_BACKLOG_BYTES = 64 * 1024 * 1024
+"""A session that does not read this much of what it asked for is dropped."""
+
+BACKLOG = 1024
+
+
+class StoreServer:
+    """A store that listens on one address until ``close``."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        service: StoreService | None,
+        security: Security | None,
+    ) -> None:
+        self.port: int = sock.getsockname()[1]
+        self._service = service or StoreService()
+        self._security = security or Security()
+        self._sessions: dict[int, Framed] = {}
+        self._door = Door([sock], self, self._security, logger, "the store")
+
+    @classmethod
+    async def listen(
+        cls,
+        host: str,
+        port: int,
+        *,
+        service: StoreService | None = None,
+        security: Security | None = None,
+    ) -> StoreServer:
+        """Listen on ``host``:``port`` (0: any free port).
+
+        Args:
+            host: An address of this host.
+            port: The port.
+            service: What is served; a fresh one by default.
+            security: What members must show; nothing by default.
+
+        Raises:
+            OSError: The address is not ours, or in use.
+        """
+        family, where = await resolve(host, port)
+        sock = socket.create_server(where[:2], family=family, backlog=BACKLOG)
+        sock.setblocking(False)
+        return cls(sock, service, security)
+
+    @property
+    def waiting_count(self) -> int:
+        """How many claims wait for other members."""
+        return self._service.waiting_count
+
+    @property
+    def session_count(self) -> int:
+        """How many sessions are open."""
+        return self._service.session_count
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """How many connections were refused, by kind."""
+        return dict(self._door.refused)
+
+    def filenos(self) -> list[int]:
+        """Return the descriptors that a forked child must close."""
+        sessions = [framed.fileno() for framed in self._sessions.values()]
+        return [fd for fd in (*self._door.filenos(), *sessions) if fd >= 0]
+
+    def close_nowait(self) -> None:
+        """Stop listening and hang up on everybody."""
+        self._door.close_nowait()
+        self._service.close()
+        for framed in self._sessions.values():
+            framed.close()
+        self._sessions.clear()
+
+    async def close(self) -> None:
+        """Stop listening, hang up, and wait until that is done."""
+        self.close_nowait()
+        await self._door.close()
+
+    # Acceptor.
+
+    def security_for(self, hello: Message) -> Security | None:
+        """Return what everybody must show."""
+        return None
+
+    def refusal(self, hello: Message) -> str | None:
+        """Refuse nobody who has shown it."""
+        return None
+
+    def take(self, stream: Stream, hello: Message) -> None:
+        """Start a session."""
+        key = 0
+
+        def deliver(message: Message) -> None:
+            framed.send(message)
+            if framed.backlog > MAX_BACKLOG_BYTES:
+                framed.close()
+                self._ended(key)
+
+        def received(message: Message) -> None:
+            self._service.receive(key, message)
+
+        def ended(evidence: str, is_broken: bool) -> None:
+            if is_broken:
+                self._door.count("malformed", "a member", evidence)
+            self._ended(key)
+
+        framed = Framed(stream, received, ended)
+        key = self._service.open_session(deliver)
+        self._sessions[key] = framed
+
+    def turned_away(self, hello: Message, error: HandshakeError, where: object) -> None:
+        """Tell those who wait for the world that this member cannot come in.
+
+        Only where nobody has to show a secret: a stranger must not disturb them.
+        """
+        if error.kind != "version" or self._security.secret or self._security.tls:
+            return
+        place = where[0] if isinstance(where, tuple) else "this host"
+        detail = f"a member at {place} speaks version {error.theirs}"
+        body = {"error": "version", "theirs": error.theirs, "detail": detail}
+        self._service.refuse(str(hello.get("world", "")), body)
+
+    def _ended(self, key: int) -> None:
+        self._sessions.pop(key, None)
+        self._service.close_session(key)

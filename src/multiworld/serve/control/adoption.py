@@ -1,0 +1,38 @@
+"""What an earlier controller has left running. Shell."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from multiworld.serve.fleet.record import ProcessRecord
+from multiworld.serve.fleet.state import Phase, Process
+from multiworld.serve.launchers.local import Launcher, Running
+from multiworld.serve.placement.replica_bookings import Specs
+
+Adopted = tuple[ProcessRecord, Running, Process]
+
+
+def adopted(
+    records: Iterable[ProcessRecord], specs: Specs, launcher: Launcher
+) -> list[Adopted]:
+    """Return the processes that live; end those that nobody knows any more."""
+    found = []
+    for said in records:
+        running = Running(said.name, said.pid, said.began, said.node)
+        spec = specs.get(said.model, {}).get(said.version)
+        if said.model and spec is None:
+            launcher.kill(running)
+            continue
+        ranks = 1 if spec is None else spec.stages[said.stage].ranks
+        if launcher.adopt(running, ranks):
+            process = Process(
+                said.name,
+                said.model,
+                said.version,
+                said.stage,
+                Phase(said.phase),
+                time.monotonic(),
+            )
+            found.append((said, running, process))
+    return found

@@ -1,0 +1,158 @@
+"""The controller's side of the control worlds, one with each process. Shell."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from multiworld.config import WorldConfig
+from multiworld.errors import MemberLostError, WorldBrokenError, WorldClosedError
+from multiworld.serve.transport.control_agent import control_world
+from multiworld.world.manager import WorldManager
+from multiworld.world.world import World
+
+logger = logging.getLogger("multiworld.serve")
+
+JOIN_S = 20.0
+REPORT_S = 2.0
+"""How long a process may take to say what it does."""
+
+Order = dict[str, Any]
+
+
+class LinkOwner(Protocol):
+    """Who is told what happens on the links."""
+
+    def greeting(self, name: str) -> Iterable[Order]:
+        """Return what a process that has joined is told first."""
+
+    def joined(self, name: str) -> None:
+        """Take note that a process has joined, and has been greeted."""
+
+    def news(self, name: str, news: dict[str, Any]) -> None:
+        """Take note of what a process tells."""
+
+    def lost(self, name: str, error: MemberLostError) -> None:
+        """Take note that a process is lost."""
+
+
+class Links:
+    """The control worlds of a service."""
+
+    def __init__(
+        self,
+        manager: WorldManager,
+        app: str,
+        store: str,
+        silence_s: float,
+        owner: LinkOwner,
+    ) -> None:
+        self._manager, self._app, self._store = manager, app, store
+        self._owner = owner
+        self._config = WorldConfig(
+            silence_s=silence_s, join_s=JOIN_S, embed_store=False
+        )
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._worlds: dict[str, World] = {}
+        self._sending: set[asyncio.Task[None]] = set()
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = itertools.count(1)
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def names(self) -> list[str]:
+        """Who has joined."""
+        return list(self._worlds)
+
+    def open(self, name: str) -> None:
+        """Wait for a process, and stay connected with it."""
+        self._tasks[name] = self._loop.create_task(self._live(name))
+
+    def close(self, name: str) -> None:
+        """Leave the world of a process."""
+        task = self._tasks.pop(name, None)
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
+
+    async def close_all(self) -> None:
+        """Leave all of them.
+
+        Cancellation: what is left is dropped with the manager.
+        """
+        tasks = [*self._tasks.values(), *self._sending]
+        self._tasks.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def send(self, name: str, order: Order) -> None:
+        """Tell a process something; it is lost if the process has not joined."""
+        world = self._worlds.get(name)
+        if world is not None:
+            task = self._loop.create_task(_send(world, order))
+            self._sending.add(task)
+            task.add_done_callback(self._sending.discard)
+
+    async def reports(self, limit_s: float = REPORT_S) -> dict[str, Any]:
+        """Ask every process what it does; None for one that does not answer in time.
+
+        Cancellation: safe.
+        """
+        names = self.names
+        answers = await asyncio.gather(*(self._ask(name, limit_s) for name in names))
+        return dict(zip(names, answers, strict=True))
+
+    async def _ask(self, name: str, limit_s: float) -> Any:
+        number = next(self._numbers)
+        self._asked[number] = future = self._loop.create_future()
+        self.send(name, {"kind": "report", "ask": number})
+        try:
+            async with asyncio.timeout(limit_s):
+                return await future
+        except TimeoutError:
+            return None
+        finally:
+            self._asked.pop(number, None)
+
+    async def _live(self, name: str) -> None:
+        """Stay in the control world of a process until it is lost."""
+        world_name = control_world(self._app, name)
+        try:
+            async for world in self._manager.keep(
+                world_name, rank=0, size=2, store=self._store, config=self._config
+            ):
+                self._worlds[name] = world
+                for order in self._owner.greeting(name):
+                    self.send(name, order)
+                self._owner.joined(name)
+                try:
+                    await self._read(name, world)
+                except MemberLostError as error:
+                    self._owner.lost(name, error)
+                    return
+                except (WorldBrokenError, WorldClosedError) as error:
+                    logger.debug("%s: %s", name, error)
+                finally:
+                    self._worlds.pop(name, None)
+        finally:
+            if world_name in self._manager.worlds:
+                await asyncio.shield(self._manager.leave(world_name))
+
+    async def _read(self, name: str, world: World) -> None:
+        while True:
+            news = await world.recv_object(src=1)
+            future = self._asked.get(news.get("ask", 0))
+            if future is None:
+                self._owner.news(name, news)
+            elif not future.done():
+                future.set_result(news["what"])
+
+
+async def _send(world: World, order: Order) -> None:
+    try:
+        await world.send_object(order, dst=1)
+    except (WorldBrokenError, WorldClosedError):
+        pass  # its link finds out

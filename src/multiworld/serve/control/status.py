@@ -1,0 +1,154 @@
+"""What a service is at this moment, in plain data."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from multiworld.serve.fleet.reconciler import Fleet
+from multiworld.serve.fleet.record import ProcessRecord, Record, StoreRecord
+from multiworld.serve.fleet.state import Phase
+from multiworld.serve.launchers.local import Running
+from multiworld.serve.placement.replica_bookings import Places, Specs
+from multiworld.serve.spec.schema import AppSpec, GatewaySpec
+
+LAST_WORDS = 300
+
+
+def is_ready(fleet: Fleet) -> bool:
+    """Return whether everything that is wanted is ready."""
+    ready = [p for p in fleet.processes.values() if p.phase is Phase.READY]
+    if sum(p.is_gateway for p in ready) < fleet.wanted.gateways:
+        return False
+    return all(
+        sum((p.model, p.version, p.stage) == (name, model.version, k) for p in ready)
+        >= count
+        for name, model in fleet.wanted.models.items()
+        for k, count in enumerate(model.replicas)
+    )
+
+
+def status_of(
+    fleet: Fleet,
+    running: Mapping[str, Running],
+    places: Places,
+    log_of: Callable[[str], Path],
+    now: float,
+) -> dict[str, Any]:
+    """Return what runs, and what is wanted."""
+    return {
+        "is_ready": is_ready(fleet),
+        "controller": os.getpid(),
+        "wanted": asdict(fleet.wanted),
+        "active": dict(fleet.active),
+        "table": fleet.table.number,
+        "unplaced": {
+            f"{name}/{stage} ({version})": why
+            for (name, version, stage), why in fleet.unplaced.items()
+        },
+        "processes": [
+            {
+                "name": p.name,
+                "model": p.model,
+                "version": p.version,
+                "stage": p.stage,
+                "phase": p.phase.value,
+                "since_s": now - p.since,
+                "pid": running[p.name].pid if p.name in running else None,
+                "node": places.node_of(p.name),
+                **places.booked(p.name),
+                "crashes": fleet.guard.failures((p.model, p.version, p.stage)),
+                "log": str(log_of(p.name)),
+            }
+            for p in fleet.processes.values()
+        ],
+    }
+
+
+def record_of(
+    app: AppSpec,
+    specs: Specs,
+    fleet: Fleet,
+    store: StoreRecord,
+    port: int,
+    processes: list[ProcessRecord],
+) -> Record:
+    """Return what a new controller must know of a service."""
+    return Record(
+        app=app,
+        specs={name: dict(versions) for name, versions in specs.items()},
+        active=dict(fleet.active),
+        store=store,
+        port=port,
+        number=fleet.table.number,
+        next_number=fleet.next_number,
+        replicas={
+            name: list(model.replicas) for name, model in fleet.wanted.models.items()
+        },
+        processes=processes,
+    )
+
+
+def records_of(
+    fleet: Fleet, running: Mapping[str, Running], places: Places
+) -> list[ProcessRecord]:
+    """Return what a new controller must know of every process."""
+    found = []
+    for p in fleet.processes.values():
+        if p.name not in running:
+            continue
+        booking = places.ledger.bookings.get(p.name)
+        found.append(
+            ProcessRecord(
+                name=p.name,
+                model=p.model,
+                version=p.version,
+                stage=p.stage,
+                phase=p.phase.value,
+                pid=running[p.name].pid,
+                began=running[p.name].began,
+                node="" if booking is None else booking.spot.node,
+                gpu=None if booking is None else booking.spot.gpu,
+            )
+        )
+    return found
+
+
+def url_of(gateway: GatewaySpec, port: int) -> str:
+    """Return where clients find the gateways."""
+    scheme = "https" if gateway.tls_certificate else "http"
+    host = gateway.host if gateway.host not in ("0.0.0.0", "::") else "127.0.0.1"
+    shown = f"[{host}]" if ":" in host else host
+    return f"{scheme}://{shown}:{port}"
+
+
+def models_order(specs: Specs) -> dict[str, Any]:
+    """Return what gateways are told: every version that is known may answer."""
+    models = {
+        name: {version: spec.model_dump() for version, spec in versions.items()}
+        for name, versions in specs.items()
+    }
+    return {"kind": "models", "models": models}
+
+
+def last_words(log: Path) -> str:
+    """Return the last line of a process's log."""
+    try:
+        text = log.read_text(errors="replace").strip()
+    except OSError:
+        text = ""
+    return text.splitlines()[-1][-LAST_WORDS:] if text else "none"
+
+
+def exit_words(code: int) -> str:
+    """Say how a process ended."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"

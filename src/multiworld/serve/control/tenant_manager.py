@@ -1,0 +1,243 @@
+"""The tenants of a running service: changed, told, written down. Shell."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from pydantic import ValidationError
+
+from multiworld.errors import ServeError
+from multiworld.serve.fleet.history import History
+from multiworld.serve.spec.schema import NAME, PATTERNS
+from multiworld.serve.tenants.database import Registry
+from multiworld.serve.tenants.directory import Key, Tenant, tenant_from_json
+from multiworld.serve.tenants.keys import make_key, parse_key
+from multiworld.serve.tenants.quarantine import KNOWN_S
+
+logger = logging.getLogger("multiworld.serve")
+
+CHUNK = 500
+"""Tenants that are told in one message."""
+
+POISON = 1024
+"""Poisonous requests that a gateway which starts later is told of."""
+
+Send = Callable[[str, dict[str, Any]], None]
+"""Tells a gateway something."""
+
+
+class UnknownTenantError(ServeError):
+    """There is no such tenant, or key."""
+
+    status = 404
+
+
+class Tenanting:
+    """Everything about the tenants of one service.
+
+    Args:
+        registry: Where they are kept.
+        history: Where what happens is told.
+        gateways: Returns the names of the gateways that have joined.
+        send: Tells a gateway something.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        history: History,
+        gateways: Callable[[], list[str]],
+        send: Send,
+    ) -> None:
+        self.registry = registry
+        self._history, self._gateways, self._send = history, gateways, send
+        self.tenants = registry.tenants()
+        self._lock = asyncio.Lock()
+        self._poison: deque[tuple[float, dict[str, Any]]] = deque(maxlen=POISON)
+        self._writing: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        """End what is being written, and close the database.
+
+        Cancellation: what is not written yet is lost.
+        """
+        if self._writing:
+            await asyncio.wait(self._writing)
+        self.registry.close()
+
+    # What gateways are told, and tell.
+
+    def greeting(self) -> Iterator[dict[str, Any]]:
+        """Yield what a gateway that has joined is told."""
+        everybody = [tenant.to_json() for tenant in self.tenants.values()]
+        count = max(1, len(everybody))
+        for begin in range(0, count, CHUNK):
+            yield {
+                "kind": "all tenants",
+                "tenants": everybody[begin : begin + CHUNK],
+                "is_first": begin == 0,
+                "is_last": begin + CHUNK >= count,
+            }
+        limit = time.time() - KNOWN_S
+        for at, news in self._poison:
+            if at > limit:
+                yield {**news, "kind": "poisonous"}
+
+    def _tell(self, tenants: list[Tenant], removed: list[str]) -> None:
+        said = [tenant.to_json() for tenant in tenants]
+        for name in self._gateways():
+            self._send(name, _order(said, removed))
+
+    def used(self, gateway: str, news: dict[str, Any]) -> None:
+        """Write down what a gateway tells, and confirm it."""
+        self._spawn(self._keep(gateway, news["meter"], news["number"], news["rows"]))
+
+    async def _keep(
+        self, gateway: str, meter: str, number: int, rows: list[Any]
+    ) -> None:
+        try:
+            await asyncio.to_thread(self.registry.add_usage, meter, number, rows)
+        except ServeError as error:
+            logger.error("usage cannot be written down: %s", error)
+            return  # the gateway tells it again
+        self._send(gateway, {"kind": "usage kept", "number": number})
+
+    def _spawn(self, body: Any) -> None:
+        task = asyncio.get_running_loop().create_task(body)
+        self._writing.add(task)
+        task.add_done_callback(self._writing.discard)
+
+    def poisonous(self, gateway: str, news: dict[str, Any]) -> None:
+        """Take note of a request that kills replicas; the other gateways are told."""
+        self._poison.append((time.time(), news))
+        whose = news["tenant"] or "a client without a key"
+        text = f"a request of {whose} to {news['model']} ({news['version']})"
+        self._history.say("quarantined", f"{text} is not tried again")
+        for name in self._gateways():
+            if name != gateway:
+                self._send(name, {**news, "kind": "poisonous"})
+
+    # What administrators ask.
+
+    def _known(self, name: str) -> Tenant:
+        tenant = self.tenants.get(name)
+        if tenant is None:
+            raise UnknownTenantError(f"no tenant {name!r}; see multiworld tenants list")
+        return tenant
+
+    async def _save(self, tenant: Tenant) -> None:
+        await asyncio.to_thread(self.registry.save, tenant)
+        self.tenants[tenant.name] = tenant
+        self._tell([tenant], [])
+
+    async def create(self, name: str, said: dict[str, Any]) -> tuple[Tenant, str]:
+        """Make a tenant; return it, and its first key, which nobody can tell again.
+
+        Raises:
+            ServeError: There is one of that name, or a value is wrong.
+
+        Cancellation: it may have been made; its key is known to nobody.
+        """
+        async with self._lock:
+            if not re.fullmatch(NAME, name) or "\n" in name:
+                raise ServeError(f"tenant name {name!r}: {PATTERNS[NAME]}")
+            if name in self.tenants:
+                raise ServeError(f"there is a tenant {name!r} already")
+            text, key = _fresh()
+            tenant = _checked(Tenant(name=name, keys=(key,)), said)
+            await self._save(tenant)
+        return tenant, text
+
+    async def change(self, name: str, said: dict[str, Any]) -> Tenant:
+        """Change what a tenant may do.
+
+        Raises:
+            ServeError: There is no such tenant, or a value is wrong.
+
+        Cancellation: it may have been changed.
+        """
+        async with self._lock:
+            tenant = _checked(self._known(name), said)
+            await self._save(tenant)
+        return tenant
+
+    async def rotate(self, name: str, grace_s: float) -> tuple[Tenant, str]:
+        """Give a tenant a new key; the others end after ``grace_s`` seconds.
+
+        Raises:
+            UnknownTenantError: There is no such tenant.
+
+        Cancellation: it may have been done; the new key is known to nobody.
+        """
+        async with self._lock:
+            tenant = self._known(name)
+            text, key = _fresh()
+            end = time.time() + grace_s
+            old = [
+                dataclasses.replace(k, expires_at=min(end, k.expires_at or end))
+                for k in tenant.keys
+                if (k.expires_at is None or k.expires_at > time.time()) and grace_s > 0
+            ]
+            tenant = dataclasses.replace(tenant, keys=(*old, key))
+            await self._save(tenant)
+        return tenant, text
+
+    async def revoke(self, name: str, key_id: str | None) -> Tenant:
+        """Take a key from a tenant, or all of them, at once.
+
+        Raises:
+            UnknownTenantError: There is no such tenant, or key.
+
+        Cancellation: it may have been done.
+        """
+        async with self._lock:
+            tenant = self._known(name)
+            if key_id is not None:  # a whole key will do, too
+                key_id = parse_key(key_id)[0] or key_id
+            kept = tuple(k for k in tenant.keys if key_id not in (None, k.id))
+            if key_id is not None and len(kept) == len(tenant.keys):
+                ids = ", ".join(k.id for k in tenant.keys) or "none"
+                raise UnknownTenantError(
+                    f"tenant {name!r} has no key {key_id!r}; it has: {ids}"
+                )
+            tenant = dataclasses.replace(tenant, keys=kept)
+            await self._save(tenant)
+        return tenant
+
+    async def delete(self, name: str) -> None:
+        """Remove a tenant; what it has used stays known.
+
+        Raises:
+            UnknownTenantError: There is no such tenant.
+
+        Cancellation: it may have been done.
+        """
+        async with self._lock:
+            self._known(name)
+            await asyncio.to_thread(self.registry.delete, name)
+            del self.tenants[name]
+            self._tell([], [name])
+
+
+def _order(tenants: list[dict[str, Any]], removed: list[str]) -> dict[str, Any]:
+    return {"kind": "tenants", "tenants": tenants, "removed": removed}
+
+
+def _fresh() -> tuple[str, Key]:
+    text, key_id, digest = make_key()
+    return text, Key(id=key_id, digest=digest, made_at=time.time())
+
+
+def _checked(tenant: Tenant, said: dict[str, Any]) -> Tenant:
+    """Return a tenant with other values, which are checked."""
+    try:
+        return tenant_from_json({**tenant.to_json(), **said})
+    except ValidationError as error:  # the admin interface checks before
+        raise ServeError(f"tenant {tenant.name!r}: {error}") from error

@@ -1,0 +1,1 @@
+"""Desired and observed state of a service, and the reconciler between them."""

@@ -1,0 +1,166 @@
+"""What a spec asks for, and what of it can change while a service runs. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from multiworld.errors import ServeError, UnknownModelError
+from multiworld.serve.fleet.state import ModelWanted, Wanted
+from multiworld.serve.spec.schema import AppSpec, ModelSpec
+
+
+def wanted_of(app: AppSpec, old: Mapping[str, Sequence[int]] | None = None) -> Wanted:
+    """Return what a spec asks for; stages that were scaled within their range stay.
+
+    Args:
+        old: How many replicas were wanted, by model and stage.
+    """
+    models = {}
+    for name, model in app.models.items():
+        before = (old or {}).get(name, ())
+        replicas = []
+        for number, stage in enumerate(model.stages):
+            count = stage.least
+            if len(before) == len(model.stages):
+                low, high = bounds_of(model, number)
+                count = min(max(before[number], low), high)
+            replicas.append(count)
+        models[name] = ModelWanted(
+            model.version,
+            tuple(replicas),
+            model.max_queued_requests,
+            model.stages[0].max_ongoing_requests,
+            model.deadline_s,
+            model.objective_ms / 1000 if model.objective_ms else None,
+            tuple(
+                number
+                for number in range(len(model.stages))
+                if bounds_of(model, number)[0] == 0
+            ),
+        )
+    return Wanted(models, app.gateway.replicas)
+
+
+def awake(wanted: Wanted, old: Wanted) -> Wanted:
+    """Return what is wanted with one replica at least of all that is new.
+
+    A version that nobody has seen running is not one that answers: it is tried first.
+    """
+    models = dict(wanted.models)
+    for name, model in wanted.models.items():
+        before = old.models.get(name)
+        if before is not None and before.version != model.version:
+            counts = tuple(max(1, count) for count in model.replicas)
+            models[name] = replace(model, replicas=counts)
+    return replace(wanted, models=models)
+
+
+def bounds_of(model: ModelSpec, stage: int) -> tuple[int, int]:
+    """Return the fewest and the most replicas that a spec allows for a stage."""
+    if (config := model.stages[stage].autoscaling_config) is not None:
+        return config.min_replicas, config.max_replicas
+    replicas = model.stages[stage].replicas
+    if isinstance(replicas, int):
+        return replicas, replicas
+    return replicas.min_replicas, replicas.max_replicas
+
+
+def rescaled(
+    wanted: Wanted, spec: ModelSpec, model: str, stage: int, replicas: int
+) -> tuple[int, Wanted]:
+    """Return how many replicas a stage had, and what is wanted with another number.
+
+    Raises:
+        ServeError: The spec's range does not allow it.
+    """
+    low, high = bounds_of(spec, stage)
+    said = spec.stages[stage]
+    if said.autoscaling_config is None and isinstance(said.replicas, int):
+        low, high = 1, 4096  # a number in the spec is where it begins
+    if not low <= replicas <= high:
+        raise ServeError(
+            f"stage {said.name or stage} of {model!r} runs in {low} to {high} replicas "
+            f"(its spec), not {replicas}"
+        )
+    old = wanted.models[model]
+    counts = list(old.replicas)
+    before, counts[stage] = counts[stage], replicas
+    models = {**wanted.models, model: replace(old, replicas=tuple(counts))}
+    return before, replace(wanted, models=models)
+
+
+def stage_number(spec: ModelSpec, model: str, stage: str) -> int:
+    """Return the number of a stage that is given by number or name.
+
+    Raises:
+        UnknownModelError: There is none.
+    """
+    names = [s.name or str(n) for n, s in enumerate(spec.stages)]
+    if stage in names:
+        return names.index(stage)
+    if stage.isdigit() and int(stage) < len(names):
+        return int(stage)
+    raise UnknownModelError(
+        f"model {model!r} has no stage {stage!r}; there are: {', '.join(names)}"
+    )
+
+
+def check_update(
+    old: AppSpec, new: AppSpec, specs: Mapping[str, Mapping[str, ModelSpec]]
+) -> None:
+    """Check that a running service can become what another spec says.
+
+    Args:
+        specs: Every version that is known, by model and version.
+
+    Raises:
+        ServeError: It changes what cannot be changed while it runs.
+    """
+    fixed = (
+        "app",
+        "launcher",
+        "ray",
+        "machine",
+        "host",
+        "placement",
+        "silence_s",
+        "orphan_s",
+    )
+    for name in fixed:
+        if getattr(new, name) != getattr(old, name):
+            raise ServeError(
+                f"{name} cannot be changed while the service runs; shut it down, "
+                "and serve the new spec"
+            )
+    same = new.gateway.model_copy(update={"replicas": old.gateway.replicas})
+    if same != old.gateway:
+        raise ServeError("of the gateway only replicas can be changed while it runs")
+    for name, model in new.models.items():
+        known = specs.get(name, {}).get(model.version)
+        if known is not None and source_of(known) != source_of(model):
+            raise ServeError(
+                f"model {name!r} has changed, but its version is still "
+                f"{model.version!r}; give the new one another version"
+            )
+
+
+def source_of(spec: ModelSpec) -> Any:
+    """Return what makes two versions different: not how often they run."""
+    stages = [s.model_dump(exclude=PLANNED_STAGE) for s in spec.stages]
+    return spec.model_dump(exclude={"stages", *PLANNED}), stages
+
+
+PLANNED = {
+    "profile",
+    "demand",
+    "weight",
+    "latency_ms",
+    "objective_ms",
+    "objective_share",
+    "scaling",
+    "dedicated",
+}
+PLANNED_STAGE = {"replicas", "autoscaling_config", "item_ms", "out_kb"}
+"""What changes how often and where it runs, and not what runs."""

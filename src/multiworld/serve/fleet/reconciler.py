@@ -1,0 +1,448 @@
+"""What the controller does: reconcile what is wanted with what runs. Pure.
+
+Every version of a model runs as a whole pipeline. A new version is started beside the
+old one; when every stage has all its replicas ready, new requests go to it and the old
+one is drained, stage by stage. One that does not become ready is rolled back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from multiworld.errors import ServeError
+from multiworld.serve.fleet.actions import (
+    Action,
+    Announce,
+    Finish,
+    Kill,
+    Launch,
+    Probe,
+    Say,
+)
+from multiworld.serve.fleet.backoff import CrashGuard
+from multiworld.serve.fleet.events import (
+    Adopted,
+    Applied,
+    DrainAsked,
+    Event,
+    Gone,
+    Joined,
+    Loaded,
+    PlacesChanged,
+    Probed,
+    Ticked,
+    Unplaced,
+    WantedChanged,
+)
+from multiworld.serve.fleet.state import STATE_OF, ModelWanted, Phase, Process, Wanted
+from multiworld.serve.transport.routing_table import Replica, ReplicaState, Route, Table
+
+
+class Fleet:
+    """The account of everything that runs.
+
+    Args:
+        ready_s: What a new version gets to become ready.
+        drain_s: What a process gets to end its work.
+        first: The first number for a name; names are never used twice.
+        number: The last number of a table.
+        active: The version that runs, by model, of an earlier controller.
+    """
+
+    def __init__(
+        self,
+        *,
+        ready_s: float = 120.0,
+        drain_s: float = 60.0,
+        first: int = 1,
+        number: int = 0,
+        active: dict[str, str] | None = None,
+    ) -> None:
+        self._ready_s, self._drain_s = ready_s, drain_s
+        self.next_number = first
+        self.table = Table(number=number)
+        self.wanted = Wanted()
+        self.active: dict[str, str] = dict(active or {})
+        self.processes: dict[str, Process] = {}
+        self.guard = CrashGuard()
+        self._wants: dict[tuple[str, str], ModelWanted] = {}
+        self._updates: dict[str, tuple[str, float]] = {}
+        self.unplaced: dict[Post, str] = {}
+        self.start_s: dict[Post, float] = {}
+        self._retry_at: dict[Post, float] = {}
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Take note of ``event`` and return what to do, in order."""
+        actions = list(self._note(event, now))
+        if isinstance(event, Adopted):
+            return actions  # what is wanted is said when all are adopted
+        return [*actions, *self._reconcile(now)]
+
+    # Taking note.
+
+    def _note(self, event: Event, now: float) -> Iterator[Action]:
+        match event:
+            case WantedChanged(wanted):
+                yield from self._want(wanted, now)
+            case Adopted(process):
+                self.processes[process.name] = process
+            case Joined(name) if name in self.processes:
+                yield from self._joined(self.processes[name])
+            case Loaded(name) if name in self.processes:
+                if not self.processes[name].is_gateway:
+                    self._step(name, Phase.JOINED, Phase.LOADED)
+                elif self._step(name, Phase.JOINED, Phase.READY):
+                    yield Say("ready", f"{name} listens", name)
+            case Probed(name, error):
+                yield from self._probed(name, error, now)
+            case Applied(name, number):
+                if name in self.processes:
+                    self.processes[name].applied = number
+            case Gone():
+                yield from self._gone(event, now)
+            case Unplaced(name, why) if name in self.processes:
+                yield from self._unplaced(self.processes.pop(name), why, now)
+            case PlacesChanged():
+                self._retry_at.clear()
+            case DrainAsked(name) if name in self.processes:
+                self.processes[name].is_unwanted = True
+            case Ticked():
+                yield from self._overdue(now)
+
+    def _step(self, name: str, before: Phase, after: Phase) -> bool:
+        """Take a process one phase on; False if that is not where it is."""
+        process = self.processes.get(name)
+        if process is None or process.phase is not before:
+            return False
+        process.phase = after
+        return True
+
+    def _joined(self, process: Process) -> Iterator[Action]:
+        self._step(process.name, Phase.LAUNCHING, Phase.JOINED)
+        process.is_joined = True
+        if process.phase is Phase.FINISHING:
+            yield Finish(process.name)  # it may never have heard of it
+        for other in self.processes.values():
+            if other.probe.gateway == process.name:
+                other.probe.gateway = ""
+
+    def remember(self, name: str, want: ModelWanted) -> None:
+        """Learn how a version is that is not wanted any more, but may run."""
+        self._wants[name, want.version] = want
+
+    def _want(self, wanted: Wanted, now: float) -> Iterator[Action]:
+        self.wanted = wanted
+        for name in self.active.keys() - wanted.models.keys():
+            del self.active[name]
+            self._updates.pop(name, None)
+        for name, model in wanted.models.items():
+            self._wants[name, model.version] = model
+            active = self.active.setdefault(name, model.version)
+            if active == model.version:
+                self._updates.pop(name, None)
+            elif self._updates.get(name, ("", 0.0))[0] != model.version:
+                self._updates[name] = model.version, now
+                for stage in range(len(model.replicas)):
+                    self.guard.forget((name, model.version, stage))
+                text = f"{name}: from version {active} to {model.version}"
+                yield Say("update", text)
+
+    def _probed(self, name: str, error: str | None, now: float) -> Iterator[Action]:
+        process = self.processes.get(name)
+        if process is None:
+            return
+        probe = process.probe
+        probe.gateway = ""
+        if error is not None:
+            probe.not_before = now + PROBE_PAUSE_S * 2.0 ** min(probe.failures, 5)
+            probe.failures += 1
+            yield Say("probe failed", f"{name}: {error}", name)
+            if probe.failures >= PROBE_FAILURES:
+                why = f"{probe.failures} forward passes failed, the last: {error}"
+                yield from self._gone(Gone(name, why), now)
+        elif process.phase is Phase.LOADED:
+            process.phase = Phase.READY
+            took_s = now - process.since
+            process.since = now
+            self.start_s[_post(process)] = took_s
+            text = f"{name} is ready, {took_s:.2f} s after its launch"
+            yield Say("ready", text, name)
+
+    def _gone(self, event: Gone, now: float) -> Iterator[Action]:
+        process = self.processes.pop(event.name, None)
+        if process is None:
+            return
+        for other in self.processes.values():
+            if other.probe.gateway == process.name:
+                other.probe.gateway = ""
+        yield Kill(event.name)
+        if process.is_going or event.is_clean:
+            yield Say("left", f"{event.name}: {event.why}", event.name)
+            return
+        ready_s = now - process.since if process.phase is Phase.READY else None
+        pause_s = self.guard.failed(_post(process), ready_s, now)
+        text = f"{event.name}: {event.why}"
+        if pause_s:
+            text += f"; its replacement waits {pause_s:.1f} s"
+        yield Say("lost", text, event.name)
+
+    def _unplaced(self, process: Process, why: str, now: float) -> Iterator[Action]:
+        """Try again later: something may leave, or a machine be added."""
+        post = _post(process)
+        self._retry_at[post] = now + UNPLACED_S
+        if self.unplaced.get(post) != why:
+            self.unplaced[post] = why
+            text = f"{post[0]}/{post[2]} ({post[1]}) has no place: {why}"
+            yield Say("unplaced", text)
+        for other in self._at(post):
+            if other.is_unwanted:  # it stays: nothing can take its place
+                other.is_unwanted = False
+                yield Say("kept", f"{other.name}: there is no place for another")
+
+    def _overdue(self, now: float) -> Iterator[Action]:
+        for process in list(self.processes.values()):
+            late_s = now - process.since
+            if process.is_going and late_s > self._drain_s:
+                yield from self._gone(
+                    Gone(process.name, f"not drained in {self._drain_s:g} s"), now
+                )
+            is_starting = STATE_OF[process.phase] is ReplicaState.STARTING
+            if is_starting and late_s > self._ready_s:
+                why = f"not ready in {self._ready_s:g} s"
+                yield from self._gone(Gone(process.name, why), now)
+            was_adopted = process.phase is Phase.READY and not process.is_joined
+            if was_adopted and late_s > self._ready_s:
+                why = f"adopted, and not heard of in {self._ready_s:g} s"
+                yield from self._gone(Gone(process.name, why), now)
+        for name, (_, began) in list(self._updates.items()):
+            wanted = self.wanted.models[name]
+            failures = max(
+                self.guard.failures((name, wanted.version, stage))
+                for stage in range(len(wanted.replicas))
+            )
+            if now - began > self._ready_s or failures >= ROLL_BACK_FAILURES:
+                yield from self._roll_back(name, wanted.version)
+
+    def _roll_back(self, name: str, version: str) -> Iterator[Action]:
+        del self._updates[name]
+        old = self._wants[name, self.active[name]]
+        self.wanted = replace(self.wanted, models={**self.wanted.models, name: old})
+        text = f"{name}: version {version} did not become ready; {old.version} goes on"
+        yield Say("rolled back", text)
+        for process in list(self.processes.values()):
+            if (process.model, process.version) == (name, version):
+                del self.processes[process.name]
+                yield Kill(process.name)
+
+    # Reconciling.
+
+    def _reconcile(self, now: float) -> Iterator[Action]:
+        yield from self._switch()
+        for post, want in self._posts():
+            yield from self._fill(post, want, now)
+        yield from self._drain_rest(now)
+        self._forget_versions()
+        yield from self._announce()
+        yield from self._probes(now)
+        yield from self._finish()
+
+    def _posts(self) -> Iterator[tuple[Post, int]]:
+        yield ("", "", 0), self.wanted.gateways
+        for name, model in self.wanted.models.items():
+            for version in {self.active[name], model.version}:
+                want = self._wants.get((name, version))
+                for stage, count in enumerate(want.replicas if want else ()):
+                    yield (name, version, stage), count
+
+    def _at(self, post: Post) -> list[Process]:
+        return [p for p in self.processes.values() if _post(p) == post]
+
+    def _fill(self, post: Post, want: int, now: float) -> Iterator[Action]:
+        everybody = [p for p in self._at(post) if not p.is_going]
+        here = [p for p in everybody if not p.is_unwanted]
+        if sum(p.phase is Phase.READY for p in here) >= want:
+            for process in everybody:
+                if process.is_unwanted:  # others have taken its place
+                    yield from self._drain(process, now)
+        missing = want - len(here)
+        if missing <= 0 and all(p.phase is not Phase.LAUNCHING for p in here):
+            self.unplaced.pop(post, None)
+        not_before = max(self.guard.not_before(post), self._retry_at.get(post, 0.0))
+        if missing > 0 and now >= not_before:
+            for _ in range(missing):
+                yield self._launch(post, now)
+        surplus = sorted(here, key=lambda p: (p.phase is Phase.READY, -_number(p.name)))
+        for process in surplus[: max(0, -missing)]:
+            yield from self._drain(process, now)
+
+    def ready_at(self, model: str, stage: int) -> list[str]:
+        """Return the ready replicas of a stage, of whatever version.
+
+        Raises:
+            ServeError: There is none.
+        """
+        names = [
+            p.name
+            for p in self.processes.values()
+            if (p.model, p.stage, p.phase) == (model, stage, Phase.READY)
+        ]
+        if not names:
+            raise ServeError(f"stage {stage} of {model!r} has no ready replica")
+        return names
+
+    def _launch(self, post: Post, now: float) -> Launch:
+        model, version, stage = post
+        prefix = f"{model}/{stage}" if model else "gateway"
+        name = f"{prefix}/{self.next_number}"
+        self.next_number += 1
+        self.processes[name] = Process(name, model, version, stage, since=now)
+        return Launch(name, model, version, stage)
+
+    def _drain(self, process: Process, now: float) -> Iterator[Action]:
+        if process.phase is Phase.LAUNCHING:
+            del self.processes[process.name]
+            yield Kill(process.name)  # nobody has sent it anything
+            return
+        process.phase, process.since = Phase.DRAINING, now
+        process.drain_number = self.table.number + 1
+        yield Say("drain", f"{process.name} gets no new work", process.name)
+
+    def _switch(self) -> Iterator[Action]:
+        """Send new requests to a version that is ready."""
+        for name, model in self.wanted.models.items():
+            old = self.active[name]
+            if old == model.version:
+                continue
+            if all(
+                sum(p.phase is Phase.READY for p in self._at((name, model.version, s)))
+                >= count
+                for s, count in enumerate(model.replicas)
+            ):
+                self.active[name] = model.version
+                self._updates.pop(name, None)
+                text = f"{name}: version {model.version} answers, {old} is drained"
+                yield Say("updated", text)
+
+    def _drain_rest(self, now: float) -> Iterator[Action]:
+        posts = {post for post, _ in self._posts()}
+        for process in list(self.processes.values()):
+            if _post(process) not in posts and not process.is_going:
+                yield from self._drain(process, now)
+
+    def _forget_versions(self) -> None:
+        """Forget how versions are that are not wanted and of which nothing runs."""
+        posts = {post[:2] for post, _ in self._posts()}
+        runs = {(p.model, p.version) for p in self.processes.values()}
+        for key in self._wants.keys() - posts - runs:
+            del self._wants[key]
+        for post in [post for post in self.unplaced if post[:2] not in posts]:
+            del self.unplaced[post]
+        for post in [post for post in self.start_s if post[:2] not in posts]:
+            del self.start_s[post]
+
+    def _announce(self) -> Iterator[Action]:
+        table = Table(
+            number=self.table.number,
+            gateways=tuple(sorted(p.name for p in self._gateways())),
+            routes={name: self._route(name) for name in self.wanted.models},
+            replicas={
+                p.name: Replica(p.name, p.model, p.version, p.stage, STATE_OF[p.phase])
+                for p in self.processes.values()
+                if not p.is_gateway and not self._may_have_no_place(p)
+            },
+        )
+        if table != self.table:
+            self.table = replace(table, number=self.table.number + 1)
+            yield Announce(self.table)
+
+    def _may_have_no_place(self, process: Process) -> bool:
+        """Tell whether it is one try of many; nobody needs to hear of each."""
+        return process.phase is Phase.LAUNCHING and _post(process) in self.unplaced
+
+    def _gateways(self) -> list[Process]:
+        return [p for p in self.processes.values() if p.is_gateway]
+
+    def _route(self, name: str) -> Route:
+        active = self.active[name]
+        model = self._wants.get((name, active), self.wanted.models[name])
+        return Route(
+            version=active,
+            stages={
+                version: len(want.replicas)
+                for (other, version), want in self._wants.items()
+                if other == name
+            },
+            max_queued_requests=model.max_queued_requests,
+            max_ongoing_requests=model.max_ongoing_requests,
+            deadline_s=model.deadline_s,
+            objective_s=model.objective_s,
+            on_demand=model.on_demand,
+        )
+
+    def _probes(self, now: float) -> Iterator[Action]:
+        gateways = [
+            p.name for p in self._gateways() if p.phase is Phase.READY and p.is_joined
+        ]
+        if not gateways:
+            return
+        for process in self.processes.values():
+            probe = process.probe
+            is_asked = probe.gateway and now - probe.asked_at < PROBE_LIMIT_S
+            if process.phase is not Phase.LOADED or is_asked or now < probe.not_before:
+                continue
+            turn = _number(process.name) + probe.failures
+            probe.gateway, probe.asked_at = gateways[turn % len(gateways)], now
+            yield Probe(process.name, probe.gateway)
+
+    def _finish(self) -> Iterator[Action]:
+        """Let those end that nobody sends to any more, the first stage first."""
+        for process in self.processes.values():
+            if process.phase is not Phase.DRAINING:
+                continue
+            if process.is_gateway:
+                process.phase = Phase.FINISHING
+                yield Finish(process.name)
+                continue
+            senders = self._gateways()
+            senders += self._at((process.model, process.version, process.stage - 1))
+            knows = all(s.applied >= process.drain_number for s in senders)
+            # What is going: its earlier stages still send what they have. Those that
+            # stay, of a stage that is scaled to none, get back what they would send.
+            is_last_of_stage = not any(not p.is_going for p in self._at(_post(process)))
+            before = [
+                p
+                for p in self.processes.values()
+                if (p.model, p.version) == (process.model, process.version)
+                and p.stage < process.stage
+                and p.is_going
+            ]
+            if knows and not (is_last_of_stage and before):
+                process.phase = Phase.FINISHING
+                yield Finish(process.name)
+
+
+UNPLACED_S = 1.0
+"""What has no place is tried again after so long, and when a machine is added."""
+
+PROBE_PAUSE_S = 0.1
+PROBE_FAILURES = 5
+"""Probes of one replica that fail in a row until it is given up: what it computes is
+wrong, or nothing gets to it."""
+
+PROBE_LIMIT_S = 15.0
+"""A probe that nobody has told of for so long was lost with its order."""
+
+ROLL_BACK_FAILURES = 3
+"""Crashes of one stage of a new version until it is rolled back."""
+
+Post = tuple[str, str, int]
+"""Model, version and stage; a gateway's are empty."""
+
+
+def _post(process: Process) -> Post:
+    return process.model, process.version, process.stage
+
+
+def _number(name: str) -> int:
+    return int(name.rsplit("/", 1)[1])

@@ -1,0 +1,293 @@
+"""Open Inference Protocol v2: request bodies to tensors, tensors to answers.
+
+JSON, and the binary tensor extension: the JSON part comes first, its length is in the
+header ``Inference-Header-Content-Length``, and the raw tensors follow in order.
+https://github.com/kserve/open-inference-protocol
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+import torch
+from torch import Tensor
+
+from multiworld.backends.dtypes import memory_of, plain
+from multiworld.errors import InvalidRequestError
+from multiworld.serve.spec.datatypes import NAME_OF, TORCH_OF
+from multiworld.serve.spec.stage import Model, Tensors, TensorSpec
+from multiworld.serve.transport.collation import rows_of
+
+MAX_DIMENSIONS = 16
+MAX_DIGITS = 18
+MAX_ELEMENTS = 2**40
+SHOWN = 80
+"""Characters of a wrong value that a message repeats."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a client asked for.
+
+    Attributes:
+        outputs: Names, and whether each is wanted as binary; empty for all.
+        is_binary: Whether outputs that are not named are wanted as binary.
+    """
+
+    tensors: Tensors
+    id: str | None
+    parameters: dict[str, Any]
+    outputs: dict[str, bool]
+    is_binary: bool
+
+
+def parse(body: bytes, header_length: str | None, model: Model) -> Asked:
+    """Read a request.
+
+    Raises:
+        InvalidRequestError: It cannot be understood or does not fit the model; the
+            message says what to change.
+    """
+    length = _header_length(header_length, len(body))
+    try:
+        said = orjson.loads(memoryview(body)[:length])
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequestError(f"the body is no JSON: {error}") from error
+    if not isinstance(said, dict) or not isinstance(said.get("inputs"), list):
+        raise InvalidRequestError('the body needs "inputs": a list of tensors')
+    parameters = _parameters(said)
+    raw, offset = memoryview(body), length
+    tensors: Tensors = {}
+    for item in said["inputs"]:
+        name, tensor, used = _input(item, raw[offset:])
+        offset += used
+        if name in tensors:
+            raise InvalidRequestError(f"input {name!r} is given twice")
+        tensors[name] = tensor
+    if offset != len(body):
+        left = len(body) - offset
+        raise InvalidRequestError(f"{left} bytes of the body belong to no input")
+    check(tensors, model)
+    request_id = said.get("id")
+    outputs, is_binary = _outputs(said, parameters, model)
+    return Asked(tensors, _text(request_id), parameters, outputs, is_binary)
+
+
+def _header_length(header: str | None, total: int) -> int:
+    if header is None:
+        return total
+    is_number = len(header) <= MAX_DIGITS and header.isascii() and header.isdigit()
+    if not is_number or int(header) > total:
+        raise InvalidRequestError(
+            f"Inference-Header-Content-Length is {header[:40]!r}; it must be the "
+            f"length of the JSON part in bytes, at most {total}"
+        )
+    return int(header)
+
+
+def _text(value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise InvalidRequestError('"id" must be a string')
+    return value
+
+
+def _parameters(said: dict[str, Any]) -> dict[str, Any]:
+    parameters = said.get("parameters") or {}
+    if not isinstance(parameters, dict):
+        raise InvalidRequestError('"parameters" must be an object')
+    return parameters
+
+
+def _input(item: Any, rest: memoryview) -> tuple[str, Tensor, int]:
+    """Return the name, the tensor, and how many binary bytes it took."""
+    if not isinstance(item, dict) or not isinstance(item.get("name"), str):
+        raise InvalidRequestError('every input needs a "name"')
+    name, datatype = item["name"], item.get("datatype")
+    dtype = TORCH_OF.get(datatype) if isinstance(datatype, str) else None
+    if dtype is None:
+        known = ", ".join(TORCH_OF)
+        raise InvalidRequestError(
+            f"input {name!r}: datatype {datatype!r} is unknown here; there are {known}"
+        )
+    shape = item.get("shape")
+    if (
+        not isinstance(shape, list)
+        or len(shape) > MAX_DIMENSIONS
+        or any(type(n) is not int or not 0 <= n < MAX_ELEMENTS for n in shape)
+    ):
+        raise InvalidRequestError(
+            f"input {name!r}: shape {shape!r} must be a list of sizes, 0 or more"
+        )
+    count = 1
+    for size in shape:
+        count *= size
+    if count >= MAX_ELEMENTS:
+        raise InvalidRequestError(f"input {name!r}: shape {shape} is too large")
+    binary = _parameters(item).get("binary_data_size")
+    if binary is not None:
+        tensor = _from_bytes(name, dtype, count, binary, rest)
+        return name, tensor.reshape(shape), binary
+    return name, _from_json(name, dtype, count, item.get("data")).reshape(shape), 0
+
+
+def _from_bytes(
+    name: str, dtype: torch.dtype, count: int, size: Any, rest: memoryview
+) -> Tensor:
+    wanted = count * dtype.itemsize
+    if type(size) is not int or size != wanted:
+        raise InvalidRequestError(
+            f"input {name!r}: binary_data_size is {size!r}, its shape needs {wanted}"
+        )
+    if len(rest) < wanted:
+        raise InvalidRequestError(
+            f"input {name!r}: the body ends before its {wanted} bytes"
+        )
+    if count == 0:
+        return torch.empty(0, dtype=dtype)
+    if dtype is torch.bool:
+        return torch.frombuffer(bytearray(rest[:wanted]), dtype=torch.uint8) != 0
+    return torch.frombuffer(bytearray(rest[:wanted]), dtype=dtype)
+
+
+def _from_json(name: str, dtype: torch.dtype, count: int, data: Any) -> Tensor:
+    if not isinstance(data, list):
+        raise InvalidRequestError(
+            f'input {name!r}: "data" must be a list (or give binary_data_size)'
+        )
+    flat = _flat(data)
+    if len(flat) != count:
+        raise InvalidRequestError(
+            f"input {name!r}: {len(flat)} values in data, its shape needs {count}"
+        )
+    kinds: tuple[type, ...] = (int, float) if dtype.is_floating_point else (int,)
+    if dtype is torch.bool:
+        kinds = (bool,)
+    for value in flat:
+        if not isinstance(value, kinds) or (
+            isinstance(value, bool) and dtype is not torch.bool
+        ):
+            raise InvalidRequestError(
+                f"input {name!r}: {repr(value)[:SHOWN]} is no {NAME_OF[dtype]}"
+            )
+    try:
+        return torch.tensor(flat, dtype=dtype)
+    except (RuntimeError, OverflowError, ValueError, TypeError) as error:
+        raise InvalidRequestError(f"input {name!r}: {error}") from error
+
+
+def _flat(data: list[Any]) -> list[Any]:
+    """Return the numbers of nested lists in order; the protocol allows both forms."""
+    if not any(isinstance(value, list) for value in data):
+        return data
+    flat: list[Any] = []
+    stack = [iter(data)]
+    while stack:
+        for value in stack[-1]:
+            if isinstance(value, list):
+                stack.append(iter(value))
+                break
+            flat.append(value)
+        else:
+            stack.pop()
+    return flat
+
+
+def check(tensors: Tensors, model: Model) -> None:
+    """Compare inputs with what the model says of itself.
+
+    Raises:
+        InvalidRequestError: They do not fit.
+    """
+    if model.inputs:
+        _check_specs(tensors, {spec.name: spec for spec in model.inputs})
+    rows_of(tensors)
+    if model.check is not None:
+        model.check(tensors)
+
+
+def _check_specs(tensors: Tensors, wanted: dict[str, TensorSpec]) -> None:
+    if tensors.keys() != wanted.keys():
+        raise InvalidRequestError(
+            f"the model takes the inputs {', '.join(wanted)}; given were "
+            f"{', '.join(tensors) or 'none'}"
+        )
+    for name, tensor in tensors.items():
+        _check_one(name, tensor, wanted[name])
+
+
+def _check_one(name: str, tensor: Tensor, spec: TensorSpec) -> None:
+    given = NAME_OF[tensor.dtype]
+    if given != spec.datatype:
+        raise InvalidRequestError(
+            f"input {name!r} must be {spec.datatype}; it is {given}"
+        )
+    shape = tuple(tensor.shape)
+    if len(shape) != len(spec.shape) or any(
+        size not in (-1, mine) for size, mine in zip(spec.shape, shape, strict=True)
+    ):
+        raise InvalidRequestError(
+            f"input {name!r} must have shape {list(spec.shape)} (-1: any size); it has "
+            f"{list(shape)}"
+        )
+    if 0 in shape:
+        raise InvalidRequestError(f"input {name!r} is empty: shape {list(shape)}")
+
+
+def _outputs(
+    said: dict[str, Any], parameters: dict[str, Any], model: Model
+) -> tuple[dict[str, bool], bool]:
+    is_binary = parameters.get("binary_data_output") is True
+    listed = said.get("outputs") or []
+    if not isinstance(listed, list):
+        raise InvalidRequestError('"outputs" must be a list')
+    wanted: dict[str, bool] = {}
+    for item in listed:
+        if not isinstance(item, dict) or not isinstance(item.get("name"), str):
+            raise InvalidRequestError('every output needs a "name"')
+        wanted[item["name"]] = _parameters(item).get("binary_data", is_binary) is True
+    known = {spec.name for spec in model.outputs}
+    unknown = wanted.keys() - known
+    if known and unknown:
+        raise InvalidRequestError(
+            f"the model has the outputs {', '.join(sorted(known))}; asked for was "
+            f"{', '.join(sorted(unknown))}"
+        )
+    return wanted, is_binary
+
+
+def render(
+    name: str, version: str, asked: Asked, tensors: Tensors
+) -> tuple[bytes, int | None]:
+    """Return the body of an answer, and the length of its JSON part if more follows.
+
+    Raises:
+        InvalidRequestError: An output was asked for that there is not.
+    """
+    missing = asked.outputs.keys() - tensors.keys()
+    if missing:
+        raise InvalidRequestError(f"there is no output {', '.join(sorted(missing))}")
+    outputs, blobs = [], []
+    for label in asked.outputs or tensors:
+        tensor = tensors[label]
+        item: dict[str, Any] = {
+            "name": label,
+            "datatype": NAME_OF[tensor.dtype],
+            "shape": list(tensor.shape),
+        }
+        if asked.outputs.get(label, asked.is_binary):
+            whole = plain(tensor)  # kept alive while its memory is read
+            blob = bytes(memory_of(whole))
+            item["parameters"] = {"binary_data_size": len(blob)}
+            blobs.append(blob)
+        else:
+            item["data"] = tensor.reshape(-1).tolist()
+        outputs.append(item)
+    answer: dict[str, Any] = {"model_name": name, "model_version": version}
+    if asked.id is not None:
+        answer["id"] = asked.id
+    head = orjson.dumps({**answer, "outputs": outputs})
+    if not blobs:
+        return head, None
+    return b"".join([head, *blobs]), len(head)

@@ -1,0 +1,143 @@
+"""A process that has imported everything and run nothing, and forks the others.
+
+Importing torch and a model's code takes seconds, forking a hundredth of one: so that is
+what scaling a stage costs. It has a single thread (a fork copies no other), runs no
+torch operation (a pool of threads that was started would hang every child), and ends
+with the controller; the forked processes go on.
+
+Run as ``python -m multiworld.serve.launchers.fork_server FD MODULE...``: orders come
+and news go as lines of JSON on the socket FD.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import random
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from typing import Any
+
+
+class Zygote:
+    """The loop of the process."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._inbox = b""
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(control, selectors.EVENT_READ, None)
+
+    def run(self) -> None:
+        """Fork until the controller ends."""
+        self._tell({"kind": "warm", "pid": os.getpid()})
+        while True:
+            for key, _ in self._selector.select():
+                if key.data is not None:
+                    self._reap(key.fd, *key.data)
+                elif not self._read():
+                    return
+
+    def _read(self) -> bool:
+        data = self._control.recv(1 << 20)
+        self._inbox += data
+        while b"\n" in self._inbox:
+            line, _, self._inbox = self._inbox.partition(b"\n")
+            self._launch(json.loads(line))
+        return bool(data)
+
+    def _tell(self, news: dict[str, Any]) -> None:
+        try:
+            self._control.sendall(json.dumps(news).encode() + b"\n")
+        except OSError:
+            pass  # the next read finds the end
+
+    def _launch(self, order: dict[str, Any]) -> None:
+        name = order["name"]
+        threads = len(os.listdir("/proc/self/task"))
+        if threads != 1:
+            error = (
+                f"the fork server has {threads} threads; a model's module starts one"
+            )
+            self._tell({"kind": "failed", "name": name, "error": error})
+            return
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self._tell({"kind": "failed", "name": name, "error": str(error)})
+            return
+        if pid == 0:
+            self._child(order)
+        pidfd = os.pidfd_open(pid)
+        self._selector.register(pidfd, selectors.EVENT_READ, (name, pid))
+        self._tell({"kind": "launched", "name": name, "pid": pid})
+
+    def _reap(self, pidfd: int, name: str, pid: int) -> None:
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        _, status = os.waitpid(pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        self._tell({"kind": "exited", "name": name, "pid": pid, "code": code})
+
+    def _child(self, order: dict[str, Any]) -> None:
+        """Become the process that was ordered; does not return."""
+        code = 1
+        try:
+            for key in list(self._selector.get_map().values()):
+                os.close(key.fd)
+            self._selector.close()
+            _settle(order)
+            main = importlib.import_module("multiworld.serve.worker.process").main
+            code = main(order["args"])
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+
+def _settle(order: dict[str, Any]) -> None:
+    """Give a forked process a session, a log and random numbers of its own."""
+    os.setsid()
+    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for target, source in ((0, nothing), (1, log), (2, log)):
+        os.dup2(source, target)
+    os.close(log)
+    os.close(nothing)
+    os.environ.update(order["env"])
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    random.seed()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.seed()
+
+
+def main() -> None:
+    """Run as the fork server."""
+    # The terminal's Ctrl-C is for the controller, which ends this by its socket.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    control = socket.socket(fileno=int(sys.argv[1]))
+    control.set_inheritable(False)
+    for module in sys.argv[2:]:
+        try:
+            importlib.import_module(module)
+        except Exception:
+            traceback.print_exc()  # whoever needs it says so again, with its name
+    gc.collect()
+    gc.freeze()
+    Zygote(control).run()
+
+
+if __name__ == "__main__":
+    main()

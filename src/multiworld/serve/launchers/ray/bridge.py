@@ -1,0 +1,319 @@
+"""The Ray driver of a service: starts and ends actors, tells of machines. Shell.
+
+Run as ``python -m multiworld.serve.launchers.ray.bridge FD ADDRESS NAMESPACE APP``:
+orders come and news go as lines of JSON on the socket FD. Its end ends no actor: they
+are detached, and the next bridge finds them by name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import ray
+from ray.util.placement_group import (
+    get_placement_group,
+    placement_group,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
+
+from multiworld.serve.launchers.ray.actor import Replica, probe_gpus
+
+PLACE_S = 10.0
+"""How long Ray may take to set a replica's resources aside on a machine."""
+
+START_S = 60.0
+"""How long it may take to start the actor's process."""
+
+LOOK_S = 0.5
+ALONE_S = 5.0
+"""How long the end of an earlier controller may take to be known to the head."""
+
+GPU_S = 30.0
+TRIFLE = 0.0001
+"""Of a machine's own resource: a bundle must not be empty, and what books no CPU takes
+none, in our ledger as in Ray's."""
+
+HEAD = "node:__internal_head__"
+STARTERS = 64
+LAST_S = 5.0
+"""What was ordered before the end gets so long to be done."""
+
+NAME_LABEL = "multiworld/name"
+ID_LABEL = "ray.io/node-id"
+LOCAL = {
+    # A head that is lost must not take the replicas along; see docs/serve/ray.md.
+    "gcs_rpc_server_reconnect_timeout_s": 10**6,
+    "health_check_period_ms": 1000,
+    "health_check_timeout_ms": 1000,
+    "health_check_failure_threshold": 3,
+}
+
+
+class Bridge:
+    """The loop of the process; orders are carried out by threads."""
+
+    def __init__(self, control: socket.socket, namespace: str, app: str) -> None:
+        self._control, self._namespace, self._app = control, namespace, app
+        self._news: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._starters = ThreadPoolExecutor(STARTERS)
+        self._remote: Any = ray.remote  # its overloads know no keyword alone
+        self._class = self._remote(Replica)
+        self._ask: Any = ray.nodes
+        self._gpus: dict[str, list[tuple[int, str, int]]] = {}
+        self._asked: set[str] = set()
+
+    def be_only(self) -> None:
+        """Be the only controller of the service on this cluster.
+
+        Raises:
+            RuntimeError: There is one. What says so is gone with its bridge.
+        """
+        name = f"{self._app}/controller"
+        limit = time.monotonic() + ALONE_S
+        while True:
+            try:
+                there = get_placement_group(name)
+            except ValueError:
+                break
+            if time.monotonic() > limit:
+                raise RuntimeError(
+                    f"a controller of {self._app!r} runs on this cluster already "
+                    f"(placement group {there.id.hex()}); end it, or give this service "
+                    "another name (app:)"
+                )
+            time.sleep(LOOK_S)
+        self._lock = placement_group([{HEAD: TRIFLE}], name=name)
+        ray.get(self._lock.ready(), timeout=PLACE_S)
+
+    def run(self) -> None:
+        """Carry out orders until the controller ends."""
+        nodes = self._nodes()
+        self._news.put({"kind": "ready", "nodes": nodes})
+        self._start(self._write)
+        self._start(self._look, nodes)
+        buffer = b""
+        while data := self._control.recv(1 << 20):
+            buffer += data
+            while b"\n" in buffer:
+                line, _, buffer = buffer.partition(b"\n")
+                order = json.loads(line)
+                todo = getattr(self, f"_{order.pop('op')}")
+                if todo == self._sweep:
+                    todo(**order)  # before anything that is ordered after it
+                else:
+                    self._starters.submit(todo, **order)
+        self._start(_exit_after, LAST_S)
+        self._starters.shutdown(wait=True)
+
+    def _start(self, body: Callable[..., None], *args: Any) -> None:
+        threading.Thread(target=body, args=args, daemon=True).start()
+
+    def _write(self) -> None:
+        while True:
+            news = self._news.get()
+            try:
+                self._control.sendall(json.dumps(news).encode() + b"\n")
+            except OSError:
+                return  # the reader finds the end
+
+    # Machines.
+
+    def _look(self, before: list[dict[str, Any]]) -> None:
+        while True:
+            time.sleep(LOOK_S)
+            try:
+                found = self._nodes()
+            except Exception as error:
+                sys.stderr.write(f"the head cannot be asked any more: {error}\n")
+                sys.stderr.flush()
+                os._exit(1)  # another bridge begins anew
+            # Said even if nothing has changed: that the head answers is news, too.
+            self._news.put({"kind": "nodes", "nodes": found, "same": found == before})
+            before = found
+
+    def _nodes(self) -> list[dict[str, Any]]:
+        return [self._node(node) for node in self._ask() if node["Alive"]]
+
+    def _node(self, node: dict[str, Any]) -> dict[str, Any]:
+        has, key = node["Resources"], node["NodeID"]
+        if has.get("GPU") and key not in self._asked:
+            self._asked.add(key)
+            self._starters.submit(self._ask_gpus, key)
+        return {
+            "name": _name(node),
+            "key": key,
+            "address": node["NodeManagerAddress"],
+            "cpus": has.get("CPU", 0.0),
+            "memory_bytes": int(has.get("memory", 0)),
+            "gpus": self._gpus.get(key, []),
+        }
+
+    def _ask_gpus(self, key: str) -> None:
+        """Ask a machine for its GPUs; a later look tells of them."""
+        there = NodeAffinitySchedulingStrategy(key, soft=False)
+        probe = self._remote(num_cpus=0, scheduling_strategy=there)(probe_gpus)
+        try:
+            self._gpus[key] = ray.get(probe.remote(), timeout=GPU_S)
+        except Exception as error:  # its GPUs are then not used
+            sys.stderr.write(f"the GPUs of {key} cannot be told: {error}\n")
+
+    # Replicas.
+
+    def _launch(
+        self,
+        name: str,
+        key: str,
+        address: str,
+        ranks: int,
+        bundle: dict[str, float],
+        run: dict[str, Any],
+    ) -> None:
+        try:
+            group = placement_group(
+                [{f"node:{address}": TRIFLE, **bundle}] * ranks,
+                strategy="STRICT_PACK",
+                name=self._named(name),
+                lifetime="detached",
+                bundle_label_selector=[{ID_LABEL: key}] * ranks,
+            )
+            ray.get(group.ready(), timeout=PLACE_S)
+            actors = [self._actor(name, rank, group, bundle) for rank in range(ranks)]
+            hellos = ray.get([a.hello.remote() for a in actors], timeout=START_S)
+        except Exception as error:
+            self._end(name, ranks)
+            why = f"Ray did not start it: {_words(error)}"
+            self._news.put({"kind": "failed", "name": name, "error": why})
+            return
+        pid, began = hellos[0]
+        self._news.put({"kind": "launched", "name": name, "pid": pid, "began": began})
+        refs = []
+        for rank, actor in enumerate(actors):
+            args = {**run["args"], "rank": rank if ranks > 1 else None}
+            refs.append(actor.run.remote(args, run["env"], run["folder"], run["log"]))
+        self._await(name, ranks, refs[0])
+
+    def _actor(self, name: str, rank: int, group: Any, bundle: dict[str, float]) -> Any:
+        there = PlacementGroupSchedulingStrategy(group, rank)
+        return self._class.options(
+            name=self._named(name, rank),
+            namespace=self._namespace,
+            lifetime="detached",
+            max_restarts=0,
+            max_task_retries=0,
+            num_cpus=0,
+            num_gpus=bundle.get("GPU", 0),
+            scheduling_strategy=there,
+        ).remote()
+
+    def _named(self, name: str, rank: int = 0) -> str:
+        """Return what Ray calls a rank, and its placement group."""
+        own = f"{self._app}/{name}"
+        return own if rank == 0 else f"{own}#{rank}"
+
+    def _await(self, name: str, ranks: int, ref: Any) -> None:
+        def over(future: Any) -> None:
+            code = None if future.exception() else future.result()
+            self._news.put({"kind": "exited", "name": name, "code": code})
+            self._starters.submit(self._end, name, ranks)
+
+        ref.future().add_done_callback(over)
+
+    def _adopt(self, name: str, ranks: int, must_be_known: bool) -> None:
+        try:
+            actor = ray.get_actor(self._named(name), self._namespace)
+        except ValueError:
+            # A head that was started anew knows no actor, and yet they run: whoever is
+            # connected with them notices when they end.
+            if must_be_known:
+                self._end(name, ranks)
+                self._news.put({"kind": "exited", "name": name, "code": None})
+            return
+        self._await(name, ranks, actor.ended.remote())
+
+    def _kill(self, name: str, ranks: int) -> None:
+        if not self._end(name, ranks):
+            # Nobody waits for what Ray does not know, or knows no more.
+            self._news.put({"kind": "exited", "name": name, "code": None})
+
+    def _sweep(self, known: list[str]) -> None:
+        """End what an earlier bridge left behind: all replicas but these."""
+        names = {f"{self._app}/{name}" for name in [*known, "controller"]}
+        for found in ray.util.placement_group_table().values():
+            own = str(found["name"])
+            is_ours = own.startswith(f"{self._app}/") and own not in names
+            if is_ours and found["state"] != "REMOVED":
+                name = own.removeprefix(f"{self._app}/")
+                self._end(name, max(1, len(found["bundles"])))
+
+    def _end(self, name: str, ranks: int) -> bool:
+        """End what there is of a replica, and give its resources back.
+
+        Returns:
+            Whether its leader was there.
+        """
+        was_there = False
+        for rank in range(ranks):
+            try:
+                actor = ray.get_actor(self._named(name, rank), self._namespace)
+                ray.kill(actor, no_restart=True)
+                was_there |= rank == 0
+            except ValueError:
+                pass  # it has ended
+        try:
+            remove_placement_group(get_placement_group(self._named(name)))
+        except ValueError:
+            pass  # it was removed before
+        return was_there
+
+
+def _exit_after(seconds: float) -> None:
+    time.sleep(seconds)
+    os._exit(0)
+
+
+def _name(node: dict[str, Any]) -> str:
+    """Return what people call a machine: its label, its name, or part of its id."""
+    label = node.get("Labels", {}).get(NAME_LABEL)
+    given = node["NodeName"] if node["NodeName"] != node["NodeManagerAddress"] else ""
+    return str(label or given or f"node-{node['NodeID'][:8]}")
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, ray.exceptions.GetTimeoutError):
+        return "no room, or no process, in time (other jobs of the cluster may have it)"
+    return str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+
+
+def main() -> None:
+    """Run as the bridge."""
+    # The terminal's Ctrl-C is for the controller, which ends this by its socket.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    control = socket.socket(fileno=int(sys.argv[1]))
+    control.set_inheritable(False)
+    address, namespace, app = sys.argv[2:5]
+    options: dict[str, Any] = {"namespace": namespace, "log_to_driver": False}
+    if address == "local":
+        options |= {"include_dashboard": False, "_system_config": LOCAL}
+    ray.init(address=address, configure_logging=True, **options)
+    bridge = Bridge(control, namespace, app)
+    bridge.be_only()
+    bridge.run()
+    os._exit(0)  # what a lost head keeps waiting is not waited for
+
+
+if __name__ == "__main__":
+    main()

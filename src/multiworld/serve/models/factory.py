@@ -1,0 +1,130 @@
+"""From a model's spec to its stages."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from multiworld.errors import SpecError
+from multiworld.serve.models.modules import Module, cut_module
+from multiworld.serve.spec.schema import AppSpec, ModelSpec
+from multiworld.serve.spec.stage import Model, Stage
+
+HUGGINGFACE = "multiworld.serve.models.huggingface:model"
+
+
+def build_model(spec: ModelSpec) -> Model:
+    """Return the stages of a model.
+
+    A factory that has a parameter ``stages`` or ``cut`` gets what the spec says.
+
+    Raises:
+        SpecError: They cannot be made, or are not as many as the spec has.
+    """
+    wanted = len(spec.stages)
+    factory = spec.factory or HUGGINGFACE
+    function = import_factory(factory)
+    offered = {"path": spec.path, "stages": wanted, "cut": spec.cut}
+    taken = {k: v for k, v in offered.items() if v is not None and _takes(function, k)}
+    made = _called(function, factory, {**taken, **spec.options})
+    if isinstance(made, Module):
+        return cut_module(made, wanted, spec.cut)
+    if spec.cut is not None and "cut" not in taken:
+        raise SpecError(
+            f"factory {factory!r} makes its stages itself, so `cut:` means nothing; "
+            "let it take an argument cut, or leave `cut:` out"
+        )
+    model = _model(made, factory)
+    if len(model.stages) != wanted:
+        names = ", ".join(s.name or str(n) for n, s in enumerate(model.stages))
+        raise SpecError(
+            f"the model has {len(model.stages)} stages ({names}) and its `stages:` in "
+            f"the spec {wanted}; give as many there"
+        )
+    return model
+
+
+def modules_of(spec: ModelSpec, model: Model) -> list[str]:
+    """Return the modules that a warm process has imported for this model."""
+    factory = spec.factory or HUGGINGFACE
+    return [factory.partition(":")[0], *model.preload]
+
+
+def stage_name(spec: ModelSpec, model: Model, number: int) -> str:
+    """Return what to call a stage before people."""
+    return spec.stages[number].name or model.stages[number].name or str(number)
+
+
+def import_factory(factory: str) -> Callable[..., Any]:
+    """Return the function that is called ``package.module:function``.
+
+    Raises:
+        SpecError: There is none.
+    """
+    module, _, name = factory.partition(":")
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    except Exception as error:  # whatever the module does when it is imported
+        raise SpecError(
+            f"factory {factory!r} cannot be imported: {error}; give "
+            "package.module:function, importable from where the service is started"
+        ) from error
+    if not callable(found):
+        raise SpecError(f"factory {factory!r} is no function")
+    return found
+
+
+def check_policies(app: AppSpec) -> None:
+    """Check that every policy that a spec names can be imported.
+
+    Raises:
+        SpecError: One cannot.
+    """
+    if app.placement is not None:
+        import_factory(app.placement)
+    for spec in app.models.values():
+        if spec.scaling is not None:
+            import_factory(spec.scaling)
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a factory has a parameter of this name, and so wants it of the spec."""
+    try:
+        return name in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def _called(
+    function: Callable[..., Any], factory: str, options: Mapping[str, Any]
+) -> Any:
+    try:
+        return function(**options)
+    except TypeError as error:
+        raise SpecError(f"factory {factory!r} with {dict(options)}: {error}") from error
+
+
+def _model(made: Any, factory: str) -> Model:
+    model = made if isinstance(made, Model) else Model(stages=_stages(made, factory))
+    if not model.stages:
+        raise SpecError(f"factory {factory!r} returned no stage")
+    return model
+
+
+def _stages(made: Any, factory: str) -> list[Stage]:
+    if not isinstance(made, Sequence):
+        raise SpecError(
+            f"factory {factory!r} returned a {type(made).__name__}; return a Module, a "
+            "Model or a list of stages (multiworld.serve has them)"
+        )
+    return [_stage(one, factory) for one in made]
+
+
+def _stage(made: Any, factory: str) -> Stage:
+    if isinstance(made, Stage):
+        return made
+    if not callable(made):
+        raise SpecError(f"factory {factory!r} returned a stage that cannot be called")
+    return Stage(load=lambda context: made, name=getattr(made, "__name__", ""))

@@ -1,0 +1,1 @@
+"""Placement of replicas on machines: bookings, problem builder and replanner."""

@@ -1,0 +1,182 @@
+"""Carries out what the ledger, the policy and the solvers decide. Shell.
+
+Watches machines and memory for the controller: admits, plans, moves, and ends what has
+outgrown what it booked.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Protocol
+
+from multiworld.serve.fleet import events
+from multiworld.serve.fleet.decision_log import Journal
+from multiworld.serve.fleet.history import History
+from multiworld.serve.fleet.reconciler import Fleet
+from multiworld.serve.fleet.record import ProcessRecord
+from multiworld.serve.fleet.state import Phase, Wanted
+from multiworld.serve.launchers.local import Launcher, Running
+from multiworld.serve.placement.problem_builder import Ask, in_words
+from multiworld.serve.placement.replanner import (
+    Planned,
+    Planner,
+    Snapshot,
+    facts_of,
+    snapshot_of,
+)
+from multiworld.serve.placement.replica_bookings import Places, Specs, asks_of
+from multiworld.serve.resources.amounts import Spot, mib, needs_of
+from multiworld.serve.resources.assignment import Policy
+
+logger = logging.getLogger("multiworld.serve")
+
+
+class PlacerOwner(Protocol):
+    """Who runs the processes."""
+
+    @property
+    def specs(self) -> Specs:
+        """Every version that is known, by model and version."""
+
+    def happened(self, event: events.Event) -> None:
+        """Take note of something that the placer has found out."""
+
+    def running(self, name: str) -> Running | None:
+        """Return a process, if it runs."""
+
+
+class Placer:
+    """The machines of a service, and who is where."""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        fleet: Fleet,
+        history: History,
+        owner: PlacerOwner,
+        policy: Policy,
+        journal: Journal | None = None,
+    ) -> None:
+        self._launcher, self._fleet = launcher, fleet
+        self._history, self._owner = history, owner
+        self._journal = journal or Journal()
+        self.places = Places(launcher.nodes(), policy)
+        self._planner = Planner(self._snapshot, self._planned)
+        self._text = self._trouble = ""
+
+    # Before anything is started.
+
+    def admit(self, wanted: Wanted, model: str | None = None) -> None:
+        """Check that all that is wanted has a place, or all of one model.
+
+        Raises:
+            PlacementError: It has not; nothing changes.
+        """
+        if model is not None:
+            wanted = replace(wanted, models={model: wanted.models[model]})
+        self.places.admit(asks_of(wanted, self._owner.specs))
+
+    def restore(self, said: ProcessRecord) -> None:
+        """Enter a replica of an earlier controller."""
+        spec = self._owner.specs[said.model][said.version]
+        post = said.model, said.version, said.stage
+        spot = Spot(said.node, said.gpu)
+        need = needs_of(spec)[said.stage]
+        self.places.ledger.restore(said.name, post, spot, need)
+
+    # Planning.
+
+    async def plan_first(self, wanted: Wanted) -> None:
+        """Plan for a service that is not started yet.
+
+        Cancellation: safe.
+        """
+        try:
+            planned = await self._planner.plan(self._snapshot(wanted))
+        except Exception:  # a service starts without a plan
+            logger.exception("no plan could be made")
+            return
+        if planned is not None:
+            self._planned(planned)
+
+    def start(self) -> None:
+        """Plan whenever something changes, from now on."""
+        self._planner.start()
+
+    def wake(self) -> None:
+        """Plan soon: something has changed."""
+        self._planner.wake()
+
+    async def close(self) -> None:
+        """Plan no more."""
+        await self._planner.close()
+
+    def _snapshot(self, wanted: Wanted | None = None) -> Snapshot:
+        models = (wanted or self._fleet.wanted).models
+        asks = [
+            Ask(name, self._owner.specs[name][w.version], [(n, n) for n in w.replicas])
+            for name, w in models.items()
+        ]
+        versions = {name: w.version for name, w in models.items()}
+        stays = [
+            p.name
+            for p in self._fleet.processes.values()
+            if not p.is_going and not p.is_unwanted
+        ]
+        running = self.places.runs(versions, stays)
+        return Snapshot(self._launcher.nodes(), asks, running)
+
+    def _planned(self, planned: Planned) -> None:
+        self.places.plan = planned.plan
+        text = in_words(planned.placement)
+        if text != self._text:
+            self._text = text
+            self._history.say("plan", text)
+            self._journal.decide(
+                "placement", "", text, facts_of(planned), snapshot_of(planned)
+            )
+        if self._launcher.trouble():
+            return  # what leaves its place would find no other
+        ready = [
+            p.name
+            for p in self._fleet.processes.values()
+            if p.phase is Phase.READY
+            and not p.is_unwanted
+            and p.name in self.places.ledger.bookings
+        ]
+        for name in self.places.moves(ready):
+            self._history.say("move", f"{name}: the plan has it elsewhere", name)
+            self._owner.happened(events.DrainAsked(name))
+
+    # Machines.
+
+    def nodes_changed(self) -> None:
+        """Take note of machines that were added, or are gone; or of trouble."""
+        added, gone = self.places.set_nodes(self._launcher.nodes())
+        for name in added:
+            self._history.say("node added", f"{name} is there")
+        for name in gone:
+            here = ", ".join(b.name for b in self.places.ledger.on(name))
+            self._history.say("node lost", f"{name} is gone, with {here or 'nothing'}")
+        trouble = self._launcher.trouble()
+        if trouble != self._trouble:
+            self._trouble = trouble
+            text = trouble or "replicas can be started again"
+            self._history.say("launcher", text)
+        self._owner.happened(events.PlacesChanged())
+        self.wake()
+
+    def check_memory(self) -> None:
+        """End what uses more memory than it declared, before its neighbours suffer."""
+        for name, limit in self.places.limits().items():
+            running = self._owner.running(name)
+            used = running and self._launcher.outgrown(running, limit)
+            if used:
+                self.outgrown(name, used, limit)
+
+    def outgrown(self, name: str, used: int, limit: int) -> None:
+        """End a replica, and name it."""
+        text = f"it used {mib(used)} of memory, and memory_mb: books {mib(limit)}"
+        self._history.say("outgrown", f"{name}: {text}", name)
+        self._owner.happened(events.Gone(name, text))

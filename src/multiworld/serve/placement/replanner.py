@@ -1,0 +1,144 @@
+"""Has the solvers plan in a thread whenever something has changed. Shell."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from multiworld.serve.placement.problem_builder import Ask, Runs, plan_of, problem_of
+from multiworld.serve.placement.solver.problem import Placement, Problem
+from multiworld.serve.resources.amounts import Node
+from multiworld.serve.resources.assignment import Plan
+
+logger = logging.getLogger("multiworld.serve")
+
+LIMIT_S = 2.0
+"""For the solvers; meanwhile replicas are placed one by one."""
+
+CALM_S = 0.2
+"""What changes within so short a time is planned for at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All that a plan is made from."""
+
+    nodes: Sequence[Node]
+    asks: Sequence[Ask]
+    running: Sequence[Runs]
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan, and what it was made from."""
+
+    snapshot: Snapshot
+    problem: Problem
+    placement: Placement
+    plan: Plan
+
+
+def facts_of(planned: Planned) -> dict[str, Any]:
+    """Return the numbers behind a plan, plain."""
+    placement = planned.placement
+    bound = placement.bound
+    return {
+        "solver": placement.solver,
+        "value": placement.value,
+        "bound": bound if math.isfinite(bound) else None,
+        "unplaced": dict(placement.unplaced),
+        "replicas": [
+            {"model": r.model, "stage": r.stage, "device": r.device}
+            for r in placement.replicas
+        ],
+    }
+
+
+def snapshot_of(planned: Planned) -> dict[str, Any]:
+    """Return what a plan was made from, plain."""
+    snapshot = planned.snapshot
+    return {
+        "nodes": [asdict(node) for node in snapshot.nodes],
+        "models": {
+            ask.name: {
+                "version": ask.spec.version,
+                "counts": [list(counts) for counts in ask.counts],
+                "demand": ask.spec.demand,
+                "weight": ask.spec.weight,
+            }
+            for ask in snapshot.asks
+        },
+        "running": [asdict(run) for run in snapshot.running],
+    }
+
+
+class Planner:
+    """Plans when it is woken.
+
+    Args:
+        look: Returns the snapshot of this moment.
+        tell: Called with every plan.
+    """
+
+    def __init__(
+        self, look: Callable[[], Snapshot], tell: Callable[[Planned], None]
+    ) -> None:
+        self._look, self._tell = look, tell
+        self._woken = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @staticmethod
+    def is_able() -> bool:
+        """Return whether the solvers are installed."""
+        return importlib.util.find_spec("scipy") is not None
+
+    def start(self) -> None:
+        """Begin to plan."""
+        if self._task is None and self.is_able():
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def wake(self) -> None:
+        """Have it plan soon."""
+        self._woken.set()
+
+    async def _run(self) -> None:
+        while True:
+            await self._woken.wait()
+            await asyncio.sleep(CALM_S)
+            self._woken.clear()
+            try:
+                planned = await self.plan(self._look())
+            except Exception:  # a service goes on without a plan
+                logger.exception("no plan could be made")
+                continue
+            if planned is not None and not self._woken.is_set():
+                self._tell(planned)
+
+    async def plan(self, snapshot: Snapshot) -> Planned | None:
+        """Plan at once; None if there is nothing to choose: one machine, no solver.
+
+        Cancellation: the solvers go on in their thread, for nobody.
+        """
+        if len(snapshot.nodes) < 2 or not self.is_able():
+            return None
+        return await asyncio.to_thread(_plan, snapshot)
+
+    async def close(self) -> None:
+        """End it."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+
+def _plan(snapshot: Snapshot) -> Planned:
+    from multiworld.serve.placement.solver import place
+
+    problem = problem_of(snapshot.nodes, snapshot.asks, snapshot.running)
+    placement = place(problem, LIMIT_S)
+    versions = {ask.name: ask.spec.version for ask in snapshot.asks}
+    return Planned(snapshot, problem, placement, plan_of(placement, versions))

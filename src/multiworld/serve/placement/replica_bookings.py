@@ -1,0 +1,132 @@
+"""Where the replicas of a service are, and where the next one goes. Pure.
+
+Keeps the ledger; the choice is a policy's, and how many go where a plan's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any, cast
+
+from multiworld.serve.fleet.state import Wanted
+from multiworld.serve.placement.problem_builder import Runs, moves
+from multiworld.serve.resources.admission import Ask, admit
+from multiworld.serve.resources.amounts import Need, Node, Spot, needs_of
+from multiworld.serve.resources.assignment import Plan, Policy, assign
+from multiworld.serve.resources.bookings import Ledger
+from multiworld.serve.spec.schema import ModelSpec
+
+Specs = Mapping[str, Mapping[str, ModelSpec]]
+
+
+class Places:
+    """The machines of a service.
+
+    Args:
+        nodes: What there is.
+        policy: Chooses among the machines that have room.
+    """
+
+    def __init__(self, nodes: Iterable[Node], policy: Policy = assign) -> None:
+        self.ledger = Ledger(nodes)
+        self.plan: Plan = {}
+        self._policy = policy
+
+    def set_nodes(self, nodes: Iterable[Node]) -> tuple[list[str], list[str]]:
+        """Replace the machines; return which were added and which are gone."""
+        before = set(self.ledger.nodes)
+        self.ledger.set_nodes(nodes)
+        after = set(self.ledger.nodes)
+        return sorted(after - before), sorted(before - after)
+
+    def take(self, name: str, post: object, need: Need) -> tuple[Spot, str]:
+        """Book a spot for a replica; return it, and why it is there.
+
+        Raises:
+            PlacementError: There is none.
+        """
+        spot = self._policy(self.ledger, post, need, self.plan)
+        here = self.ledger.count(spot.node, post)
+        is_planned = here < self.plan.get((post, spot.node), 0)
+        self.ledger.book(name, post, spot, need)
+        if is_planned:
+            return spot, "as planned"
+        fewest = "none of its stage is there" if not here else "few of its stage are"
+        return spot, f"{fewest}, and there is room"
+
+    def admit(self, asks: Iterable[Ask]) -> None:
+        """Check that all of this has a place beside what runs.
+
+        Raises:
+            PlacementError: It has not; nothing changes.
+        """
+        admit(self.ledger, asks, self._policy, self.plan)
+
+    def runs(self, versions: Mapping[str, str], names: Iterable[str]) -> list[Runs]:
+        """Return where these replicas are, if they are of these versions."""
+        found = []
+        bookings = [self.ledger.bookings.get(name) for name in names]
+        for booking in filter(None, bookings):
+            model, version, stage = cast("tuple[str, str, int]", booking.post)
+            if versions.get(model) == version:
+                spot = booking.spot
+                found.append(Runs(model, stage, spot.node, spot.gpu))
+        return found
+
+    def moves(self, names: Iterable[str]) -> list[str]:
+        """Return which of these replicas are to go elsewhere, as the plan says."""
+        bookings = self.ledger.bookings
+        here = {n: (bookings[n].post, bookings[n].spot.node) for n in names}
+        return moves(self.plan, here)
+
+    def limits(self) -> dict[str, int]:
+        """Return what each replica may use of memory, in bytes, where that is known."""
+        return {
+            name: booking.need.memory_bytes
+            for name, booking in self.ledger.bookings.items()
+            if booking.need.memory_bytes
+        }
+
+    def node_of(self, name: str) -> str:
+        """Return where a replica is; empty if it has no place."""
+        booking = self.ledger.bookings.get(name)
+        return "" if booking is None else booking.spot.node
+
+    def booked(self, name: str) -> dict[str, Any]:
+        """Return what a replica has booked."""
+        booking = self.ledger.bookings.get(name)
+        need = Need() if booking is None else booking.need
+        return {
+            "booked_cpus": need.cpus,
+            "booked_memory_bytes": need.memory_bytes,
+            "gpu": None if booking is None else booking.spot.gpu,
+        }
+
+    def status(self) -> list[dict[str, Any]]:
+        """Return every machine: what it has, what is left of it, and who is there."""
+        found = []
+        for name, node in self.ledger.nodes.items():
+            free = self.ledger.free(name)
+            found.append(
+                {
+                    **asdict(node),
+                    "free_cpus": free.cpus,
+                    "free_memory_bytes": free.memory_bytes,
+                    "free_gpu_memory_bytes": free.gpu_memory_bytes,
+                    "replicas": sorted(b.name for b in self.ledger.on(name)),
+                }
+            )
+        return found
+
+
+def asks_of(wanted: Wanted, specs: Specs) -> list[Ask]:
+    """Return everything that is wanted; what else runs keeps what it has booked."""
+    asks: list[Ask] = []
+    for name, model in wanted.models.items():
+        spec = specs[name][model.version]
+        for k, need in enumerate(needs_of(spec)):
+            post = name, model.version, k
+            title = f"stage {spec.stages[k].name or k} of {name} ({model.version})"
+            asks.append((post, title, model.replicas[k], need))
+    return asks

@@ -1,0 +1,357 @@
+"""Placing a chain of layers on mixed nodes: the cut and the placement at once.
+
+A node holds one range of layers and passes at most what its kind does for as many.
+Items enter a node at any layer of its range and leave at the range's end, so ranges may
+overlap, and several nodes may hold the same. Sought is the largest flow. The problem,
+and the public instances it is measured on, are Helix's: Y. Mei et al., "Helix", ASPLOS
+2025, arXiv 2406.01566; links do not bind here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy.optimize import Bounds, linprog, milp
+
+from multiworld.serve.placement.solver.linear import Rows
+
+LIMIT_S = 60.0
+CLOSE = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class NodeKind:
+    """Nodes that are alike.
+
+    Attributes:
+        capacity: Items a second that a node passes, by the layers it holds; what is not
+            named it cannot hold.
+    """
+
+    count: int
+    capacity: Mapping[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A model of as many layers, and the nodes there are."""
+
+    layers: int
+    kinds: tuple[NodeKind, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """One node's layers: ``start`` to ``start + layers - 1``."""
+
+    kind: int
+    start: int
+    layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChainPlacement:
+    """An answer; ``bound``: no flow is larger, as far as the solver knows."""
+
+    ranges: tuple[Range, ...]
+    flow: float
+    bound: float
+    solver: str
+
+    @property
+    def gap(self) -> float:
+        """How much larger the best can be, as a share of the bound."""
+        return max(0.0, 1 - self.flow / self.bound) if self.bound else 0.0
+
+
+_Ask = Callable[[Chain, ChainPlacement, float], tuple[tuple[Range, ...], float]]
+
+
+def place_chain(chain: Chain, limit_s: float = LIMIT_S) -> ChainPlacement:
+    """Return the largest flow that is found in time.
+
+    One after the other: chains side by side that hold each layer once, by bisection
+    over their number and flow; HiGHS, which often proves that nothing is better; then
+    CP-SAT from there, if OR-tools is installed.
+    """
+    ranges = _side_by_side(chain)
+    best = ChainPlacement(ranges, flow_of(chain, ranges), work_bound(chain), "chains")
+    has_ortools = importlib.util.find_spec("ortools") is not None
+    asked: dict[str, tuple[_Ask, float]] = {}
+    asked["milp"] = (_linear, limit_s / 2 if has_ortools else limit_s)
+    if has_ortools:
+        asked["cp-sat"] = (_discrete, limit_s / 2)
+    for name, (ask, share_s) in asked.items():
+        if best.gap < CLOSE:
+            break
+        found, proven = ask(chain, best, share_s)
+        bound, flow = min(best.bound, proven), flow_of(chain, found)
+        if flow > best.flow:
+            best = ChainPlacement(found, flow, bound, name)
+        else:
+            best = ChainPlacement(best.ranges, best.flow, bound, best.solver)
+    return best
+
+
+def work_bound(chain: Chain) -> float:
+    """Return a bound from the work alone: an item needs every layer once.
+
+    If ``flow`` is possible, the nodes that hold a layer pass ``flow`` there, together.
+    A node passes its capacity at most, and not more than the flow. Over all layers
+    that is ``flow * layers``: the bound is the largest flow for which the nodes can do
+    as much.
+    """
+
+    def spare(flow: float) -> float:
+        able = sum(
+            kind.count * max(k * min(flow, c) for k, c in kind.capacity.items())
+            for kind in chain.kinds
+            if kind.capacity
+        )
+        return able - flow * chain.layers
+
+    steps = sorted({c for kind in chain.kinds for c in kind.capacity.values()})
+    if not steps:
+        return 0.0
+    # Beyond the largest capacity what nodes can do is constant.
+    steps.append((spare(steps[-1]) + steps[-1] * chain.layers) / chain.layers)
+    for low, high in reversed(list(zip([0.0, *steps], steps, strict=False))):
+        if spare(high) >= 0:
+            return high
+        if low > 0 and spare(low) >= 0:
+            return _root(spare, low, high)
+    return 0.0
+
+
+def _root(spare: Callable[[float], float], low: float, high: float) -> float:
+    """Return, from above, where ``spare`` becomes negative between the two."""
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if spare(middle) >= 0 else (low, middle)
+    return high
+
+
+def flow_of(chain: Chain, ranges: Sequence[Range]) -> float:
+    """Return the largest flow through nodes with these ranges: a linear program."""
+    enters = [
+        (number, layer)
+        for number, held in enumerate(ranges)
+        for layer in range(held.start, held.start + held.layers)
+    ]
+    if not enters:
+        return 0.0
+    ends = [held.start + held.layers for held in ranges]
+    inside = range(1, chain.layers)
+    equal = np.zeros((len(inside), len(enters)))
+    limit = np.zeros((len(ranges), len(enters)))
+    for column, (number, layer) in enumerate(enters):
+        limit[number, column] = 1.0
+        if layer in inside:
+            equal[layer - 1, column] -= 1.0
+        if ends[number] in inside:
+            equal[ends[number] - 1, column] += 1.0
+    able = [chain.kinds[held.kind].capacity[held.layers] for held in ranges]
+    gain = [-1.0 if layer == 0 else 0.0 for _, layer in enters]
+    found = linprog(gain, limit, able, equal, np.zeros(len(inside)))
+    return float(-found.fun) if found.status == 0 else 0.0
+
+
+# Chains side by side.
+
+
+def _side_by_side(chain: Chain) -> tuple[Range, ...]:
+    """Return the best of 1, 2, … chains, each of nodes that follow each other."""
+    best: tuple[Range, ...] = ()
+    most = max(1, sum(kind.count for kind in chain.kinds))
+    for count in range(1, most + 1):
+        found = _chains(chain, count)
+        if found is not None and flow_of(chain, found) > flow_of(chain, best):
+            best = found
+    return best
+
+
+def _chains(chain: Chain, count: int) -> tuple[Range, ...] | None:
+    """Return ``count`` chains of like flow, as large as it can be."""
+    flows = sorted({c for kind in chain.kinds for c in kind.capacity.values()})
+    low, high, best = 0, len(flows) - 1, None
+    while low <= high:
+        middle = (low + high) // 2
+        found = _pack(chain, count, flows[middle])
+        if found is None:
+            high = middle - 1
+        else:
+            best, low = found, middle + 1
+    return best
+
+
+def _pack(chain: Chain, count: int, flow: float) -> tuple[Range, ...] | None:
+    """Return ``count`` chains of at least ``flow`` each, or None."""
+    nodes = [
+        (max(fits), number)
+        for number, kind in enumerate(chain.kinds)
+        for _ in range(kind.count)
+        if (fits := [k for k, c in kind.capacity.items() if c >= flow])
+    ]
+    nodes.sort(reverse=True)
+    lengths, members = [0] * count, defaultdict(list)
+    for layers, kind in nodes:  # the longest range to the shortest chain
+        shortest = min(range(count), key=lambda n: lengths[n])
+        if lengths[shortest] >= chain.layers:
+            break
+        members[shortest].append((layers, kind))
+        lengths[shortest] += layers
+    if min(lengths) < chain.layers:
+        return None
+    ranges = []
+    for number in range(count):
+        end = 0
+        for layers, kind in members[number]:
+            # The last may begin before the one in front of it ends.
+            start = min(end, chain.layers - layers)
+            if start < 0:
+                return None
+            ranges.append(Range(kind, start, layers))
+            end = start + layers
+    return tuple(ranges)
+
+
+# Any ranges: HiGHS.
+
+
+def _linear(
+    chain: Chain, best: ChainPlacement, limit_s: float
+) -> tuple[tuple[Range, ...], float]:
+    """Return what HiGHS finds that is better than ``best``, and its bound."""
+    nodes = _all_ranges(chain)
+    longest = max(max(kind.capacity) for kind in chain.kinds)
+    flows = [
+        (begin, end)
+        for end in range(1, chain.layers + 1)
+        for begin in range(max(0, end - longest), end)
+    ]
+    column = {flow: len(nodes) + number for number, flow in enumerate(flows)}
+    rows = Rows()
+    for number, kind in enumerate(chain.kinds):
+        own = {n: 1.0 for n, held in enumerate(nodes) if held.kind == number}
+        rows.add(own, high=float(kind.count))
+    for last, end in flows:
+        # See ``_flow_variables``.
+        terms = {column[b, e]: 1.0 for b, e in flows if e == end and b <= last}
+        for n, held in enumerate(nodes):
+            if held.start + held.layers == end and held.start <= last:
+                terms[n] = -chain.kinds[held.kind].capacity[held.layers]
+        rows.add(terms, high=0.0)
+    for boundary in range(1, chain.layers):
+        terms = {column[f]: 1.0 for f in flows if f[0] == boundary}
+        terms |= {column[f]: -1.0 for f in flows if f[1] == boundary}
+        rows.add(terms, low=0.0, high=0.0)
+    whole = {column[f]: 1.0 for f in flows if f[0] == 0}
+    rows.add(whole, low=best.flow * (1 - CLOSE))
+    count = len(nodes) + len(flows)
+    high = np.full(count, np.inf)
+    high[: len(nodes)] = [chain.kinds[held.kind].count for held in nodes]
+    integrality = np.zeros(count)
+    integrality[: len(nodes)] = 1
+    gain = np.zeros(count)
+    gain[list(whole)] = -1.0
+    found = milp(
+        gain,
+        constraints=rows.constraint(count),
+        bounds=Bounds(np.zeros(count), high),
+        integrality=integrality,
+        options={"time_limit": limit_s, "mip_rel_gap": CLOSE},
+    )
+    proven = getattr(found, "mip_dual_bound", None)
+    bound = math.inf if proven is None else -float(proven)
+    if found.x is None:
+        return (), bound
+    counts = [round(float(value)) for value in found.x[: len(nodes)]]
+    chosen = [itertools.repeat(held, n) for held, n in zip(nodes, counts, strict=True)]
+    return tuple(itertools.chain.from_iterable(chosen)), bound
+
+
+def _all_ranges(chain: Chain) -> list[Range]:
+    return [
+        Range(number, start, layers)
+        for number, kind in enumerate(chain.kinds)
+        for layers in kind.capacity
+        for start in range(chain.layers - layers + 1)
+    ]
+
+
+# Any ranges: CP-SAT.
+
+UNITS = 100
+"""Flow is counted in hundredths of an item a second, capacities rounded up: so the
+bound is one of the real problem, and the flow of what is found is computed anew."""
+
+
+def _discrete(
+    chain: Chain, best: ChainPlacement, limit_s: float
+) -> tuple[tuple[Range, ...], float]:
+    from ortools.sat.python import cp_model
+
+    model = cp_model.CpModel()
+    top = math.ceil(best.bound * UNITS)
+    nodes = {
+        held: model.new_int_var(0, chain.kinds[held.kind].count, "")
+        for held in _all_ranges(chain)
+    }
+    for number, kind in enumerate(chain.kinds):
+        own = [variable for held, variable in nodes.items() if held.kind == number]
+        model.add(sum(own) <= kind.count)
+    flow = _flow_variables(model, chain, nodes, top)
+    total = sum(variable for (begin, _), variable in flow.items() if begin == 0)
+    model.maximize(total)
+    counts: dict[Range, int] = defaultdict(int)
+    for held in best.ranges:
+        counts[held] += 1
+    for held, variable in nodes.items():
+        model.add_hint(variable, counts[held])
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = limit_s
+    solver.parameters.num_workers = 2
+    solver.parameters.random_seed = 1
+    status = solver.solve(model)
+    bound = solver.best_objective_bound / UNITS
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return (), math.inf
+    found = [itertools.repeat(held, solver.value(v)) for held, v in nodes.items()]
+    return tuple(itertools.chain.from_iterable(found)), bound
+
+
+def _flow_variables(
+    model: Any, chain: Chain, nodes: Mapping[Range, Any], top: int
+) -> dict[tuple[int, int], Any]:
+    """Return the flow between each two boundaries, bound by the nodes' capacity.
+
+    Of the nodes whose ranges end at ``end``, what enters at ``begin`` or before can
+    only use those that start there or before.
+    """
+    longest = max(max(kind.capacity) for kind in chain.kinds)
+    flow = {
+        (begin, end): model.new_int_var(0, top, "")
+        for end in range(1, chain.layers + 1)
+        for begin in range(max(0, end - longest), end)
+    }
+    for end in range(1, chain.layers + 1):
+        for last in range(max(0, end - longest), end):
+            entering = [v for (b, e), v in flow.items() if e == end and b <= last]
+            able = [
+                math.ceil(chain.kinds[held.kind].capacity[held.layers] * UNITS) * v
+                for held, v in nodes.items()
+                if held.start + held.layers == end and held.start <= last
+            ]
+            model.add(sum(entering) <= sum(able))
+    for boundary in range(1, chain.layers):
+        out = [v for (b, _), v in flow.items() if b == boundary]
+        into = [v for (_, e), v in flow.items() if e == boundary]
+        model.add(sum(out) == sum(into))
+    return flow

@@ -1,0 +1,195 @@
+"""A placement at once: models by what they are worth, replica after replica. Pure.
+
+Each stage first gets the replicas it needs at least, then more until the demand is met
+or no device has time left. What it finds is always feasible; the solvers start from it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+
+from multiworld.serve.placement.solver.model import (
+    Place,
+    Slot,
+    is_in_time,
+    places_of,
+    slots_of,
+    spread_of,
+)
+from multiworld.serve.placement.solver.problem import ModelNeed, Problem, StageNeed
+
+ENOUGH = 1e-9
+
+
+class _Ledger:
+    """What is left of every device; never negative."""
+
+    def __init__(self, problem: Problem, places: list[Place]) -> None:
+        self.places = places
+        self.memory = [place.device.memory_bytes for place in places]
+        self.seconds = [problem.utilisation * p.device.capacity for p in places]
+        self.cores = [place.device.capacity for place in places]
+        self._most = problem.utilisation
+        self.bytes_s = [
+            math.inf if node.bandwidth is None else node.bandwidth
+            for node in problem.nodes
+        ]
+        self.used: dict[int, int] = defaultdict(int)
+
+    def take(
+        self, device: int, stage: StageNeed, rate: float, *, is_last: bool
+    ) -> None:
+        """Book a replica."""
+        self.memory[device] -= stage.memory_bytes
+        self.cores[device] -= stage.cores
+        self.used[device] += 1
+        self._book(device, stage, rate, is_last=is_last)
+
+    def give_back(
+        self, device: int, stage: StageNeed, rate: float, *, is_last: bool
+    ) -> None:
+        """Undo ``take``."""
+        self.memory[device] += stage.memory_bytes
+        self.cores[device] += stage.cores
+        self.used[device] -= 1
+        self._book(device, stage, -rate, is_last=is_last)
+
+    def _book(
+        self, device: int, stage: StageNeed, rate: float, *, is_last: bool
+    ) -> None:
+        place = self.places[device]
+        self.seconds[device] -= rate * stage.seconds[place.device.kind] * stage.width
+        if not is_last:
+            self.bytes_s[place.node] -= rate * stage.out_bytes
+
+    def able(self, device: int, stage: StageNeed, *, is_last: bool) -> float:
+        """Return how many items a second a replica there could do."""
+        place = self.places[device]
+        seconds = stage.seconds[place.device.kind]
+        left = min(self._most, self.seconds[device] / stage.width)
+        rate = left / seconds if seconds > 0 else math.inf
+        if not is_last and stage.out_bytes:
+            rate = min(rate, self.bytes_s[place.node] / stage.out_bytes)
+        return max(0.0, rate)
+
+
+def place_greedily(problem: Problem) -> dict[Slot, int]:
+    """Return how many replicas are in which slot."""
+    places = places_of(problem)
+    ledger = _Ledger(problem, places)
+    slots: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for m, k, d in slots_of(problem):
+        slots[m, k].append(d)
+    counts: Counter[Slot] = Counter()
+    for m in sorted(range(len(problem.models)), key=lambda m: _urgency(problem, m)):
+        counts.update(slot for slot, _ in _Placing(problem, ledger, m, slots).run())
+    return dict(counts)
+
+
+def _urgency(problem: Problem, m: int) -> tuple[float, float]:
+    """Return what comes first: what is worth most for the time that it takes."""
+    model = problem.models[m]
+    seconds = sum(min(s.seconds.values(), default=0.0) for s in model.stages)
+    load = max(ENOUGH, seconds * model.demand)
+    return -model.weight / load, -model.weight
+
+
+class _Placing:
+    """Places one model, whole or not at all."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        ledger: _Ledger,
+        m: int,
+        slots: dict[tuple[int, int], list[int]],
+    ) -> None:
+        self._problem, self._ledger, self._m, self._slots = problem, ledger, m, slots
+        self._model: ModelNeed = problem.models[m]
+        self._running = Counter(problem.running)
+        self._chosen: list[tuple[Slot, float]] = []
+
+    def run(self) -> list[tuple[Slot, float]]:
+        """Return a slot and a rate for each replica; none if a stage has no place."""
+        for k, stage in enumerate(self._model.stages):
+            for _ in range(max(1, stage.least)):
+                if not self._add(k):
+                    return self._give_up()
+        for k in range(len(self._model.stages)):
+            while self._missing(k) > ENOUGH and self._add(k):
+                pass
+        return self._chosen
+
+    def _give_up(self) -> list[tuple[Slot, float]]:
+        for (_, k, d), rate in self._chosen:
+            stage = self._model.stages[k]
+            self._ledger.give_back(d, stage, rate, is_last=self._is_last(k))
+        return []
+
+    def _memory(self, k: int) -> int:
+        return self._model.stages[k].memory_bytes
+
+    def _is_last(self, k: int) -> bool:
+        return k + 1 == len(self._model.stages)
+
+    def _on(self, k: int) -> list[int]:
+        return [d for (_, j, d), _ in self._chosen if j == k]
+
+    def _missing(self, k: int) -> float:
+        rates = (rate for (_, j, _), rate in self._chosen if j == k)
+        return self._model.demand - sum(rates)
+
+    def _add(self, k: int) -> bool:
+        """Add a replica of stage ``k`` where it is best; False if there is no place."""
+        stage, on = self._model.stages[k], self._on(k)
+        if stage.most is not None and len(on) >= stage.most:
+            return False
+        taken = set(on)
+        found = [
+            d
+            for d in self._slots[self._m, k]
+            if on.count(d) < stage.per_device
+            and self._memory(k) <= self._ledger.memory[d]
+            and stage.cores <= self._ledger.cores[d] + ENOUGH
+            and self._is_in_time(k, d)
+        ]
+        if self._must_spread(k, taken):
+            nodes = {self._ledger.places[d].node for d in taken}
+            found = [d for d in found if self._ledger.places[d].node not in nodes]
+        has_all = len(on) >= max(1, stage.least)
+        best = max(found, key=lambda d: self._merit(k, d), default=None)
+        if best is None or (has_all and self._rate(k, best) <= ENOUGH):
+            return False
+        rate = self._rate(k, best)
+        self._chosen.append(((self._m, k, best), rate))
+        self._ledger.take(best, stage, rate, is_last=self._is_last(k))
+        return True
+
+    def _must_spread(self, k: int, taken: set[int]) -> bool:
+        wanted = spread_of(self._problem, self._model.stages[k])
+        nodes = {self._ledger.places[d].node for d in taken}
+        return 0 < len(nodes) < wanted
+
+    def _is_in_time(self, k: int, d: int) -> bool:
+        places = self._ledger.places
+        kinds = [
+            {places[other].device.kind for other in self._on(j)}
+            | ({places[d].device.kind} if j == k else set())
+            for j in range(len(self._model.stages))
+        ]
+        return is_in_time(self._problem, self._model, kinds)
+
+    def _rate(self, k: int, d: int) -> float:
+        stage = self._model.stages[k]
+        able = self._ledger.able(d, stage, is_last=self._is_last(k))
+        return max(0.0, min(self._missing(k), able))
+
+    def _merit(self, k: int, d: int) -> tuple[float, ...]:
+        device = self._ledger.places[d].device
+        runs = self._running[self._model.name, k, device.name]
+        is_running = self._on(k).count(d) < runs
+        price = 0.0 if self._ledger.used[d] else device.price
+        rate = self._rate(k, d) / max(ENOUGH, self._model.demand)
+        full = self._ledger.used[d] / device.capacity if self._problem.balance else 0.0
+        return round(rate, 3), is_running, -price, -full, -self._ledger.memory[d]

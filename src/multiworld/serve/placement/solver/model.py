@@ -1,0 +1,228 @@
+"""What all solvers compute from a problem first. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from multiworld.serve.placement.solver.problem import (
+    Device,
+    ModelNeed,
+    Placement,
+    Problem,
+    Replica,
+    StageNeed,
+)
+
+Slot = tuple[int, int, int]
+"""A model's number, its stage's, and a device's: where a replica can be."""
+
+Counts = Mapping[Slot, int]
+"""How many replicas are in each slot."""
+
+REPLICA_COST = 1e-3
+"""Per hour: fewer replicas are better, all else being equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A device, and the number of its node."""
+
+    device: Device
+    node: int
+
+
+def places_of(problem: Problem) -> list[Place]:
+    """Return all devices, in order."""
+    return [
+        Place(device, number)
+        for number, node in enumerate(problem.nodes)
+        for device in node.devices
+    ]
+
+
+def is_possible(problem: Problem, stage: StageNeed, place: Place) -> bool:
+    """Tell whether a replica of ``stage`` can be on a device at all."""
+    return (
+        place.device.kind in stage.seconds
+        and stage.memory_bytes <= place.device.memory_bytes
+        and 0 < place.device.capacity >= stage.cores
+        and (not stage.nodes or problem.nodes[place.node].name in stage.nodes)
+    )
+
+
+def slots_of(problem: Problem) -> list[Slot]:
+    """Return every slot that a replica fits into and is fast enough in."""
+    places = places_of(problem)
+    found = []
+    for m, model in enumerate(problem.models):
+        budgets = budgets_of(problem, model)
+        for k, stage in enumerate(model.stages):
+            for d, place in enumerate(places):
+                fits = is_possible(problem, stage, place)
+                if fits and stage.seconds[place.device.kind] <= budgets[k]:
+                    found.append((m, k, d))
+    return found
+
+
+def budgets_of(problem: Problem, model: ModelNeed) -> list[float]:
+    """Return the longest that each stage may take, if the others are at their fastest.
+
+    Necessary for the latency, and enough with what ``is_in_time`` says of the whole.
+    """
+    if model.latency_s is None:
+        return [math.inf] * len(model.stages)
+    kinds = {place.device.kind for place in places_of(problem)}
+    fastest = [
+        min((s for kind, s in stage.seconds.items() if kind in kinds), default=math.inf)
+        for stage in model.stages
+    ]
+    spare = model.latency_s - hops_s(problem, model) - sum(fastest)
+    return [seconds + spare if spare >= 0 else -1.0 for seconds in fastest]
+
+
+def hops_s(problem: Problem, model: ModelNeed) -> float:
+    """Return the seconds that an item is between stages."""
+    return problem.hop_s * (len(model.stages) - 1)
+
+
+def is_in_time(
+    problem: Problem, model: ModelNeed, kinds: Iterable[Iterable[str]]
+) -> bool:
+    """Tell whether an item is in time whichever replicas it meets; by stage."""
+    if model.latency_s is None:
+        return True
+    total = hops_s(problem, model)
+    for stage, used in zip(model.stages, kinds, strict=True):
+        total += max((stage.seconds[kind] for kind in used), default=0.0)
+    return total <= model.latency_s + 1e-9
+
+
+def spread_of(problem: Problem, stage: StageNeed) -> int:
+    """Return on how many nodes its replicas must be at least."""
+    allowed = [
+        node
+        for number, node in enumerate(problem.nodes)
+        if any(is_possible(problem, stage, Place(d, number)) for d in node.devices)
+    ]
+    return min(2, stage.least, max(1, len(allowed)))
+
+
+def worth_of(problem: Problem) -> float:
+    """Return what meeting all of a model's demand counts for each unit of its weight.
+
+    So much that no saving is worth a thousandth of a demand.
+    """
+    places = places_of(problem)
+    prices = sum(place.device.price for place in places)
+    most = sum(s.per_device for m in problem.models for s in m.stages) * len(places)
+    costs = prices + most * (problem.move_cost + REPLICA_COST)
+    least = min((m.weight for m in problem.models if m.weight > 0), default=1.0)
+    return 1000.0 * max(1.0, costs) / least
+
+
+def objective(
+    problem: Problem, served: Mapping[str, float], replicas: Iterable[Replica]
+) -> float:
+    """Return what a placement is worth."""
+    listed = list(replicas)
+    prices = {place.device.name: place.device.price for place in places_of(problem)}
+    worth = worth_of(problem)
+    value = sum(
+        worth * model.weight * min(1.0, served[model.name] / model.demand)
+        for model in problem.models
+        if model.demand > 0
+    )
+    value -= sum(prices[name] for name in {replica.device for replica in listed})
+    there = Counter((r.model, r.stage, r.device) for r in listed)
+    moved = (there - Counter(problem.running)).total()
+    value -= REPLICA_COST * len(listed) + problem.move_cost * moved
+    return value - problem.balance * fullest(problem, listed)
+
+
+def fullest(problem: Problem, replicas: Iterable[Replica]) -> float:
+    """Return how many replicas' widths there are on a device for each of its capacity.
+
+    Of the device where that is most.
+    """
+    width = {m.name: [stage.width for stage in m.stages] for m in problem.models}
+    on: dict[str, float] = defaultdict(float)
+    for replica in replicas:
+        on[replica.device] += width[replica.model][replica.stage]
+    capacity = {p.device.name: p.device.capacity for p in places_of(problem)}
+    return max((taken / capacity[name] for name, taken in on.items()), default=0.0)
+
+
+def answer(
+    problem: Problem,
+    counts: Counts,
+    rates: Mapping[Slot, float],
+    bound: float,
+    solver: str,
+) -> Placement:
+    """Return a placement from the replicas in each slot and the rate planned there."""
+    places = places_of(problem)
+    replicas = tuple(
+        Replica(
+            problem.models[m].name, k, places[d].device.name, max(0.0, rate) / count
+        )
+        for (m, k, d), rate in sorted(rates.items())
+        for count in [counts[m, k, d]]
+        for _ in range(count)
+    )
+    served = {
+        model.name: min(
+            model.demand,
+            *(
+                sum(rate for (i, j, _), rate in rates.items() if (i, j) == (m, k))
+                for k in range(len(model.stages))
+            ),
+        )
+        for m, model in enumerate(problem.models)
+    }
+    value = objective(problem, served, replicas)
+    return Placement(replicas, served, value, bound, solver, reasons(problem, served))
+
+
+def reasons(problem: Problem, served: Mapping[str, float]) -> dict[str, str]:
+    """Return for each model that is not served in full what is short."""
+    found = {}
+    for model in problem.models:
+        if served[model.name] >= model.demand * (1 - 1e-6):
+            continue
+        short = next(_impossible(problem, model), None)
+        found[model.name] = short or (
+            f"{served[model.name]:.4g} of {model.demand:.4g} items/s: the devices that "
+            "its stages fit on have no more time or memory"
+        )
+    return found
+
+
+def _impossible(problem: Problem, model: ModelNeed) -> Iterator[str]:
+    places = places_of(problem)
+    for k, stage in enumerate(model.stages):
+        fitting = [p for p in places if is_possible(problem, stage, p)]
+        if fitting:
+            continue
+        allowed = [
+            p
+            for p in places
+            if not stage.nodes or problem.nodes[p.node].name in stage.nodes
+        ]
+        kinds = ", ".join(sorted(stage.seconds))
+        most = max((p.device.memory_bytes for p in allowed), default=0)
+        if not allowed:
+            names = ", ".join(sorted(stage.nodes))
+            yield f"stage {k} may only be on {names}: not there"
+        elif stage.memory_bytes > most:
+            yield (
+                f"stage {k} takes {stage.memory_bytes:,} bytes, the largest device it "
+                f"may use has {most:,}"
+            )
+        else:
+            yield f"stage {k} runs on {kinds} with {stage.memory_bytes:,} bytes: none"
+    budgets = budgets_of(problem, model)
+    if any(budget < 0 for budget in budgets):
+        yield f"{model.latency_s} s is less than its stages take on the fastest devices"

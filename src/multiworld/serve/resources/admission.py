@@ -1,0 +1,57 @@
+"""Whether everything that is wanted has a place, before any of it is started. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from multiworld.errors import PlacementError
+from multiworld.serve.resources.amounts import Need
+from multiworld.serve.resources.assignment import Plan, Policy, assign
+from multiworld.serve.resources.bookings import Ledger
+
+Ask = tuple[object, str, int, Need]
+"""A post, what to call it, how many replicas of it, and what each needs."""
+
+
+def admit(
+    ledger: Ledger,
+    asks: Iterable[Ask],
+    policy: Policy = assign,
+    plan: Plan | None = None,
+) -> Ledger:
+    """Return the ledger as it would be; what runs stays where it is.
+
+    What is hardest to place is placed first, and as the plan says, if there is one.
+
+    Raises:
+        PlacementError: A replica has no place; the message says which, and what is
+            short on each machine.
+    """
+    trial = ledger.copy()
+    missing = []
+    for post, title, count, need in asks:
+        here = sum(b.post == post for b in trial.bookings.values())
+        missing += [(post, title, need, count)] * max(0, count - here)
+    missing.sort(key=lambda ask: _size(ask[2]), reverse=True)
+    for number, (post, title, need, count) in enumerate(missing):
+        try:
+            spot = policy(trial, post, need, plan or {})
+        except PlacementError as error:
+            placed = sum(b.post == post for b in trial.bookings.values())
+            raise PlacementError(
+                f"{title}: {placed} of {count} replicas have a place; for one more "
+                f"{error}",
+                short=error.short,
+            ) from None
+        trial.book(f"\0{number}", post, spot, need)
+    return trial
+
+
+def _size(need: Need) -> tuple[bool, bool, int, int, float]:
+    return (
+        bool(need.nodes),
+        need.on_gpu,
+        need.gpu_memory_bytes,
+        need.memory_bytes,
+        need.cpus,
+    )

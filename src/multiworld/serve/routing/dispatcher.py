@@ -1,0 +1,337 @@
+"""The router of one gateway: carries out what ``routing.Router`` decides. Shell."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from multiworld.errors import ServeError, UnknownModelError
+from multiworld.serve.routing import actions, events
+from multiworld.serve.routing.attainment import Attainment
+from multiworld.serve.routing.router import Router
+from multiworld.serve.spec.stage import Tensors
+from multiworld.serve.tenants.fair_queue import NOBODYS, Share
+from multiworld.serve.transport.collation import rows_of
+from multiworld.serve.transport.edges import Body, Outbox
+from multiworld.serve.transport.messages import (
+    ANSWER,
+    CANCEL,
+    NOTE,
+    WORK,
+    Parcel,
+    error_from_json,
+    pack,
+    unpack_answers,
+)
+from multiworld.serve.transport.routing_table import Route, Table
+from multiworld.serve.worker.replica import SILENT_S
+
+logger = logging.getLogger("multiworld.serve")
+
+LOOK_S = 0.05
+"""Seconds between looks at deadlines and at who is silent."""
+
+NO_MODEL = "no model {!r} is served here; there are: {}"
+
+
+class _Call:
+    """One request whose answers somebody waits for."""
+
+    def __init__(self, tensors: Tensors, deadline_at: float, wish: Any) -> None:
+        self.tensors, self.deadline_at, self.wish = tensors, deadline_at, wish
+        self.answers: asyncio.Queue[Tensors | ServeError | None] = asyncio.Queue()
+
+
+class Dispatcher:
+    """Answers requests by the replicas of the table. An ``EdgeOwner``.
+
+    Attributes:
+        on_missing: Called with a model of which a stage has no replica while nobody
+            asks, when somebody does.
+
+    Args:
+        name: Of the gateway that it is in.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.table = Table()
+        self._router = Router(random.random)
+        self._calls: dict[int, _Call] = {}
+        self._edges: dict[str, Outbox] = {}
+        self._silent: set[str] = set()
+        self._numbers = itertools.count(1)
+        self.counts: Counter[str] = Counter()
+        self._attainment = Attainment()
+        self.on_missing: Callable[[str], None] = lambda model: None
+        self._latest: Tensors = {}
+        self.asked_at = time.monotonic()
+
+    # What clients ask.
+
+    async def infer(
+        self,
+        model: str,
+        tensors: Tensors,
+        *,
+        deadline_s: float | None = None,
+        session: str | None = None,
+        via: dict[int, str] | None = None,
+        share: Share = NOBODYS,
+    ) -> Tensors:
+        """Return the answer to one request.
+
+        Args:
+            model: Its name.
+            tensors: Inputs of stage 0, by name; rows in dimension 0.
+            deadline_s: Seconds from now; the model's default if None.
+            session: Requests of one session go to the same replicas.
+            via: Replicas by stage that it must go through, for a probe.
+            share: Whose it is.
+
+        Raises:
+            ServeError: Its kinds say what happened, see ``multiworld.errors``.
+
+        Cancellation: the request is withdrawn, wherever it is.
+        """
+        answer: Tensors = {}
+        stream = self.stream(
+            model, tensors, deadline_s=deadline_s, session=session, via=via, share=share
+        )
+        async for part in stream:
+            answer = part
+        return answer
+
+    async def stream(
+        self,
+        model: str,
+        tensors: Tensors,
+        *,
+        deadline_s: float | None = None,
+        session: str | None = None,
+        via: dict[int, str] | None = None,
+        share: Share = NOBODYS,
+    ) -> AsyncIterator[Tensors]:
+        """Yield the answers to one request, as they come.
+
+        Args, Raises and Cancellation: as for ``infer``.
+        """
+        route = self.table.routes.get(model)
+        if route is None:
+            known = ", ".join(sorted(self.table.routes)) or "none"
+            raise UnknownModelError(NO_MODEL.format(model, known))
+        rows = rows_of(tensors)
+        now = self.asked_at = time.monotonic()
+        deadline_at = now + (route.deadline_s if deadline_s is None else deadline_s)
+        number = next(self._numbers)
+        wish = events.Submitted(
+            number=number,
+            model=model,
+            deadline_at=deadline_at,
+            session=session,
+            via=via,
+            share=share,
+            rows=rows,
+        )
+        call = self._calls[number] = _Call(tensors, deadline_at, wish)
+        is_over = False
+        if via is None:
+            self._attainment.arrived[model] += 1
+            if route.on_demand and self.missing(model):
+                self.on_missing(model)
+        try:
+            self._handle(wish)
+            while not is_over:
+                answer = await call.answers.get()
+                if isinstance(answer, ServeError):
+                    is_over = True
+                    raise answer
+                if answer is None:
+                    is_over = True
+                else:
+                    yield answer
+        except BaseException as error:
+            self._count(wish, now, route, error)
+            raise
+        else:
+            self._count(wish, now, route, None)
+        finally:
+            self._calls.pop(number, None)
+            if not is_over:
+                self._handle(events.Withdrawn(number))
+
+    def _count(
+        self,
+        wish: events.Submitted,
+        began_at: float,
+        route: Route,
+        error: BaseException | None,
+    ) -> None:
+        """Count a request that is over, unless it is a probe."""
+        if wish.via is None:
+            took_s = time.monotonic() - began_at
+            self._attainment.ended(wish.model, took_s, route.objective_s, error)
+
+    async def probe(self, replica: str, tensors: Tensors, limit_s: float) -> None:
+        """Send one request through a replica.
+
+        Raises:
+            ServeError: It did not come back well, or in time.
+
+        Cancellation: safe.
+        """
+        known = self.table.replicas.get(replica)
+        if known is None:
+            raise UnknownModelError(f"no replica {replica!r} is in the table")
+        via = {known.stage: replica}
+        await self.infer(known.model, tensors, deadline_s=limit_s, via=via)
+
+    def ban(self, tenant: str, model: str) -> None:
+        """End what waits of a tenant for a model, its own replicas' too."""
+        for name in (model, f"{model}@{tenant}"):
+            self._handle(events.Banned(tenant, name))
+
+    def table_changed(self, table: Table) -> None:
+        """Take note of a new table."""
+        self.table = table
+        self._handle(events.TableChanged(table))
+
+    def missing(self, model: str) -> list[int]:
+        """Return the stages of a model that have no replica which could answer."""
+        return self._router.missing(model)
+
+    @property
+    def in_flight(self) -> int:
+        """How many requests are accepted and not answered."""
+        return len(self._calls)
+
+    def waiting(self, model: str) -> int:
+        """How many requests wait to be sent for the first time."""
+        return self._router.waiting(model)
+
+    def report(self) -> dict[str, Any]:
+        """Return what it does at this moment, for ``status`` and ``explain``."""
+        return {
+            "in_flight": len(self._calls),
+            "load": self._router.load(),
+            "waiting": {model: self.waiting(model) for model in self.table.routes},
+            "pending": {m: self._router.pending(m) for m in self.table.routes},
+            "silent": sorted(self._silent),
+            "connected": sorted(self._edges),
+            "counts": dict(self.counts),
+            **self._attainment.report(),
+        }
+
+    # Edges.
+
+    def edge_up(self, outbox: Outbox) -> list[Body]:
+        """Take note of a new incarnation of an edge."""
+        peer = outbox.edge.peer
+        self._edges[peer] = outbox
+        self._handle(events.Connected(peer))
+        return [lambda: self._read_notes(outbox), lambda: self._read_answers(outbox)]
+
+    def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
+        """Take note of its end."""
+        peer = outbox.edge.peer
+        if self._edges.get(peer) is outbox:
+            del self._edges[peer]
+            self._silent.discard(peer)
+            self._handle(events.Lost(peer, is_polite))
+
+    async def _read_notes(self, outbox: Outbox) -> None:
+        peer = outbox.edge.peer
+        while True:
+            note = await outbox.world.recv_object(src=1, tag=NOTE)
+            if "begun" in note:
+                attempts = _attempts(note["begun"])
+                self._handle(events.Begun(peer, attempts, note["solo"]))
+            elif "dropped" in note:
+                attempts = _attempts(note["dropped"])
+                self._handle(events.Dropped(attempts, note["stage"]))
+            elif "returned" in note:
+                attempts = _attempts(note["returned"])
+                dropped = events.Dropped(attempts, note["stage"], is_innocent=True)
+                self._handle(dropped)
+            elif "stuck" in note:
+                self._handle(events.Stuck(_attempts(note["stuck"])))
+            elif "failed" in note:
+                number, attempt = note["failed"]
+                error = error_from_json(note["error"])
+                self._handle(events.Failed((number, attempt), error))
+
+    async def _read_answers(self, outbox: Outbox) -> None:
+        while True:
+            bundle = await outbox.world.recv_bundle(src=1, tag=ANSWER)
+            for attempt, tensors, is_last in unpack_answers(bundle):
+                self._latest = tensors
+                self._handle(events.Answered(attempt, is_last))
+            self._latest = {}
+
+    async def look(self) -> None:
+        """Look at deadlines and at who is silent, until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self._handle(events.Ticked())
+            for model, route in self.table.routes.items():
+                is_wanted = route.on_demand and self._router.pending(model)
+                if is_wanted and self.missing(model):
+                    self.on_missing(model)
+            for name, outbox in list(self._edges.items()):
+                is_silent = outbox.silent_s() > SILENT_S
+                if is_silent != (name in self._silent):
+                    (self._silent.add if is_silent else self._silent.discard)(name)
+                    self._handle(events.Silent(name, is_silent))
+
+    # Carrying out.
+
+    def _handle(self, event: events.Event) -> None:
+        now = time.monotonic()
+        to_send: dict[str, list[Parcel]] = {}
+        for action in self._router.handle(event, now):
+            match action:
+                case actions.Dispatch(replica, (number, which), is_solo):
+                    call = self._calls[number]
+                    via = call.wish.via
+                    parcel = Parcel(
+                        (self.name, number, which),
+                        call.tensors,
+                        call.deadline_at - now,
+                        is_solo,
+                        call.wish.session,
+                        {str(k): v for k, v in via.items()} if via else None,
+                        call.wish.share,
+                    )
+                    to_send.setdefault(replica, []).append(parcel)
+                case actions.Cancel(replica, attempt):
+                    if replica in self._edges:
+                        key = (self.name, *attempt)
+                        self._edges[replica].object_nowait(CANCEL, key)
+                case actions.Deliver(number, is_last):
+                    self._deliver(number, self._latest)
+                    if is_last:
+                        self.counts["answered"] += 1
+                        self._deliver(number, None)
+                case actions.Reject(number, error):
+                    self.counts[type(error).__name__] += 1
+                    self._deliver(number, error)
+                case actions.Replayed(number, replica, why):
+                    self.counts["replayed"] += 1
+                    logger.info("request %d at %s again: %s", number, replica, why)
+        for replica, parcels in to_send.items():
+            self._edges[replica].bundle_nowait(WORK, *pack(parcels))
+
+    def _deliver(self, number: int, what: Tensors | ServeError | None) -> None:
+        call = self._calls.get(number)
+        if call is not None:
+            call.answers.put_nowait(what)
+
+
+def _attempts(data: list[list[int]]) -> tuple[events.Attempt, ...]:
+    return tuple((number, attempt) for number, attempt in data)

@@ -1,0 +1,254 @@
+"""Asks the scaling policy of every model, and has done what it says. Shell.
+
+What it asks with comes from the reports of all processes; a model that nothing runs of
+is asked about as soon as a gateway says that somebody wants it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from multiworld.errors import PlacementError, SpecError
+from multiworld.serve.fleet.decision_log import Journal
+from multiworld.serve.fleet.history import History
+from multiworld.serve.fleet.reconciler import Fleet
+from multiworld.serve.fleet.state import Phase, Wanted
+from multiworld.serve.models.factory import import_factory
+from multiworld.serve.placement.replica_bookings import Specs
+from multiworld.serve.scaling import default_policy, limits
+from multiworld.serve.scaling.limits import within
+from multiworld.serve.scaling.samples import Seen, Watch
+from multiworld.serve.scaling.snapshot import Decision, Policy, Snapshot
+from multiworld.serve.scaling.snapshot_json import snapshot_to_json
+from multiworld.serve.spec.schema import ModelSpec
+
+logger = logging.getLogger("multiworld.serve")
+
+LOOK_S = 0.1
+"""Between looks at whose interval is over."""
+
+REPORT_S = 0.5
+"""How long a process may take to report; one that does not counts as before."""
+
+START_S = 1.0
+"""How long a replica takes to start, until one has."""
+
+
+class ScalerOwner(Protocol):
+    """Who runs the processes."""
+
+    @property
+    def specs(self) -> Specs:
+        """Every version that is known, by model and version."""
+
+    async def reports(self, limit_s: float) -> dict[str, Any]:
+        """Ask every process what it does."""
+
+    def admit(self, wanted: Wanted, model: str) -> None:
+        """Check that all of a model has a place, whatever others lack."""
+
+    def want(self, wanted: Wanted) -> None:
+        """Have the service be so."""
+
+
+class _Model:
+    """What is remembered of one model."""
+
+    def __init__(self, spec: ModelSpec, name: str) -> None:
+        look_back = [
+            s.autoscaling_config.look_back_period_s
+            for s in spec.stages
+            if s.autoscaling_config is not None
+        ]
+        self.spec = spec
+        self.watch = Watch(name, len(spec.stages), max(look_back))
+        self.interval_s = limits.interval_s(spec)
+        self.due_at = 0.0
+        self.memory: Any = None
+        self.short = ""
+        self.policy: Policy = (
+            default_policy.decide
+            if spec.scaling is None
+            else import_factory(spec.scaling)
+        )
+
+
+class Scaler:
+    """Scales the models of a service."""
+
+    def __init__(
+        self, fleet: Fleet, history: History, journal: Journal, owner: ScalerOwner
+    ) -> None:
+        self._fleet, self._history, self._journal = fleet, history, journal
+        self._owner = owner
+        self._models: dict[str, _Model] = {}
+        self._woken = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin."""
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def wake(self, model: str) -> None:
+        """Ask at once: somebody wants what nothing runs of."""
+        known = self._models.get(model)
+        wanted = self._fleet.wanted.models.get(model)
+        if known is not None and wanted is not None and 0 in wanted.replicas:
+            known.due_at = 0.0
+            self._woken.set()
+
+    async def close(self) -> None:
+        """End it."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(LOOK_S):
+                    await self._woken.wait()
+            except TimeoutError:
+                pass
+            self._woken.clear()
+            try:
+                await self._look()
+            except Exception:  # a bug; a service that is scaled no more is worse
+                logger.exception("the models cannot be scaled")
+                await asyncio.sleep(START_S)
+
+    async def _look(self) -> None:
+        """Decide about every model that is due."""
+        self._know_models()
+        now = time.monotonic()
+        due = [name for name, model in self._models.items() if model.due_at <= now]
+        if not due:
+            return
+        for name in due:  # before it is waited: who is woken meanwhile is due again
+            self._models[name].due_at = now + self._models[name].interval_s
+        reports = await self._owner.reports(REPORT_S)
+        for name in sorted(due, key=lambda n: -self._models[n].spec.weight):
+            try:
+                self._decide(name, reports)
+            except Exception as error:  # somebody's policy; the others are scaled
+                logger.exception("%s cannot be scaled", name)
+                text = f"the policy failed: {type(error).__name__}: {error}"
+                self._journal.think("scaling", name, text)
+                self._models[name].due_at = time.monotonic() + START_S
+
+    def _know_models(self) -> None:
+        """Follow what is wanted: models come, go, and change their versions."""
+        specs = {
+            name: self._owner.specs[name][wanted.version]
+            for name, wanted in self._fleet.wanted.models.items()
+        }
+        for name in self._models.keys() - specs.keys():
+            del self._models[name]
+        for name, spec in specs.items():
+            known = self._models.get(name)
+            if not limits.is_scaled(spec):
+                self._models.pop(name, None)
+            elif known is None or known.spec != spec:
+                try:
+                    self._models[name] = _Model(spec, name)
+                except SpecError as error:  # it was there when the service was started
+                    self._models.pop(name, None)
+                    self._journal.think("scaling", name, f"it is not scaled: {error}")
+
+    def _decide(self, name: str, reports: dict[str, Any]) -> None:
+        known, now = self._models[name], time.monotonic()
+        wanted = self._fleet.wanted.models.get(name)
+        if wanted is None or self._fleet.active.get(name) != wanted.version:
+            return  # a new version is on its way: nothing is scaled meanwhile
+        replicas = self._replicas(name, wanted.version)
+        gateways = [p.name for p in self._fleet.processes.values() if p.is_gateway]
+        known.watch.note(now, gateways, replicas, reports)
+        snapshot = Snapshot(
+            model=name,
+            now=now,
+            stages=limits.stages_now(known.spec, wanted.replicas),
+            samples=tuple(known.watch.samples),
+            objective_s=wanted.objective_s,
+            objective_share=known.spec.objective_share,
+            deadline_s=wanted.deadline_s,
+            start_s=self._start_s(name, wanted.version),
+            interval_s=known.interval_s,
+            memory=known.memory,
+        )
+        decision = within(known.policy(snapshot), snapshot.stages)
+        known.memory = decision.memory
+        self._journal.think("scaling", name, decision.why)
+        if tuple(decision.replicas) != wanted.replicas:
+            self._carry_out(known, snapshot, decision)
+
+    def _replicas(self, name: str, version: str) -> list[Seen]:
+        return [
+            Seen(p.name, p.stage, p.phase is Phase.READY)
+            for p in self._fleet.processes.values()
+            if (p.model, p.version) == (name, version)
+        ]
+
+    def _start_s(self, name: str, version: str) -> float:
+        took = [
+            seconds
+            for post, seconds in self._fleet.start_s.items()
+            if post[:2] == (name, version)
+        ]
+        return statistics.median(took) if took else START_S
+
+    def _carry_out(self, known: _Model, snapshot: Snapshot, decision: Decision) -> None:
+        name = snapshot.model
+        before = [stage.replicas for stage in snapshot.stages]
+        wanted, short = self._admitted(name, before, decision.replicas)
+        after = list(wanted.models[name].replicas)
+        if short and short != known.short:
+            self._history.say("unplaced", f"{name}: not all of it has a place: {short}")
+        known.short = short
+        if after == before:
+            self._journal.think("scaling", name, f"{decision.why}; no room: {short}")
+            return
+        why = decision.why
+        if short:
+            why = f"{before} → {after}, no more for want of room ({short}); {why}"
+        self._history.say("scaled", f"{name}: {why}")
+        self._owner.want(wanted)
+        facts = {"before": before, "after": after, "short": short, **decision.facts}
+        self._journal.decide("scaling", name, why, facts, snapshot_to_json(snapshot))
+
+    def _admitted(
+        self, name: str, before: Sequence[int], after: Sequence[int]
+    ) -> tuple[Wanted, str]:
+        """Return as much of what a policy wants as has a place, and what is short."""
+        wanted = self._with(name, after)
+        try:
+            self._owner.admit(wanted, name)
+        except PlacementError as error:
+            short = str(error)
+        else:
+            return wanted, ""
+        # What becomes less does so; what becomes more, one by one while there is room.
+        counts = [min(one, other) for one, other in zip(before, after, strict=True)]
+        growing = [k for k, count in enumerate(after) if count > counts[k]]
+        while growing:
+            for k in list(growing):
+                counts[k] += 1
+                try:
+                    self._owner.admit(self._with(name, counts), name)
+                except PlacementError:
+                    counts[k] -= 1
+                    growing.remove(k)
+                else:
+                    if counts[k] == after[k]:
+                        growing.remove(k)
+        return self._with(name, counts), short
+
+    def _with(self, name: str, replicas: Sequence[int]) -> Wanted:
+        wanted = self._fleet.wanted
+        model = replace(wanted.models[name], replicas=tuple(replicas))
+        return replace(wanted, models={**wanted.models, name: model})

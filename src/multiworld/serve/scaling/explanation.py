@@ -1,0 +1,84 @@
+"""What the policy found, in words and numbers: why a decision was taken. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from multiworld.serve.scaling.burst_reserve import Hindsight
+from multiworld.serve.scaling.demand import Demand
+from multiworld.serve.scaling.gears import Gear, gear_for
+from multiworld.serve.scaling.snapshot import Snapshot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a decision is made from.
+
+    Attributes:
+        costs: Seconds of a request and of a batch, by stage; none if not known.
+        kept: Replicas that are needed only because some are kept, by stage; or none.
+        needs: The fewest, and those with a margin, by stage.
+    """
+
+    demand: Demand
+    costs: tuple[tuple[float, float], ...]
+    gears: tuple[Gear, ...]
+    hindsight: Hindsight
+    kept: tuple[int, ...]
+    needs: list[tuple[int, int]]
+    is_urgent: bool
+
+
+def words(snapshot: Snapshot, found: Found, replicas: Sequence[int]) -> str:
+    """Return a decision for people, in a line."""
+    demand, gears = found.demand, found.gears
+    text = f"{demand.rate:.2f} requests/s"
+    if demand.is_burst:
+        text += " (a burst)"
+    if demand.expected > demand.rate * 1.01:
+        text += f", {demand.expected:.2f} expected in {demand.ahead_s:.1f} s"
+    if gears:
+        number = gear_for(gears, demand.expected)
+        gear = gears[number]
+        text += (
+            f"; gear {number + 1} of {len(gears)}, {list(gear.replicas)}, carries "
+            f"{gear.rate:.2f}/s"
+        )
+    else:
+        text += "; by what is queued (how long stages compute is not known yet)"
+    waiting = snapshot.samples[-1].stages
+    text += f"; ongoing {[round(seen.ongoing) for seen in waiting]}"
+    if found.is_urgent:
+        text += "; urgent: what waits misses the objective"
+    if found.kept:
+        late = 100 * (1 - snapshot.objective_share)
+        text += (
+            f"; more than {late:.3g} % were late lately: {list(found.kept)} are kept"
+        )
+    wanted = list(replicas)
+    before = [stage.replicas for stage in snapshot.stages]
+    return text if wanted == before else f"{before} → {wanted}: {text}"
+
+
+def facts(snapshot: Snapshot, found: Found) -> dict[str, Any]:
+    """Return the numbers behind it."""
+    demand, gears = found.demand, found.gears
+    return {
+        "rate": demand.rate,
+        "expected": demand.expected,
+        "slope": demand.slope,
+        "is_burst": demand.is_burst,
+        "is_urgent": found.is_urgent,
+        "gear": gear_for(gears, demand.expected) + 1 if gears else None,
+        "gears": len(gears),
+        "item_s": [item_s for item_s, _ in found.costs] or None,
+        "needs": [list(need) for need in found.needs],
+        "kept": list(found.kept),
+        "came": found.hindsight.came,
+        "missed": found.hindsight.missed,
+        "ongoing": [seen.ongoing for seen in snapshot.samples[-1].stages],
+        "ready": [seen.ready for seen in snapshot.samples[-1].stages],
+        "objective_s": snapshot.objective_s,
+    }

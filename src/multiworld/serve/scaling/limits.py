@@ -1,0 +1,63 @@
+"""From a spec to what a scaling policy is asked. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from multiworld.serve.scaling.snapshot import Decision, Limits, StageNow
+from multiworld.serve.spec.schema import ModelSpec, StageSpec
+
+
+def limits_of(stage: StageSpec) -> Limits | None:
+    """Return within what a stage is scaled; None if its number is somebody's to set."""
+    config = stage.autoscaling_config
+    if config is None:
+        return None
+    said = config.model_dump(exclude={"initial_replicas", "metrics_interval_s"})
+    return Limits(**said)
+
+
+def is_scaled(spec: ModelSpec) -> bool:
+    """Return whether a stage of a model is scaled by itself."""
+    return any(stage.autoscaling_config is not None for stage in spec.stages)
+
+
+def interval_s(spec: ModelSpec) -> float:
+    """Return the seconds between two decisions about a model."""
+    configs = [stage.autoscaling_config for stage in spec.stages]
+    return min((c.metrics_interval_s for c in configs if c is not None), default=1.0)
+
+
+def within(decision: Decision, stages: Sequence[StageNow]) -> Decision:
+    """Return a decision of whatever policy as one that can be carried out.
+
+    Numbers are brought within the limits; a stage without limits keeps what it has.
+
+    Raises:
+        ValueError: It has not a whole number for each stage.
+    """
+    counts = tuple(decision.replicas)
+    if len(counts) != len(stages) or any(type(count) is not int for count in counts):
+        raise ValueError(
+            f"the policy answered {counts!r}; it must be {len(stages)} whole numbers, "
+            "one for each stage"
+        )
+    replicas = tuple(
+        stage.replicas if (limits := stage.limits) is None else limits.within(count)
+        for count, stage in zip(counts, stages, strict=True)
+    )
+    return replace(decision, replicas=replicas)
+
+
+def stages_now(spec: ModelSpec, replicas: Sequence[int]) -> tuple[StageNow, ...]:
+    """Return the stages of a model, and how many replicas of each are wanted."""
+    return tuple(
+        StageNow(
+            name=stage.name or str(k),
+            replicas=count,
+            limits=limits_of(stage),
+            item_s=stage.item_ms / 1000 if stage.item_ms else None,
+        )
+        for k, (stage, count) in enumerate(zip(spec.stages, replicas, strict=True))
+    )

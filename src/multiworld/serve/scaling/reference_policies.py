@@ -1,0 +1,158 @@
+"""Other scaling policies: to compare with, and examples of how one is made. Pure."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Sequence
+
+from multiworld.serve.scaling.demand import since
+from multiworld.serve.scaling.gears import StageCost, gear_for, gears_of
+from multiworld.serve.scaling.snapshot import Decision, Limits, Policy, Snapshot
+from multiworld.serve.scaling.stabilization import Wish, remember, settled
+
+
+def fixed(snapshot: Snapshot) -> Decision:
+    """Leave everything as it is."""
+    replicas = tuple(stage.replicas for stage in snapshot.stages)
+    return Decision(replicas=replicas, why="a fixed fleet")
+
+
+Need = Callable[[Snapshot, int, Limits], int]
+"""Returns how many replicas one stage needs at this moment."""
+
+
+def _each(
+    snapshot: Snapshot, need: Need, why: str, *, is_forgetful: bool = False
+) -> Decision:
+    """Scale each stage by itself, after the delays.
+
+    Args:
+        is_forgetful: What was needed before a change says nothing after it.
+    """
+    counts: list[int] = []
+    wishes: list[tuple[Wish, ...]] = []
+    for k, stage in enumerate(snapshot.stages):
+        limits = stage.limits
+        if limits is None:
+            counts.append(stage.replicas)
+            wishes.append(())
+            continue
+        count = limits.within(need(snapshot, k, limits))
+        before = snapshot.memory[k] if snapshot.memory else ()
+        kept = remember(before, Wish(snapshot.now, count, count), limits)
+        counts.append(settled(kept, stage.replicas, limits, is_urgent=False))
+        has_changed = counts[k] != stage.replicas
+        wishes.append(kept[-1:] if is_forgetful and has_changed else kept)
+    return Decision(replicas=tuple(counts), why=why, memory=tuple(wishes))
+
+
+def queued(snapshot: Snapshot) -> Decision:
+    """Scale each stage by itself, by what is queued: Ray Serve's own policy.
+
+    ``ceil(ongoing / target_ongoing_requests)``, averaged over the look-back period,
+    after the delays (``ray/serve/autoscaling_policy.py``, 2.60).
+    """
+    return _each(snapshot, _for_queue, "by what is queued")
+
+
+def _for_queue(snapshot: Snapshot, k: int, limits: Limits) -> int:
+    begin = snapshot.now - limits.look_back_period_s
+    lately = [s.stages[k].ongoing for s in snapshot.samples if s.at > begin]
+    mean = sum(lately) / max(1, len(lately))
+    return math.ceil(mean / limits.target_ongoing_requests - 1e-9)
+
+
+HIGH, LOW = 0.8, 0.4
+
+
+def threshold(snapshot: Snapshot) -> Decision:
+    """Add a replica above 80 % utilisation, remove one below 40 %: a plain scaler.
+
+    Utilisation is that of the look-back period; the delays are respected.
+    """
+    return _each(snapshot, _for_use, "by utilisation", is_forgetful=True)
+
+
+def _for_use(snapshot: Snapshot, k: int, limits: Limits) -> int:
+    first = since(snapshot.samples, snapshot.now - limits.look_back_period_s)
+    last, replicas = snapshot.samples[-1], snapshot.stages[k].replicas
+    if replicas == 0:
+        return int(last.stages[k].ongoing > 0)
+    span_s = max(1e-9, last.at - first.at)
+    used = (last.stages[k].busy_s - first.stages[k].busy_s) / span_s / replicas
+    return replicas + (used > HIGH) - (used < LOW)
+
+
+def oracle(
+    arrivals: Sequence[float],
+    costs: Sequence[StageCost],
+    objective_s: float | None,
+    share: float = 0.99,
+    margin: float = 1.0,
+) -> Policy:
+    """Return a policy that knows the future: what could be had at best, about.
+
+    It has a replica for every burst that comes before one that is started later would
+    be ready, and none a moment longer. It knows when requests come, not how they will
+    be spread over replicas and batches: that takes a margin.
+
+    Args:
+        arrivals: Of every request, in seconds, growing.
+        costs: Of the stages.
+        share: Of the requests, that should be answered within the objective.
+        margin: It has so many times the replicas that an even flow would take.
+    """
+    gears = gears_of(costs, objective_s, share)
+    bare_s = sum(stage.item_s for stage in costs)
+    patience_s = max((objective_s or 10.0) - bare_s, (objective_s or 10.0) / 4)
+
+    def decide(snapshot: Snapshot) -> Decision:
+        begin = snapshot.now - patience_s
+        end = snapshot.now + snapshot.start_s + 2 * snapshot.interval_s + patience_s
+        first = bisect.bisect_left(arrivals, begin)
+        coming = arrivals[first : bisect.bisect_left(arrivals, end)]
+        waiting = [seen.ongoing for seen in snapshot.samples[-1].stages]
+        if not coming and not any(waiting):
+            least = tuple(stage.limits.min_replicas for stage in costs)
+            return Decision(replicas=least, why="nothing comes")
+        mean = len(coming) / (end - begin)
+        burst = _needed(coming, patience_s)
+        gear = gears[gear_for(gears, mean)].replicas
+        counts = [
+            max(
+                count,
+                math.ceil(
+                    margin * max(burst, sum(waiting) / patience_s) * stage.item_s
+                ),
+            )
+            for count, stage in zip(gear, costs, strict=True)
+        ]
+        within = [
+            stage.limits.within(count)
+            for count, stage in zip(counts, costs, strict=True)
+        ]
+        return Decision(replicas=tuple(within), why="it knows the future")
+
+    return decide
+
+
+def _needed(coming: Sequence[float], patience_s: float) -> float:
+    """Return the requests a second that must be computed; see ``demand.envelope``."""
+    most, step = 0.0, max(1, len(coming) // 64)
+    for first in range(0, len(coming), step):
+        for last in range(first, len(coming), step):
+            span_s = coming[last] - coming[first]
+            most = max(most, (last - first + 1) / (span_s + patience_s))
+    return most
+
+
+MARGINS = (1.0, 1.25, 1.5, 2.0, 3.0)
+"""Of an oracle: the first with which the objective is reached is the cheapest."""
+
+BUILT_IN: dict[str, Callable[[Snapshot], Decision]] = {
+    "fixed": fixed,
+    "queued": queued,
+    "threshold": threshold,
+}
+"""By the names that ``multiworld simulate --policy`` knows."""

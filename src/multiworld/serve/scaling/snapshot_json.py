@@ -1,0 +1,47 @@
+"""Snapshots and decisions as plain data, and back: what was decided can be replayed."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from multiworld.serve.scaling.default_policy import Memory
+from multiworld.serve.scaling.snapshot import Snapshot
+
+_SNAPSHOT: TypeAdapter[Snapshot] = TypeAdapter(Snapshot)
+_MEMORY: TypeAdapter[Memory] = TypeAdapter(Memory)
+
+
+def snapshot_to_json(snapshot: Snapshot) -> dict[str, Any]:
+    """Return a snapshot as plain data.
+
+    What a policy of somebody else's remembers is recorded as text, for people.
+    """
+    found = asdict(replace(snapshot, memory=None))
+    memory = snapshot.memory
+    if isinstance(memory, Memory):
+        found["memory"] = asdict(memory)
+    elif memory is not None:
+        found["memory"] = repr(memory)
+    return found
+
+
+def snapshot_from_json(data: dict[str, Any]) -> Snapshot:
+    """Return a snapshot that was recorded; ``policy.decide`` decides on it as it did.
+
+    Raises:
+        ValueError: It is none.
+    """
+    memory = data.get("memory")
+    said = {**data, "memory": None}
+    snapshot = _SNAPSHOT.validate_python(said)
+    if not isinstance(memory, dict):
+        return snapshot
+    return Snapshot(
+        **{
+            **{name: getattr(snapshot, name) for name in snapshot.__slots__},
+            "memory": _MEMORY.validate_python(memory),
+        }
+    )

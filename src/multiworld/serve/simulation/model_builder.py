@@ -1,0 +1,137 @@
+"""From a spec and what was measured to what is simulated. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from multiworld.errors import PlacementError, SpecError
+from multiworld.serve.resources.amounts import Need
+from multiworld.serve.resources.assignment import assign
+from multiworld.serve.resources.bookings import Ledger
+from multiworld.serve.scaling.gears import StageCost
+from multiworld.serve.scaling.limits import interval_s, limits_of
+from multiworld.serve.scaling.snapshot import Limits, Policy
+from multiworld.serve.simulation.engine import PipelineModel, Room, StageModel
+from multiworld.serve.spec.schema import ModelSpec
+
+Curve = Mapping[int, float]
+"""Seconds of a batch, by its rows."""
+
+
+def seconds_of(curve: Curve) -> Callable[[float], float]:
+    """Return the seconds of any batch, on straight lines between known ones."""
+    points = sorted(curve.items())
+
+    def seconds(work: float) -> float:
+        if len(points) == 1 or work <= points[0][0]:
+            rows, took = points[0]
+            # Below the smallest batch that was measured nothing is gained but rows.
+            return took * work / rows if len(points) == 1 else took
+        upper = next(
+            (k for k in range(1, len(points)) if work <= points[k][0]), len(points) - 1
+        )
+        (one, took), (other, longer) = points[upper - 1], points[upper]
+        slope = max(0.0, (longer - took) / (other - one))
+        return max(1e-9, took + slope * (work - one))
+
+    return seconds
+
+
+def pipeline_of(
+    name: str,
+    spec: ModelSpec,
+    policy: Policy,
+    curves: Mapping[int, Curve],
+    start_s: float,
+) -> PipelineModel:
+    """Return a model of a spec as it is simulated.
+
+    Args:
+        curves: Of the stages that were measured; of others ``item_ms`` is taken.
+
+    Raises:
+        SpecError: Nobody knows how long a stage computes.
+    """
+    stages = []
+    for k, stage in enumerate(spec.stages):
+        title = stage.name or str(k)
+        curve = curves.get(k)
+        if curve is None:
+            if not stage.item_ms:
+                raise SpecError(
+                    f"models.{name}.stages[{k}] ({title}): nobody knows how long it "
+                    "computes; give item_ms, or profile: (multiworld profile)"
+                )
+            curve = {1: stage.item_ms / 1000}
+        stages.append(
+            StageModel(
+                name=title,
+                seconds=seconds_of(curve),
+                max_batch_size=stage.max_batch_size,
+                max_wait_s=stage.max_wait_ms / 1000,
+                window=stage.max_ongoing_requests,
+                replicas=stage.least,
+                limits=limits_of(stage),
+                item_s=min(took / rows for rows, took in curve.items()),
+            )
+        )
+    return PipelineModel(
+        name=name,
+        stages=tuple(stages),
+        policy=policy,
+        objective_s=spec.objective_ms / 1000 if spec.objective_ms else None,
+        objective_share=spec.objective_share,
+        deadline_s=spec.deadline_s,
+        max_queued_requests=spec.max_queued_requests,
+        start_s=start_s,
+        interval_s=interval_s(spec),
+    )
+
+
+def with_fleet(model: PipelineModel, replicas: tuple[int, ...]) -> PipelineModel:
+    """Return the same model with so many replicas at the start."""
+    stages = [
+        replace(stage, replicas=count)
+        for stage, count in zip(model.stages, replicas, strict=True)
+    ]
+    return replace(model, stages=tuple(stages))
+
+
+def costs_of(model: PipelineModel) -> list[StageCost]:
+    """Return what gears are computed from."""
+    return [
+        StageCost(
+            item_s=stage.item_s or 0.0,
+            batch_s=stage.seconds(1.0),
+            limits=stage.limits
+            or Limits(min_replicas=stage.replicas, max_replicas=max(1, stage.replicas)),
+        )
+        for stage in model.stages
+    ]
+
+
+class Machines(Room):
+    """Machines with so much room and no more.
+
+    Args:
+        ledger: Of the machines.
+        needs: Of a replica, by model and stage.
+    """
+
+    def __init__(self, ledger: Ledger, needs: Mapping[str, tuple[Need, ...]]) -> None:
+        self._ledger, self._needs = ledger, needs
+
+    def take(self, name: str, model: str, stage: int) -> bool:
+        """Book a place; False if there is none."""
+        need, post = self._needs[model][stage], (model, stage)
+        try:
+            spot = assign(self._ledger, post, need, {})
+        except PlacementError:
+            return False
+        self._ledger.book(name, post, spot, need)
+        return True
+
+    def free(self, name: str) -> None:
+        """Give it back."""
+        self._ledger.release(name)

@@ -1,0 +1,41 @@
+"""The best fleet at every moment, for who knows the future. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from multiworld.serve.routing.load_balancer import Chance
+from multiworld.serve.scaling import reference_policies
+from multiworld.serve.simulation.engine import PipelineModel, simulate
+from multiworld.serve.simulation.model_builder import costs_of
+from multiworld.serve.simulation.traces import Arrival
+from multiworld.serve.simulation.verdict import judge
+
+
+def with_foresight(
+    model: PipelineModel,
+    arrivals: Sequence[Arrival],
+    new_chance: Callable[[], Chance],
+) -> PipelineModel:
+    """Return the model with an oracle for its policy: the cheapest that attains.
+
+    If none does, it is the one that attains most.
+
+    Args:
+        arrivals: What will come, in order of time.
+        new_chance: Returns where the choices of one run are drawn from.
+    """
+    times = [arrival.at for arrival in arrivals]
+    best, most = model, -1.0
+    for margin in reference_policies.MARGINS:
+        aim = model.objective_s, model.objective_share
+        knowing = reference_policies.oracle(times, costs_of(model), *aim, margin)
+        tried = replace(model, policy=knowing)
+        (outcome,) = simulate([tried], [arrivals], new_chance())
+        attained = judge("oracle", outcome).attained
+        if attained > most:
+            best, most = tried, attained
+        if attained >= model.objective_share:
+            break
+    return best

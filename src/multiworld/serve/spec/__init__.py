@@ -1,0 +1,1 @@
+"""The YAML spec of a service, and the description of a model."""

@@ -1,0 +1,46 @@
+"""Names of dtypes in the Open Inference Protocol, and examples made from specs."""
+
+from __future__ import annotations
+
+import torch
+
+from multiworld.errors import SpecError
+from multiworld.serve.spec.stage import Model, Tensors, TensorSpec
+
+TORCH_OF = {
+    "BOOL": torch.bool,
+    "UINT8": torch.uint8,
+    "UINT16": torch.uint16,
+    "UINT32": torch.uint32,
+    "UINT64": torch.uint64,
+    "INT8": torch.int8,
+    "INT16": torch.int16,
+    "INT32": torch.int32,
+    "INT64": torch.int64,
+    "FP16": torch.float16,
+    "BF16": torch.bfloat16,
+    "FP32": torch.float32,
+    "FP64": torch.float64,
+}
+NAME_OF = {dtype: name for name, dtype in TORCH_OF.items()}
+
+
+def example_of(model: Model) -> Tensors:
+    """Return the inputs of one request.
+
+    Raises:
+        SpecError: The model says neither how to make one nor what its inputs are.
+    """
+    if model.example is not None:
+        return model.example()
+    if not model.inputs:
+        raise SpecError(
+            "the model gives no example and no inputs, so nothing can be sent through "
+            "it to see that it is ready; return a Model with inputs= or example="
+        )
+    return {spec.name: _zeros(spec) for spec in model.inputs}
+
+
+def _zeros(spec: TensorSpec) -> torch.Tensor:
+    shape = [1 if size < 0 else size for size in spec.shape]
+    return torch.zeros(shape, dtype=TORCH_OF[spec.datatype])

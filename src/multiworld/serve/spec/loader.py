@@ -1,0 +1,215 @@
+"""Reads a spec, and says of every mistake where it is and what to do."""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from multiworld.errors import SpecError
+from multiworld.serve.spec.dedicated import with_dedicated
+from multiworld.serve.spec.profiles import with_profiles
+from multiworld.serve.spec.schema import PATTERNS, AppSpec
+
+Path_ = tuple[str | int, ...]
+
+
+def load_spec(path: Path) -> AppSpec:
+    """Read a YAML spec.
+
+    Raises:
+        SpecError: It cannot be read, is no YAML, or says something that cannot be;
+            ``problems`` has a line for each mistake.
+    """
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise SpecError(f"cannot read {path}: {reason}") from error
+    return parse_spec(text, str(path))
+
+
+def parse_spec(text: str, where: str = "spec") -> AppSpec:
+    """Read a YAML spec from text.
+
+    Args:
+        where: What to call it in messages; relative paths begin in its folder.
+
+    Raises:
+        SpecError: As ``load_spec``.
+    """
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise _failed(where, [_of_yaml(error)]) from error
+    except RecursionError:
+        why = "line 1: it is nested too deeply, or refers to itself"
+        raise _failed(where, [why]) from None
+    if not isinstance(root, yaml.MappingNode):
+        raise _failed(where, ["line 1: a spec is a mapping; begin with `models:`"])
+    lines: dict[Path_, int] = {}
+    try:
+        problems = _walk(root, (), lines)
+    except RecursionError:
+        why = "line 1: it refers to itself (an alias within its own anchor)"
+        raise _failed(where, [why]) from None
+    try:
+        spec = AppSpec.model_validate(data)
+    except ValidationError as error:
+        found = [
+            (_line(lines, _place(e["loc"])), _of_pydantic(e))
+            for e in error.errors()
+            if not _is_of_other_form(e)
+        ]
+        problems += [f"line {line}: {text}" for line, text in sorted(set(found))]
+        raise _failed(where, problems) from error
+    if problems:
+        raise _failed(where, problems)
+    spec = with_profiles(spec, Path(where).parent)
+    return spec.model_copy(update={"models": with_dedicated(spec.models)})
+
+
+def schema() -> dict[str, Any]:
+    """Return the JSON Schema of a spec, for editors."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **AppSpec.model_json_schema(),
+    }
+
+
+def _failed(where: str, problems: list[str]) -> SpecError:
+    count = f"{len(problems)} mistakes" if len(problems) > 1 else "a mistake"
+    text = "\n".join(f"  {problem}" for problem in problems)
+    return SpecError(f"{where} has {count}:\n{text}", problems=tuple(problems))
+
+
+def _of_yaml(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    what = getattr(error, "problem", None) or str(error)
+    if "end of stream" in what:  # where it began says more
+        mark = getattr(error, "context_mark", None) or mark
+        what = f"{getattr(error, 'context', None) or 'in the text'}: {what}"
+    line = 1 if mark is None else mark.line + 1
+    return f"line {line}: no YAML: {what}; check indentation, colons and quotes"
+
+
+def _walk(node: yaml.Node, at: Path_, lines: dict[Path_, int]) -> list[str]:
+    """Note the line of every value, and find keys that are given twice."""
+    lines[at] = node.start_mark.line + 1
+    problems: list[str] = []
+    if isinstance(node, yaml.MappingNode):
+        seen: dict[Any, int] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if key.value in seen:
+                problems.append(
+                    f"line {line}: {_dotted((*at, key.value))} is given twice (first "
+                    f"in line {seen[key.value]}); remove one"
+                )
+            seen[key.value] = line
+            problems += _walk(value, (*at, key.value), lines)
+            lines[(*at, key.value)] = line
+    elif isinstance(node, yaml.SequenceNode):
+        for number, value in enumerate(node.value):
+            problems += _walk(value, (*at, number), lines)
+    return problems
+
+
+def _line(lines: dict[Path_, int], at: Path_) -> int:
+    """Return the line of the nearest thing that the spec has."""
+    while at not in lines and at:
+        at = at[:-1]
+    return lines.get(at, 1)
+
+
+def _place(loc: Path_) -> Path_:
+    """Return where a mistake is, without the forms that pydantic has tried there."""
+    return tuple(part for part in loc if not _is_form(part))
+
+
+def _is_form(part: str | int) -> bool:
+    return part == "ReplicaRange" or str(part).startswith(("constrained", "function"))
+
+
+def _is_of_other_form(error: Any) -> bool:
+    """Return whether it is about a form that was not meant: a number or a mapping."""
+    forms = [part for part in error["loc"] if _is_form(part) or part == "int"]
+    if not forms:
+        return False
+    is_mapping = error["loc"][-1] not in forms or isinstance(error.get("input"), dict)
+    return is_mapping == (str(forms[0]) in ("int", "constrained-int"))
+
+
+def _of_pydantic(error: Any) -> str:
+    at = _place(error["loc"])
+    name = _dotted(at) or "the spec"
+    kind, given = error["type"], error.get("input")
+    if kind == "extra_forbidden":
+        return f"{name} is unknown; {_known(at)}"
+    if kind == "missing":
+        return f"{name} is missing; add it"
+    if kind == "string_pattern_mismatch":
+        return f"{name} is {given!r}; {PATTERNS[error['ctx']['pattern']]}"
+    if kind in ("model_type", "dict_type", "list_type"):
+        return f"{name} is {given!r}; {FORMS[kind]}"
+    if kind in ("int_type", "float_type") and at[-1] in NUMBERS:
+        return f"{name} is {given!r}; {NUMBERS[at[-1]]}"
+    what = error["msg"].removeprefix("Value error, ")
+    what = what[:1].lower() + what[1:]
+    shown = "" if isinstance(given, dict | list) else f" (it is {given!r})"
+    return f"{name}: {what}{shown}"
+
+
+FORMS = {
+    "model_type": "write a mapping of its fields, `name: value` each",
+    "dict_type": "write a mapping, `name: value` each",
+    "list_type": "write a list, each item after `- `",
+}
+NUMBERS = {
+    "replicas": "write an integer, or {min_replicas: 1, max_replicas: 3}",
+    "silence_s": "write seconds as a number, such as 2",
+    "deadline_s": "write seconds as a number, such as 30",
+}
+
+
+def _known(at: Path_) -> str:
+    """Say what could stand there instead of an unknown key."""
+    kind: Any = AppSpec
+    is_key = False  # of a mapping, or a place in a list: it names no field
+    for part in at[:-1]:
+        if is_key:
+            is_key = False
+            continue
+        field = kind.model_fields.get(str(part))
+        kind = None if field is None else _model_in(field.annotation)
+        if field is None or kind is None:
+            return "remove it"
+        is_key = typing.get_origin(field.annotation) in (dict, list)
+    names = list(kind.model_fields)
+    close = difflib.get_close_matches(str(at[-1]), names, n=1)
+    close = close or [name for name in names if str(at[-1]) in name][:1]
+    if close:
+        return f"did you mean {close[0]}?"
+    return f"known here are {', '.join(names)}"
+
+
+def _model_in(annotation: Any) -> Any:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for inner in getattr(annotation, "__args__", ()):
+        found = _model_in(inner)
+        if found is not None:
+            return found
+    return None
+
+
+def _dotted(at: Path_) -> str:
+    text = ""
+    for part in at:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return text.lstrip(".")

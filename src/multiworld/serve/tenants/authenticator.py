@@ -1,0 +1,216 @@
+"""Who comes to a gateway: whose key it is, what is left of its limits, what it uses.
+
+Shell: reads clocks and makes digests; decides nothing that its parts do not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from multiworld.backends.dtypes import memory_of, plain
+from multiworld.errors import (
+    OverloadedError,
+    QuarantinedError,
+    RequestPoisonedError,
+    UnauthorizedError,
+)
+from multiworld.serve.spec.stage import Tensors
+from multiworld.serve.tenants.directory import NOBODY, Book, Tenant
+from multiworld.serve.tenants.keys import parse_key
+from multiworld.serve.tenants.quarantine import Quarantine
+from multiworld.serve.tenants.rate_limits import Limiter
+from multiworld.serve.tenants.usage_meter import Meter
+
+Post = tuple[str, str]
+"""Model and version."""
+
+FORGET_S = 60.0
+
+NO_KEY = (
+    "this service needs an API key: send it as `Authorization: Bearer KEY` (or "
+    "X-API-Key); `multiworld tenants create NAME` makes one"
+)
+NOT_OPERATOR = "metrics are for operators (multiworld tenants create --operator)"
+BAD_KEY = "this API key is not known here, or not any more"
+
+
+@dataclass(slots=True, eq=False)
+class Visit:
+    """One request, from when it is let in until it is answered."""
+
+    tenant: Tenant
+    began: float
+    bytes_in: int = 0
+    bytes_out: int = 0
+    rows: int = 0
+    is_refused: bool = False
+
+
+class Door:
+    """The entrance of one gateway.
+
+    Args:
+        needs_key: Whether nobody gets in without one.
+
+    Attributes:
+        refused: How many were not let in, by tenant and reason.
+        gateways: Between which limits are divided.
+    """
+
+    def __init__(self, *, needs_key: bool) -> None:
+        self.needs_key = needs_key
+        self.book = Book()
+        self.limiter = Limiter()
+        self.quarantine = Quarantine()
+        self.meter = Meter()
+        self.refused: Counter[tuple[str, str]] = Counter()
+        self.gateways = 1
+        self._forget_at = 0.0
+
+    def who(self, headers: Mapping[str, str]) -> Tenant:
+        """Return whose request it is.
+
+        Raises:
+            UnauthorizedError: It has no key, or none that is known.
+        """
+        key = _key_in(headers)
+        if not key:
+            if self.needs_key:
+                self._refuse("", "no key")
+                raise UnauthorizedError(NO_KEY)
+            return NOBODY
+        tenant = self.book.find(*parse_key(key), time.time())
+        if tenant is not None:
+            return tenant
+        if not self.needs_key and not self.book.tenants:
+            return NOBODY  # clients send one by habit: OpenAI's insist
+        self._refuse("", "wrong key")
+        raise UnauthorizedError(BAD_KEY)
+
+    def enter(self, headers: Mapping[str, str]) -> Visit:
+        """Let a request in; ``leave`` must follow.
+
+        Raises:
+            UnauthorizedError: It has no key, or none that is known.
+            OverloadedError: Its tenant has used up what it may.
+        """
+        tenant, now = self.who(headers), time.monotonic()
+        if now >= self._forget_at:
+            self._forget_at = now + FORGET_S
+            self.limiter.forget(now)
+            self.quarantine.forget(now)
+        refusal = self.limiter.enter(tenant, self.gateways, now)
+        if refusal is not None:
+            self._refuse(tenant.name, refusal.what)
+            raise OverloadedError(refusal.text, retry_after_s=refusal.after_s)
+        return Visit(tenant, now)
+
+    def leave(self, visit: Visit, model: str, status: int) -> None:
+        """Take note of how a request ended."""
+        self.limiter.leave(visit.tenant)
+        self.limiter.spend(visit.tenant, visit.bytes_out)
+        sums = self.meter.at(visit.tenant.name, model, time.time())
+        sums.requests += 1
+        sums.answered += status == 200
+        sums.failed += status >= 400
+        sums.rows += visit.rows if status == 200 else 0
+        sums.bytes_in += visit.bytes_in
+        sums.bytes_out += visit.bytes_out
+        sums.seconds += time.monotonic() - visit.began if status == 200 else 0.0
+
+    def took(self, visit: Visit, size: int) -> None:
+        """Take note of bytes that have come, whatever becomes of them."""
+        visit.bytes_in += size
+        self.limiter.spend(visit.tenant, size)
+
+    def check_operator(self, headers: Mapping[str, str]) -> None:
+        """Let only those in who may see what concerns everybody.
+
+        Raises:
+            UnauthorizedError: Keys are needed, and this is not an operator's.
+        """
+        if not self.needs_key:
+            return
+        tenant = self.who(headers)
+        if not tenant.is_operator:
+            self._refuse(tenant.name, "not an operator")
+            raise UnauthorizedError(NOT_OPERATOR)
+
+    def _refuse(self, tenant: str, why: str) -> None:
+        self.refused[tenant, why] += 1
+        self.meter.at(tenant, "", time.time()).refused += 1
+
+    def _refuse_once(self, visit: Visit, why: str) -> None:
+        """Count a request that is refused, however many texts it had."""
+        if not visit.is_refused:
+            visit.is_refused = True
+            self._refuse(visit.tenant.name, why)
+
+    def refuse_model(self, tenant: Tenant) -> None:
+        """Count that somebody asked for a model that it may not use."""
+        self._refuse(tenant.name, "model")
+
+    # Poison.
+
+    def is_suspicious(self, tenant: Tenant, post: Post) -> bool:
+        """Return whether ``check`` needs a digest."""
+        about = f"{post[0]} {post[1]}"
+        return self.quarantine.is_suspicious(tenant.name, about)
+
+    def check(self, visit: Visit, post: Post, digest: str) -> None:
+        """Refuse what is known to kill replicas.
+
+        Args:
+            post: Model and version.
+            digest: Of the request.
+
+        Raises:
+            QuarantinedError: Too much of this tenant's does.
+            RequestPoisonedError: This very request does.
+        """
+        tenant, now = visit.tenant, time.monotonic()
+        about = f"{post[0]} {post[1]}"
+        refused_s = self.quarantine.refused_s(tenant.name, about, now)
+        if refused_s:
+            self._refuse_once(visit, "quarantined")
+            raise QuarantinedError(
+                f"several of your requests to model {post[0]!r} have killed the "
+                f"replicas that computed them; none is taken for {refused_s:.0f} s",
+                retry_after_s=refused_s,
+            )
+        if self.quarantine.knows(tenant.name, about, digest, now):
+            self._refuse_once(visit, "poisonous")
+            raise RequestPoisonedError(
+                f"this request to model {post[0]!r} has killed the replicas that "
+                "computed it before; it is not tried again"
+            )
+
+    def poisonous(self, tenant: str, post: Post, digest: str) -> float:
+        """Take note of a poisonous request, found here or at another gateway.
+
+        Returns:
+            For how long all requests of its tenant to that model are refused.
+        """
+        about = f"{post[0]} {post[1]}"
+        return self.quarantine.found(tenant, about, digest, time.monotonic())
+
+
+def digest_of(tensors: Tensors) -> str:
+    """Return what tells a request from others."""
+    found = hashlib.blake2b(digest_size=16)
+    for name in sorted(tensors):
+        tensor = plain(tensors[name])
+        found.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        found.update(memory_of(tensor))
+    return found.hexdigest()
+
+
+def _key_in(headers: Mapping[str, str]) -> str:
+    kind, _, key = headers.get("authorization", "").partition(" ")
+    if kind.lower() == "bearer":
+        return key.strip()
+    return headers.get("x-api-key", "").strip()

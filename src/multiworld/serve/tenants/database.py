@@ -1,0 +1,199 @@
+"""Tenants, usage and the audit log of a service, in SQLite. Shell, and blocking.
+
+One file in the service's folder; it outlives the service, whose record does not.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from multiworld.errors import ServeError
+from multiworld.serve.tenants.directory import Tenant, tenant_from_json
+from multiworld.serve.tenants.usage_meter import FIELDS, MOST_TOLD, Row
+
+SCHEMA = f"""
+CREATE TABLE IF NOT EXISTS tenants (name TEXT PRIMARY KEY, data TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS audit (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    at REAL NOT NULL, who TEXT NOT NULL, act TEXT NOT NULL,
+    what TEXT NOT NULL, outcome TEXT NOT NULL
+);
+CREATE TABLE IF NOT EXISTS usage (
+    minute INTEGER NOT NULL, tenant TEXT NOT NULL, model TEXT NOT NULL,
+    {", ".join(f"{name} REAL NOT NULL DEFAULT 0" for name in FIELDS)},
+    PRIMARY KEY (minute, tenant, model)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS told (
+    meter TEXT NOT NULL, number INTEGER NOT NULL, PRIMARY KEY (meter, number)
+) WITHOUT ROWID;
+"""
+
+KEPT = 4 * MOST_TOLD
+"""Numbers of a gateway that are remembered; it has fewer that are not confirmed."""
+
+PUT = "INSERT OR REPLACE INTO tenants VALUES (?, ?)"
+
+ADD = (
+    f"INSERT INTO usage VALUES ({', '.join('?' * (3 + len(FIELDS)))}) "
+    "ON CONFLICT DO UPDATE SET "
+    + ", ".join(f"{name} = {name} + excluded.{name}" for name in FIELDS)
+)
+
+
+class Registry:
+    """The database of one service.
+
+    Raises:
+        ServeError: It cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        try:
+            self._db = sqlite3.connect(
+                path, check_same_thread=False, isolation_level=None
+            )
+            path.chmod(0o600)
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA busy_timeout = 5000")
+            self._db.executescript(SCHEMA)
+        except sqlite3.Error as error:
+            raise ServeError(
+                f"{path} cannot be used ({error}); it holds tenants, usage and the "
+                "audit log: repair it, or move it away to begin anew"
+            ) from error
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            try:
+                self._db.execute("BEGIN IMMEDIATE")
+                try:
+                    yield self._db
+                except BaseException:
+                    self._db.execute("ROLLBACK")
+                    raise
+                self._db.execute("COMMIT")
+            except sqlite3.Error as error:
+                raise ServeError(f"{self._path}: {error}") from error
+
+    def close(self) -> None:
+        """Close it."""
+        with self._lock:
+            self._db.close()
+
+    # Tenants.
+
+    def tenants(self) -> dict[str, Tenant]:
+        """Return all of them, by name."""
+        with self._lock:
+            rows = self._db.execute("SELECT data FROM tenants ORDER BY name").fetchall()
+        found = [tenant_from_json(json.loads(data)) for (data,) in rows]
+        return {tenant.name: tenant for tenant in found}
+
+    def save(self, tenant: Tenant) -> None:
+        """Enter a tenant, in place of the one before."""
+        data = json.dumps(tenant.to_json())
+        with self._transaction() as db:
+            db.execute(PUT, (tenant.name, data))
+
+    def delete(self, name: str) -> None:
+        """Remove a tenant; what it has used stays."""
+        with self._transaction() as db:
+            db.execute("DELETE FROM tenants WHERE name = ?", (name,))
+
+    # Usage.
+
+    def add_usage(self, meter: str, number: int, rows: Sequence[Row]) -> None:
+        """Add what a gateway tells; what it tells again counts once, in any order.
+
+        Args:
+            meter: A name that no two gateways have.
+        """
+        with self._transaction() as db:
+            known = db.execute(
+                "SELECT 1 FROM told WHERE meter = ? AND number = ?", (meter, number)
+            ).fetchone()
+            if known is not None:
+                return
+            db.executemany(ADD, rows)
+            db.execute("INSERT INTO told VALUES (?, ?)", (meter, number))
+            db.execute(
+                "DELETE FROM told WHERE meter = ? AND number < ?",
+                (meter, number - KEPT),
+            )
+
+    def forget_meters(self) -> None:
+        """Forget what gateways have told that run no more."""
+        with self._transaction() as db:
+            db.execute("DELETE FROM told")
+
+    def usage(
+        self, tenant: str | None, since: float, *, by_minute: bool
+    ) -> list[dict[str, Any]]:
+        """Return what was used, by tenant and model."""
+        minute = "minute" if by_minute else "min(minute)"
+        last = "minute" if by_minute else "max(minute)"
+        group = "minute, tenant, model" if by_minute else "tenant, model"
+        sums = ", ".join(f"sum({name})" for name in FIELDS)
+        query = (
+            f"SELECT {minute}, {last}, tenant, model, {sums} FROM usage "
+            "WHERE minute >= ?"
+            + (" AND tenant = ?" if tenant is not None else "")
+            + f" GROUP BY {group} ORDER BY 3, 4, 1"
+        )
+        values = (since,) if tenant is None else (since, tenant)
+        with self._lock:
+            rows = self._db.execute(query, values).fetchall()
+        names = ("first_minute", "last_minute", "tenant", "model", *FIELDS)
+        return [_whole(dict(zip(names, row, strict=True))) for row in rows]
+
+    # Audit.
+
+    def audit(self, who: str, act: str, what: dict[str, Any]) -> int:
+        """Write down an administrative act before it is done; return its number."""
+        entry = time.time(), who, act, json.dumps(what, default=str), "begun"
+        with self._transaction() as db:
+            done = db.execute(
+                "INSERT INTO audit (at, who, act, what, outcome) "
+                "VALUES (?, ?, ?, ?, ?)",
+                entry,
+            )
+            return done.lastrowid or 0
+
+    def audit_outcome(self, number: int, outcome: str) -> None:
+        """Write down what came of an act."""
+        with self._transaction() as db:
+            db.execute(
+                "UPDATE audit SET outcome = ? WHERE number = ?", (outcome, number)
+            )
+
+    def audited(self, last: int) -> list[dict[str, Any]]:
+        """Return the last acts, oldest first."""
+        with self._lock:
+            rows = self._db.execute(
+                "SELECT number, at, who, act, what, outcome FROM audit "
+                "ORDER BY number DESC LIMIT ?",
+                (last,),
+            ).fetchall()
+        names = ("number", "at", "who", "act", "what", "outcome")
+        found = [dict(zip(names, row, strict=True)) for row in reversed(rows)]
+        for entry in found:
+            entry["what"] = json.loads(entry["what"])
+        return found
+
+
+def _whole(row: dict[str, Any]) -> dict[str, Any]:
+    """Return counts as whole numbers."""
+    for name in FIELDS:
+        if name != "seconds":
+            row[name] = int(row[name])
+    return row

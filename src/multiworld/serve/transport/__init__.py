@@ -1,0 +1,1 @@
+"""Edges between processes of a service: connections, messages and the routing table."""

@@ -1,0 +1,124 @@
+"""Joining the rows of several requests into one batch, and taking them apart again."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from multiworld.errors import InvalidRequestError, ModelFailedError
+from multiworld.serve.spec.stage import Tensors
+
+
+def rows_of(tensors: Tensors) -> int:
+    """Return the number of rows of one request.
+
+    Raises:
+        InvalidRequestError: The tensors have none, or not equally many.
+    """
+    sizes = {name: t.shape[0] if t.dim() else -1 for name, t in tensors.items()}
+    if not sizes or -1 in sizes.values() or len(set(sizes.values())) > 1:
+        raise InvalidRequestError(
+            f"every tensor needs the same number of rows (dimension 0); got {sizes}"
+        )
+    return next(iter(sizes.values()))
+
+
+def group_of(tensors: Tensors, ragged: Mapping[str, float]) -> Hashable:
+    """Return what is equal for requests that can run together."""
+    return tuple(
+        (name, tensor.dtype, _fixed(name, tensor, ragged))
+        for name, tensor in sorted(tensors.items())
+    )
+
+
+def _fixed(
+    name: str, tensor: Tensor, ragged: Mapping[str, float]
+) -> tuple[tuple[int, ...], int]:
+    skipped = 2 if name in ragged else 1
+    return tuple(tensor.shape[skipped:]), tensor.dim()
+
+
+def length_of(tensors: Tensors, ragged: Mapping[str, float]) -> int:
+    """Return the longest dimension 1 of the ragged tensors; 0 if there are none."""
+    lengths = [t.shape[1] for n, t in tensors.items() if n in ragged and t.dim() > 1]
+    return max(lengths, default=0)
+
+
+def collate(
+    requests: Sequence[Tensors], ragged: Mapping[str, float], buckets: Sequence[int]
+) -> Tensors:
+    """Return one dict of tensors with everybody's rows, padded where they are ragged.
+
+    Args:
+        requests: Of one group, in order.
+        ragged: Value to pad with, by name.
+        buckets: Lengths to pad to.
+    """
+    longest = max(length_of(tensors, ragged) for tensors in requests)
+    length = next((bucket for bucket in buckets if bucket >= longest), longest)
+    batch: Tensors = {}
+    for name in requests[0]:
+        parts = [tensors[name] for tensors in requests]
+        if name in ragged and parts[0].dim() > 1:
+            parts = [_padded(part, length, ragged[name]) for part in parts]
+        batch[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return batch
+
+
+def _padded(tensor: Tensor, length: int, value: float) -> Tensor:
+    if tensor.shape[1] == length:
+        return tensor
+    shape = (tensor.shape[0], length, *tensor.shape[2:])
+    padded = tensor.new_full(shape, value)
+    padded[:, : tensor.shape[1]] = tensor
+    return padded
+
+
+def split(
+    outputs: Tensors,
+    rows: Sequence[int],
+    lengths: Sequence[int],
+    ragged: Mapping[str, float],
+    stage: str,
+) -> list[Tensors]:
+    """Return each request's share of the outputs.
+
+    Raises:
+        ModelFailedError: The outputs are no dict of tensors with these rows.
+    """
+    _check(outputs, sum(rows), stage)
+    shares: list[Tensors] = []
+    begin = 0
+    for count, length in zip(rows, lengths, strict=True):
+        share = {}
+        for name, tensor in outputs.items():
+            part = tensor[begin : begin + count]
+            if name in ragged and part.dim() > 1 and part.shape[1] > length:
+                part = part[:, :length]
+            share[name] = part
+        shares.append(share)
+        begin += count
+    return shares
+
+
+def _check(outputs: Tensors, rows: int, stage: str) -> None:
+    if not isinstance(outputs, dict) or not outputs:
+        raise ModelFailedError(
+            f"stage {stage!r} returned a {type(outputs).__name__}; return a dict of "
+            "tensors",
+            stage=stage,
+        )
+    for name, tensor in outputs.items():
+        if not isinstance(tensor, Tensor):
+            got = f"a {type(tensor).__name__}"
+        elif tensor.dim() == 0 or tensor.shape[0] != rows:
+            got = f"shape {tuple(tensor.shape)}"
+        else:
+            continue
+        raise ModelFailedError(
+            f"stage {stage!r} returned {got} for {name!r}; return a tensor with {rows} "
+            "rows (dimension 0), one for each that came in",
+            stage=stage,
+        )

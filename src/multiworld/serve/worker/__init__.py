@@ -1,0 +1,1 @@
+"""One replica of one stage: its queue, its executor and its process."""

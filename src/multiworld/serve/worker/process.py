@@ -1,0 +1,404 @@
+"""What runs in a process of the service: a worker, or a gateway. Shell."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict
+
+from multiworld.config import WorldConfig
+from multiworld.errors import MultiWorldError
+from multiworld.serve.models.factory import build_model, stage_name
+from multiworld.serve.resources.amounts import Need, mib, needs_of
+from multiworld.serve.resources.usage import outgrows, usage_of
+from multiworld.serve.spec.schema import AppSpec, GatewaySpec, ModelSpec
+from multiworld.serve.spec.stage import StageContext
+from multiworld.serve.transport.control_agent import Agent
+from multiworld.serve.transport.edges import EdgeKeeper
+from multiworld.serve.transport.routing_table import edges_of, table_from_json
+from multiworld.serve.worker.executor import Runner
+from multiworld.serve.worker.rank_group import (
+    LEADER,
+    RankGroup,
+    follow,
+    fork_ranks,
+    join_group,
+)
+from multiworld.serve.worker.replica import StageLimits, Worker
+from multiworld.world.manager import WorldManager
+from multiworld.world.world import World
+
+logger = logging.getLogger("multiworld.serve")
+
+IDLE_S = 0.1
+"""For how long a worker that is to end must have had nothing to do."""
+
+LOOK_S = 0.25
+SEND_S = 5.0
+
+JOIN_S = 10.0
+
+MEMORY_LOOK_S = 0.1
+TELL_S = 0.5
+OUTGROWN = 99
+"""The exit code of a process that has used more memory than it declared."""
+
+OOM_SCORE = 500
+"""The kernel, out of memory, takes a replica rather than a gateway or the store."""
+
+
+class Args(BaseModel):
+    """What a process is started with."""
+
+    model_config = ConfigDict(frozen=True)
+
+    app: str
+    name: str
+    role: str
+    store: str
+    silence_s: float
+    orphan_s: float
+    model: str = ""
+    stage: int = 0
+    gpu: int | None = None
+    rank: int | None = None
+    spec: ModelSpec | None = None
+    gateway: GatewaySpec | None = None
+    port: int = 0
+    alive: str = ""
+
+    @property
+    def device(self) -> str:
+        """Where the tensors of its stage are."""
+        assert self.spec is not None
+        wanted = self.spec.stages[self.stage].device
+        return wanted if self.gpu is None else f"cuda:{self.gpu}"
+
+    def config(self) -> WorldConfig:
+        """Return the settings of its worlds."""
+        return WorldConfig(silence_s=self.silence_s, join_s=JOIN_S, embed_store=False)
+
+
+def args_of(app: AppSpec, store: str, port: int, name: str) -> Args:
+    """Return what every process of a service is started with.
+
+    Args:
+        port: Of the gateways.
+        name: Of the process; a gateway's says that it is one.
+    """
+    is_gateway = name.startswith("gateway/")
+    return Args(
+        app=app.app,
+        name=name,
+        role="gateway" if is_gateway else "worker",
+        store=store,
+        silence_s=app.silence_s,
+        orphan_s=app.orphan_s,
+        gateway=app.gateway if is_gateway else None,
+        port=port,
+    )
+
+
+def main(args: dict[str, Any]) -> int:
+    """Run a process of the service; return its exit code."""
+    logging.basicConfig(
+        level=logging.INFO,
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    parsed = Args.model_validate(args)
+    if parsed.alive and Path(parsed.alive).exists():
+        # Held until this process ends: the store ends when nobody holds it any more.
+        fcntl.flock(os.open(parsed.alive, os.O_RDONLY), fcntl.LOCK_SH)
+    if parsed.role == "gateway":
+        from multiworld.serve.gateway.process import run_gateway
+
+        return asyncio.run(run_gateway(parsed))
+    assert parsed.spec is not None
+    _be_first_to_go()
+    rank = parsed.rank
+    if rank is None:
+        rank = fork_ranks(parsed.spec.stages[parsed.stage].ranks)
+    if rank != LEADER:
+        return asyncio.run(run_follower(parsed, rank))
+    return asyncio.run(run_worker(parsed))
+
+
+def _be_first_to_go() -> None:
+    try:
+        Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
+    except OSError:
+        pass  # the machine does not let us
+
+
+def _following(spec: ModelSpec, stage: int) -> int:
+    """Return how much the next stage takes of a sender."""
+    return spec.stages[min(stage + 1, len(spec.stages) - 1)].max_ongoing_requests
+
+
+class WorkerProcess:
+    """A worker and its connection to the controller."""
+
+    def __init__(self, args: Args, manager: WorldManager) -> None:
+        assert args.spec is not None
+        self._args = args
+        model = build_model(args.spec)
+        limits = args.spec.stages[args.stage]
+        runner = Runner(
+            model.stages[args.stage],
+            stage_name(args.spec, model, args.stage),
+            limits.threads,
+        )
+        self._runner = runner
+        self._worker = Worker(
+            args.name,
+            args.stage,
+            args.stage == len(args.spec.stages) - 1,
+            runner,
+            StageLimits(
+                max_batch_size=limits.max_batch_size,
+                max_wait_s=limits.max_wait_ms / 1000,
+                max_ongoing_requests=_following(args.spec, args.stage),
+                compute_s=limits.compute_s,
+            ),
+        )
+        config = args.config()
+        self._agent = Agent(
+            manager, args.app, args.name, args.store, config, self._obey
+        )
+        self._manager = manager
+        self._keeper = EdgeKeeper(manager, args.store, config, self._worker)
+        self._is_finishing = asyncio.Event()
+
+    async def run(self) -> None:
+        """Work until told to end, or orphaned.
+
+        Raises:
+            Exception: The stage cannot be loaded, or a part of the worker has a bug.
+        """
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._is_finishing.set)
+        tasks = [
+            loop.create_task(body())
+            for body in (
+                self._agent.run,
+                self._load,
+                self._worker.look,
+                self._orphan,
+                self._mind_memory,
+            )
+        ]
+        ending = loop.create_task(self._finish())
+        try:
+            pending = {*tasks, ending}
+            while not ending.done():
+                done, pending = await asyncio.wait(
+                    pending, return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in done:
+                    task.result()
+        finally:
+            for task in (*tasks, ending):
+                task.cancel()
+            await asyncio.gather(*tasks, ending, return_exceptions=True)
+            await self._keeper.close()
+            self._runner.close()
+
+    async def _load(self) -> None:
+        assert self._args.spec is not None
+        device = self._args.device
+        began = time.monotonic()
+        ranks = self._args.spec.stages[self._args.stage].ranks
+        group = None
+        if ranks > 1:
+            config = self._args.config()
+            world = await join_group(
+                self._manager, self._args.name, LEADER, ranks, self._args.store, config
+            )
+            group = RankGroup(world)
+            self._guard = asyncio.get_running_loop().create_task(_end_with(world))
+        limit_gpu(device, needs_of(self._args.spec)[self._args.stage])
+        await self._runner.load(StageContext(device=device, group=group))
+        logger.info("loaded in %.3f s", time.monotonic() - began)
+        self._agent.fact("loaded")
+        await self._worker.run()
+
+    async def _obey(self, order: dict[str, Any]) -> None:
+        match order["kind"]:
+            case "table":
+                table = table_from_json(order["table"])
+                self._worker.table_changed(table)
+                self._keeper.apply(edges_of(table, self._args.name))
+                self._agent.fact("applied", number=table.number)
+            case "finish":
+                self._is_finishing.set()
+            case "report":
+                self._agent.tell("report", ask=order["ask"], what=self._report())
+            case "cut":
+                cut(order["seconds"])
+
+    def _report(self) -> dict[str, Any]:
+        used = usage_of(os.getpid())
+        return {
+            **self._worker.report(),
+            "cpu_s": used.cpu_s,
+            "memory_bytes": used.memory_bytes,
+            "gpu_memory_bytes": gpu_memory_of(self._args.device),
+        }
+
+    async def _orphan(self) -> None:
+        """End when there has been nobody to work for."""
+        alone_since: float | None = None
+        while True:
+            await asyncio.sleep(LOOK_S)
+            now = time.monotonic()
+            if self._agent.lost_at is None or self._worker.has_router:
+                alone_since = None
+            else:
+                alone_since = alone_since or now
+                if now - alone_since > self._args.orphan_s:
+                    logger.warning("no controller and no gateway: this worker ends")
+                    self._is_finishing.set()
+
+    async def _mind_memory(self) -> None:
+        """End this process if it outgrows what it declared; the controller is told."""
+        assert self._args.spec is not None
+        limit = memory_limit(self._args)
+        used = await outgrown(limit)
+        self._agent.tell("outgrown", used=used, limit=limit)
+        await asyncio.sleep(TELL_S)  # the controller kills it, if it can
+        os._exit(OUTGROWN)
+
+    async def _finish(self) -> None:
+        await self._is_finishing.wait()
+        idle_since: float | None = None
+        while idle_since is None or time.monotonic() - idle_since < IDLE_S:
+            await asyncio.sleep(IDLE_S / 4)
+            if not self._worker.is_idle:
+                idle_since = None
+            elif idle_since is None:
+                idle_since = time.monotonic()
+        try:
+            async with asyncio.timeout(SEND_S):
+                await self._worker.wait_sent()
+        except TimeoutError:
+            pass  # who does not read what is sent has lost this process anyway
+
+
+def memory_limit(args: Args) -> int:
+    """Return what this process may use, with those that it has forked; 0: no limit."""
+    assert args.spec is not None
+    need = needs_of(args.spec)[args.stage]
+    return need.memory_bytes if args.rank is None else need.memory_bytes // need.ranks
+
+
+async def outgrown(limit: int) -> int:
+    """Wait until this process uses more memory than ``limit``; return how much.
+
+    Cancellation: safe.
+    """
+    while True:
+        await asyncio.sleep(MEMORY_LOOK_S)
+        used = outgrows(os.getpid(), limit) if limit else None
+        if used:
+            logger.error("%s used, %s booked: it ends", mib(used), mib(limit))
+            return used
+
+
+async def _end_if_outgrown(limit: int) -> None:
+    await outgrown(limit)
+    os._exit(OUTGROWN)
+
+
+def limit_gpu(device: str, need: Need) -> None:
+    """Have torch refuse to take more of a GPU's memory than was declared."""
+    if not device.startswith("cuda") or not need.gpu_memory_bytes:
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    share = need.gpu_memory_bytes / need.ranks / total
+    torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
+
+
+def gpu_memory_of(device: str) -> int:
+    """Return what this process holds of a GPU's memory, in bytes."""
+    if not device.startswith("cuda"):
+        return 0
+    return torch.cuda.memory_reserved(device)
+
+
+def cut(seconds: float) -> None:
+    """Be cut off: for so long nothing is read, written or beaten; nobody is told.
+
+    What the model computes goes on. This is how a lost network looks to the others.
+    """
+    # The whole event loop stands still on purpose, and the helper that beats with it.
+    found = subprocess.run(
+        ["pgrep", "-P", str(os.getpid())], capture_output=True, text=True, check=False
+    )
+    helpers = found.stdout.split()
+    # Woken by somebody else: this process is most often killed before it is over, and a
+    # helper that is stopped would not notice, and stay.
+    waking = f"sleep {seconds}; kill -CONT {' '.join(helpers)}"
+    subprocess.Popen(
+        ["sh", "-c", waking],
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    for pid in helpers:
+        os.kill(int(pid), signal.SIGSTOP)
+    time.sleep(seconds)
+
+
+async def _end_with(world: World) -> None:
+    """End this process when the world of its ranks is broken: it is one replica."""
+    await world.wait_over()
+    if world.is_broken:
+        logger.error("a rank of this replica was lost: %r", world)
+        os._exit(1)
+
+
+async def run_follower(args: Args, rank: int) -> int:
+    """Run a rank that does not lead; return the exit code of its process."""
+    assert args.spec is not None
+    limits = args.spec.stages[args.stage]
+    model = build_model(args.spec)
+    name = stage_name(args.spec, model, args.stage)
+    runner = Runner(model.stages[args.stage], name, limits.threads)
+    # A rank that was forked counts with its leader; an actor of its own by itself.
+    limit = 0 if args.rank is None else memory_limit(args)
+    guard = asyncio.get_running_loop().create_task(_end_if_outgrown(limit))
+    try:
+        async with WorldManager(config=args.config()) as manager:
+            world = await join_group(
+                manager, args.name, rank, limits.ranks, args.store, args.config()
+            )
+            await follow(world, runner, args.device)
+    except MultiWorldError as error:
+        logger.error("rank %d: %s", rank, error)
+        return 1
+    finally:
+        guard.cancel()
+    return 0
+
+
+async def run_worker(args: Args) -> int:
+    """Run a worker; return the exit code of its process."""
+    try:
+        async with WorldManager(config=args.config()) as manager:
+            await WorkerProcess(args, manager).run()
+    except MultiWorldError as error:
+        logger.error("%s", error)
+        return 1
+    return 0

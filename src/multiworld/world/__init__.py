@@ -1,0 +1,7 @@
+"""Worlds: joining, operations, resizing, and staying in one after a fault."""
+
+from __future__ import annotations
+
+from multiworld.world.world import Bundle, World, WorldStatistics
+
+__all__ = ["Bundle", "World", "WorldStatistics"]

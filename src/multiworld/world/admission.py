@@ -1,0 +1,401 @@
+"""How a process comes into its worlds, and how they change size. Shell.
+
+``Admission`` keeps the incarnations of one manager, meets the other members at the
+store and opens what it was admitted to. Who is admitted is decided at the store, once
+and for all; from then on the new incarnation has the name, whatever becomes of it, so
+that the members can never disagree about which one is current.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+from multiworld.errors import (
+    ConfigError,
+    JoinTimeoutError,
+    WorldBrokenError,
+    WorldClosedError,
+)
+from multiworld.incarnation.lifecycle import Phase, WasLost
+from multiworld.liveness.watchdog import WatchDog
+from multiworld.rendezvous.joiner import Claim, Meeting, Survivor, meet
+from multiworld.rendezvous.membership import Incarnation, Member, MemberUnreachableError
+from multiworld.rendezvous.store_address import StoreAddresses
+from multiworld.rendezvous.store_service import MAX_SIZE
+from multiworld.rendezvous.store_session import StoreSession
+from multiworld.world.local_member import Surroundings, Wish, WorldLife
+from multiworld.world.world import Changes, World
+
+
+class Admission:
+    """The incarnations that one manager is in, or was in last."""
+
+    def __init__(
+        self, uid: str, watchdog: WatchDog, around: Surroundings, changes: Changes
+    ) -> None:
+        self._uid, self._watchdog, self._around = uid, watchdog, around
+        self._changes = changes
+        self._loop = asyncio.get_running_loop()
+        self.meeting = Meeting(self, watchdog.security)
+        self._worlds: dict[str, World] = {}
+        self._lives: dict[str, WorldLife] = {}
+        self._met: set[WorldLife] = set()  # those that use a session with a store
+        self._seen: dict[str, int] = {}
+        around.over = self._over
+
+    @property
+    def worlds(self) -> dict[str, World]:
+        """The newest incarnation of every name, broken ones included."""
+        return dict(self._worlds)
+
+    def lives(self) -> list[WorldLife]:
+        """Return every incarnation that has not been given back."""
+        return list(self._met)
+
+    # Joining.
+
+    async def join(self, wish: Wish) -> World:
+        """Claim a rank, wait for the other members and open the incarnation.
+
+        Raises:
+            As ``WorldManager.join``.
+
+        Cancellation: the claim is withdrawn and nothing stays behind.
+        """
+        name, where = wish.name, wish.where
+        deadline = self._loop.time() + wish.config.join_s
+        may_host = wish.rank == 0 and wish.config.embed_store
+        session = await self.meeting.enter(
+            where, may_host=may_host, world=name, deadline=deadline
+        )
+        life: WorldLife | None = None
+        try:
+            if name in self._lives:  # spent: its next epoch takes its place
+                await self.end(self._lives[name])
+            claim = Claim(
+                world=name,
+                rank=wish.rank,
+                size=wish.size,
+                terms=wish.terms(),
+                seen=self._seen.get(name, 0),
+            )
+            member = self._member(session, wish.rank)
+            session, incarnation = await meet(
+                self.meeting, where, session, claim, member, deadline, may_host=may_host
+            )
+            life = self._begin(wish, session, incarnation)
+            await self._open(life, deadline)
+        except BaseException:
+            if life is None:
+                self.meeting.leave(where)
+            else:
+                life.close_nowait()
+                self.release(life)
+            raise
+        return self._adopt(life)
+
+    def _member(self, session: StoreSession, rank: int) -> Member:
+        address = self._watchdog.listen(session.local_host)
+        return Member(rank=rank, uid=self._uid, pid=os.getpid(), address=address)
+
+    def _begin(
+        self, wish: Wish, session: StoreSession, incarnation: Incarnation
+    ) -> WorldLife:
+        """Take the place in an incarnation that the store has admitted."""
+        name = incarnation.world
+        self._seen[name] = incarnation.epoch
+        (rank,) = (m.rank for m in incarnation.members if m.uid == self._uid)
+        wish = wish.replace(rank=rank, size=incarnation.size)
+        life = WorldLife(incarnation, wish, session.address, self._around)
+        self._lives[name] = life
+        self._met.add(life)
+        return life
+
+    def _adopt(self, life: WorldLife) -> World:
+        world = self._worlds[life.incarnation.world] = World(life, self._changes)
+        return world
+
+    async def _open(self, life: WorldLife, deadline: float) -> None:
+        name, epoch = life.incarnation.world, life.incarnation.epoch
+        try:
+            async with asyncio.timeout_at(deadline):
+                await life.open()
+        except TimeoutError as error:
+            raise _not_connected(life) from error
+        except MemberUnreachableError as error:
+            # To the others, too: none of them can do without it.
+            life.report(WasLost(error.rank, "it was lost while joining", str(error)))
+            raise life.broken_error() from error
+        except OSError as error:
+            raise WorldBrokenError(
+                name, "it could not be opened", epoch=epoch, evidence=str(error)
+            ) from error
+
+    # Changing size.
+
+    async def reform(self, name: str) -> World:
+        """Go on without the members that are lost or have left; see ``World.reform``.
+
+        Cancellation: the claim is withdrawn; the world stays as it is.
+        """
+        life = self._reformable(name)
+        deadline = self._loop.time() + life.wish.config.join_s
+        while True:
+            await self._enter_again(life, deadline)
+            try:
+                session, incarnation = await self._gather_survivors(life, deadline)
+            except BaseException:
+                self.meeting.leave(life.wish.where)
+                raise
+            life = await self._replace(life, session, incarnation)
+            try:
+                await self._open(life, deadline)
+            except WorldBrokenError:
+                # One more was lost meanwhile: go on without that one too.
+                if life.phase is not Phase.BROKEN or not life.lost or life.is_stale:
+                    self._give_up(life)
+                    raise
+                continue
+            except BaseException:
+                self._give_up(life)
+                raise
+            return self._adopt(life)
+
+    def _reformable(self, name: str) -> WorldLife:
+        life = self._lives.get(name)
+        if life is None or life.phase is Phase.CLOSED:
+            raise WorldClosedError(
+                f"world {name!r} was closed by this process; join it again", world=name
+            )
+        if life.is_stale:
+            raise life.broken_error()
+        if life.phase is not Phase.BROKEN and not life.left:
+            rule = "only a world that is broken or that a member has left is reformed"
+            raise ConfigError("world", name, rule)
+        return life
+
+    async def _gather_survivors(
+        self, life: WorldLife, deadline: float
+    ) -> tuple[StoreSession, Incarnation]:
+        """Wait for the other survivors, while the lost may become more."""
+        claims: list[asyncio.Task[tuple[StoreSession, Incarnation]]] = []
+        try:
+            while True:
+                lost = life.lost | life.left
+                # A claim with more lost takes the place of the one before it; that one
+                # is not withdrawn, as it may have been granted already.
+                claims.append(self._loop.create_task(self._survive(life, deadline)))
+                grows = self._loop.create_task(life.wait_more_lost(lost))
+                try:
+                    await asyncio.wait(
+                        (*claims, grows), return_when=asyncio.FIRST_COMPLETED
+                    )
+                finally:
+                    grows.cancel()
+                done = [claim for claim in claims if claim.done()]
+                if done:
+                    return done[0].result()
+        finally:
+            for claim in claims:
+                claim.cancel()
+            await asyncio.gather(*claims, return_exceptions=True)
+
+    async def _survive(
+        self, life: WorldLife, deadline: float
+    ) -> tuple[StoreSession, Incarnation]:
+        wish, name = life.wish, life.incarnation.world
+        session = await self.meeting.reopen(
+            wish.where, may_host=False, world=name, deadline=deadline
+        )
+        wanted = Survivor(
+            world=name,
+            epoch=life.incarnation.epoch,
+            rank=life.rank,
+            size=life.incarnation.size,
+            terms=wish.terms(),
+            lost=life.lost | life.left,
+        )
+        member = self._member(session, life.rank)
+        return await meet(
+            self.meeting, wish.where, session, wanted, member, deadline, may_host=False
+        )
+
+    async def grow(self, name: str, to: int) -> World:
+        """Let newcomers in; see ``World.grow``.
+
+        Cancellation: the claim is withdrawn; the world stays as it is.
+        """
+        life = self._lives.get(name)
+        if life is None:
+            raise WorldClosedError(
+                f"world {name!r} was closed by this process", world=name
+            )
+        life.check()
+        size = life.incarnation.size
+        if not isinstance(to, int) or not size < to <= MAX_SIZE:
+            rule = f"an int from {size + 1} to {MAX_SIZE}: the present size is {size}"
+            raise ConfigError("to", to, rule)
+        deadline = self._loop.time() + life.wish.config.join_s
+        await self._enter_again(life, deadline)
+        try:
+            session, incarnation = await life.until_over(
+                self._claim_again(life, to, deadline)
+            )
+        except BaseException:
+            self.meeting.leave(life.wish.where)
+            raise
+        grown = await self._replace(life, session, incarnation)
+        try:
+            await self._open(grown, deadline)
+        except BaseException:
+            self._give_up(grown)
+            raise
+        return self._adopt(grown)
+
+    async def _claim_again(
+        self, life: WorldLife, to: int, deadline: float
+    ) -> tuple[StoreSession, Incarnation]:
+        wish, name = life.wish, life.incarnation.world
+        session = await self.meeting.reopen(
+            wish.where, may_host=False, world=name, deadline=deadline
+        )
+        claim = Claim(
+            world=name,
+            rank=life.rank,
+            size=to,
+            terms=wish.terms(),
+            seen=life.incarnation.epoch,
+        )
+        member = self._member(session, life.rank)
+        return await meet(
+            self.meeting, wish.where, session, claim, member, deadline, may_host=False
+        )
+
+    async def _enter_again(self, life: WorldLife, deadline: float) -> None:
+        """Count one more user of the session, for the incarnation to come."""
+        await self.meeting.enter(
+            life.wish.where,
+            may_host=False,
+            world=life.incarnation.world,
+            deadline=deadline,
+        )
+
+    async def _replace(
+        self, old: WorldLife, session: StoreSession, incarnation: Incarnation
+    ) -> WorldLife:
+        """Take the place in the next incarnation, and leave the old one behind it."""
+        new = self._begin(old.wish, session, incarnation)
+        old.supersede()
+        # In the background: the others may wait for this member in the new one first.
+        ending = self._loop.create_task(
+            self.end(old), name=f"multiworld leave {incarnation.world}"
+        )
+        self._around.closing.add(ending)
+        ending.add_done_callback(self._around.closing.discard)
+        return new
+
+    def _give_up(self, life: WorldLife) -> None:
+        """Keep an incarnation that could not be opened, for ``reform`` and ``join``."""
+        for rank in life.unlinked if life.phase is Phase.JOINING else ():
+            life.report(WasLost(rank, "it was admitted and did not connect in time"))
+        if life.phase is Phase.JOINING:
+            life.close_nowait()
+            self.release(life)
+        else:
+            self._adopt(life)
+
+    # The end.
+
+    async def end(self, life: WorldLife) -> None:
+        """Close an incarnation politely and forget it."""
+        try:
+            await life.close()
+        finally:
+            self.release(life)
+
+    def take_out(self, name: str) -> WorldLife:
+        """Forget a name at once; the caller ends what is returned."""
+        self._worlds.pop(name, None)
+        return self._lives.pop(name)
+
+    def life(self, name: str) -> WorldLife:
+        """Return the newest incarnation of a name."""
+        return self._lives[name]
+
+    def release(self, life: WorldLife) -> None:
+        """Drop an incarnation that is closed; safe to repeat."""
+        name = life.incarnation.world
+        if self._lives.get(name) is life:
+            del self._lives[name]
+            self._worlds.pop(name, None)
+        if life in self._met:
+            self._met.discard(life)
+            self.meeting.leave(life.wish.where)
+
+    def _over(self, life: WorldLife) -> None:
+        """Tell the store that an incarnation is over; forget it if it was closed."""
+        session = self.meeting.session(life.wish.where)
+        if session is not None:
+            where = life.incarnation
+            session.left(where.world, where.epoch, life.rank, life.lost - {life.rank})
+        if life.phase is Phase.CLOSED:
+            self.release(life)
+
+    def close_nowait(self) -> None:
+        """Close everything."""
+        for life in self.lives():
+            life.close_nowait()
+        self._worlds.clear()
+        self._lives.clear()
+        self.meeting.close_nowait()
+
+    # SessionOwner: what a store asks and tells.
+
+    def holds(self, world: str, epoch: int, rank: int) -> bool:
+        """Answer the store: does this process hold that rank?"""
+        life = self._lives.get(world)
+        if life is None or life.phase in (Phase.BROKEN, Phase.CLOSED):
+            return False
+        return (life.incarnation.epoch, life.rank) == (epoch, rank)
+
+    def holdings(self, where: StoreAddresses) -> list[dict[str, Any]]:
+        """Return what this process holds of the worlds that met there."""
+        return [
+            {
+                "world": life.incarnation.world,
+                "epoch": life.incarnation.epoch,
+                "rank": life.rank,
+                "uid": self._uid,
+            }
+            for life in self._lives.values()
+            if life.wish.where == where and life.phase in (Phase.JOINING, Phase.READY)
+        ]
+
+    def member_gave_up(self, note: dict[str, Any]) -> None:
+        """Break an incarnation that a member was admitted to and does not come to."""
+        life = self._lives.get(note["world"])
+        if life is not None and life.incarnation.epoch == note["epoch"]:
+            why = "it gave up in the instant of its admission"
+            life.report(WasLost(int(note["rank"]), why, "the store says so"))
+
+    def member_waits(self, note: dict[str, Any]) -> None:
+        """Tell a world that a stranger wants in, or no longer."""
+        life = self._lives.get(note["world"])
+        if life is not None and life.incarnation.epoch == note["epoch"]:
+            life.member_waits(note["rank"], note["size"], is_gone=note["is_gone"])
+
+
+def _not_connected(life: WorldLife) -> JoinTimeoutError:
+    missing, size = life.missing, life.incarnation.size
+    present = tuple(rank for rank in range(size) if rank not in missing)
+    name = life.incarnation.world
+    return JoinTimeoutError(
+        f"world {name!r}: rank {', '.join(map(str, missing))} was admitted but did not "
+        "connect in time; its process may be gone, or a firewall is in the way",
+        world=name,
+        epoch=life.incarnation.epoch,
+        present=present,
+        missing=missing,
+    )

@@ -1,0 +1,591 @@
+"""The worlds of one process: joining, finding, closing them. Shell.
+
+A ``WorldManager`` belongs to one event loop. It owns the listener, the links and the
+heartbeat of the process (``WatchDog``), its sessions with the stores (``Meeting``) and
+its worlds. Joining, leaving or losing one world touches no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import weakref
+from collections.abc import AsyncIterator, Coroutine
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from multiworld.backends.base import Lingering
+from multiworld.config import WorldConfig
+from multiworld.errors import (
+    ConfigError,
+    UnknownWorldError,
+    UsedAfterForkError,
+    WorldClosedError,
+    WorldExistsError,
+)
+from multiworld.incarnation.events import Event, EventHub
+from multiworld.incarnation.lifecycle import CloseAsked
+from multiworld.liveness.watchdog import WatchDog
+from multiworld.net.security import Security
+from multiworld.rendezvous.store_address import parse_store
+from multiworld.rendezvous.store_service import MAX_SIZE
+from multiworld.world.admission import Admission
+from multiworld.world.communicator import BrokenWorldException, WorldCommunicator
+from multiworld.world.local_member import Surroundings, Wish
+from multiworld.world.rejoin import keep
+from multiworld.world.world import World
+
+__all__ = ["BrokenWorldException", "WorldManager"]
+
+MAX_NAME = 1024
+"""Longest name of a world, in characters."""
+
+DEFAULT_PORT = 29500
+"""What ``port=-1`` means: torch's own default for a store."""
+
+_managers: weakref.WeakSet[WorldManager] = weakref.WeakSet()
+_fork_hook_installed = False
+
+
+class WorldManager:
+    """Makes worlds and keeps them.
+
+    Make it inside a running event loop; use it with ``async with``, or call
+    ``await close()`` (or ``cleanup()``) at the end. All its methods are for that loop's
+    thread only.
+
+    Args:
+        enable_monitor: False switches silence detection off; a member whose process
+            ends is still noticed.
+        config: Settings of the worlds that are joined without their own.
+        security: What others must show, and what this process shows; by default what
+            the environment says, see ``Security.from_environment``.
+
+    Raises:
+        ConfigError: The environment contradicts itself.
+        RuntimeError: There is no running event loop.
+    """
+
+    def __init__(
+        self,
+        enable_monitor: bool = True,
+        *,
+        config: WorldConfig | None = None,
+        security: Security | None = None,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._config = config or WorldConfig()
+        self._uid = secrets.token_hex(16)
+        self._security = security or Security.from_environment()
+        self._watchdog = WatchDog(
+            self._uid,
+            is_enabled=enable_monitor,
+            mode=self._config.heartbeat,
+            security=self._security,
+        )
+        self._joining: dict[str, asyncio.Task[World] | None] = {}
+        self._reserved: dict[str, str] = {}
+        self._hub = EventHub()
+        self._lingering: set[Lingering] = set()
+        self._closing: set[asyncio.Task[None]] = set()
+        around = Surroundings(
+            watchdog=self._watchdog,
+            publish=self._hub.publish,
+            linger=self._linger,
+            closing=self._closing,
+        )
+        self._admission = Admission(self._uid, self._watchdog, around, self)
+        self._is_closed = False
+        self._is_forked = False
+        self._communicator = WorldCommunicator(self)
+        _install_fork_hook()
+        _managers.add(self)
+
+    def __repr__(self) -> str:
+        worlds = self.worlds
+        ready = sum(world.is_ready for world in worlds.values())
+        links = self._watchdog.link_count
+        return f"<WorldManager {ready}/{len(worlds)} worlds ready, {links} links>"
+
+    async def __aenter__(self) -> WorldManager:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    # Finding.
+
+    @property
+    def communicator(self) -> WorldCommunicator:
+        """The operations by a world's name, as programs for pymultiworld use them."""
+        return self._communicator
+
+    @property
+    def watchdog(self) -> WatchDog:
+        """Who watches the peers of this manager's worlds."""
+        return self._watchdog
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """How many connections were refused, by kind: "version", "secret", "tls",
+        "malformed", "slow", "crowded", "refused"."""
+        return dict(self._watchdog.refused)
+
+    @property
+    def worlds(self) -> dict[str, World]:
+        """The worlds by name, broken ones included until they are replaced."""
+        return self._admission.worlds
+
+    def world(self, name: str) -> World:
+        """Return the world ``name``.
+
+        Raises:
+            UnknownWorldError: There is none.
+        """
+        world = self.worlds.get(name)
+        if world is None:
+            known = ", ".join(sorted(self.worlds)) or "none"
+            raise UnknownWorldError(
+                f"this process is in no world {name!r} (it is in: {known}); join it "
+                "first",
+                world=name,
+            )
+        return world
+
+    def events(self) -> AsyncIterator[Event]:
+        """Iterate over what happens to this manager's worlds from now on.
+
+        Ends when the manager is closed. A reader that is 1,024 events behind loses the
+        oldest and is told how many (``EventsDropped``).
+
+        Cancellation: safe.
+        """
+        return self._hub.subscribe().events()
+
+    # Joining.
+
+    async def join(
+        self,
+        name: str,
+        *,
+        rank: int,
+        size: int,
+        store: str | None = None,
+        backend: str = "direct",
+        config: WorldConfig | None = None,
+        device: torch.device | str = "cpu",
+    ) -> World:
+        """Join a world and wait until every member has done so.
+
+        The members may start in any order. If this name was joined before and has
+        broken since, this opens its next epoch.
+
+        Args:
+            name: The world's name, the same on every member.
+            rank: This member's rank, 0 to ``size`` - 1.
+            size: World size, the same on every member.
+            store: Where to meet: ``tcp://HOST:PORT``, or ``memory://NAME`` for
+                ``backend="memory"``; the environment's ``MULTIWORLD_STORE`` by default.
+                If nobody serves the address and it is one of this host's, rank 0 embeds
+                the store. Of several addresses with commas between, the same for every
+                member, the first that answers is used (none is embedded then).
+            backend: ``direct``, ``memory``, ``gloo``, ``nccl``, or any other that
+                ``torch.distributed`` knows.
+            config: Settings; the manager's by default.
+            device: Where a c10d backend's tensors are.
+
+        Raises:
+            ConfigError: An argument cannot work.
+            WorldExistsError: This manager is in that world, or is joining it.
+            JoinTimeoutError: Somebody did not come within ``config.join_s``.
+            RankTakenError: Another live process holds the rank.
+            JoinMismatchError: The members asked for different worlds.
+            StoreUnreachableError, ProtocolVersionError: The store cannot be used.
+            MemberLostError: A member was lost while all were connecting.
+
+        Cancellation: safe; the claim is withdrawn and nothing stays behind.
+        """
+        self._check_usable(name)
+        wish = Wish(
+            name=name,
+            rank=rank,
+            size=size,
+            where=parse_store(_default_store() if store is None else store),
+            backend=backend,
+            config=config or self._config,
+            device=_device_of(device),
+        )
+        _check_wish(wish)
+        self._security.check_backend(backend)
+        self._reserve(name)
+        return await self._exclusively(name, self._admission.join(wish))
+
+    async def reform(self, name: str) -> World:
+        """Go on in a smaller world, without the lost: ``World.reform`` by name.
+
+        Raises:
+            As ``World.reform``; WorldExistsError: It is being joined or changed.
+
+        Cancellation: the claim is withdrawn; the world stays as it is.
+        """
+        self._check_usable(name)
+        self._check_free(name)
+        return await self._exclusively(name, self._admission.reform(name))
+
+    async def grow(self, name: str, to: int) -> World:
+        """Let newcomers into a living world: ``World.grow`` by name.
+
+        Raises:
+            As ``World.grow``; WorldExistsError: It is being joined or changed.
+
+        Cancellation: the claim is withdrawn; the world stays as it is.
+        """
+        self._check_usable(name)
+        self._check_free(name)
+        return await self._exclusively(name, self._admission.grow(name, to))
+
+    async def _exclusively(self, name: str, step: Coroutine[Any, Any, World]) -> World:
+        """Do one thing at a time with a name, and none after the manager is closed."""
+        joining = self._loop.create_task(step, name=f"multiworld join {name}")
+        self._joining[name] = joining
+        try:
+            return await joining
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._is_closed and task is not None and not task.cancelling():
+                raise self._closed_error(name) from None
+            raise
+        finally:
+            if self._joining.get(name) in (joining, None):
+                self._joining.pop(name, None)
+
+    def keep(
+        self,
+        name: str,
+        *,
+        rank: int,
+        size: int,
+        store: str | None = None,
+        backend: str = "direct",
+        config: WorldConfig | None = None,
+        device: torch.device | str = "cpu",
+    ) -> AsyncIterator[World]:
+        """Stay in a world for as long as it is wanted.
+
+        ::
+
+            async for world in manager.keep("w", rank=1, size=2):
+                try:
+                    while True:
+                        await world.send(await world.recv(src=0), dst=0)
+                except (multiworld.WorldBrokenError, multiworld.WorldClosedError):
+                    pass  # the next turn of the loop has the next incarnation
+
+        Joins, yields the world, and when that is broken or a member has left, joins
+        again, with pauses that grow from 0.1 to 5 s. It is wanted until the loop is
+        left, the manager is closed, or the world is left with ``leave``.
+
+        Args:
+            name: As for ``join``, like all others.
+            rank: As for ``join``.
+            size: As for ``join``.
+            store: As for ``join``.
+            backend: As for ``join``.
+            config: As for ``join``.
+            device: As for ``join``.
+
+        Raises:
+            As ``join``, but what another try may mend: a member that did not come, a
+            rank still held, a store that cannot be reached, a loss while joining.
+
+        Cancellation: safe; a world that was yielded stays as it is.
+        """
+
+        self._check_usable(name)
+
+        async def join() -> World:
+            return await self.join(
+                name,
+                rank=rank,
+                size=size,
+                store=store,
+                backend=backend,
+                config=config,
+                device=device,
+            )
+
+        return keep(name, join, lambda: self.worlds.get(name))
+
+    def _check_usable(self, name: str) -> None:
+        if self._is_forked:
+            raise UsedAfterForkError(
+                "this WorldManager belongs to the parent; make one in the child",
+                world=name,
+            )
+        if self._is_closed:
+            raise self._closed_error(name)
+
+    def _closed_error(self, name: str) -> WorldClosedError:
+        return WorldClosedError(
+            "this WorldManager is closed; make a new one", world=name
+        )
+
+    def _check_free(self, name: str) -> None:
+        if name in self._joining:
+            raise WorldExistsError(
+                f"this process is joining or changing world {name!r} already",
+                world=name,
+            )
+
+    async def _stop_changing(self, name: str) -> None:
+        """Call off what is being done with a name."""
+        task = self._joining.get(name)
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def _reserve(self, name: str) -> None:
+        world = self.worlds.get(name)
+        self._check_free(name)
+        if world is not None and not _is_spent(world):
+            raise WorldExistsError(
+                f"this process is in world {name!r} already (rank {world.rank}, epoch "
+                f"{world.epoch}); close it before joining again",
+                world=name,
+                epoch=world.epoch,
+            )
+        self._joining[name] = None
+
+    # Leaving.
+
+    async def close(self) -> None:
+        """Leave every world politely and free everything.
+
+        Cancellation: everything is freed all the same, at once.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        joining = self._cancel_joins()
+        try:
+            await asyncio.gather(*joining, return_exceptions=True)
+            lives = self._admission.lives()
+            await asyncio.gather(*(life.close() for life in lives))
+            await asyncio.gather(*self._closing, return_exceptions=True)
+            # These close by themselves, at the latest after ``close_s``; to cut them
+            # now would take from others what they have not read.
+            await asyncio.gather(*(lane.wait_closed() for lane in self._lingering))
+        finally:
+            self._free()
+        await self._watchdog.close()
+
+    def cleanup(self) -> None:
+        """Leave every world and free everything, without waiting.
+
+        For programs written for pymultiworld, which call it last. What was sent and
+        not yet taken by the network may be lost; ``close`` waits for it.
+        """
+        if self._is_closed or self._is_forked:
+            return
+        self._is_closed = True
+        self._cancel_joins()
+        self._free()
+
+    def _free(self) -> None:
+        self._admission.close_nowait()
+        for connection in self._lingering:
+            connection.close_nowait()
+        self._lingering.clear()
+        self._watchdog.close_nowait()
+        self._hub.close()
+        _managers.discard(self)
+
+    def _cancel_joins(self) -> list[asyncio.Task[World]]:
+        joining = [task for task in self._joining.values() if task is not None]
+        for task in joining:
+            task.cancel()
+        return joining
+
+    async def leave(self, name: str) -> None:
+        """Leave one world politely and forget it.
+
+        Raises:
+            UnknownWorldError: There is none.
+
+        Cancellation: the world is left all the same.
+        """
+        self.world(name)
+        await self._stop_changing(name)
+        if name in self.worlds:
+            await self._admission.end(self._admission.life(name))
+
+    def _linger(self, connection: Lingering) -> None:
+        self._lingering = {c for c in self._lingering if c.fileno() >= 0}
+        self._lingering.add(connection)
+
+    # The original's names.
+
+    async def initialize_world(
+        self,
+        world_name: str,
+        rank: int,
+        world_size: int,
+        backend: str = "gloo",
+        addr: str = "127.0.0.1",
+        port: int = -1,
+        timeout: float = 30,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Join a world whose store rank 0 hosts on ``addr``:``port``.
+
+        Args:
+            world_name: The world's name.
+            rank: This member's rank.
+            world_size: World size.
+            backend: As for ``join``.
+            addr: Rank 0's address, as every member reaches it.
+            port: Rank 0's port; -1 is 29500.
+            timeout: Seconds to wait for the other members.
+            device: As for ``join``.
+
+        Raises:
+            As ``join``.
+
+        Cancellation: as for ``join``.
+        """
+        host = f"[{addr}]" if ":" in addr else addr
+        reserved = self._reserved.pop(world_name, None)
+        try:
+            await self.join(
+                world_name,
+                rank=rank,
+                size=world_size,
+                store=f"tcp://{host}:{DEFAULT_PORT if port == -1 else port}",
+                backend=backend,
+                config=self._config.replace(join_s=timeout),
+                device=device,
+            )
+        except BaseException:
+            if reserved is not None:
+                self._reserved[world_name] = reserved
+            raise
+
+    def add_world(self, world_name: str, backend: str) -> None:
+        """Reserve a name; ``initialize_world`` joins it.
+
+        Raises:
+            WorldExistsError: The name is in use (a ``ValueError``).
+        """
+        if world_name in self.worlds or world_name in self._reserved:
+            raise WorldExistsError(
+                f"this process has a world {world_name!r} already", world=world_name
+            )
+        self._reserved[world_name] = backend
+
+    def remove_world(self, world_name: str) -> None:
+        """Leave a world politely and forget it; what was sent leaves in the background.
+
+        Raises:
+            UnknownWorldError: There is none (a ``ValueError``).
+        """
+        if self._reserved.pop(world_name, None) is not None:
+            return
+        self.world(world_name)
+        changing = self._joining.get(world_name)
+        if changing is not None:
+            changing.cancel()
+        life = self._admission.take_out(world_name)
+        life.report(CloseAsked())  # the others are told now, whatever the loop does
+        task = self._loop.create_task(
+            self._admission.end(life), name=f"multiworld leave {world_name}"
+        )
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    # Forks.
+
+    def _close_after_fork(self) -> None:
+        """In a forked child: close every descriptor, so as not to hide the parent's
+        death from its peers. The loop's selector is the parent's: leave it alone."""
+        self._is_forked = True
+        found = self._watchdog.filenos() + self._admission.meeting.filenos()
+        for life in self._admission.lives():
+            found += life.filenos()
+            life.abandon_after_fork()
+        found += [connection.fileno() for connection in self._lingering]
+        for fd in found:
+            if fd >= 0:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+
+
+def _install_fork_hook() -> None:
+    global _fork_hook_installed
+    if not _fork_hook_installed:
+        _fork_hook_installed = True
+        os.register_at_fork(after_in_child=_after_fork)
+
+
+def _after_fork() -> None:
+    for manager in list(_managers):
+        manager._close_after_fork()
+
+
+def _is_spent(world: World) -> bool:
+    """Tell whether a world may be replaced by its next epoch."""
+    return world.is_broken or world.is_closed or bool(world.left)
+
+
+def _device_of(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError("device", device, "a torch device, as 'cpu'") from error
+
+
+def _default_store() -> str:
+    store = os.environ.get("MULTIWORLD_STORE", "")
+    if not store:
+        raise ConfigError(
+            "store", None, "an address; or set MULTIWORLD_STORE in the environment"
+        )
+    return store
+
+
+def _check_wish(wish: Wish) -> None:
+    name, rank, size = wish.name, wish.rank, wish.size
+    if not isinstance(name, str) or not name:
+        raise ConfigError("name", name, "a non-empty str")
+    if len(name) > MAX_NAME:
+        raise ConfigError("name", f"{name[:20]}...", f"at most {MAX_NAME} characters")
+    if not isinstance(size, int) or not 1 <= size <= MAX_SIZE:
+        raise ConfigError("size", size, f"an int from 1 to {MAX_SIZE}")
+    if not isinstance(rank, int) or not 0 <= rank < size:
+        rule = f"an int from 0 to {size - 1} in a world of {size}"
+        raise ConfigError("rank", rank, rule)
+    if not isinstance(wish.config, WorldConfig):
+        raise ConfigError("config", wish.config, "a WorldConfig")
+    backend, device = wish.backend, wish.device
+    if (backend == "memory") != wish.where.is_local:
+        raise ConfigError(
+            "store",
+            str(wish.where),
+            "backend 'memory' meets at memory://NAME, the others at tcp://HOST:PORT",
+        )
+    if backend in ("direct", "memory", "gloo") and device.type != "cpu":
+        raise ConfigError(
+            "device", str(device), f"backend {backend!r} carries host tensors: 'cpu'"
+        )
+    if backend not in ("direct", "memory"):
+        from multiworld.backends.c10d.backend import check_backend
+
+        check_backend(backend, device)

@@ -1,0 +1,97 @@
+"""The import graph of the library, read from its source."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import multiworld
+
+SOURCE = Path(multiworld.__file__).parent
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Return every module of the package by its dotted name."""
+    found = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        parts = ("multiworld", *path.relative_to(SOURCE).with_suffix("").parts)
+        found[".".join(p for p in parts if p != "__init__")] = path
+    return found
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    """Return the syntax tree of a file."""
+    return ast.parse(path.read_text())
+
+
+@cache
+def imported(path: Path) -> frozenset[str]:
+    """Return every name that a file imports, wherever in the file."""
+    found: set[str] = set()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert not node.level, f"{path}: relative imports hide the layer"
+            found.add(node.module)
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return frozenset(found)
+
+
+@cache
+def own(name: str) -> frozenset[str]:
+    """Return the modules of the package that a module imports.
+
+    Importing ``a.b.c`` also runs the ``__init__`` of ``a.b``; those of the packages
+    hold a docstring and re-exports only, and do not count.
+    """
+    names = imported(modules()[name]) & set(modules())
+    packages = {a for a in names if any(b.startswith(f"{a}.") for b in names)}
+    return frozenset(names - packages - {name, "multiworld"})
+
+
+def outside(name: str) -> set[str]:
+    """Return the top-level packages from elsewhere that a module imports."""
+    tops = {target.split(".")[0] for target in imported(modules()[name])}
+    return tops - {"multiworld", "__future__"}
+
+
+def kind(name: str) -> str:
+    """Return "pure" or "shell", as the module's docstring says, or ""."""
+    doc = ast.get_docstring(tree(modules()[name])) or ""
+    words = doc.replace("\n", " ").split(" ")
+    for word in words:
+        if word in ("Pure.", "Shell."):
+            return word.strip(".").lower()
+    return ""
+
+
+def cycles() -> list[list[str]]:
+    """Return the import cycles between files (Tarjan's algorithm)."""
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        order[name] = low[name] = len(order)
+        stack.append(name)
+        for target in sorted(own(name)):
+            if target not in order:
+                visit(target)
+                low[name] = min(low[name], low[target])
+            elif target in stack:
+                low[name] = min(low[name], order[target])
+        if low[name] == order[name]:
+            ring = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(ring) > 1:
+                found.append(ring)
+
+    for name in modules():
+        if name not in order:
+            visit(name)
+    return found
