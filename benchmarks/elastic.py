@@ -45,8 +45,8 @@ from multiworld.serve.load.summary import Sample, quantile
 from multiworld.serve.scaling import default_policy, reference_policies
 from multiworld.serve.simulation.engine import simulate
 from multiworld.serve.simulation.model_builder import pipeline_of, with_fleet
+from multiworld.serve.simulation.score import judge
 from multiworld.serve.simulation.traces import Arrival, generated
-from multiworld.serve.simulation.verdict import judge
 from multiworld.serve.spec.loader import parse_spec
 
 MS = (40.0, 120.0)

@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from multiworld.bench.samples import Report, Series, interval
+from multiworld.bench.samples import BenchReport, Series, interval
 
 HERE = Path(__file__).parent
 PAGES = (
@@ -23,17 +23,17 @@ PAGES = (
 TABLE = re.compile(r"<!-- (\w+)([:!]) ([^>]*) -->\n.*?<!-- end -->", re.DOTALL)
 
 
-def report_of(suite: str) -> Report:
+def report_of(suite: str) -> BenchReport:
     """Return a suite's samples."""
     found = json.loads((HERE / "results" / f"{suite}.json").read_text())
-    report = Report(suite, found["baseline"])
+    report = BenchReport(suite, found["baseline"])
     for series in found["series"]:
         fields = ("kind", "size", "contender", "unit", "samples")
         report.series.append(Series(**{name: series[name] for name in fields}))
     return report
 
 
-def medians(report: Report, kind: str) -> list[list[str]]:
+def medians(report: BenchReport, kind: str) -> list[list[str]]:
     """Return a row for each contender, a column for each size."""
     found = [series for series in report.series if series.kind == kind]
     if not found:
@@ -46,7 +46,7 @@ def medians(report: Report, kind: str) -> list[list[str]]:
     return rows
 
 
-def _cell(report: Report, series: Series | None) -> str:
+def _cell(report: BenchReport, series: Series | None) -> str:
     if series is None:
         return ""
     text = f"{series.median:,.0f}" if series.median >= 100 else f"{series.median:.3g}"
@@ -56,7 +56,7 @@ def _cell(report: Report, series: Series | None) -> str:
     return f"{text} ({ratio:,.0f} x)" if ratio >= 10 else f"{text} ({ratio:.2g} x)"
 
 
-def ratios(report: Report, kind: str) -> list[list[str]]:
+def ratios(report: BenchReport, kind: str) -> list[list[str]]:
     """Return a row for each series that has a ratio, with its interval."""
     rows = [["", "rounds", "median", "95 %"]]
     for series in sorted(report.series, key=lambda s: s.size):

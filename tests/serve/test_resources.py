@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from multiworld.errors import PlacementError, ServeError
-from multiworld.serve.resources.amounts import MIB, Need, Spot
+from multiworld.serve.resources.amounts import MIB, Location, Need
 from multiworld.serve.resources.assignment import Plan
-from multiworld.serve.resources.bookings import Ledger
+from multiworld.serve.resources.bookings import Bookings
 from tests.serve.harness import ROOT, Served, body, served, spec_with, traffic
 from tests.serve.models import GROW, expected
 
@@ -101,7 +101,7 @@ def test_service_without_a_place_is_not_started(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def refuse(ledger: Ledger, post: object, need: Need, plan: Plan) -> Spot:
+def refuse(ledger: Bookings, post: object, need: Need, plan: Plan) -> Location:
     """A policy that has no place for anybody."""
     raise PlacementError("closed on Sundays")
 

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from multiworld.serve.control.client import Service
-from multiworld.serve.worker.replica import EXIT_HUNG
+from multiworld.serve.worker.worker import EXIT_HUNG
 from tests.serve.harness import WAIT_S, Served, body, served, spec_with, traffic
 from tests.serve.models import DIE, HANG, RAISE, SLEEP, SLOW, expected
 

@@ -25,7 +25,7 @@ STEP_BYTES = 256 * 1024
 """Sizes are rounded up to it, so that like sizes share memory."""
 
 
-class Recycler:
+class TensorPool:
     """Blocks of memory that nobody uses at the moment."""
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
@@ -80,5 +80,5 @@ def _new(size: int) -> mmap.mmap:
         raise MemoryError(f"{size} bytes: {error}") from error
 
 
-recycler = Recycler()
+recycler = TensorPool()
 """This process's."""

@@ -14,10 +14,10 @@ import torch
 from rich.table import Table
 
 from multiworld import __version__
-from multiworld.bench.samples import Report, Series, interval
+from multiworld.bench.samples import BenchReport, Series, interval
 
 
-def tables(report: Report) -> Iterable[Table]:
+def tables(report: BenchReport) -> Iterable[Table]:
     """Return a table for each kind of measurement."""
     for kind in dict.fromkeys(series.kind for series in report.series):
         found = [series for series in report.series if series.kind == kind]
@@ -35,13 +35,13 @@ def tables(report: Report) -> Iterable[Table]:
         yield table
 
 
-def _caption(report: Report, found: list[Series]) -> str:
+def _caption(report: BenchReport, found: list[Series]) -> str:
     rounds = len(found[0].samples)
     what = "higher is better" if found[0].is_rate else "lower is better"
     return f"{rounds} round(s), {what}"
 
 
-def _row(report: Report, series: Series) -> list[str]:
+def _row(report: BenchReport, series: Series) -> list[str]:
     row = [
         f"{series.size:,}",
         series.contender,
@@ -59,7 +59,7 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def _interval(report: Report, series: Series) -> str:
+def _interval(report: BenchReport, series: Series) -> str:
     ratios = report.ratios(series)
     if len(ratios) < 3 or series.contender == report.baseline:
         return ""
@@ -67,7 +67,7 @@ def _interval(report: Report, series: Series) -> str:
     return f"{low:.3g} to {high:.3g}"
 
 
-def to_json(report: Report) -> dict[str, Any]:
+def to_json(report: BenchReport) -> dict[str, Any]:
     """Return all that was measured, and where."""
     return {
         "suite": report.suite,
@@ -101,7 +101,7 @@ def processor() -> str:
     return platform.machine()
 
 
-def draw(report: Report, folder: Path) -> list[Path]:
+def draw(report: BenchReport, folder: Path) -> list[Path]:
     """Draw each kind that has several sizes; return the pictures' paths.
 
     Raises:

@@ -9,7 +9,7 @@ import torch
 
 from multiworld.bench import members
 from multiworld.bench.members import Body, Options, Step
-from multiworld.bench.samples import Report
+from multiworld.bench.samples import BenchReport
 from multiworld.bench.serving import RAY, WHOLE
 from multiworld.bench.suites import (
     collectives,
@@ -99,7 +99,7 @@ def usual() -> list[str]:
     return [n for n in SUITES if n != "nccl" or torch.cuda.is_available()]
 
 
-def run_suite(name: str, options: Options, progress: Progress) -> Report:
+def run_suite(name: str, options: Options, progress: Progress) -> BenchReport:
     """Run a suite.
 
     Raises:
@@ -107,7 +107,7 @@ def run_suite(name: str, options: Options, progress: Progress) -> Report:
         HostError: It needs network namespaces, and they are not allowed here.
     """
     suite = SUITES[name]
-    report = Report(name, suite.baseline_of(options))
+    report = BenchReport(name, suite.baseline_of(options))
     share, done = 1.0, 0.0
 
     def hear(step: Step) -> None:

@@ -44,7 +44,7 @@ class Series:
 
 
 @dataclass(slots=True)
-class Report:
+class BenchReport:
     """What a suite found.
 
     Attributes:

@@ -14,12 +14,12 @@ from multiworld.bench import presentation
 from multiworld.bench.members import Options
 from multiworld.bench.rivals.environment import default_folder, install
 from multiworld.bench.runner import SUITES, run_suite, usual
-from multiworld.bench.samples import Report
+from multiworld.bench.samples import BenchReport
 from multiworld.testing.hosts import HostError
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class BenchOptions:
     """What the command line asks for; see there."""
 
     rounds: int
@@ -49,7 +49,7 @@ class Wish:
         )
 
 
-def run(names: tuple[str, ...], wish: Wish) -> int:
+def run(names: tuple[str, ...], wish: BenchOptions) -> int:
     """Run suites, all of them if none is named; return 1 if one could not be run."""
     out, as_json = wish.out, wish.as_json
     unknown = [name for name in names if name not in SUITES]
@@ -93,7 +93,7 @@ def _keep(out: Path, name: str, found: object) -> None:
     (out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
-def _draw(report: Report, out: Path, console: Console) -> None:
+def _draw(report: BenchReport, out: Path, console: Console) -> None:
     try:
         for path in presentation.draw(report, out):
             console.print(f"drawn: {path}")

@@ -248,9 +248,11 @@ def bench(
     part if it is installed. Those of --with are installed at the first need: that takes
     a package index and up to six gigabytes (pymultiworld needs an old torch).
     """
-    from multiworld.cli.bench import Wish, run
+    from multiworld.cli.bench import BenchOptions, run
 
-    wish = Wish(rounds, out, apart, environments, is_quick=quick, as_json=as_json)
+    wish = BenchOptions(
+        rounds, out, apart, environments, is_quick=quick, as_json=as_json
+    )
     sys.exit(run(names, wish))
 
 

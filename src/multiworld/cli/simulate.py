@@ -18,15 +18,15 @@ from rich.table import Table
 from multiworld.cli.plan import read_nodes
 from multiworld.serve.models.factory import import_factory
 from multiworld.serve.resources.amounts import needs_of
-from multiworld.serve.resources.bookings import Ledger
+from multiworld.serve.resources.bookings import Bookings
 from multiworld.serve.scaling import default_policy, reference_policies
 from multiworld.serve.scaling.gears import gear_for, gears_of
 from multiworld.serve.scaling.snapshot import Policy
 from multiworld.serve.simulation import traces
 from multiworld.serve.simulation.engine import (
-    Outcome,
     PipelineModel,
     Room,
+    SimulationResult,
     simulate,
 )
 from multiworld.serve.simulation.model_builder import (
@@ -37,8 +37,8 @@ from multiworld.serve.simulation.model_builder import (
     with_fleet,
 )
 from multiworld.serve.simulation.oracle import with_foresight
+from multiworld.serve.simulation.score import Score, judge
 from multiworld.serve.simulation.traces import Arrival
-from multiworld.serve.simulation.verdict import Verdict, judge
 from multiworld.serve.spec.loader import load_spec
 from multiworld.serve.spec.profiles import load_profile
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
@@ -48,7 +48,7 @@ COMPARED = (OWN, "queued", "threshold", "fixed", "oracle")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class SimulationOptions:
     """What the command was asked for."""
 
     spec: Path
@@ -66,14 +66,14 @@ class Wish:
     as_json: bool
 
 
-def run(wish: Wish) -> int:
+def run(wish: SimulationOptions) -> int:
     """Simulate, and print what came of it."""
     limits = wish.stretch, wish.begin_s, wish.start_s, wish.seconds or 0.0
     if not all(map(math.isfinite, limits)):
         raise click.UsageError("--stretch, --from, --seconds and --start-s are numbers")
     app = load_spec(wish.spec)
     arrivals = _arrivals(wish, app)
-    outcomes: dict[str, list[Outcome]] = {}
+    outcomes: dict[str, list[SimulationResult]] = {}
     for name in wish.policies:
         models = [
             _model(wish, app, model, name, arrivals[model]) for model in app.models
@@ -91,12 +91,12 @@ def run(wish: Wish) -> int:
 
 
 def _simulated(
-    wish: Wish,
+    wish: SimulationOptions,
     app: AppSpec,
     policy_name: str,
     models: list[PipelineModel],
     arrivals: dict[str, list[Arrival]],
-) -> list[Outcome]:
+) -> list[SimulationResult]:
     asked = [arrivals[model] for model in app.models]
     chance = random.Random(wish.seed).random
     try:
@@ -109,7 +109,9 @@ def _simulated(
         ) from error
 
 
-def _draw(wish: Wish, path: Path, outcomes: dict[str, list[Outcome]]) -> None:
+def _draw(
+    wish: SimulationOptions, path: Path, outcomes: dict[str, list[SimulationResult]]
+) -> None:
     try:
         from multiworld.serve.simulation.picture import draw
 
@@ -135,7 +137,7 @@ def _finite(data: Any) -> Any:
 # What is asked.
 
 
-def _arrivals(wish: Wish, app: AppSpec) -> dict[str, list[Arrival]]:
+def _arrivals(wish: SimulationOptions, app: AppSpec) -> dict[str, list[Arrival]]:
     """Return the arrivals of every model, in order of time."""
     found: dict[str, list[Arrival]] = {name: [] for name in app.models}
     for text in wish.traces:
@@ -179,7 +181,11 @@ def _first(app: AppSpec) -> str:
 
 
 def _model(
-    wish: Wish, app: AppSpec, name: str, chosen: str, arrivals: Sequence[Arrival]
+    wish: SimulationOptions,
+    app: AppSpec,
+    name: str,
+    chosen: str,
+    arrivals: Sequence[Arrival],
 ) -> PipelineModel:
     spec = app.models[name]
     model = pipeline_of(
@@ -225,30 +231,30 @@ def _fleet(
     return gears[gear_for(gears, len(arrivals) / span_s)].replicas
 
 
-def _curves(wish: Wish, spec: ModelSpec) -> Mapping[int, Curve]:
+def _curves(wish: SimulationOptions, spec: ModelSpec) -> Mapping[int, Curve]:
     if spec.profile is None:
         return {}
     found = load_profile(wish.spec.parent / spec.profile)
     return {k: stage.seconds for k, stage in enumerate(found.stages)}
 
 
-def _room(wish: Wish, app: AppSpec) -> Room:
+def _room(wish: SimulationOptions, app: AppSpec) -> Room:
     if wish.nodes is None:
         return Room()
     needs = {name: tuple(needs_of(spec)) for name, spec in app.models.items()}
-    return Machines(Ledger(read_nodes(wish.nodes)), needs)
+    return Machines(Bookings(read_nodes(wish.nodes)), needs)
 
 
 # What came of it.
 
 
-def _title(wish: Wish) -> str:
+def _title(wish: SimulationOptions) -> str:
     names = [Path(text.rpartition("=")[2]).name for text in wish.traces]
     return ", ".join([*names, *wish.generated])
 
 
 def _whole(
-    verdicts: Sequence[Verdict], outcomes: Mapping[str, Sequence[Outcome]]
+    verdicts: Sequence[Score], outcomes: Mapping[str, Sequence[SimulationResult]]
 ) -> dict[str, Any]:
     return {
         "verdicts": [asdict(verdict) for verdict in verdicts],
@@ -259,7 +265,7 @@ def _whole(
     }
 
 
-def _table(verdicts: Sequence[Verdict], app: AppSpec) -> Table:
+def _table(verdicts: Sequence[Score], app: AppSpec) -> Table:
     table = Table(
         title="what each policy made of it",
         caption="attained: answered within the objective · lost: refused, or too late",

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from multiworld.net.framed_connection import ENDED, Framed
+from multiworld.net.framed_connection import ENDED, FramedConnection
 from multiworld.net.streams import Stream
 
 Message = dict[str, Any]
@@ -66,7 +66,7 @@ class SocketLink:
         self.key = key
         self._owner = owner
         self._said_bye = False
-        self._framed = Framed(stream, self._received, self._ended)
+        self._framed = FramedConnection(stream, self._received, self._ended)
 
     def send(self, message: Message) -> None:
         """Queue a message and send what the socket takes at once."""

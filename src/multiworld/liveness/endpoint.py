@@ -17,7 +17,7 @@ from typing import Any
 
 from multiworld.net import frames
 from multiworld.net.handshake import HandshakeError, dialing
-from multiworld.net.listener import Acceptor, Door, read_frame
+from multiworld.net.listener import Acceptor, Listener, read_frame
 from multiworld.net.security import Security
 from multiworld.net.streams import Stream, start_tls, write_all
 from multiworld.net.tcp import resolve, tune
@@ -117,7 +117,7 @@ async def _connect(address: Address) -> socket.socket:
 class Endpoint:
     """A manager's listener on one interface."""
 
-    def __init__(self, address: Address, door: Door) -> None:
+    def __init__(self, address: Address, door: Listener) -> None:
         self.address, self._door = address, door
 
     @classmethod
@@ -148,7 +148,7 @@ class Endpoint:
             netns=where.netns,
         )
         what = f"the listener on {host}"
-        return cls(address, Door([tcp, unix], acceptor, security, logger, what))
+        return cls(address, Listener([tcp, unix], acceptor, security, logger, what))
 
     @property
     def refused(self) -> Counter[str]:

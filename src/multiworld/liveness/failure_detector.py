@@ -1,8 +1,8 @@
 """Who is alive: verdicts from beats, silence and closed connections. Pure.
 
-One ``Liveness`` judges all peer processes of this one. Its cost grows with the number
-of peers, never with the number of worlds shared with them: each peer keeps the shortest
-deadlines of its worlds, and only when one has passed are its worlds looked at.
+One ``FailureDetector`` judges all peer processes of this one. Its cost grows with the
+number of peers, never with the number of worlds shared with them: each peer keeps the
+shortest deadlines of its worlds, and its worlds are looked at only when one has passed.
 
 Three rules keep it from crying wolf. An observer that was late itself (its own loop was
 stuck, its machine was suspended) adds its delay to everybody's account and judges
@@ -72,7 +72,7 @@ class PeerClosed:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class DetectionLimits:
     """When a world gives a member up, in seconds.
 
     Attributes:
@@ -96,7 +96,7 @@ class Watched:
 
     peer: PeerKey
     world: WorldKey
-    limits: Limits
+    limits: DetectionLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ Finding = Verdict | Stalled | Resumed
 class _Watch:
     """A world's interest in a peer. What was before it began counts for nothing."""
 
-    limits: Limits
+    limits: DetectionLimits
     since: float
 
 
@@ -175,7 +175,7 @@ class _Peer:
     shortest_s: float = math.inf
 
 
-class Liveness:
+class FailureDetector:
     """The account of every peer process."""
 
     def __init__(self, tick_s: float) -> None:
@@ -233,7 +233,9 @@ class Liveness:
         resumed, peer.stalled = sorted(peer.stalled), set()
         return [Resumed(peer=heard.peer, world=world) for world in resumed]
 
-    def _watch(self, key: PeerKey, world: WorldKey, limits: Limits, now: float) -> None:
+    def _watch(
+        self, key: PeerKey, world: WorldKey, limits: DetectionLimits, now: float
+    ) -> None:
         peer = self._peers.setdefault(key, _Peer(heard_at=now, beat_at=now))
         if not peer.worlds:  # nobody judged it until now, and it need not have beaten
             peer.heard_at = peer.beat_at = now

@@ -26,11 +26,11 @@ well within the default silence, as the peers hear nothing meanwhile."""
 Mode = Literal["process", "thread"]
 
 
-OnReport = Callable[[int, "Report"], None]
+OnReport = Callable[[int, "HeartbeatReport"], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class HeartbeatReport:
     """What the helper heard of a peer.
 
     Attributes:
@@ -48,7 +48,7 @@ class Report:
     at: float
 
 
-class Heart:
+class Heartbeat:
     """Starts, feeds and replaces whoever beats for this process.
 
     Args:
@@ -145,7 +145,7 @@ class Heart:
                 heard_us_s = (
                     None if heard == heartbeat_helper.NEVER_MS else heard / 1000
                 )
-                report = Report(state, doing, lag / 1000, heard_us_s, at)
+                report = HeartbeatReport(state, doing, lag / 1000, heard_us_s, at)
                 self._on_report(number, report)
 
     async def tick(self) -> bool:
@@ -224,7 +224,7 @@ class Heart:
 
     def _begin(self, ours: socket.socket, theirs: socket.socket, mode: Mode) -> None:
         if mode == "thread":
-            beater = heartbeat_helper.Beater(theirs, owner=None)
+            beater = heartbeat_helper.HeartbeatHelper(theirs, owner=None)
             self._thread = threading.Thread(
                 target=beater.run, name="multiworld-heartbeat", daemon=True
             )

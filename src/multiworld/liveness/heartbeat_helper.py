@@ -150,7 +150,7 @@ def thread_doing(pid: int, tid: int) -> int:
     return COMPUTING if fields is not None and fields[0] == b"R" else WAITING
 
 
-class Target:
+class HeartbeatTarget:
     """One socket with beats both ways; a slow reader gets fewer, never a torn one."""
 
     def __init__(self, sock: socket.socket, out_key: bytes, in_key: bytes) -> None:
@@ -230,7 +230,7 @@ class Target:
             self._sequence, self.heard_at, self.latest = beat.sequence, now, beat
 
 
-class Beater:
+class HeartbeatHelper:
     """The helper's loop."""
 
     def __init__(
@@ -238,8 +238,8 @@ class Beater:
     ) -> None:
         control.setblocking(False)
         self._control, self._owner, self._thread = control, owner, thread
-        self._targets: dict[int, Target] = {}
-        self._news: dict[int, Target] = {}
+        self._targets: dict[int, HeartbeatTarget] = {}
+        self._news: dict[int, HeartbeatTarget] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ, None)
         self._ticked_at = time.monotonic()
@@ -328,7 +328,7 @@ class Beater:
             return
         kind, number, out_key, in_key = _ORDER.unpack(order)
         if kind == ADD and fds:
-            target = Target(socket.socket(fileno=fds[0]), out_key, in_key)
+            target = HeartbeatTarget(socket.socket(fileno=fds[0]), out_key, in_key)
             self._targets[number] = target
             self._selector.register(target.sock, selectors.EVENT_READ, number)
         elif kind == ADD_DATAGRAMS and fds and number in self._targets:
@@ -353,7 +353,7 @@ class Beater:
                 sock.close()
 
 
-def _report_of(number: int, target: Target) -> bytes:
+def _report_of(number: int, target: HeartbeatTarget) -> bytes:
     beat, at = target.latest, target.heard_at
     if beat is None or at is None or (target.is_ended and not target.is_told):
         target.is_told = target.is_ended
@@ -364,7 +364,7 @@ def _report_of(number: int, target: Target) -> bytes:
 def main() -> None:
     """Run as the helper process."""
     control, owner, thread = map(int, sys.argv[1:4])
-    Beater(socket.socket(fileno=control), owner, thread).run()
+    HeartbeatHelper(socket.socket(fileno=control), owner, thread).run()
 
 
 if __name__ == "__main__":

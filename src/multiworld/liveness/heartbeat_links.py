@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from multiworld.liveness import heartbeat_helper
 from multiworld.liveness.control_link import Link, LinkKey
-from multiworld.liveness.heartbeat import Heart, Mode, Report
+from multiworld.liveness.heartbeat import Heartbeat, HeartbeatReport, Mode
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class _Line:
     """Until the peer has said where its own one is."""
 
 
-class Beats:
+class HeartbeatLinks:
     """Everybody's connections for beats.
 
     Args:
@@ -40,11 +40,11 @@ class Beats:
     def __init__(
         self,
         mode: Mode,
-        on_heard: Callable[[LinkKey, Report], None],
+        on_heard: Callable[[LinkKey, HeartbeatReport], None],
         on_ended: Callable[[LinkKey], None],
     ) -> None:
         self._mode, self._on_heard, self._on_ended = mode, on_heard, on_ended
-        self._heart = Heart(self._take_report)
+        self._heart = Heartbeat(self._take_report)
         self._lines: dict[LinkKey, _Line] = {}
         self._keys: dict[int, LinkKey] = {}
         self._ports: dict[LinkKey, int] = {}
@@ -122,13 +122,13 @@ class Beats:
         self._heart.add_datagrams(line.number, sock)
 
     async def tick(self) -> bool:
-        """See ``Heart.tick``.
+        """See ``Heartbeat.tick``.
 
         Cancellation: safe.
         """
         return await self._heart.tick()
 
-    def _take_report(self, number: int, report: Report) -> None:
+    def _take_report(self, number: int, report: HeartbeatReport) -> None:
         key = self._keys.get(number)
         if key is None:
             return

@@ -26,7 +26,7 @@ class _Place:
     since: float = field(default_factory=time.monotonic)
 
 
-class WaitingLanes:
+class PendingLanes:
     """Where a connection and whoever waits for it meet."""
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """The watchdog: one control link per peer process, and who is lost. Shell.
 
 However many worlds two processes share, they have one link, one pair of beats and one
-account in ``Liveness``. It also carries the worlds' control messages and brings in
-their data lanes: both arrive at the manager's one listener.
+account in ``FailureDetector``. It also carries the worlds' control messages and brings
+in their data lanes: both arrive at the manager's one listener.
 
 Of two managers, the one with the smaller uid dials; so no two connections ever cross.
 """
@@ -27,9 +27,9 @@ from multiworld.liveness.early_messages import EarlyMessages
 from multiworld.liveness.endpoint import Endpoint, dialing_filenos, reach
 from multiworld.liveness.failure_detector import (
     Blinded,
+    DetectionLimits,
+    FailureDetector,
     Finding,
-    Limits,
-    Liveness,
     PeerClosed,
     PeerHeard,
     PeerJoined,
@@ -38,9 +38,9 @@ from multiworld.liveness.failure_detector import (
     Unwatched,
     Watched,
 )
-from multiworld.liveness.heartbeat import Mode, Report
-from multiworld.liveness.heartbeat_links import Beats
-from multiworld.liveness.pending_lanes import WaitingLanes
+from multiworld.liveness.heartbeat import HeartbeatReport, Mode
+from multiworld.liveness.heartbeat_links import HeartbeatLinks
+from multiworld.liveness.pending_lanes import PendingLanes
 from multiworld.net.handshake import HandshakeError, refusal
 from multiworld.net.security import Security
 from multiworld.net.streams import Stream
@@ -121,8 +121,8 @@ class WatchDog:
         self.uid = uid
         self.security = security or Security()
         self._is_enabled = is_enabled
-        self._liveness = Liveness(heartbeat_helper.BEAT_S)
-        self._beats = Beats(mode, self._on_heard, self._beats_ended)
+        self._liveness = FailureDetector(heartbeat_helper.BEAT_S)
+        self._beats = HeartbeatLinks(mode, self._on_heard, self._beats_ended)
         self._endpoints: dict[str, Endpoint] = {}
         self._peers: dict[LinkKey, _Peer] = {}
         self._awaited: dict[LinkKey, asyncio.Future[None]] = {}
@@ -130,7 +130,7 @@ class WatchDog:
         self._worlds: dict[int, _Attached] = {}
         self._early = EarlyMessages[LinkKey, Message]()
         self._retired: deque[int] = deque(maxlen=RETIRED_LIMIT)
-        self._lanes = WaitingLanes()
+        self._lanes = PendingLanes()
         self._ticker: asyncio.Task[None] | None = None
         self._is_closed = False
         _watchdogs[uid] = self
@@ -152,7 +152,7 @@ class WatchDog:
         incarnation: Incarnation,
         rank: int,
         port: WorldPort,
-        limits: Limits,
+        limits: DetectionLimits,
     ) -> None:
         """Connect to every other member and watch it from now on.
 
@@ -182,7 +182,7 @@ class WatchDog:
         rank: int,
         member: Member,
         attached: _Attached,
-        limits: Limits,
+        limits: DetectionLimits,
     ) -> None:
         key = self._key(incarnation.members[rank], member)
         try:
@@ -195,7 +195,7 @@ class WatchDog:
         attached.peers[member.rank] = key
         peer.worlds[incarnation.nonce] = member.rank
         judged = self._is_enabled and not isinstance(peer.link, LocalLink)
-        watched = limits if judged else Limits(math.inf)
+        watched = limits if judged else DetectionLimits(math.inf)
         self._observe(Watched(_name(key), incarnation.nonce, watched))
         self._replay(incarnation.nonce, key)
 
@@ -454,7 +454,7 @@ class WatchDog:
         if peer is not None and peer.address is not None:
             self._linked(key, lambda: self._dial_beats_again(key))
 
-    def _on_heard(self, key: LinkKey, report: Report) -> None:
+    def _on_heard(self, key: LinkKey, report: HeartbeatReport) -> None:
         self._observe(
             PeerHeard(
                 peer=_name(key),

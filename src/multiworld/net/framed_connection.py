@@ -16,7 +16,7 @@ READ_BYTES = 64 * 1024
 ENDED = "connection closed by peer"
 
 
-class Framed:
+class FramedConnection:
     """Sends frames, and tells of those that come and of the end.
 
     Args:

@@ -1,8 +1,8 @@
 """Where strangers knock: accepting, shaking hands, refusing. Shell.
 
-A ``Door`` listens on some sockets and hands over only connections whose handshake is
-done. Everybody else is hung up on, counted, logged now and then, and bothers nobody: a
-slow one is given up after ``HELLO_S``, and where too many are at it at once, the one
+A ``Listener`` accepts on some sockets and hands over only connections whose handshake
+is done. Everybody else is hung up on, counted, logged now and then, and bothers nobody:
+a slow one is given up after ``HELLO_S``, and where too many are at it at once, the one
 that has taken longest goes.
 """
 
@@ -70,7 +70,7 @@ async def read_frame(stream: Stream, limit: int = HELLO_BYTES) -> Message:
     return frames.decode_body(await read_exactly(stream, length))
 
 
-class Door:
+class Listener:
     """Listens until it is closed.
 
     Args:

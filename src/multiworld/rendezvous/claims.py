@@ -121,7 +121,7 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class AskHolder:
     """Ask a holder whether it holds its rank."""
 
     session: SessionKey
@@ -168,4 +168,4 @@ class Remember:
     epoch: int
 
 
-Action = Reply | Ask | Forget | Notify | Abandoned | Remember
+Action = Reply | AskHolder | Forget | Notify | Abandoned | Remember

@@ -1,6 +1,6 @@
 """Meeting the other members: from a claim to an admitted incarnation. Shell.
 
-``Meeting`` keeps the sessions and the stores that one manager uses. Both are counted:
+``Joiner`` keeps the sessions and the stores that one manager uses. Both are counted:
 a session closes with the last world that met there, an embedded store with the last
 world of this process that needs it.
 """
@@ -31,7 +31,7 @@ from multiworld.rendezvous.store_server import StoreServer
 from multiworld.rendezvous.store_service import StoreService
 from multiworld.rendezvous.store_session import (
     RETRY_S,
-    LocalWire,
+    LocalConnection,
     SessionLostError,
     SessionOwner,
     StoreSession,
@@ -66,7 +66,7 @@ class Claim:
     seen: int
 
 
-class Meeting:
+class Joiner:
     """A manager's sessions and embedded stores."""
 
     def __init__(self, owner: SessionOwner, security: Security) -> None:
@@ -233,7 +233,7 @@ class Meeting:
         return session
 
 
-class _DisposableWire(LocalWire):
+class _DisposableWire(LocalConnection):
     """Lets the in-process store go with its last session."""
 
     def __init__(self, name: str, service: StoreService, session: StoreSession) -> None:
@@ -267,7 +267,7 @@ class Survivor:
 
 
 async def meet(
-    meeting: Meeting,
+    meeting: Joiner,
     addresses: StoreAddresses,
     session: StoreSession,
     wanted: Claim | Survivor,

@@ -43,7 +43,7 @@ class ReformClaim:
 
 
 @dataclass(slots=True)
-class Reforming:
+class Reform:
     """The gathering of one incarnation's survivors."""
 
     epoch: int

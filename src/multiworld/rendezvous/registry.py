@@ -10,7 +10,7 @@ claim; silence, or a holder whose session is gone, lets the claim open the next 
 
 Members of a living incarnation may claim their own ranks in a larger one (they grow);
 until it is complete they hold what they have. They are told of every stranger that
-waits. Survivors of a broken one may go on without the lost: see ``reforming``.
+waits. Survivors of a broken one may go on without the lost: see ``reform``.
 
 Several registries can serve the same names if each has a place (its number, and how
 many there are): their epochs come from different residue classes, so that no two ever
@@ -27,7 +27,7 @@ from multiworld.rendezvous.claims import (
     Action,
     Announced,
     Answered,
-    Ask,
+    AskHolder,
     Claimed,
     Forget,
     Happening,
@@ -43,14 +43,14 @@ from multiworld.rendezvous.claims import (
     Ticked,
     Withdrawn,
 )
-from multiworld.rendezvous.reform import ReformClaim, Reforming
+from multiworld.rendezvous.reform import Reform, ReformClaim
 
 __all__ = [
     "ASK_S",
     "Abandoned",
     "Announced",
     "Answered",
-    "Ask",
+    "AskHolder",
     "Claimed",
     "Forget",
     "Happening",
@@ -89,7 +89,7 @@ class _Current:
 class _World:
     current: _Current | None = None
     forming: dict[int, Claimed] = field(default_factory=dict)
-    reforming: Reforming | None = None
+    reforming: Reform | None = None
 
     @property
     def waits(self) -> bool:
@@ -203,7 +203,7 @@ class Registry:
             claim.rank,
             min(now + ASK_S, claim.deadline),
         )
-        return [Ask(holder, self._asks, claim.world, current.epoch, claim.rank)]
+        return [AskHolder(holder, self._asks, claim.world, current.epoch, claim.rank)]
 
     def _answered(self, answer: Answered, now: float) -> list[Action]:
         asking = self._asking.pop(answer.ask, None)
@@ -302,11 +302,11 @@ class Registry:
             if gathering is not None:
                 late = gathering.claims.values()
                 actions += [_stale(claim_, claim.epoch) for claim_ in late]
-            gathering = world.reforming = Reforming(claim.epoch, claim.size)
+            gathering = world.reforming = Reform(claim.epoch, claim.size)
         return [*actions, *self._gather(world, gathering, claim)]
 
     def _gather(
-        self, world: _World, gathering: Reforming, claim: ReformClaim
+        self, world: _World, gathering: Reform, claim: ReformClaim
     ) -> list[Action]:
         if gathering.accuses(claim):
             return [_stale(claim, claim.epoch)]

@@ -6,9 +6,9 @@ import logging
 import socket
 from typing import Any
 
-from multiworld.net.framed_connection import Framed
+from multiworld.net.framed_connection import FramedConnection
 from multiworld.net.handshake import HandshakeError
-from multiworld.net.listener import Door
+from multiworld.net.listener import Listener
 from multiworld.net.security import Security
 from multiworld.net.streams import Stream
 from multiworld.net.tcp import resolve
@@ -36,8 +36,8 @@ class StoreServer:
         self.port: int = sock.getsockname()[1]
         self._service = service or StoreService()
         self._security = security or Security()
-        self._sessions: dict[int, Framed] = {}
-        self._door = Door([sock], self, self._security, logger, "the store")
+        self._sessions: dict[int, FramedConnection] = {}
+        self._door = Listener([sock], self, self._security, logger, "the store")
 
     @classmethod
     async def listen(
@@ -125,7 +125,7 @@ class StoreServer:
                 self._door.count("malformed", "a member", evidence)
             self._ended(key)
 
-        framed = Framed(stream, received, ended)
+        framed = FramedConnection(stream, received, ended)
         key = self._service.open_session(deliver)
         self._sessions[key] = framed
 

@@ -203,7 +203,7 @@ class StoreService:
             match action:
                 case registry.Reply(session, request, body):
                     self._send(session, {"op": "reply", "request": request, **body})
-                case registry.Ask(session, ask, world, epoch, rank):
+                case registry.AskHolder(session, ask, world, epoch, rank):
                     question = {"world": world, "epoch": epoch, "rank": rank}
                     self._send(session, {"op": "ask", "ask": ask, **question})
                 case registry.Notify():

@@ -21,7 +21,7 @@ from multiworld.errors import (
     WrongSecretError,
 )
 from multiworld.net import frames
-from multiworld.net.framed_connection import Framed
+from multiworld.net.framed_connection import FramedConnection
 from multiworld.net.handshake import HandshakeError, dialing
 from multiworld.net.listener import read_frame
 from multiworld.net.security import Security
@@ -65,7 +65,7 @@ class SessionLostError(Exception):
     """The connection to the store ended while an answer was awaited."""
 
 
-class Wire(Protocol):
+class StoreConnection(Protocol):
     """What carries a session's messages to the store."""
 
     def send(self, message: Message) -> None:
@@ -84,7 +84,7 @@ class StoreSession:
         self._owner = owner
         self._on_lost: Callable[[], None] = _ignore
         self._taken: dict[int, asyncio.Future[None]] = {}
-        self._wire: Wire | None = None
+        self._wire: StoreConnection | None = None
         self._waiting: dict[int, asyncio.Future[Message]] = {}
         self._requests = itertools.count(1)
 
@@ -93,7 +93,7 @@ class StoreSession:
         """True while the store can be reached through this session."""
         return self._wire is not None
 
-    def attach(self, wire: Wire) -> None:
+    def attach(self, wire: StoreConnection) -> None:
         """Start to use ``wire``."""
         self._wire = wire
 
@@ -200,7 +200,7 @@ class StoreSession:
         self.drop()
 
 
-class LocalWire:
+class LocalConnection:
     """A session with a store inside this process."""
 
     def __init__(self, service: StoreService, session: StoreSession) -> None:
@@ -221,12 +221,12 @@ class LocalWire:
         self._loop.call_soon(self._service.close_session, self._key)
 
 
-class TcpWire:
+class TcpConnection:
     """A session with a store over TCP, plain or under TLS."""
 
     def __init__(self, stream: Stream, session: StoreSession) -> None:
         self._session = session
-        self._framed = Framed(stream, session.receive, self._ended)
+        self._framed = FramedConnection(stream, session.receive, self._ended)
 
     def send(self, message: Message) -> None:
         """Queue ``message``."""
@@ -313,7 +313,7 @@ async def _connect_once(
         raise
     session = StoreSession(address, owner)
     session.local_host = local_host
-    session.attach(TcpWire(stream, session))
+    session.attach(TcpConnection(stream, session))
     return session
 
 

@@ -20,12 +20,12 @@ from multiworld.errors import (
 )
 from multiworld.incarnation.lifecycle import Phase, WasLost
 from multiworld.liveness.watchdog import WatchDog
-from multiworld.rendezvous.joiner import Claim, Meeting, Survivor, meet
+from multiworld.rendezvous.joiner import Claim, Joiner, Survivor, meet
 from multiworld.rendezvous.membership import Incarnation, Member, MemberUnreachableError
 from multiworld.rendezvous.store_address import StoreAddresses
 from multiworld.rendezvous.store_service import MAX_SIZE
 from multiworld.rendezvous.store_session import StoreSession
-from multiworld.world.local_member import Surroundings, Wish, WorldLife
+from multiworld.world.local_member import JoinRequest, LocalMember, ManagerServices
 from multiworld.world.world import Changes, World
 
 
@@ -33,15 +33,15 @@ class Admission:
     """The incarnations that one manager is in, or was in last."""
 
     def __init__(
-        self, uid: str, watchdog: WatchDog, around: Surroundings, changes: Changes
+        self, uid: str, watchdog: WatchDog, around: ManagerServices, changes: Changes
     ) -> None:
         self._uid, self._watchdog, self._around = uid, watchdog, around
         self._changes = changes
         self._loop = asyncio.get_running_loop()
-        self.meeting = Meeting(self, watchdog.security)
+        self.meeting = Joiner(self, watchdog.security)
         self._worlds: dict[str, World] = {}
-        self._lives: dict[str, WorldLife] = {}
-        self._met: set[WorldLife] = set()  # those that use a session with a store
+        self._lives: dict[str, LocalMember] = {}
+        self._met: set[LocalMember] = set()  # those that use a session with a store
         self._seen: dict[str, int] = {}
         around.over = self._over
 
@@ -50,13 +50,13 @@ class Admission:
         """The newest incarnation of every name, broken ones included."""
         return dict(self._worlds)
 
-    def lives(self) -> list[WorldLife]:
+    def lives(self) -> list[LocalMember]:
         """Return every incarnation that has not been given back."""
         return list(self._met)
 
     # Joining.
 
-    async def join(self, wish: Wish) -> World:
+    async def join(self, wish: JoinRequest) -> World:
         """Claim a rank, wait for the other members and open the incarnation.
 
         Raises:
@@ -70,7 +70,7 @@ class Admission:
         session = await self.meeting.enter(
             where, may_host=may_host, world=name, deadline=deadline
         )
-        life: WorldLife | None = None
+        life: LocalMember | None = None
         try:
             if name in self._lives:  # spent: its next epoch takes its place
                 await self.end(self._lives[name])
@@ -101,23 +101,23 @@ class Admission:
         return Member(rank=rank, uid=self._uid, pid=os.getpid(), address=address)
 
     def _begin(
-        self, wish: Wish, session: StoreSession, incarnation: Incarnation
-    ) -> WorldLife:
+        self, wish: JoinRequest, session: StoreSession, incarnation: Incarnation
+    ) -> LocalMember:
         """Take the place in an incarnation that the store has admitted."""
         name = incarnation.world
         self._seen[name] = incarnation.epoch
         (rank,) = (m.rank for m in incarnation.members if m.uid == self._uid)
         wish = wish.replace(rank=rank, size=incarnation.size)
-        life = WorldLife(incarnation, wish, session.address, self._around)
+        life = LocalMember(incarnation, wish, session.address, self._around)
         self._lives[name] = life
         self._met.add(life)
         return life
 
-    def _adopt(self, life: WorldLife) -> World:
+    def _adopt(self, life: LocalMember) -> World:
         world = self._worlds[life.incarnation.world] = World(life, self._changes)
         return world
 
-    async def _open(self, life: WorldLife, deadline: float) -> None:
+    async def _open(self, life: LocalMember, deadline: float) -> None:
         name, epoch = life.incarnation.world, life.incarnation.epoch
         try:
             async with asyncio.timeout_at(deadline):
@@ -163,7 +163,7 @@ class Admission:
                 raise
             return self._adopt(life)
 
-    def _reformable(self, name: str) -> WorldLife:
+    def _reformable(self, name: str) -> LocalMember:
         life = self._lives.get(name)
         if life is None or life.phase is Phase.CLOSED:
             raise WorldClosedError(
@@ -177,7 +177,7 @@ class Admission:
         return life
 
     async def _gather_survivors(
-        self, life: WorldLife, deadline: float
+        self, life: LocalMember, deadline: float
     ) -> tuple[StoreSession, Incarnation]:
         """Wait for the other survivors, while the lost may become more."""
         claims: list[asyncio.Task[tuple[StoreSession, Incarnation]]] = []
@@ -203,7 +203,7 @@ class Admission:
             await asyncio.gather(*claims, return_exceptions=True)
 
     async def _survive(
-        self, life: WorldLife, deadline: float
+        self, life: LocalMember, deadline: float
     ) -> tuple[StoreSession, Incarnation]:
         wish, name = life.wish, life.incarnation.world
         session = await self.meeting.reopen(
@@ -255,7 +255,7 @@ class Admission:
         return self._adopt(grown)
 
     async def _claim_again(
-        self, life: WorldLife, to: int, deadline: float
+        self, life: LocalMember, to: int, deadline: float
     ) -> tuple[StoreSession, Incarnation]:
         wish, name = life.wish, life.incarnation.world
         session = await self.meeting.reopen(
@@ -273,7 +273,7 @@ class Admission:
             self.meeting, wish.where, session, claim, member, deadline, may_host=False
         )
 
-    async def _enter_again(self, life: WorldLife, deadline: float) -> None:
+    async def _enter_again(self, life: LocalMember, deadline: float) -> None:
         """Count one more user of the session, for the incarnation to come."""
         await self.meeting.enter(
             life.wish.where,
@@ -283,8 +283,8 @@ class Admission:
         )
 
     async def _replace(
-        self, old: WorldLife, session: StoreSession, incarnation: Incarnation
-    ) -> WorldLife:
+        self, old: LocalMember, session: StoreSession, incarnation: Incarnation
+    ) -> LocalMember:
         """Take the place in the next incarnation, and leave the old one behind it."""
         new = self._begin(old.wish, session, incarnation)
         old.supersede()
@@ -296,7 +296,7 @@ class Admission:
         ending.add_done_callback(self._around.closing.discard)
         return new
 
-    def _give_up(self, life: WorldLife) -> None:
+    def _give_up(self, life: LocalMember) -> None:
         """Keep an incarnation that could not be opened, for ``reform`` and ``join``."""
         for rank in life.unlinked if life.phase is Phase.JOINING else ():
             life.report(WasLost(rank, "it was admitted and did not connect in time"))
@@ -308,23 +308,23 @@ class Admission:
 
     # The end.
 
-    async def end(self, life: WorldLife) -> None:
+    async def end(self, life: LocalMember) -> None:
         """Close an incarnation politely and forget it."""
         try:
             await life.close()
         finally:
             self.release(life)
 
-    def take_out(self, name: str) -> WorldLife:
+    def take_out(self, name: str) -> LocalMember:
         """Forget a name at once; the caller ends what is returned."""
         self._worlds.pop(name, None)
         return self._lives.pop(name)
 
-    def life(self, name: str) -> WorldLife:
+    def life(self, name: str) -> LocalMember:
         """Return the newest incarnation of a name."""
         return self._lives[name]
 
-    def release(self, life: WorldLife) -> None:
+    def release(self, life: LocalMember) -> None:
         """Drop an incarnation that is closed; safe to repeat."""
         name = life.incarnation.world
         if self._lives.get(name) is life:
@@ -334,7 +334,7 @@ class Admission:
             self._met.discard(life)
             self.meeting.leave(life.wish.where)
 
-    def _over(self, life: WorldLife) -> None:
+    def _over(self, life: LocalMember) -> None:
         """Tell the store that an incarnation is over; forget it if it was closed."""
         session = self.meeting.session(life.wish.where)
         if session is not None:
@@ -387,7 +387,7 @@ class Admission:
             life.member_waits(note["rank"], note["size"], is_gone=note["is_gone"])
 
 
-def _not_connected(life: WorldLife) -> JoinTimeoutError:
+def _not_connected(life: LocalMember) -> JoinTimeoutError:
     missing, size = life.missing, life.incarnation.size
     present = tuple(rank for rank in range(size) if rank not in missing)
     name = life.incarnation.world

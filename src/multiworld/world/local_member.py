@@ -1,6 +1,6 @@
 """One member's side of one incarnation: joining, health, the end. Shell.
 
-``WorldLife`` carries out what ``lifecycle`` decides. To the watchdog it is where
+``LocalMember`` carries out what ``lifecycle`` decides. To the watchdog it is where
 control messages and verdicts go (``WorldPort``), to the backend it is the world
 (``WorldView``); ``World`` puts the operations on top.
 """
@@ -41,8 +41,8 @@ from multiworld.incarnation.lifecycle import (
     handle,
 )
 from multiworld.liveness.failure_detector import (
+    DetectionLimits,
     Finding,
-    Limits,
     Resumed,
     Stalled,
     Verdict,
@@ -61,7 +61,7 @@ tell why. Both end together when a process dies; the link's word only has to be 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class JoinRequest:
     """What a member asks for when it joins; kept for when the world changes size."""
 
     name: str
@@ -79,35 +79,35 @@ class Wish:
         several = len(self.where.stores) > 1
         return f"{terms}, stores {self.where}" if several else terms
 
-    def replace(self, **changes: Any) -> Wish:
+    def replace(self, **changes: Any) -> JoinRequest:
         """Return a copy with ``changes`` applied."""
         return dataclasses.replace(self, **changes)
 
 
-def _nothing(_: WorldLife) -> None:
+def _nothing(_: LocalMember) -> None:
     """Do nothing at the end of an incarnation."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Surroundings:
+class ManagerServices:
     """What a manager gives each of its worlds."""
 
     watchdog: WatchDog
     publish: Callable[[Event], None]
     linger: Callable[[Lingering], None]
     closing: set[asyncio.Task[None]]
-    over: Callable[[WorldLife], None] = _nothing
+    over: Callable[[LocalMember], None] = _nothing
 
 
-class WorldLife:
+class LocalMember:
     """Joins, watches and ends one incarnation."""
 
     def __init__(
         self,
         incarnation: Incarnation,
-        wish: Wish,
+        wish: JoinRequest,
         store: StoreAddress,
-        around: Surroundings,
+        around: ManagerServices,
     ) -> None:
         self.incarnation, self.wish, self.rank = incarnation, wish, wish.rank
         self.config, self.device = wish.config, wish.device
@@ -230,7 +230,9 @@ class WorldLife:
         Cancellation: the caller closes the world.
         """
         config = self.config
-        limits = Limits(config.silence_s, config.stall_s, config.stalled_limit_s)
+        limits = DetectionLimits(
+            config.silence_s, config.stall_s, config.stalled_limit_s
+        )
         attaching = self._watchdog.attach(self.incarnation, self.rank, self, limits)
         await self.until_over(attaching)
         await self.until_over(self.backend.open())

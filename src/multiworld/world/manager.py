@@ -35,7 +35,7 @@ from multiworld.rendezvous.store_address import parse_store
 from multiworld.rendezvous.store_service import MAX_SIZE
 from multiworld.world.admission import Admission
 from multiworld.world.communicator import BrokenWorldException, WorldCommunicator
-from multiworld.world.local_member import Surroundings, Wish
+from multiworld.world.local_member import JoinRequest, ManagerServices
 from multiworld.world.rejoin import keep
 from multiworld.world.world import World
 
@@ -92,7 +92,7 @@ class WorldManager:
         self._hub = EventHub()
         self._lingering: set[Lingering] = set()
         self._closing: set[asyncio.Task[None]] = set()
-        around = Surroundings(
+        around = ManagerServices(
             watchdog=self._watchdog,
             publish=self._hub.publish,
             linger=self._linger,
@@ -215,7 +215,7 @@ class WorldManager:
         Cancellation: safe; the claim is withdrawn and nothing stays behind.
         """
         self._check_usable(name)
-        wish = Wish(
+        wish = JoinRequest(
             name=name,
             rank=rank,
             size=size,
@@ -561,7 +561,7 @@ def _default_store() -> str:
     return store
 
 
-def _check_wish(wish: Wish) -> None:
+def _check_wish(wish: JoinRequest) -> None:
     name, rank, size = wish.name, wish.rank, wish.size
     if not isinstance(name, str) or not name:
         raise ConfigError("name", name, "a non-empty str")

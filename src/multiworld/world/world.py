@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from multiworld.backends.base import Bundle
 from multiworld.errors import ConfigError
 from multiworld.incarnation.lifecycle import Phase
-from multiworld.world.local_member import WorldLife
+from multiworld.world.local_member import LocalMember
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -98,7 +98,7 @@ class World:
         size: World size.
     """
 
-    def __init__(self, life: WorldLife, changes: Changes) -> None:
+    def __init__(self, life: LocalMember, changes: Changes) -> None:
         self._changes = changes
         incarnation = life.incarnation
         self.name, self.epoch = incarnation.world, incarnation.epoch

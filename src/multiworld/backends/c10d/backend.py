@@ -22,7 +22,7 @@ from multiworld.backends.c10d.flat import as_bytes, on_device
 from multiworld.backends.c10d.groups import Group, check_backend
 from multiworld.backends.c10d.store import C10dStore
 from multiworld.backends.c10d.threads import in_thread
-from multiworld.backends.c10d.work_runner import Runner
+from multiworld.backends.c10d.work_runner import WorkRunner
 from multiworld.backends.direct.backend import DirectBackend
 from multiworld.backends.dtypes import CODES, DTYPES
 from multiworld.errors import TensorMismatchError, UnsupportedOperationError
@@ -45,7 +45,7 @@ class C10dBackend:
         self._rank, self._size = view.rank, view.incarnation.size
         self._loop = asyncio.get_running_loop()
         self._direct = DirectBackend(view)
-        self._runner = Runner(view, name)
+        self._runner = WorkRunner(view, name)
         self.collectives = GroupCollectives(view, self._direct, self._runner)
         self._public: ProcessGroup | None = None
         self._sending: dict[tuple[int, int], asyncio.Lock] = defaultdict(asyncio.Lock)

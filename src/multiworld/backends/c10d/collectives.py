@@ -27,7 +27,7 @@ from multiworld.backends.c10d.flat import (
     write_back_all,
 )
 from multiworld.backends.c10d.gloo_reduction import Reduction
-from multiworld.backends.c10d.work_runner import Runner
+from multiworld.backends.c10d.work_runner import WorkRunner
 from multiworld.backends.collectives import KINDS
 from multiworld.backends.direct.backend import DirectBackend
 from multiworld.backends.dtypes import CODES, DTYPES, require_alike
@@ -40,7 +40,9 @@ from multiworld.incarnation.lifecycle import Failed
 class GroupCollectives:
     """The collectives of one world on its native group."""
 
-    def __init__(self, view: WorldView, direct: DirectBackend, runner: Runner) -> None:
+    def __init__(
+        self, view: WorldView, direct: DirectBackend, runner: WorkRunner
+    ) -> None:
         self._view, self._direct, self._runner = view, direct, runner
         self._rank, self._size = view.rank, view.incarnation.size
         self._turn = asyncio.Lock()

@@ -26,7 +26,7 @@ CONNECT_S = 2.0
 it is told for a member that was admitted and died."""
 
 
-class Maker(Protocol):
+class GroupMaker(Protocol):
     """Makes a native group on a store."""
 
     def __call__(
@@ -35,7 +35,7 @@ class Maker(Protocol):
         """Return the group; blocks."""
 
 
-def _nccl_maker(device: torch.device) -> Maker:
+def _nccl_maker(device: torch.device) -> GroupMaker:
     def make(store: Store, rank: int, size: int, host: str, timeout_s: float) -> Any:
         return nccl.make_nccl(store, rank, size, device, timeout_s)
 
@@ -63,7 +63,7 @@ def make_gloo(store: Store, rank: int, size: int, host: str, timeout_s: float) -
     return group
 
 
-def make_registered(name: str) -> Maker:
+def make_registered(name: str) -> GroupMaker:
     """Return a maker for a backend that a plugin registered with torch."""
     plugin = dist.Backend._plugins[name.upper()]
 
@@ -77,7 +77,7 @@ def make_registered(name: str) -> Maker:
     return make
 
 
-def maker_of(name: str, device: torch.device) -> Maker:
+def maker_of(name: str, device: torch.device) -> GroupMaker:
     """Return how to make a group of backend ``name``."""
     if name == "nccl":
         return _nccl_maker(device)

@@ -23,7 +23,7 @@ LEFT_GRACE_S = 1.0
 """Seconds that a collective has to complete after one of its members has left."""
 
 
-class Runner:
+class WorkRunner:
     """Runs the works of one world's group; ``group`` is None before and after."""
 
     def __init__(self, view: WorldView, name: str) -> None:

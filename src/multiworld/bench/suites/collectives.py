@@ -20,7 +20,7 @@ QUICK = (4_096, 1_048_576)
 BUDGET_BYTES = 64 * 1024 * 1024
 
 
-class Plain:
+class PlainCollectives:
     """torch.distributed's collectives."""
 
     def __init__(self, rank: int, size: int, port: int) -> None:
@@ -55,7 +55,7 @@ class Plain:
         dist.destroy_process_group()
 
 
-class Ours:
+class WorldCollectives:
     """A world's collectives."""
 
     def __init__(self, rank: int, size: int, port: int, backend: str) -> None:
@@ -133,9 +133,9 @@ def body_of_8(rank: int, options: Options, teller: Teller) -> None:
 
 def _body(rank: int, size: int, options: Options, teller: Teller) -> None:
     rivals: dict[str, Any] = {
-        "plain gloo": Plain(rank, size, options.ports[0]),
-        "world, direct": Ours(rank, size, options.ports[1], "direct"),
-        "world, gloo": Ours(rank, size, options.ports[2], "gloo"),
+        "plain gloo": PlainCollectives(rank, size, options.ports[0]),
+        "world, direct": WorldCollectives(rank, size, options.ports[1], "direct"),
+        "world, gloo": WorldCollectives(rank, size, options.ports[2], "gloo"),
     }
     sizes = QUICK if options.is_quick else SIZES[: {2: 5, 4: 4, 8: 3}[size]]
     for number in range(options.rounds):

@@ -31,7 +31,7 @@ BUDGET_BYTES = 512 * 1024 * 1024
 MOST, LEAST = 500, 6
 
 
-class Plain:
+class PlainNccl:
     """torch.distributed on the backend."""
 
     def __init__(
@@ -59,7 +59,7 @@ class Plain:
         dist.destroy_process_group()
 
 
-class Ours:
+class WorldOnGpu:
     """A world on the backend, with the watchdog or without."""
 
     def __init__(
@@ -154,10 +154,10 @@ def measure(
 ) -> None:
     """Let all take turns, at each size."""
     ports = iter(options.ports)
-    rivals: dict[str, Plain | Ours] = {
-        PLAIN: Plain(rank, next(ports), backend, device),
-        OURS: Ours(rank, next(ports), backend, device),
-        UNWATCHED: Ours(rank, next(ports), backend, device, is_watched=False),
+    rivals: dict[str, PlainNccl | WorldOnGpu] = {
+        PLAIN: PlainNccl(rank, next(ports), backend, device),
+        OURS: WorldOnGpu(rank, next(ports), backend, device),
+        UNWATCHED: WorldOnGpu(rank, next(ports), backend, device, is_watched=False),
     }
     sizes = QUICK if options.is_quick else SIZES
     for number in range(options.rounds):
@@ -171,7 +171,7 @@ def measure(
 
 
 def _one(
-    rank: int, name: str, rival: Plain | Ours, tensor: Tensor, teller: Teller
+    rank: int, name: str, rival: PlainNccl | WorldOnGpu, tensor: Tensor, teller: Teller
 ) -> None:
     size = tensor.nbytes
     count = max(LEAST, min(MOST, BUDGET_BYTES // size))

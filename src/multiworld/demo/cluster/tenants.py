@@ -14,7 +14,7 @@ LONG_S = 900.0
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LoadPhase:
     """A part of what a tenant asks, again and again.
 
     Attributes:
@@ -38,7 +38,7 @@ class Guest:
 
     name: str
     model: str
-    parts: tuple[Part, ...]
+    parts: tuple[LoadPhase, ...]
     settings: dict[str, Any] = field(default_factory=dict)
     is_flood: bool = False
 
@@ -47,14 +47,14 @@ GUESTS = (
     Guest(
         "shop",
         "encoder",
-        (Part(0.5, 15, 1.5), Part(3.0, 25, 1.5), Part(0.5, 20, 1.5)),
+        (LoadPhase(0.5, 15, 1.5), LoadPhase(3.0, 25, 1.5), LoadPhase(0.5, 20, 1.5)),
         {"weight": 2.0},
     ),
-    Guest("bank", "search", (Part(0.5, 30),), {"models": ["search"]}),
+    Guest("bank", "search", (LoadPhase(0.5, 30),), {"models": ["search"]}),
     Guest(
         "lab",
         "encoder",
-        (Part(12.0, 30),),
+        (LoadPhase(12.0, 30),),
         {"weight": 0.5, "max_parallel_requests": 24},
         is_flood=True,
     ),

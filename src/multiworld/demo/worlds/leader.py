@@ -26,7 +26,7 @@ from multiworld import (
     WorldManager,
     WorldReady,
 )
-from multiworld.demo.worlds.ledger import Ledger, WorldAccount, percentile_99
+from multiworld.demo.worlds.ledger import RequestLedger, WorldAccount, percentile_99
 from multiworld.demo.worlds.model import Digits
 
 BATCH = 8
@@ -41,7 +41,7 @@ REJOIN_LIMIT_S = 60.0
 
 
 @dataclass(slots=True)
-class Outcome:
+class DemoOutcome:
     """What the demo measured. Times are seconds."""
 
     images: dict[str, int] = field(default_factory=dict)
@@ -96,15 +96,15 @@ class Leader:
         self._is_draining = False
         self._joined = {SURVIVOR: asyncio.Event(), VICTIM: asyncio.Event()}
         self._replaced = asyncio.Event()
-        self.ledger = Ledger(len(test.labels), BATCH)
-        self.outcome = Outcome()
+        self.ledger = RequestLedger(len(test.labels), BATCH)
+        self.outcome = DemoOutcome()
 
     @property
     def elapsed_s(self) -> float:
         """Seconds since the start."""
         return time.monotonic() - self._began
 
-    async def run(self) -> Outcome:
+    async def run(self) -> DemoOutcome:
         """Run all phases and return what was measured.
 
         Cancellation: the workers are killed.

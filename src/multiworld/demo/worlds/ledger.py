@@ -31,7 +31,7 @@ class WorldAccount:
         return [late - early for early, late in itertools.pairwise(times)]
 
 
-class Ledger:
+class RequestLedger:
     """Hands out batches of image numbers and takes the answers, each exactly once."""
 
     def __init__(self, count: int, batch_size: int) -> None:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 import torch
 from rich.console import Console
 
-from multiworld.demo.worlds.leader import Leader, Outcome
+from multiworld.demo.worlds.leader import DemoOutcome, Leader
 from multiworld.demo.worlds.model import load_digits, trained_weights
 from multiworld.demo.worlds.screen import show, summary, tell
 
@@ -24,7 +24,7 @@ def run(backend: str, phase_s: float, *, as_json: bool) -> int:
     console.print(f"{how} {weights}", highlight=False, soft_wrap=True)
     torch.set_num_threads(1)
 
-    async def scene() -> Outcome:
+    async def scene() -> DemoOutcome:
         leader = Leader(
             test, weights, backend, phase_s, lambda text: tell(leader, console, text)
         )

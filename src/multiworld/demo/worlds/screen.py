@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from multiworld.demo.worlds.leader import Leader, Outcome
+from multiworld.demo.worlds.leader import DemoOutcome, Leader
 
 REFRESH_S = 0.2
 
@@ -57,7 +57,7 @@ def tell(leader: Leader, console: Console, text: str) -> None:
     console.print(f"[dim]{leader.elapsed_s:6.2f} s[/]  {text}", highlight=False)
 
 
-def summary(outcome: Outcome) -> Table:
+def summary(outcome: DemoOutcome) -> Table:
     """Return the summary."""
     table = Table(title="Summary", show_header=False)
     table.add_column()

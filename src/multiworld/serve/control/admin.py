@@ -15,11 +15,11 @@ from multiworld.serve.control.controller import Controller
 from multiworld.serve.spec.loader import parse_spec
 
 
-class _Asked(BaseModel):
+class _AdminRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class Scale(_Asked):
+class Scale(_AdminRequest):
     """Run a stage in so many replicas."""
 
     model: str
@@ -27,20 +27,20 @@ class Scale(_Asked):
     replicas: int = Field(ge=0, le=4096)
 
 
-class Update(_Asked):
+class Update(_AdminRequest):
     """Be as this spec says; ``text`` is YAML."""
 
     text: str
     where: str = "spec"
 
 
-class Drain(_Asked):
+class Drain(_AdminRequest):
     """Replace one process."""
 
     name: str
 
 
-class Chaos(_Asked):
+class Chaos(_AdminRequest):
     """Break something."""
 
     action: Literal["kill", "stop", "cut"]

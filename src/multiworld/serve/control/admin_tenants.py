@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from multiworld.errors import ServeError
 from multiworld.serve.control.client import WHO
-from multiworld.serve.control.tenant_manager import Tenanting
+from multiworld.serve.control.tenant_manager import TenantManager
 from multiworld.serve.tenants.keys import FORM, PREFIX
 
 logger = logging.getLogger("multiworld.serve")
@@ -67,7 +67,7 @@ class Revocation(BaseModel):
     key: str | None = None
 
 
-def add_tenants(app: FastAPI, tenanting: Tenanting) -> None:
+def add_tenants(app: FastAPI, tenanting: TenantManager) -> None:
     """Add the routes, and the audit log of all routes that change something."""
     _add_audit(app, tenanting)
 
@@ -113,7 +113,7 @@ def add_tenants(app: FastAPI, tenanting: Tenanting) -> None:
         return await asyncio.to_thread(tenanting.registry.audited, last)
 
 
-def _add_audit(app: FastAPI, tenanting: Tenanting) -> None:
+def _add_audit(app: FastAPI, tenanting: TenantManager) -> None:
     @app.middleware("http")
     async def audited(
         request: Request, call_next: Callable[[Request], Awaitable[Response]]

@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterable
 
 from multiworld.serve.fleet.record import ProcessRecord
-from multiworld.serve.fleet.state import Phase, Process
-from multiworld.serve.launchers.local import Launcher, Running
+from multiworld.serve.fleet.state import Process, ProcessPhase
+from multiworld.serve.launchers.local import Launcher, RunningProcess
 from multiworld.serve.placement.replica_bookings import Specs
 
-Adopted = tuple[ProcessRecord, Running, Process]
+Adopted = tuple[ProcessRecord, RunningProcess, Process]
 
 
 def adopted(
@@ -19,7 +19,7 @@ def adopted(
     """Return the processes that live; end those that nobody knows any more."""
     found = []
     for said in records:
-        running = Running(said.name, said.pid, said.began, said.node)
+        running = RunningProcess(said.name, said.pid, said.began, said.node)
         spec = specs.get(said.model, {}).get(said.version)
         if said.model and spec is None:
             launcher.kill(running)
@@ -31,7 +31,7 @@ def adopted(
                 said.model,
                 said.version,
                 said.stage,
-                Phase(said.phase),
+                ProcessPhase(said.phase),
                 time.monotonic(),
             )
             found.append((said, running, process))

@@ -17,7 +17,7 @@ from multiworld.errors import (
     UnknownModelError,
 )
 from multiworld.serve.control.adoption import adopted
-from multiworld.serve.control.process_links import REPORT_S, Links
+from multiworld.serve.control.process_links import REPORT_S, ProcessLinks
 from multiworld.serve.control.status import (
     exit_words,
     is_ready,
@@ -28,9 +28,9 @@ from multiworld.serve.control.status import (
     status_of,
     url_of,
 )
-from multiworld.serve.control.tenant_manager import Tenanting
+from multiworld.serve.control.tenant_manager import TenantManager
 from multiworld.serve.fleet import actions, events
-from multiworld.serve.fleet.decision_log import Journal
+from multiworld.serve.fleet.decision_log import DecisionLog
 from multiworld.serve.fleet.desired_state import (
     awake,
     check_update,
@@ -39,18 +39,18 @@ from multiworld.serve.fleet.desired_state import (
     wanted_of,
 )
 from multiworld.serve.fleet.history import History
-from multiworld.serve.fleet.reconciler import Fleet
+from multiworld.serve.fleet.reconciler import Reconciler
 from multiworld.serve.fleet.record import Record, StateFolder, StoreRecord
-from multiworld.serve.fleet.state import Phase, Process, Wanted
-from multiworld.serve.launchers.local import Launcher, Running
+from multiworld.serve.fleet.state import DesiredState, Process, ProcessPhase
+from multiworld.serve.launchers.local import Launcher, RunningProcess
 from multiworld.serve.models.factory import check_policies, import_factory
-from multiworld.serve.placement.manager import Placer
+from multiworld.serve.placement.manager import PlacementManager
 from multiworld.serve.placement.replica_bookings import Specs
 from multiworld.serve.resources.amounts import Need, needs_of
 from multiworld.serve.resources.assignment import assign
-from multiworld.serve.scaling.autoscaler import Scaler
+from multiworld.serve.scaling.autoscaler import Autoscaler
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
-from multiworld.serve.tenants.database import Registry
+from multiworld.serve.tenants.database import TenantDatabase
 from multiworld.serve.worker.process import args_of
 from multiworld.world.manager import WorldManager
 
@@ -84,7 +84,7 @@ class Controller:
     ) -> None:
         self.app, self.port, self.store = app, port, store
         self._folder, self._launcher = folder, launcher
-        self.fleet = Fleet(
+        self.fleet = Reconciler(
             ready_s=app.ready_s,
             drain_s=app.drain_s,
             first=1 if old is None else old.next_number,
@@ -92,21 +92,21 @@ class Controller:
             active=None if old is None else old.active,
         )
         self._specs = {} if old is None else {n: dict(v) for n, v in old.specs.items()}
-        self._running: dict[str, Running] = {}
-        self._links = Links(manager, app.app, store.address, app.silence_s, self)
+        self._running: dict[str, RunningProcess] = {}
+        self._links = ProcessLinks(manager, app.app, store.address, app.silence_s, self)
         self._launching: set[asyncio.Task[None]] = set()
         self.history = History()
-        self.journal = Journal(folder.path / "decisions.jsonl")
+        self.journal = DecisionLog(folder.path / "decisions.jsonl")
         policy = import_factory(app.placement) if app.placement else assign
-        self.placer = Placer(
+        self.placer = PlacementManager(
             launcher, self.fleet, self.history, self, policy, self.journal
         )
         self.places = self.placer.places
-        self.scaler = Scaler(self.fleet, self.history, self.journal, self)
-        registry = Registry(folder.path / "registry.db")
+        self.scaler = Autoscaler(self.fleet, self.history, self.journal, self)
+        registry = TenantDatabase(folder.path / "registry.db")
         if old is None:
             registry.forget_meters()
-        self.tenanting = Tenanting(
+        self.tenanting = TenantManager(
             registry, self.history, self._joined_gateways, self._links.send
         )
         self._changed = asyncio.Event()
@@ -218,7 +218,7 @@ class Controller:
         await self._end_all(workers, END_S)
         await self.abandon()
         self._launcher.kill(
-            Running("store", self.store.pid, self.store.began), signal.SIGTERM
+            RunningProcess("store", self.store.pid, self.store.began), signal.SIGTERM
         )
         self._folder.forget()
 
@@ -332,7 +332,9 @@ class Controller:
             raise UnknownModelError(f"no process {name!r}; there are: {known}")
         self._handle(events.DrainAsked(name))
 
-    def harm(self, action: str, model: str, stage: str, seconds: float) -> Running:
+    def harm(
+        self, action: str, model: str, stage: str, seconds: float
+    ) -> RunningProcess:
         """Break a ready replica on purpose.
 
         Args:
@@ -393,10 +395,13 @@ class Controller:
         why = "it ended" if code is None else f"it ended with {exit_words(code)}"
         self._changed.set()
         process = self.fleet.processes.get(name)
-        if process is not None and process.phase in (Phase.LAUNCHING, Phase.JOINED):
+        if process is not None and process.phase in (
+            ProcessPhase.LAUNCHING,
+            ProcessPhase.JOINED,
+        ):
             why += f" while it started; its last words: {last_words(self.log_of(name))}"
         if process is not None and not self._is_ending:
-            self._handle(events.Gone(name, why))
+            self._handle(events.ProcessGone(name, why))
         elif code:
             self._say("exited", f"{name}: {why}", name)  # its loss has been told
 
@@ -447,13 +452,13 @@ class Controller:
         self._set_specs()
         await self.placer.plan_first(wanted_of(self.app))
 
-    def _want(self, wanted: Wanted) -> None:
-        self._handle(events.WantedChanged(wanted))
+    def _want(self, wanted: DesiredState) -> None:
+        self._handle(events.DesiredStateChanged(wanted))
         self.placer.wake()
 
     # What the placer and the scaler ask for; see ``PlacerOwner``, ``ScalerOwner``.
 
-    def admit(self, wanted: Wanted, model: str) -> None:
+    def admit(self, wanted: DesiredState, model: str) -> None:
         """Check that all of a model has a place, whatever others lack.
 
         Raises:
@@ -461,7 +466,7 @@ class Controller:
         """
         self.placer.admit(wanted, model)
 
-    def want(self, wanted: Wanted) -> None:
+    def want(self, wanted: DesiredState) -> None:
         """Have the service be so."""
         self._want(wanted)
 
@@ -469,7 +474,7 @@ class Controller:
         """Take note of something that the placer has found out."""
         self._handle(event)
 
-    def running(self, name: str) -> Running | None:
+    def running(self, name: str) -> RunningProcess | None:
         """Return a process, if it runs."""
         return self._running.get(name)
 
@@ -524,7 +529,7 @@ class Controller:
                 self._links.close(name)
                 self._handle(events.Unplaced(name, trouble))
             else:
-                self._handle(events.Gone(name, why))
+                self._handle(events.ProcessGone(name, why))
             return
         finally:
             self._in_launch.discard(name)
@@ -567,7 +572,7 @@ class Controller:
 
     def lost(self, name: str, error: MemberLostError) -> None:
         """Take note that a process is lost."""
-        self._handle(events.Gone(name, f"{error.reason} ({error.evidence})"))
+        self._handle(events.ProcessGone(name, f"{error.reason} ({error.evidence})"))
 
     def _forget_specs(self) -> None:
         """Forget the versions that are not wanted and of which nothing runs."""

@@ -23,7 +23,7 @@ REPORT_S = 2.0
 Order = dict[str, Any]
 
 
-class LinkOwner(Protocol):
+class ProcessLinkOwner(Protocol):
     """Who is told what happens on the links."""
 
     def greeting(self, name: str) -> Iterable[Order]:
@@ -39,7 +39,7 @@ class LinkOwner(Protocol):
         """Take note that a process is lost."""
 
 
-class Links:
+class ProcessLinks:
     """The control worlds of a service."""
 
     def __init__(
@@ -48,7 +48,7 @@ class Links:
         app: str,
         store: str,
         silence_s: float,
-        owner: LinkOwner,
+        owner: ProcessLinkOwner,
     ) -> None:
         self._manager, self._app, self._store = manager, app, store
         self._owner = owner

@@ -9,19 +9,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from multiworld.serve.fleet.reconciler import Fleet
+from multiworld.serve.fleet.reconciler import Reconciler
 from multiworld.serve.fleet.record import ProcessRecord, Record, StoreRecord
-from multiworld.serve.fleet.state import Phase
-from multiworld.serve.launchers.local import Running
-from multiworld.serve.placement.replica_bookings import Places, Specs
+from multiworld.serve.fleet.state import ProcessPhase
+from multiworld.serve.launchers.local import RunningProcess
+from multiworld.serve.placement.replica_bookings import ReplicaBookings, Specs
 from multiworld.serve.spec.schema import AppSpec, GatewaySpec
 
 LAST_WORDS = 300
 
 
-def is_ready(fleet: Fleet) -> bool:
+def is_ready(fleet: Reconciler) -> bool:
     """Return whether everything that is wanted is ready."""
-    ready = [p for p in fleet.processes.values() if p.phase is Phase.READY]
+    ready = [p for p in fleet.processes.values() if p.phase is ProcessPhase.READY]
     if sum(p.is_gateway for p in ready) < fleet.wanted.gateways:
         return False
     return all(
@@ -33,9 +33,9 @@ def is_ready(fleet: Fleet) -> bool:
 
 
 def status_of(
-    fleet: Fleet,
-    running: Mapping[str, Running],
-    places: Places,
+    fleet: Reconciler,
+    running: Mapping[str, RunningProcess],
+    places: ReplicaBookings,
     log_of: Callable[[str], Path],
     now: float,
 ) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def status_of(
 def record_of(
     app: AppSpec,
     specs: Specs,
-    fleet: Fleet,
+    fleet: Reconciler,
     store: StoreRecord,
     port: int,
     processes: list[ProcessRecord],
@@ -94,7 +94,7 @@ def record_of(
 
 
 def records_of(
-    fleet: Fleet, running: Mapping[str, Running], places: Places
+    fleet: Reconciler, running: Mapping[str, RunningProcess], places: ReplicaBookings
 ) -> list[ProcessRecord]:
     """Return what a new controller must know of every process."""
     found = []

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from multiworld.errors import ServeError
 from multiworld.serve.fleet.history import History
 from multiworld.serve.spec.schema import NAME, PATTERNS
-from multiworld.serve.tenants.database import Registry
+from multiworld.serve.tenants.database import TenantDatabase
 from multiworld.serve.tenants.directory import Key, Tenant, tenant_from_json
 from multiworld.serve.tenants.keys import make_key, parse_key
 from multiworld.serve.tenants.quarantine import KNOWN_S
@@ -39,7 +39,7 @@ class UnknownTenantError(ServeError):
     status = 404
 
 
-class Tenanting:
+class TenantManager:
     """Everything about the tenants of one service.
 
     Args:
@@ -51,7 +51,7 @@ class Tenanting:
 
     def __init__(
         self,
-        registry: Registry,
+        registry: TenantDatabase,
         history: History,
         gateways: Callable[[], list[str]],
         send: Send,

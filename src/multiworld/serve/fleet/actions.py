@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from multiworld.serve.transport.routing_table import Table
+from multiworld.serve.transport.routing_table import RoutingTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Finish:
 class Announce:
     """Tell everybody the new table."""
 
-    table: Table
+    table: RoutingTable
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ class _Count:
     not_before: float = 0.0
 
 
-class CrashGuard:
+class CrashBackoff:
     """Counts the failures of each post."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ FILE_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decided:
+class LoggedDecision:
     """One decision.
 
     Attributes:
@@ -42,7 +42,7 @@ class Decided:
     snapshot: dict[str, Any] = field(default_factory=dict)
 
 
-class Journal:
+class DecisionLog:
     """Decisions that changed something, and what was thought last about the others.
 
     Args:
@@ -51,7 +51,7 @@ class Journal:
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
-        self._decided: deque[Decided] = deque(maxlen=KEPT)
+        self._decided: deque[LoggedDecision] = deque(maxlen=KEPT)
         self._number = 0
         self.thought: dict[tuple[str, str], tuple[float, str]] = {}
 
@@ -65,7 +65,7 @@ class Journal:
     ) -> None:
         """Note a decision that changes something."""
         self._number += 1
-        decided = Decided(
+        decided = LoggedDecision(
             number=self._number,
             at=time.time(),
             kind=kind,
@@ -86,7 +86,9 @@ class Journal:
         """Return the last decisions, oldest first."""
         chosen = list(self._decided)[max(0, len(self._decided) - count) :]
         names = [
-            f.name for f in fields(Decided) if with_snapshots or f.name != SNAPSHOT
+            f.name
+            for f in fields(LoggedDecision)
+            if with_snapshots or f.name != SNAPSHOT
         ]
         return [{name: getattr(d, name) for name in names} for d in chosen]
 
@@ -97,14 +99,14 @@ class Journal:
             for (kind, about), (at, what) in self.thought.items()
         ]
 
-    def _write(self, decided: Decided) -> None:
+    def _write(self, decided: LoggedDecision) -> None:
         if self._path is None:
             return
         try:
             if self._path.exists() and self._path.stat().st_size > FILE_BYTES:
                 self._path.replace(self._path.with_suffix(".old.jsonl"))
             with open(self._path, "a") as file:
-                names = [f.name for f in fields(Decided)]
+                names = [f.name for f in fields(LoggedDecision)]
                 said = {name: getattr(decided, name) for name in names}
                 file.write(json.dumps(said, default=str, skipkeys=True) + "\n")
         except (OSError, ValueError) as error:  # the service does not depend on it

@@ -7,11 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from multiworld.errors import ServeError, UnknownModelError
-from multiworld.serve.fleet.state import ModelWanted, Wanted
+from multiworld.serve.fleet.state import DesiredModel, DesiredState
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 
 
-def wanted_of(app: AppSpec, old: Mapping[str, Sequence[int]] | None = None) -> Wanted:
+def wanted_of(
+    app: AppSpec, old: Mapping[str, Sequence[int]] | None = None
+) -> DesiredState:
     """Return what a spec asks for; stages that were scaled within their range stay.
 
     Args:
@@ -27,7 +29,7 @@ def wanted_of(app: AppSpec, old: Mapping[str, Sequence[int]] | None = None) -> W
                 low, high = bounds_of(model, number)
                 count = min(max(before[number], low), high)
             replicas.append(count)
-        models[name] = ModelWanted(
+        models[name] = DesiredModel(
             model.version,
             tuple(replicas),
             model.max_queued_requests,
@@ -40,10 +42,10 @@ def wanted_of(app: AppSpec, old: Mapping[str, Sequence[int]] | None = None) -> W
                 if bounds_of(model, number)[0] == 0
             ),
         )
-    return Wanted(models, app.gateway.replicas)
+    return DesiredState(models, app.gateway.replicas)
 
 
-def awake(wanted: Wanted, old: Wanted) -> Wanted:
+def awake(wanted: DesiredState, old: DesiredState) -> DesiredState:
     """Return what is wanted with one replica at least of all that is new.
 
     A version that nobody has seen running is not one that answers: it is tried first.
@@ -68,8 +70,8 @@ def bounds_of(model: ModelSpec, stage: int) -> tuple[int, int]:
 
 
 def rescaled(
-    wanted: Wanted, spec: ModelSpec, model: str, stage: int, replicas: int
-) -> tuple[int, Wanted]:
+    wanted: DesiredState, spec: ModelSpec, model: str, stage: int, replicas: int
+) -> tuple[int, DesiredState]:
     """Return how many replicas a stage had, and what is wanted with another number.
 
     Raises:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from multiworld.serve.fleet.state import Process, Wanted
+from multiworld.serve.fleet.state import DesiredState, Process
 
 
 @dataclass(frozen=True, slots=True)
-class WantedChanged:
+class DesiredStateChanged:
     """Somebody wants something else."""
 
-    wanted: Wanted
+    wanted: DesiredState
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Applied:
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
+class ProcessGone:
     """A process has ended, or is given up.
 
     Attributes:
@@ -91,13 +91,13 @@ class DrainAsked:
 
 Event = (
     DrainAsked
-    | WantedChanged
+    | DesiredStateChanged
     | Adopted
     | Joined
     | Loaded
     | Probed
     | Applied
-    | Gone
+    | ProcessGone
     | Unplaced
     | PlacesChanged
     | Ticked

@@ -15,7 +15,7 @@ BAD = ("lost", "probe failed", "rolled back", "unplaced", "outgrown", "launcher"
 
 
 @dataclass(frozen=True, slots=True)
-class Happened:
+class HistoryEntry:
     """Something that happened to the service.
 
     Attributes:
@@ -33,13 +33,13 @@ class History:
     """The last things that happened, and how many of each kind."""
 
     def __init__(self) -> None:
-        self._happened: deque[Happened] = deque(maxlen=EVENTS)
+        self._happened: deque[HistoryEntry] = deque(maxlen=EVENTS)
         self.kinds: Counter[str] = Counter()
 
     def say(self, kind: str, text: str, name: str = "") -> None:
         """Note something, and log it."""
         number = self._happened[-1].number + 1 if self._happened else 1
-        self._happened.append(Happened(number, time.time(), kind, text, name))
+        self._happened.append(HistoryEntry(number, time.time(), kind, text, name))
         self.kinds[kind] += 1
         level = logging.WARNING if kind in BAD else logging.INFO
         logger.log(level, "%s: %s", kind, text)

@@ -20,26 +20,37 @@ from multiworld.serve.fleet.actions import (
     Probe,
     Say,
 )
-from multiworld.serve.fleet.backoff import CrashGuard
+from multiworld.serve.fleet.backoff import CrashBackoff
 from multiworld.serve.fleet.events import (
     Adopted,
     Applied,
+    DesiredStateChanged,
     DrainAsked,
     Event,
-    Gone,
     Joined,
     Loaded,
     PlacesChanged,
     Probed,
+    ProcessGone,
     Ticked,
     Unplaced,
-    WantedChanged,
 )
-from multiworld.serve.fleet.state import STATE_OF, ModelWanted, Phase, Process, Wanted
-from multiworld.serve.transport.routing_table import Replica, ReplicaState, Route, Table
+from multiworld.serve.fleet.state import (
+    STATE_OF,
+    DesiredModel,
+    DesiredState,
+    Process,
+    ProcessPhase,
+)
+from multiworld.serve.transport.routing_table import (
+    Replica,
+    ReplicaState,
+    Route,
+    RoutingTable,
+)
 
 
-class Fleet:
+class Reconciler:
     """The account of everything that runs.
 
     Args:
@@ -61,12 +72,12 @@ class Fleet:
     ) -> None:
         self._ready_s, self._drain_s = ready_s, drain_s
         self.next_number = first
-        self.table = Table(number=number)
-        self.wanted = Wanted()
+        self.table = RoutingTable(number=number)
+        self.wanted = DesiredState()
         self.active: dict[str, str] = dict(active or {})
         self.processes: dict[str, Process] = {}
-        self.guard = CrashGuard()
-        self._wants: dict[tuple[str, str], ModelWanted] = {}
+        self.guard = CrashBackoff()
+        self._wants: dict[tuple[str, str], DesiredModel] = {}
         self._updates: dict[str, tuple[str, float]] = {}
         self.unplaced: dict[Post, str] = {}
         self.start_s: dict[Post, float] = {}
@@ -83,7 +94,7 @@ class Fleet:
 
     def _note(self, event: Event, now: float) -> Iterator[Action]:
         match event:
-            case WantedChanged(wanted):
+            case DesiredStateChanged(wanted):
                 yield from self._want(wanted, now)
             case Adopted(process):
                 self.processes[process.name] = process
@@ -91,15 +102,15 @@ class Fleet:
                 yield from self._joined(self.processes[name])
             case Loaded(name) if name in self.processes:
                 if not self.processes[name].is_gateway:
-                    self._step(name, Phase.JOINED, Phase.LOADED)
-                elif self._step(name, Phase.JOINED, Phase.READY):
+                    self._step(name, ProcessPhase.JOINED, ProcessPhase.LOADED)
+                elif self._step(name, ProcessPhase.JOINED, ProcessPhase.READY):
                     yield Say("ready", f"{name} listens", name)
             case Probed(name, error):
                 yield from self._probed(name, error, now)
             case Applied(name, number):
                 if name in self.processes:
                     self.processes[name].applied = number
-            case Gone():
+            case ProcessGone():
                 yield from self._gone(event, now)
             case Unplaced(name, why) if name in self.processes:
                 yield from self._unplaced(self.processes.pop(name), why, now)
@@ -110,7 +121,7 @@ class Fleet:
             case Ticked():
                 yield from self._overdue(now)
 
-    def _step(self, name: str, before: Phase, after: Phase) -> bool:
+    def _step(self, name: str, before: ProcessPhase, after: ProcessPhase) -> bool:
         """Take a process one phase on; False if that is not where it is."""
         process = self.processes.get(name)
         if process is None or process.phase is not before:
@@ -119,19 +130,19 @@ class Fleet:
         return True
 
     def _joined(self, process: Process) -> Iterator[Action]:
-        self._step(process.name, Phase.LAUNCHING, Phase.JOINED)
+        self._step(process.name, ProcessPhase.LAUNCHING, ProcessPhase.JOINED)
         process.is_joined = True
-        if process.phase is Phase.FINISHING:
+        if process.phase is ProcessPhase.FINISHING:
             yield Finish(process.name)  # it may never have heard of it
         for other in self.processes.values():
             if other.probe.gateway == process.name:
                 other.probe.gateway = ""
 
-    def remember(self, name: str, want: ModelWanted) -> None:
+    def remember(self, name: str, want: DesiredModel) -> None:
         """Learn how a version is that is not wanted any more, but may run."""
         self._wants[name, want.version] = want
 
-    def _want(self, wanted: Wanted, now: float) -> Iterator[Action]:
+    def _want(self, wanted: DesiredState, now: float) -> Iterator[Action]:
         self.wanted = wanted
         for name in self.active.keys() - wanted.models.keys():
             del self.active[name]
@@ -160,16 +171,16 @@ class Fleet:
             yield Say("probe failed", f"{name}: {error}", name)
             if probe.failures >= PROBE_FAILURES:
                 why = f"{probe.failures} forward passes failed, the last: {error}"
-                yield from self._gone(Gone(name, why), now)
-        elif process.phase is Phase.LOADED:
-            process.phase = Phase.READY
+                yield from self._gone(ProcessGone(name, why), now)
+        elif process.phase is ProcessPhase.LOADED:
+            process.phase = ProcessPhase.READY
             took_s = now - process.since
             process.since = now
             self.start_s[_post(process)] = took_s
             text = f"{name} is ready, {took_s:.2f} s after its launch"
             yield Say("ready", text, name)
 
-    def _gone(self, event: Gone, now: float) -> Iterator[Action]:
+    def _gone(self, event: ProcessGone, now: float) -> Iterator[Action]:
         process = self.processes.pop(event.name, None)
         if process is None:
             return
@@ -180,7 +191,7 @@ class Fleet:
         if process.is_going or event.is_clean:
             yield Say("left", f"{event.name}: {event.why}", event.name)
             return
-        ready_s = now - process.since if process.phase is Phase.READY else None
+        ready_s = now - process.since if process.phase is ProcessPhase.READY else None
         pause_s = self.guard.failed(_post(process), ready_s, now)
         text = f"{event.name}: {event.why}"
         if pause_s:
@@ -205,16 +216,17 @@ class Fleet:
             late_s = now - process.since
             if process.is_going and late_s > self._drain_s:
                 yield from self._gone(
-                    Gone(process.name, f"not drained in {self._drain_s:g} s"), now
+                    ProcessGone(process.name, f"not drained in {self._drain_s:g} s"),
+                    now,
                 )
             is_starting = STATE_OF[process.phase] is ReplicaState.STARTING
             if is_starting and late_s > self._ready_s:
                 why = f"not ready in {self._ready_s:g} s"
-                yield from self._gone(Gone(process.name, why), now)
-            was_adopted = process.phase is Phase.READY and not process.is_joined
+                yield from self._gone(ProcessGone(process.name, why), now)
+            was_adopted = process.phase is ProcessPhase.READY and not process.is_joined
             if was_adopted and late_s > self._ready_s:
                 why = f"adopted, and not heard of in {self._ready_s:g} s"
-                yield from self._gone(Gone(process.name, why), now)
+                yield from self._gone(ProcessGone(process.name, why), now)
         for name, (_, began) in list(self._updates.items()):
             wanted = self.wanted.models[name]
             failures = max(
@@ -261,18 +273,20 @@ class Fleet:
     def _fill(self, post: Post, want: int, now: float) -> Iterator[Action]:
         everybody = [p for p in self._at(post) if not p.is_going]
         here = [p for p in everybody if not p.is_unwanted]
-        if sum(p.phase is Phase.READY for p in here) >= want:
+        if sum(p.phase is ProcessPhase.READY for p in here) >= want:
             for process in everybody:
                 if process.is_unwanted:  # others have taken its place
                     yield from self._drain(process, now)
         missing = want - len(here)
-        if missing <= 0 and all(p.phase is not Phase.LAUNCHING for p in here):
+        if missing <= 0 and all(p.phase is not ProcessPhase.LAUNCHING for p in here):
             self.unplaced.pop(post, None)
         not_before = max(self.guard.not_before(post), self._retry_at.get(post, 0.0))
         if missing > 0 and now >= not_before:
             for _ in range(missing):
                 yield self._launch(post, now)
-        surplus = sorted(here, key=lambda p: (p.phase is Phase.READY, -_number(p.name)))
+        surplus = sorted(
+            here, key=lambda p: (p.phase is ProcessPhase.READY, -_number(p.name))
+        )
         for process in surplus[: max(0, -missing)]:
             yield from self._drain(process, now)
 
@@ -285,7 +299,7 @@ class Fleet:
         names = [
             p.name
             for p in self.processes.values()
-            if (p.model, p.stage, p.phase) == (model, stage, Phase.READY)
+            if (p.model, p.stage, p.phase) == (model, stage, ProcessPhase.READY)
         ]
         if not names:
             raise ServeError(f"stage {stage} of {model!r} has no ready replica")
@@ -300,11 +314,11 @@ class Fleet:
         return Launch(name, model, version, stage)
 
     def _drain(self, process: Process, now: float) -> Iterator[Action]:
-        if process.phase is Phase.LAUNCHING:
+        if process.phase is ProcessPhase.LAUNCHING:
             del self.processes[process.name]
             yield Kill(process.name)  # nobody has sent it anything
             return
-        process.phase, process.since = Phase.DRAINING, now
+        process.phase, process.since = ProcessPhase.DRAINING, now
         process.drain_number = self.table.number + 1
         yield Say("drain", f"{process.name} gets no new work", process.name)
 
@@ -315,7 +329,10 @@ class Fleet:
             if old == model.version:
                 continue
             if all(
-                sum(p.phase is Phase.READY for p in self._at((name, model.version, s)))
+                sum(
+                    p.phase is ProcessPhase.READY
+                    for p in self._at((name, model.version, s))
+                )
                 >= count
                 for s, count in enumerate(model.replicas)
             ):
@@ -342,7 +359,7 @@ class Fleet:
             del self.start_s[post]
 
     def _announce(self) -> Iterator[Action]:
-        table = Table(
+        table = RoutingTable(
             number=self.table.number,
             gateways=tuple(sorted(p.name for p in self._gateways())),
             routes={name: self._route(name) for name in self.wanted.models},
@@ -358,7 +375,9 @@ class Fleet:
 
     def _may_have_no_place(self, process: Process) -> bool:
         """Tell whether it is one try of many; nobody needs to hear of each."""
-        return process.phase is Phase.LAUNCHING and _post(process) in self.unplaced
+        return (
+            process.phase is ProcessPhase.LAUNCHING and _post(process) in self.unplaced
+        )
 
     def _gateways(self) -> list[Process]:
         return [p for p in self.processes.values() if p.is_gateway]
@@ -382,14 +401,20 @@ class Fleet:
 
     def _probes(self, now: float) -> Iterator[Action]:
         gateways = [
-            p.name for p in self._gateways() if p.phase is Phase.READY and p.is_joined
+            p.name
+            for p in self._gateways()
+            if p.phase is ProcessPhase.READY and p.is_joined
         ]
         if not gateways:
             return
         for process in self.processes.values():
             probe = process.probe
             is_asked = probe.gateway and now - probe.asked_at < PROBE_LIMIT_S
-            if process.phase is not Phase.LOADED or is_asked or now < probe.not_before:
+            if (
+                process.phase is not ProcessPhase.LOADED
+                or is_asked
+                or now < probe.not_before
+            ):
                 continue
             turn = _number(process.name) + probe.failures
             probe.gateway, probe.asked_at = gateways[turn % len(gateways)], now
@@ -398,10 +423,10 @@ class Fleet:
     def _finish(self) -> Iterator[Action]:
         """Let those end that nobody sends to any more, the first stage first."""
         for process in self.processes.values():
-            if process.phase is not Phase.DRAINING:
+            if process.phase is not ProcessPhase.DRAINING:
                 continue
             if process.is_gateway:
-                process.phase = Phase.FINISHING
+                process.phase = ProcessPhase.FINISHING
                 yield Finish(process.name)
                 continue
             senders = self._gateways()
@@ -418,7 +443,7 @@ class Fleet:
                 and p.is_going
             ]
             if knows and not (is_last_of_stage and before):
-                process.phase = Phase.FINISHING
+                process.phase = ProcessPhase.FINISHING
                 yield Finish(process.name)
 
 

@@ -9,7 +9,7 @@ from multiworld.serve.transport.routing_table import ReplicaState
 
 
 @dataclass(frozen=True, slots=True)
-class ModelWanted:
+class DesiredModel:
     """One model, as it should be.
 
     Attributes:
@@ -27,14 +27,14 @@ class ModelWanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class DesiredState:
     """The service, as it should be."""
 
-    models: dict[str, ModelWanted] = field(default_factory=dict)
+    models: dict[str, DesiredModel] = field(default_factory=dict)
     gateways: int = 1
 
 
-class Phase(enum.StrEnum):
+class ProcessPhase(enum.StrEnum):
     """How far a process is, as the controller sees it."""
 
     LAUNCHING = "launching"
@@ -46,12 +46,12 @@ class Phase(enum.StrEnum):
 
 
 STATE_OF = {
-    Phase.LAUNCHING: ReplicaState.STARTING,
-    Phase.JOINED: ReplicaState.STARTING,
-    Phase.LOADED: ReplicaState.STARTING,
-    Phase.READY: ReplicaState.READY,
-    Phase.DRAINING: ReplicaState.DRAINING,
-    Phase.FINISHING: ReplicaState.DRAINING,
+    ProcessPhase.LAUNCHING: ReplicaState.STARTING,
+    ProcessPhase.JOINED: ReplicaState.STARTING,
+    ProcessPhase.LOADED: ReplicaState.STARTING,
+    ProcessPhase.READY: ReplicaState.READY,
+    ProcessPhase.DRAINING: ReplicaState.DRAINING,
+    ProcessPhase.FINISHING: ReplicaState.DRAINING,
 }
 
 
@@ -80,7 +80,7 @@ class Process:
     model: str = ""
     version: str = ""
     stage: int = 0
-    phase: Phase = Phase.LAUNCHING
+    phase: ProcessPhase = ProcessPhase.LAUNCHING
     since: float = 0.0
     applied: int = 0
     drain_number: int = 0
@@ -96,4 +96,4 @@ class Process:
     @property
     def is_going(self) -> bool:
         """Whether it is on its way out."""
-        return self.phase in (Phase.DRAINING, Phase.FINISHING)
+        return self.phase in (ProcessPhase.DRAINING, ProcessPhase.FINISHING)

@@ -16,7 +16,7 @@ from multiworld.serve.gateway.metrics import Metrics
 from multiworld.serve.routing.dispatcher import NO_MODEL, Dispatcher
 from multiworld.serve.spec.dedicated import is_dedicated, route_of
 from multiworld.serve.spec.stage import Model, Tensors
-from multiworld.serve.tenants.authenticator import Door, Post, Visit, digest_of
+from multiworld.serve.tenants.authenticator import Authenticator, Post, Visit, digest_of
 from multiworld.serve.tenants.directory import NOBODY, Tenant
 from multiworld.serve.transport.collation import rows_of
 
@@ -34,10 +34,13 @@ class Gateway:
     """
 
     def __init__(
-        self, dispatcher: Dispatcher, max_body_bytes: int, door: Door | None = None
+        self,
+        dispatcher: Dispatcher,
+        max_body_bytes: int,
+        door: Authenticator | None = None,
     ) -> None:
         self.dispatcher, self.max_body_bytes = dispatcher, max_body_bytes
-        self.door = door or Door(needs_key=False)
+        self.door = door or Authenticator(needs_key=False)
         self.on_poison: Callable[[str, Post, str], None] = lambda *_: None
         self.models: dict[str, dict[str, Model]] = {}
         self.texts: dict[tuple[str, str], Any] = {}

@@ -20,7 +20,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from multiworld.serve.transport.routing_table import Table
+from multiworld.serve.transport.routing_table import RoutingTable
 
 Refused = Mapping[tuple[str, str], int]
 
@@ -100,7 +100,7 @@ class Metrics:
         self,
         report: dict[str, Any],
         fleet: dict[str, Any],
-        table: Table,
+        table: RoutingTable,
         refused: Refused | None = None,
     ) -> bytes:
         """Return the text that Prometheus reads.
@@ -123,14 +123,14 @@ class _Snapshot(Collector):
         self._gateway = gateway
         self._report: dict[str, Any] = {}
         self._fleet: dict[str, Any] = {}
-        self._table = Table()
+        self._table = RoutingTable()
         self._refusals: Refused = {}
 
     def show(
         self,
         report: dict[str, Any],
         fleet: dict[str, Any],
-        table: Table,
+        table: RoutingTable,
         refused: Refused,
     ) -> None:
         """Take the numbers of this moment."""

@@ -28,7 +28,7 @@ SHOWN = 80
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class InferenceRequest:
     """What a client asked for.
 
     Attributes:
@@ -43,7 +43,7 @@ class Asked:
     is_binary: bool
 
 
-def parse(body: bytes, header_length: str | None, model: Model) -> Asked:
+def parse(body: bytes, header_length: str | None, model: Model) -> InferenceRequest:
     """Read a request.
 
     Raises:
@@ -72,7 +72,7 @@ def parse(body: bytes, header_length: str | None, model: Model) -> Asked:
     check(tensors, model)
     request_id = said.get("id")
     outputs, is_binary = _outputs(said, parameters, model)
-    return Asked(tensors, _text(request_id), parameters, outputs, is_binary)
+    return InferenceRequest(tensors, _text(request_id), parameters, outputs, is_binary)
 
 
 def _header_length(header: str | None, total: int) -> int:
@@ -258,7 +258,7 @@ def _outputs(
 
 
 def render(
-    name: str, version: str, asked: Asked, tensors: Tensors
+    name: str, version: str, asked: InferenceRequest, tensors: Tensors
 ) -> tuple[bytes, int | None]:
     """Return the body of an answer, and the length of its JSON part if more follows.
 

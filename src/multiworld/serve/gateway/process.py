@@ -24,15 +24,15 @@ from multiworld.serve.routing.dispatcher import Dispatcher
 from multiworld.serve.spec.datatypes import example_of
 from multiworld.serve.spec.schema import GatewaySpec, ModelSpec
 from multiworld.serve.spec.stage import Tensors
-from multiworld.serve.tenants.authenticator import Door, Post
+from multiworld.serve.tenants.authenticator import Authenticator, Post
 from multiworld.serve.tenants.directory import Tenant, tenant_from_json
-from multiworld.serve.transport.control_agent import Agent
+from multiworld.serve.transport.control_agent import ControlAgent
 from multiworld.serve.transport.edges import EdgeKeeper
 from multiworld.serve.transport.routing_table import edges_of, table_from_json
 from multiworld.world.manager import WorldManager
 
 if TYPE_CHECKING:
-    from multiworld.serve.worker.process import Args
+    from multiworld.serve.worker.process import ProcessArgs
 
 logger = logging.getLogger("multiworld.serve")
 
@@ -81,14 +81,14 @@ def _allow_files() -> None:
 class GatewayProcess:
     """A gateway and its connection to the controller."""
 
-    def __init__(self, args: Args, manager: WorldManager) -> None:
+    def __init__(self, args: ProcessArgs, manager: WorldManager) -> None:
         assert args.gateway is not None
         self._args, self._spec = args, args.gateway
         self._dispatcher = Dispatcher(args.name)
         self._dispatcher.on_missing = self._ask_for
         self._asked_at: dict[str, float] = {}
         limit = int(args.gateway.max_body_mb * 2**20)
-        self._door = Door(needs_key=args.gateway.authentication == "keys")
+        self._door = Authenticator(needs_key=args.gateway.authentication == "keys")
         self._gateway = Gateway(self._dispatcher, limit, self._door)
         self._gateway.on_poison = self._tell_poison
         self._usage_kept = asyncio.Event()
@@ -96,7 +96,7 @@ class GatewayProcess:
         self._coming: dict[str, Tenant] = {}
         self._poison: deque[dict[str, str]] = deque(maxlen=POISON)
         config = args.config()
-        self._agent = Agent(
+        self._agent = ControlAgent(
             manager, args.app, args.name, args.store, config, self._obey
         )
         self._keeper = EdgeKeeper(manager, args.store, config, self._dispatcher)
@@ -308,7 +308,7 @@ class GatewayProcess:
                 self._end()
 
 
-async def run_gateway(args: Args) -> int:
+async def run_gateway(args: ProcessArgs) -> int:
     """Run a gateway; return the exit code of its process."""
     try:
         async with WorldManager(config=args.config()) as manager:

@@ -24,7 +24,7 @@ import traceback
 from typing import Any
 
 
-class Zygote:
+class ForkServer:
     """The loop of the process."""
 
     def __init__(self, control: socket.socket) -> None:
@@ -136,7 +136,7 @@ def main() -> None:
             traceback.print_exc()  # whoever needs it says so again, with its name
     gc.collect()
     gc.freeze()
-    Zygote(control).run()
+    ForkServer(control).run()
 
 
 if __name__ == "__main__":

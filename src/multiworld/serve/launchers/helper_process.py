@@ -21,7 +21,7 @@ LINE = 2**24
 """Bytes of the longest line: thousands of machines."""
 
 
-class Child:
+class HelperProcess:
     """``python -m MODULE FD WORDS...``: it says one line when it is ready.
 
     Args:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from multiworld.errors import LaunchError
-from multiworld.serve.launchers.helper_process import Child
-from multiworld.serve.resources.amounts import Need, Node, Spot
+from multiworld.serve.launchers.helper_process import HelperProcess
+from multiworld.serve.resources.amounts import Location, Need, Node
 from multiworld.serve.resources.usage import outgrows
 
 logger = logging.getLogger("multiworld.serve")
@@ -27,7 +27,7 @@ WARM_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class RunningProcess:
     """A process.
 
     Attributes:
@@ -54,8 +54,13 @@ class Launcher(Protocol):
         """Say why nothing can be started now; empty if it can."""
 
     async def launch(
-        self, name: str, args: dict[str, Any], log: Path, spot: Spot | None, need: Need
-    ) -> Running:
+        self,
+        name: str,
+        args: dict[str, Any],
+        log: Path,
+        spot: Location | None,
+        need: Need,
+    ) -> RunningProcess:
         """Start one; its output goes to ``log``.
 
         Args:
@@ -66,16 +71,16 @@ class Launcher(Protocol):
             LaunchError: It could not be started.
         """
 
-    def kill(self, running: Running, number: int = signal.SIGKILL) -> None:
+    def kill(self, running: RunningProcess, number: int = signal.SIGKILL) -> None:
         """Send a signal to a process; nothing happens if it has ended."""
 
-    def outgrown(self, running: Running, limit: int) -> int | None:
+    def outgrown(self, running: RunningProcess, limit: int) -> int | None:
         """Return the memory that a process uses, if it is more than ``limit`` bytes.
 
         None where that cannot be seen from here; every replica looks at itself, too.
         """
 
-    def adopt(self, running: Running, ranks: int) -> bool:
+    def adopt(self, running: RunningProcess, ranks: int) -> bool:
         """Watch a process of an earlier controller; False if it has ended."""
 
     def settle(self) -> None:
@@ -118,7 +123,7 @@ class LocalLauncher:
         self._preload, self._env = preload, env
         self._on_exit = on_exit
         self._loop = asyncio.get_running_loop()
-        self._server = Child(
+        self._server = HelperProcess(
             "multiworld.serve.launchers.fork_server",
             log,
             self._told,
@@ -168,8 +173,13 @@ class LocalLauncher:
         self._starting.clear()
 
     async def launch(
-        self, name: str, args: dict[str, Any], log: Path, spot: Spot | None, need: Need
-    ) -> Running:
+        self,
+        name: str,
+        args: dict[str, Any],
+        log: Path,
+        spot: Location | None,
+        need: Need,
+    ) -> RunningProcess:
         """Start a process.
 
         Raises:
@@ -184,23 +194,23 @@ class LocalLauncher:
         self._server.tell(order)
         pid = await future
         node = "" if spot is None else spot.node
-        running = Running(name, pid, began_at(pid) or 0, node)
+        running = RunningProcess(name, pid, began_at(pid) or 0, node)
         if not self._watch(running):
             raise LaunchError(f"{name} ended at once; see {log}")
         return running
 
-    def outgrown(self, running: Running, limit: int) -> int | None:
+    def outgrown(self, running: RunningProcess, limit: int) -> int | None:
         """Return the memory that a process uses, if it is more than ``limit``."""
         return outgrows(running.pid, limit)
 
-    def adopt(self, running: Running, ranks: int) -> bool:
+    def adopt(self, running: RunningProcess, ranks: int) -> bool:
         """Watch a process of an earlier controller; False if it has ended."""
         return began_at(running.pid) == running.began and self._watch(running)
 
     def settle(self) -> None:
         """Do nothing: what is not adopted ends by itself."""
 
-    def _watch(self, running: Running) -> bool:
+    def _watch(self, running: RunningProcess) -> bool:
         try:
             pidfd = os.pidfd_open(running.pid)
         except OSError:
@@ -224,7 +234,7 @@ class LocalLauncher:
             self._loop.remove_reader(pidfd)
             os.close(pidfd)
 
-    def kill(self, running: Running, number: int = signal.SIGKILL) -> None:
+    def kill(self, running: RunningProcess, number: int = signal.SIGKILL) -> None:
         """Send a signal to a process; nothing happens if it has ended."""
         if began_at(running.pid) == running.began:
             try:

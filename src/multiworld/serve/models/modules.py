@@ -31,7 +31,7 @@ from multiworld.serve.spec.stage import (
 if TYPE_CHECKING:
     from torch import nn
 
-    from multiworld.serve.models.tracing import Cutter, Part
+    from multiworld.serve.models.tracing import Cutter, TracedPart
 
 __all__ = ["Module", "cut_module"]
 
@@ -144,7 +144,7 @@ def _load(
     return tracing.Cutter(module, stages, cut).load(number, context.device)
 
 
-def _part(cutter: Cutter, number: int, context: StageContext) -> Part:
+def _part(cutter: Cutter, number: int, context: StageContext) -> TracedPart:
     return cutter.load(number, context.device)
 
 

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from multiworld.errors import SpecError
 from multiworld.serve.models.chain_partition import chain_partition
 from multiworld.serve.models.weights import read_weights
-from multiworld.serve.models.wiring import Wire, wires_of
+from multiworld.serve.models.wiring import StageInterface, wires_of
 from multiworld.serve.spec.datatypes import TORCH_OF
 from multiworld.serve.spec.stage import Tensors
 
@@ -75,7 +75,7 @@ class Cutter:
             if not self._is_chain:
                 self._pipe, self._wires = _traced(module, self._whole, self.begins[1:])
 
-    def load(self, number: int, device: str) -> Part:
+    def load(self, number: int, device: str) -> TracedPart:
         """Return one stage, with its weights.
 
         Raises:
@@ -93,7 +93,7 @@ class Cutter:
                 part, wire = self._pipe.get_stage_module(number), self._wires[number]
             if self._module.weights is not None:
                 _fill(part, Path(self._module.weights).expanduser())
-            return Part(part.to(device), wire, device).eval()
+            return TracedPart(part.to(device), wire, device).eval()
 
     @property
     def _is_chain(self) -> bool:
@@ -274,17 +274,17 @@ def _slice(whole: nn.Sequential, number: int, names: Sequence[str]) -> nn.Module
     return part
 
 
-def _straight(module: Module, number: int, stages: int) -> Wire:
+def _straight(module: Module, number: int, stages: int) -> StageInterface:
     """Return the wire of a stage of a chain, where one tensor goes on."""
     takes = [s.name for s in module.inputs] if number == 0 else ["value"]
     is_last = number == stages - 1
     gives = [s.name for s in module.outputs] if is_last else ["value"]
-    return Wire(takes=tuple(takes), gives=tuple(gives), passes=())
+    return StageInterface(takes=tuple(takes), gives=tuple(gives), passes=())
 
 
 def _traced(
     module: Module, whole: nn.Module, names: Sequence[str]
-) -> tuple[Pipe, list[Wire]]:
+) -> tuple[Pipe, list[StageInterface]]:
     split = dict.fromkeys(names, SplitPoint.BEGINNING)
     try:
         pipe = pipeline(whole, tuple(_inputs(module, whole)), split_spec=split)
@@ -326,16 +326,16 @@ def _fill(part: nn.Module, path: Path) -> None:
         raise SpecError(f"{path}: {error}") from error
 
 
-class Part(nn.Module):
+class TracedPart(nn.Module):
     """A part of a module as a stage: a dict of tensors in, a dict of tensors out."""
 
-    def __init__(self, part: nn.Module, wire: Wire, device: str) -> None:
+    def __init__(self, part: nn.Module, wire: StageInterface, device: str) -> None:
         super().__init__()
         self.part, self._wire = part, wire
         if isinstance(part, torch.fx.GraphModule) and device != "cpu":
             _move_constants(part, device)
 
-    def train(self, mode: bool = True) -> Part:
+    def train(self, mode: bool = True) -> TracedPart:
         """Do nothing: a traced module is in the mode it was traced in."""
         return self
 

@@ -89,7 +89,7 @@ class NoPositions(nn.Module):
         return torch.zeros(())
 
 
-class PassOn(nn.Module):
+class Identity(nn.Module):
     """Stands where something was that another stage does."""
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class PassOn(nn.Module):
 
 def load(
     folder: Path, span: Span, dtype: str, pooling: str | None, device: str
-) -> Part:
+) -> LayerPart:
     """Build and load the part of a model that has the layers of ``span``.
 
     Args:
@@ -142,7 +142,7 @@ def load(
     if missing:
         raise SpecError(f"{folder} lacks the weights of {sorted(missing)[:3]} …")
     _forget_the_others(whole, span, _anatomy(whole, folder).chain)
-    return Part(whole, span, pooling).to(device).eval()
+    return LayerPart(whole, span, pooling).to(device).eval()
 
 
 def _owned_class(kind: Any, span: Span, folder: Path) -> Any:
@@ -203,13 +203,13 @@ def strip(whole: nn.Module, span: Span, anatomy: Anatomy) -> None:
     assert isinstance(chain, nn.ModuleList)
     for number in range(span.count):
         if not span.begin <= number < span.end:
-            chain[number] = PassOn()
+            chain[number] = Identity()
     if not span.is_first:
         _replace(whole, anatomy.embeddings, PassEmbeddings)
         _replace(whole, anatomy.positions, NoPositions)
-        _replace(whole, anatomy.tokens, PassOn)
+        _replace(whole, anatomy.tokens, Identity)
     if not span.is_last:
-        _replace(whole, anatomy.after, PassOn)
+        _replace(whole, anatomy.after, Identity)
 
 
 def _replace(whole: nn.Module, names: Sequence[str], kind: type[nn.Module]) -> None:
@@ -237,7 +237,7 @@ def _forget_the_others(whole: nn.Module, span: Span, name: str) -> None:
         config.layer_types = kinds[span.begin : span.end]
 
 
-class Part(nn.Module):
+class LayerPart(nn.Module):
     """A part of a model as a stage: a dict of tensors in, a dict of tensors out."""
 
     def __init__(self, whole: nn.Module, span: Span, pooling: str | None) -> None:

@@ -36,7 +36,7 @@ class Constant:
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class StageInterface:
     """What one stage takes, gives, and passes on untouched for a later one.
 
     Attributes:
@@ -77,7 +77,7 @@ class Wire:
 
 def wires_of(
     split: GraphModule, inputs: Sequence[str], outputs: Sequence[str]
-) -> list[Wire]:
+) -> list[StageInterface]:
     """Read the wires out of the graph whose calls are the stages.
 
     Args:
@@ -129,7 +129,7 @@ def wires_of(
         return made[node] < number < last_use.get(node, -1) and node not in is_size
 
     return [
-        Wire(
+        StageInterface(
             takes=tuple(
                 _take(call, places, n, names, is_size) for n in range(len(places))
             ),
@@ -233,4 +233,4 @@ def _size(place: Node, tensors: Sequence[tuple[str, Node]]) -> SizeOf:
     return SizeOf(compute, tuple(known[symbol] for symbol in symbols))
 
 
-__all__ = ["Constant", "SizeOf", "Wire", "wires_of"]
+__all__ = ["Constant", "SizeOf", "StageInterface", "wires_of"]

@@ -11,28 +11,28 @@ from dataclasses import replace
 from typing import Protocol
 
 from multiworld.serve.fleet import events
-from multiworld.serve.fleet.decision_log import Journal
+from multiworld.serve.fleet.decision_log import DecisionLog
 from multiworld.serve.fleet.history import History
-from multiworld.serve.fleet.reconciler import Fleet
+from multiworld.serve.fleet.reconciler import Reconciler
 from multiworld.serve.fleet.record import ProcessRecord
-from multiworld.serve.fleet.state import Phase, Wanted
-from multiworld.serve.launchers.local import Launcher, Running
-from multiworld.serve.placement.problem_builder import Ask, in_words
+from multiworld.serve.fleet.state import DesiredState, ProcessPhase
+from multiworld.serve.launchers.local import Launcher, RunningProcess
+from multiworld.serve.placement.problem_builder import ReplicaRequest, in_words
 from multiworld.serve.placement.replanner import (
-    Planned,
-    Planner,
-    Snapshot,
+    PlacementSnapshot,
+    PlanReady,
+    Replanner,
     facts_of,
     snapshot_of,
 )
-from multiworld.serve.placement.replica_bookings import Places, Specs, asks_of
-from multiworld.serve.resources.amounts import Spot, mib, needs_of
+from multiworld.serve.placement.replica_bookings import ReplicaBookings, Specs, asks_of
+from multiworld.serve.resources.amounts import Location, mib, needs_of
 from multiworld.serve.resources.assignment import Policy
 
 logger = logging.getLogger("multiworld.serve")
 
 
-class PlacerOwner(Protocol):
+class PlacementOwner(Protocol):
     """Who runs the processes."""
 
     @property
@@ -42,32 +42,32 @@ class PlacerOwner(Protocol):
     def happened(self, event: events.Event) -> None:
         """Take note of something that the placer has found out."""
 
-    def running(self, name: str) -> Running | None:
+    def running(self, name: str) -> RunningProcess | None:
         """Return a process, if it runs."""
 
 
-class Placer:
+class PlacementManager:
     """The machines of a service, and who is where."""
 
     def __init__(
         self,
         launcher: Launcher,
-        fleet: Fleet,
+        fleet: Reconciler,
         history: History,
-        owner: PlacerOwner,
+        owner: PlacementOwner,
         policy: Policy,
-        journal: Journal | None = None,
+        journal: DecisionLog | None = None,
     ) -> None:
         self._launcher, self._fleet = launcher, fleet
         self._history, self._owner = history, owner
-        self._journal = journal or Journal()
-        self.places = Places(launcher.nodes(), policy)
-        self._planner = Planner(self._snapshot, self._planned)
+        self._journal = journal or DecisionLog()
+        self.places = ReplicaBookings(launcher.nodes(), policy)
+        self._planner = Replanner(self._snapshot, self._planned)
         self._text = self._trouble = ""
 
     # Before anything is started.
 
-    def admit(self, wanted: Wanted, model: str | None = None) -> None:
+    def admit(self, wanted: DesiredState, model: str | None = None) -> None:
         """Check that all that is wanted has a place, or all of one model.
 
         Raises:
@@ -81,13 +81,13 @@ class Placer:
         """Enter a replica of an earlier controller."""
         spec = self._owner.specs[said.model][said.version]
         post = said.model, said.version, said.stage
-        spot = Spot(said.node, said.gpu)
+        spot = Location(said.node, said.gpu)
         need = needs_of(spec)[said.stage]
         self.places.ledger.restore(said.name, post, spot, need)
 
     # Planning.
 
-    async def plan_first(self, wanted: Wanted) -> None:
+    async def plan_first(self, wanted: DesiredState) -> None:
         """Plan for a service that is not started yet.
 
         Cancellation: safe.
@@ -112,10 +112,12 @@ class Placer:
         """Plan no more."""
         await self._planner.close()
 
-    def _snapshot(self, wanted: Wanted | None = None) -> Snapshot:
+    def _snapshot(self, wanted: DesiredState | None = None) -> PlacementSnapshot:
         models = (wanted or self._fleet.wanted).models
         asks = [
-            Ask(name, self._owner.specs[name][w.version], [(n, n) for n in w.replicas])
+            ReplicaRequest(
+                name, self._owner.specs[name][w.version], [(n, n) for n in w.replicas]
+            )
             for name, w in models.items()
         ]
         versions = {name: w.version for name, w in models.items()}
@@ -125,9 +127,9 @@ class Placer:
             if not p.is_going and not p.is_unwanted
         ]
         running = self.places.runs(versions, stays)
-        return Snapshot(self._launcher.nodes(), asks, running)
+        return PlacementSnapshot(self._launcher.nodes(), asks, running)
 
-    def _planned(self, planned: Planned) -> None:
+    def _planned(self, planned: PlanReady) -> None:
         self.places.plan = planned.plan
         text = in_words(planned.placement)
         if text != self._text:
@@ -141,7 +143,7 @@ class Placer:
         ready = [
             p.name
             for p in self._fleet.processes.values()
-            if p.phase is Phase.READY
+            if p.phase is ProcessPhase.READY
             and not p.is_unwanted
             and p.name in self.places.ledger.bookings
         ]
@@ -179,4 +181,4 @@ class Placer:
         """End a replica, and name it."""
         text = f"it used {mib(used)} of memory, and memory_mb: books {mib(limit)}"
         self._history.say("outgrown", f"{name}: {text}", name)
-        self._owner.happened(events.Gone(name, text))
+        self._owner.happened(events.ProcessGone(name, text))

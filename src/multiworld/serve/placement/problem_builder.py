@@ -40,7 +40,7 @@ BALANCE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ReplicaRequest:
     """A model, and how many replicas each stage is to have: fewest and most."""
 
     name: str
@@ -49,7 +49,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Runs:
+class PlacedReplica:
     """A replica that runs: where it is."""
 
     model: str
@@ -63,10 +63,12 @@ def device_name(node: str, gpu: int | None) -> str:
     return f"{node}/{CPU}" if gpu is None else f"{node}/gpu{gpu}"
 
 
-def asks_in(models: Mapping[str, ModelSpec]) -> list[Ask]:
+def asks_in(models: Mapping[str, ModelSpec]) -> list[ReplicaRequest]:
     """Return what a spec asks for; with a demand, a range is the solver's to use."""
     return [
-        Ask(name, spec, [_range(stage, spec.demand) for stage in spec.stages])
+        ReplicaRequest(
+            name, spec, [_range(stage, spec.demand) for stage in spec.stages]
+        )
         for name, spec in models.items()
     ]
 
@@ -80,7 +82,9 @@ def _range(stage: StageSpec, demand: float | None) -> tuple[int, int]:
 
 
 def problem_of(
-    nodes: Iterable[Node], asks: Iterable[Ask], running: Iterable[Runs] = ()
+    nodes: Iterable[Node],
+    asks: Iterable[ReplicaRequest],
+    running: Iterable[PlacedReplica] = (),
 ) -> Problem:
     """Return the problem of placing models on machines.
 
@@ -117,7 +121,7 @@ def _devices(node: Node) -> tuple[Device, ...]:
     )
 
 
-def _model(ask: Ask, kinds: set[str], names: Sequence[str]) -> ModelNeed:
+def _model(ask: ReplicaRequest, kinds: set[str], names: Sequence[str]) -> ModelNeed:
     spec = ask.spec
     stages = zip(spec.stages, needs_of(spec), ask.counts, strict=True)
     return ModelNeed(

@@ -10,7 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from multiworld.serve.placement.problem_builder import Ask, Runs, plan_of, problem_of
+from multiworld.serve.placement.problem_builder import (
+    PlacedReplica,
+    ReplicaRequest,
+    plan_of,
+    problem_of,
+)
 from multiworld.serve.placement.solver.problem import Placement, Problem
 from multiworld.serve.resources.amounts import Node
 from multiworld.serve.resources.assignment import Plan
@@ -25,25 +30,25 @@ CALM_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class PlacementSnapshot:
     """All that a plan is made from."""
 
     nodes: Sequence[Node]
-    asks: Sequence[Ask]
-    running: Sequence[Runs]
+    asks: Sequence[ReplicaRequest]
+    running: Sequence[PlacedReplica]
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlanReady:
     """A plan, and what it was made from."""
 
-    snapshot: Snapshot
+    snapshot: PlacementSnapshot
     problem: Problem
     placement: Placement
     plan: Plan
 
 
-def facts_of(planned: Planned) -> dict[str, Any]:
+def facts_of(planned: PlanReady) -> dict[str, Any]:
     """Return the numbers behind a plan, plain."""
     placement = planned.placement
     bound = placement.bound
@@ -59,7 +64,7 @@ def facts_of(planned: Planned) -> dict[str, Any]:
     }
 
 
-def snapshot_of(planned: Planned) -> dict[str, Any]:
+def snapshot_of(planned: PlanReady) -> dict[str, Any]:
     """Return what a plan was made from, plain."""
     snapshot = planned.snapshot
     return {
@@ -77,7 +82,7 @@ def snapshot_of(planned: Planned) -> dict[str, Any]:
     }
 
 
-class Planner:
+class Replanner:
     """Plans when it is woken.
 
     Args:
@@ -86,7 +91,7 @@ class Planner:
     """
 
     def __init__(
-        self, look: Callable[[], Snapshot], tell: Callable[[Planned], None]
+        self, look: Callable[[], PlacementSnapshot], tell: Callable[[PlanReady], None]
     ) -> None:
         self._look, self._tell = look, tell
         self._woken = asyncio.Event()
@@ -119,7 +124,7 @@ class Planner:
             if planned is not None and not self._woken.is_set():
                 self._tell(planned)
 
-    async def plan(self, snapshot: Snapshot) -> Planned | None:
+    async def plan(self, snapshot: PlacementSnapshot) -> PlanReady | None:
         """Plan at once; None if there is nothing to choose: one machine, no solver.
 
         Cancellation: the solvers go on in their thread, for nobody.
@@ -135,10 +140,10 @@ class Planner:
             await asyncio.gather(self._task, return_exceptions=True)
 
 
-def _plan(snapshot: Snapshot) -> Planned:
+def _plan(snapshot: PlacementSnapshot) -> PlanReady:
     from multiworld.serve.placement.solver import place
 
     problem = problem_of(snapshot.nodes, snapshot.asks, snapshot.running)
     placement = place(problem, LIMIT_S)
     versions = {ask.name: ask.spec.version for ask in snapshot.asks}
-    return Planned(snapshot, problem, placement, plan_of(placement, versions))
+    return PlanReady(snapshot, problem, placement, plan_of(placement, versions))

@@ -9,18 +9,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, cast
 
-from multiworld.serve.fleet.state import Wanted
-from multiworld.serve.placement.problem_builder import Runs, moves
-from multiworld.serve.resources.admission import Ask, admit
-from multiworld.serve.resources.amounts import Need, Node, Spot, needs_of
+from multiworld.serve.fleet.state import DesiredState
+from multiworld.serve.placement.problem_builder import PlacedReplica, moves
+from multiworld.serve.resources.admission import PlaceRequest, admit
+from multiworld.serve.resources.amounts import Location, Need, Node, needs_of
 from multiworld.serve.resources.assignment import Plan, Policy, assign
-from multiworld.serve.resources.bookings import Ledger
+from multiworld.serve.resources.bookings import Bookings
 from multiworld.serve.spec.schema import ModelSpec
 
 Specs = Mapping[str, Mapping[str, ModelSpec]]
 
 
-class Places:
+class ReplicaBookings:
     """The machines of a service.
 
     Args:
@@ -29,7 +29,7 @@ class Places:
     """
 
     def __init__(self, nodes: Iterable[Node], policy: Policy = assign) -> None:
-        self.ledger = Ledger(nodes)
+        self.ledger = Bookings(nodes)
         self.plan: Plan = {}
         self._policy = policy
 
@@ -40,7 +40,7 @@ class Places:
         after = set(self.ledger.nodes)
         return sorted(after - before), sorted(before - after)
 
-    def take(self, name: str, post: object, need: Need) -> tuple[Spot, str]:
+    def take(self, name: str, post: object, need: Need) -> tuple[Location, str]:
         """Book a spot for a replica; return it, and why it is there.
 
         Raises:
@@ -55,7 +55,7 @@ class Places:
         fewest = "none of its stage is there" if not here else "few of its stage are"
         return spot, f"{fewest}, and there is room"
 
-    def admit(self, asks: Iterable[Ask]) -> None:
+    def admit(self, asks: Iterable[PlaceRequest]) -> None:
         """Check that all of this has a place beside what runs.
 
         Raises:
@@ -63,7 +63,9 @@ class Places:
         """
         admit(self.ledger, asks, self._policy, self.plan)
 
-    def runs(self, versions: Mapping[str, str], names: Iterable[str]) -> list[Runs]:
+    def runs(
+        self, versions: Mapping[str, str], names: Iterable[str]
+    ) -> list[PlacedReplica]:
         """Return where these replicas are, if they are of these versions."""
         found = []
         bookings = [self.ledger.bookings.get(name) for name in names]
@@ -71,7 +73,7 @@ class Places:
             model, version, stage = cast("tuple[str, str, int]", booking.post)
             if versions.get(model) == version:
                 spot = booking.spot
-                found.append(Runs(model, stage, spot.node, spot.gpu))
+                found.append(PlacedReplica(model, stage, spot.node, spot.gpu))
         return found
 
     def moves(self, names: Iterable[str]) -> list[str]:
@@ -120,9 +122,9 @@ class Places:
         return found
 
 
-def asks_of(wanted: Wanted, specs: Specs) -> list[Ask]:
+def asks_of(wanted: DesiredState, specs: Specs) -> list[PlaceRequest]:
     """Return everything that is wanted; what else runs keeps what it has booked."""
-    asks: list[Ask] = []
+    asks: list[PlaceRequest] = []
     for name, model in wanted.models.items():
         spec = specs[name][model.version]
         for k, need in enumerate(needs_of(spec)):

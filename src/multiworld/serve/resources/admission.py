@@ -7,18 +7,18 @@ from collections.abc import Iterable
 from multiworld.errors import PlacementError
 from multiworld.serve.resources.amounts import Need
 from multiworld.serve.resources.assignment import Plan, Policy, assign
-from multiworld.serve.resources.bookings import Ledger
+from multiworld.serve.resources.bookings import Bookings
 
-Ask = tuple[object, str, int, Need]
+PlaceRequest = tuple[object, str, int, Need]
 """A post, what to call it, how many replicas of it, and what each needs."""
 
 
 def admit(
-    ledger: Ledger,
-    asks: Iterable[Ask],
+    ledger: Bookings,
+    asks: Iterable[PlaceRequest],
     policy: Policy = assign,
     plan: Plan | None = None,
-) -> Ledger:
+) -> Bookings:
     """Return the ledger as it would be; what runs stays where it is.
 
     What is hardest to place is placed first, and as the plan says, if there is one.

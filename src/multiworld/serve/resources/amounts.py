@@ -70,7 +70,7 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True)
-class Spot:
+class Location:
     """Where a replica runs; ``gpu`` is None on the CPU."""
 
     node: str

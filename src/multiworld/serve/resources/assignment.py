@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from multiworld.errors import PlacementError
-from multiworld.serve.resources.amounts import Need, Spot, in_words
-from multiworld.serve.resources.bookings import Free, Ledger
+from multiworld.serve.resources.amounts import Location, Need, in_words
+from multiworld.serve.resources.bookings import Bookings, Free
 
 Plan = Mapping[tuple[Any, str], int]
 """How many replicas a solver wants of a post on a machine."""
@@ -20,7 +20,9 @@ Plan = Mapping[tuple[Any, str], int]
 class Policy(Protocol):
     """Chooses a spot from a snapshot; another one can be put in its place."""
 
-    def __call__(self, ledger: Ledger, post: object, need: Need, plan: Plan) -> Spot:
+    def __call__(
+        self, ledger: Bookings, post: object, need: Need, plan: Plan
+    ) -> Location:
         """Return it.
 
         Raises:
@@ -28,7 +30,7 @@ class Policy(Protocol):
         """
 
 
-def assign(ledger: Ledger, post: object, need: Need, plan: Plan) -> Spot:
+def assign(ledger: Bookings, post: object, need: Need, plan: Plan) -> Location:
     """Return the spot for one more replica of ``post``.
 
     Raises:
@@ -51,10 +53,10 @@ def assign(ledger: Ledger, post: object, need: Need, plan: Plan) -> Spot:
 
     # max() keeps the first of equals: the order of the machines decides.
     best = max(able, key=merit)
-    return Spot(best, _gpu(ledger.free(best), need))
+    return Location(best, _gpu(ledger.free(best), need))
 
 
-def _share_left(ledger: Ledger, name: str) -> float:
+def _share_left(ledger: Bookings, name: str) -> float:
     """Return what is left of what would be short first."""
     has, free = ledger.nodes[name], ledger.free(name)
     shares = [free.memory_bytes / max(1, has.memory_bytes)]

@@ -10,7 +10,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from multiworld.errors import PlacementError
-from multiworld.serve.resources.amounts import Need, Node, Spot, in_words, listed, mib
+from multiworld.serve.resources.amounts import (
+    Location,
+    Need,
+    Node,
+    in_words,
+    listed,
+    mib,
+)
 
 CLOSE = 1e-9
 
@@ -25,7 +32,7 @@ class Booking:
 
     name: str
     post: object
-    spot: Spot
+    spot: Location
     need: Need
 
 
@@ -38,16 +45,16 @@ class Free:
     gpu_memory_bytes: dict[int, int] = field(default_factory=dict)
 
 
-class Ledger:
+class Bookings:
     """The account of all machines of a service."""
 
     def __init__(self, nodes: Iterable[Node] = ()) -> None:
         self.nodes: dict[str, Node] = {node.name: node for node in nodes}
         self.bookings: dict[str, Booking] = {}
 
-    def copy(self) -> Ledger:
+    def copy(self) -> Bookings:
         """Return another one with the same entries, to try things out."""
-        other = Ledger(self.nodes.values())
+        other = Bookings(self.nodes.values())
         other.bookings = dict(self.bookings)
         return other
 
@@ -55,7 +62,7 @@ class Ledger:
         """Replace the machines; bookings on one that is gone stay until released."""
         self.nodes = {node.name: node for node in nodes}
 
-    def book(self, name: str, post: object, spot: Spot, need: Need) -> None:
+    def book(self, name: str, post: object, spot: Location, need: Need) -> None:
         """Book what a replica needs.
 
         Raises:
@@ -69,7 +76,7 @@ class Ledger:
             )
         self.restore(name, post, spot, need)
 
-    def restore(self, name: str, post: object, spot: Spot, need: Need) -> None:
+    def restore(self, name: str, post: object, spot: Location, need: Need) -> None:
         """Enter a replica that runs already, whether it fits or not."""
         self.bookings[name] = Booking(name, post, spot, need)
 

@@ -29,8 +29,8 @@ from multiworld.serve.transport.messages import (
     pack,
     unpack_answers,
 )
-from multiworld.serve.transport.routing_table import Route, Table
-from multiworld.serve.worker.replica import SILENT_S
+from multiworld.serve.transport.routing_table import Route, RoutingTable
+from multiworld.serve.worker.worker import SILENT_S
 
 logger = logging.getLogger("multiworld.serve")
 
@@ -61,7 +61,7 @@ class Dispatcher:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.table = Table()
+        self.table = RoutingTable()
         self._router = Router(random.random)
         self._calls: dict[int, _Call] = {}
         self._edges: dict[str, Outbox] = {}
@@ -197,7 +197,7 @@ class Dispatcher:
         for name in (model, f"{model}@{tenant}"):
             self._handle(events.Banned(tenant, name))
 
-    def table_changed(self, table: Table) -> None:
+    def table_changed(self, table: RoutingTable) -> None:
         """Take note of a new table."""
         self.table = table
         self._handle(events.TableChanged(table))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from multiworld.errors import ServeError
 from multiworld.serve.tenants.fair_queue import NOBODYS, Share
-from multiworld.serve.transport.routing_table import Table
+from multiworld.serve.transport.routing_table import RoutingTable
 
 Attempt = tuple[int, int]
 """Number of the request, number of the attempt."""
@@ -124,7 +124,7 @@ class Silent:
 class TableChanged:
     """The controller has told a new table."""
 
-    table: Table
+    table: RoutingTable
 
 
 @dataclass(frozen=True, slots=True)

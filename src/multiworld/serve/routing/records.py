@@ -10,7 +10,7 @@ from multiworld.serve.tenants.fair_queue import FairQueue
 
 
 @dataclass(slots=True)
-class Place:
+class Placement:
     """One attempt of a request: where it is."""
 
     replica: str
@@ -31,7 +31,7 @@ class Request:
     """
 
     wish: Submitted
-    attempts: dict[int, Place] = field(default_factory=dict)
+    attempts: dict[int, Placement] = field(default_factory=dict)
     attempted: int = 0
     is_waiting: bool = False
     is_suspect: bool = False

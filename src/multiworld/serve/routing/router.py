@@ -48,7 +48,7 @@ from multiworld.serve.routing.events import (
     Withdrawn,
 )
 from multiworld.serve.routing.load_balancer import Chance, choose
-from multiworld.serve.routing.records import Place, Queue, Request
+from multiworld.serve.routing.records import Placement, Queue, Request
 from multiworld.serve.routing.refusals import (
     banned,
     overloaded,
@@ -59,7 +59,7 @@ from multiworld.serve.routing.refusals import (
 from multiworld.serve.transport.routing_table import (
     ReplicaState,
     Route,
-    Table,
+    RoutingTable,
     first_ready,
 )
 
@@ -87,7 +87,7 @@ class Router:
 
     def __init__(self, chance: Chance) -> None:
         self._chance = chance
-        self._table = Table()
+        self._table = RoutingTable()
         self._requests: dict[int, Request] = {}
         self._queues: dict[str, Queue] = {}
         self._held: dict[str, dict[Attempt, None]] = {}
@@ -299,7 +299,7 @@ class Router:
         known = self._table.replicas.get(replica)
         return -1 if known is None else known.stage
 
-    def _move(self, attempt: Attempt, place: Place, replica: str) -> None:
+    def _move(self, attempt: Attempt, place: Placement, replica: str) -> None:
         if place.replica != replica:
             self._held.get(place.replica, {}).pop(attempt, None)
             place.replica = replica
@@ -362,7 +362,7 @@ class Router:
         """Tell whether one of this tenant's was found poisonous not long ago."""
         return queue.struck.get(wish.share.tenant, 0.0) > self._now
 
-    def _blame(self, request: Request, place: Place) -> None:
+    def _blame(self, request: Request, place: Placement) -> None:
         if not place.is_begun or place.is_done:
             request.losses += 1
             request.is_suspect |= request.losses >= LOSSES
@@ -523,7 +523,7 @@ class Router:
         self._unwait(request)
         request.attempted += 1
         which = request.attempted
-        request.attempts[which] = Place(replica, is_solo=request.is_suspect)
+        request.attempts[which] = Placement(replica, is_solo=request.is_suspect)
         attempt = (request.wish.number, which)
         self._held.setdefault(replica, {})[attempt] = None
         return Dispatch(replica, attempt, request.is_suspect)

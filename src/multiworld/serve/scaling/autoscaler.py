@@ -15,15 +15,15 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from multiworld.errors import PlacementError, SpecError
-from multiworld.serve.fleet.decision_log import Journal
+from multiworld.serve.fleet.decision_log import DecisionLog
 from multiworld.serve.fleet.history import History
-from multiworld.serve.fleet.reconciler import Fleet
-from multiworld.serve.fleet.state import Phase, Wanted
+from multiworld.serve.fleet.reconciler import Reconciler
+from multiworld.serve.fleet.state import DesiredState, ProcessPhase
 from multiworld.serve.models.factory import import_factory
 from multiworld.serve.placement.replica_bookings import Specs
 from multiworld.serve.scaling import default_policy, limits
 from multiworld.serve.scaling.limits import within
-from multiworld.serve.scaling.samples import Seen, Watch
+from multiworld.serve.scaling.samples import ObservedReplica, SampleWindow
 from multiworld.serve.scaling.snapshot import Decision, Policy, Snapshot
 from multiworld.serve.scaling.snapshot_json import snapshot_to_json
 from multiworld.serve.spec.schema import ModelSpec
@@ -40,7 +40,7 @@ START_S = 1.0
 """How long a replica takes to start, until one has."""
 
 
-class ScalerOwner(Protocol):
+class AutoscalerOwner(Protocol):
     """Who runs the processes."""
 
     @property
@@ -50,10 +50,10 @@ class ScalerOwner(Protocol):
     async def reports(self, limit_s: float) -> dict[str, Any]:
         """Ask every process what it does."""
 
-    def admit(self, wanted: Wanted, model: str) -> None:
+    def admit(self, wanted: DesiredState, model: str) -> None:
         """Check that all of a model has a place, whatever others lack."""
 
-    def want(self, wanted: Wanted) -> None:
+    def want(self, wanted: DesiredState) -> None:
         """Have the service be so."""
 
 
@@ -67,7 +67,7 @@ class _Model:
             if s.autoscaling_config is not None
         ]
         self.spec = spec
-        self.watch = Watch(name, len(spec.stages), max(look_back))
+        self.watch = SampleWindow(name, len(spec.stages), max(look_back))
         self.interval_s = limits.interval_s(spec)
         self.due_at = 0.0
         self.memory: Any = None
@@ -79,11 +79,15 @@ class _Model:
         )
 
 
-class Scaler:
+class Autoscaler:
     """Scales the models of a service."""
 
     def __init__(
-        self, fleet: Fleet, history: History, journal: Journal, owner: ScalerOwner
+        self,
+        fleet: Reconciler,
+        history: History,
+        journal: DecisionLog,
+        owner: AutoscalerOwner,
     ) -> None:
         self._fleet, self._history, self._journal = fleet, history, journal
         self._owner = owner
@@ -187,9 +191,9 @@ class Scaler:
         if tuple(decision.replicas) != wanted.replicas:
             self._carry_out(known, snapshot, decision)
 
-    def _replicas(self, name: str, version: str) -> list[Seen]:
+    def _replicas(self, name: str, version: str) -> list[ObservedReplica]:
         return [
-            Seen(p.name, p.stage, p.phase is Phase.READY)
+            ObservedReplica(p.name, p.stage, p.phase is ProcessPhase.READY)
             for p in self._fleet.processes.values()
             if (p.model, p.version) == (name, version)
         ]
@@ -223,7 +227,7 @@ class Scaler:
 
     def _admitted(
         self, name: str, before: Sequence[int], after: Sequence[int]
-    ) -> tuple[Wanted, str]:
+    ) -> tuple[DesiredState, str]:
         """Return as much of what a policy wants as has a place, and what is short."""
         wanted = self._with(name, after)
         try:
@@ -248,7 +252,7 @@ class Scaler:
                         growing.remove(k)
         return self._with(name, counts), short
 
-    def _with(self, name: str, replicas: Sequence[int]) -> Wanted:
+    def _with(self, name: str, replicas: Sequence[int]) -> DesiredState:
         wanted = self._fleet.wanted
         model = replace(wanted.models[name], replicas=tuple(replicas))
         return replace(wanted, models={**wanted.models, name: model})

@@ -51,7 +51,7 @@ NONE: Late = (0.0,) * len(VIEWS)
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class FleetFacts:
     """So many replicas of a stage.
 
     Attributes:
@@ -86,7 +86,7 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True)
-class Hindsight:
+class BurstReserve:
     """What is known of a model.
 
     Attributes:
@@ -107,8 +107,8 @@ class Hindsight:
     calm_s: float | None = None
     is_missed: bool = False
     view: float = 0.0
-    was: tuple[Fleet, ...] = ()
-    fleets: tuple[tuple[Fleet, ...], ...] = ()
+    was: tuple[FleetFacts, ...] = ()
+    fleets: tuple[tuple[FleetFacts, ...], ...] = ()
 
     @property
     def came(self) -> float:
@@ -130,7 +130,7 @@ class Hindsight:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class BurstRecord:
     """What is new since the last look.
 
     Attributes:
@@ -165,7 +165,7 @@ class Seen:
     share: float
 
 
-def learnt(before: Hindsight, seen: Seen, horizon_s: float) -> Hindsight:
+def learnt(before: BurstReserve, seen: BurstRecord, horizon_s: float) -> BurstReserve:
     """Return what is known with what is new.
 
     What is older than ``horizon_s`` is forgotten, half of it at a time.
@@ -173,13 +173,13 @@ def learnt(before: Hindsight, seen: Seen, horizon_s: float) -> Hindsight:
     old = _turned(before) if before.seconds >= horizon_s / 2 else before
     was, fleets = [], []
     for k, item_s in enumerate(seen.item_s):
-        there = old.was[k] if k < len(old.was) else Fleet(0)
+        there = old.was[k] if k < len(old.was) else FleetFacts(0)
         was.append(_after(there, seen.ready[k], seen, item_s))
         tried = old.fleets[k] if k < len(old.fleets) else ()
         by_count = {fleet.replicas: fleet for fleet in tried}
         fleets.append(
             tuple(
-                _after(by_count.get(n, Fleet(n)), n, seen, item_s)
+                _after(by_count.get(n, FleetFacts(n)), n, seen, item_s)
                 for n in sizes(seen.most[k])
             )
         )
@@ -197,7 +197,7 @@ def learnt(before: Hindsight, seen: Seen, horizon_s: float) -> Hindsight:
 
 
 def sufficient(
-    hindsight: Hindsight, item_s: Sequence[float], share: float
+    hindsight: BurstReserve, item_s: Sequence[float], share: float
 ) -> tuple[int, ...]:
     """Return by stage how many replicas would have sufficed; none if all is well.
 
@@ -233,10 +233,10 @@ def sizes(most: int) -> list[int]:
 # What was.
 
 
-def _turned(old: Hindsight) -> Hindsight:
+def _turned(old: BurstReserve) -> BurstReserve:
     """Return the same at the begin of a new half: the one before last is forgotten."""
 
-    def turned(fleet: Fleet) -> Fleet:
+    def turned(fleet: FleetFacts) -> FleetFacts:
         return replace(fleet, late=NONE, before=fleet.late)
 
     return replace(
@@ -249,7 +249,7 @@ def _turned(old: Hindsight) -> Hindsight:
     )
 
 
-def _counted(old: Hindsight, seen: Seen) -> Counts:
+def _counted(old: BurstReserve, seen: BurstRecord) -> Counts:
     # Little's law: what is there, times how long, is what all spend there together.
     computed_s = sum(seen.item_s) * (seen.arrived - seen.refused)
     waited_s = sum(seen.ongoing) * seen.seconds - computed_s
@@ -263,13 +263,13 @@ def _counted(old: Hindsight, seen: Seen) -> Counts:
     )
 
 
-def _calm_s(old: Hindsight, seen: Seen) -> float | None:
+def _calm_s(old: BurstReserve, seen: BurstRecord) -> float | None:
     if seen.missed > 0:
         return 0.0
     return None if old.calm_s is None else old.calm_s + seen.seconds
 
 
-def _is_missed(found: Hindsight, seen: Seen) -> bool:
+def _is_missed(found: BurstReserve, seen: BurstRecord) -> bool:
     """Tell whether some are to be kept; once they are, until the fewest would do."""
     allowed = (1.0 - seen.share) * found.came
     if found.is_missed:
@@ -284,7 +284,7 @@ def _is_missed(found: Hindsight, seen: Seen) -> bool:
 # What would have been.
 
 
-def _view(hindsight: Hindsight) -> float:
+def _view(hindsight: BurstReserve) -> float:
     """Return the first of the ``VIEWS`` in which as many would be late as were."""
     before = 0.0
     for view in range(len(VIEWS)):
@@ -296,13 +296,13 @@ def _view(hindsight: Hindsight) -> float:
     return len(VIEWS) - 1.0
 
 
-def _least(tried: Sequence[Fleet], view: float, allowed: float) -> int:
+def _least(tried: Sequence[FleetFacts], view: float, allowed: float) -> int:
     """Return the fewest replicas with which no more than so many would be late."""
     enough = (fleet.replicas for fleet in tried if _late(fleet, view) <= allowed)
     return next(enough, tried[-1].replicas)
 
 
-def _late(fleet: Fleet, view: float) -> float:
+def _late(fleet: FleetFacts, view: float) -> float:
     """Return how many would be late, also in between two views."""
     low = min(int(view), len(VIEWS) - 2)
     one = fleet.before[low] + fleet.late[low]
@@ -310,10 +310,12 @@ def _late(fleet: Fleet, view: float) -> float:
     return one + (view - low) * (other - one)
 
 
-def _after(fleet: Fleet, replicas: int, seen: Seen, item_s: float) -> Fleet:
+def _after(
+    fleet: FleetFacts, replicas: int, seen: BurstRecord, item_s: float
+) -> FleetFacts:
     """Return a fleet of so many after what is new."""
     if item_s <= 0:
-        return Fleet(replicas)
+        return FleetFacts(replicas)
     rate = max(replicas, 0.01) / item_s  # with none, everybody waits for long
     clumps = max(1, math.ceil(seen.seconds / CLUMP_S))
     arrived, seconds = seen.arrived / clumps, seen.seconds / clumps
@@ -331,7 +333,7 @@ def _after(fleet: Fleet, replicas: int, seen: Seen, item_s: float) -> Fleet:
         )
         queue = max(0.0, queue + arrived - rate * seconds)
         queue = min(queue, rate * seen.deadline_s)  # who waits for longer has left
-    return Fleet(replicas, queue, late, fleet.before)
+    return FleetFacts(replicas, queue, late, fleet.before)
 
 
 def _above(limit: float, first: float, last: float) -> float:

@@ -16,9 +16,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from multiworld.serve.scaling.burst_reserve import Hindsight, Seen, learnt, sufficient
+from multiworld.serve.scaling.burst_reserve import (
+    BurstRecord,
+    BurstReserve,
+    learnt,
+    sufficient,
+)
 from multiworld.serve.scaling.demand import Demand, demand_of, envelope
-from multiworld.serve.scaling.explanation import Found, facts, words
+from multiworld.serve.scaling.explanation import Findings, facts, words
 from multiworld.serve.scaling.gears import (
     REACHABLE,
     Gear,
@@ -29,12 +34,12 @@ from multiworld.serve.scaling.gears import (
 from multiworld.serve.scaling.service_times import Times, times_of
 from multiworld.serve.scaling.snapshot import (
     Decision,
-    Limits,
     Sample,
     Snapshot,
+    StageLimits,
     StageNow,
 )
-from multiworld.serve.scaling.stabilization import Wish, remember, settled
+from multiworld.serve.scaling.stabilization import PendingChange, remember, settled
 
 MARGIN = 1.15
 """Replicas are drained only if fewer would carry so many times what is asked for."""
@@ -48,7 +53,7 @@ must have come again within them. Chosen on traces, see docs/serve/scaling-repor
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class PolicyState:
     """What the policy keeps from one decision to the next.
 
     Attributes:
@@ -62,14 +67,14 @@ class Memory:
     costs: tuple[tuple[float, float], ...] = ()
     bounds: tuple[tuple[int, int], ...] = ()
     gears: tuple[Gear, ...] = ()
-    wishes: tuple[tuple[Wish, ...], ...] = ()
+    wishes: tuple[tuple[PendingChange, ...], ...] = ()
     measured: tuple[Times | None, ...] = ()
-    hindsight: Hindsight = field(default_factory=Hindsight)
+    hindsight: BurstReserve = field(default_factory=BurstReserve)
 
 
 def decide(snapshot: Snapshot) -> Decision:
     """Return how many replicas each stage should have."""
-    old = snapshot.memory if isinstance(snapshot.memory, Memory) else Memory()
+    old = snapshot.memory if isinstance(snapshot.memory, PolicyState) else PolicyState()
     look_back_s = max(
         _limits(s).look_back_period_s for s in snapshot.stages if s.limits is not None
     )
@@ -81,7 +86,7 @@ def decide(snapshot: Snapshot) -> Decision:
         limits = _limits(stage)
         low, high = map(limits.within, found.needs[k])
         before = old.wishes[k] if k < len(old.wishes) else ()
-        wishes.append(remember(before, Wish(snapshot.now, low, high), limits))
+        wishes.append(remember(before, PendingChange(snapshot.now, low, high), limits))
         count = settled(wishes[k], stage.replicas, limits, is_urgent=found.is_urgent)
         if found.demand.is_rising:
             count = max(count, stage.replicas)  # none is let go now
@@ -92,7 +97,7 @@ def decide(snapshot: Snapshot) -> Decision:
         replicas=tuple(replicas),
         why=words(snapshot, found, replicas),
         facts=facts(snapshot, found),
-        memory=Memory(
+        memory=PolicyState(
             found.costs,
             _bounds(snapshot),
             found.gears,
@@ -105,10 +110,10 @@ def decide(snapshot: Snapshot) -> Decision:
 
 def _reckoned(
     snapshot: Snapshot,
-    old: Memory,
+    old: PolicyState,
     measured: tuple[Times | None, ...],
     look_back_s: float,
-) -> Found:
+) -> Findings:
     demand = demand_of(
         snapshot.samples, look_back_s, snapshot.start_s, snapshot.interval_s
     )
@@ -120,7 +125,7 @@ def _reckoned(
         (max(low, least), max(high, least))
         for (low, high), least in zip(asked, kept, strict=True)
     ]
-    return Found(
+    return Findings(
         demand=demand,
         costs=costs,
         gears=gears,
@@ -131,11 +136,11 @@ def _reckoned(
     )
 
 
-def _limits(stage: StageNow) -> Limits:
+def _limits(stage: StageNow) -> StageLimits:
     """Return the limits of a stage; of one that is not scaled, what it has."""
     if stage.limits is not None:
         return stage.limits
-    return Limits(min_replicas=stage.replicas, max_replicas=max(1, stage.replicas))
+    return StageLimits(min_replicas=stage.replicas, max_replicas=max(1, stage.replicas))
 
 
 def _bounds(snapshot: Snapshot) -> tuple[tuple[int, int], ...]:
@@ -149,7 +154,7 @@ def _bounds(snapshot: Snapshot) -> tuple[tuple[int, int], ...]:
 def _gears(
     snapshot: Snapshot,
     measured: Sequence[Times | None],
-    old: Memory,
+    old: PolicyState,
 ) -> tuple[tuple[tuple[float, float], ...], tuple[Gear, ...]]:
     """Return the times that are planned with, and the gears; none if not known."""
     if any(times is None for times in measured):
@@ -180,14 +185,14 @@ def _differ(
 
 
 def _hindsight(
-    snapshot: Snapshot, costs: Sequence[tuple[float, float]], before: Hindsight
-) -> Hindsight:
+    snapshot: Snapshot, costs: Sequence[tuple[float, float]], before: BurstReserve
+) -> BurstReserve:
     if len(snapshot.samples) < 2 or not _is_reachable(snapshot, costs):
         return before
     one, other = snapshot.samples[-2:]
     limits = [_limits(stage) for stage in snapshot.stages]
     patience_s = _patience_s(snapshot, costs, 0.0)
-    seen = Seen(
+    seen = BurstRecord(
         seconds=other.at - one.at,
         arrived=other.arrived - one.arrived,
         missed=other.missed - one.missed,
@@ -216,7 +221,7 @@ def _is_reachable(snapshot: Snapshot, costs: Sequence[tuple[float, float]]) -> b
 def _kept(
     snapshot: Snapshot,
     demand: Demand,
-    hindsight: Hindsight,
+    hindsight: BurstReserve,
     costs: Sequence[tuple[float, float]],
 ) -> tuple[int, ...]:
     """Return the replicas to keep, whatever comes now.

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from multiworld.serve.scaling.burst_reserve import Hindsight
+from multiworld.serve.scaling.burst_reserve import BurstReserve
 from multiworld.serve.scaling.demand import Demand
 from multiworld.serve.scaling.gears import Gear, gear_for
 from multiworld.serve.scaling.snapshot import Snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class Findings:
     """What a decision is made from.
 
     Attributes:
@@ -25,13 +25,13 @@ class Found:
     demand: Demand
     costs: tuple[tuple[float, float], ...]
     gears: tuple[Gear, ...]
-    hindsight: Hindsight
+    hindsight: BurstReserve
     kept: tuple[int, ...]
     needs: list[tuple[int, int]]
     is_urgent: bool
 
 
-def words(snapshot: Snapshot, found: Found, replicas: Sequence[int]) -> str:
+def words(snapshot: Snapshot, found: Findings, replicas: Sequence[int]) -> str:
     """Return a decision for people, in a line."""
     demand, gears = found.demand, found.gears
     text = f"{demand.rate:.2f} requests/s"
@@ -62,7 +62,7 @@ def words(snapshot: Snapshot, found: Found, replicas: Sequence[int]) -> str:
     return text if wanted == before else f"{before} → {wanted}: {text}"
 
 
-def facts(snapshot: Snapshot, found: Found) -> dict[str, Any]:
+def facts(snapshot: Snapshot, found: Findings) -> dict[str, Any]:
     """Return the numbers behind it."""
     demand, gears = found.demand, found.gears
     return {

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from multiworld.serve.scaling import queue_model
-from multiworld.serve.scaling.snapshot import Limits
+from multiworld.serve.scaling.snapshot import StageLimits
 
 STEPS = 18
 """Halvings when the load of a gear is looked for: exact to a few millionths."""
@@ -41,7 +41,7 @@ class StageCost:
 
     item_s: float
     batch_s: float
-    limits: Limits
+    limits: StageLimits
     variability: float = 0.75
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from multiworld.serve.scaling.snapshot import Decision, Limits, StageNow
+from multiworld.serve.scaling.snapshot import Decision, StageLimits, StageNow
 from multiworld.serve.spec.schema import ModelSpec, StageSpec
 
 
-def limits_of(stage: StageSpec) -> Limits | None:
+def limits_of(stage: StageSpec) -> StageLimits | None:
     """Return within what a stage is scaled; None if its number is somebody's to set."""
     config = stage.autoscaling_config
     if config is None:
         return None
     said = config.model_dump(exclude={"initial_replicas", "metrics_interval_s"})
-    return Limits(**said)
+    return StageLimits(**said)
 
 
 def is_scaled(spec: ModelSpec) -> bool:

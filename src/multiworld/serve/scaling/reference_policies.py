@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 from multiworld.serve.scaling.demand import since
 from multiworld.serve.scaling.gears import StageCost, gear_for, gears_of
-from multiworld.serve.scaling.snapshot import Decision, Limits, Policy, Snapshot
-from multiworld.serve.scaling.stabilization import Wish, remember, settled
+from multiworld.serve.scaling.snapshot import Decision, Policy, Snapshot, StageLimits
+from multiworld.serve.scaling.stabilization import PendingChange, remember, settled
 
 
 def fixed(snapshot: Snapshot) -> Decision:
@@ -18,7 +18,7 @@ def fixed(snapshot: Snapshot) -> Decision:
     return Decision(replicas=replicas, why="a fixed fleet")
 
 
-Need = Callable[[Snapshot, int, Limits], int]
+Need = Callable[[Snapshot, int, StageLimits], int]
 """Returns how many replicas one stage needs at this moment."""
 
 
@@ -31,7 +31,7 @@ def _each(
         is_forgetful: What was needed before a change says nothing after it.
     """
     counts: list[int] = []
-    wishes: list[tuple[Wish, ...]] = []
+    wishes: list[tuple[PendingChange, ...]] = []
     for k, stage in enumerate(snapshot.stages):
         limits = stage.limits
         if limits is None:
@@ -40,7 +40,7 @@ def _each(
             continue
         count = limits.within(need(snapshot, k, limits))
         before = snapshot.memory[k] if snapshot.memory else ()
-        kept = remember(before, Wish(snapshot.now, count, count), limits)
+        kept = remember(before, PendingChange(snapshot.now, count, count), limits)
         counts.append(settled(kept, stage.replicas, limits, is_urgent=False))
         has_changed = counts[k] != stage.replicas
         wishes.append(kept[-1:] if is_forgetful and has_changed else kept)
@@ -56,7 +56,7 @@ def queued(snapshot: Snapshot) -> Decision:
     return _each(snapshot, _for_queue, "by what is queued")
 
 
-def _for_queue(snapshot: Snapshot, k: int, limits: Limits) -> int:
+def _for_queue(snapshot: Snapshot, k: int, limits: StageLimits) -> int:
     begin = snapshot.now - limits.look_back_period_s
     lately = [s.stages[k].ongoing for s in snapshot.samples if s.at > begin]
     mean = sum(lately) / max(1, len(lately))
@@ -74,7 +74,7 @@ def threshold(snapshot: Snapshot) -> Decision:
     return _each(snapshot, _for_use, "by utilisation", is_forgetful=True)
 
 
-def _for_use(snapshot: Snapshot, k: int, limits: Limits) -> int:
+def _for_use(snapshot: Snapshot, k: int, limits: StageLimits) -> int:
     first = since(snapshot.samples, snapshot.now - limits.look_back_period_s)
     last, replicas = snapshot.samples[-1], snapshot.stages[k].replicas
     if replicas == 0:

@@ -21,7 +21,7 @@ class _Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ObservedReplica:
     """A replica of the model: its stage, and whether it is ready."""
 
     name: str
@@ -30,7 +30,7 @@ class Seen:
 
 
 @dataclass(slots=True)
-class Watch:
+class SampleWindow:
     """The samples of one model.
 
     Processes count from their own start, and may be lost: sums go on over all of them.
@@ -56,7 +56,7 @@ class Watch:
         self,
         now: float,
         gateways: Sequence[str],
-        replicas: Iterable[Seen],
+        replicas: Iterable[ObservedReplica],
         reports: Mapping[str, Mapping[str, Any] | None],
     ) -> Sample:
         """Take note of what everybody reports; who does not answer is as before."""
@@ -116,7 +116,7 @@ class Watch:
             self.samples.popleft()
         return sample
 
-    def _add(self, replica: Seen, said: Mapping[str, Any]) -> None:
+    def _add(self, replica: ObservedReplica, said: Mapping[str, Any]) -> None:
         counts = said["counts"]
         requests, batches, busy_s = self._more(
             replica.name,

@@ -13,7 +13,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class StageLimits:
     """Within what a stage is scaled; names and meanings are Ray Serve's.
 
     Attributes:
@@ -64,7 +64,7 @@ class StageNow:
 
     name: str
     replicas: int
-    limits: Limits | None = None
+    limits: StageLimits | None = None
     item_s: float | None = None
 
 

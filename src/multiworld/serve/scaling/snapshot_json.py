@@ -7,11 +7,11 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from multiworld.serve.scaling.default_policy import Memory
+from multiworld.serve.scaling.default_policy import PolicyState
 from multiworld.serve.scaling.snapshot import Snapshot
 
 _SNAPSHOT: TypeAdapter[Snapshot] = TypeAdapter(Snapshot)
-_MEMORY: TypeAdapter[Memory] = TypeAdapter(Memory)
+_MEMORY: TypeAdapter[PolicyState] = TypeAdapter(PolicyState)
 
 
 def snapshot_to_json(snapshot: Snapshot) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def snapshot_to_json(snapshot: Snapshot) -> dict[str, Any]:
     """
     found = asdict(replace(snapshot, memory=None))
     memory = snapshot.memory
-    if isinstance(memory, Memory):
+    if isinstance(memory, PolicyState):
         found["memory"] = asdict(memory)
     elif memory is not None:
         found["memory"] = repr(memory)

@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from multiworld.serve.scaling.snapshot import Limits
+from multiworld.serve.scaling.snapshot import StageLimits
 
 EPSILON_S = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class PendingChange:
     """What one stage was found to need at one moment.
 
     Attributes:
@@ -30,7 +30,9 @@ class Wish:
     high: int
 
 
-def remember(wishes: tuple[Wish, ...], wish: Wish, limits: Limits) -> tuple[Wish, ...]:
+def remember(
+    wishes: tuple[PendingChange, ...], wish: PendingChange, limits: StageLimits
+) -> tuple[PendingChange, ...]:
     """Return the wishes that still count, with one more."""
     if len(wishes) > 1 and all(
         (w.low, w.high) == (wish.low, wish.high) for w in wishes[-2:]
@@ -44,7 +46,11 @@ def remember(wishes: tuple[Wish, ...], wish: Wish, limits: Limits) -> tuple[Wish
 
 
 def settled(
-    wishes: tuple[Wish, ...], replicas: int, limits: Limits, *, is_urgent: bool
+    wishes: tuple[PendingChange, ...],
+    replicas: int,
+    limits: StageLimits,
+    *,
+    is_urgent: bool,
 ) -> int:
     """Return how many replicas a stage gets now.
 
@@ -76,7 +82,9 @@ def settled(
     return max(replicas - fewer, limits.min_replicas)
 
 
-def _lasting(wishes: tuple[Wish, ...], delay_s: float) -> list[Wish] | None:
+def _lasting(
+    wishes: tuple[PendingChange, ...], delay_s: float
+) -> list[PendingChange] | None:
     """Return the wishes of the last ``delay_s``; None if they do not reach so far."""
     begin = wishes[-1].at - delay_s
     if wishes[0].at > begin + EPSILON_S:

@@ -19,10 +19,10 @@ from multiworld.serve.routing.load_balancer import Chance, choose
 from multiworld.serve.scaling.limits import within
 from multiworld.serve.scaling.samples import PERIODS
 from multiworld.serve.scaling.snapshot import (
-    Limits,
     Policy,
     Sample,
     Snapshot,
+    StageLimits,
     StageNow,
     StageSeen,
 )
@@ -48,7 +48,7 @@ class StageModel:
     max_wait_s: float = 0.0
     window: int = 32
     replicas: int = 1
-    limits: Limits | None = None
+    limits: StageLimits | None = None
     item_s: float | None = None
 
 
@@ -100,7 +100,7 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
+class SimulatedDecision:
     """A decision that changed something."""
 
     at: float
@@ -110,7 +110,7 @@ class Decided:
 
 
 @dataclass(slots=True)
-class Outcome:
+class SimulationResult:
     """What came of a trace.
 
     Attributes:
@@ -128,7 +128,7 @@ class Outcome:
     replica_s: tuple[float, ...]
     seconds: float
     moments: list[Moment]
-    decided: list[Decided]
+    decided: list[SimulatedDecision]
 
 
 class Room:
@@ -170,7 +170,7 @@ class Pipeline:
         self.in_flight = 0
         self._missed = self._refused = 0
         self.moments: list[Moment] = []
-        self.decided: list[Decided] = []
+        self.decided: list[SimulatedDecision] = []
         self._last_end = 0.0
         look_back = [s.limits.look_back_period_s for s in model.stages if s.limits]
         self._horizon_s = PERIODS * max([*look_back, 1.0])
@@ -371,7 +371,7 @@ class Pipeline:
         self._wanted = list(decision.replicas)
         if tuple(self._wanted) != before:
             after = tuple(self._wanted)
-            self.decided.append(Decided(now, before, after, decision.why))
+            self.decided.append(SimulatedDecision(now, before, after, decision.why))
         for k, count in enumerate(self._wanted):
             here = len(self._live(k))
             for _ in range(count - here):
@@ -406,7 +406,7 @@ class Pipeline:
         if not self.moments or replace(self.moments[-1], at=now) != moment:
             self.moments.append(moment)
 
-    def outcome(self, now: float) -> Outcome:
+    def outcome(self, now: float) -> SimulationResult:
         """Return what came of it."""
         replica_s = list(self._replica_s)
         for k, replicas in enumerate(self._replicas):
@@ -419,7 +419,7 @@ class Pipeline:
                 took = -1.0
             late += took < 0 and not request.is_refused
             found.append((request.at, took))
-        return Outcome(
+        return SimulationResult(
             model=self._model.name,
             objective_s=self._model.objective_s,
             requests=found,
@@ -437,7 +437,7 @@ def simulate(
     arrivals: Sequence[Sequence[Arrival]],
     chance: Chance,
     room: Room | None = None,
-) -> list[Outcome]:
+) -> list[SimulationResult]:
     """Replay a trace for each model; return what came of it.
 
     Args:

@@ -8,10 +8,10 @@ from dataclasses import replace
 from multiworld.errors import PlacementError, SpecError
 from multiworld.serve.resources.amounts import Need
 from multiworld.serve.resources.assignment import assign
-from multiworld.serve.resources.bookings import Ledger
+from multiworld.serve.resources.bookings import Bookings
 from multiworld.serve.scaling.gears import StageCost
 from multiworld.serve.scaling.limits import interval_s, limits_of
-from multiworld.serve.scaling.snapshot import Limits, Policy
+from multiworld.serve.scaling.snapshot import Policy, StageLimits
 from multiworld.serve.simulation.engine import PipelineModel, Room, StageModel
 from multiworld.serve.spec.schema import ModelSpec
 
@@ -105,7 +105,9 @@ def costs_of(model: PipelineModel) -> list[StageCost]:
             item_s=stage.item_s or 0.0,
             batch_s=stage.seconds(1.0),
             limits=stage.limits
-            or Limits(min_replicas=stage.replicas, max_replicas=max(1, stage.replicas)),
+            or StageLimits(
+                min_replicas=stage.replicas, max_replicas=max(1, stage.replicas)
+            ),
         )
         for stage in model.stages
     ]
@@ -119,7 +121,7 @@ class Machines(Room):
         needs: Of a replica, by model and stage.
     """
 
-    def __init__(self, ledger: Ledger, needs: Mapping[str, tuple[Need, ...]]) -> None:
+    def __init__(self, ledger: Bookings, needs: Mapping[str, tuple[Need, ...]]) -> None:
         self._ledger, self._needs = ledger, needs
 
     def take(self, name: str, model: str, stage: int) -> bool:

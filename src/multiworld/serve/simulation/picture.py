@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from multiworld.serve.load.summary import quantile
-from multiworld.serve.simulation.engine import Outcome
+from multiworld.serve.simulation.engine import SimulationResult
 
 COLORS = ("#4363d8", "#f58231", "#3cb44b", "#911eb4", "#469990", "#808000")
 POINTS = 300
 
 
-def draw(path: Path, title: str, outcomes: dict[str, list[Outcome]]) -> None:
+def draw(path: Path, title: str, outcomes: dict[str, list[SimulationResult]]) -> None:
     """Draw every policy's run over time.
 
     Args:
@@ -51,11 +51,11 @@ def draw(path: Path, title: str, outcomes: dict[str, list[Outcome]]) -> None:
     plt.close(figure)
 
 
-def _width(outcomes: list[Outcome]) -> float:
+def _width(outcomes: list[SimulationResult]) -> float:
     return max(1.0, max(o.seconds for o in outcomes) / POINTS)
 
 
-def _load(axes: Any, outcomes: list[Outcome]) -> None:
+def _load(axes: Any, outcomes: list[SimulationResult]) -> None:
     width = _width(outcomes)
     for number, outcome in enumerate(outcomes):
         counts = Counter(int(at / width) for at, _ in outcome.requests)
@@ -72,7 +72,7 @@ def _load(axes: Any, outcomes: list[Outcome]) -> None:
     axes.legend(loc="upper left", fontsize=8)
 
 
-def _replicas(axes: Any, policy: str, outcomes: list[Outcome]) -> None:
+def _replicas(axes: Any, policy: str, outcomes: list[SimulationResult]) -> None:
     for number, outcome in enumerate(outcomes):
         at = [m.at for m in outcome.moments] + [outcome.seconds]
         ready = [sum(m.ready) for m in outcome.moments]
@@ -87,7 +87,9 @@ def _replicas(axes: Any, policy: str, outcomes: list[Outcome]) -> None:
     axes.set_ylim(bottom=0)
 
 
-def _latencies(axes: Any, policy: str, outcomes: list[Outcome], color: str) -> None:
+def _latencies(
+    axes: Any, policy: str, outcomes: list[SimulationResult], color: str
+) -> None:
     width = _width(outcomes)
     slots: dict[int, list[float]] = {}
     for outcome in outcomes:

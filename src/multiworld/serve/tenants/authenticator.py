@@ -19,11 +19,11 @@ from multiworld.errors import (
     UnauthorizedError,
 )
 from multiworld.serve.spec.stage import Tensors
-from multiworld.serve.tenants.directory import NOBODY, Book, Tenant
+from multiworld.serve.tenants.directory import NOBODY, Tenant, TenantDirectory
 from multiworld.serve.tenants.keys import parse_key
 from multiworld.serve.tenants.quarantine import Quarantine
-from multiworld.serve.tenants.rate_limits import Limiter
-from multiworld.serve.tenants.usage_meter import Meter
+from multiworld.serve.tenants.rate_limits import RateLimiter
+from multiworld.serve.tenants.usage_meter import UsageMeter
 
 Post = tuple[str, str]
 """Model and version."""
@@ -50,7 +50,7 @@ class Visit:
     is_refused: bool = False
 
 
-class Door:
+class Authenticator:
     """The entrance of one gateway.
 
     Args:
@@ -63,10 +63,10 @@ class Door:
 
     def __init__(self, *, needs_key: bool) -> None:
         self.needs_key = needs_key
-        self.book = Book()
-        self.limiter = Limiter()
+        self.book = TenantDirectory()
+        self.limiter = RateLimiter()
         self.quarantine = Quarantine()
-        self.meter = Meter()
+        self.meter = UsageMeter()
         self.refused: Counter[tuple[str, str]] = Counter()
         self.gateways = 1
         self._forget_at = 0.0

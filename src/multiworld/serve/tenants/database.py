@@ -47,7 +47,7 @@ ADD = (
 )
 
 
-class Registry:
+class TenantDatabase:
     """The database of one service.
 
     Raises:

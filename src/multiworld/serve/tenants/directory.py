@@ -101,7 +101,7 @@ NONE = "0" * 64
 
 
 @dataclass(slots=True)
-class Book:
+class TenantDirectory:
     """All tenants, found by their keys."""
 
     tenants: dict[str, Tenant] = field(default_factory=dict)

@@ -14,7 +14,7 @@ BURST_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class RateLimited:
     """Why a request is not taken, and when it may be.
 
     Attributes:
@@ -27,7 +27,7 @@ class Refusal:
 
 
 @dataclass(slots=True)
-class Used:
+class RecentUse:
     """What a tenant has used lately, at one gateway."""
 
     minute: deque[list[int]] = field(default_factory=deque)
@@ -37,24 +37,24 @@ class Used:
     at: float = 0.0
 
 
-class Limiter:
+class RateLimiter:
     """The limits of all tenants at one gateway."""
 
     def __init__(self) -> None:
-        self._used: dict[str, Used] = {}
+        self._used: dict[str, RecentUse] = {}
 
     def in_flight(self, tenant: str) -> int:
         """Return how many requests of a tenant are under way."""
         used = self._used.get(tenant)
         return 0 if used is None else used.in_flight
 
-    def enter(self, tenant: Tenant, gateways: int, now: float) -> Refusal | None:
+    def enter(self, tenant: Tenant, gateways: int, now: float) -> RateLimited | None:
         """Let a request in, or say why not.
 
         Args:
             gateways: Between which the limits are divided, rounded up.
         """
-        used = self._used.setdefault(tenant.name, Used(at=now))
+        used = self._used.setdefault(tenant.name, RecentUse(at=now))
         refusal = (
             _parallel(tenant, used, gateways)
             or _per_minute(tenant, used, gateways, now)
@@ -97,11 +97,11 @@ def _share(limit: float, gateways: int) -> float:
     return max(1, math.ceil(limit / max(1, gateways)))
 
 
-def _parallel(tenant: Tenant, used: Used, gateways: int) -> Refusal | None:
+def _parallel(tenant: Tenant, used: RecentUse, gateways: int) -> RateLimited | None:
     limit = tenant.max_parallel_requests
     if limit is None or used.in_flight < _share(limit, gateways):
         return None
-    return Refusal(
+    return RateLimited(
         "max_parallel_requests",
         f"{used.in_flight} requests of yours are under way, and your "
         f"max_parallel_requests is {limit}; wait for one to end",
@@ -110,8 +110,8 @@ def _parallel(tenant: Tenant, used: Used, gateways: int) -> Refusal | None:
 
 
 def _per_minute(
-    tenant: Tenant, used: Used, gateways: int, now: float
-) -> Refusal | None:
+    tenant: Tenant, used: RecentUse, gateways: int, now: float
+) -> RateLimited | None:
     """Count whole seconds: in no 60 s are there more than the limit."""
     limit = tenant.rpm_limit
     if limit is None:
@@ -121,7 +121,7 @@ def _per_minute(
     if sum(count for _, count in used.minute) < _share(limit, gateways):
         return None
     after_s = used.minute[0][0] + 1 + MINUTE_S - now
-    return Refusal(
+    return RateLimited(
         "rpm_limit",
         f"your rpm_limit of {limit} requests a minute is used up; try again in "
         f"{after_s:.0f} s",
@@ -129,7 +129,9 @@ def _per_minute(
     )
 
 
-def _bytes(tenant: Tenant, used: Used, gateways: int, now: float) -> Refusal | None:
+def _bytes(
+    tenant: Tenant, used: RecentUse, gateways: int, now: float
+) -> RateLimited | None:
     """Let in while anything is left; what a request takes is owed afterwards."""
     if tenant.bytes_per_s is None:
         used.bytes_left = None
@@ -142,7 +144,7 @@ def _bytes(tenant: Tenant, used: Used, gateways: int, now: float) -> Refusal | N
     if used.bytes_left > 0:
         return None
     after_s = -used.bytes_left / rate + 0.001
-    return Refusal(
+    return RateLimited(
         "bytes_per_s",
         f"your limit of {tenant.bytes_per_s:g} bytes a second is used up; try again in "
         f"{after_s:.1f} s",

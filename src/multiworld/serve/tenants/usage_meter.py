@@ -22,7 +22,7 @@ AGAIN_S = 5.0
 
 
 @dataclass(slots=True)
-class Sums:
+class UsageTotals:
     """What was used in a minute.
 
     Attributes:
@@ -39,7 +39,7 @@ class Sums:
     seconds: float = 0.0
 
 
-FIELDS = tuple(field.name for field in fields(Sums))
+FIELDS = tuple(field.name for field in fields(UsageTotals))
 """Of a row, in order."""
 
 Row = list[Any]
@@ -52,18 +52,18 @@ class _Told:
     at: float
 
 
-class Meter:
+class UsageMeter:
     """The usage at one gateway that is not written down yet."""
 
     def __init__(self) -> None:
-        self._open: dict[tuple[int, str, str], Sums] = {}
+        self._open: dict[tuple[int, str, str], UsageTotals] = {}
         self._told: OrderedDict[int, _Told] = OrderedDict()
         self._number = 0
 
-    def at(self, tenant: str, model: str, wall_s: float) -> Sums:
+    def at(self, tenant: str, model: str, wall_s: float) -> UsageTotals:
         """Return the sums of this minute, to add to."""
         minute = int(wall_s) // MINUTE_S * MINUTE_S
-        return self._open.setdefault((minute, tenant, model), Sums())
+        return self._open.setdefault((minute, tenant, model), UsageTotals())
 
     def tell(self, now: float) -> list[tuple[int, list[Row]]]:
         """Return what is to be told now, each under its number."""

@@ -24,7 +24,7 @@ def control_world(app: str, name: str) -> str:
     return f"control:{app}:{name}"
 
 
-class Agent:
+class ControlAgent:
     """The control world of one process; it outlives the loss of the controller.
 
     What is told while there is no controller is told to the next one.

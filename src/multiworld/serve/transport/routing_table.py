@@ -66,7 +66,7 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class RoutingTable:
     """Everything that the processes of a service must know of each other.
 
     Attributes:
@@ -111,10 +111,10 @@ class Edge:
     is_upstream: bool
 
 
-_TABLE = TypeAdapter(Table)
+_TABLE = TypeAdapter(RoutingTable)
 
 
-def table_from_json(data: Any) -> Table:
+def table_from_json(data: Any) -> RoutingTable:
     """Read a table.
 
     Raises:
@@ -123,7 +123,7 @@ def table_from_json(data: Any) -> Table:
     return _TABLE.validate_python(data)
 
 
-def edges_of(table: Table, process: str) -> dict[str, Edge]:
+def edges_of(table: RoutingTable, process: str) -> dict[str, Edge]:
     """Return the edges that ``process`` should have, by peer."""
     if process in table.gateways:
         return {name: _edge(process, name, 0) for name in table.replicas}

@@ -50,7 +50,7 @@ class Work:
     share: Share = NOBODYS
 
 
-class Batcher:
+class BatchQueue:
     """The queue of one replica.
 
     Args:

@@ -13,7 +13,7 @@ T = TypeVar("T")
 _Job = tuple[asyncio.Future[Any], Callable[..., Any], tuple[Any, ...]]
 
 
-class ModelThread:
+class ComputeThread:
     """Runs functions one after the other, for an event loop.
 
     Half the cost of a ``ThreadPoolExecutor`` for each call. It is a daemon: a process

@@ -12,14 +12,14 @@ from multiworld.errors import InvalidRequestError, ModelFailedError, ServeError
 from multiworld.serve.spec.stage import Stage, StageContext, StageFunction, Tensors
 from multiworld.serve.transport.collation import collate, length_of, split
 from multiworld.serve.worker.batch_queue import Work
-from multiworld.serve.worker.compute_thread import ModelThread
+from multiworld.serve.worker.compute_thread import ComputeThread
 
 logger = logging.getLogger("multiworld.serve")
 
 Outcome = Tensors | ServeError
 
 
-class Runner:
+class Executor:
     """One stage, loaded.
 
     Args:
@@ -30,7 +30,7 @@ class Runner:
 
     def __init__(self, stage: Stage, name: str, threads: int) -> None:
         self._stage, self._name, self._threads = stage, name, threads
-        self._thread: ModelThread | None = None
+        self._thread: ComputeThread | None = None
         self._function: StageFunction | None = None
         self._share: Callable[[Tensors], None] | None = None
 
@@ -66,7 +66,7 @@ class Runner:
 
         Cancellation: loading goes on in its thread.
         """
-        self._thread = ModelThread()
+        self._thread = ComputeThread()
         await self._thread.call(self._load, context)
 
     def _load(self, context: StageContext) -> None:

@@ -25,7 +25,7 @@ REMEMBERED = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Finished:
+class FinishedWork:
     """What one stage made of one request.
 
     Attributes:
@@ -44,7 +44,7 @@ class Finished:
     rows: int = 1
 
 
-class Forwarding:
+class Forwarder:
     """What a replica has for the next stage.
 
     Args:
@@ -55,7 +55,7 @@ class Forwarding:
 
     def __init__(self, stage: int, credit: int, chance: Chance) -> None:
         self._stage, self._credit, self._chance = stage, credit, chance
-        self._waiting: OrderedDict[Key, Finished] = OrderedDict()
+        self._waiting: OrderedDict[Key, FinishedWork] = OrderedDict()
         self._fair: FairQueue[Key] = FairQueue()
         self._numbers = itertools.count()
         self._handed: dict[str, dict[Key, None]] = {}
@@ -146,13 +146,15 @@ class Forwarding:
         for key in [key for key in self._waiting if key[0] == router]:
             self.cancel(key)
 
-    def hand(self, finished: list[Finished], now: float) -> dict[str, list[Finished]]:
+    def hand(
+        self, finished: list[FinishedWork], now: float
+    ) -> dict[str, list[FinishedWork]]:
         """Return what to send to whom now; the rest waits."""
         for piece in finished:
             self._waiting[piece.key] = piece
             number = next(self._numbers)
             self._fair.put(piece.key, piece.share, piece.rows, number)
-        sent: dict[str, list[Finished]] = {}
+        sent: dict[str, list[FinishedWork]] = {}
         for key in list(self._fair.order()):
             piece = self._waiting[key]
             if piece.deadline_at <= now:
@@ -166,7 +168,7 @@ class Forwarding:
                 sent.setdefault(name, []).append(piece)
         return sent
 
-    def _target(self, piece: Finished, now: float) -> str | None:
+    def _target(self, piece: FinishedWork, now: float) -> str | None:
         if piece.via is not None and (probed := piece.via.get(str(self._stage))):
             return probed if probed in self._handed else None
         load = {name: len(keys) for name, keys in self._handed.items()}

@@ -23,10 +23,10 @@ from multiworld.serve.resources.amounts import Need, mib, needs_of
 from multiworld.serve.resources.usage import outgrows, usage_of
 from multiworld.serve.spec.schema import AppSpec, GatewaySpec, ModelSpec
 from multiworld.serve.spec.stage import StageContext
-from multiworld.serve.transport.control_agent import Agent
+from multiworld.serve.transport.control_agent import ControlAgent
 from multiworld.serve.transport.edges import EdgeKeeper
 from multiworld.serve.transport.routing_table import edges_of, table_from_json
-from multiworld.serve.worker.executor import Runner
+from multiworld.serve.worker.executor import Executor
 from multiworld.serve.worker.rank_group import (
     LEADER,
     RankGroup,
@@ -34,7 +34,7 @@ from multiworld.serve.worker.rank_group import (
     fork_ranks,
     join_group,
 )
-from multiworld.serve.worker.replica import StageLimits, Worker
+from multiworld.serve.worker.worker import Worker, WorkerLimits
 from multiworld.world.manager import WorldManager
 from multiworld.world.world import World
 
@@ -57,7 +57,7 @@ OOM_SCORE = 500
 """The kernel, out of memory, takes a replica rather than a gateway or the store."""
 
 
-class Args(BaseModel):
+class ProcessArgs(BaseModel):
     """What a process is started with."""
 
     model_config = ConfigDict(frozen=True)
@@ -89,7 +89,7 @@ class Args(BaseModel):
         return WorldConfig(silence_s=self.silence_s, join_s=JOIN_S, embed_store=False)
 
 
-def args_of(app: AppSpec, store: str, port: int, name: str) -> Args:
+def args_of(app: AppSpec, store: str, port: int, name: str) -> ProcessArgs:
     """Return what every process of a service is started with.
 
     Args:
@@ -97,7 +97,7 @@ def args_of(app: AppSpec, store: str, port: int, name: str) -> Args:
         name: Of the process; a gateway's says that it is one.
     """
     is_gateway = name.startswith("gateway/")
-    return Args(
+    return ProcessArgs(
         app=app.app,
         name=name,
         role="gateway" if is_gateway else "worker",
@@ -116,7 +116,7 @@ def main(args: dict[str, Any]) -> int:
         stream=sys.stderr,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
-    parsed = Args.model_validate(args)
+    parsed = ProcessArgs.model_validate(args)
     if parsed.alive and Path(parsed.alive).exists():
         # Held until this process ends: the store ends when nobody holds it any more.
         fcntl.flock(os.open(parsed.alive, os.O_RDONLY), fcntl.LOCK_SH)
@@ -149,12 +149,12 @@ def _following(spec: ModelSpec, stage: int) -> int:
 class WorkerProcess:
     """A worker and its connection to the controller."""
 
-    def __init__(self, args: Args, manager: WorldManager) -> None:
+    def __init__(self, args: ProcessArgs, manager: WorldManager) -> None:
         assert args.spec is not None
         self._args = args
         model = build_model(args.spec)
         limits = args.spec.stages[args.stage]
-        runner = Runner(
+        runner = Executor(
             model.stages[args.stage],
             stage_name(args.spec, model, args.stage),
             limits.threads,
@@ -165,7 +165,7 @@ class WorkerProcess:
             args.stage,
             args.stage == len(args.spec.stages) - 1,
             runner,
-            StageLimits(
+            WorkerLimits(
                 max_batch_size=limits.max_batch_size,
                 max_wait_s=limits.max_wait_ms / 1000,
                 max_ongoing_requests=_following(args.spec, args.stage),
@@ -173,7 +173,7 @@ class WorkerProcess:
             ),
         )
         config = args.config()
-        self._agent = Agent(
+        self._agent = ControlAgent(
             manager, args.app, args.name, args.store, config, self._obey
         )
         self._manager = manager
@@ -295,7 +295,7 @@ class WorkerProcess:
             pass  # who does not read what is sent has lost this process anyway
 
 
-def memory_limit(args: Args) -> int:
+def memory_limit(args: ProcessArgs) -> int:
     """Return what this process may use, with those that it has forked; 0: no limit."""
     assert args.spec is not None
     need = needs_of(args.spec)[args.stage]
@@ -369,13 +369,13 @@ async def _end_with(world: World) -> None:
         os._exit(1)
 
 
-async def run_follower(args: Args, rank: int) -> int:
+async def run_follower(args: ProcessArgs, rank: int) -> int:
     """Run a rank that does not lead; return the exit code of its process."""
     assert args.spec is not None
     limits = args.spec.stages[args.stage]
     model = build_model(args.spec)
     name = stage_name(args.spec, model, args.stage)
-    runner = Runner(model.stages[args.stage], name, limits.threads)
+    runner = Executor(model.stages[args.stage], name, limits.threads)
     # A rank that was forked counts with its leader; an actor of its own by itself.
     limit = 0 if args.rank is None else memory_limit(args)
     guard = asyncio.get_running_loop().create_task(_end_if_outgrown(limit))
@@ -393,7 +393,7 @@ async def run_follower(args: Args, rank: int) -> int:
     return 0
 
 
-async def run_worker(args: Args) -> int:
+async def run_worker(args: ProcessArgs) -> int:
     """Run a worker; return the exit code of its process."""
     try:
         async with WorldManager(config=args.config()) as manager:

@@ -25,7 +25,7 @@ from torch import Tensor
 from multiworld.config import WorldConfig
 from multiworld.errors import MemberLeftError, ServeError
 from multiworld.serve.spec.stage import StageContext, Tensors
-from multiworld.serve.worker.executor import Runner
+from multiworld.serve.worker.executor import Executor
 from multiworld.world.manager import WorldManager
 from multiworld.world.world import World
 
@@ -111,7 +111,7 @@ async def join_group(
     )
 
 
-async def follow(world: World, runner: Runner, device: str) -> None:
+async def follow(world: World, runner: Executor, device: str) -> None:
     """Compute what the leader shares, until it leaves.
 
     Raises:

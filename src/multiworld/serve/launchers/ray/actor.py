@@ -12,7 +12,7 @@ LINGER_S = 5.0
 """For how long a process outlives what it ran, to tell of its end."""
 
 
-class Replica:
+class ReplicaActor:
     """One rank. Its ``run`` takes as long as the replica lives."""
 
     def hello(self) -> tuple[int, int]:

@@ -30,7 +30,7 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from multiworld.serve.launchers.ray.actor import Replica, probe_gpus
+from multiworld.serve.launchers.ray.actor import ReplicaActor, probe_gpus
 
 PLACE_S = 10.0
 """How long Ray may take to set a replica's resources aside on a machine."""
@@ -71,7 +71,7 @@ class Bridge:
         self._news: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._starters = ThreadPoolExecutor(STARTERS)
         self._remote: Any = ray.remote  # its overloads know no keyword alone
-        self._class = self._remote(Replica)
+        self._class = self._remote(ReplicaActor)
         self._ask: Any = ray.nodes
         self._gpus: dict[str, list[tuple[int, str, int]]] = {}
         self._asked: set[str] = set()

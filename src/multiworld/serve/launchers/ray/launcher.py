@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from multiworld.errors import LaunchError, ServeError
-from multiworld.serve.launchers.helper_process import Child
+from multiworld.serve.launchers.helper_process import HelperProcess
 from multiworld.serve.launchers.local import (
     ExitTeller,
     LocalLauncher,
-    Running,
+    RunningProcess,
     began_at,
 )
-from multiworld.serve.resources.amounts import Gpu, Need, Node, Spot
+from multiworld.serve.resources.amounts import Gpu, Location, Need, Node
 from multiworld.serve.spec.schema import RaySpec
 
 logger = logging.getLogger("multiworld.serve")
@@ -64,11 +64,11 @@ class RayLauncher:
         self._app, self._local, self._spec, self._env = app, local, spec, env
         self._log, self._on_exit, self._on_nodes = log, on_exit, on_nodes
         self._loop = asyncio.get_running_loop()
-        self._bridge = Child(BRIDGE, log, self._told, self._bridge_ended)
+        self._bridge = HelperProcess(BRIDGE, log, self._told, self._bridge_ended)
         self._nodes: dict[str, Node] = {}
         self._ranks: dict[str, int] = {}
         self._doomed: set[str] = set()
-        self._starting: dict[str, asyncio.Future[Running]] = {}
+        self._starting: dict[str, asyncio.Future[RunningProcess]] = {}
         self._heard_at = time.monotonic()
         self._trouble = ""
         self._minding: asyncio.Task[None] | None = None
@@ -156,7 +156,7 @@ class RayLauncher:
             case "launched":
                 if name not in self._starting:
                     self._end(name)  # it was given up meanwhile
-                running = Running(name, news["pid"], news["began"])
+                running = RunningProcess(name, news["pid"], news["began"])
                 self._settle(name, running)
             case "failed":
                 self._ranks.pop(name, None)
@@ -175,7 +175,7 @@ class RayLauncher:
             order = {"op": "kill", "name": name, "ranks": self._ranks[name]}
             self._bridge.tell(order)
 
-    def _settle(self, name: str, outcome: Running | LaunchError) -> None:
+    def _settle(self, name: str, outcome: RunningProcess | LaunchError) -> None:
         future = self._starting.pop(name, None)
         if future is None or future.done():
             return
@@ -206,8 +206,13 @@ class RayLauncher:
         return self._trouble
 
     async def launch(
-        self, name: str, args: dict[str, Any], log: Path, spot: Spot | None, need: Need
-    ) -> Running:
+        self,
+        name: str,
+        args: dict[str, Any],
+        log: Path,
+        spot: Location | None,
+        need: Need,
+    ) -> RunningProcess:
         """Start a replica as an actor, in a placement group of its own.
 
         Raises:
@@ -222,7 +227,7 @@ class RayLauncher:
         node = self._nodes.get(spot.node)
         if node is None:
             raise LaunchError(f"{name}: {spot.node} is gone")
-        future: asyncio.Future[Running] = self._loop.create_future()
+        future: asyncio.Future[RunningProcess] = self._loop.create_future()
         self._starting[name], self._ranks[name] = future, need.ranks
         # Ray chooses among a machine's GPUs, and shows the process that one only.
         run: dict[str, Any] = {"folder": os.getcwd(), "log": str(log)}
@@ -245,9 +250,9 @@ class RayLauncher:
         except TimeoutError:
             self._starting.pop(name, None)  # it is ended when it is there
             raise LaunchError(f"{name}: Ray took more than {LAUNCH_S:g} s") from None
-        return Running(name, running.pid, running.began, spot.node)
+        return RunningProcess(name, running.pid, running.began, spot.node)
 
-    def kill(self, running: Running, number: int = signal.SIGKILL) -> None:
+    def kill(self, running: RunningProcess, number: int = signal.SIGKILL) -> None:
         """End a replica; other signals reach it if it runs on this machine."""
         if running.name not in self._ranks:
             self._local.kill(running, number)
@@ -257,25 +262,25 @@ class RayLauncher:
         elif self._is_here(running):
             self._local.kill(running, number)
 
-    def _end_here(self, running: Running) -> None:
+    def _end_here(self, running: RunningProcess) -> None:
         """Do what a lost head, or a frozen machine, leaves undone."""
         if self._is_here(running):
             self._local.kill(running, signal.SIGKILL)
             if self._trouble:
                 self._loop.call_soon(self._exited, running.name, None)
 
-    def _is_here(self, running: Running) -> bool:
+    def _is_here(self, running: RunningProcess) -> bool:
         node = self._nodes.get(running.node)
         here = node is None or node.address in _own_addresses()
         return here and began_at(running.pid) == running.began
 
-    def outgrown(self, running: Running, limit: int) -> int | None:
+    def outgrown(self, running: RunningProcess, limit: int) -> int | None:
         """Return the memory that a process uses, if that can be seen from here."""
         if running.name in self._ranks and not self._is_here(running):
             return None
         return self._local.outgrown(running, limit)
 
-    def adopt(self, running: Running, ranks: int) -> bool:
+    def adopt(self, running: RunningProcess, ranks: int) -> bool:
         """Watch a replica of an earlier controller; False if it has ended."""
         if not running.node:
             return self._local.adopt(running, ranks)

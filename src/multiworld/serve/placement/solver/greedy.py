@@ -10,7 +10,7 @@ import math
 from collections import Counter, defaultdict
 
 from multiworld.serve.placement.solver.model import (
-    Place,
+    PlacedDevice,
     Slot,
     is_in_time,
     places_of,
@@ -25,7 +25,7 @@ ENOUGH = 1e-9
 class _Ledger:
     """What is left of every device; never negative."""
 
-    def __init__(self, problem: Problem, places: list[Place]) -> None:
+    def __init__(self, problem: Problem, places: list[PlacedDevice]) -> None:
         self.places = places
         self.memory = [place.device.memory_bytes for place in places]
         self.seconds = [problem.utilisation * p.device.capacity for p in places]

@@ -27,23 +27,23 @@ REPLICA_COST = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PlacedDevice:
     """A device, and the number of its node."""
 
     device: Device
     node: int
 
 
-def places_of(problem: Problem) -> list[Place]:
+def places_of(problem: Problem) -> list[PlacedDevice]:
     """Return all devices, in order."""
     return [
-        Place(device, number)
+        PlacedDevice(device, number)
         for number, node in enumerate(problem.nodes)
         for device in node.devices
     ]
 
 
-def is_possible(problem: Problem, stage: StageNeed, place: Place) -> bool:
+def is_possible(problem: Problem, stage: StageNeed, place: PlacedDevice) -> bool:
     """Tell whether a replica of ``stage`` can be on a device at all."""
     return (
         place.device.kind in stage.seconds
@@ -105,7 +105,9 @@ def spread_of(problem: Problem, stage: StageNeed) -> int:
     allowed = [
         node
         for number, node in enumerate(problem.nodes)
-        if any(is_possible(problem, stage, Place(d, number)) for d in node.devices)
+        if any(
+            is_possible(problem, stage, PlacedDevice(d, number)) for d in node.devices
+        )
     ]
     return min(2, stage.least, max(1, len(allowed)))
 

@@ -1,0 +1,83 @@
+"""What a simulated run is worth: goodput, attainment, cost. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from multiworld.serve.load.summary import quantile
+from multiworld.serve.simulation.engine import SimulationResult
+
+FLAP_S = 60.0
+"""A stage that is scaled one way and back within so long has flapped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """Of one model under one policy.
+
+    Attributes:
+        attained: Share of all requests that were answered within the objective; of all
+            that were answered, where there is none.
+        goodput: The same, a second.
+        replica_s: Seconds of replicas, of all stages.
+        mean_replicas: The same, over the time.
+        changes: Decisions that changed something.
+        flaps: Stages scaled one way and back within a minute.
+    """
+
+    policy: str
+    model: str
+    requests: int
+    attained: float
+    goodput: float
+    replica_s: float
+    mean_replicas: float
+    p50_s: float
+    p99_s: float
+    refused: int
+    late: int
+    changes: int
+    flaps: int
+
+
+def judge(policy: str, outcome: SimulationResult) -> Score:
+    """Return the numbers of a run."""
+    took = [seconds for _, seconds in outcome.requests if seconds >= 0]
+    limit = outcome.objective_s
+    good = len(took) if limit is None else sum(seconds <= limit for seconds in took)
+    replica_s = sum(outcome.replica_s)
+    seconds = max(outcome.seconds, 1e-9)
+    return Score(
+        policy=policy,
+        model=outcome.model,
+        requests=len(outcome.requests),
+        attained=good / max(1, len(outcome.requests)),
+        goodput=good / seconds,
+        replica_s=replica_s,
+        mean_replicas=replica_s / seconds,
+        p50_s=quantile(took, 0.5),
+        p99_s=quantile(took, 0.99),
+        refused=outcome.refused,
+        late=outcome.late,
+        changes=len(outcome.decided),
+        flaps=flaps([(d.at, d.before, d.after) for d in outcome.decided]),
+    )
+
+
+def flaps(
+    changes: Sequence[tuple[float, Sequence[int], Sequence[int]]],
+    within_s: float = FLAP_S,
+) -> int:
+    """Return how often a stage was scaled one way and back within so many seconds."""
+    count = 0
+    last: dict[int, tuple[float, int]] = {}
+    for at, before, after in changes:
+        for k, (old, new) in enumerate(zip(before, after, strict=True)):
+            if old == new:
+                continue
+            way = 1 if new > old else -1
+            then, other = last.get(k, (at, way))
+            count += other != way and at - then <= within_s
+            last[k] = at, way
+    return count

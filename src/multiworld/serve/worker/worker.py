@@ -1,0 +1,445 @@
+"""One replica of one stage: takes work from upstream, computes, hands it on. Shell.
+
+What comes together is decided by ``BatchQueue``, who gets it next by ``Forwarder``. The
+last stage answers to the router that a request came from. Every batch is announced to
+the routers when it begins: so they know what a lost replica was computing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import os
+import random
+import sys
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from multiworld.errors import InvalidRequestError, ServeError
+from multiworld.serve.transport.edges import Body, Outbox
+from multiworld.serve.transport.messages import (
+    ANSWER,
+    CANCEL,
+    NOTE,
+    WORK,
+    Parcel,
+    error_to_json,
+    pack,
+    pack_answers,
+    unpack,
+)
+from multiworld.serve.transport.routing_table import RoutingTable
+from multiworld.serve.worker.batch_queue import BatchQueue, Key, Work
+from multiworld.serve.worker.executor import Executor
+from multiworld.serve.worker.forwarder import FinishedWork, Forwarder
+
+logger = logging.getLogger("multiworld.serve")
+
+LOOK_S = 0.1
+"""Seconds between looks at deadlines and at who is silent."""
+
+CANCELS = 4096
+"""Cancelled requests that are remembered, lest their work arrives afterwards."""
+
+TELL_S = 0.1
+"""How long a batch waits for a router to be told of it; one that is stopped, or whose
+socket is full, does not read."""
+
+HUNG_S, FORSAKEN_S = 30.0, 10.0
+"""A batch that computes for so long, and so long after the last deadline of its
+requests, is taken for one that never ends."""
+
+EXIT_HUNG = 70
+"""Exit code of a replica that ends itself because its model hangs."""
+
+SILENT_S = 0.4
+"""Silence of a replica after which its work is hedged: four beats."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLimits:
+    """How much one replica takes at once.
+
+    Attributes:
+        max_batch_size: Most rows in a batch.
+        max_wait_s: How long the oldest work waits for company.
+        max_ongoing_requests: Most that this replica may have at one of the next stage
+            and that is not begun.
+        compute_s: How long one batch may be computed for; None for what nobody can be
+            waiting for any more.
+    """
+
+    max_batch_size: int = 16
+    max_wait_s: float = 0.0
+    max_ongoing_requests: int = 32
+    compute_s: float | None = None
+
+
+class Worker:
+    """A replica. An ``EdgeOwner``.
+
+    Args:
+        name: Its name in the table.
+        number: Of its stage, from 0.
+        is_last: Whether its outputs are the answers.
+        runner: Its stage.
+        limits: How much it takes at once.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        number: int,
+        is_last: bool,
+        runner: Executor,
+        limits: WorkerLimits,
+    ) -> None:
+        self.name, self._number, self._is_last = name, number, is_last
+        self._runner, self._limits = runner, limits
+        self._batcher = BatchQueue(limits.max_batch_size, limits.max_wait_s)
+        self._forwarding = Forwarder(
+            number + 1, limits.max_ongoing_requests, random.random
+        )
+        self._table = RoutingTable()
+        self._routers: dict[str, Outbox] = {}
+        self._upstream: dict[str, Outbox] = {}
+        self._downstream: dict[str, Outbox] = {}
+        self._source: dict[Key, Outbox] = {}
+        self._cancelled: OrderedDict[Key, None] = OrderedDict()
+        self._arrived = asyncio.Event()
+        self._room = asyncio.Event()
+        self._running: list[Work] = []
+        self._running_since = 0.0
+        self.counts: Counter[str] = Counter()
+        self.computed_s = 0.0
+
+    # What the process around it asks.
+
+    def table_changed(self, table: RoutingTable) -> None:
+        """Take note of a new table."""
+        self._table = table
+        me = table.replicas.get(self.name)
+        if me is not None:
+            following = table.stage(me.model, me.version, self._number + 1)
+            self._forwarding.table_changed(following)
+            self._note(self._forwarding.give_back(), "returned")
+            self._hand([])
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing that it still has to do."""
+        busy = len(self._batcher) + len(self._forwarding) + len(self._running)
+        return busy + self._forwarding.handed_count == 0
+
+    @property
+    def has_router(self) -> bool:
+        """Whether work may come."""
+        return bool(self._routers)
+
+    async def wait_sent(self) -> None:
+        """Wait until all that it has sent is on its way.
+
+        Cancellation: safe.
+        """
+        outboxes = {*self._routers.values(), *self._upstream.values()}
+        for outbox in {*outboxes, *self._downstream.values()}:
+            await outbox.wait_sent()
+
+    def report(self) -> dict[str, Any]:
+        """Return what it does at this moment, for ``status`` and ``explain``."""
+        now = time.monotonic()
+        return {
+            "queued": len(self._batcher),
+            "computing": len(self._running),
+            "probing": self._batcher.probes
+            + sum(work.via is not None for work in self._running),
+            "computing_s": now - self._running_since if self._running else 0.0,
+            "waiting_for_next": len(self._forwarding),
+            "handed": self._forwarding.handed_count,
+            "computed_s": self.computed_s,
+            "counts": dict(self.counts),
+            "upstream": sorted(self._upstream),
+            "routers": sorted(self._routers),
+            "downstream": sorted(self._downstream),
+        }
+
+    # Edges.
+
+    def edge_up(self, outbox: Outbox) -> list[Body]:
+        """Take note of a new incarnation of an edge."""
+        peer = outbox.edge.peer
+        if not outbox.edge.is_upstream:
+            self._downstream[peer] = outbox
+            self._forwarding.connected(peer)
+            self._hand([])
+            return [lambda: self._read_credit(outbox)]
+        if peer in self._table.gateways:
+            self._routers[peer] = outbox
+            readers: list[Body] = [lambda: self._read_cancels(outbox)]
+            if self._number == 0:
+                readers.append(lambda: self._read_work(outbox))
+            return readers
+        self._upstream[peer] = outbox
+        return [lambda: self._read_work(outbox), lambda: self._read_cancels(outbox)]
+
+    def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
+        """Take note of its end."""
+        peer = outbox.edge.peer
+        if self._downstream.get(peer) is outbox:
+            del self._downstream[peer]
+            self._note(self._forwarding.lost(peer), "dropped")
+        elif self._routers.get(peer) is outbox:
+            del self._routers[peer]
+            # Nobody waits for these any more: a router that comes back sends anew.
+            self._release(self._batcher.cancel_of(peer), "begun")
+            self._forwarding.cancel_of(peer)
+        else:
+            self._upstream.pop(peer, None)
+
+    async def _read_work(self, outbox: Outbox) -> None:
+        while True:
+            bundle = await outbox.world.recv_bundle(src=0, tag=WORK)
+            works = unpack(bundle, time.monotonic(), self._runner.stage)
+            self._take(works, outbox)
+
+    def _take(self, works: list[Work], source: Outbox) -> None:
+        refused: list[Work] = []
+        for work in works:
+            self._source[work.key] = source
+            if work.key in self._cancelled:  # the cancel was faster
+                self._release([work], "begun")
+            elif work.rows > self._limits.max_batch_size:
+                self._fail(work.key, self._too_many(work.rows))
+                self._release([work], "begun")
+            elif work.key[0] in self._routers:
+                self._batcher.add(work)
+            else:
+                refused.append(work)
+        # What cannot be answered from here goes back, for its router to send again.
+        self._release(refused, "refused")
+        self._arrived.set()
+
+    def _too_many(self, rows: int) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"a request with {rows} rows does not fit a batch of at most "
+            f"{self._limits.max_batch_size} (max_batch_size of stage {self._number}); "
+            "send fewer rows at a time"
+        )
+
+    async def _read_cancels(self, outbox: Outbox) -> None:
+        while True:
+            key = await outbox.world.recv_object(src=0, tag=CANCEL)
+            self._cancel((key[0], key[1], key[2]))
+
+    def _cancel(self, key: Key) -> None:
+        """Free the work of a request that nobody waits for, wherever it has got to."""
+        self._cancelled[key] = None
+        while len(self._cancelled) > CANCELS:
+            self._cancelled.popitem(last=False)
+        work = self._batcher.cancel(key)
+        if work is not None:
+            self.counts["cancelled"] += 1
+            self._release([work], "begun")
+        self._forwarding.cancel(key)
+        holder = self._downstream.get(self._forwarding.holder(key) or "")
+        if holder is not None:
+            holder.object_nowait(CANCEL, key)
+
+    async def _read_credit(self, outbox: Outbox) -> None:
+        while True:
+            note = await outbox.world.recv_object(src=1, tag=NOTE)
+            keys = [(router, number, attempt) for router, number, attempt in note[1]]
+            if note[0] == "refused":
+                self._forwarding.refused(outbox.edge.peer, keys, time.monotonic())
+                self._note(keys, "returned")
+            else:
+                self._forwarding.begun(outbox.edge.peer, keys)
+            self._hand([])
+
+    # Computing.
+
+    async def run(self) -> None:
+        """Compute until cancelled."""
+        while True:
+            batch = await self._next_batch()
+            await self._begin(batch)
+            try:
+                outcomes = await self._runner.run(batch)
+            finally:
+                self._running = []
+            self.computed_s += time.monotonic() - self._running_since
+            self._end(batch, outcomes)
+
+    async def _next_batch(self) -> list[Work]:
+        while True:
+            while len(self._forwarding) >= self._limits.max_ongoing_requests:
+                self._room.clear()
+                await self._room.wait()
+            now = time.monotonic()
+            self._release(self._batcher.expired(now), "begun")
+            if batch := self._batcher.take(now):
+                return batch
+            self._arrived.clear()
+            due_at = self._batcher.due_at()
+            wait_s = None if due_at is None else max(0.0, due_at - now)
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._arrived.wait()
+            except TimeoutError:
+                pass
+
+    async def _begin(self, batch: list[Work]) -> None:
+        """Announce a batch; the routers are told before anything is computed.
+
+        Should it kill this process, they know what it was.
+        """
+        self._running, self._running_since = batch, time.monotonic()
+        self.counts["batches"] += 1
+        self.counts["rows"] += sum(work.rows for work in batch)
+        self.counts["requests"] += len(batch)
+        is_solo = batch[0].is_solo
+        by_router = _by_router(work.key for work in batch)
+        for router, keys in by_router.items():
+            self._tell(router, {"begun": keys, "solo": is_solo})
+        boxes = [self._routers[r] for r in by_router if r in self._routers]
+        untold = [box.wait_sent() for box in boxes if not box.is_idle]
+        if untold:
+            try:
+                async with asyncio.timeout(TELL_S):
+                    await asyncio.gather(*untold)
+            except TimeoutError:
+                pass  # a router that does not read keeps nobody from computing
+        self._release(batch, "begun")
+
+    def _release(self, works: list[Work], what: str) -> None:
+        """Tell the senders that these were begun, or refused: they have credit again.
+
+        A router is told by its own notes.
+        """
+        by_source: dict[Outbox, list[Key]] = {}
+        for work in works:
+            source = self._source.pop(work.key, None)
+            if source is not None and source.edge.peer in self._upstream:
+                by_source.setdefault(source, []).append(work.key)
+        for source, keys in by_source.items():
+            source.object_nowait(NOTE, [what, keys])
+
+    def _end(self, batch: list[Work], outcomes: list[Any]) -> None:
+        now = time.monotonic()
+        finished: list[FinishedWork] = []
+        for work, outcome in zip(batch, outcomes, strict=True):
+            if isinstance(outcome, ServeError):
+                self._fail(work.key, outcome)
+            elif work.key[0] in self._routers and work.key not in self._cancelled:
+                finished.append(
+                    FinishedWork(
+                        work.key,
+                        work.deadline_at,
+                        work.is_solo,
+                        work.session,
+                        work.via,
+                        outcome,
+                        work.share,
+                        work.rows,
+                    )
+                )
+        if self._is_last:
+            self._answer(finished)
+        else:
+            self._hand(finished, now)
+
+    def _answer(self, finished: list[FinishedWork]) -> None:
+        by_router: dict[str, list[FinishedWork]] = {}
+        for piece in finished:
+            by_router.setdefault(piece.key[0], []).append(piece)
+        for router, pieces in by_router.items():
+            tensors, meta = pack_answers([(p.key, p.content, True) for p in pieces])
+            self._routers[router].bundle_nowait(ANSWER, tensors, meta)
+
+    def _hand(self, finished: list[FinishedWork], now: float | None = None) -> None:
+        if self._is_last:
+            return
+        now = time.monotonic() if now is None else now
+        for name, pieces in self._forwarding.hand(finished, now).items():
+            parcels = [
+                Parcel(
+                    piece.key,
+                    piece.content,
+                    piece.deadline_at - now,
+                    piece.is_solo,
+                    piece.session,
+                    piece.via,
+                    piece.share,
+                )
+                for piece in pieces
+            ]
+            self._downstream[name].bundle_nowait(WORK, *pack(parcels))
+        if len(self._forwarding) < self._limits.max_ongoing_requests:
+            self._room.set()
+
+    # Telling.
+
+    def _fail(self, key: Key, error: ServeError) -> None:
+        self.counts["failed"] += 1
+        self._tell(key[0], {"failed": [key[1], key[2]], "error": error_to_json(error)})
+
+    def _note(self, keys: Iterable[Key], what: str) -> None:
+        for router, attempts in _by_router(keys).items():
+            self.counts[what] += len(attempts)
+            self._tell(router, {what: attempts, "stage": self._number + 1})
+
+    def _tell(self, router: str, note: dict[str, Any]) -> None:
+        outbox = self._routers.get(router)
+        if outbox is not None:
+            outbox.object_nowait(NOTE, note)
+
+    async def look(self) -> None:
+        """Look at deadlines and at who is silent, until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            now = time.monotonic()
+            if self._is_hung(now):
+                self._end_process(now)
+            self._release(self._batcher.expired(now), "begun")
+            for name, outbox in list(self._downstream.items()):
+                is_silent = outbox.silent_s() > SILENT_S
+                stuck = self._forwarding.silent(name, is_silent=is_silent)
+                self._note(stuck, "stuck")
+            self._note(self._forwarding.give_back(), "returned")
+            self._hand([])
+
+    def _is_hung(self, now: float) -> bool:
+        """Whether what runs is taken to run for ever."""
+        if not self._running:
+            return False
+        running_s = now - self._running_since
+        if self._limits.compute_s is not None:
+            return running_s > self._limits.compute_s
+        last = max(work.deadline_at for work in self._running)
+        return running_s > HUNG_S and now - last > FORSAKEN_S
+
+    def _end_process(self, now: float) -> None:
+        """End at once: a thread that computes cannot be stopped in any other way.
+
+        The routers see a lost replica, and know what it was computing.
+        """
+        logger.error(
+            "the model of stage %d has computed %d request(s) for %.1f s; this replica "
+            "ends, here is where it was:",
+            self._number,
+            len(self._running),
+            now - self._running_since,
+        )
+        faulthandler.dump_traceback(sys.stderr)
+        os._exit(EXIT_HUNG)
+
+
+def _by_router(keys: Iterable[Key]) -> dict[str, list[tuple[int, int]]]:
+    found: dict[str, list[tuple[int, int]]] = {}
+    for router, number, attempt in keys:
+        found.setdefault(router, []).append((number, attempt))
+    return found

@@ -1,0 +1,277 @@
+"""Verdicts, with time under control."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from multiworld.liveness.failure_detector import (
+    Blinded,
+    DetectionLimits,
+    FailureDetector,
+    Finding,
+    Observation,
+    PeerClosed,
+    PeerHeard,
+    PeerJoined,
+    ProcessState,
+    Resumed,
+    Stalled,
+    Ticked,
+    Unwatched,
+    Verdict,
+    Watched,
+)
+from multiworld.testing import FakeClock
+
+TICK_S = 0.2
+
+
+class Bench:
+    """A liveness, a clock, and a few words."""
+
+    def __init__(self, silence_s: float = 2.0, worlds: int = 1) -> None:
+        self.clock = FakeClock()
+        self.live = FailureDetector(TICK_S)
+        self.handle(PeerJoined("p"))
+        for world in range(worlds):
+            self.handle(Watched("p", world, DetectionLimits(silence_s)))
+
+    def find(self, observation: Observation) -> list[Finding]:
+        return self.live.handle(observation, self.clock.now)
+
+    def handle(self, observation: Observation) -> list[Verdict]:
+        findings = self.find(observation)
+        return [finding for finding in findings if isinstance(finding, Verdict)]
+
+    def run(
+        self, seconds: float, state: ProcessState | None = ProcessState.RUNNING
+    ) -> list[Verdict]:
+        """Let time pass tick by tick, with beats unless ``state`` is None."""
+        verdicts: list[Verdict] = []
+        for _ in range(round(seconds / TICK_S)):
+            self.clock.advance(TICK_S)
+            if state is not None:
+                self.handle(PeerHeard(peer="p", state=state))
+            verdicts += self.handle(Ticked())
+        return verdicts
+
+
+def test_beating_peer_is_never_judged() -> None:
+    """However long it lives."""
+    assert Bench().run(60) == []
+
+
+def test_silent_peer_is_lost_after_the_limit_and_once() -> None:
+    """One verdict a world, with the time it was silent."""
+    bench = Bench()
+    bench.run(5)
+    assert bench.run(1.8, None) == []
+    verdicts = bench.run(3, None)
+    assert len(verdicts) == 1
+    assert 2.0 + 2 * TICK_S < verdicts[0].silent_s <= 2.0 + 3 * TICK_S
+    assert "silent" in verdicts[0].reason
+
+
+def test_stopped_peer_is_lost_though_its_helper_beats() -> None:
+    """And the verdict says so."""
+    bench = Bench()
+    bench.run(5)
+    verdicts = bench.run(4, ProcessState.STOPPED)
+    assert len(verdicts) == 1
+    assert "stopped" in verdicts[0].reason
+
+
+def test_stopped_peer_that_goes_on_in_time_lives() -> None:
+    """A short stop is no loss."""
+    bench = Bench()
+    bench.run(5)
+    assert bench.run(1.6, ProcessState.STOPPED) == []
+    assert bench.run(5) == []
+
+
+def test_closed_connection_is_a_verdict_at_once_for_every_world() -> None:
+    """The kernel knows."""
+    bench = Bench(worlds=3)
+    verdicts = bench.handle(PeerClosed("p", "ended", "eof"))
+    assert {v.world for v in verdicts} == {0, 1, 2}
+    assert bench.handle(PeerClosed("p", "ended", "eof")) == []
+
+
+def test_late_observer_judges_nobody_before_it_has_read() -> None:
+    """Its own delay is no silence of others."""
+    bench = Bench()
+    bench.run(5)
+    bench.clock.advance(30)
+    assert bench.handle(Ticked()) == []
+    assert bench.run(1.4, None) == []
+    assert len(bench.run(3, None)) == 1
+
+
+def test_observer_that_is_always_late_judges_all_the_same() -> None:
+    """A loop that computes half a second a step still learns of a loss."""
+    bench = Bench()
+    bench.run(5)
+    verdicts: list[Verdict] = []
+    for _ in range(10):
+        bench.clock.advance(0.65)
+        verdicts += bench.handle(Ticked())
+    assert len(verdicts) == 1
+
+
+def test_observer_that_is_always_late_accuses_nobody_who_beats() -> None:
+    """Beats are read between its ticks."""
+    bench = Bench()
+    for _ in range(100):
+        bench.clock.advance(0.65)
+        assert bench.handle(Ticked()) == []
+        bench.handle(PeerHeard(peer="p"))
+
+
+def test_worlds_have_their_own_limits() -> None:
+    """Each is judged by its own; leaving one leaves the others watched."""
+    bench = Bench(silence_s=1.0)
+    bench.handle(Watched("p", 7, DetectionLimits(5.0)))
+    bench.handle(Watched("p", 8, DetectionLimits(math.inf)))
+    assert [v.world for v in bench.run(2, None)] == [0]
+    assert [v.world for v in bench.run(4, None)] == [7]
+    assert bench.run(60, None) == []
+
+
+def test_unwatched_world_is_not_judged() -> None:
+    """What nobody shares, nobody judges."""
+    bench = Bench()
+    bench.handle(Unwatched("p", 0))
+    assert bench.run(60, None) == []
+
+
+def test_peer_that_was_not_watched_starts_afresh() -> None:
+    """A link may idle without beats between worlds."""
+    bench = Bench()
+    bench.handle(Unwatched("p", 0))
+    bench.run(60, None)
+    bench.handle(Watched("p", 1, DetectionLimits(2.0)))
+    assert bench.run(1.6, None) == []
+    assert len(bench.run(2, None)) == 1
+
+
+def test_beat_that_came_in_time_counts_though_it_is_read_late() -> None:
+    """The helper stamped it; a loop that was stuck reads it before it judges."""
+    bench = Bench()
+    bench.run(5)
+    arrived = bench.clock.now + 29.5
+    bench.clock.advance(30)
+    bench.handle(PeerHeard(peer="p", at=arrived))
+    assert bench.handle(Ticked()) == []
+    assert bench.run(1.4, None) == []
+
+
+def test_peer_that_does_not_hear_us_is_lost_though_it_beats() -> None:
+    """A cut in one direction is seen on both sides."""
+    bench = Bench()
+    bench.run(5)
+    verdicts: list[Verdict] = []
+    for step in range(30):
+        bench.clock.advance(TICK_S)
+        bench.handle(PeerHeard(peer="p", heard_us_s=step * TICK_S))
+        verdicts += bench.handle(Ticked())
+    assert len(verdicts) == 1
+    assert "one direction" in verdicts[0].evidence
+
+
+def test_what_a_delayed_beat_had_not_heard_does_not_grow() -> None:
+    """A network that stalls and comes back before the deadline is no fault."""
+    bench = Bench()
+    bench.run(5)
+    assert bench.run(1.8, None) == []
+    assert bench.handle(PeerHeard(peer="p", heard_us_s=1.8)) == []
+    assert bench.run(0.8, None) == []
+    assert bench.run(5) == []
+
+
+def test_observer_that_was_suspended_takes_no_word_from_before() -> None:
+    """Peers missed it meanwhile, and say so for a beat or two."""
+    bench = Bench()
+    bench.run(5)
+    bench.clock.advance(10)
+    bench.handle(PeerHeard(peer="p", heard_us_s=9.0))
+    assert bench.handle(Ticked()) == []
+    bench.clock.advance(TICK_S)
+    bench.handle(PeerHeard(peer="p", heard_us_s=9.2))
+    assert bench.handle(Ticked()) == []
+    assert bench.run(5) == []
+
+
+def test_blind_observer_judges_nobody() -> None:
+    """Its helper gave no report: who knows what has arrived."""
+    bench = Bench()
+    bench.run(5)
+    for _ in range(40):
+        bench.clock.advance(TICK_S)
+        assert bench.handle(Blinded()) == []
+    assert bench.run(1.4, None) == []
+    assert len(bench.run(3, None)) == 1
+
+
+def stall(bench: Bench, seconds: float, lag_s: float = 0.0) -> list[Finding]:
+    """Let the peer's loop be stuck, while its helper beats."""
+    findings: list[Finding] = []
+    for _ in range(round(seconds / TICK_S)):
+        bench.clock.advance(TICK_S)
+        lag_s += TICK_S
+        heard = PeerHeard(peer="p", lag_s=lag_s, is_computing=True)
+        findings += bench.find(heard) + bench.find(Ticked())
+    return findings
+
+
+def test_stuck_loop_is_told_once_and_is_no_loss() -> None:
+    """And once more when it turns again."""
+    bench = Bench()
+    bench.handle(Watched("p", 0, DetectionLimits(2.0, stall_s=2.0)))
+    bench.run(5)
+    findings = stall(bench, 30)
+    assert [type(finding) for finding in findings] == [Stalled]
+    assert isinstance(findings[0], Stalled)
+    assert findings[0].is_computing
+    assert 2.0 < findings[0].stalled_s < 2.0 + 4 * TICK_S
+    resumed = bench.find(PeerHeard(peer="p"))
+    assert [type(finding) for finding in resumed] == [Resumed]
+    assert bench.run(5) == []
+
+
+def test_stuck_loop_is_a_loss_where_a_world_says_so() -> None:
+    """Only to that world."""
+    bench = Bench(worlds=2)
+    limits = DetectionLimits(2.0, stall_s=1.0, stalled_limit_s=4.0)
+    bench.handle(Watched("p", 7, limits))
+    found = stall(bench, 10)
+    assert [(type(f), f.world) for f in found] == [(Stalled, 7), (Verdict, 7)]
+
+
+def test_stopped_process_is_not_called_stalled() -> None:
+    """Its loop gives no sign either, but that has its own name."""
+    bench = Bench()
+    bench.handle(Watched("p", 0, DetectionLimits(60, stall_s=1.0)))
+    for step in range(40):
+        bench.clock.advance(TICK_S)
+        state = ProcessState.STOPPED
+        bench.find(PeerHeard(peer="p", state=state, lag_s=step * TICK_S))
+        assert bench.find(Ticked()) == []
+
+
+@given(st.lists(st.tuples(st.floats(0, 5), st.booleans()), max_size=60))
+def test_any_history_then_nobody_is_accused_within_the_limit(
+    steps: list[tuple[float, bool]],
+) -> None:
+    """A verdict implies silence for longer than the limit, by the real clock."""
+    bench = Bench()
+    heard = bench.clock.now
+    for seconds, beats in steps:
+        bench.clock.advance(seconds)
+        if beats:
+            bench.handle(PeerHeard(peer="p"))
+            heard = bench.clock.now
+        if bench.handle(Ticked()):
+            assert bench.clock.now - heard > 2.0

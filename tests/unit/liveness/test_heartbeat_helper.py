@@ -1,0 +1,76 @@
+"""Heartbeat frames: encoding, damage, replays."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from multiworld.liveness import heartbeat_helper
+from multiworld.liveness.heartbeat_helper import (
+    Beat,
+    HeartbeatTarget,
+    decode_beat,
+    encode_beat,
+)
+
+KEY = bytes(range(32))
+
+
+beats = st.builds(
+    Beat,
+    st.sampled_from([heartbeat_helper.RUNNING, heartbeat_helper.STOPPED]),
+    st.sampled_from([heartbeat_helper.WAITING, heartbeat_helper.COMPUTING]),
+    st.integers(1, 2**60),
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 2**32 - 1),
+)
+
+
+@given(beats, st.integers(0, heartbeat_helper.FRAME_BYTES * 8 - 1))
+def test_beat_arrives_whole_or_not_at_all(beat: Beat, bit: int) -> None:
+    """A damaged or foreign one is none."""
+    frame = encode_beat(beat, KEY)
+    got = decode_beat(frame, KEY)
+    for name in Beat.__slots__:
+        assert getattr(got, name) == getattr(beat, name)
+    damaged = bytearray(frame)
+    damaged[bit // 8] ^= 1 << bit % 8
+    for wrong, key in ((bytes(damaged), KEY), (frame, bytes(32))):
+        with pytest.raises(ValueError, match="beat"):
+            decode_beat(wrong, key)
+
+
+def beat(sequence: int) -> Beat:
+    """Return a beat with nothing special."""
+    return Beat(heartbeat_helper.RUNNING, heartbeat_helper.WAITING, sequence, 0, 0)
+
+
+def test_torn_frames_and_garbage_cost_only_themselves() -> None:
+    """A helper that was replaced in the middle of a frame, say."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        target = HeartbeatTarget(ours, bytes(32), KEY)
+        theirs.sendall(encode_beat(beat(1), KEY)[:10] + encode_beat(beat(2), KEY))
+        assert target.read(1.0)
+        theirs.sendall(b"garbage" * 30 + encode_beat(beat(3), KEY))
+        theirs.sendall(encode_beat(beat(4), KEY))
+        assert target.read(2.0)
+        assert target.latest is not None
+        assert target.latest.sequence == 4
+        assert target.heard_at == 2.0
+
+
+def test_old_beat_does_not_count_again() -> None:
+    """A copy of one that was recorded proves no life."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        target = HeartbeatTarget(ours, bytes(32), KEY)
+        recorded = encode_beat(beat(7), KEY)
+        theirs.sendall(recorded)
+        target.read(1.0)
+        theirs.sendall(recorded)
+        target.read(9.0)
+        assert target.heard_at == 1.0

@@ -1,0 +1,495 @@
+"""Who is admitted: claims, epochs, holders, deadlines. No network, no clock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from multiworld.rendezvous.reform import ReformClaim
+from multiworld.rendezvous.registry import (
+    ASK_S,
+    Abandoned,
+    Announced,
+    Answered,
+    AskHolder,
+    Claimed,
+    Forget,
+    Left,
+    Notify,
+    Refused,
+    Registry,
+    Remember,
+    Reply,
+    SessionEnded,
+    Ticked,
+    Withdrawn,
+    next_epoch,
+)
+
+
+class Bench:
+    """A registry, and a few words. Session n is process n."""
+
+    def __init__(self) -> None:
+        self.registry = Registry()
+        self.now = 0.0
+        self.requests = 0
+        self.place = (0, 1)
+
+    def handle(self, happening: Any) -> list[Any]:
+        return list(self.registry.handle(happening, self.now))
+
+    def claim(
+        self, session: int, rank: int, size: int = 2, *, seen: int = 0, terms: str = "t"
+    ) -> list[Any]:
+        self.requests += 1
+        return self.handle(
+            Claimed(
+                session=session,
+                request=self.requests,
+                world="w",
+                rank=rank,
+                size=size,
+                terms=terms,
+                uid=f"u{session}",
+                seen=seen,
+                deadline=self.now + 30,
+                member={"rank": rank},
+                fresh_nonce=self.requests,
+                place=self.place,
+            )
+        )
+
+    def admitted(self, actions: list[Any]) -> tuple[int, set[int]]:
+        """Return epoch and sessions of a complete world."""
+        replies = replies_of(actions)
+        assert all(reply.body["ok"] for reply in replies), replies
+        return replies[0].body["epoch"], {reply.session for reply in replies}
+
+
+def replies_of(actions: list[Any]) -> list[Reply]:
+    """Return the answers among ``actions``."""
+    return [action for action in actions if isinstance(action, Reply)]
+
+
+def kinds(actions: list[Any]) -> list[type]:
+    """Return what sort of actions they are."""
+    return [type(action) for action in actions]
+
+
+def errors(actions: list[Any]) -> list[tuple[int, str]]:
+    """Return who was refused, and why."""
+    return [
+        (a.session, a.body["error"])
+        for a in actions
+        if isinstance(a, Reply) and not a.body["ok"]
+    ]
+
+
+def test_claims_when_complete_then_all_are_admitted_together() -> None:
+    """In any order; one epoch, one nonce."""
+    bench = Bench()
+    assert bench.claim(1, 1) == []
+    actions = bench.claim(2, 0)
+    assert bench.admitted(actions) == (1, {1, 2})
+    first, second = replies_of(actions)
+    assert first.body == second.body
+    assert [m["rank"] for m in first.body["members"]] == [0, 1]
+    assert Remember("w", 1) in actions
+
+
+def test_epoch_is_one_more_than_any_joiner_has_seen() -> None:
+    """A fresh registry does not go back in numbers."""
+    bench = Bench()
+    bench.claim(1, 0, seen=0)
+    assert bench.admitted(bench.claim(2, 1, seen=7))[0] == 8
+
+
+def test_claim_on_a_waiting_rank_is_refused() -> None:
+    """The first to wait keeps it."""
+    bench = Bench()
+    bench.claim(1, 0)
+    assert errors(bench.claim(2, 0)) == [(2, "taken")]
+    assert bench.admitted(bench.claim(3, 1)) == (1, {1, 3})
+
+
+def held() -> Bench:
+    """Return a bench where sessions 1 and 2 hold ranks 0 and 1."""
+    bench = Bench()
+    bench.claim(1, 0)
+    bench.claim(2, 1)
+    return bench
+
+
+def test_claim_on_a_held_rank_asks_the_holder_who_keeps_it() -> None:
+    """An answer refuses the claim."""
+    bench = held()
+    (ask,) = bench.claim(3, 1)
+    assert isinstance(ask, AskHolder)
+    assert (ask.session, ask.world, ask.epoch, ask.rank) == (2, "w", 1, 1)
+    assert errors(bench.handle(Answered(ask.ask, True))) == [(3, "taken")]
+
+
+def test_claim_on_a_held_rank_when_the_holder_is_silent_then_next_epoch() -> None:
+    """Silence lets the claim in."""
+    bench = held()
+    bench.claim(3, 1)
+    bench.now += ASK_S
+    assert kinds(bench.handle(Ticked())) == [Notify]
+    bench.handle(Left(1, "w", 1, 0))
+    assert (
+        bench.admitted([a for a in bench.claim(1, 0) if isinstance(a, Reply)])[0] == 2
+    )
+
+
+def test_claim_on_a_dead_holders_rank_needs_no_question() -> None:
+    """Its session is gone."""
+    bench = held()
+    bench.handle(SessionEnded(2))
+    (note,) = bench.claim(3, 1)  # who is left of the old one is told
+    assert (note.session, note.epoch, note.rank, note.is_gone) == (1, 1, 1, False)
+    actions = bench.claim(1, 0)
+    assert isinstance(actions[0], Forget)
+    assert bench.admitted(actions[1:]) == (2, {1, 3})
+
+
+def test_holder_that_dies_while_it_is_asked_lets_the_claim_in() -> None:
+    """No need to wait out the question."""
+    bench = held()
+    bench.claim(3, 1)
+    bench.handle(SessionEnded(2))
+    bench.handle(Left(1, "w", 1, 0))
+    replies = [a for a in bench.claim(1, 0) if isinstance(a, Reply)]
+    assert bench.admitted(replies) == (2, {1, 3})
+
+
+def test_rank_that_a_member_knows_to_be_lost_is_free_at_once() -> None:
+    """A dead host need not be asked; a word of one who holds nothing counts nothing."""
+    bench = held()
+    bench.handle(Left(9, "w", 1, 0, frozenset({1})))
+    (ask,) = bench.claim(3, 1)
+    assert isinstance(ask, AskHolder)
+    bench.handle(Left(1, "w", 1, 0, frozenset({1})))
+    assert not any(isinstance(action, AskHolder) for action in bench.claim(4, 1))
+
+
+def test_holder_that_claims_again_replaces_itself() -> None:
+    """A process may come back without saying that it left."""
+    bench = held()
+    assert bench.claim(2, 1) == []
+
+
+def test_different_terms_dissolve_the_gathering() -> None:
+    """Everybody learns who asked for what."""
+    bench = Bench()
+    bench.claim(1, 0, 2)
+    actions = bench.claim(2, 1, 3)
+    assert errors(actions) == [(1, "mismatch"), (2, "mismatch")]
+    assert "rank 1 asked for size 3" in actions[0].body["detail"]
+    assert bench.registry.next_deadline() is None
+
+
+def test_deadline_names_present_and_missing() -> None:
+    """Each claim has its own."""
+    bench = Bench()
+    bench.claim(1, 0, 3)
+    bench.claim(2, 2, 3)
+    assert bench.registry.next_deadline() == 30
+    bench.now = 30
+    actions = bench.handle(Ticked())
+    assert errors(actions) == [(1, "timeout"), (2, "timeout")]
+    assert actions[0].body["present"] == [0, 2]
+    assert actions[0].body["missing"] == [1]
+
+
+def test_withdrawn_claim_frees_its_rank() -> None:
+    """A cancelled join leaves nothing behind."""
+    bench = Bench()
+    bench.claim(1, 0)
+    bench.handle(Withdrawn(1, 1))
+    bench.claim(2, 0)
+    assert bench.admitted(bench.claim(3, 1)) == (1, {2, 3})
+
+
+def test_refused_stranger_is_told_to_those_who_wait() -> None:
+    """A member of another version can never come."""
+    bench = Bench()
+    bench.claim(1, 0)
+    assert errors(bench.handle(Refused("w", {"error": "version"}))) == [(1, "version")]
+    assert bench.handle(Refused("unknown", {"error": "version"})) == []
+
+
+def test_names_that_nobody_holds_are_forgotten_but_their_numbers() -> None:
+    """With the keys of their last incarnation."""
+    bench = held()
+    assert bench.handle(Left(1, "w", 1, 0)) == []
+    (forget,) = bench.handle(Left(2, "w", 1, 1))
+    assert isinstance(forget, Forget)
+    bench.claim(1, 0)
+    assert bench.admitted(bench.claim(2, 1))[0] == 2
+
+
+def test_two_claims_on_a_silent_rank_then_the_first_gets_it() -> None:
+    """And the second is told so."""
+    bench = held()
+    bench.claim(3, 1)
+    bench.claim(4, 1)
+    bench.now += ASK_S
+    assert errors(bench.handle(Ticked())) == [(4, "taken")]
+
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("claim"), st.integers(1, 4), st.integers(0, 2)),
+        st.tuples(st.just("end"), st.integers(1, 4), st.just(0)),
+        st.tuples(st.just("time"), st.integers(0, 40), st.just(0)),
+        st.tuples(st.just("answer"), st.integers(1, 6), st.integers(0, 1)),
+    ),
+    max_size=40,
+)
+
+
+@given(steps)
+def test_any_history_then_epochs_grow_and_every_claim_is_answered_once(
+    history: list[tuple[str, int, int]],
+) -> None:
+    """There are never two incarnations with one number."""
+    bench = Bench()
+    epochs: list[int] = []
+    answered: set[tuple[int, int]] = set()
+    for kind, one, two in history:
+        if kind == "claim":
+            actions = bench.claim(one, two, 3)
+        elif kind == "end":
+            actions = bench.handle(SessionEnded(one))
+        elif kind == "time":
+            bench.now += one
+            actions = bench.handle(Ticked())
+        else:
+            actions = bench.handle(Answered(one, bool(two)))
+        replies = [a for a in actions if isinstance(a, Reply)]
+        for reply in replies:
+            assert (reply.session, reply.request) not in answered
+            answered.add((reply.session, reply.request))
+        new = {r.body["epoch"] for r in replies if r.body["ok"]}
+        assert len(new) <= 1
+        epochs += new
+    assert epochs == sorted(set(epochs))
+
+
+# Growing.
+
+
+def test_stranger_is_told_to_the_members_until_it_is_gone() -> None:
+    """Those who hold a rank learn who wants in; the claimant waits."""
+    bench = held()
+    notes = bench.claim(3, 2, size=3)
+    assert {note.session for note in notes} == {1, 2}
+    assert {(note.rank, note.size, note.is_gone) for note in notes} == {(2, 3, False)}
+    gone = bench.handle(Withdrawn(3, bench.requests))
+    assert {(note.session, note.is_gone) for note in gone} == {(1, True), (2, True)}
+
+
+def test_members_that_grow_hold_what_they_have_until_it_is_complete() -> None:
+    """A claim that is withdrawn changes nothing; one that is complete replaces all."""
+    bench = held()
+    bench.claim(3, 2, size=3)
+    assert errors(bench.claim(1, 0, size=3)) == []
+    bench.handle(Withdrawn(1, bench.requests))
+    (ask,) = bench.claim(4, 0, size=3)  # still held
+    assert isinstance(ask, AskHolder)
+    bench.handle(Answered(ask.ask, True))
+    bench.claim(1, 0, size=3)
+    assert bench.admitted(bench.claim(2, 1, size=3)) == (2, {1, 2, 3})
+
+
+# Going on without the lost.
+
+
+def reform(
+    bench: Bench,
+    session: int,
+    rank: int,
+    lost: set[int],
+    *,
+    size: int = 3,
+    epoch: int = 1,
+) -> list[Any]:
+    """Let a survivor claim."""
+    bench.requests += 1
+    return bench.handle(
+        ReformClaim(
+            session=session,
+            request=bench.requests,
+            world="w",
+            epoch=epoch,
+            rank=rank,
+            size=size,
+            lost=frozenset(lost),
+            terms="t",
+            uid=f"u{session}",
+            deadline=bench.now + 30,
+            member={"rank": rank, "uid": f"u{session}"},
+            fresh_nonce=bench.requests,
+        )
+    )
+
+
+def three() -> Bench:
+    """Return a bench where sessions 1, 2, 3 held ranks 0, 1, 2, and broke."""
+    bench = Bench()
+    for rank in range(3):
+        bench.claim(rank + 1, rank, 3)
+    for rank in range(3):
+        bench.handle(Left(rank + 1, "w", 1, rank))
+    return bench
+
+
+def test_survivors_go_on_with_compacted_ranks() -> None:
+    """In the order of their old ones."""
+    bench = three()
+    assert reform(bench, 3, 2, {0}) == []
+    actions = reform(bench, 2, 1, {0})
+    assert bench.admitted(actions) == (2, {2, 3})
+    members = replies_of(actions)[0].body["members"]
+    assert [(m["rank"], m["uid"]) for m in members] == [(0, "u2"), (1, "u3")]
+
+
+def test_two_that_accuse_each_other_do_not_both_go_on() -> None:
+    """Who reaches the store first does; there is one incarnation of each number."""
+    bench = Bench()
+    bench.claim(1, 0)
+    bench.claim(2, 1)
+    assert bench.admitted(reform(bench, 1, 0, {1}, size=2)) == (2, {1})
+    assert errors(reform(bench, 2, 1, {0}, size=2)) == [(2, "stale")]
+
+
+def test_accused_survivor_is_refused_and_its_accusation_counts_for_nothing() -> None:
+    """A came first and accuses B; C has heard both; A and C go on."""
+    bench = three()
+    assert reform(bench, 1, 0, {1}) == []
+    assert errors(reform(bench, 2, 1, {0})) == [(2, "stale")]
+    assert bench.admitted(reform(bench, 3, 2, {0, 1})) == (2, {1, 3})
+
+
+def test_more_lost_in_a_later_claim_of_the_same_survivor_counts() -> None:
+    """A second member was lost while the first waited."""
+    bench = three()
+    assert reform(bench, 1, 0, {1}) == []
+    assert bench.admitted(reform(bench, 1, 0, {1, 2})) == (2, {1})
+
+
+def test_survivors_of_an_older_incarnation_are_refused() -> None:
+    """The name has gone on."""
+    bench = three()
+    reform(bench, 1, 0, {1, 2})
+    assert errors(reform(bench, 3, 2, {0, 1})) == [(3, "stale")]
+    assert bench.admitted(reform(bench, 1, 0, set(), size=1, epoch=2)) == (3, {1})
+
+
+def test_survivors_that_wait_too_long_are_told_who_is_missing() -> None:
+    """And the gathering is forgotten with its last."""
+    bench = three()
+    reform(bench, 1, 0, {1})
+    assert bench.registry.waiting_count() == 1
+    bench.now += 31
+    (reply,) = bench.handle(Ticked())
+    assert (reply.body["error"], reply.body["missing"]) == ("timeout", [2])
+    assert bench.registry.next_deadline() is None
+
+
+# Stores that are several, or were restarted.
+
+
+@given(st.integers(0, 1000), st.integers(1, 8))
+def test_no_two_places_give_out_the_same_epoch(highest: int, count: int) -> None:
+    """And each goes up by no more than there are places."""
+    epochs = {next_epoch(highest, (number, count)) for number in range(count)}
+    assert epochs == set(range(highest + 1, highest + 1 + count))
+
+
+def test_what_was_announced_is_held_and_its_number_not_given_again() -> None:
+    """A store that lost everything learns it from those who were here before."""
+    bench = Bench()
+    bench.handle(Announced(session=1, world="w", epoch=5, rank=0, uid="u1"))
+    (ask,) = bench.claim(3, 0)
+    assert isinstance(ask, AskHolder)
+    assert errors(bench.handle(Answered(ask.ask, True))) == [(3, "taken")]
+    bench.handle(Left(1, "w", 5, 0))
+    bench.claim(3, 0)
+    assert bench.admitted(bench.claim(4, 1))[0] == 6
+
+
+def test_remembered_epochs_go_on() -> None:
+    """From a file, say."""
+    bench = Bench()
+    bench.registry = Registry({"w": 9})
+    bench.claim(1, 0)
+    assert bench.admitted(bench.claim(2, 1))[0] == 10
+
+
+def test_fresh_store_gives_no_number_of_survivors_again() -> None:
+    """A survivor of an older incarnation counts for nothing among newer ones."""
+    bench = Bench()
+    assert reform(bench, 1, 0, set(), size=2, epoch=4) == []
+    assert errors(reform(bench, 9, 1, {0}, size=2, epoch=3)) == [(9, "stale")]
+    assert bench.admitted(reform(bench, 2, 1, set(), size=2, epoch=4)) == (5, {1, 2})
+
+
+def test_survivors_of_an_older_gathering_are_answered() -> None:
+    """By whatever makes theirs impossible."""
+    bench = Bench()
+    reform(bench, 1, 0, set(), epoch=3)
+    assert errors(reform(bench, 2, 0, set(), epoch=4)) == [(1, "stale")]
+    bench = three()
+    reform(bench, 1, 0, {1})
+    bench.claim(4, 0)
+    assert (1, "stale") in errors(bench.claim(5, 1))
+
+
+def test_accusations_go_with_their_accuser() -> None:
+    """The accused may come after all; and one that left can still be accused."""
+    bench = three()
+    reform(bench, 1, 0, {1})
+    bench.handle(Withdrawn(1, bench.requests))
+    assert reform(bench, 2, 1, {0}) == []
+    assert bench.admitted(reform(bench, 3, 2, {0})) == (2, {2, 3})
+    bench = three()
+    reform(bench, 1, 0, set())
+    reform(bench, 2, 1, {0})
+    assert replies_of(bench.handle(SessionEnded(1))) == []
+    assert bench.admitted(reform(bench, 3, 2, set())) == (2, {2, 3})
+
+
+def test_one_that_gives_up_in_the_instant_of_admission_is_told_to_the_others() -> None:
+    """Its withdrawal crosses the reply."""
+    bench = Bench()
+    bench.claim(1, 0)
+    first = bench.requests
+    bench.claim(2, 1)
+    (told,) = [
+        action
+        for action in bench.handle(Withdrawn(1, first))
+        if isinstance(action, Abandoned)
+    ]
+    assert (told.session, told.world, told.epoch, told.rank) == (2, "w", 1, 0)
+
+
+def test_members_must_list_the_stores_in_one_order() -> None:
+    """Or two stores would give out the same numbers."""
+    bench = Bench()
+    bench.place = (0, 2)
+    bench.claim(1, 0)
+    bench.place = (1, 2)
+    assert errors(bench.claim(2, 1)) == [(1, "mismatch"), (2, "mismatch")]
+
+
+def test_withdrawn_claims_leave_nothing_behind() -> None:
+    """However many names there were."""
+    bench = Bench()
+    for _ in range(100):
+        bench.claim(1, 0)
+        bench.handle(Withdrawn(1, bench.requests))
+    assert bench.registry._worlds == {}

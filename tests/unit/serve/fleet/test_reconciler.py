@@ -1,0 +1,441 @@
+"""What the controller does about the difference between wanted and observed."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multiworld.serve.fleet.actions import (
+    Action,
+    Announce,
+    Finish,
+    Kill,
+    Launch,
+    Probe,
+    Say,
+)
+from multiworld.serve.fleet.events import (
+    Adopted,
+    Applied,
+    DesiredStateChanged,
+    DrainAsked,
+    Event,
+    Joined,
+    Loaded,
+    PlacesChanged,
+    Probed,
+    ProcessGone,
+    Ticked,
+    Unplaced,
+)
+from multiworld.serve.fleet.reconciler import Reconciler
+from multiworld.serve.fleet.state import (
+    DesiredModel,
+    DesiredState,
+    Process,
+    ProcessPhase,
+)
+from multiworld.serve.transport.routing_table import ReplicaState
+
+
+def wanted(*replicas: int, version: str = "1", gateways: int = 1) -> DesiredState:
+    """Return a service with one model."""
+    return DesiredState({"m": DesiredModel(version, tuple(replicas))}, gateways)
+
+
+class Service:
+    """A fleet whose processes do at once what they are told, unless they are broken.
+
+    Attributes:
+        broken: Versions whose workers die while they load.
+    """
+
+    def __init__(self, *replicas: int) -> None:
+        self.fleet = Reconciler(ready_s=50.0, drain_s=20.0)
+        self.now = 0.0
+        self.broken: set[str] = set()
+        self.alive: set[str] = set()
+        self.said: list[Say] = []
+        self.order: list[str] = []
+        self.answers_probes = True
+        self.room = 1000
+        self.tell(DesiredStateChanged(wanted(*replicas)))
+
+    def tell(self, event: Event) -> None:
+        """Tell the fleet something, and carry out what follows."""
+        waiting: list[Event] = [event]
+        for _ in range(10_000):
+            if not waiting:
+                return
+            for action in self.fleet.handle(waiting.pop(0), self.now):
+                waiting += self.carry_out(action)
+        raise AssertionError("the fleet never comes to rest")
+
+    def carry_out(self, action: Action) -> list[Event]:
+        """Return what follows of an action."""
+        match action:
+            case Launch(name, _, version, _):
+                assert name not in self.alive
+                if "/" in name.partition("gateway")[0] and self.room < 1:
+                    return [Unplaced(name, "no machine has 2 cpus")]
+                self.room -= 1
+                self.alive.add(name)
+                if version in self.broken:
+                    return [Joined(name), ProcessGone(name, "it crashed")]
+                return [Joined(name), Loaded(name)]
+            case Kill(name):
+                self.alive.discard(name)
+            case Probe(name, gateway):
+                assert gateway in self.alive
+                return [Probed(name)] if self.answers_probes else []
+            case Finish(name):
+                self.order.append(name)
+                return [ProcessGone(name, "done", is_clean=True)]
+            case Announce(table):
+                return [Applied(name, table.number) for name in sorted(self.alive)]
+            case Say():
+                self.said.append(action)
+        return []
+
+    def tick(self, seconds: float) -> None:
+        """Let time pass."""
+        for _ in range(int(seconds / 0.5)):
+            self.now += 0.5
+            self.tell(Ticked())
+
+    def ready(self, version: str = "1") -> list[int]:
+        """Return how many replicas are ready, by stage."""
+        stages = [0, 0, 0]
+        for p in self.fleet.processes.values():
+            if p.model and p.version == version and p.phase is ProcessPhase.READY:
+                stages[p.stage] += 1
+        return stages
+
+    def kinds(self) -> list[str]:
+        """Return the kinds of what was said."""
+        return [say.kind for say in self.said]
+
+    def a_worker(self, stage: int) -> str:
+        """Return a replica of a stage."""
+        names = self.fleet.processes
+        return next(n for n in names if n.startswith(f"m/{stage}/"))
+
+
+def test_what_has_no_place_waits_and_is_told_once() -> None:
+    """It is no crash: it is tried again, at once when a machine is added."""
+    service = Service(1, 1, 1)
+    service.room = 1
+    service.tell(DesiredStateChanged(wanted(1, 3, 1)))
+    assert service.ready() == [1, 2, 1]
+    assert service.fleet.unplaced == {("m", "1", 1): "no machine has 2 cpus"}
+    service.tick(10.0)
+    assert service.kinds().count("unplaced") == 1
+    assert service.fleet.guard.failures(("m", "1", 1)) == 0
+    service.room = 1
+    service.tell(PlacesChanged())
+    assert service.ready() == [1, 3, 1]
+    assert service.fleet.unplaced == {}
+
+
+def test_drain_that_nothing_can_replace_is_withdrawn() -> None:
+    """The replica stays: fewer would serve, for good."""
+    service = Service(1, 1, 1)
+    service.room = 0
+    name = service.a_worker(1)
+    service.tell(DrainAsked(name))
+    service.tick(5.0)
+    assert name in service.fleet.processes
+    assert service.ready() == [1, 1, 1]
+    assert service.kinds().count("kept") == 1
+    number = service.fleet.table.number
+    service.tick(5.0)
+    assert service.fleet.table.number == number, "nothing is announced any more"
+
+
+def test_adopted_replica_that_never_comes_is_replaced() -> None:
+    """It was on a machine that nobody can ask, and may be gone with it."""
+    service = Service(1, 1, 1)
+    ghost = Process("m/1/99", "m", "1", 1, ProcessPhase.READY, since=service.now)
+    service.tell(Adopted(ghost))
+    service.tell(DesiredStateChanged(wanted(1, 2, 1)))
+    assert service.ready() == [1, 2, 1], "it counts, for the time being"
+    service.tick(49.0)
+    assert "m/1/99" in service.fleet.processes
+    service.tick(3.0)
+    assert "m/1/99" not in service.fleet.processes
+    assert service.ready() == [1, 2, 1]
+
+
+def test_what_has_no_place_gets_one_when_something_leaves() -> None:
+    """Within about a second."""
+    service = Service(1, 1, 1)
+    service.room = 0
+    service.tell(DesiredStateChanged(wanted(1, 2, 1)))
+    service.room = 1
+    service.tick(2.0)
+    assert service.ready() == [1, 2, 1]
+    assert "lost" not in service.kinds()
+
+
+def test_version_without_room_is_rolled_back_when_its_time_is_over() -> None:
+    """The old one serves on."""
+    service = Service(1, 1, 1)
+    service.room = 1
+    service.tell(DesiredStateChanged(wanted(1, 1, 1, version="2")))
+    service.tick(40.0)
+    assert service.fleet.active["m"] == "1"
+    service.tick(20.0)
+    assert "rolled back" in service.kinds()
+    assert service.ready() == [1, 1, 1]
+    assert service.fleet.unplaced == {}
+
+
+def test_everything_is_started_and_ready_after_a_probe() -> None:
+    """The table says so."""
+    service = Service(1, 2, 1)
+    assert service.ready() == [1, 2, 1]
+    table = service.fleet.table
+    assert len(table.gateways) == 1
+    assert {r.state for r in table.replicas.values()} == {ReplicaState.READY}
+    assert table.routes["m"].stages == {"1": 3}
+
+
+def test_nothing_is_ready_without_a_probe_that_came_back() -> None:
+    """And a failed one is repeated."""
+    service = Service(1, 1, 1)
+    service.answers_probes = False
+    name = service.a_worker(1)
+    service.tell(ProcessGone(name, "killed"))
+    assert service.ready() == [1, 0, 1]
+    fresh = service.a_worker(1)
+    assert fresh != name
+    assert not service.fleet.handle(Probed(fresh, "too late"), service.now)[1:]
+    actions = service.fleet.handle(Ticked(), service.now + 0.2)  # not at once
+    assert any(isinstance(a, Probe) and a.name == fresh for a in actions)
+
+
+def test_lost_replica_is_replaced_at_once_under_a_new_name() -> None:
+    """What is left of it is killed."""
+    service = Service(1, 2, 1)
+    name = service.a_worker(1)
+    service.tell(ProcessGone(name, "silent"))
+    assert service.ready() == [1, 2, 1]
+    assert name not in service.fleet.processes
+    assert name not in service.alive
+    service.tell(ProcessGone(name, "again"))  # word of it twice
+    assert service.ready() == [1, 2, 1]
+
+
+def test_scaling_down_drains_the_newest_and_leaves_the_others() -> None:
+    """It is finished when every sender knows."""
+    service = Service(1, 3, 1)
+    names = sorted(n for n in service.fleet.processes if n.startswith("m/1/"))
+    service.tell(DesiredStateChanged(wanted(1, 1, 1)))
+    left = [n for n in service.fleet.processes if n.startswith("m/1/")]
+    assert left == names[:1]
+    assert sorted(service.order) == names[1:]
+
+
+def test_draining_waits_until_every_sender_has_the_table() -> None:
+    """Who still sends to it would lose what it sends."""
+    service = Service(1, 2, 1)
+    sender = service.a_worker(0)
+    fleet = service.fleet
+    table = fleet.table.number
+    actions = fleet.handle(DesiredStateChanged(wanted(1, 1, 1)), 0.0)
+    assert not any(isinstance(a, Finish) for a in actions)
+    assert fleet.table.number == table + 1
+    gateway = fleet.table.gateways[0]
+    assert not fleet.handle(Applied(gateway, table + 1), 0.0)
+    actions = fleet.handle(Applied(sender, table + 1), 0.0)
+    assert [type(a) for a in actions] == [Finish]
+
+
+def test_drained_process_that_does_not_end_is_killed() -> None:
+    """After drain_s."""
+    service = Service(1, 2, 1)
+    name = service.a_worker(1)
+    service.fleet.processes[name].phase = ProcessPhase.FINISHING
+    service.fleet.processes[name].since = 0.0
+    service.tick(21)
+    assert name not in service.alive
+    assert service.ready() == [1, 2, 1]
+
+
+def test_asked_for_drain_replaces_the_process() -> None:
+    """As many are ready afterwards."""
+    service = Service(1, 1, 1)
+    name = service.a_worker(2)
+    service.tell(DrainAsked(name))
+    assert service.ready() == [1, 1, 1]
+    assert service.order == [name]
+
+
+def test_crash_loop_waits_longer_each_time() -> None:
+    """And is told."""
+    service = Service(1, 1, 1)
+    service.broken.add("1")
+    service.tell(ProcessGone(service.a_worker(0), "killed"))
+    launched = service.fleet.next_number
+    service.tick(60)
+    assert service.fleet.next_number - launched < 10
+    service.broken.clear()
+    service.tick(40)
+    assert service.ready() == [1, 1, 1]
+    assert any("waits" in say.text for say in service.said)
+
+
+def test_new_version_takes_over_when_all_of_it_is_ready() -> None:
+    """The old one is finished from the first stage on."""
+    service = Service(1, 2, 1)
+    service.answers_probes = False
+    service.tell(DesiredStateChanged(wanted(1, 2, 1, version="2")))
+    assert service.fleet.table.routes["m"].version == "1"
+    assert service.ready("1") == [1, 2, 1]
+    service.answers_probes = True
+    waiting = [p.name for p in service.fleet.processes.values() if p.probe.gateway]
+    for name in waiting:
+        service.tell(Probed(name))
+    assert service.fleet.table.routes["m"].version == "2"
+    assert service.ready("2") == [1, 2, 1]
+    assert service.ready("1") == [0, 0, 0]
+    stages = [int(name.split("/")[1]) for name in service.order]
+    assert stages == [0, 1, 1, 2]
+
+
+def test_version_that_crashes_is_rolled_back() -> None:
+    """The old one has answered all the while."""
+    service = Service(1, 1, 1)
+    service.broken.add("2")
+    service.tell(DesiredStateChanged(wanted(1, 1, 1, version="2")))
+    service.tick(10)
+    assert "rolled back" in service.kinds()
+    assert service.ready("1") == [1, 1, 1]
+    assert service.fleet.wanted.models["m"].version == "1"
+    assert {p.version for p in service.fleet.processes.values() if p.model} == {"1"}
+    assert service.alive == set(service.fleet.processes)
+
+
+def test_version_that_is_never_ready_is_rolled_back() -> None:
+    """After ready_s."""
+    service = Service(1, 1, 1)
+    service.answers_probes = False
+    service.tell(DesiredStateChanged(wanted(1, 1, 1, version="2")))
+    service.tick(60)
+    assert "rolled back" in service.kinds()
+    assert service.ready("1") == [1, 1, 1]
+
+
+def test_third_version_replaces_one_that_is_not_ready() -> None:
+    """Nothing of the second stays."""
+    service = Service(1, 1, 1)
+    service.answers_probes = False
+    service.tell(DesiredStateChanged(wanted(1, 1, 1, version="2")))
+    service.answers_probes = True
+    service.tell(DesiredStateChanged(wanted(1, 1, 1, version="3")))
+    assert service.fleet.table.routes["m"].version == "3"
+    versions = {p.version for p in service.fleet.processes.values() if p.model}
+    assert versions == {"3"}
+
+
+def test_gateway_is_replaced_and_probes_go_to_another() -> None:
+    """A probe that it was asked for is asked again."""
+    service = Service(1, 1, 1)
+    service.answers_probes = False
+    service.tell(ProcessGone(service.a_worker(0), "killed"))
+    (gateway,) = service.fleet.table.gateways
+    service.answers_probes = True
+    service.tell(ProcessGone(gateway, "killed"))
+    assert service.fleet.table.gateways != (gateway,)
+    assert service.ready() == [1, 1, 1]
+
+
+def test_adopted_processes_go_on_and_are_not_started_again() -> None:
+    """A new controller finds everything as it was."""
+    old = Service(1, 2, 1)
+    fleet = Reconciler(first=old.fleet.next_number, number=old.fleet.table.number)
+    launched: list[Action] = []
+    for process in old.fleet.processes.values():
+        launched += fleet.handle(
+            Adopted(
+                Process(
+                    process.name,
+                    process.model,
+                    process.version,
+                    process.stage,
+                    process.phase,
+                )
+            ),
+            0.0,
+        )
+    actions = launched + fleet.handle(DesiredStateChanged(wanted(1, 2, 1)), 0.0)
+    assert not any(isinstance(a, Launch | Kill | Finish | Probe) for a in actions)
+    assert fleet.table.number > old.fleet.table.number
+
+
+def test_model_that_is_not_wanted_any_more_is_drained() -> None:
+    """And forgotten."""
+    service = Service(1, 1, 1)
+    service.tell(DesiredStateChanged(DesiredState({}, 1)))
+    assert service.ready() == [0, 0, 0]
+    assert service.fleet.table.routes == {}
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("lose"), st.integers(0, 9)),
+        st.tuples(st.just("scale"), st.integers(1, 4)),
+        st.tuples(st.just("version"), st.integers(1, 4)),
+        st.tuples(st.just("drain"), st.integers(0, 9)),
+        st.tuples(st.just("tick"), st.integers(1, 5)),
+        st.tuples(st.just("deaf"), st.integers(0, 1)),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(STEPS)
+def test_what_is_wanted_is_reached_whatever_happened(
+    steps: list[tuple[str, int]],
+) -> None:
+    """Given time, and nothing else runs."""
+    service = Service(1, 2, 1)
+    scale, version = 2, "1"
+    for what, number in steps:
+        names = sorted(service.fleet.processes)
+        match what:
+            case "lose" if names:
+                service.tell(ProcessGone(names[number % len(names)], "killed"))
+            case "drain" if names:
+                service.tell(DrainAsked(names[number % len(names)]))
+            case "scale" | "version":
+                scale = number if what == "scale" else scale
+                version = str(number) if what == "version" else version
+                fresh = wanted(1, scale, 1, version=version)
+                service.tell(DesiredStateChanged(fresh))
+            case "tick":
+                service.tick(number)
+            case "deaf":
+                service.answers_probes = bool(number)
+    service.answers_probes = True
+    service.tick(200)
+    final = service.fleet.wanted.models["m"]
+    assert service.ready(final.version) == list(final.replicas)
+    assert len(service.fleet.processes) == 1 + sum(final.replicas)
+    assert service.alive == set(service.fleet.processes)
+    assert service.fleet.table.routes["m"].version == final.version
+
+
+def test_stage_is_scaled_to_none_and_back_whatever_the_others_do() -> None:
+    """Its last replica leaves at once, though one before it stays; nothing is lost."""
+    service = Service(1, 2, 1)
+    service.tell(DesiredStateChanged(wanted(1, 0, 1)))
+    assert service.ready() == [1, 0, 1]
+    assert len(service.order) == 2, "told to finish, not killed for being late"
+    assert "lost" not in service.kinds()
+    service.tell(DesiredStateChanged(wanted(0, 0, 0)))
+    assert service.ready() == [0, 0, 0]
+    service.tell(DesiredStateChanged(wanted(1, 1, 1)))
+    assert service.ready() == [1, 1, 1]
+    assert "lost" not in service.kinds()

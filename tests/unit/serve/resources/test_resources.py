@@ -1,0 +1,242 @@
+"""Machines, needs and bookings: nothing is booked twice, and a refusal says why."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from multiworld.errors import PlacementError
+from multiworld.serve.fleet.state import DesiredModel, DesiredState
+from multiworld.serve.placement.replica_bookings import ReplicaBookings, asks_of
+from multiworld.serve.resources.admission import admit
+from multiworld.serve.resources.amounts import (
+    MIB,
+    Gpu,
+    Location,
+    Need,
+    Node,
+    in_words,
+    needs_of,
+)
+from multiworld.serve.resources.assignment import assign
+from multiworld.serve.resources.bookings import Bookings
+from multiworld.serve.resources.inventory import this_node
+from multiworld.serve.resources.usage import memory_of, outgrows, usage_of
+from multiworld.serve.spec.loader import parse_spec
+
+GPUS = (Gpu(0, "A100", 80 * MIB), Gpu(1, "A100", 80 * MIB))
+
+
+def nodes(count: int = 3, cpus: float = 4.0, size: int = 100 * MIB) -> list[Node]:
+    """Return machines that are alike."""
+    return [Node(f"n{number}", cpus, size) for number in range(count)]
+
+
+def test_what_is_booked_is_gone_and_comes_back() -> None:
+    """By name."""
+    ledger = Bookings(nodes(1))
+    ledger.book("m/0/1", "m/0", Location("n0"), Need(cpus=3, memory_bytes=60 * MIB))
+    assert ledger.free("n0").cpus == 1
+    assert ledger.free("n0").memory_bytes == 40 * MIB
+    with pytest.raises(PlacementError, match="n0: 1 cpus short, 20 MiB short") as error:
+        ledger.book("m/0/2", "m/0", Location("n0"), Need(cpus=2, memory_bytes=60 * MIB))
+    assert error.value.short == {"n0": "1 cpus short, 20 MiB short"}
+    assert list(ledger.bookings) == ["m/0/1"]
+    ledger.release("m/0/1")
+    ledger.release("m/0/1")
+    assert ledger.free("n0").cpus == 4
+
+
+def test_replicas_of_a_post_are_spread_and_then_go_where_most_is_left() -> None:
+    """A machine that fails takes as few of them as can be."""
+    ledger = Bookings([Node("small", 2, 50 * MIB), Node("big", 8, 100 * MIB)])
+    need = Need(memory_bytes=10 * MIB)
+    where = []
+    for number in range(3):
+        spot = assign(ledger, "m/0", need, {})
+        where.append(spot.node)
+        ledger.book(f"m/0/{number}", "m/0", spot, need)
+    assert where == ["small", "big", "big"]
+
+
+def test_plan_comes_before_spreading_and_never_before_room() -> None:
+    """A solver's wish is followed where it can be."""
+    ledger = Bookings(nodes(2))
+    need = Need(memory_bytes=60 * MIB)
+    plan = {("m/0", "n1"): 2}
+    assert assign(ledger, "m/0", need, plan) == Location("n1")
+    ledger.book("a", "m/0", Location("n1"), need)
+    assert assign(ledger, "m/0", need, plan) == Location("n0"), "n1 is full"
+
+
+def test_gpu_with_most_left_is_taken_unless_the_spec_names_one() -> None:
+    """And its memory is booked apart from the machine's."""
+    ledger = Bookings([Node("g", 4, 100 * MIB, GPUS), Node("c", 4, 100 * MIB)])
+    need = Need(on_gpu=True, gpu_memory_bytes=50 * MIB)
+    spots = []
+    for number in range(2):
+        spots.append(assign(ledger, "m/0", need, {}))
+        ledger.book(f"{number}", "m/0", spots[-1], need)
+    assert spots == [Location("g", 0), Location("g", 1)]
+    with pytest.raises(PlacementError) as error:
+        assign(ledger, "m/0", need, {})
+    assert error.value.short == {
+        "g": "20 MiB of GPU memory short",
+        "c": "it has no GPU",
+    }
+    named = Need(on_gpu=True, gpu=1, gpu_memory_bytes=30 * MIB)
+    assert assign(ledger, "m/1", named, {}) == Location("g", 1)
+    with pytest.raises(PlacementError, match="it has no GPU 7, only 0, 1"):
+        assign(ledger, "m/1", Need(on_gpu=True, gpu=7), {})
+
+
+def test_pinned_replica_goes_nowhere_else() -> None:
+    """Even if there is room."""
+    ledger = Bookings(nodes(3))
+    assert assign(ledger, "m", Need(nodes=frozenset({"n2"})), {}) == Location("n2")
+    assert assign(ledger, "m", Need(nodes=frozenset({"*2"})), {}) == Location("n2")
+    with pytest.raises(PlacementError, match="`nodes:` does not name it"):
+        assign(ledger, "m", Need(nodes=frozenset({"elsewhere"})), {})
+
+
+def test_machine_without_cores_takes_nothing() -> None:
+    """Not even what books none: it is the head of a cluster, kept free."""
+    ledger = Bookings([Node("head", 0, 100 * MIB), *nodes(1)])
+    for number in range(3):
+        assert assign(ledger, "m", Need(), {}).node == "n0"
+        ledger.book(f"{number}", "m", Location("n0"), Need())
+    with pytest.raises(PlacementError, match="it has no cores"):
+        assign(Bookings([Node("head", 0, 100 * MIB)]), "m", Need(), {})
+
+
+def test_what_is_not_declared_fits_on_a_full_machine() -> None:
+    """It is best effort: nothing is promised to it."""
+    ledger = Bookings(nodes(1))
+    ledger.book("a", "m", Location("n0"), Need(cpus=4, memory_bytes=100 * MIB))
+    assert assign(ledger, "x", Need(), {}) == Location("n0")
+    assert "nothing that is booked" in in_words(Need())
+
+
+def test_all_of_it_is_admitted_or_nothing() -> None:
+    """The hardest first: a small one must not take the place of a large one."""
+    ledger = Bookings(nodes(2))
+    asks = [
+        ("small", "stage 0 of a", 2, Need(memory_bytes=30 * MIB)),
+        ("large", "stage 0 of b", 1, Need(memory_bytes=100 * MIB)),
+    ]
+    trial = admit(ledger, asks)
+    assert ledger.bookings == {}
+    assert len(trial.bookings) == 3
+    too_many = [("large", "stage 0 of b", 3, Need(memory_bytes=90 * MIB))]
+    with pytest.raises(PlacementError, match="stage 0 of b: 2 of 3 replicas") as error:
+        admit(ledger, too_many)
+    assert set(error.value.short) == {"n0", "n1"}
+
+
+def test_admission_counts_what_runs_once() -> None:
+    """A second replica beside a running one needs room for one more only."""
+    ledger = Bookings(nodes(1))
+    need = Need(memory_bytes=50 * MIB)
+    ledger.book("m/0/1", "m/0", Location("n0"), need)
+    admit(ledger, [("m/0", "m", 2, need)])
+    with pytest.raises(PlacementError):
+        admit(ledger, [("m/0", "m", 3, need)])
+
+
+def test_machine_that_is_gone_keeps_its_bookings_until_they_are_released() -> None:
+    """Its replicas are told lost one by one."""
+    places = ReplicaBookings(nodes(2))
+    spot, why = places.take("a", "m", Need(cpus=1))
+    assert why == "none of its stage is there, and there is room"
+    assert places.set_nodes(nodes(1)) == ([], ["n1"])
+    assert places.set_nodes(nodes(3)) == (["n1", "n2"], [])
+    assert places.node_of("a") == spot.node
+    assert places.node_of("b") == ""
+
+
+SPEC = """
+models:
+  m:
+    factory: tests.serve.models:model
+    stages:
+    - {name: a, replicas: 2, cpus: 1, memory_mb: 10}
+    - {name: b, ranks: 2, memory_mb: 10, nodes: [n0]}
+    - {name: c, device: "cuda:1", gpu_memory_mb: 5}
+"""
+
+
+def test_needs_are_as_the_spec_declares_them() -> None:
+    """A replica of several ranks needs as many times as much."""
+    app = parse_spec(SPEC)
+    first, second, third = needs_of(app.models["m"])
+    assert first == Need(cpus=1.0, memory_bytes=10 * MIB)
+    assert second.memory_bytes == 20 * MIB
+    assert second.nodes == {"n0"}
+    assert (third.on_gpu, third.gpu, third.gpu_memory_bytes) == (True, 1, 5 * MIB)
+    wanted = DesiredState({"m": DesiredModel("1", (2, 1, 1))})
+    asks = asks_of(wanted, {"m": {"1": app.models["m"]}})
+    assert [ask[:3] for ask in asks] == [
+        (("m", "1", 0), "stage a of m (1)", 2),
+        (("m", "1", 1), "stage b of m (1)", 1),
+        (("m", "1", 2), "stage c of m (1)", 1),
+    ]
+
+
+needs = st.builds(
+    Need,
+    cpus=st.sampled_from([0.0, 0.5, 1.0, 3.0]),
+    memory_bytes=st.integers(0, 5).map(lambda n: n * 10 * MIB),
+)
+
+
+@given(st.lists(st.tuples(needs, st.booleans()), max_size=40))
+def test_nothing_is_ever_over_committed(wishes: list[tuple[Need, bool]]) -> None:
+    """Whatever comes and goes, in any order."""
+    ledger = Bookings(nodes(3, cpus=4.0, size=100 * MIB))
+    for number, (need, leaves) in enumerate(wishes):
+        if leaves and ledger.bookings:
+            ledger.release(next(iter(ledger.bookings)))
+        try:
+            ledger.book(f"{number}", "m", assign(ledger, "m", need, {}), need)
+        except PlacementError:
+            short = [ledger.shortage(name, need) for name in ledger.nodes]
+            assert all(short), "it was refused, and would have fitted"
+        for name in ledger.nodes:
+            free = ledger.free(name)
+            assert free.cpus >= 0
+            assert free.memory_bytes >= 0
+
+
+def test_this_machine_is_what_it_is_or_less() -> None:
+    """As the spec limits it."""
+    whole = this_node()
+    assert 0 < whole.cpus <= (os.cpu_count() or 1)
+    assert whole.memory_bytes > 2**28
+    part = this_node("here", cpus=0.5, memory_bytes=MIB)
+    assert (part.name, part.cpus, part.memory_bytes) == ("here", 0.5, MIB)
+
+
+GROWS = "import sys; a = bytearray(64 << 20); print('x', flush=True); sys.stdin.read()"
+
+
+def test_memory_of_a_process_is_its_own() -> None:
+    """What it has filled counts; a process that has ended uses nothing."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", GROWS], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        used = memory_of(process.pid)
+        assert 64 * MIB <= used <= 128 * MIB
+        assert outgrows(process.pid, 32 * MIB) == pytest.approx(used, rel=0.1)
+        assert outgrows(process.pid, 256 * MIB) is None
+        assert usage_of(process.pid).cpu_s > 0
+        assert process.stdin is not None
+        process.stdin.close()
+    assert memory_of(process.pid) == 0

@@ -1,0 +1,538 @@
+"""What a router does when replicas answer, die, fall silent, or send word too late."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multiworld.errors import (
+    DeadlineExceededError,
+    ModelFailedError,
+    NoReplicaError,
+    OverloadedError,
+    QuarantinedError,
+    RequestPoisonedError,
+)
+from multiworld.serve.routing.actions import (
+    Action,
+    Cancel,
+    Deliver,
+    Dispatch,
+    Reject,
+    Replayed,
+)
+from multiworld.serve.routing.events import (
+    Answered,
+    Banned,
+    Begun,
+    Connected,
+    Dropped,
+    Event,
+    Failed,
+    Lost,
+    Silent,
+    Stuck,
+    Submitted,
+    TableChanged,
+    Ticked,
+    Withdrawn,
+)
+from multiworld.serve.routing.router import Router
+from multiworld.serve.tenants.fair_queue import Share
+from multiworld.serve.transport.routing_table import (
+    Replica,
+    ReplicaState,
+    Route,
+    RoutingTable,
+)
+
+READY = ReplicaState.READY
+
+
+def table(
+    *stages: Sequence[str],
+    starting: Sequence[str] = (),
+    queue: int = 100,
+    ongoing: int = 100,
+    version: str = "1",
+) -> RoutingTable:
+    """Return a table with these replicas by stage."""
+    replicas = {
+        name: Replica(
+            name,
+            "m",
+            version,
+            stage,
+            ReplicaState.STARTING if name in starting else READY,
+        )
+        for stage, names in enumerate(stages)
+        for name in names
+    }
+    route = Route(version, {version: len(stages)}, queue, ongoing)
+    return RoutingTable(1, ("g",), {"m": route}, replicas)
+
+
+class Run:
+    """A router, and what it has done."""
+
+    def __init__(self, given: RoutingTable) -> None:
+        self.router = Router(random.Random(3).random)
+        self.now = 0.0
+        self.handle(TableChanged(given))
+        for name in given.replicas:
+            self.handle(Connected(name))
+
+    def handle(self, event: Event) -> list[Action]:
+        """Handle an event, and check what always holds."""
+        actions = self.router.handle(event, self.now)
+        self.router.validate()
+        return actions
+
+    def submit(
+        self, number: int, deadline_at: float = 100.0, tenant: str = ""
+    ) -> list[Action]:
+        """Submit a request."""
+        wish = Submitted(
+            number=number, model="m", deadline_at=deadline_at, share=Share(tenant)
+        )
+        return self.handle(wish)
+
+
+def dispatched(actions: list[Action]) -> list[tuple[str, int, int, bool]]:
+    """Return what was sent."""
+    return [
+        (a.replica, *a.attempt, a.is_solo) for a in actions if isinstance(a, Dispatch)
+    ]
+
+
+def rejected(actions: list[Action]) -> dict[int, type[Exception]]:
+    """Return what was refused."""
+    return {a.number: type(a.error) for a in actions if isinstance(a, Reject)}
+
+
+def test_request_goes_through_and_is_delivered_once() -> None:
+    """A second answer to it is nobody's."""
+    run = Run(table(["a"], ["b"]))
+    assert dispatched(run.submit(1)) == [("a", 1, 1, False)]
+    run.handle(Begun("a", ((1, 1),), False))
+    run.handle(Begun("b", ((1, 1),), False))
+    assert run.router.place(1) == ["b"]
+    assert run.handle(Answered((1, 1), True)) == [Deliver(1, True)]
+    assert run.handle(Answered((1, 1), True)) == []
+    assert len(run.router) == 0
+    assert run.router.load() == {"a": 0, "b": 0}
+
+
+def test_what_a_replica_has_ended_is_not_blamed_for_what_it_computes_now() -> None:
+    """Alone there twice, and done both times: others' poison is not this one's."""
+    run = Run(table(["a", "b"], ["c"]))
+    run.submit(1)
+    for _ in range(2):  # suspected: lost with it in a queue, twice
+        at = run.router.place(1)[0]
+        run.handle(Lost(at))
+        run.handle(Connected(at))
+    attempt = 3
+    for poison in (50, 51, 52):
+        at = run.router.place(1)[0]
+        run.handle(Begun(at, ((1, attempt),), True))
+        # It is done there, and waits for the next stage; now the poison is begun.
+        run.handle(Begun(at, ((poison, 1),), True))
+        actions = run.handle(Lost(at))
+        assert 1 not in rejected(actions)
+        run.handle(Connected(at))
+        attempt += 1
+    assert run.router.place(1)
+
+
+def _all_suspected(run: Run, deadly: Sequence[int], others: Sequence[int]) -> None:
+    """Have all of these in a batch of "a" when it dies; it is the only replica."""
+    for number in deadly:
+        run.submit(number, tenant="deadly")
+    for number in others:
+        run.submit(number, tenant="other")
+    run.handle(Begun("a", tuple((n, 1) for n in (*deadly, *others)), False))
+    run.handle(Lost("a"))
+
+
+def _solos(run: Run, actions: list[Action]) -> list[int]:
+    """Compute what is sent to be alone until nothing is; below 4 it kills."""
+    order = []
+    while solos := [sent for sent in dispatched(actions) if sent[-1]]:
+        ((_, number, attempt, _),) = solos
+        order.append(number)
+        run.handle(Begun("a", ((number, attempt),), True))
+        if number < 4:
+            run.handle(Lost("a"))
+            actions = run.handle(Connected("a"))
+        else:
+            actions = run.handle(Answered((number, attempt), True))
+    return order
+
+
+def test_what_comes_of_who_has_killed_is_computed_alone_and_last() -> None:
+    """Once one is found poisonous; those that were there by chance go before."""
+    run = Run(table(["a"]))
+    _all_suspected(run, [1], [10])
+    assert sorted(_solos(run, run.handle(Connected("a")))) == [1, 1, 10]
+    assert [sent[-1] for sent in dispatched(run.submit(2, tenant="deadly"))] == [True]
+    assert [sent[-1] for sent in dispatched(run.submit(11, tenant="other"))] == [False]
+    assert not dispatched(run.submit(3, tenant="deadly"))
+    run.handle(Begun("a", ((11, 1), (2, 1)), False))
+    run.handle(Lost("a"))
+    order = _solos(run, run.handle(Connected("a")))
+    assert order.index(11) < order.index(3)
+    assert order.count(2) == order.count(3) == 2
+    run.now += 61.0
+    (sent,) = dispatched(run.submit(12, tenant="deadly"))
+    assert not sent[-1], "long ago"
+
+
+def test_what_waits_of_a_banned_tenant_is_ended() -> None:
+    """Neither what is under way is, nor what anybody else has."""
+    run = Run(table(["a"]))
+    _all_suspected(run, [1, 2], [3, 4])
+    run.handle(Connected("a"))
+    run.handle(Lost("a"))
+    run.submit(7, tenant="deadly")
+    assert rejected(run.handle(Banned("deadly", "other model"))) == {}
+    waiting = {n for n in (1, 2, 7) if run.router.place(n) == ["waiting"]}
+    assert waiting
+    found = rejected(run.handle(Banned("deadly", "m")))
+    assert found == dict.fromkeys(waiting, QuarantinedError)
+    assert waiting == {1, 2, 7}
+    assert run.router.place(3)
+    assert run.router.place(4)
+    assert rejected(run.handle(Banned("deadly", "m"))) == {}
+
+
+def test_stream_is_delivered_in_parts_of_one_attempt() -> None:
+    """Another attempt's parts are not mixed in."""
+    run = Run(table(["a"]))
+    run.submit(1)
+    assert run.handle(Answered((1, 1), False)) == [Deliver(1, False)]
+    assert run.handle(Answered((1, 2), False)) == []
+    assert run.handle(Answered((1, 1), True)) == [Deliver(1, True)]
+
+
+def test_what_only_waited_at_a_lost_replica_is_replayed_at_once() -> None:
+    """It cannot have been the cause; if it happens again, it is suspected."""
+    run = Run(table(["a", "b"], ["c"]))
+    first = dispatched(run.submit(1))[0][0]
+    other = "b" if first == "a" else "a"
+    actions = run.handle(Lost(first))
+    assert dispatched(actions) == [(other, 1, 2, False)]
+    assert any(isinstance(a, Replayed) for a in actions)
+    run.handle(Connected(first))
+    assert dispatched(run.handle(Lost(other))) == [(first, 1, 3, True)]
+
+
+def test_what_was_computed_is_replayed_alone_one_at_a_time() -> None:
+    """Others go on meanwhile."""
+    run = Run(table(["a", "b"]))
+    for number in (1, 2, 3):
+        run.submit(number)
+    held = {n: run.router.place(n)[0] for n in (1, 2, 3)}
+    victim = max("ab", key=lambda name: sum(at == name for at in held.values()))
+    computed = [n for n, at in held.items() if at == victim]
+    assert len(computed) == 2
+    run.handle(Begun(victim, tuple((n, 1) for n in computed), False))
+    other = "b" if victim == "a" else "a"
+    assert dispatched(run.handle(Lost(victim))) == [(other, computed[0], 2, True)]
+    assert dispatched(run.submit(9)) == [(other, 9, 1, False)]
+    run.handle(Begun(other, ((computed[0], 2),), True))
+    after = run.handle(Answered((computed[0], 2), True))
+    assert dispatched(after) == [(other, computed[1], 2, True)]
+
+
+def test_request_that_was_alone_in_two_dying_replicas_is_quarantined() -> None:
+    """And no other, and not before."""
+    run = Run(table(["a", "b", "c", "d"]))
+    run.submit(1)
+    for strike in range(3):
+        (at,) = run.router.place(1)
+        run.handle(Begun(at, ((1, strike + 1),), strike > 0))
+        actions = run.handle(Lost(at))
+        if strike < 2:
+            assert rejected(actions) == {}
+    assert rejected(actions) == {1: RequestPoisonedError}
+    assert len(run.router) == 0
+
+
+def test_queue_is_bounded_and_replays_are_not_refused() -> None:
+    """Only what was never sent counts."""
+    run = Run(table(["a"], queue=1, ongoing=1))
+    run.submit(1)
+    run.submit(2)
+    assert run.router.waiting("m") == 1
+    actions = run.submit(3)
+    assert rejected(actions) == {3: OverloadedError}
+    run.handle(Lost("a"))  # 1 waits again, and that is no new request
+    assert rejected(run.submit(4)) == {4: OverloadedError}
+    assert dispatched(run.handle(Connected("a"))) == [("a", 1, 2, False)]
+
+
+def test_nothing_is_sent_while_a_later_stage_has_no_replica() -> None:
+    """Requests wait for one; at the deadline they get 503, not 504."""
+    run = Run(table(["a"], ["b"]))
+    run.handle(Lost("b"))
+    assert dispatched(run.submit(1, deadline_at=5.0)) == []
+    assert dispatched(run.submit(2)) == []
+    run.now = 5.0
+    assert rejected(run.handle(Ticked())) == {1: NoReplicaError}
+    assert dispatched(run.handle(Connected("b"))) == [("a", 2, 1, False)]
+
+
+def test_deadline_ends_what_is_under_way() -> None:
+    """With a cancel to where it is."""
+    run = Run(table(["a"]))
+    run.submit(1, deadline_at=5.0)
+    run.now = 5.0
+    actions = run.handle(Ticked())
+    assert rejected(actions) == {1: DeadlineExceededError}
+    assert Cancel("a", (1, 1)) in actions
+
+
+def test_withdrawn_request_is_cancelled_where_it_is() -> None:
+    """And leaves nothing."""
+    run = Run(table(["a"], ongoing=1))
+    run.submit(1)
+    run.submit(2)
+    assert run.handle(Withdrawn(2)) == []
+    assert run.handle(Withdrawn(1)) == [Cancel("a", (1, 1))]
+    assert len(run.router) == run.router.waiting("m") == 0
+
+
+def test_silent_replica_gets_nothing_and_its_work_is_hedged() -> None:
+    """The first answer counts, the other attempt is cancelled."""
+    run = Run(table(["a", "b"]))
+    run.submit(1)
+    (at,) = run.router.place(1)
+    other = "b" if at == "a" else "a"
+    assert dispatched(run.handle(Silent(at, True))) == [(other, 1, 2, False)]
+    assert dispatched(run.handle(Silent(at, True))) == []  # once is enough
+    assert dispatched(run.submit(2)) == [(other, 2, 1, False)]
+    actions = run.handle(Answered((1, 1), True))
+    assert actions == [Deliver(1, True), Cancel(other, (1, 2))]
+
+
+def test_hedged_request_outlives_either_replica() -> None:
+    """The loss of one attempt is no reason for a third."""
+    run = Run(table(["a", "b"]))
+    run.submit(1)
+    (at,) = run.router.place(1)
+    other = "b" if at == "a" else "a"
+    run.handle(Silent(at, True))
+    assert dispatched(run.handle(Lost(at))) == []
+    assert dispatched(run.handle(Lost(other))) == []  # nobody is left
+    assert dispatched(run.handle(Connected(at))) != []
+
+
+def test_what_is_stuck_behind_another_is_hedged_through_the_same_first_stage() -> None:
+    """A single replica of stage 0 is no obstacle."""
+    run = Run(table(["a"], ["b", "c"]))
+    run.submit(1)
+    run.handle(Begun("a", ((1, 1),), False))
+    assert dispatched(run.handle(Stuck(((1, 1),)))) == [("a", 1, 2, False)]
+    assert dispatched(run.handle(Stuck(((1, 1), (1, 2))))) == []
+
+
+def test_dropped_work_is_sent_again_without_suspicion() -> None:
+    """As is what a replica held that left politely."""
+    run = Run(table(["a", "b"]))
+    run.submit(1)
+    run.handle(Begun(run.router.place(1)[0], ((1, 1),), False))
+    assert run.handle(Dropped(((1, 1),), 0)) == []  # it had got there
+    (sent,) = dispatched(run.handle(Dropped(((1, 1),), 1)))
+    assert sent[1:] == (1, 2, False)
+    run.handle(Begun(sent[0], ((1, 2),), False))
+    (again,) = dispatched(run.handle(Lost(sent[0], is_polite=True)))
+    assert again[1:] == (1, 3, False)
+
+
+def test_what_was_only_refused_is_never_suspected() -> None:
+    """However often."""
+    run = Run(table(["a"], ["b"]))
+    run.submit(1)
+    for attempt in range(1, 6):
+        run.handle(Begun("a", ((1, attempt),), False))
+        dropped = Dropped(((1, attempt),), 1, is_innocent=True)
+        assert dispatched(run.handle(dropped)) == [("a", 1, attempt + 1, False)]
+
+
+def test_word_of_a_replica_that_is_gone_counts_as_its_loss() -> None:
+    """A note may arrive after the end of the one who is meant."""
+    run = Run(table(["a"], ["b", "c"]))
+    run.submit(1)
+    run.handle(Lost("b"))
+    actions = run.handle(Begun("b", ((1, 1),), False))
+    assert dispatched(actions) == [("a", 1, 2, True)]
+
+
+def test_failure_of_the_model_is_the_answer() -> None:
+    """It is not tried again."""
+    run = Run(table(["a"]))
+    run.submit(1)
+    actions = run.handle(Failed((1, 1), ModelFailedError("no")))
+    assert rejected(actions) == {1: ModelFailedError}
+    assert len(run.router) == 0
+
+
+def test_probe_passes_those_that_wait_and_may_use_what_starts() -> None:
+    """Others wait for exactly what it is to find out."""
+    run = Run(table(["a"], ["b"], starting=["a"]))
+    assert dispatched(run.submit(1)) == []
+    probe = Submitted(number=2, model="m", deadline_at=9.0, via={0: "a"})
+    assert dispatched(run.handle(probe)) == [("a", 2, 1, False)]
+
+
+def test_new_version_gets_what_is_not_sent_yet() -> None:
+    """What is under way ends where it is."""
+    run = Run(table(["a"], ongoing=1))
+    run.submit(1)
+    run.submit(2)
+    both = table(["z"], version="2")
+    old = table(["a"])
+    route = Route("2", {"1": 1, "2": 1}, 100, 1)
+    merged = RoutingTable(2, ("g",), {"m": route}, {**old.replicas, **both.replicas})
+    run.handle(TableChanged(merged))
+    assert dispatched(run.handle(Connected("z"))) == [("z", 2, 1, False)]
+    assert run.handle(Answered((1, 1), True))[0] == Deliver(1, True)
+
+
+# A simulation: whatever happens in whatever order, everybody gets one answer.
+
+
+class Fleet:
+    """Replicas of two stages that compute when told, and may be lost at any moment."""
+
+    STAGES = (["a0", "a1"], ["b0", "b1"])
+
+    def __init__(self) -> None:
+        self.run = Run(table(*self.STAGES, queue=1000, ongoing=4))
+        self.at: dict[str, list[tuple[int, int, bool]]] = {
+            name: [] for names in self.STAGES for name in names
+        }
+        self.up = set(self.at)
+        self.ended: dict[int, list[Action]] = {}
+
+    def carry_out(self, actions: list[Action]) -> None:
+        """Do what the router says."""
+        for action in actions:
+            match action:
+                case Dispatch(replica, (number, attempt), is_solo):
+                    assert replica in self.up
+                    self.at[replica].append((number, attempt, is_solo))
+                case Deliver(number, True) | Reject(number, _):
+                    self.ended.setdefault(number, []).append(action)
+                case Cancel(replica, (number, attempt)):
+                    self.at[replica] = [
+                        w for w in self.at[replica] if w[:2] != (number, attempt)
+                    ]
+
+    def handle(self, event: Event) -> None:
+        """Tell the router something."""
+        self.carry_out(self.run.handle(event))
+
+    def compute(self, name: str) -> None:
+        """Let a replica do what it has first."""
+        if not self.at[name] or name not in self.up:
+            return
+        number, attempt, is_solo = self.at[name].pop(0)
+        self.handle(Begun(name, ((number, attempt),), is_solo))
+        if name in self.STAGES[1]:
+            self.handle(Answered((number, attempt), True))
+            return
+        following = [n for n in self.STAGES[1] if n in self.up]
+        if following:
+            self.at[following[number % len(following)]].append(
+                (number, attempt, is_solo)
+            )
+        else:
+            self.handle(Dropped(((number, attempt),), 1))
+
+    def lose(self, name: str) -> None:
+        """Lose a replica; what it has begun or not is decided by the numbers."""
+        if name not in self.up:
+            return
+        begun = [w for w in self.at[name][:1] if w[0] % 2]
+        for number, attempt, is_solo in begun:
+            self.handle(Begun(name, ((number, attempt),), is_solo))
+        held = [w[:2] for w in self.at[name]]
+        self.at[name] = []
+        self.up.discard(name)
+        if name in self.STAGES[1]:  # the sender tells of what was not begun
+            # and of what was, for all it knows
+            self.handle(Dropped(tuple(held), 1))
+        self.handle(Lost(name))
+
+    def revive(self, name: str) -> None:
+        """Let it come back, empty."""
+        if name not in self.up:
+            self.up.add(name)
+            self.handle(Connected(name))
+
+
+NAMES = [name for names in Fleet.STAGES for name in names]
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), st.just("")),
+        st.tuples(
+            st.sampled_from(["compute", "compute", "lose", "revive"]),
+            st.sampled_from(NAMES),
+        ),
+        st.tuples(st.sampled_from(["silent", "heard"]), st.sampled_from(NAMES)),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(STEPS)
+def test_every_request_ends_exactly_once(steps: list[tuple[str, str]]) -> None:
+    """With an answer, unless it was alone in two dying replicas."""
+    fleet = Fleet()
+    submitted = 0
+    for what, name in steps:
+        match what:
+            case "submit":
+                submitted += 1
+                fleet.handle(Submitted(number=submitted, model="m", deadline_at=1e9))
+            case "silent" | "heard":
+                if name in fleet.up:
+                    fleet.handle(Silent(name, what == "silent"))
+            case _:
+                getattr(fleet, what)(name)
+    for name in NAMES:
+        fleet.revive(name)
+        fleet.handle(Silent(name, False))
+    for _ in range(20 * (submitted + 1)):
+        for name in NAMES:
+            fleet.compute(name)
+    assert sorted(fleet.ended) == list(range(1, submitted + 1))
+    for actions in fleet.ended.values():
+        assert len(actions) == 1
+        if isinstance(actions[0], Reject):
+            assert isinstance(actions[0].error, RequestPoisonedError)
+    assert len(fleet.run.router) == 0
+    assert not any(fleet.run.router.load().values())
+
+
+def test_unknown_requests_are_no_harm() -> None:
+    """Word of what has ended arrives late all the time."""
+    run = Run(table(["a"]))
+    for event in (
+        Begun("a", ((7, 1),), False),
+        Dropped(((7, 1),), 1),
+        Stuck(((7, 1),)),
+        Answered((7, 1), True),
+        Failed((7, 1), ModelFailedError("no")),
+        Withdrawn(7),
+        Lost("stranger"),
+    ):
+        assert run.handle(event) == []
+    with pytest.raises(KeyError):
+        run.handle(Submitted(number=1, model="stranger", deadline_at=1.0))

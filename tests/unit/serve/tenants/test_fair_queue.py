@@ -1,0 +1,242 @@
+"""Fair shares: the order of turns, by itself and in every queue that has it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from multiworld.errors import OverloadedError
+from multiworld.serve.routing.actions import Dispatch, Reject
+from multiworld.serve.routing.events import (
+    Begun,
+    Connected,
+    Submitted,
+    TableChanged,
+    Withdrawn,
+)
+from multiworld.serve.routing.router import Router
+from multiworld.serve.tenants.fair_queue import FairQueue, Share
+from multiworld.serve.transport.routing_table import (
+    Replica,
+    ReplicaState,
+    Route,
+    RoutingTable,
+)
+from multiworld.serve.worker.batch_queue import BatchQueue, Work
+from multiworld.serve.worker.forwarder import FinishedWork, Forwarder
+
+FLOOD, SELDOM = Share("flood"), Share("seldom")
+
+
+def drained(queue: FairQueue[int]) -> list[int]:
+    """Serve all that waits; return it in that order."""
+    served = []
+    while (key := queue.next()) is not None:
+        queue.take(key)
+        served.append(key)
+    return served
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from("abc"), st.floats(0.5, 8.0), min_size=2, max_size=3
+    ),
+    st.lists(st.integers(1, 5), min_size=60, max_size=60),
+)
+def test_backlogged_tenants_get_their_weights(
+    weights: dict[str, float], costs: list[int]
+) -> None:
+    """At any moment, nobody is more than a piece or so from its share."""
+    queue: FairQueue[int] = FairQueue()
+    pieces: dict[int, tuple[str, int]] = {}
+    for number, cost in enumerate(costs * len(weights)):
+        name = sorted(weights)[number % len(weights)]
+        pieces[number] = name, cost
+        queue.put(number, Share(name, weights[name]), cost, number)
+    foreseen = list(queue.order())
+    served = drained(queue)
+    assert served == foreseen
+    got: Counter[str] = Counter()
+    left = Counter(name for name, _ in pieces.values())
+    for number in served:
+        if min(left.values()) <= 1:
+            break
+        name, cost = pieces[number]
+        got[name] += cost
+        left[name] -= 1
+        used = [got[n] / weights[n] for n in weights]
+        assert max(used) - min(used) <= 2 * 5 / min(weights.values())
+
+
+def test_one_tenant_alone_is_a_queue() -> None:
+    """First come, first served, replays among them; the highest priority before all."""
+    queue: FairQueue[int] = FairQueue()
+    for number in (3, 4, 1, 2):
+        queue.put(number, FLOOD, 1, number)
+    queue.put(9, Share("x", 1.0, priority=1), 1, 9)
+    assert list(queue.order()) == [9, 1, 2, 3, 4]
+    assert drained(queue) == [9, 1, 2, 3, 4]
+    assert len(queue) == 0
+
+
+def test_who_comes_late_is_next_and_does_not_save_up() -> None:
+    """A tenant that asked for nothing has no claim on the past."""
+    queue: FairQueue[int] = FairQueue()
+    for number in range(100):
+        queue.put(number, FLOOD, 1, number)
+    for number in range(50):
+        queue.take(number)
+    for number in range(100, 103):
+        queue.put(number, SELDOM, 1, number)
+    order = drained(queue)
+    places = [order.index(number) for number in range(100, 103)]
+    assert places[0] <= 1
+    assert places[2] <= 5  # one by one with the flood, not all before it
+
+
+def test_work_that_is_withdrawn_costs_nothing_and_leaves_nothing() -> None:
+    """Neither who gives up is behind for it, nor what it asked before or after."""
+    queue: FairQueue[int] = FairQueue()
+    for number in range(900):
+        queue.put(number, FLOOD, 1, number)
+    queue.put(900, FLOOD, 1, 900)
+    for number in range(900):
+        queue.drop(number)
+    queue.put(901, SELDOM, 1, 901)
+    queue.put(902, FLOOD, 1, 902)
+    assert set(drained(queue)[:2]) == {900, 901}
+    queue.drop(12345)
+
+
+def test_work_of_no_rows_is_not_free() -> None:
+    """Else whoever sends it would always be next."""
+    queue: FairQueue[int] = FairQueue()
+    for number in range(20):
+        queue.put(number, FLOOD, 0, number)
+        queue.put(100 + number, SELDOM, 1, 100 + number)
+    assert 8 <= sum(number >= 100 for number in drained(queue)[:20]) <= 12
+
+
+def test_many_tenants_are_forgotten_when_they_have_no_claim() -> None:
+    """What is remembered is bounded, and not looked through for every piece."""
+    queue: FairQueue[int] = FairQueue()
+    for number in range(5000):
+        queue.put(number, Share(f"t{number}"), 1, number)
+        queue.take(number)
+        queue.put(-1, FLOOD, 1, -1)
+        queue.take(-1)
+    assert len(queue._ends) < 3000
+
+
+# In a router.
+
+
+def router(limit: int, window: int) -> Router:
+    """Return a router with one replica."""
+    found = Router(lambda: 0.0)
+    route = Route("1", {"1": 1}, max_queued_requests=limit, max_ongoing_requests=window)
+    replica = Replica("r", "m", "1", 0, ReplicaState.READY)
+    found.handle(
+        TableChanged(RoutingTable(1, ("g",), {"m": route}, {"r": replica})), 0.0
+    )
+    found.handle(Connected("r"), 0.0)
+    return found
+
+
+def submit(found: Router, number: int, share: Share) -> list[object]:
+    """Hand in one request."""
+    wish = Submitted(number=number, model="m", deadline_at=1e9, share=share)
+    return list(found.handle(wish, 0.0))
+
+
+def test_flood_waits_behind_a_request_of_somebody_else() -> None:
+    """What is at the replica stays; what waits at the router does not come first."""
+    found = router(limit=100, window=4)
+    for number in range(50):
+        submit(found, number, FLOOD)
+    assert submit(found, 50, SELDOM) == []
+    actions = found.handle(Withdrawn(0), 0.0)
+    (sent,) = [a for a in actions if isinstance(a, Dispatch)]
+    assert sent.attempt[0] in (4, 50)
+    actions = found.handle(Withdrawn(1), 0.0)
+    sent_too = [a for a in actions if isinstance(a, Dispatch)]
+    assert 50 in (sent.attempt[0], sent_too[0].attempt[0])
+    found.validate()
+
+
+def test_full_queue_has_room_for_others_up_to_their_share() -> None:
+    """A flood is refused; who has not had a share is not, until it has."""
+    found = router(limit=10, window=2)
+    refused = [
+        a for n in range(20) for a in submit(found, n, FLOOD) if isinstance(a, Reject)
+    ]
+    assert len(refused) == 8
+    assert isinstance(refused[0].error, OverloadedError)
+    others = [submit(found, 100 + n, SELDOM) for n in range(20)]
+    accepted = [not a for a in others]
+    assert accepted == [True] * 5 + [False] * 15
+    # Another weight is not another tenant: it has its share already.
+    assert submit(found, 150, Share("seldom", 0.99))
+    for number in range(200, 300):  # many tenants, one after the other
+        for again in range(3):
+            submit(found, 3 * number + again, Share(f"t{number}"))
+    assert found.waiting("m") <= 2 * 10 + 100
+    found.validate()
+
+
+# In a replica.
+
+
+def work(number: int, share: Share, rows: int = 1) -> Work:
+    """Return work of a tenant."""
+    return Work(("r", number, 1), "g", rows, 1e9, float(number), share=share)
+
+
+def test_batch_takes_from_everybody() -> None:
+    """One that came last is in the next batch."""
+    batcher = BatchQueue(4, 0.0)
+    for number in range(30):
+        batcher.add(work(number, FLOOD))
+    first = batcher.take(100.0)
+    assert [w.key[1] for w in first] == [0, 1, 2, 3]
+    batcher.add(work(99, SELDOM))
+    assert 99 in [w.key[1] for w in batcher.take(100.0)]
+    assert [w.key[1] for w in batcher.cancel_of("r")][:1]
+    assert len(batcher) == 0
+
+
+def test_what_is_handed_on_is_in_fair_order() -> None:
+    """Where the next stage has little room, both get some of it."""
+    forwarding = Forwarder(1, 2, lambda: 0.0)
+    forwarding.table_changed([Replica("n", "m", "1", 1, ReplicaState.READY)])
+    forwarding.connected("n")
+    pieces = [
+        FinishedWork(("r", n, 1), 1e9, False, None, None, None, FLOOD)
+        for n in range(20)
+    ]
+    assert len(forwarding.hand(pieces, 0.0)["n"]) == 2
+    late = FinishedWork(("r", 99, 1), 1e9, False, None, None, None, SELDOM)
+    assert forwarding.hand([late], 0.0) == {}
+    forwarding.begun("n", [("r", 0, 1), ("r", 1, 1)])
+    sent = forwarding.hand([], 0.0)["n"]
+    assert 99 in [piece.key[1] for piece in sent]
+    assert len(forwarding) == 17
+    forwarding.cancel_of("r")
+    assert len(forwarding) == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_priority_comes_first_in_a_router(seed: int) -> None:
+    """Strictly."""
+    found = router(limit=100, window=1)
+    submit(found, 0, FLOOD)
+    for number in range(1, 5):
+        submit(found, number + 10 * seed, FLOOD)
+    submit(found, 77, Share("vip", 1.0, priority=2))
+    actions = found.handle(Begun("r", ((0, 1),), is_solo=False), 0.0)
+    assert not [a for a in actions if isinstance(a, Dispatch)]
+    (sent,) = [a for a in found.handle(Withdrawn(0), 0.0) if isinstance(a, Dispatch)]
+    assert sent.attempt[0] == 77

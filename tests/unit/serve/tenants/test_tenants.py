@@ -1,0 +1,479 @@
+"""Tenants: keys, limits, quarantine, metering, the database; each by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from multiworld.errors import (
+    OverloadedError,
+    QuarantinedError,
+    RequestPoisonedError,
+    ServeError,
+    UnauthorizedError,
+)
+from multiworld.serve.control.tenant_manager import (
+    CHUNK,
+    TenantManager,
+    UnknownTenantError,
+)
+from multiworld.serve.fleet.decision_log import DecisionLog
+from multiworld.serve.fleet.history import History
+from multiworld.serve.spec.dedicated import is_dedicated, route_of
+from multiworld.serve.spec.loader import parse_spec
+from multiworld.serve.tenants.authenticator import Authenticator, digest_of
+from multiworld.serve.tenants.database import TenantDatabase
+from multiworld.serve.tenants.directory import (
+    Key,
+    Tenant,
+    TenantDirectory,
+    tenant_from_json,
+)
+from multiworld.serve.tenants.keys import digest_of as key_digest
+from multiworld.serve.tenants.keys import make_key, parse_key
+from multiworld.serve.tenants.quarantine import FEW, FIRST_S, KNOWN_S, Quarantine
+from multiworld.serve.tenants.rate_limits import RateLimiter
+from multiworld.serve.tenants.usage_meter import AGAIN_S, MOST_TOLD, UsageMeter
+
+
+def keyed(name: str, **more: Any) -> tuple[Tenant, str]:
+    """Return a tenant with a key, and the key."""
+    text, key_id, digest = make_key()
+    return Tenant(
+        name=name, keys=(Key(id=key_id, digest=digest, made_at=0.0),), **more
+    ), text
+
+
+# Keys.
+
+
+def test_keys_are_told_apart_and_kept_as_digests() -> None:
+    """Each is another; what is kept does not contain it."""
+    made = [make_key() for _ in range(50)]
+    assert len({key for key, _, _ in made}) == 50
+    key, key_id, digest = made[0]
+    assert parse_key(key) == (key_id, digest)
+    secret = key.rsplit("-", 1)[1] if key.count("-") == 2 else key[16:]
+    assert secret not in json.dumps(keyed("a")[0].to_json())
+    assert parse_key("nonsense") == ("", key_digest("nonsense"))
+
+
+def test_book_finds_whose_key_it_is_and_no_other() -> None:
+    """By all of the key, while it is valid, and while its tenant is not suspended."""
+    (acme, key), (beta, other) = keyed("acme"), keyed("beta")
+    book = TenantDirectory()
+    book.put([acme, beta])
+    assert book.find(*parse_key(key), 0.0) is acme
+    assert book.find(*parse_key(other), 0.0) is beta
+    assert book.find(parse_key(key)[0], parse_key(other)[1], 0.0) is None
+    assert (
+        book.find(*parse_key(key[:-1] + ("a" if key[-1] != "a" else "b")), 0.0) is None
+    )
+    ending = replace(acme, keys=(replace(acme.keys[0], expires_at=10.0),))
+    book.put([ending])
+    assert book.find(*parse_key(key), 9.9) is ending
+    assert book.find(*parse_key(key), 10.0) is None
+    book.put([replace(acme, is_suspended=True)])
+    assert book.find(*parse_key(key), 0.0) is None
+    book.put([replace(acme, keys=())])
+    assert book.find(*parse_key(key), 0.0) is None
+    book.remove("beta")
+    assert book.find(*parse_key(other), 0.0) is None
+
+
+def test_unknown_keys_are_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong id costs the same comparison as a wrong secret: nothing to measure."""
+    compared: list[tuple[str, str]] = []
+
+    def compare(one: str, other: str) -> bool:
+        compared.append((one, other))
+        return one == other
+
+    monkeypatch.setattr("hmac.compare_digest", compare)
+    acme, key = keyed("acme")
+    book = TenantDirectory()
+    book.put([acme])
+    for text in (key, make_key()[0], "nonsense", ""):
+        book.find(*parse_key(text), 0.0)
+    assert [len(one) + len(other) for one, other in compared] == [128] * 4
+
+
+def test_ten_thousand_tenants_are_told_in_parts_and_found() -> None:
+    """One message would hold up the gateway's loop; a key is found by its id."""
+    everybody = {}
+    for number in range(10_000):
+        key = Key(id=f"{number:012x}", digest=f"{number:064x}", made_at=0.0)
+        everybody[f"t{number}"] = Tenant(name=f"t{number}", keys=(key,))
+    tenanting = object.__new__(TenantManager)
+    tenanting.tenants, tenanting._poison = everybody, deque()
+    orders = list(tenanting.greeting())
+    assert len(orders) == 10_000 / CHUNK
+    assert [order["is_first"] for order in orders] == [True] + [False] * (
+        len(orders) - 1
+    )
+    book = TenantDirectory()
+    for order in orders:
+        book.put(tenant_from_json(said) for said in order["tenants"])
+    found = book.find(f"{9876:012x}", f"{9876:064x}", 0.0)
+    assert found is not None
+    assert found.name == "t9876"
+
+
+# Limits.
+
+
+@given(st.lists(st.floats(0.0, 5.0), min_size=1, max_size=200), st.integers(1, 12))
+def test_no_minute_has_more_than_the_limit(gaps: list[float], limit: int) -> None:
+    """Whenever requests come: in no 60 seconds are more let in."""
+    tenant, limiter = Tenant(name="a", rpm_limit=limit), RateLimiter()
+    let_in: list[float] = []
+    now = 1000.0
+    for gap in gaps:
+        now += gap
+        refusal = limiter.enter(tenant, 1, now)
+        if refusal is None:
+            limiter.leave(tenant)
+            let_in.append(now)
+        else:
+            assert 0 < refusal.after_s <= 61
+        assert sum(now - at < 60 for at in let_in) <= limit
+    later = now + 62
+    assert limiter.enter(tenant, 1, later) is None
+
+
+def test_parallel_requests_are_counted_until_they_end() -> None:
+    """One that ends makes room for one."""
+    tenant, limiter = Tenant(name="a", max_parallel_requests=2), RateLimiter()
+    assert limiter.enter(tenant, 1, 0.0) is None
+    assert limiter.enter(tenant, 1, 0.0) is None
+    refused = limiter.enter(tenant, 1, 0.0)
+    assert refused is not None
+    assert refused.what == "max_parallel_requests"
+    limiter.leave(tenant)
+    assert limiter.enter(tenant, 1, 0.0) is None
+    assert limiter.in_flight("a") == 2
+
+
+def test_bytes_are_owed_and_paid_back() -> None:
+    """A large request is let in once, and paid for by waiting."""
+    tenant, limiter = Tenant(name="a", bytes_per_s=100.0), RateLimiter()
+    assert limiter.enter(tenant, 1, 0.0) is None
+    limiter.spend(tenant, 1200)
+    limiter.leave(tenant)
+    refused = limiter.enter(tenant, 1, 1.0)
+    assert refused is not None
+    assert refused.after_s == pytest.approx(9.0, abs=0.1)
+    assert limiter.enter(tenant, 1, 1.0 + refused.after_s) is None
+
+
+def test_limits_are_divided_between_gateways_and_forgotten() -> None:
+    """Two gateways let in as much as one; who asks for nothing costs nothing."""
+    tenant, limiter = Tenant(name="a", rpm_limit=10), RateLimiter()
+    let_in = sum(limiter.enter(tenant, 2, 0.5) is None for _ in range(10))
+    assert let_in == 5
+    for _ in range(let_in):
+        limiter.leave(tenant)
+    limiter.forget(30.0)
+    assert limiter.enter(tenant, 2, 30.0) is not None
+    limiter.forget(200.0)
+    assert not limiter._used
+    free = Tenant(name="b")
+    limiter.enter(free, 1, 0.0)
+    limiter.leave(free)
+    assert not limiter._used
+
+
+# Quarantine.
+
+
+def test_poison_is_refused_for_its_tenant_and_nobody_else() -> None:
+    """The same request of another tenant is another request."""
+    quarantine = Quarantine()
+    assert quarantine.found("acme", "m", "d1", 0.0) == 0.0
+    assert quarantine.knows("acme", "m", "d1", 1.0)
+    assert not quarantine.knows("acme", "m", "d2", 1.0)
+    assert not quarantine.knows("beta", "m", "d1", 1.0)
+    assert not quarantine.is_suspicious("beta", "m")
+    assert not quarantine.knows("acme", "m", "d1", KNOWN_S + 1)
+
+
+def test_tenant_with_much_poison_is_refused_for_longer_each_time() -> None:
+    """Other models and other tenants are not meant."""
+    quarantine = Quarantine()
+    lengths = [quarantine.found("acme", "m", f"d{n}", float(n)) for n in range(FEW)]
+    assert lengths == [0.0] * (FEW - 1) + [FIRST_S]
+    assert quarantine.refused_s("acme", "m", 5.0) > 0
+    assert quarantine.refused_s("acme", "other", 5.0) == 0
+    assert quarantine.refused_s("beta", "m", 5.0) == 0
+    after = FEW + FIRST_S + 1
+    assert quarantine.refused_s("acme", "m", after) == 0
+    assert quarantine.found("acme", "m", "more", after) == 2 * FIRST_S
+    quarantine.forget(after + 3 * KNOWN_S)
+    assert not quarantine.is_suspicious("acme", "m")
+
+
+def test_clients_without_a_key_are_not_refused_for_each_other() -> None:
+    """Nobody knows who they are: only the very request is refused."""
+    quarantine = Quarantine()
+    for number in range(10):
+        assert quarantine.found("", "m", f"d{number}", 0.0) == 0.0
+    assert quarantine.refused_s("", "m", 0.1) == 0.0
+
+
+# The door.
+
+
+def headers(key: str) -> dict[str, str]:
+    """Return what a client sends."""
+    return {"authorization": f"Bearer {key}"}
+
+
+def test_door_lets_in_who_has_a_key() -> None:
+    """Others are refused, and counted."""
+    door = Authenticator(needs_key=True)
+    acme, key = keyed("acme", max_parallel_requests=1)
+    door.book.put([acme])
+    with pytest.raises(UnauthorizedError, match="needs an API key"):
+        door.enter({})
+    with pytest.raises(UnauthorizedError, match="not known"):
+        door.enter(headers(make_key()[0]))
+    visit = door.enter({"x-api-key": key})
+    with pytest.raises(OverloadedError, match="max_parallel_requests"):
+        door.enter(headers(key))
+    door.took(visit, 10)
+    visit.rows = 3
+    door.leave(visit, "m", 200)
+    assert dict(door.refused) == {
+        ("", "no key"): 1,
+        ("", "wrong key"): 1,
+        ("acme", "max_parallel_requests"): 1,
+    }
+    (told,) = door.meter.tell(0.0)
+    rows = {(row[1], row[2]): row[3:] for row in told[1]}
+    assert rows["acme", "m"][:4] == [1, 1, 0, 0]
+    assert rows["acme", ""][3] == 1
+    assert rows["", ""][3] == 2
+
+
+def test_door_without_keys_lets_everybody_in() -> None:
+    """OpenAI's clients send one by habit; a wrong one is refused once there are any."""
+    door = Authenticator(needs_key=False)
+    assert door.enter(headers("sk-anything")).tenant.name == ""
+    assert door.enter({}).tenant.name == ""
+    acme, key = keyed("acme")
+    door.book.put([acme])
+    assert door.enter(headers(key)).tenant is acme
+    assert door.enter({}).tenant.name == ""
+    with pytest.raises(UnauthorizedError):
+        door.enter(headers("sk-anything"))
+
+
+def test_door_refuses_what_kills() -> None:
+    """The request, and then the tenant; never somebody else."""
+    door = Authenticator(needs_key=False)
+    (acme, key), (beta, other) = keyed("acme"), keyed("beta")
+    door.book.put([acme, beta])
+    one, two = door.enter(headers(key)), door.enter(headers(other))
+    post = "m", "1"
+    assert not door.is_suspicious(acme, post)
+    door.poisonous("acme", post, "bad")
+    assert door.is_suspicious(acme, post)
+    for _ in range(3):  # texts of one call
+        with pytest.raises(RequestPoisonedError):
+            door.check(one, post, "bad")
+    assert door.refused["acme", "poisonous"] == 1
+    door.check(one, post, "good")
+    door.check(one, ("m", "2"), "bad")  # another version may not die of it
+    door.check(two, post, "bad")
+    for number in range(2):
+        door.poisonous("acme", post, f"d{number}")
+    with pytest.raises(QuarantinedError) as found:
+        door.check(one, post, "good")
+    assert found.value.retry_after_s > 10
+    door.check(two, post, "good")
+
+
+def test_digest_tells_requests_apart() -> None:
+    """By names, kinds, shapes and values."""
+    tensors = [
+        {"x": torch.zeros(2, 3)},
+        {"y": torch.zeros(2, 3)},
+        {"x": torch.zeros(3, 2)},
+        {"x": torch.zeros(2, 3, dtype=torch.int32)},
+        {"x": torch.ones(2, 3)},
+    ]
+    assert len({digest_of(one) for one in tensors}) == len(tensors)
+    strided = torch.zeros(3, 2).t()
+    assert digest_of({"x": strided}) == digest_of(tensors[0])
+
+
+# Metering, and what is written down.
+
+
+def test_usage_is_counted_once_however_often_it_is_told(tmp_path: Path) -> None:
+    """A controller that is lost before it confirms is told again, in whatever order."""
+    registry, meter = TenantDatabase(tmp_path / "r.db"), UsageMeter()
+    meter.at("acme", "m", 125.0).requests += 2
+    meter.at("acme", "m", 130.0).requests += 1
+    (first,) = meter.tell(0.0)
+    meter.at("acme", "m", 190.0).requests += 5
+    (second,) = meter.tell(1.0)
+    registry.add_usage("a meter", *second)
+    registry.add_usage("a meter", *first)
+    meter.tell_again()
+    assert meter.tell(2.0) == [first, second]
+    assert meter.tell(3.0) == []
+    assert meter.tell(2.0 + AGAIN_S) == [first, second]
+    for told in (second, first, second):
+        registry.add_usage("a meter", *told)
+        meter.confirmed(told[0])
+    assert meter.is_all_told
+    registry.add_usage("another meter", 1, [[180, "acme", "m", 1, *([0] * 7)]])
+    (row,) = registry.usage(None, 0.0, by_minute=False)
+    assert (row["requests"], row["first_minute"], row["last_minute"]) == (9, 120, 180)
+    assert len(registry.usage("acme", 0.0, by_minute=True)) == 2
+    assert registry.usage("acme", 180.0, by_minute=True)[0]["requests"] == 6
+    assert registry.usage("beta", 0.0, by_minute=True) == []
+    registry.close()
+
+
+def test_meter_keeps_what_nobody_confirms() -> None:
+    """A disk that is full for a while: it goes on counting, and tells all later."""
+    meter = UsageMeter()
+    told: dict[int, Any] = {}
+    for number in range(MOST_TOLD + 3):
+        meter.at("a", "m", number * 60.0).requests += 1
+        told.update(meter.tell(float(number)))
+    assert len(told) == MOST_TOLD
+    assert not meter.is_all_told
+    for number in told:
+        meter.confirmed(number)
+    (rest,) = meter.tell(100.0)
+    assert len(rest[1]) == 3
+
+
+def test_registry_survives_and_says_what_is_wrong(tmp_path: Path) -> None:
+    """Tenants are there again; a file that is none is named."""
+    path = tmp_path / "r.db"
+    registry = TenantDatabase(path)
+    acme, _ = keyed("acme", weight=2.0, models=("a*",))
+    registry.save(acme)
+    number = registry.audit("root", "POST /tenants", {"name": "acme"})
+    assert registry.audited(5)[0]["outcome"] == "begun"
+    registry.audit_outcome(number, "done")
+    registry.close()
+    assert path.stat().st_mode & 0o077 == 0
+    again = TenantDatabase(path)
+    assert again.tenants() == {"acme": acme}
+    assert again.audited(5)[0]["what"] == {"name": "acme"}
+    assert again.audited(5)[0]["outcome"] == "done"
+    again.delete("acme")
+    assert again.tenants() == {}
+    again.close()
+    bad = tmp_path / "bad.db"
+    bad.write_text("this is no database, whatever its name says" * 100)
+    with pytest.raises(ServeError, match="move it away"):
+        TenantDatabase(bad)
+
+
+async def test_tenants_are_changed_told_and_written_down(tmp_path: Path) -> None:
+    """Made, changed, rotated, revoked, removed; each gateway hears of each at once."""
+    registry = TenantDatabase(tmp_path / "r.db")
+    told: list[tuple[str, dict[str, Any]]] = []
+    tenanting = TenantManager(
+        registry, History(), lambda: ["gateway/1"], lambda *said: told.append(said)
+    )
+    _, key = await tenanting.create("acme", {"rpm_limit": 5})
+    assert told[-1][1]["tenants"][0]["rpm_limit"] == 5
+    assert key not in json.dumps(told)
+    with pytest.raises(ServeError, match="already"):
+        await tenanting.create("acme", {})
+    for wrong in ("Acme!", "acme\n", "m@acme"):
+        with pytest.raises(ServeError, match="lower-case"):
+            await tenanting.create(wrong, {})
+    with pytest.raises(UnknownTenantError):
+        await tenanting.change("beta", {})
+    changed = await tenanting.change("acme", {"rpm_limit": None, "models": ["x"]})
+    assert (changed.rpm_limit, changed.models) == (None, ("x",))
+    rotated, second = await tenanting.rotate("acme", 60.0)
+    assert second != key
+    ends = [k.expires_at for k in rotated.keys]
+    assert ends[0] is not None
+    assert ends[0] < time.time() + 61
+    assert ends[1] is None
+    with pytest.raises(UnknownTenantError, match="no key"):
+        await tenanting.revoke("acme", "nokey")
+    one = await tenanting.revoke("acme", key)  # its id, or all of it
+    assert len(one.keys) == 1
+    fresh, _ = await tenanting.rotate("acme", 0.0)
+    assert len(fresh.keys) == 1
+    assert (await tenanting.revoke("acme", None)).keys == ()
+    rows = [[60, "acme", "m", 1, 1, 0, 0, 1, 1, 1, 0.5]]
+    tenanting.used("gateway/1", {"meter": "x", "number": 1, "rows": rows})
+    await asyncio.wait(tenanting._writing)
+    assert told[-1][1] == {"kind": "usage kept", "number": 1}
+    await tenanting.delete("acme")
+    assert told[-1][1]["removed"] == ["acme"]
+    tenanting.poisonous(
+        "gateway/2", {"tenant": "a", "model": "m", "version": "1", "digest": "d"}
+    )
+    assert told[-1][1]["kind"] == "poisonous"
+    assert list(tenanting.greeting())[-1]["digest"] == "d", "who starts later is told"
+    await tenanting.close()
+    again = TenantDatabase(tmp_path / "r.db")
+    assert again.tenants() == {}
+    again.close()
+
+
+# Dedicated replicas, and the journal.
+
+SPEC = """
+models:
+  m:
+    factory: a:b
+    dedicated: [acme]
+    stages: [{}, {replicas: 2}]
+  "m@beta":
+    factory: a:b
+    stages: [{replicas: 3}, {}]
+"""
+
+
+def test_dedicated_models_are_models_of_their_own() -> None:
+    """As many replicas as the model has, or as it is written."""
+    app = parse_spec(SPEC)
+    assert list(app.models) == ["m", "m@acme", "m@beta"]
+    assert app.models["m@acme"].stages == app.models["m"].stages
+    assert app.models["m@beta"].stages[0].replicas == 3
+    again = type(app).model_validate(app.model_dump())
+    assert again == app
+    assert route_of("m", "acme", app.models) == "m@acme"
+    assert route_of("m", "gamma", app.models) == "m"
+    assert route_of("m", "", app.models) == "m"
+    assert is_dedicated("m@acme")
+    with pytest.raises(ServeError, match="there is no 'x'"):
+        parse_spec(SPEC.replace('"m@beta"', '"x@beta"'))
+
+
+def test_journal_keeps_decisions_with_what_they_were_made_from(tmp_path: Path) -> None:
+    """In memory without snapshots if those are not wanted; on disk with them."""
+    journal = DecisionLog(tmp_path / "d.jsonl")
+    for number in range(3):
+        journal.decide("scaling", "m", f"what {number}", {"rate": number}, {"now": 1.0})
+    journal.think("scaling", "m", "nothing new")
+    last = journal.last(2, with_snapshots=False)
+    assert [d["what"] for d in last] == ["what 1", "what 2"]
+    assert "snapshot" not in last[0]
+    assert journal.thoughts()[0]["what"] == "nothing new"
+    lines = (tmp_path / "d.jsonl").read_text().splitlines()
+    assert json.loads(lines[2])["snapshot"] == {"now": 1.0}

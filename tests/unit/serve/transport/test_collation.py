@@ -1,0 +1,151 @@
+"""Rows of several requests in one batch, and apart again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from multiworld.errors import InvalidRequestError, ModelFailedError, ServeError
+from multiworld.serve.spec.stage import Stage, StageContext, Tensors
+from multiworld.serve.transport.collation import (
+    collate,
+    group_of,
+    length_of,
+    rows_of,
+    split,
+)
+from multiworld.serve.worker.batch_queue import Work
+from multiworld.serve.worker.executor import Executor
+
+RAGGED = {"ids": -1, "out": 0.0}
+
+
+def ids(*lengths: int) -> list[Tensors]:
+    """Return requests of one row each with so many ids."""
+    return [{"ids": torch.arange(n).reshape(1, n) + 1} for n in lengths]
+
+
+def test_ragged_rows_are_padded_to_the_longest_and_cut_again() -> None:
+    """What was padding comes to nobody."""
+    requests = ids(2, 4, 3)
+    batch = collate(requests, RAGGED, ())
+    assert batch["ids"].tolist() == [[1, 2, -1, -1], [1, 2, 3, 4], [1, 2, 3, -1]]
+    lengths = [length_of(r, RAGGED) for r in requests]
+    outputs = {"out": batch["ids"] * 2, "sum": batch["ids"].sum(1)}
+    shares = split(outputs, [1, 1, 1], lengths, RAGGED, "s")
+    assert [s["out"].tolist() for s in shares] == [
+        [[2, 4]],
+        [[2, 4, 6, 8]],
+        [[2, 4, 6]],
+    ]
+    assert [s["sum"].shape for s in shares] == [(1,), (1,), (1,)]
+
+
+def test_buckets_are_lengths_to_pad_to() -> None:
+    """The longest that is in none stays as it is."""
+    assert collate(ids(3, 5), RAGGED, (4, 8))["ids"].shape == (2, 8)
+    assert collate(ids(9), RAGGED, (4, 8))["ids"].shape == (1, 9)
+
+
+def test_groups_differ_in_names_dtypes_and_fixed_dimensions() -> None:
+    """Only these; rows and ragged lengths may differ."""
+    a, b = ids(2, 7)
+    assert group_of(a, RAGGED) == group_of(b, RAGGED)
+    assert group_of(a, {}) != group_of(b, {})
+    wider = {"ids": torch.zeros(1, 2, 3, dtype=torch.int64)}
+    assert group_of(a, RAGGED) != group_of(wider, RAGGED)
+    assert group_of(a, RAGGED) != group_of({"ids": a["ids"].float()}, RAGGED)
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [{}, {"a": torch.tensor(1)}, {"a": torch.zeros(2), "b": torch.zeros(3)}],
+)
+def test_rows_must_agree(tensors: Tensors) -> None:
+    """And be there."""
+    with pytest.raises(InvalidRequestError, match="number of rows"):
+        rows_of(tensors)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "words"),
+    [
+        (None, "returned a NoneType"),
+        ({}, "returned a dict"),
+        ({"y": [1, 2]}, "a list for 'y'"),
+        ({"y": torch.zeros(3)}, "with 2 rows"),
+        ({"y": torch.tensor(1.0)}, "with 2 rows"),
+    ],
+)
+def test_outputs_that_are_no_rows_are_the_models_fault(
+    outputs: Tensors, words: str
+) -> None:
+    """The message says what to return."""
+    with pytest.raises(ModelFailedError, match=words):
+        split(outputs, [1, 1], [0, 0], {}, "s")
+
+
+def work(number: int, value: float) -> Work:
+    """Return one row of work."""
+    content = {"x": torch.tensor([[value]])}
+    return Work(("r", number, 1), "g", 1, 1e9, 0.0, content=content)
+
+
+async def run(function: object, values: list[float]) -> list[Tensors | ServeError]:
+    """Run a batch of one-row requests through a stage."""
+    runner = Executor(Stage(load=lambda context: function), "s", 1)  # type: ignore[arg-type,return-value]
+    await runner.load(StageContext())
+    try:
+        return await runner.run([work(n, v) for n, v in enumerate(values)])
+    finally:
+        runner.close()
+
+
+async def test_bad_row_fails_its_row_only() -> None:
+    """With the model's own words; others get their answers."""
+
+    def stage(tensors: Tensors) -> Tensors:
+        if (tensors["x"] < 0).any():
+            raise ValueError("a negative one")
+        return {"y": tensors["x"].sqrt()}
+
+    good, bad, also_good = await run(stage, [4.0, -1.0, 9.0])
+    assert isinstance(good, dict)
+    assert isinstance(also_good, dict)
+    assert (good["y"].item(), also_good["y"].item()) == (2.0, 3.0)
+    assert isinstance(bad, ModelFailedError)
+    assert "ValueError: a negative one" in str(bad)
+
+
+async def test_what_the_model_refuses_is_the_clients_fault() -> None:
+    """400, not 500."""
+
+    def stage(tensors: Tensors) -> Tensors:
+        raise InvalidRequestError("too long")
+
+    (refused,) = await run(stage, [1.0])
+    assert isinstance(refused, InvalidRequestError)
+    assert refused.status == 400
+
+
+async def test_models_run_off_the_loop_without_gradients() -> None:
+    """Other worlds live there."""
+    grads: list[bool] = []
+
+    def stage(tensors: Tensors) -> Tensors:
+        grads.append(torch.is_grad_enabled())
+        time.sleep(0.3)
+        return tensors
+
+    turns = 0
+    running = asyncio.ensure_future(run(stage, [1.0]))
+    while not running.done():
+        await asyncio.sleep(0.01)
+        turns += 1
+    assert turns > 5
+    assert grads == [False]
+    assert isinstance(running.result()[0]["x"], Tensor)  # type: ignore[index]

@@ -1,0 +1,62 @@
+"""The routing table, its edges and its encoding."""
+
+from __future__ import annotations
+
+import pytest
+
+from multiworld.serve.transport.routing_table import (
+    Replica,
+    ReplicaState,
+    Route,
+    RoutingTable,
+    edges_of,
+    table_from_json,
+)
+
+READY = ReplicaState.READY
+
+
+def a_table() -> RoutingTable:
+    """Return two gateways and stages of one, two and one replicas."""
+    replicas = [
+        Replica(f"m/{stage}/{n}", "m", "1", stage, READY)
+        for n, stage in enumerate((0, 1, 1, 2))
+    ]
+    return RoutingTable(
+        3, ("g/1", "g/2"), {"m": Route("1", {"1": 3})}, {r.name: r for r in replicas}
+    )
+
+
+def test_edges_have_two_ends_that_agree() -> None:
+    """The same name, both ranks, and the upper one is rank 0."""
+    table = a_table()
+    processes = [*table.gateways, *table.replicas]
+    ends = {
+        (process, edge.peer): edge
+        for process in processes
+        for edge in edges_of(table, process).values()
+    }
+    for (process, peer), edge in ends.items():
+        other = ends[peer, process]
+        assert other.world == edge.world
+        assert {other.rank, edge.rank} == {0, 1}
+        assert edge.is_upstream == (edge.rank == 1)
+    # every gateway to every replica, and neighbours of the chain
+    assert len(ends) == 2 * (2 * 4 + 2 + 2)
+    assert edges_of(table, "stranger") == {}
+
+
+def test_edges_when_versions_differ_then_none() -> None:
+    """Two versions of a model never talk to each other."""
+    table = a_table()
+    newer = Replica("m/1/9", "m", "2", 1, READY)
+    both = RoutingTable(4, (), table.routes, {**table.replicas, newer.name: newer})
+    assert edges_of(both, newer.name) == {}
+
+
+def test_table_survives_the_wire() -> None:
+    """And garbage is refused."""
+    table = a_table()
+    assert table_from_json(table.to_json()) == table
+    with pytest.raises(ValueError, match="number"):
+        table_from_json({"number": "many"})

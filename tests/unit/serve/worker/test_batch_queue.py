@@ -1,0 +1,118 @@
+"""Which work runs together, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from multiworld.serve.worker.batch_queue import BatchQueue, Work
+
+
+def work(
+    number: int,
+    *,
+    group: Hashable = "g",
+    rows: int = 1,
+    at: float = 0.0,
+    deadline: float = 100.0,
+    is_solo: bool = False,
+    router: str = "r",
+) -> Work:
+    """Return a piece of work."""
+    return Work((router, number, 1), group, rows, deadline, at, is_solo)
+
+
+def numbers(batch: list[Work]) -> list[int]:
+    """Return whose it is."""
+    return [w.key[1] for w in batch]
+
+
+def test_batch_when_no_wait_then_what_is_there() -> None:
+    """A replica that is free takes what has arrived."""
+    batcher = BatchQueue(4, 0.0)
+    for number in range(3):
+        batcher.add(work(number))
+    assert numbers(batcher.take(0.0)) == [0, 1, 2]
+    assert batcher.take(0.0) == []
+    assert batcher.due_at() is None
+
+
+def test_batch_when_full_then_the_rest_waits() -> None:
+    """Rows count, not requests; and the order stays."""
+    batcher = BatchQueue(4, 0.0)
+    for number, rows in enumerate((2, 1, 2, 1)):
+        batcher.add(work(number, rows=rows))
+    assert numbers(batcher.take(0.0)) == [0, 1]
+    assert numbers(batcher.take(0.0)) == [2, 3]
+
+
+def test_batch_when_waiting_is_asked_for_then_due_later_or_when_full() -> None:
+    """The oldest decides."""
+    batcher = BatchQueue(2, 0.5)
+    batcher.add(work(0, at=1.0))
+    assert batcher.take(1.4) == []
+    assert batcher.due_at() == 1.5
+    batcher.add(work(1, at=1.4))
+    assert numbers(batcher.take(1.4)) == [0, 1]
+    batcher.add(work(2, at=2.0))
+    assert numbers(batcher.take(2.5)) == [2]
+
+
+def test_batch_when_groups_differ_then_one_at_a_time() -> None:
+    """The oldest's group first; others keep their place."""
+    batcher = BatchQueue(8, 0.0)
+    for number, group in enumerate("abab"):
+        batcher.add(work(number, group=group))
+    assert numbers(batcher.take(0.0)) == [0, 2]
+    assert numbers(batcher.take(0.0)) == [1, 3]
+
+
+def test_suspect_runs_alone_and_without_waiting() -> None:
+    """Nobody shares its batch, before or after it."""
+    batcher = BatchQueue(8, 10.0)
+    batcher.add(work(0, is_solo=True))
+    batcher.add(work(1))
+    batcher.add(work(2, is_solo=True))
+    assert numbers(batcher.take(0.0)) == [0]
+    assert batcher.take(0.0) == []
+    assert numbers(batcher.take(10.0)) == [1]
+    assert numbers(batcher.take(10.0)) == [2]
+
+
+def test_what_nobody_wants_is_forgotten() -> None:
+    """By key, by router, by deadline."""
+    batcher = BatchQueue(8, 0.0)
+    batcher.add(work(0))
+    batcher.add(work(1, router="other"))
+    batcher.add(work(2, deadline=5.0))
+    batcher.add(work(3))
+    first = batcher.cancel(("r", 0, 1))
+    assert first is not None
+    assert batcher.cancel(("r", 0, 1)) is None
+    assert numbers(batcher.cancel_of("other")) == [1]
+    assert numbers(batcher.expired(5.0)) == [2]
+    assert numbers(batcher.take(5.0)) == [3]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("ab"), st.integers(1, 4), st.booleans()), max_size=30
+    ),
+    st.integers(4, 8),
+)
+def test_everything_runs_once_within_the_limits(
+    wishes: list[tuple[str, int, bool]], limit: int
+) -> None:
+    """Whatever comes in what order."""
+    batcher = BatchQueue(limit, 0.0)
+    for number, (group, rows, is_solo) in enumerate(wishes):
+        batcher.add(work(number, group=group, rows=rows, is_solo=is_solo))
+    seen: list[int] = []
+    while batch := batcher.take(0.0):
+        assert sum(w.rows for w in batch) <= limit
+        assert len({w.group for w in batch}) == 1
+        assert len(batch) == 1 or not any(w.is_solo for w in batch)
+        seen += numbers(batch)
+    assert sorted(seen) == list(range(len(wishes)))
