@@ -43,10 +43,11 @@ from multiworld.serve.control.client import Service
 from multiworld.serve.load.generator import Load, Target
 from multiworld.serve.load.summary import Sample, quantile
 from multiworld.serve.scaling import default_policy, reference_policies
+from multiworld.serve.simulation.arrival import Arrival
 from multiworld.serve.simulation.engine import simulate
 from multiworld.serve.simulation.model_builder import pipeline_of, with_fleet
 from multiworld.serve.simulation.score import judge
-from multiworld.serve.simulation.traces import Arrival, generated
+from multiworld.serve.simulation.traces import generated
 from multiworld.serve.spec.loader import parse_spec
 
 MS = (40.0, 120.0)

@@ -23,7 +23,7 @@ from multiworld import (
     WorldManager,
     WorldReady,
 )
-from multiworld.incarnation.events import QUEUE_LIMIT, EventHub
+from multiworld.incarnation.event_hub import QUEUE_LIMIT, EventHub
 from multiworld.incarnation.lifecycle import Failed
 from multiworld.rendezvous.store_server import StoreServer
 from multiworld.testing import Arena, ProcessFleet, no_leaks

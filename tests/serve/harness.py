@@ -20,7 +20,7 @@ import orjson
 import yaml
 
 from multiworld.serve.control.client import Service
-from multiworld.serve.launchers.local import began_at
+from multiworld.serve.launchers.base import began_at
 from multiworld.serve.load.generator import Load, inference
 from multiworld.serve.load.summary import Sample
 from tests.serve.models import FINE, expected

@@ -15,7 +15,7 @@ from rich.table import Table
 from multiworld.errors import ServeError
 from multiworld.serve.control.client import Service
 from multiworld.serve.fleet.record import StateFolder
-from multiworld.serve.launchers.local import began_at
+from multiworld.serve.launchers.base import began_at
 
 WATCH_S = 0.5
 END_S = 60.0

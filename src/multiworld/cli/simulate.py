@@ -23,6 +23,7 @@ from multiworld.serve.scaling import default_policy, reference_policies
 from multiworld.serve.scaling.gears import gear_for, gears_of
 from multiworld.serve.scaling.snapshot import Policy
 from multiworld.serve.simulation import traces
+from multiworld.serve.simulation.arrival import Arrival
 from multiworld.serve.simulation.engine import (
     PipelineModel,
     Room,
@@ -38,7 +39,6 @@ from multiworld.serve.simulation.model_builder import (
 )
 from multiworld.serve.simulation.oracle import with_foresight
 from multiworld.serve.simulation.score import Score, judge
-from multiworld.serve.simulation.traces import Arrival
 from multiworld.serve.spec.loader import load_spec
 from multiworld.serve.spec.profiles import load_profile
 from multiworld.serve.spec.schema import AppSpec, ModelSpec

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from multiworld.serve.models.modules import Module
+from multiworld.serve.spec.module import Module
 from multiworld.serve.spec.stage import (
     Model,
     Stage,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 from torch.distributed import ReduceOp
@@ -11,10 +11,27 @@ from torch.distributed import ReduceOp
 from multiworld.errors import BrokenWorldException, UnknownWorldError
 
 if TYPE_CHECKING:
-    from multiworld.world.manager import WorldManager
     from multiworld.world.world import World
 
 __all__ = ["BrokenWorldException", "WorldCommunicator"]
+
+
+class Worlds(Protocol):
+    """What a communicator needs of a manager."""
+
+    @property
+    def worlds(self) -> Mapping[str, World]:
+        """The open worlds, by name."""
+
+    def world(self, name: str) -> World:
+        """Return the open world of that name.
+
+        Args:
+            name: The name that it was joined under.
+
+        Raises:
+            UnknownWorldError: This process is not in such a world.
+        """
 
 
 class WorldCommunicator:
@@ -24,7 +41,7 @@ class WorldCommunicator:
     is as on ``World``: what is raised, and what cancelling does.
     """
 
-    def __init__(self, manager: WorldManager) -> None:
+    def __init__(self, manager: Worlds) -> None:
         self._manager = manager
 
     def _world(self, name: str) -> World:

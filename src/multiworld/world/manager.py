@@ -27,7 +27,8 @@ from multiworld.errors import (
     WorldClosedError,
     WorldExistsError,
 )
-from multiworld.incarnation.events import Event, EventHub
+from multiworld.incarnation.event_hub import EventHub
+from multiworld.incarnation.events import Event
 from multiworld.incarnation.lifecycle import CloseAsked
 from multiworld.liveness.watchdog import WatchDog
 from multiworld.net.security import Security

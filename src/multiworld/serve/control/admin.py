@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Literal
 
+import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
@@ -69,7 +70,8 @@ def make_admin(controller: Controller, ended: asyncio.Event) -> FastAPI:
     async def status(reports: bool = False) -> dict[str, Any]:
         found = controller.status()
         if reports:
-            found["reports"] = await controller.reports()
+            told = await controller.reports()
+            found["reports"] = msgspec.to_builtins({**told.workers, **told.gateways})
         return found
 
     @app.get("/nodes")

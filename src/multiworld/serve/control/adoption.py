@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from multiworld.serve.fleet.record import ProcessRecord
 from multiworld.serve.fleet.state import Process, ProcessPhase
-from multiworld.serve.launchers.local import Launcher, RunningProcess
+from multiworld.serve.launchers.base import Launcher, RunningProcess
 from multiworld.serve.placement.replica_bookings import Specs
 
 Adopted = tuple[ProcessRecord, RunningProcess, Process]

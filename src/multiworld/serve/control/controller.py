@@ -42,7 +42,7 @@ from multiworld.serve.fleet.history import History
 from multiworld.serve.fleet.reconciler import Reconciler
 from multiworld.serve.fleet.record import Record, StateFolder, StoreRecord
 from multiworld.serve.fleet.state import DesiredState, Process, ProcessPhase
-from multiworld.serve.launchers.local import Launcher, RunningProcess
+from multiworld.serve.launchers.base import Launcher, RunningProcess
 from multiworld.serve.models.factory import check_policies, import_factory
 from multiworld.serve.placement.manager import PlacementManager
 from multiworld.serve.placement.replica_bookings import Specs
@@ -51,7 +51,24 @@ from multiworld.serve.resources.assignment import assign
 from multiworld.serve.scaling.autoscaler import Autoscaler
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 from multiworld.serve.tenants.database import TenantDatabase
-from multiworld.serve.worker.process import args_of
+from multiworld.serve.transport.process_args import args_of
+from multiworld.serve.transport.protocol import (
+    Applied,
+    Cut,
+    Finish,
+    FleetReport,
+    Loaded,
+    ModelNeeded,
+    News,
+    Order,
+    Outgrown,
+    PoisonFound,
+    Probed,
+    ProbeReplica,
+    Reports,
+    TableChanged,
+    UsageTold,
+)
 from multiworld.world.manager import WorldManager
 
 logger = logging.getLogger("multiworld.serve")
@@ -175,15 +192,7 @@ class Controller:
     async def _spread_reports(self) -> None:
         """Tell the gateways what every replica says of itself, for their metrics."""
         reports = await self.reports()
-        order = {
-            "kind": "fleet",
-            "events": dict(self.history.kinds),
-            "replicas": {
-                name: said
-                for name, said in reports.items()
-                if said is not None and not _is_gateway(name)
-            },
-        }
+        order = FleetReport(dict(self.history.kinds), reports.workers)
         for name in self._joined_gateways():
             self._links.send(name, order)
 
@@ -350,7 +359,7 @@ class Controller:
         running = self._running[name]
         self._say("chaos", f"{action} {name} (process {running.pid})", name)
         if action == "cut":
-            self._links.send(name, {"kind": "cut", "seconds": seconds})
+            self._links.send(name, Cut(seconds))
         else:
             number = signal.SIGKILL if action == "kill" else signal.SIGSTOP
             self._launcher.kill(running, number)
@@ -375,8 +384,8 @@ class Controller:
         """Where clients find the gateways."""
         return url_of(self.app.gateway, self.port)
 
-    async def reports(self, limit_s: float = REPORT_S) -> dict[str, Any]:
-        """Ask every process what it does; None for one that does not answer in time.
+    async def reports(self, limit_s: float = REPORT_S) -> Reports:
+        """Ask every process for a report; leave out those that do not answer in time.
 
         Cancellation: safe.
         """
@@ -422,11 +431,11 @@ class Controller:
             case actions.Kill(name):
                 self._forget(name)
             case actions.Probe(name, gateway):
-                self._links.send(gateway, {"kind": "probe", "replica": name})
+                self._links.send(gateway, ProbeReplica(name))
             case actions.Finish(name):
-                self._links.send(name, {"kind": "finish"})
+                self._links.send(name, Finish())
             case actions.Announce(table):
-                order = {"kind": "table", "table": table.to_json()}
+                order = TableChanged(table)
                 for name in self._links.names:
                     self._links.send(name, order)
             case actions.Say(kind, text, name):
@@ -520,7 +529,7 @@ class Controller:
         self._in_launch.add(name)
         try:
             running = await self._launcher.launch(
-                name, args.model_dump(), self.log_of(name), spot, need
+                name, args, self.log_of(name), spot, need
             )
         except LaunchError as error:
             self.places.ledger.release(name)
@@ -541,9 +550,9 @@ class Controller:
 
     # What the links tell; see ``LinkOwner``.
 
-    def greeting(self, name: str) -> list[dict[str, Any]]:
-        """Return what a process that has joined is told first."""
-        table = {"kind": "table", "table": self.fleet.table.to_json()}
+    def greeting(self, name: str) -> list[Order]:
+        """Return the first orders of a process that has joined."""
+        table = TableChanged(self.fleet.table)
         if not _is_gateway(name):
             return [table]
         return [models_order(self._specs), *self.tenanting.greeting(), table]
@@ -552,23 +561,23 @@ class Controller:
         """Take note that a process has joined."""
         self._handle(events.Joined(name))
 
-    def news(self, name: str, news: dict[str, Any]) -> None:
-        """Take note of what a process tells."""
-        match news["kind"]:
-            case "loaded":
+    def news(self, name: str, news: News) -> None:
+        """Handle what a process tells."""
+        match news:
+            case Loaded():
                 self._handle(events.Loaded(name))
-            case "applied":
-                self._handle(events.Applied(name, news["number"]))
-            case "usage":
+            case Applied(number):
+                self._handle(events.Applied(name, number))
+            case UsageTold():
                 self.tenanting.used(name, news)
-            case "poisonous":
+            case PoisonFound():
                 self.tenanting.poisonous(name, news)
-            case "wanted":
-                self.scaler.wake(news["model"])
-            case "outgrown":
-                self.placer.outgrown(name, news["used"], news["limit"])
-            case "probed":
-                self._handle(events.Probed(news["replica"], news["error"]))
+            case ModelNeeded(model):
+                self.scaler.wake(model)
+            case Outgrown(used, limit):
+                self.placer.outgrown(name, used, limit)
+            case Probed(replica, error):
+                self._handle(events.Probed(replica, error))
 
     def lost(self, name: str, error: MemberLostError) -> None:
         """Take note that a process is lost."""

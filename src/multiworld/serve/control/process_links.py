@@ -6,11 +6,22 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Protocol
 
 from multiworld.config import WorldConfig
 from multiworld.errors import MemberLostError, WorldBrokenError, WorldClosedError
 from multiworld.serve.transport.control_agent import control_world
+from multiworld.serve.transport.messages import receive
+from multiworld.serve.transport.protocol import (
+    NEWS,
+    ORDERS,
+    AskReport,
+    MessageError,
+    News,
+    Order,
+    Report,
+    Reports,
+)
 from multiworld.world.manager import WorldManager
 from multiworld.world.world import World
 
@@ -19,8 +30,6 @@ logger = logging.getLogger("multiworld.serve")
 JOIN_S = 20.0
 REPORT_S = 2.0
 """How long a process may take to say what it does."""
-
-Order = dict[str, Any]
 
 
 class ProcessLinkOwner(Protocol):
@@ -32,15 +41,23 @@ class ProcessLinkOwner(Protocol):
     def joined(self, name: str) -> None:
         """Take note that a process has joined, and has been greeted."""
 
-    def news(self, name: str, news: dict[str, Any]) -> None:
-        """Take note of what a process tells."""
+    def news(self, name: str, news: News) -> None:
+        """Handle what a process tells."""
 
     def lost(self, name: str, error: MemberLostError) -> None:
         """Take note that a process is lost."""
 
 
 class ProcessLinks:
-    """The control worlds of a service."""
+    """The control worlds of a service.
+
+    Args:
+        manager: Keeps the worlds.
+        app: Name of the service.
+        store: Address of the store.
+        silence_s: Seconds without a sign after which a process is lost.
+        owner: Told what happens.
+    """
 
     def __init__(
         self,
@@ -58,7 +75,7 @@ class ProcessLinks:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._worlds: dict[str, World] = {}
         self._sending: set[asyncio.Task[None]] = set()
-        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._asked: dict[int, asyncio.Future[Report]] = {}
         self._numbers = itertools.count(1)
         self._loop = asyncio.get_running_loop()
 
@@ -96,22 +113,29 @@ class ProcessLinks:
             self._sending.add(task)
             task.add_done_callback(self._sending.discard)
 
-    async def reports(self, limit_s: float = REPORT_S) -> dict[str, Any]:
-        """Ask every process what it does; None for one that does not answer in time.
+    async def reports(self, limit_s: float = REPORT_S) -> Reports:
+        """Ask every process for a report; leave out those that do not answer in time.
 
         Cancellation: safe.
         """
         names = self.names
         answers = await asyncio.gather(*(self._ask(name, limit_s) for name in names))
-        return dict(zip(names, answers, strict=True))
+        found = Reports()
+        for name, answer in zip(names, answers, strict=True):
+            if answer is not None and answer.worker is not None:
+                found.workers[name] = answer.worker
+            elif answer is not None and answer.gateway is not None:
+                found.gateways[name] = answer.gateway
+        return found
 
-    async def _ask(self, name: str, limit_s: float) -> Any:
+    async def _ask(self, name: str, limit_s: float) -> Report | None:
         number = next(self._numbers)
         self._asked[number] = future = self._loop.create_future()
-        self.send(name, {"kind": "report", "ask": number})
+        self.send(name, AskReport(number))
         try:
             async with asyncio.timeout(limit_s):
-                return await future
+                report: Report = await future
+                return report
         except TimeoutError:
             return None
         finally:
@@ -143,16 +167,21 @@ class ProcessLinks:
 
     async def _read(self, name: str, world: World) -> None:
         while True:
-            news = await world.recv_object(src=1)
-            future = self._asked.get(news.get("ask", 0))
-            if future is None:
+            try:
+                news = await receive(world, NEWS, src=1)
+            except MessageError as error:  # of another release; the rest is understood
+                logger.error("%s: %s", name, error)
+                continue
+            if not isinstance(news, Report):
                 self._owner.news(name, news)
-            elif not future.done():
-                future.set_result(news["what"])
+                continue
+            future = self._asked.get(news.number)
+            if future is not None and not future.done():
+                future.set_result(news)
 
 
 async def _send(world: World, order: Order) -> None:
     try:
-        await world.send_object(order, dst=1)
+        await world.send_object(ORDERS.encode(order), dst=1, tag=ORDERS.tag)
     except (WorldBrokenError, WorldClosedError):
         pass  # its link finds out

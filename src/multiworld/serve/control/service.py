@@ -21,19 +21,19 @@ from multiworld.serve.control.store_process import end_store, start_store
 from multiworld.serve.fleet.record import Record, StateFolder, StoreRecord
 from multiworld.serve.gateway.embedded_server import EmbeddedServer
 from multiworld.serve.gateway.process import listen
-from multiworld.serve.launchers.local import Launcher, LocalLauncher
+from multiworld.serve.launchers.base import Launcher, LauncherContext
+from multiworld.serve.launchers.registry import check_launcher, make_launcher
 from multiworld.serve.models.factory import build_model, check_policies, modules_of
 from multiworld.serve.resources.amounts import MIB, Node
 from multiworld.serve.resources.inventory import this_node
 from multiworld.serve.spec.datatypes import example_of
-from multiworld.serve.spec.schema import AppSpec, RaySpec
+from multiworld.serve.spec.schema import AppSpec
 from multiworld.world.manager import WorldManager
 
 PRELOAD = [
     "torch",
-    "multiworld.serve.worker.process",
+    "multiworld.serve.launchers.entry",
     "multiworld.serve.gateway.process",
-    "multiworld.serve.routing.dispatcher",
 ]
 
 
@@ -74,6 +74,7 @@ async def _run(
     if app.host == "auto":
         app = app.model_copy(update={"host": old.app.host if old else own_address()})
     check_policies(app)
+    check_launcher(app.launcher)
     preload = _preload(app)
     env = {"MULTIWORLD_SECRET": folder.secret(), "HF_HUB_OFFLINE": "1"}
     reserved, port = _reserve(app, old)
@@ -183,18 +184,17 @@ async def _launcher(
         if holder:
             holder[0].nodes_changed()
 
-    log = folder.logs / "launcher.log"
-    local = LocalLauncher(preload, env, log, exited, machine_of(app))
-    if app.launcher == "local":
-        return local
-    from multiworld.serve.launchers.ray.launcher import RayLauncher
-
-    log = folder.logs / "ray.log"
-    launcher = RayLauncher(
-        app.app, local, app.ray or RaySpec(), env, log, exited, nodes_changed
+    context = LauncherContext(
+        app=app,
+        preload=preload,
+        env=env,
+        logs=folder.logs,
+        node=machine_of(app),
+        on_exit=exited,
+        on_nodes=nodes_changed,
+        is_new=is_new,
     )
-    await launcher.start(is_new=is_new)
-    return launcher
+    return await make_launcher(context)
 
 
 def own_address() -> str:

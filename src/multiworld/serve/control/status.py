@@ -12,9 +12,10 @@ from typing import Any
 from multiworld.serve.fleet.reconciler import Reconciler
 from multiworld.serve.fleet.record import ProcessRecord, Record, StoreRecord
 from multiworld.serve.fleet.state import ProcessPhase
-from multiworld.serve.launchers.local import RunningProcess
+from multiworld.serve.launchers.base import RunningProcess
 from multiworld.serve.placement.replica_bookings import ReplicaBookings, Specs
 from multiworld.serve.spec.schema import AppSpec, GatewaySpec
+from multiworld.serve.transport.protocol import ModelsChanged
 
 LAST_WORDS = 300
 
@@ -126,13 +127,14 @@ def url_of(gateway: GatewaySpec, port: int) -> str:
     return f"{scheme}://{shown}:{port}"
 
 
-def models_order(specs: Specs) -> dict[str, Any]:
-    """Return what gateways are told: every version that is known may answer."""
-    models = {
-        name: {version: spec.model_dump() for version, spec in versions.items()}
-        for name, versions in specs.items()
-    }
-    return {"kind": "models", "models": models}
+def models_order(specs: Specs) -> ModelsChanged:
+    """Return the order that tells gateways every version that may answer."""
+    return ModelsChanged(
+        {
+            name: {v: spec.model_dump_json() for v, spec in versions.items()}
+            for name, versions in specs.items()
+        }
+    )
 
 
 def last_words(log: Path) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from multiworld.errors import LaunchError
 from multiworld.serve.fleet.record import StateFolder, StoreRecord
-from multiworld.serve.launchers.local import began_at
+from multiworld.serve.launchers.base import began_at
 
 START_S = 30.0
 END_S = 5.0

@@ -8,7 +8,7 @@ import logging
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -20,6 +20,14 @@ from multiworld.serve.tenants.database import TenantDatabase
 from multiworld.serve.tenants.directory import Key, Tenant, tenant_from_json
 from multiworld.serve.tenants.keys import make_key, parse_key
 from multiworld.serve.tenants.quarantine import KNOWN_S
+from multiworld.serve.transport.protocol import (
+    AllTenants,
+    Order,
+    PoisonFound,
+    TenantsChanged,
+    UsageStored,
+    UsageTold,
+)
 
 logger = logging.getLogger("multiworld.serve")
 
@@ -29,7 +37,7 @@ CHUNK = 500
 POISON = 1024
 """Poisonous requests that a gateway which starts later is told of."""
 
-Send = Callable[[str, dict[str, Any]], None]
+Send = Callable[[str, Order], None]
 """Tells a gateway something."""
 
 
@@ -60,7 +68,7 @@ class TenantManager:
         self._history, self._gateways, self._send = history, gateways, send
         self.tenants = registry.tenants()
         self._lock = asyncio.Lock()
-        self._poison: deque[tuple[float, dict[str, Any]]] = deque(maxlen=POISON)
+        self._poison: deque[tuple[float, PoisonFound]] = deque(maxlen=POISON)
         self._writing: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
@@ -74,55 +82,52 @@ class TenantManager:
 
     # What gateways are told, and tell.
 
-    def greeting(self) -> Iterator[dict[str, Any]]:
-        """Yield what a gateway that has joined is told."""
-        everybody = [tenant.to_json() for tenant in self.tenants.values()]
+    def greeting(self) -> Iterator[Order]:
+        """Yield the first orders of a gateway that has joined."""
+        everybody = tuple(self.tenants.values())
         count = max(1, len(everybody))
         for begin in range(0, count, CHUNK):
-            yield {
-                "kind": "all tenants",
-                "tenants": everybody[begin : begin + CHUNK],
-                "is_first": begin == 0,
-                "is_last": begin + CHUNK >= count,
-            }
+            yield AllTenants(
+                everybody[begin : begin + CHUNK],
+                is_first=begin == 0,
+                is_last=begin + CHUNK >= count,
+            )
         limit = time.time() - KNOWN_S
-        for at, news in self._poison:
+        for at, found in self._poison:
             if at > limit:
-                yield {**news, "kind": "poisonous"}
+                yield found
 
-    def _tell(self, tenants: list[Tenant], removed: list[str]) -> None:
-        said = [tenant.to_json() for tenant in tenants]
+    def _tell(self, tenants: Sequence[Tenant], removed: Sequence[str]) -> None:
         for name in self._gateways():
-            self._send(name, _order(said, removed))
+            self._send(name, TenantsChanged(tuple(tenants), tuple(removed)))
 
-    def used(self, gateway: str, news: dict[str, Any]) -> None:
-        """Write down what a gateway tells, and confirm it."""
-        self._spawn(self._keep(gateway, news["meter"], news["number"], news["rows"]))
+    def used(self, gateway: str, usage: UsageTold) -> None:
+        """Store what a gateway tells of usage, and confirm it."""
+        self._spawn(self._keep(gateway, usage))
 
-    async def _keep(
-        self, gateway: str, meter: str, number: int, rows: list[Any]
-    ) -> None:
+    async def _keep(self, gateway: str, usage: UsageTold) -> None:
+        add = self.registry.add_usage
         try:
-            await asyncio.to_thread(self.registry.add_usage, meter, number, rows)
+            await asyncio.to_thread(add, usage.meter, usage.number, usage.rows)
         except ServeError as error:
-            logger.error("usage cannot be written down: %s", error)
+            logger.error("usage cannot be stored: %s", error)
             return  # the gateway tells it again
-        self._send(gateway, {"kind": "usage kept", "number": number})
+        self._send(gateway, UsageStored(usage.number))
 
     def _spawn(self, body: Any) -> None:
         task = asyncio.get_running_loop().create_task(body)
         self._writing.add(task)
         task.add_done_callback(self._writing.discard)
 
-    def poisonous(self, gateway: str, news: dict[str, Any]) -> None:
-        """Take note of a request that kills replicas; the other gateways are told."""
-        self._poison.append((time.time(), news))
-        whose = news["tenant"] or "a client without a key"
-        text = f"a request of {whose} to {news['model']} ({news['version']})"
+    def poisonous(self, gateway: str, found: PoisonFound) -> None:
+        """Remember a request that kills replicas, and tell the other gateways."""
+        self._poison.append((time.time(), found))
+        whose = found.tenant or "a client without a key"
+        text = f"a request of {whose} to {found.model} ({found.version})"
         self._history.say("quarantined", f"{text} is not tried again")
         for name in self._gateways():
             if name != gateway:
-                self._send(name, {**news, "kind": "poisonous"})
+                self._send(name, found)
 
     # What administrators ask.
 
@@ -224,10 +229,6 @@ class TenantManager:
             await asyncio.to_thread(self.registry.delete, name)
             del self.tenants[name]
             self._tell([], [name])
-
-
-def _order(tenants: list[dict[str, Any]], removed: list[str]) -> dict[str, Any]:
-    return {"kind": "tenants", "tenants": tenants, "removed": removed}
 
 
 def _fresh() -> tuple[str, Key]:

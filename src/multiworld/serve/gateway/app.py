@@ -99,7 +99,7 @@ def _health(app: FastAPI, gateway: Gateway) -> None:
         text = await asyncio.to_thread(
             gateway.metrics.render,
             dispatcher.report(),
-            dict(gateway.fleet),
+            gateway.fleet,
             dispatcher.table,
             dict(door.refused),
         )

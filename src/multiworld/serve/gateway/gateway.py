@@ -19,6 +19,7 @@ from multiworld.serve.spec.stage import Model, Tensors
 from multiworld.serve.tenants.authenticator import Authenticator, Post, Visit, digest_of
 from multiworld.serve.tenants.directory import NOBODY, Tenant
 from multiworld.serve.transport.collation import rows_of
+from multiworld.serve.transport.protocol import FleetReport
 
 LARGE_BYTES = 256 * 1024
 
@@ -45,7 +46,7 @@ class Gateway:
         self.models: dict[str, dict[str, Model]] = {}
         self.texts: dict[tuple[str, str], Any] = {}
         self.metrics = Metrics(dispatcher.name)
-        self.fleet: dict[str, Any] = {}
+        self.fleet = FleetReport()
         self.is_ending = False
 
     def may_use(self, tenant: Tenant, name: str) -> bool:

@@ -8,7 +8,6 @@ sum over gateways for the former, take any of them for the latter.
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import (
@@ -20,6 +19,11 @@ from prometheus_client.core import (
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
+from multiworld.serve.transport.protocol import (
+    FleetReport,
+    GatewayReport,
+    WorkerReport,
+)
 from multiworld.serve.transport.routing_table import RoutingTable
 
 Refused = Mapping[tuple[str, str], int]
@@ -98,8 +102,8 @@ class Metrics:
 
     def render(
         self,
-        report: dict[str, Any],
-        fleet: dict[str, Any],
+        report: GatewayReport,
+        fleet: FleetReport,
         table: RoutingTable,
         refused: Refused | None = None,
     ) -> bytes:
@@ -121,15 +125,15 @@ class _Snapshot(Collector):
 
     def __init__(self, gateway: str) -> None:
         self._gateway = gateway
-        self._report: dict[str, Any] = {}
-        self._fleet: dict[str, Any] = {}
+        self._report: GatewayReport | None = None
+        self._fleet = FleetReport()
         self._table = RoutingTable()
         self._refusals: Refused = {}
 
     def show(
         self,
-        report: dict[str, Any],
-        fleet: dict[str, Any],
+        report: GatewayReport,
+        fleet: FleetReport,
         table: RoutingTable,
         refused: Refused,
     ) -> None:
@@ -139,10 +143,10 @@ class _Snapshot(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield all of them."""
-        if self._report:
-            yield from self._router()
-            yield from self._replicas(self._fleet.get("replicas", {}))
-            yield self._events(self._fleet.get("events", {}))
+        if self._report is not None:
+            yield from self._router(self._report)
+            yield from self._replicas(self._fleet.replicas)
+            yield self._events(self._fleet.events)
             yield self._refused()
 
     def _refused(self) -> Metric:
@@ -155,21 +159,21 @@ class _Snapshot(Collector):
             refused.add_metric([self._gateway, tenant, why], count)
         return refused
 
-    def _router(self) -> Iterator[Metric]:
-        report, own = self._report, [self._gateway]
+    def _router(self, report: GatewayReport) -> Iterator[Metric]:
+        own = [self._gateway]
         in_flight = GaugeMetricFamily(
             "multiworld_in_flight",
             "Requests accepted, not answered.",
             labels=["gateway"],
         )
-        in_flight.add_metric(own, report["in_flight"])
+        in_flight.add_metric(own, report.in_flight)
         yield in_flight
         waiting = GaugeMetricFamily(
             "multiworld_waiting",
             "Requests that wait at the gateway.",
             labels=["gateway", "model"],
         )
-        for model, count in report["waiting"].items():
+        for model, count in report.waiting.items():
             waiting.add_metric([*own, model], count)
         yield waiting
         attained = CounterMetricFamily(
@@ -177,7 +181,7 @@ class _Snapshot(Collector):
             "Requests that were answered within objective_ms of their model.",
             labels=["gateway", "model"],
         )
-        for model, count in report["attained"].items():
+        for model, count in report.attained.items():
             attained.add_metric([*own, model], count)
         yield attained
         missed = CounterMetricFamily(
@@ -185,7 +189,7 @@ class _Snapshot(Collector):
             "Requests that were answered later, or not at all as too many waited.",
             labels=["gateway", "model"],
         )
-        for model, count in report["missed"].items():
+        for model, count in report.missed.items():
             missed.add_metric([*own, model], count)
         yield missed
         events = CounterMetricFamily(
@@ -193,7 +197,7 @@ class _Snapshot(Collector):
             "Answers, replays and refusals, by kind.",
             labels=["gateway", "kind"],
         )
-        for kind, count in report["counts"].items():
+        for kind, count in report.counts.items():
             events.add_metric([*own, kind], count)
         yield events
         held = GaugeMetricFamily(
@@ -206,27 +210,27 @@ class _Snapshot(Collector):
             "1 while a replica gives no sign.",
             labels=["gateway", *OF_REPLICA],
         )
-        for name in report["connected"]:
+        for name in report.connected:
             labels = [*own, *self._labels(name)]
-            held.add_metric(labels, report["load"].get(name, 0))
-            silent.add_metric(labels, float(name in report["silent"]))
+            held.add_metric(labels, report.load.get(name, 0))
+            silent.add_metric(labels, float(name in report.silent))
         yield held
         yield silent
 
-    def _replicas(self, reports: Mapping[str, Any]) -> Iterator[Metric]:
+    def _replicas(self, reports: Mapping[str, WorkerReport]) -> Iterator[Metric]:
         for what, text in COUNTERS.items():
             counter = CounterMetricFamily(
                 f"multiworld_replica_{what}", text, labels=OF_REPLICA
             )
             for name, said in reports.items():
-                counter.add_metric(self._labels(name), said["counts"].get(what, 0))
+                counter.add_metric(self._labels(name), said.counts.get(what, 0))
             yield counter
         for what, text in GAUGES.items():
             gauge = GaugeMetricFamily(
                 f"multiworld_replica_{what}", text, labels=OF_REPLICA
             )
             for name, said in reports.items():
-                gauge.add_metric(self._labels(name), said[what])
+                gauge.add_metric(self._labels(name), float(getattr(said, what)))
             yield gauge
         sizes = SummaryMetricFamily(
             "multiworld_batch_rows", "Rows of a batch.", labels=OF_REPLICA
@@ -235,10 +239,10 @@ class _Snapshot(Collector):
             "multiworld_batch_seconds", "Seconds of a batch.", labels=OF_REPLICA
         )
         for name, said in reports.items():
-            batches = said["counts"].get("batches", 0)
+            batches = said.counts.get("batches", 0)
             labels = self._labels(name)
-            sizes.add_metric(labels, batches, said["counts"].get("rows", 0))
-            times.add_metric(labels, batches, said["computed_s"])
+            sizes.add_metric(labels, batches, said.counts.get("rows", 0))
+            times.add_metric(labels, batches, said.computed_s)
         yield sizes
         yield times
 

@@ -10,7 +10,6 @@ import signal
 import socket
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
@@ -25,14 +24,31 @@ from multiworld.serve.spec.datatypes import example_of
 from multiworld.serve.spec.schema import GatewaySpec, ModelSpec
 from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.tenants.authenticator import Authenticator, Post
-from multiworld.serve.tenants.directory import Tenant, tenant_from_json
+from multiworld.serve.tenants.directory import Tenant
 from multiworld.serve.transport.control_agent import ControlAgent
 from multiworld.serve.transport.edges import EdgeKeeper
-from multiworld.serve.transport.routing_table import edges_of, table_from_json
+from multiworld.serve.transport.process_args import ProcessArgs
+from multiworld.serve.transport.protocol import (
+    AllTenants,
+    Applied,
+    AskReport,
+    Finish,
+    FleetReport,
+    Loaded,
+    ModelNeeded,
+    ModelsChanged,
+    Order,
+    PoisonFound,
+    Probed,
+    ProbeReplica,
+    Report,
+    TableChanged,
+    TenantsChanged,
+    UsageStored,
+    UsageTold,
+)
+from multiworld.serve.transport.routing_table import RoutingTable, edges_of
 from multiworld.world.manager import WorldManager
-
-if TYPE_CHECKING:
-    from multiworld.serve.worker.process import ProcessArgs
 
 logger = logging.getLogger("multiworld.serve")
 
@@ -94,7 +110,7 @@ class GatewayProcess:
         self._usage_kept = asyncio.Event()
         self._meter = secrets.token_hex(8)
         self._coming: dict[str, Tenant] = {}
-        self._poison: deque[dict[str, str]] = deque(maxlen=POISON)
+        self._poison: deque[PoisonFound] = deque(maxlen=POISON)
         config = args.config()
         self._agent = ControlAgent(
             manager, args.app, args.name, args.store, config, self._obey
@@ -163,7 +179,7 @@ class GatewayProcess:
     async def _tell_when_up(self) -> None:
         while not self._server.started:  # noqa: ASYNC110 - uvicorn has no event for it
             await asyncio.sleep(0.005)
-        self._agent.fact("loaded")
+        self._agent.fact(Loaded())
 
     def _end(self) -> None:
         self._gateway.is_ending = True
@@ -178,63 +194,66 @@ class GatewayProcess:
             return
         self._gateway.models.setdefault(name, {})[spec.version] = model
 
-    async def _obey(self, order: dict[str, Any]) -> None:
-        match order["kind"]:
-            case "models":
-                for name, versions in order["models"].items():
-                    for version, spec in versions.items():
-                        if version not in self._gateway.models.get(name, {}):
-                            self._add_model(name, ModelSpec.model_validate(spec))
-            case "table":
-                table = table_from_json(order["table"])
-                self._dispatcher.table_changed(table)
-                self._keeper.apply(edges_of(table, self._args.name))
-                self._gateway.forget_versions()
-                self._door.gateways = len(table.gateways)
-                self._agent.fact("applied", number=table.number)
-                self._is_routed.set()
-            case "all tenants":
-                # Not one by one: until all are known, those of before hold.
-                if order["is_first"]:
-                    self._coming = {}
-                tenants = [tenant_from_json(said) for said in order["tenants"]]
-                self._coming.update((tenant.name, tenant) for tenant in tenants)
-                if order["is_last"]:
-                    self._door.book.replace_all(self._coming)
-                    self._gateway.metrics.keep_tenants(self._coming)
-            case "tenants":
-                self._door.book.put(map(tenant_from_json, order["tenants"]))
-                for name in order["removed"]:
+    async def _obey(self, order: Order) -> None:
+        match order:
+            case ModelsChanged(specs):
+                self._models_changed(specs)
+            case TableChanged(table):
+                self._table_changed(table)
+            case AllTenants():
+                self._all_tenants(order)
+            case TenantsChanged(tenants, removed):
+                self._door.book.put(tenants)
+                for name in removed:
                     self._door.book.remove(name)
                 self._gateway.metrics.keep_tenants(self._door.book.tenants)
-            case "usage kept":
-                self._door.meter.confirmed(order["number"])
+            case UsageStored(number):
+                self._door.meter.confirmed(number)
                 self._usage_kept.set()
-            case "poisonous":
-                post = order["model"], order["version"]
-                self._gateway.poisonous(order["tenant"], post, order["digest"])
-            case "probe":
-                task = asyncio.ensure_future(self._probe(order["replica"]))
+            case PoisonFound(tenant, model, version, digest):
+                self._gateway.poisonous(tenant, (model, version), digest)
+            case ProbeReplica(replica):
+                task = asyncio.ensure_future(self._probe(replica))
                 self._probes.add(task)
                 task.add_done_callback(self._probes.discard)
-            case "finish":
+            case Finish():
                 self._end()
-            case "report":
-                what = self._dispatcher.report()
-                self._agent.tell("report", ask=order["ask"], what=what)
-            case "fleet":
+            case AskReport(number):
+                self._agent.tell(Report(number, gateway=self._dispatcher.report()))
+            case FleetReport():
                 self._gateway.fleet = order
+
+    def _models_changed(self, specs: dict[str, dict[str, str]]) -> None:
+        for name, versions in specs.items():
+            for version, text in versions.items():
+                if version not in self._gateway.models.get(name, {}):
+                    self._add_model(name, ModelSpec.model_validate_json(text))
+
+    def _table_changed(self, table: RoutingTable) -> None:
+        self._dispatcher.table_changed(table)
+        self._keeper.apply(edges_of(table, self._args.name))
+        self._gateway.forget_versions()
+        self._door.gateways = len(table.gateways)
+        self._agent.fact(Applied(table.number))
+        self._is_routed.set()
+
+    def _all_tenants(self, part: AllTenants) -> None:
+        """Replace the tenants when the last part is there; until then the old hold."""
+        if part.is_first:
+            self._coming = {}
+        self._coming.update((tenant.name, tenant) for tenant in part.tenants)
+        if part.is_last:
+            self._door.book.replace_all(self._coming)
+            self._gateway.metrics.keep_tenants(self._coming)
 
     def _tell_poison(self, tenant: str, post: Post, digest: str) -> None:
         """Tell the controller, now or when there is one; it tells other gateways."""
-        self._poison.append(
-            {"tenant": tenant, "model": post[0], "version": post[1], "digest": digest}
-        )
+        self._poison.append(PoisonFound(tenant, *post, digest))
         self._tell_poison_waiting()
 
     def _tell_poison_waiting(self) -> None:
         while self._poison and self._agent.lost_at is None:
-            self._agent.tell("poisonous", **self._poison.popleft())
+            self._agent.tell(self._poison.popleft())
 
     async def _tell_usage(self) -> None:
         """Tell the controller what tenants use, again and again."""
@@ -251,7 +270,7 @@ class GatewayProcess:
 
     def _tell_usage_once(self) -> None:
         for number, rows in self._door.meter.tell(time.monotonic()):
-            self._agent.tell("usage", meter=self._meter, number=number, rows=rows)
+            self._agent.tell(UsageTold(self._meter, number, rows))
 
     async def _flush_usage(self) -> None:
         """Tell the last of it, and wait until it is written down, but not for long."""
@@ -272,7 +291,7 @@ class GatewayProcess:
         now = time.monotonic()
         if now - self._asked_at.get(model, -ASK_S) >= ASK_S:
             self._asked_at[model] = now
-            self._agent.tell("wanted", model=model)
+            self._agent.tell(ModelNeeded(model))
 
     async def _probe(self, replica: str) -> None:
         error: str | None = None
@@ -281,7 +300,7 @@ class GatewayProcess:
             await self._dispatcher.probe(replica, tensors, PROBE_S)
         except MultiWorldError as problem:
             error = f"{type(problem).__name__}: {problem}"
-        self._agent.tell("probed", replica=replica, error=error)
+        self._agent.tell(Probed(replica, error))
 
     def _example(self, replica: str) -> Tensors:
         known = self._dispatcher.table.replicas.get(replica)

@@ -1,4 +1,4 @@
-"""A process that has imported everything and run nothing, and forks the others.
+"""A process that has imported everything, run nothing, and forks the others. Shell.
 
 Importing torch and a model's code takes seconds, forking a hundredth of one: so that is
 what scaling a stage costs. It has a single thread (a fork copies no other), runs no
@@ -6,14 +6,13 @@ torch operation (a pool of threads that was started would hang every child), and
 with the controller; the forked processes go on.
 
 Run as ``python -m multiworld.serve.launchers.fork_server FD MODULE...``: orders come
-and news go as lines of JSON on the socket FD.
+and news go as lines (``launchers.protocol``) on the socket FD.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
-import json
 import os
 import random
 import selectors
@@ -21,7 +20,17 @@ import signal
 import socket
 import sys
 import traceback
-from typing import Any
+
+from multiworld.serve.launchers.protocol import (
+    FORK_ORDERS,
+    Exited,
+    ForkNews,
+    Launch,
+    Launched,
+    LaunchFailed,
+    LineCodec,
+    Warm,
+)
 
 
 class ForkServer:
@@ -35,7 +44,7 @@ class ForkServer:
 
     def run(self) -> None:
         """Fork until the controller ends."""
-        self._tell({"kind": "warm", "pid": os.getpid()})
+        self._tell(Warm(os.getpid()))
         while True:
             for key, _ in self._selector.select():
                 if key.data is not None:
@@ -48,43 +57,43 @@ class ForkServer:
         self._inbox += data
         while b"\n" in self._inbox:
             line, _, self._inbox = self._inbox.partition(b"\n")
-            self._launch(json.loads(line))
+            self._launch(FORK_ORDERS.decode(line))
         return bool(data)
 
-    def _tell(self, news: dict[str, Any]) -> None:
+    def _tell(self, news: ForkNews) -> None:
         try:
-            self._control.sendall(json.dumps(news).encode() + b"\n")
+            self._control.sendall(LineCodec.encode(news))
         except OSError:
             pass  # the next read finds the end
 
-    def _launch(self, order: dict[str, Any]) -> None:
-        name = order["name"]
+    def _launch(self, order: Launch) -> None:
+        name = order.name
         threads = len(os.listdir("/proc/self/task"))
         if threads != 1:
             error = (
                 f"the fork server has {threads} threads; a model's module starts one"
             )
-            self._tell({"kind": "failed", "name": name, "error": error})
+            self._tell(LaunchFailed(name, error))
             return
         try:
             pid = os.fork()
         except OSError as error:
-            self._tell({"kind": "failed", "name": name, "error": str(error)})
+            self._tell(LaunchFailed(name, str(error)))
             return
         if pid == 0:
             self._child(order)
         pidfd = os.pidfd_open(pid)
         self._selector.register(pidfd, selectors.EVENT_READ, (name, pid))
-        self._tell({"kind": "launched", "name": name, "pid": pid})
+        self._tell(Launched(name, pid))
 
     def _reap(self, pidfd: int, name: str, pid: int) -> None:
         self._selector.unregister(pidfd)
         os.close(pidfd)
         _, status = os.waitpid(pid, 0)
         code = os.waitstatus_to_exitcode(status)
-        self._tell({"kind": "exited", "name": name, "pid": pid, "code": code})
+        self._tell(Exited(name, code))
 
-    def _child(self, order: dict[str, Any]) -> None:
+    def _child(self, order: Launch) -> None:
         """Become the process that was ordered; does not return."""
         code = 1
         try:
@@ -92,8 +101,8 @@ class ForkServer:
                 os.close(key.fd)
             self._selector.close()
             _settle(order)
-            main = importlib.import_module("multiworld.serve.worker.process").main
-            code = main(order["args"])
+            main = importlib.import_module("multiworld.serve.launchers.entry").main
+            code = main(order.args)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -102,16 +111,16 @@ class ForkServer:
             os._exit(code)
 
 
-def _settle(order: dict[str, Any]) -> None:
+def _settle(order: Launch) -> None:
     """Give a forked process a session, a log and random numbers of its own."""
     os.setsid()
-    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    log = os.open(order.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for target, source in ((0, nothing), (1, log), (2, log)):
         os.dup2(source, target)
     os.close(log)
     os.close(nothing)
-    os.environ.update(order["env"])
+    os.environ.update(order.env)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     random.seed()

@@ -1,44 +1,48 @@
-"""A helper process of the controller, spoken to in lines of JSON. Shell."""
+"""A helper process of the controller, spoken to in lines. Shell."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Generic, TypeVar
 
 from multiworld.errors import LaunchError
+from multiworld.serve.launchers.protocol import Line, LineCodec
 
 logger = logging.getLogger("multiworld.serve")
+
+M = TypeVar("M")
 
 END_S = 5.0
 LINE = 2**24
 """Bytes of the longest line: thousands of machines."""
 
 
-class HelperProcess:
-    """``python -m MODULE FD WORDS...``: it says one line when it is ready.
+class HelperProcess(Generic[M]):
+    """Runs ``python -m MODULE FD WORDS...``, which sends one line when it is ready.
 
     Args:
-        module: What it runs.
-        log: Where its output goes.
-        on_news: Told every line after the first.
-        on_end: Told when it has ended.
+        module: The module to run.
+        log: The file that its output goes to.
+        codec: Reads its lines.
+        on_news: Called with every message after the first.
+        on_end: Called when it has ended.
     """
 
     def __init__(
         self,
         module: str,
         log: Path,
-        on_news: Callable[[dict[str, Any]], None],
+        codec: LineCodec[M],
+        on_news: Callable[[M], None],
         on_end: Callable[[], None],
     ) -> None:
-        self._module, self._log = module, log
+        self._module, self._log, self._codec = module, log, codec
         self._on_news, self._on_end = on_news, on_end
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -49,10 +53,13 @@ class HelperProcess:
         """Whether it has said that it is ready, and has not ended."""
         return self._reading is not None and not self._reading.done()
 
-    async def start(
-        self, words: list[str], env: dict[str, str], limit_s: float
-    ) -> dict[str, Any]:
-        """Start it; return what it said first.
+    async def start(self, words: list[str], env: dict[str, str], limit_s: float) -> M:
+        """Start the process; return its first message.
+
+        Args:
+            words: Further arguments.
+            env: Added to its environment.
+            limit_s: Seconds until it must be ready.
 
         Raises:
             LaunchError: It ended, or took longer than ``limit_s``.
@@ -84,21 +91,20 @@ class HelperProcess:
             await self.close(limit_s=0.0)
             raise LaunchError(f"{self._module} did not start; see {self._log}")
         self._reading = asyncio.get_running_loop().create_task(self._read(reader))
-        first: dict[str, Any] = json.loads(line)
-        return first
+        return self._codec.decode(line)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
             while line := await reader.readline():
-                self._on_news(json.loads(line))
+                self._on_news(self._codec.decode(line))
         except (OSError, ValueError) as error:  # it ended in the midst of a line
             logger.warning("%s: %s", self._module, error)
         self._on_end()
 
-    def tell(self, order: dict[str, Any]) -> None:
-        """Send it an order; nobody takes it if it has ended."""
+    def tell(self, order: Line) -> None:
+        """Send it a message; it is lost if the process has ended."""
         if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(json.dumps(order).encode() + b"\n")
+            self._writer.write(LineCodec.encode(order))
 
     async def close(self, limit_s: float = END_S) -> None:
         """End it by closing its socket; it is killed if it does not.

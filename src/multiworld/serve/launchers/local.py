@@ -1,8 +1,4 @@
-"""Launchers: where processes are started. Shell.
-
-A launcher is small, so that a cluster's engine fits behind it: start a process by its
-arguments, end it, and tell when one has ended.
-"""
+"""The launcher for this machine: forks processes from a warm server. Shell."""
 
 from __future__ import annotations
 
@@ -10,94 +6,33 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
 from multiworld.errors import LaunchError
+from multiworld.serve.launchers.base import (
+    LauncherContext,
+    OnExit,
+    RunningProcess,
+    began_at,
+)
 from multiworld.serve.launchers.helper_process import HelperProcess
+from multiworld.serve.launchers.protocol import (
+    FORK_NEWS,
+    Exited,
+    ForkNews,
+    Launch,
+    Launched,
+    LaunchFailed,
+)
 from multiworld.serve.resources.amounts import Location, Need, Node
 from multiworld.serve.resources.usage import outgrows
+from multiworld.serve.transport.process_args import ProcessArgs
 
 logger = logging.getLogger("multiworld.serve")
 
 WARM_S = 120.0
 """How long the fork server may import."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunningProcess:
-    """A process.
-
-    Attributes:
-        began: When it began, in the kernel's ticks; tells a reused ``pid`` apart.
-    """
-
-    name: str
-    pid: int
-    began: int
-    node: str = ""
-
-
-ExitTeller = Callable[[str, int | None], None]
-"""Called with the name of a process that has ended, and its exit code if known."""
-
-
-class Launcher(Protocol):
-    """Starts and ends processes."""
-
-    def nodes(self) -> tuple[Node, ...]:
-        """Return the machines that there are."""
-
-    def trouble(self) -> str:
-        """Say why nothing can be started now; empty if it can."""
-
-    async def launch(
-        self,
-        name: str,
-        args: dict[str, Any],
-        log: Path,
-        spot: Location | None,
-        need: Need,
-    ) -> RunningProcess:
-        """Start one; its output goes to ``log``.
-
-        Args:
-            spot: Where; None for what belongs beside the controller.
-            need: What it books there.
-
-        Raises:
-            LaunchError: It could not be started.
-        """
-
-    def kill(self, running: RunningProcess, number: int = signal.SIGKILL) -> None:
-        """Send a signal to a process; nothing happens if it has ended."""
-
-    def outgrown(self, running: RunningProcess, limit: int) -> int | None:
-        """Return the memory that a process uses, if it is more than ``limit`` bytes.
-
-        None where that cannot be seen from here; every replica looks at itself, too.
-        """
-
-    def adopt(self, running: RunningProcess, ranks: int) -> bool:
-        """Watch a process of an earlier controller; False if it has ended."""
-
-    def settle(self) -> None:
-        """End what an earlier controller left behind that was not adopted."""
-
-    async def close(self) -> None:
-        """End the launcher; the processes go on."""
-
-
-def began_at(pid: int) -> int | None:
-    """Return when a process began, in ticks since the machine started; None if gone."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return None
-    fields = stat.rpartition(b")")[2].split()
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
 class LocalLauncher:
@@ -113,10 +48,10 @@ class LocalLauncher:
 
     def __init__(
         self,
-        preload: list[str],
+        preload: Sequence[str],
         env: dict[str, str],
         log: Path,
-        on_exit: ExitTeller,
+        on_exit: OnExit,
         node: Node,
     ) -> None:
         self._node = node
@@ -126,6 +61,7 @@ class LocalLauncher:
         self._server = HelperProcess(
             "multiworld.serve.launchers.fork_server",
             log,
+            FORK_NEWS,
             self._told,
             self._server_ended,
         )
@@ -152,19 +88,21 @@ class LocalLauncher:
         async with self._warming:
             if not self._server.is_running:
                 env = {"OPENBLAS_NUM_THREADS": "1", **self._env}
-                await self._server.start(self._preload, env, WARM_S)
+                await self._server.start(list(self._preload), env, WARM_S)
 
-    def _told(self, news: dict[str, Any]) -> None:
-        if news["kind"] == "exited":
-            self._ended(news["name"], news["code"])
-            return
-        future = self._starting.pop(news["name"], None)
-        if future is None or future.done():
-            return
-        if news["kind"] == "launched":
-            future.set_result(news["pid"])
-        else:
-            future.set_exception(LaunchError(f"{news['name']}: {news['error']}"))
+    def _told(self, news: ForkNews) -> None:
+        match news:
+            case Exited(name, code):
+                self._unwatch(name)
+                self._on_exit(name, code)
+            case Launched(name, pid):
+                future = self._starting.pop(name, None)
+                if future is not None and not future.done():
+                    future.set_result(pid)
+            case LaunchFailed(name, error):
+                future = self._starting.pop(name, None)
+                if future is not None and not future.done():
+                    future.set_exception(LaunchError(f"{name}: {error}"))
 
     def _server_ended(self) -> None:
         for name, future in self._starting.items():
@@ -175,7 +113,7 @@ class LocalLauncher:
     async def launch(
         self,
         name: str,
-        args: dict[str, Any],
+        args: ProcessArgs,
         log: Path,
         spot: Location | None,
         need: Need,
@@ -190,8 +128,8 @@ class LocalLauncher:
         await self.warm()
         future: asyncio.Future[int] = self._loop.create_future()
         self._starting[name] = future
-        order = {"name": name, "args": args, "log": str(log), "env": self._env}
-        self._server.tell(order)
+        text = args.model_dump_json()
+        self._server.tell(Launch(name, text, str(log), self._env))
         pid = await future
         node = "" if spot is None else spot.node
         running = RunningProcess(name, pid, began_at(pid) or 0, node)
@@ -224,10 +162,6 @@ class LocalLauncher:
         self._unwatch(name)
         self._loop.call_later(0.05, self._on_exit, name, None)
 
-    def _ended(self, name: str, code: int) -> None:
-        self._unwatch(name)
-        self._on_exit(name, code)
-
     def _unwatch(self, name: str) -> None:
         pidfd = self._watched.pop(name, None)
         if pidfd is not None:
@@ -247,3 +181,14 @@ class LocalLauncher:
         for name in list(self._watched):
             self._unwatch(name)
         await self._server.close()
+
+
+async def make(context: LauncherContext) -> LocalLauncher:
+    """Return a launcher; its fork server starts with the first process.
+
+    Cancellation: nothing is left.
+    """
+    log = context.logs / "launcher.log"
+    return LocalLauncher(
+        context.preload, context.env, log, context.on_exit, context.node
+    )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ import torch
 
 from multiworld.errors import InvalidRequestError, SpecError
 from multiworld.serve.models.chain_partition import chain_partition
-from multiworld.serve.models.span import Span, load_stage
-from multiworld.serve.spec.stage import Model, Stage, Tensors, TensorSpec
+from multiworld.serve.models.span import Span
+from multiworld.serve.spec.stage import Model, Stage, StageContext, Tensors, TensorSpec
 
 EXAMPLE_TOKENS = 24
 """About as long as a sentence: what is measured with it shall be typical."""
@@ -77,7 +77,7 @@ def model(
     made = [
         Stage(
             load=functools.partial(
-                load_stage, folder, Span(begin, end, layers), dtype, pooling
+                _load_stage, folder, Span(begin, end, layers), dtype, pooling
             ),
             name=f"layers {begin}-{end - 1}",
             ragged=padding,
@@ -234,3 +234,12 @@ class Tokenizer:
             "input_ids": torch.tensor([ids], dtype=torch.int64),
             "attention_mask": torch.ones((1, len(ids)), dtype=torch.int64),
         }
+
+
+def _load_stage(
+    folder: Path, span: Span, dtype: str, pooling: str | None, context: StageContext
+) -> Callable[[Tensors], Tensors]:
+    """Load one stage of the model in a folder; see ``transformer_stage.load``."""
+    from multiworld.serve.models import transformer_stage
+
+    return transformer_stage.load(folder, span, dtype, pooling, context.device)

@@ -28,7 +28,7 @@ from multiworld.serve.spec.datatypes import TORCH_OF
 from multiworld.serve.spec.stage import Tensors
 
 if TYPE_CHECKING:
-    from multiworld.serve.models.modules import Module
+    from multiworld.serve.spec.module import Module
 
 ROWS, SIZE = 3, 4
 """Sizes that are traced with: of the rows, and of other dimensions of any size. Not 0

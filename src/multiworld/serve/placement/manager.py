@@ -16,7 +16,7 @@ from multiworld.serve.fleet.history import History
 from multiworld.serve.fleet.reconciler import Reconciler
 from multiworld.serve.fleet.record import ProcessRecord
 from multiworld.serve.fleet.state import DesiredState, ProcessPhase
-from multiworld.serve.launchers.local import Launcher, RunningProcess
+from multiworld.serve.launchers.base import Launcher, RunningProcess
 from multiworld.serve.placement.problem_builder import ReplicaRequest, in_words
 from multiworld.serve.placement.replanner import (
     PlacementSnapshot,

@@ -49,12 +49,3 @@ class Attainment:
             self.refused[model] += 1
         elif not isinstance(error, ServeError) or error.status in DEADLINES:
             self.missed[model] += is_late
-
-    def report(self) -> dict[str, dict[str, int]]:
-        """Return all counts, by kind and model."""
-        return {
-            "arrived": dict(self.arrived),
-            "attained": dict(self.attained),
-            "missed": dict(self.missed),
-            "refused": dict(self.refused),
-        }

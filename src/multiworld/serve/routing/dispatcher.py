@@ -17,20 +17,24 @@ from multiworld.serve.routing.attainment import Attainment
 from multiworld.serve.routing.router import Router
 from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.tenants.fair_queue import NOBODYS, Share
+from multiworld.serve.transport import protocol
 from multiworld.serve.transport.collation import rows_of
-from multiworld.serve.transport.edges import Body, Outbox
+from multiworld.serve.transport.edges import SILENT_S, Body, Outbox
 from multiworld.serve.transport.messages import (
-    ANSWER,
-    CANCEL,
-    NOTE,
-    WORK,
-    Parcel,
-    error_from_json,
     pack,
-    unpack_answers,
+    receive,
+    receive_bundle,
+    unpack,
+)
+from multiworld.serve.transport.protocol import (
+    ANSWERS,
+    CANCELS,
+    NOTES,
+    WORK,
+    GatewayReport,
+    WorkItem,
 )
 from multiworld.serve.transport.routing_table import Route, RoutingTable
-from multiworld.serve.worker.worker import SILENT_S
 
 logger = logging.getLogger("multiworld.serve")
 
@@ -215,18 +219,21 @@ class Dispatcher:
         """How many requests wait to be sent for the first time."""
         return self._router.waiting(model)
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> GatewayReport:
         """Return what it does at this moment, for ``status`` and ``explain``."""
-        return {
-            "in_flight": len(self._calls),
-            "load": self._router.load(),
-            "waiting": {model: self.waiting(model) for model in self.table.routes},
-            "pending": {m: self._router.pending(m) for m in self.table.routes},
-            "silent": sorted(self._silent),
-            "connected": sorted(self._edges),
-            "counts": dict(self.counts),
-            **self._attainment.report(),
-        }
+        return GatewayReport(
+            in_flight=len(self._calls),
+            load=dict(self._router.load()),
+            waiting={model: self.waiting(model) for model in self.table.routes},
+            pending={m: self._router.pending(m) for m in self.table.routes},
+            silent=tuple(sorted(self._silent)),
+            connected=tuple(sorted(self._edges)),
+            counts=dict(self.counts),
+            arrived=dict(self._attainment.arrived),
+            attained=dict(self._attainment.attained),
+            missed=dict(self._attainment.missed),
+            refused=dict(self._attainment.refused),
+        )
 
     # Edges.
 
@@ -248,30 +255,26 @@ class Dispatcher:
     async def _read_notes(self, outbox: Outbox) -> None:
         peer = outbox.edge.peer
         while True:
-            note = await outbox.world.recv_object(src=1, tag=NOTE)
-            if "begun" in note:
-                attempts = _attempts(note["begun"])
-                self._handle(events.Begun(peer, attempts, note["solo"]))
-            elif "dropped" in note:
-                attempts = _attempts(note["dropped"])
-                self._handle(events.Dropped(attempts, note["stage"]))
-            elif "returned" in note:
-                attempts = _attempts(note["returned"])
-                dropped = events.Dropped(attempts, note["stage"], is_innocent=True)
-                self._handle(dropped)
-            elif "stuck" in note:
-                self._handle(events.Stuck(_attempts(note["stuck"])))
-            elif "failed" in note:
-                number, attempt = note["failed"]
-                error = error_from_json(note["error"])
-                self._handle(events.Failed((number, attempt), error))
+            match await receive(outbox.world, NOTES, src=1):
+                case protocol.Begun(attempts, is_solo):
+                    self._handle(events.Begun(peer, attempts, is_solo))
+                case protocol.Dropped(attempts, stage):
+                    self._handle(events.Dropped(attempts, stage))
+                case protocol.Returned(attempts, stage):
+                    dropped = events.Dropped(attempts, stage, is_innocent=True)
+                    self._handle(dropped)
+                case protocol.Stuck(attempts):
+                    self._handle(events.Stuck(attempts))
+                case protocol.Failed(attempt, error):
+                    self._handle(events.Failed(attempt, error.error()))
 
     async def _read_answers(self, outbox: Outbox) -> None:
         while True:
-            bundle = await outbox.world.recv_bundle(src=1, tag=ANSWER)
-            for attempt, tensors, is_last in unpack_answers(bundle):
+            header, bundle = await receive_bundle(outbox.world, ANSWERS, src=1)
+            contents = unpack(bundle, len(header.items))
+            for item, tensors in zip(header.items, contents, strict=True):
                 self._latest = tensors
-                self._handle(events.Answered(attempt, is_last))
+                self._handle(events.Answered(item.attempt, item.is_last))
             self._latest = {}
 
     async def look(self) -> None:
@@ -293,26 +296,25 @@ class Dispatcher:
 
     def _handle(self, event: events.Event) -> None:
         now = time.monotonic()
-        to_send: dict[str, list[Parcel]] = {}
+        to_send: dict[str, list[tuple[WorkItem, Tensors]]] = {}
         for action in self._router.handle(event, now):
             match action:
                 case actions.Dispatch(replica, (number, which), is_solo):
                     call = self._calls[number]
                     via = call.wish.via
-                    parcel = Parcel(
+                    item = WorkItem(
                         (self.name, number, which),
-                        call.tensors,
                         call.deadline_at - now,
                         is_solo,
                         call.wish.session,
                         {str(k): v for k, v in via.items()} if via else None,
                         call.wish.share,
                     )
-                    to_send.setdefault(replica, []).append(parcel)
+                    to_send.setdefault(replica, []).append((item, call.tensors))
                 case actions.Cancel(replica, attempt):
                     if replica in self._edges:
-                        key = (self.name, *attempt)
-                        self._edges[replica].object_nowait(CANCEL, key)
+                        cancel = protocol.Cancel((self.name, *attempt))
+                        self._edges[replica].send_nowait(CANCELS, cancel)
                 case actions.Deliver(number, is_last):
                     self._deliver(number, self._latest)
                     if is_last:
@@ -324,14 +326,12 @@ class Dispatcher:
                 case actions.Replayed(number, replica, why):
                     self.counts["replayed"] += 1
                     logger.info("request %d at %s again: %s", number, replica, why)
-        for replica, parcels in to_send.items():
-            self._edges[replica].bundle_nowait(WORK, *pack(parcels))
+        for replica, pieces in to_send.items():
+            header = protocol.Work(tuple(item for item, _ in pieces))
+            tensors = pack([tensors for _, tensors in pieces])
+            self._edges[replica].bundle_nowait(WORK, header, tensors)
 
     def _deliver(self, number: int, what: Tensors | ServeError | None) -> None:
         call = self._calls.get(number)
         if call is not None:
             call.answers.put_nowait(what)
-
-
-def _attempts(data: list[list[int]]) -> tuple[events.Attempt, ...]:
-    return tuple((number, attempt) for number, attempt in data)

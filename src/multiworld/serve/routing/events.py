@@ -6,10 +6,8 @@ from dataclasses import dataclass
 
 from multiworld.errors import ServeError
 from multiworld.serve.tenants.fair_queue import NOBODYS, Share
+from multiworld.serve.transport.protocol import Attempt
 from multiworld.serve.transport.routing_table import RoutingTable
-
-Attempt = tuple[int, int]
-"""Number of the request, number of the attempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,6 @@ from multiworld.serve.routing.actions import (
 )
 from multiworld.serve.routing.events import (
     Answered,
-    Attempt,
     Banned,
     Begun,
     Connected,
@@ -56,6 +55,7 @@ from multiworld.serve.routing.refusals import (
     too_late,
     without_replica,
 )
+from multiworld.serve.transport.protocol import Attempt
 from multiworld.serve.transport.routing_table import (
     ReplicaState,
     Route,

@@ -27,6 +27,7 @@ from multiworld.serve.scaling.samples import ObservedReplica, SampleWindow
 from multiworld.serve.scaling.snapshot import Decision, Policy, Snapshot
 from multiworld.serve.scaling.snapshot_json import snapshot_to_json
 from multiworld.serve.spec.schema import ModelSpec
+from multiworld.serve.transport.protocol import Reports
 
 logger = logging.getLogger("multiworld.serve")
 
@@ -47,7 +48,7 @@ class AutoscalerOwner(Protocol):
     def specs(self) -> Specs:
         """Every version that is known, by model and version."""
 
-    async def reports(self, limit_s: float) -> dict[str, Any]:
+    async def reports(self, limit_s: float) -> Reports:
         """Ask every process what it does."""
 
     def admit(self, wanted: DesiredState, model: str) -> None:
@@ -165,7 +166,7 @@ class Autoscaler:
                     self._models.pop(name, None)
                     self._journal.think("scaling", name, f"it is not scaled: {error}")
 
-    def _decide(self, name: str, reports: dict[str, Any]) -> None:
+    def _decide(self, name: str, reports: Reports) -> None:
         known, now = self._models[name], time.monotonic()
         wanted = self._fleet.wanted.models.get(name)
         if wanted is None or self._fleet.active.get(name) != wanted.version:

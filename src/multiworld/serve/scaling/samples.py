@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
 
 from multiworld.serve.scaling.snapshot import Sample, StageSeen
+from multiworld.serve.transport.protocol import GatewayReport, Reports, WorkerReport
+
+R = TypeVar("R")
 
 PERIODS = 2.5
 """Samples of so many look-back periods are kept."""
@@ -45,7 +48,8 @@ class SampleWindow:
     _missed: int = 0
     _refused: int = 0
     _before: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    _said: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    _gateways: dict[str, GatewayReport] = field(default_factory=dict)
+    _workers: dict[str, WorkerReport] = field(default_factory=dict)
     _older: set[str] | None = None
 
     def __post_init__(self) -> None:
@@ -57,24 +61,23 @@ class SampleWindow:
         now: float,
         gateways: Sequence[str],
         replicas: Iterable[ObservedReplica],
-        reports: Mapping[str, Mapping[str, Any] | None],
+        reports: Reports,
     ) -> Sample:
         """Take note of what everybody reports; who does not answer is as before."""
         replicas = list(replicas)
         known = {*gateways, *(replica.name for replica in replicas)}
         if self._older is None:
             self._older = known  # what these counted before is no news
-        self._said = {n: said for n, said in self._said.items() if n in known}
-        self._said.update((n, r) for n in known if (r := reports.get(n)) is not None)
+        self._gateways = _kept(self._gateways, reports.gateways, known)
+        self._workers = _kept(self._workers, reports.workers, known)
         waiting = 0
         for name in gateways:
-            said = self._said.get(name)
-            if said is not None:
-                waiting += said["pending"].get(self.model, 0)
-                arrived = float(said["arrived"].get(self.model, 0))
-                # A gateway that was started by an older release counts no misses.
-                missed = float(said.get("missed", {}).get(self.model, 0))
-                refused = float(said.get("refused", {}).get(self.model, 0))
+            gateway = self._gateways.get(name)
+            if gateway is not None:
+                waiting += gateway.pending.get(self.model, 0)
+                arrived = float(gateway.arrived.get(self.model, 0))
+                missed = float(gateway.missed.get(self.model, 0))
+                refused = float(gateway.refused.get(self.model, 0))
                 more = self._more(name, arrived, missed, refused)
                 self._arrived += int(more[0])
                 self._missed += int(more[1])
@@ -83,12 +86,12 @@ class SampleWindow:
         ready = [0] * self.stages
         for replica in replicas:
             ready[replica.stage] += replica.is_ready
-            said = self._said.get(replica.name)
-            if said is not None:
-                at_work = said["computing"] - said["probing"]
-                ongoing[replica.stage] += said["queued"] + at_work
-                ongoing[replica.stage + 1] += said["waiting_for_next"]
-                self._add(replica, said)
+            worker = self._workers.get(replica.name)
+            if worker is not None:
+                at_work = worker.computing - worker.probing
+                ongoing[replica.stage] += worker.queued + at_work
+                ongoing[replica.stage + 1] += worker.waiting_for_next
+                self._add(replica, worker)
         for name in self._before.keys() - known:
             del self._before[name]
         seen = [
@@ -116,13 +119,13 @@ class SampleWindow:
             self.samples.popleft()
         return sample
 
-    def _add(self, replica: ObservedReplica, said: Mapping[str, Any]) -> None:
-        counts = said["counts"]
+    def _add(self, replica: ObservedReplica, worker: WorkerReport) -> None:
+        counts = worker.counts
         requests, batches, busy_s = self._more(
             replica.name,
             counts.get("requests", 0),
             counts.get("batches", 0),
-            said["computed_s"],
+            worker.computed_s,
         )
         total = self._totals[replica.stage]
         total.requests += int(requests)
@@ -138,3 +141,8 @@ class SampleWindow:
         return tuple(
             max(0.0, now - then) for now, then in zip(counts, before, strict=True)
         )
+
+
+def _kept(before: dict[str, R], now: Mapping[str, R], known: set[str]) -> dict[str, R]:
+    """Return the latest report of each process that is still known."""
+    return {name: one for name, one in {**before, **now}.items() if name in known}

@@ -26,7 +26,7 @@ from multiworld.serve.scaling.snapshot import (
     StageNow,
     StageSeen,
 )
-from multiworld.serve.simulation.traces import Arrival
+from multiworld.serve.simulation.arrival import Arrival
 
 LOOK_S = 0.1
 """Between the looks of a scaler at whose interval is over: so much later it decides."""

@@ -12,27 +12,11 @@ import csv
 import math
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from multiworld.errors import ServeError
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Arrival:
-    """One request.
-
-    Attributes:
-        at: Seconds since the first one.
-        work: What it takes, beside others of its trace; 1 on average.
-        model: The model it asks for; empty where the trace names none.
-    """
-
-    at: float
-    work: float = 1.0
-    model: str = ""
-
+from multiworld.serve.simulation.arrival import Arrival
 
 CONTEXT = ("ContextTokens", "Request tokens", "context_tokens", "input_tokens")
 GENERATED = ("GeneratedTokens", "Response tokens", "generated_tokens", "output_tokens")

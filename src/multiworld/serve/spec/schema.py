@@ -10,11 +10,13 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 NAME = r"^[a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?$"
 VERSION = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 FACTORY = r"^[\w.]+:\w+$"
+LAUNCHER = r"^([a-z][a-z0-9_]*|[\w.]+:\w+)$"
 DEVICE = r"^(cpu|cuda(:\d+)?)$"
 PATTERNS = {
     NAME: "use lower-case letters, digits, '.', '_' and '-', at most 64",
     VERSION: "use letters, digits, '.', '_' and '-', at most 63",
     FACTORY: "write package.module:function",
+    LAUNCHER: "write local, ray, or package.module:function",
     DEVICE: "write cpu, cuda or cuda:N",
 }
 """What to do about a text that does not match."""
@@ -291,8 +293,9 @@ class AppSpec(_Strict):
     """By name. `NAME@TENANT`: the same for this tenant only, see `dedicated`."""
     gateway: GatewaySpec = GatewaySpec()
     """The HTTP side."""
-    launcher: Literal["local", "ray"] = "local"
-    """Where replicas run: on this machine, or on the machines of a Ray cluster."""
+    launcher: str = Field(default="local", pattern=LAUNCHER)
+    """Where replicas run: `local` (this machine), `ray` (nodes of a Ray cluster), or
+    `package.module:function` that makes another launcher."""
     ray: RaySpec | None = None
     """The Ray cluster, with `launcher: ray`."""
     machine: MachineSpec = MachineSpec()

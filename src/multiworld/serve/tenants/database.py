@@ -16,7 +16,7 @@ from typing import Any
 
 from multiworld.errors import ServeError
 from multiworld.serve.tenants.directory import Tenant, tenant_from_json
-from multiworld.serve.tenants.usage_meter import FIELDS, MOST_TOLD, Row
+from multiworld.serve.tenants.usage_meter import FIELDS, MOST_TOLD, UsageRow
 
 SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS tenants (name TEXT PRIMARY KEY, data TEXT NOT NULL);
@@ -112,7 +112,7 @@ class TenantDatabase:
 
     # Usage.
 
-    def add_usage(self, meter: str, number: int, rows: Sequence[Row]) -> None:
+    def add_usage(self, meter: str, number: int, rows: Sequence[UsageRow]) -> None:
         """Add what a gateway tells; what it tells again counts once, in any order.
 
         Args:

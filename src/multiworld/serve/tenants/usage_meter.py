@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import NamedTuple
 
 MINUTE_S = 60
 
@@ -42,13 +42,26 @@ class UsageTotals:
 FIELDS = tuple(field.name for field in fields(UsageTotals))
 """Of a row, in order."""
 
-Row = list[Any]
-"""Minute (seconds since the epoch), tenant, model, and the sums in order."""
+
+class UsageRow(NamedTuple):
+    """What a tenant used of a model in one minute (seconds since the epoch)."""
+
+    minute: int
+    tenant: str
+    model: str
+    requests: int
+    answered: int
+    failed: int
+    refused: int
+    rows: int
+    bytes_in: int
+    bytes_out: int
+    seconds: float
 
 
 @dataclass(slots=True)
 class _Told:
-    rows: list[Row]
+    rows: tuple[UsageRow, ...]
     at: float
 
 
@@ -65,13 +78,13 @@ class UsageMeter:
         minute = int(wall_s) // MINUTE_S * MINUTE_S
         return self._open.setdefault((minute, tenant, model), UsageTotals())
 
-    def tell(self, now: float) -> list[tuple[int, list[Row]]]:
+    def tell(self, now: float) -> list[tuple[int, tuple[UsageRow, ...]]]:
         """Return what is to be told now, each under its number."""
         if self._open and len(self._told) < MOST_TOLD:
-            rows = [
-                [*post, *(getattr(sums, name) for name in FIELDS)]
+            rows = tuple(
+                UsageRow(*post, *(getattr(sums, name) for name in FIELDS))
                 for post, sums in self._open.items()
-            ]
+            )
             self._open.clear()
             self._number += 1
             self._told[self._number] = _Told(rows, -math.inf)

@@ -1,4 +1,4 @@
-"""A process's side of its control world: reports to the controller, obeys it. Shell."""
+"""The process's side of its control world: reports and obeys. Shell."""
 
 from __future__ import annotations
 
@@ -7,16 +7,24 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 from multiworld.config import WorldConfig
 from multiworld.errors import WorldBrokenError, WorldClosedError
+from multiworld.serve.transport.messages import receive
+from multiworld.serve.transport.protocol import (
+    NEWS,
+    ORDERS,
+    Hello,
+    MessageError,
+    News,
+    Order,
+)
 from multiworld.world.manager import WorldManager
 from multiworld.world.world import World
 
 logger = logging.getLogger("multiworld.serve")
 
-Obey = Callable[[dict[str, Any]], Awaitable[None]]
+Obey = Callable[[Order], Awaitable[None]]
 
 
 def control_world(app: str, name: str) -> str:
@@ -30,7 +38,13 @@ class ControlAgent:
     What is told while there is no controller is told to the next one.
 
     Args:
+        manager: Keeps the world.
+        app: Name of the service.
+        name: Name of this process.
+        store: Address of the store.
+        config: Configuration of the world.
         obey: Carries out one order.
+        clock: Returns the monotonic time in seconds.
     """
 
     def __init__(
@@ -41,35 +55,39 @@ class ControlAgent:
         store: str,
         config: WorldConfig,
         obey: Obey,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._manager, self._store, self._config = manager, store, config
         self._world_name, self._obey = control_world(app, name), obey
         self._world: World | None = None
-        self._facts: dict[str, dict[str, Any]] = {}
-        self._outbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self.lost_at: float | None = time.monotonic()
+        self._facts: dict[type[News], News] = {}
+        self._outbox: asyncio.Queue[News] = asyncio.Queue()
+        self.lost_at: float | None = clock()
         self.was_joined = False
         self.joined_at: float | None = None
 
-    def fact(self, kind: str, **what: Any) -> None:
-        """Tell something that stays true; a new controller is told again."""
-        news = {"kind": kind, **what}
-        self._facts[kind] = news
+    def fact(self, news: News) -> None:
+        """Tell the controller something that stays true; a new one is told again."""
+        self._facts[type(news)] = news
         self._outbox.put_nowait(news)
 
-    def tell(self, kind: str, **what: Any) -> None:
-        """Tell something."""
+    def tell(self, news: News) -> None:
+        """Tell the controller something; nobody is told while there is none."""
         if self._world is not None:
-            self._outbox.put_nowait({"kind": kind, **what})
+            self._outbox.put_nowait(news)
 
     async def run(self) -> None:
-        """Stay connected until cancelled."""
-        self._facts["hello"] = {"kind": "hello", "pid": os.getpid()}
+        """Stay connected until cancelled.
+
+        Cancellation: leaves the control world.
+        """
+        self._facts[Hello] = Hello(os.getpid())
         async for world in self._manager.keep(
             self._world_name, rank=1, size=2, store=self._store, config=self._config
         ):
             self._world, self.lost_at, self.was_joined = world, None, True
-            self.joined_at = time.monotonic()
+            self.joined_at = self._clock()
             self._outbox = asyncio.Queue()
             for fact in self._facts.values():
                 self._outbox.put_nowait(fact)
@@ -81,13 +99,18 @@ class ControlAgent:
             finally:
                 sending.cancel()
                 await asyncio.gather(sending, return_exceptions=True)
-                self._world, self.lost_at = None, time.monotonic()
+                self._world, self.lost_at = None, self._clock()
 
     async def _read(self, world: World) -> None:
         while True:
-            order = await world.recv_object(src=0)
+            try:
+                order = await receive(world, ORDERS, src=0)
+            except MessageError as error:  # of a newer controller; the rest is obeyed
+                logger.error("an order is not understood: %s", error)
+                continue
             await self._obey(order)
 
     async def _send(self, world: World) -> None:
         while True:
-            await world.send_object(await self._outbox.get(), dst=0)
+            news = await self._outbox.get()
+            await world.send_object(NEWS.encode(news), dst=0, tag=NEWS.tag)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from multiworld.backends.eager import begin
 from multiworld.config import WorldConfig
 from multiworld.errors import MultiWorldError, WorldBrokenError, WorldClosedError
 from multiworld.serve.spec.stage import Tensors
+from multiworld.serve.transport.messages import HEADER
+from multiworld.serve.transport.protocol import Codec
 from multiworld.serve.transport.routing_table import Edge
 from multiworld.world.manager import WorldManager
 from multiworld.world.world import World
@@ -25,6 +27,11 @@ Body = Callable[[], Awaitable[None]]
 """Something that runs while an edge lives."""
 
 Send = Callable[[], Coroutine[Any, Any, None]]
+
+M = TypeVar("M")
+
+SILENT_S = 0.4
+"""Seconds without a sign of a replica until its work is hedged: four heartbeats."""
 
 AGAIN_S = 1.0
 SEND_S = 1.0
@@ -44,12 +51,20 @@ class Outbox:
         self._queue: asyncio.Queue[Body] = asyncio.Queue()
         self._waiting = 0
 
-    def object_nowait(self, tag: int, data: object) -> None:
-        """Send small plain data."""
-        self._put(lambda: self.world.send_object(data, dst=self._peer, tag=tag))
+    def send_nowait(self, codec: Codec[M], message: M) -> None:
+        """Send a small message."""
+        text, tag = codec.encode(message), codec.tag
+        self._put(lambda: self.world.send_object(text, dst=self._peer, tag=tag))
 
-    def bundle_nowait(self, tag: int, tensors: Tensors, meta: dict[str, Any]) -> None:
-        """Send tensors and a little metadata."""
+    def bundle_nowait(self, codec: Codec[M], header: M, tensors: Tensors) -> None:
+        """Send a header and its tensors.
+
+        Args:
+            codec: The conversation that it belongs to.
+            header: What the tensors are.
+            tensors: By the names that ``messages.pack`` gives them.
+        """
+        meta, tag = {HEADER: codec.encode(header)}, codec.tag
         self._put(
             lambda: self.world.send_bundle(tensors, dst=self._peer, meta=meta, tag=tag)
         )

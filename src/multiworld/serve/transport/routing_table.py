@@ -7,10 +7,7 @@ in it the edges that it should have, and which replicas it may send work to.
 from __future__ import annotations
 
 import enum
-from dataclasses import asdict, dataclass, field
-from typing import Any
-
-from pydantic import TypeAdapter
+from dataclasses import dataclass, field
 
 
 class ReplicaState(enum.StrEnum):
@@ -88,10 +85,6 @@ class RoutingTable:
             == (model, version, stage)
         ]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return what ``from_json`` reads."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class Edge:
@@ -109,18 +102,6 @@ class Edge:
     peer: str
     rank: int
     is_upstream: bool
-
-
-_TABLE = TypeAdapter(RoutingTable)
-
-
-def table_from_json(data: Any) -> RoutingTable:
-    """Read a table.
-
-    Raises:
-        ValueError: It is none.
-    """
-    return _TABLE.validate_python(data)
 
 
 def edges_of(table: RoutingTable, process: str) -> dict[str, Edge]:

@@ -16,9 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from multiworld.serve.tenants.fair_queue import NOBODYS, FairQueue, Share
-
-Key = tuple[str, int, int]
-"""Router, number of the request, number of the attempt."""
+from multiworld.serve.transport.protocol import Key
 
 
 @dataclass(frozen=True, slots=True, eq=False)

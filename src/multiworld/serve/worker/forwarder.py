@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from multiworld.serve.routing.load_balancer import Chance, choose
 from multiworld.serve.tenants.fair_queue import NOBODYS, FairQueue, Share
+from multiworld.serve.transport.protocol import Key
 from multiworld.serve.transport.routing_table import Replica, ReplicaState
-from multiworld.serve.worker.batch_queue import Key
 
 REFUSED_S = 0.5
 """How long a router's work is not handed to a replica that refused it."""
@@ -115,7 +116,7 @@ class Forwarder:
         self._silent.add(name)
         return list(self._handed[name])
 
-    def begun(self, name: str, keys: list[Key]) -> None:
+    def begun(self, name: str, keys: Sequence[Key]) -> None:
         """Take note that a replica began these."""
         if name not in self._handed:
             return
@@ -123,7 +124,7 @@ class Forwarder:
             self._handed[name].pop(key, None)
         self._begun[name].extend(keys)
 
-    def refused(self, name: str, keys: list[Key], now: float) -> None:
+    def refused(self, name: str, keys: Sequence[Key], now: float) -> None:
         """Take note that a replica does not know a router yet, or any more."""
         for key in keys:
             self._handed.get(name, {}).pop(key, None)

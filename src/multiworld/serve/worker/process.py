@@ -3,35 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 import os
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
-from typing import Any
 
+import msgspec
 import torch
-from pydantic import BaseModel, ConfigDict
 
-from multiworld.config import WorldConfig
 from multiworld.errors import MultiWorldError
 from multiworld.serve.models.factory import build_model, stage_name
 from multiworld.serve.resources.amounts import Need, mib, needs_of
 from multiworld.serve.resources.usage import outgrows, usage_of
-from multiworld.serve.spec.schema import AppSpec, GatewaySpec, ModelSpec
+from multiworld.serve.spec.schema import ModelSpec
 from multiworld.serve.spec.stage import StageContext
 from multiworld.serve.transport.control_agent import ControlAgent
 from multiworld.serve.transport.edges import EdgeKeeper
-from multiworld.serve.transport.routing_table import edges_of, table_from_json
+from multiworld.serve.transport.process_args import ProcessArgs
+from multiworld.serve.transport.protocol import (
+    Applied,
+    AskReport,
+    Cut,
+    Finish,
+    Loaded,
+    Order,
+    Outgrown,
+    Report,
+    TableChanged,
+    WorkerReport,
+)
+from multiworld.serve.transport.routing_table import edges_of
 from multiworld.serve.worker.executor import Executor
 from multiworld.serve.worker.rank_group import (
     LEADER,
     RankGroup,
     follow,
-    fork_ranks,
     join_group,
 )
 from multiworld.serve.worker.worker import Worker, WorkerLimits
@@ -46,99 +53,10 @@ IDLE_S = 0.1
 LOOK_S = 0.25
 SEND_S = 5.0
 
-JOIN_S = 10.0
-
 MEMORY_LOOK_S = 0.1
 TELL_S = 0.5
 OUTGROWN = 99
 """The exit code of a process that has used more memory than it declared."""
-
-OOM_SCORE = 500
-"""The kernel, out of memory, takes a replica rather than a gateway or the store."""
-
-
-class ProcessArgs(BaseModel):
-    """What a process is started with."""
-
-    model_config = ConfigDict(frozen=True)
-
-    app: str
-    name: str
-    role: str
-    store: str
-    silence_s: float
-    orphan_s: float
-    model: str = ""
-    stage: int = 0
-    gpu: int | None = None
-    rank: int | None = None
-    spec: ModelSpec | None = None
-    gateway: GatewaySpec | None = None
-    port: int = 0
-    alive: str = ""
-
-    @property
-    def device(self) -> str:
-        """Where the tensors of its stage are."""
-        assert self.spec is not None
-        wanted = self.spec.stages[self.stage].device
-        return wanted if self.gpu is None else f"cuda:{self.gpu}"
-
-    def config(self) -> WorldConfig:
-        """Return the settings of its worlds."""
-        return WorldConfig(silence_s=self.silence_s, join_s=JOIN_S, embed_store=False)
-
-
-def args_of(app: AppSpec, store: str, port: int, name: str) -> ProcessArgs:
-    """Return what every process of a service is started with.
-
-    Args:
-        port: Of the gateways.
-        name: Of the process; a gateway's says that it is one.
-    """
-    is_gateway = name.startswith("gateway/")
-    return ProcessArgs(
-        app=app.app,
-        name=name,
-        role="gateway" if is_gateway else "worker",
-        store=store,
-        silence_s=app.silence_s,
-        orphan_s=app.orphan_s,
-        gateway=app.gateway if is_gateway else None,
-        port=port,
-    )
-
-
-def main(args: dict[str, Any]) -> int:
-    """Run a process of the service; return its exit code."""
-    logging.basicConfig(
-        level=logging.INFO,
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
-    parsed = ProcessArgs.model_validate(args)
-    if parsed.alive and Path(parsed.alive).exists():
-        # Held until this process ends: the store ends when nobody holds it any more.
-        fcntl.flock(os.open(parsed.alive, os.O_RDONLY), fcntl.LOCK_SH)
-    if parsed.role == "gateway":
-        from multiworld.serve.gateway.process import run_gateway
-
-        return asyncio.run(run_gateway(parsed))
-    assert parsed.spec is not None
-    _be_first_to_go()
-    rank = parsed.rank
-    if rank is None:
-        rank = fork_ranks(parsed.spec.stages[parsed.stage].ranks)
-    if rank != LEADER:
-        return asyncio.run(run_follower(parsed, rank))
-    return asyncio.run(run_worker(parsed))
-
-
-def _be_first_to_go() -> None:
-    try:
-        Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
-    except OSError:
-        pass  # the machine does not let us
 
 
 def _following(spec: ModelSpec, stage: int) -> int:
@@ -230,31 +148,30 @@ class WorkerProcess:
         limit_gpu(device, needs_of(self._args.spec)[self._args.stage])
         await self._runner.load(StageContext(device=device, group=group))
         logger.info("loaded in %.3f s", time.monotonic() - began)
-        self._agent.fact("loaded")
+        self._agent.fact(Loaded())
         await self._worker.run()
 
-    async def _obey(self, order: dict[str, Any]) -> None:
-        match order["kind"]:
-            case "table":
-                table = table_from_json(order["table"])
+    async def _obey(self, order: Order) -> None:
+        match order:
+            case TableChanged(table):
                 self._worker.table_changed(table)
                 self._keeper.apply(edges_of(table, self._args.name))
-                self._agent.fact("applied", number=table.number)
-            case "finish":
+                self._agent.fact(Applied(table.number))
+            case Finish():
                 self._is_finishing.set()
-            case "report":
-                self._agent.tell("report", ask=order["ask"], what=self._report())
-            case "cut":
-                cut(order["seconds"])
+            case AskReport(number):
+                self._agent.tell(Report(number, worker=self._report()))
+            case Cut(seconds):
+                cut(seconds)
 
-    def _report(self) -> dict[str, Any]:
+    def _report(self) -> WorkerReport:
         used = usage_of(os.getpid())
-        return {
-            **self._worker.report(),
-            "cpu_s": used.cpu_s,
-            "memory_bytes": used.memory_bytes,
-            "gpu_memory_bytes": gpu_memory_of(self._args.device),
-        }
+        return msgspec.structs.replace(
+            self._worker.report(),
+            cpu_s=used.cpu_s,
+            memory_bytes=used.memory_bytes,
+            gpu_memory_bytes=gpu_memory_of(self._args.device),
+        )
 
     async def _orphan(self) -> None:
         """End when there has been nobody to work for."""
@@ -275,7 +192,7 @@ class WorkerProcess:
         assert self._args.spec is not None
         limit = memory_limit(self._args)
         used = await outgrown(limit)
-        self._agent.tell("outgrown", used=used, limit=limit)
+        self._agent.tell(Outgrown(used, limit))
         await asyncio.sleep(TELL_S)  # the controller kills it, if it can
         os._exit(OUTGROWN)
 

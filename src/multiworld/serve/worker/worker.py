@@ -15,34 +15,39 @@ import random
 import sys
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from multiworld.errors import InvalidRequestError, ServeError
-from multiworld.serve.transport.edges import Body, Outbox
-from multiworld.serve.transport.messages import (
-    ANSWER,
-    CANCEL,
-    NOTE,
+from multiworld.serve.transport import protocol
+from multiworld.serve.transport.edges import SILENT_S, Body, Outbox
+from multiworld.serve.transport.messages import pack, receive, receive_bundle
+from multiworld.serve.transport.protocol import (
+    ANSWERS,
+    CANCELS,
+    CREDITS,
+    NOTES,
     WORK,
-    Parcel,
-    error_to_json,
-    pack,
-    pack_answers,
-    unpack,
+    AnswerItem,
+    Attempt,
+    Key,
+    RemoteError,
+    WorkerReport,
+    WorkItem,
 )
 from multiworld.serve.transport.routing_table import RoutingTable
-from multiworld.serve.worker.batch_queue import BatchQueue, Key, Work
+from multiworld.serve.worker.batch_queue import BatchQueue, Work
 from multiworld.serve.worker.executor import Executor
 from multiworld.serve.worker.forwarder import FinishedWork, Forwarder
+from multiworld.serve.worker.intake import works_of
 
 logger = logging.getLogger("multiworld.serve")
 
 LOOK_S = 0.1
 """Seconds between looks at deadlines and at who is silent."""
 
-CANCELS = 4096
+CANCELLED = 4096
 """Cancelled requests that are remembered, lest their work arrives afterwards."""
 
 TELL_S = 0.1
@@ -55,9 +60,6 @@ requests, is taken for one that never ends."""
 
 EXIT_HUNG = 70
 """Exit code of a replica that ends itself because its model hangs."""
-
-SILENT_S = 0.4
-"""Silence of a replica after which its work is hedged: four beats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +90,7 @@ class Worker:
         is_last: Whether its outputs are the answers.
         runner: Its stage.
         limits: How much it takes at once.
+        clock: Returns the monotonic time in seconds.
     """
 
     def __init__(
@@ -97,7 +100,9 @@ class Worker:
         is_last: bool,
         runner: Executor,
         limits: WorkerLimits,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self.name, self._number, self._is_last = name, number, is_last
         self._runner, self._limits = runner, limits
         self._batcher = BatchQueue(limits.max_batch_size, limits.max_wait_s)
@@ -126,7 +131,7 @@ class Worker:
         if me is not None:
             following = table.stage(me.model, me.version, self._number + 1)
             self._forwarding.table_changed(following)
-            self._note(self._forwarding.give_back(), "returned")
+            self._return(self._forwarding.give_back())
             self._hand([])
 
     @property
@@ -149,23 +154,23 @@ class Worker:
         for outbox in {*outboxes, *self._downstream.values()}:
             await outbox.wait_sent()
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> WorkerReport:
         """Return what it does at this moment, for ``status`` and ``explain``."""
-        now = time.monotonic()
-        return {
-            "queued": len(self._batcher),
-            "computing": len(self._running),
-            "probing": self._batcher.probes
+        now = self._clock()
+        return WorkerReport(
+            queued=len(self._batcher),
+            computing=len(self._running),
+            probing=self._batcher.probes
             + sum(work.via is not None for work in self._running),
-            "computing_s": now - self._running_since if self._running else 0.0,
-            "waiting_for_next": len(self._forwarding),
-            "handed": self._forwarding.handed_count,
-            "computed_s": self.computed_s,
-            "counts": dict(self.counts),
-            "upstream": sorted(self._upstream),
-            "routers": sorted(self._routers),
-            "downstream": sorted(self._downstream),
-        }
+            computing_s=now - self._running_since if self._running else 0.0,
+            waiting_for_next=len(self._forwarding),
+            handed=self._forwarding.handed_count,
+            computed_s=self.computed_s,
+            counts=dict(self.counts),
+            upstream=tuple(sorted(self._upstream)),
+            routers=tuple(sorted(self._routers)),
+            downstream=tuple(sorted(self._downstream)),
+        )
 
     # Edges.
 
@@ -191,19 +196,19 @@ class Worker:
         peer = outbox.edge.peer
         if self._downstream.get(peer) is outbox:
             del self._downstream[peer]
-            self._note(self._forwarding.lost(peer), "dropped")
+            self._drop(self._forwarding.lost(peer))
         elif self._routers.get(peer) is outbox:
             del self._routers[peer]
             # Nobody waits for these any more: a router that comes back sends anew.
-            self._release(self._batcher.cancel_of(peer), "begun")
+            self._release(self._batcher.cancel_of(peer))
             self._forwarding.cancel_of(peer)
         else:
             self._upstream.pop(peer, None)
 
     async def _read_work(self, outbox: Outbox) -> None:
         while True:
-            bundle = await outbox.world.recv_bundle(src=0, tag=WORK)
-            works = unpack(bundle, time.monotonic(), self._runner.stage)
+            header, bundle = await receive_bundle(outbox.world, WORK, src=0)
+            works = works_of(header, bundle, self._clock(), self._runner.stage)
             self._take(works, outbox)
 
     def _take(self, works: list[Work], source: Outbox) -> None:
@@ -211,16 +216,17 @@ class Worker:
         for work in works:
             self._source[work.key] = source
             if work.key in self._cancelled:  # the cancel was faster
-                self._release([work], "begun")
+                self._release([work])
             elif work.rows > self._limits.max_batch_size:
                 self._fail(work.key, self._too_many(work.rows))
-                self._release([work], "begun")
+                self._release([work])
             elif work.key[0] in self._routers:
                 self._batcher.add(work)
             else:
                 refused.append(work)
         # What cannot be answered from here goes back, for its router to send again.
-        self._release(refused, "refused")
+        for source, keys in self._by_source(refused).items():
+            source.send_nowait(CREDITS, protocol.Refused(tuple(keys)))
         self._arrived.set()
 
     def _too_many(self, rows: int) -> InvalidRequestError:
@@ -232,32 +238,30 @@ class Worker:
 
     async def _read_cancels(self, outbox: Outbox) -> None:
         while True:
-            key = await outbox.world.recv_object(src=0, tag=CANCEL)
-            self._cancel((key[0], key[1], key[2]))
+            self._cancel((await receive(outbox.world, CANCELS, src=0)).key)
 
     def _cancel(self, key: Key) -> None:
         """Free the work of a request that nobody waits for, wherever it has got to."""
         self._cancelled[key] = None
-        while len(self._cancelled) > CANCELS:
+        while len(self._cancelled) > CANCELLED:
             self._cancelled.popitem(last=False)
         work = self._batcher.cancel(key)
         if work is not None:
             self.counts["cancelled"] += 1
-            self._release([work], "begun")
+            self._release([work])
         self._forwarding.cancel(key)
         holder = self._downstream.get(self._forwarding.holder(key) or "")
         if holder is not None:
-            holder.object_nowait(CANCEL, key)
+            holder.send_nowait(CANCELS, protocol.Cancel(key))
 
     async def _read_credit(self, outbox: Outbox) -> None:
         while True:
-            note = await outbox.world.recv_object(src=1, tag=NOTE)
-            keys = [(router, number, attempt) for router, number, attempt in note[1]]
-            if note[0] == "refused":
-                self._forwarding.refused(outbox.edge.peer, keys, time.monotonic())
-                self._note(keys, "returned")
-            else:
-                self._forwarding.begun(outbox.edge.peer, keys)
+            match await receive(outbox.world, CREDITS, src=1):
+                case protocol.Refused(keys):
+                    self._forwarding.refused(outbox.edge.peer, keys, self._clock())
+                    self._return(keys)
+                case protocol.Released(keys):
+                    self._forwarding.begun(outbox.edge.peer, keys)
             self._hand([])
 
     # Computing.
@@ -271,7 +275,7 @@ class Worker:
                 outcomes = await self._runner.run(batch)
             finally:
                 self._running = []
-            self.computed_s += time.monotonic() - self._running_since
+            self.computed_s += self._clock() - self._running_since
             self._end(batch, outcomes)
 
     async def _next_batch(self) -> list[Work]:
@@ -279,8 +283,8 @@ class Worker:
             while len(self._forwarding) >= self._limits.max_ongoing_requests:
                 self._room.clear()
                 await self._room.wait()
-            now = time.monotonic()
-            self._release(self._batcher.expired(now), "begun")
+            now = self._clock()
+            self._release(self._batcher.expired(now))
             if batch := self._batcher.take(now):
                 return batch
             self._arrived.clear()
@@ -297,14 +301,14 @@ class Worker:
 
         Should it kill this process, they know what it was.
         """
-        self._running, self._running_since = batch, time.monotonic()
+        self._running, self._running_since = batch, self._clock()
         self.counts["batches"] += 1
         self.counts["rows"] += sum(work.rows for work in batch)
         self.counts["requests"] += len(batch)
         is_solo = batch[0].is_solo
         by_router = _by_router(work.key for work in batch)
         for router, keys in by_router.items():
-            self._tell(router, {"begun": keys, "solo": is_solo})
+            self._tell(router, protocol.Begun(tuple(keys), is_solo))
         boxes = [self._routers[r] for r in by_router if r in self._routers]
         untold = [box.wait_sent() for box in boxes if not box.is_idle]
         if untold:
@@ -313,23 +317,27 @@ class Worker:
                     await asyncio.gather(*untold)
             except TimeoutError:
                 pass  # a router that does not read keeps nobody from computing
-        self._release(batch, "begun")
+        self._release(batch)
 
-    def _release(self, works: list[Work], what: str) -> None:
-        """Tell the senders that these were begun, or refused: they have credit again.
+    def _release(self, works: list[Work]) -> None:
+        """Tell the senders that these do not wait any more: they have credit again."""
+        for source, keys in self._by_source(works).items():
+            source.send_nowait(CREDITS, protocol.Released(tuple(keys)))
 
-        A router is told by its own notes.
+    def _by_source(self, works: list[Work]) -> dict[Outbox, list[Key]]:
+        """Return the keys by the replica that sent them, and forget who it was.
+
+        Routers are left out: they are told by notes.
         """
-        by_source: dict[Outbox, list[Key]] = {}
+        found: dict[Outbox, list[Key]] = {}
         for work in works:
             source = self._source.pop(work.key, None)
             if source is not None and source.edge.peer in self._upstream:
-                by_source.setdefault(source, []).append(work.key)
-        for source, keys in by_source.items():
-            source.object_nowait(NOTE, [what, keys])
+                found.setdefault(source, []).append(work.key)
+        return found
 
     def _end(self, batch: list[Work], outcomes: list[Any]) -> None:
-        now = time.monotonic()
+        now = self._clock()
         finished: list[FinishedWork] = []
         for work, outcome in zip(batch, outcomes, strict=True):
             if isinstance(outcome, ServeError):
@@ -357,18 +365,19 @@ class Worker:
         for piece in finished:
             by_router.setdefault(piece.key[0], []).append(piece)
         for router, pieces in by_router.items():
-            tensors, meta = pack_answers([(p.key, p.content, True) for p in pieces])
-            self._routers[router].bundle_nowait(ANSWER, tensors, meta)
+            items = tuple(AnswerItem((p.key[1], p.key[2])) for p in pieces)
+            tensors = pack([piece.content for piece in pieces])
+            outbox = self._routers[router]
+            outbox.bundle_nowait(ANSWERS, protocol.Answers(items), tensors)
 
     def _hand(self, finished: list[FinishedWork], now: float | None = None) -> None:
         if self._is_last:
             return
-        now = time.monotonic() if now is None else now
+        now = self._clock() if now is None else now
         for name, pieces in self._forwarding.hand(finished, now).items():
-            parcels = [
-                Parcel(
+            items = tuple(
+                WorkItem(
                     piece.key,
-                    piece.content,
                     piece.deadline_at - now,
                     piece.is_solo,
                     piece.session,
@@ -376,8 +385,10 @@ class Worker:
                     piece.share,
                 )
                 for piece in pieces
-            ]
-            self._downstream[name].bundle_nowait(WORK, *pack(parcels))
+            )
+            tensors = pack([piece.content for piece in pieces])
+            outbox = self._downstream[name]
+            outbox.bundle_nowait(WORK, protocol.Work(items), tensors)
         if len(self._forwarding) < self._limits.max_ongoing_requests:
             self._room.set()
 
@@ -385,31 +396,44 @@ class Worker:
 
     def _fail(self, key: Key, error: ServeError) -> None:
         self.counts["failed"] += 1
-        self._tell(key[0], {"failed": [key[1], key[2]], "error": error_to_json(error)})
+        failed = protocol.Failed((key[1], key[2]), RemoteError.of(error))
+        self._tell(key[0], failed)
 
-    def _note(self, keys: Iterable[Key], what: str) -> None:
+    def _drop(self, keys: Iterable[Key]) -> None:
+        self._tell_of(keys, "dropped", protocol.Dropped)
+
+    def _return(self, keys: Iterable[Key]) -> None:
+        self._tell_of(keys, "returned", protocol.Returned)
+
+    def _tell_of(
+        self,
+        keys: Iterable[Key],
+        what: str,
+        kind: type[protocol.Dropped | protocol.Returned | protocol.Stuck],
+    ) -> None:
+        """Count these, and tell their routers what became of them at the next stage."""
         for router, attempts in _by_router(keys).items():
             self.counts[what] += len(attempts)
-            self._tell(router, {what: attempts, "stage": self._number + 1})
+            self._tell(router, kind(tuple(attempts), self._number + 1))
 
-    def _tell(self, router: str, note: dict[str, Any]) -> None:
+    def _tell(self, router: str, note: protocol.Note) -> None:
         outbox = self._routers.get(router)
         if outbox is not None:
-            outbox.object_nowait(NOTE, note)
+            outbox.send_nowait(NOTES, note)
 
     async def look(self) -> None:
         """Look at deadlines and at who is silent, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
-            now = time.monotonic()
+            now = self._clock()
             if self._is_hung(now):
                 self._end_process(now)
-            self._release(self._batcher.expired(now), "begun")
+            self._release(self._batcher.expired(now))
             for name, outbox in list(self._downstream.items()):
                 is_silent = outbox.silent_s() > SILENT_S
                 stuck = self._forwarding.silent(name, is_silent=is_silent)
-                self._note(stuck, "stuck")
-            self._note(self._forwarding.give_back(), "returned")
+                self._tell_of(stuck, "stuck", protocol.Stuck)
+            self._return(self._forwarding.give_back())
             self._hand([])
 
     def _is_hung(self, now: float) -> bool:
@@ -438,8 +462,8 @@ class Worker:
         os._exit(EXIT_HUNG)
 
 
-def _by_router(keys: Iterable[Key]) -> dict[str, list[tuple[int, int]]]:
-    found: dict[str, list[tuple[int, int]]] = {}
+def _by_router(keys: Iterable[Key]) -> dict[str, list[Attempt]]:
+    found: dict[str, list[Attempt]] = {}
     for router, number, attempt in keys:
         found.setdefault(router, []).append((number, attempt))
     return found

@@ -5,44 +5,56 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from multiworld.errors import LaunchError
+from multiworld.serve.launchers.protocol import (
+    ActorOrder,
+    AdoptActor,
+    BridgeNews,
+    ClusterNode,
+    ClusterNodes,
+    ClusterReady,
+    Exited,
+    KillActor,
+    LaunchActor,
+    Launched,
+    Sweep,
+)
 from multiworld.serve.launchers.ray.launcher import RayLauncher, bundle_of
 from multiworld.serve.resources.amounts import Gpu, Location, Need, Node
 from multiworld.serve.spec.schema import RaySpec
+from multiworld.serve.transport.process_args import ProcessArgs
 
-NODES = {
-    "name": "n1",
-    "key": "abc",
-    "address": "192.0.2.77",
-    "cpus": 4.0,
-    "memory_bytes": 2**30,
-    "gpus": [],
-}
+Kind = TypeVar("Kind")
+
+NODE = ClusterNode("n1", "abc", "192.0.2.77", 4.0, 2**30)
+ARGS = ProcessArgs(
+    app="app", name="m/0/1", role="worker", store="", silence_s=2.0, orphan_s=9.0
+)
 
 
 class Bridge:
     """Takes orders, and carries none out."""
 
     def __init__(self) -> None:
-        self.orders: list[dict[str, Any]] = []
+        self.orders: list[ActorOrder] = []
         self.is_running = True
 
-    def tell(self, order: dict[str, Any]) -> None:
+    def tell(self, order: ActorOrder) -> None:
         """Note an order."""
         self.orders.append(order)
 
-    def of(self, op: str) -> list[dict[str, Any]]:
+    def of(self, kind: type[Kind]) -> list[Kind]:
         """Return the orders of a kind."""
-        return [order for order in self.orders if order["op"] == op]
+        return [order for order in self.orders if isinstance(order, kind)]
 
-    async def start(self, *_: object) -> dict[str, Any]:
+    async def start(self, *_: object) -> ClusterReady:
         """Be there again."""
         self.is_running = True
-        return {"nodes": [NODES]}
+        return ClusterReady((NODE,))
 
     async def close(self) -> None:
         """Be gone."""
@@ -66,19 +78,21 @@ class Bench:
         self.bridge = Bridge()
         made: Any = self.launcher
         made._bridge = self.bridge
-        self.hear: Callable[[dict[str, Any]], None] = made._told
-        self.hear({"kind": "nodes", "nodes": [NODES], "same": False})
+        self.hear: Callable[[BridgeNews], None] = made._told
+        self.hear(ClusterNodes((NODE,), False))
 
     def launch(self, name: str) -> asyncio.Future[Any]:
         """Begin to start a replica."""
-        body = self.launcher.launch(name, {}, Path("/x"), Location("n1"), Need(cpus=1))
+        body = self.launcher.launch(
+            name, ARGS, Path("/x"), Location("n1"), Need(cpus=1)
+        )
         return asyncio.ensure_future(body)
 
     async def launched(self, name: str) -> Any:
         """Start a replica."""
         starting = self.launch(name)
         await asyncio.sleep(0)
-        self.hear({"kind": "launched", "name": name, "pid": 1, "began": 2})
+        self.hear(Launched(name, 1, 2))
         return await starting
 
 
@@ -87,10 +101,10 @@ async def test_replica_is_started_where_it_was_placed_and_exits_once() -> None:
     bench = Bench()
     running = await bench.launched("m/0/1")
     assert (running.pid, running.node) == (1, "n1")
-    (order,) = bench.bridge.of("launch")
-    assert (order["key"], order["bundle"]) == ("abc", {"CPU": 1.0})
+    (order,) = bench.bridge.of(LaunchActor)
+    assert (order.key, order.bundle) == ("abc", {"CPU": 1.0})
     for _ in range(2):
-        bench.hear({"kind": "exited", "name": "m/0/1", "code": 0})
+        bench.hear(Exited("m/0/1", 0))
     assert bench.exits == [("m/0/1", 0)]
 
 
@@ -105,11 +119,11 @@ async def test_launch_that_was_given_up_is_ended_when_it_is_there() -> None:
         await starting
     with pytest.raises(LaunchError, match="the head is silent"):
         await bench.launched("m/0/2")
-    bench.hear({"kind": "nodes", "nodes": [NODES], "same": True})
+    bench.hear(ClusterNodes((NODE,), True))
     assert bench.launcher.trouble() == ""
-    bench.hear({"kind": "launched", "name": "m/0/1", "pid": 1, "began": 2})
-    assert [order["name"] for order in bench.bridge.of("kill")] == ["m/0/1"]
-    bench.hear({"kind": "exited", "name": "m/0/1", "code": None})
+    bench.hear(Launched("m/0/1", 1, 2))
+    assert [order.name for order in bench.bridge.of(KillActor)] == ["m/0/1"]
+    bench.hear(Exited("m/0/1", None))
     assert bench.exits == [("m/0/1", None)]
 
 
@@ -125,20 +139,20 @@ async def test_new_bridge_keeps_what_runs_and_forgets_what_was_to_end() -> None:
     assert "ended" in bench.launcher.trouble()
     await made._connect_again()
     assert bench.launcher.trouble() == ""
-    (sweep,) = bench.bridge.of("sweep")
-    assert sweep["known"] == ["m/0/1"]
-    (adopt,) = bench.bridge.of("adopt")
-    assert (adopt["name"], adopt["must_be_known"]) == ("m/0/1", False)
+    (sweep,) = bench.bridge.of(Sweep)
+    assert sweep.known == ("m/0/1",)
+    (adopt,) = bench.bridge.of(AdoptActor)
+    assert (adopt.name, adopt.must_be_known) == ("m/0/1", False)
     assert bench.exits == [("m/0/2", None)]
 
 
 async def test_machine_that_is_gone_is_no_place() -> None:
     """Nothing of the try is left."""
     bench = Bench()
-    bench.hear({"kind": "nodes", "nodes": [], "same": False})
+    bench.hear(ClusterNodes((), False))
     with pytest.raises(LaunchError, match="n1 is gone"):
         await bench.launch("m/0/1")
-    assert bench.bridge.of("launch") == []
+    assert bench.bridge.of(LaunchActor) == []
 
 
 def test_bundle_is_what_the_ledger_books_and_never_more() -> None:

@@ -45,10 +45,9 @@ def test_requests_are_counted_by_how_they_end(
     """Late is what more replicas would have helped against."""
     found = Attainment()
     found.ended("m", took_s, 1.0, error)
-    report = found.report()
-    for kind in ("attained", "missed"):
-        assert report[kind].get("m", 0) == (kind == counted)
-    assert report["refused"].get("m", 0) == isinstance(error, OverloadedError)
+    assert found.attained["m"] == (counted == "attained")
+    assert found.missed["m"] == (counted == "missed")
+    assert found.refused["m"] == isinstance(error, OverloadedError)
 
 
 def test_without_an_objective_every_answer_is_in_time() -> None:
@@ -57,5 +56,4 @@ def test_without_an_objective_every_answer_is_in_time() -> None:
     found.ended("m", 100.0, None, None)
     found.ended("m", 100.0, None, DeadlineExceededError("late"))
     found.ended("m", 0.0, None, OverloadedError("full"))
-    report = found.report()
-    assert (report["attained"]["m"], report["missed"]["m"]) == (1, 1)
+    assert (found.attained["m"], found.missed["m"]) == (1, 1)

@@ -20,10 +20,10 @@ from multiworld.serve.scaling.burst_reserve import (
     sizes,
     sufficient,
 )
+from multiworld.serve.simulation.arrival import Arrival
 from multiworld.serve.simulation.engine import PipelineModel, SimulationResult, simulate
 from multiworld.serve.simulation.oracle import with_foresight
 from multiworld.serve.simulation.score import judge
-from multiworld.serve.simulation.traces import Arrival
 from tests.unit.serve.simulation.test_engine import LIMITS, pipeline, run
 
 EVERY_S = 50.0

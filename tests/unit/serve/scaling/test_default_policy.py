@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from multiworld.errors import SpecError
 from multiworld.serve.fleet.desired_state import awake
@@ -31,6 +32,7 @@ from multiworld.serve.scaling.snapshot import (
 from multiworld.serve.scaling.snapshot_json import snapshot_from_json, snapshot_to_json
 from multiworld.serve.scaling.stabilization import PendingChange, remember, settled
 from multiworld.serve.spec.schema import AppSpec
+from multiworld.serve.transport.protocol import GatewayReport, Reports, WorkerReport
 
 QUICK = StageLimits(
     max_replicas=8, upscale_delay_s=2, downscale_delay_s=10, look_back_period_s=10
@@ -386,41 +388,43 @@ def test_recorded_snapshot_gets_the_same_decision() -> None:
 # Sampling.
 
 
-def report(requests: int, queued: int = 0, waiting: int = 0) -> dict[str, Any]:
-    """Return what a replica says."""
-    return {
-        "queued": queued,
-        "computing": 2,
-        "probing": 1,
-        "waiting_for_next": waiting,
-        "computed_s": requests * 0.1,
-        "counts": {"requests": requests, "batches": requests},
-    }
+def worker(requests: int, queued: int = 0, waiting: int = 0) -> WorkerReport:
+    """Return the report of a replica."""
+    return WorkerReport(
+        queued=queued,
+        computing=2,
+        probing=1,
+        waiting_for_next=waiting,
+        computed_s=requests * 0.1,
+        counts={"requests": requests, "batches": requests},
+    )
 
 
 def test_sums_go_on_over_processes_that_are_lost() -> None:
     """A replica that is gone takes nothing with it; a new one starts at nothing."""
     watch = SampleWindow("m", 2, 10.0)
     replicas = [ObservedReplica("m/0/1", 0, True), ObservedReplica("m/1/2", 1, True)]
-    gateway = {"pending": {"m": 3}, "arrived": {"m": 1000}, "missed": {"m": 70}}
-    reports = {"gateway/1": gateway, "m/0/1": report(10, 2, 4), "m/1/2": report(6)}
+    gateway = GatewayReport(pending={"m": 3}, arrived={"m": 1000}, missed={"m": 70})
+    workers = {"m/0/1": worker(10, 2, 4), "m/1/2": worker(6)}
+    reports = Reports(workers, {"gateway/1": gateway})
     first = watch.note(0.0, ["gateway/1"], replicas, reports)
     assert first.arrived == 0, "what they counted before this watch is no news"
     assert [s.ongoing for s in first.stages] == [6.0, 5.0]
     assert first.missed == 0
-    more = {**gateway, "arrived": {"m": 1010}, "missed": {"m": 74}}
-    reports = {"gateway/1": more, "m/0/1": report(15, 2, 4), "m/1/2": report(8)}
+    more = structs.replace(gateway, arrived={"m": 1010}, missed={"m": 74})
+    workers = {"m/0/1": worker(15, 2, 4), "m/1/2": worker(8)}
+    reports = Reports(workers, {"gateway/1": more})
     second = watch.note(1.0, ["gateway/1"], replicas, reports)
     assert (second.arrived, second.stages[0].requests) == (10, 5)
     assert second.missed == 4
-    other = {"gateway/1": None, "m/0/3": report(5), "m/1/2": report(9)}
+    other = Reports({"m/0/3": worker(5), "m/1/2": worker(9)})
     fresh = [ObservedReplica("m/0/3", 0, False), replicas[1]]
     third = watch.note(2.0, ["gateway/1"], fresh, other)
     assert third.arrived == 10
     assert [s.requests for s in third.stages] == [10, 3]
     assert [s.ready for s in third.stages] == [0, 1]
     assert third.stages[0].ongoing == 4.0, "the gateway is silent: as it was"
-    gateways = {"gateway/1": {**gateway, "arrived": {"m": 1012}}}
+    gateways = Reports({}, {"gateway/1": structs.replace(gateway, arrived={"m": 1012})})
     assert watch.note(3.0, ["gateway/1"], fresh, gateways).arrived == 12
 
 

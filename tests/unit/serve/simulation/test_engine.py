@@ -17,6 +17,7 @@ from multiworld.serve.resources.bookings import Bookings
 from multiworld.serve.scaling import default_policy, reference_policies
 from multiworld.serve.scaling.snapshot import Decision, Snapshot, StageLimits
 from multiworld.serve.simulation import traces
+from multiworld.serve.simulation.arrival import Arrival
 from multiworld.serve.simulation.engine import (
     PipelineModel,
     SimulationResult,
@@ -30,7 +31,6 @@ from multiworld.serve.simulation.model_builder import (
     seconds_of,
 )
 from multiworld.serve.simulation.score import flaps, judge
-from multiworld.serve.simulation.traces import Arrival
 from multiworld.serve.spec.schema import ModelSpec
 
 LIMITS = StageLimits(

@@ -84,7 +84,7 @@ def test_good_spec_is_read() -> None:
         (GOOD, "- a\n- b\n", 1, "a spec is a mapping"),
         (GOOD, "", 1, "a spec is a mapping"),
         ("app: demo", "app: demo\nsilence_s: 0", 2, "greater than 0"),
-        ("app: demo", "app: demo\nlauncher: slurm", 2, "'local' or 'ray'"),
+        ("app: demo", "app: demo\nlauncher: /x", 2, "local, ray, or package"),
         ("app: demo", "app: demo\nray: {}", 1, "add `launcher: ray`"),
     ],
 )

@@ -37,13 +37,23 @@ from multiworld.serve.tenants.directory import (
     Key,
     Tenant,
     TenantDirectory,
-    tenant_from_json,
 )
 from multiworld.serve.tenants.keys import digest_of as key_digest
 from multiworld.serve.tenants.keys import make_key, parse_key
 from multiworld.serve.tenants.quarantine import FEW, FIRST_S, KNOWN_S, Quarantine
 from multiworld.serve.tenants.rate_limits import RateLimiter
-from multiworld.serve.tenants.usage_meter import AGAIN_S, MOST_TOLD, UsageMeter
+from multiworld.serve.tenants.usage_meter import (
+    AGAIN_S,
+    MOST_TOLD,
+    UsageMeter,
+    UsageRow,
+)
+from multiworld.serve.transport.protocol import (
+    AllTenants,
+    PoisonFound,
+    UsageStored,
+    UsageTold,
+)
 
 
 def keyed(name: str, **more: Any) -> tuple[Tenant, str]:
@@ -116,14 +126,13 @@ def test_ten_thousand_tenants_are_told_in_parts_and_found() -> None:
         everybody[f"t{number}"] = Tenant(name=f"t{number}", keys=(key,))
     tenanting = object.__new__(TenantManager)
     tenanting.tenants, tenanting._poison = everybody, deque()
-    orders = list(tenanting.greeting())
+    orders = [order for order in tenanting.greeting() if isinstance(order, AllTenants)]
     assert len(orders) == 10_000 / CHUNK
-    assert [order["is_first"] for order in orders] == [True] + [False] * (
-        len(orders) - 1
-    )
+    firsts = [order.is_first for order in orders]
+    assert firsts == [True] + [False] * (len(orders) - 1)
     book = TenantDirectory()
     for order in orders:
-        book.put(tenant_from_json(said) for said in order["tenants"])
+        book.put(order.tenants)
     found = book.find(f"{9876:012x}", f"{9876:064x}", 0.0)
     assert found is not None
     assert found.name == "t9876"
@@ -260,7 +269,7 @@ def test_door_lets_in_who_has_a_key() -> None:
     }
     (told,) = door.meter.tell(0.0)
     rows = {(row[1], row[2]): row[3:] for row in told[1]}
-    assert rows["acme", "m"][:4] == [1, 1, 0, 0]
+    assert rows["acme", "m"][:4] == (1, 1, 0, 0)
     assert rows["acme", ""][3] == 1
     assert rows["", ""][3] == 2
 
@@ -338,7 +347,8 @@ def test_usage_is_counted_once_however_often_it_is_told(tmp_path: Path) -> None:
         registry.add_usage("a meter", *told)
         meter.confirmed(told[0])
     assert meter.is_all_told
-    registry.add_usage("another meter", 1, [[180, "acme", "m", 1, *([0] * 7)]])
+    row_told = UsageRow(180, "acme", "m", 1, 0, 0, 0, 0, 0, 0, 0.0)
+    registry.add_usage("another meter", 1, [row_told])
     (row,) = registry.usage(None, 0.0, by_minute=False)
     assert (row["requests"], row["first_minute"], row["last_minute"]) == (9, 120, 180)
     assert len(registry.usage("acme", 0.0, by_minute=True)) == 2
@@ -389,13 +399,13 @@ def test_registry_survives_and_says_what_is_wrong(tmp_path: Path) -> None:
 async def test_tenants_are_changed_told_and_written_down(tmp_path: Path) -> None:
     """Made, changed, rotated, revoked, removed; each gateway hears of each at once."""
     registry = TenantDatabase(tmp_path / "r.db")
-    told: list[tuple[str, dict[str, Any]]] = []
+    told: list[tuple[str, Any]] = []
     tenanting = TenantManager(
         registry, History(), lambda: ["gateway/1"], lambda *said: told.append(said)
     )
     _, key = await tenanting.create("acme", {"rpm_limit": 5})
-    assert told[-1][1]["tenants"][0]["rpm_limit"] == 5
-    assert key not in json.dumps(told)
+    assert told[-1][1].tenants[0].rpm_limit == 5
+    assert key not in repr(told)
     with pytest.raises(ServeError, match="already"):
         await tenanting.create("acme", {})
     for wrong in ("Acme!", "acme\n", "m@acme"):
@@ -418,17 +428,16 @@ async def test_tenants_are_changed_told_and_written_down(tmp_path: Path) -> None
     fresh, _ = await tenanting.rotate("acme", 0.0)
     assert len(fresh.keys) == 1
     assert (await tenanting.revoke("acme", None)).keys == ()
-    rows = [[60, "acme", "m", 1, 1, 0, 0, 1, 1, 1, 0.5]]
-    tenanting.used("gateway/1", {"meter": "x", "number": 1, "rows": rows})
+    row = UsageRow(60, "acme", "m", 1, 1, 0, 0, 1, 1, 1, 0.5)
+    tenanting.used("gateway/1", UsageTold("x", 1, (row,)))
     await asyncio.wait(tenanting._writing)
-    assert told[-1][1] == {"kind": "usage kept", "number": 1}
+    assert told[-1][1] == UsageStored(1)
     await tenanting.delete("acme")
-    assert told[-1][1]["removed"] == ["acme"]
-    tenanting.poisonous(
-        "gateway/2", {"tenant": "a", "model": "m", "version": "1", "digest": "d"}
-    )
-    assert told[-1][1]["kind"] == "poisonous"
-    assert list(tenanting.greeting())[-1]["digest"] == "d", "who starts later is told"
+    assert told[-1][1].removed == ("acme",)
+    poison = PoisonFound("a", "m", "1", "d")
+    tenanting.poisonous("gateway/2", poison)
+    assert told[-1][1] == poison
+    assert list(tenanting.greeting())[-1] == poison, "who starts later is told"
     await tenanting.close()
     again = TenantDatabase(tmp_path / "r.db")
     assert again.tenants() == {}

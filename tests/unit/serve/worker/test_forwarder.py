@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from multiworld.serve.transport.protocol import Key
 from multiworld.serve.transport.routing_table import Replica, ReplicaState
-from multiworld.serve.worker.batch_queue import Key
 from multiworld.serve.worker.forwarder import FinishedWork, Forwarder
 
 

@@ -1,4 +1,4 @@
-"""What runs in an actor's process: one rank of a replica."""
+"""The actor of Ray that runs one rank of a replica. Shell."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 LINGER_S = 5.0
 """For how long a process outlives what it ran, to tell of its end."""
@@ -20,12 +19,11 @@ class ReplicaActor:
         stat = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
         return os.getpid(), int(stat[19])
 
-    def run(
-        self, args: dict[str, Any], env: dict[str, str], folder: str, log: str
-    ) -> int:
-        """Be the process that ``args`` describe; return its exit code.
+    def run(self, args: str, env: dict[str, str], folder: str, log: str) -> int:
+        """Run the process that ``args`` describe; return its exit code.
 
         Args:
+            args: Its ``ProcessArgs`` as JSON.
             env: What it finds in its environment. Not in the actor's own options: they
                 are shown to everybody who sees the cluster.
             folder: Where the service was started; what is imported may lie there.
@@ -39,7 +37,7 @@ class ReplicaActor:
             os.dup2(opened, 1)
             os.dup2(opened, 2)
             os.close(opened)
-        from multiworld.serve.worker.process import main
+        from multiworld.serve.launchers.entry import main
 
         code = main(args)
         # The bridge ends the actor when it hears of this; a head that is lost just now

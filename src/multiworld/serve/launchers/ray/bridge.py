@@ -1,13 +1,12 @@
 """The Ray driver of a service: starts and ends actors, tells of machines. Shell.
 
 Run as ``python -m multiworld.serve.launchers.ray.bridge FD ADDRESS NAMESPACE APP``:
-orders come and news go as lines of JSON on the socket FD. Its end ends no actor: they
-are detached, and the next bridge finds them by name.
+orders come and news go as lines (``launchers.protocol``) on the socket FD. Actors
+outlive it: they are detached, and the next bridge finds them by name.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import signal
@@ -15,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -30,6 +29,22 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
+from multiworld.serve.launchers.protocol import (
+    ACTOR_ORDERS,
+    ActorOrder,
+    AdoptActor,
+    BridgeNews,
+    ClusterNode,
+    ClusterNodes,
+    ClusterReady,
+    Exited,
+    KillActor,
+    LaunchActor,
+    Launched,
+    LaunchFailed,
+    LineCodec,
+    Sweep,
+)
 from multiworld.serve.launchers.ray.actor import ReplicaActor, probe_gpus
 
 PLACE_S = 10.0
@@ -68,7 +83,7 @@ class Bridge:
 
     def __init__(self, control: socket.socket, namespace: str, app: str) -> None:
         self._control, self._namespace, self._app = control, namespace, app
-        self._news: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[BridgeNews] = queue.SimpleQueue()
         self._starters = ThreadPoolExecutor(STARTERS)
         self._remote: Any = ray.remote  # its overloads know no keyword alone
         self._class = self._remote(ReplicaActor)
@@ -102,7 +117,7 @@ class Bridge:
     def run(self) -> None:
         """Carry out orders until the controller ends."""
         nodes = self._nodes()
-        self._news.put({"kind": "ready", "nodes": nodes})
+        self._news.put(ClusterReady(nodes))
         self._start(self._write)
         self._start(self._look, nodes)
         buffer = b""
@@ -110,14 +125,22 @@ class Bridge:
             buffer += data
             while b"\n" in buffer:
                 line, _, buffer = buffer.partition(b"\n")
-                order = json.loads(line)
-                todo = getattr(self, f"_{order.pop('op')}")
-                if todo == self._sweep:
-                    todo(**order)  # before anything that is ordered after it
+                order = ACTOR_ORDERS.decode(line)
+                if isinstance(order, Sweep):
+                    self._sweep(order.known)  # before anything that is ordered later
                 else:
-                    self._starters.submit(todo, **order)
+                    self._starters.submit(self._carry_out, order)
         self._start(_exit_after, LAST_S)
         self._starters.shutdown(wait=True)
+
+    def _carry_out(self, order: ActorOrder) -> None:
+        match order:
+            case LaunchActor():
+                self._launch(order)
+            case AdoptActor(name, ranks, must_be_known):
+                self._adopt(name, ranks, must_be_known)
+            case KillActor(name, ranks):
+                self._kill(name, ranks)
 
     def _start(self, body: Callable[..., None], *args: Any) -> None:
         threading.Thread(target=body, args=args, daemon=True).start()
@@ -126,13 +149,13 @@ class Bridge:
         while True:
             news = self._news.get()
             try:
-                self._control.sendall(json.dumps(news).encode() + b"\n")
+                self._control.sendall(LineCodec.encode(news))
             except OSError:
                 return  # the reader finds the end
 
     # Machines.
 
-    def _look(self, before: list[dict[str, Any]]) -> None:
+    def _look(self, before: tuple[ClusterNode, ...]) -> None:
         while True:
             time.sleep(LOOK_S)
             try:
@@ -142,25 +165,25 @@ class Bridge:
                 sys.stderr.flush()
                 os._exit(1)  # another bridge begins anew
             # Said even if nothing has changed: that the head answers is news, too.
-            self._news.put({"kind": "nodes", "nodes": found, "same": found == before})
+            self._news.put(ClusterNodes(found, found == before))
             before = found
 
-    def _nodes(self) -> list[dict[str, Any]]:
-        return [self._node(node) for node in self._ask() if node["Alive"]]
+    def _nodes(self) -> tuple[ClusterNode, ...]:
+        return tuple(self._node(node) for node in self._ask() if node["Alive"])
 
-    def _node(self, node: dict[str, Any]) -> dict[str, Any]:
+    def _node(self, node: dict[str, Any]) -> ClusterNode:
         has, key = node["Resources"], node["NodeID"]
         if has.get("GPU") and key not in self._asked:
             self._asked.add(key)
             self._starters.submit(self._ask_gpus, key)
-        return {
-            "name": _name(node),
-            "key": key,
-            "address": node["NodeManagerAddress"],
-            "cpus": has.get("CPU", 0.0),
-            "memory_bytes": int(has.get("memory", 0)),
-            "gpus": self._gpus.get(key, []),
-        }
+        return ClusterNode(
+            name=_name(node),
+            key=key,
+            address=node["NodeManagerAddress"],
+            cpus=has.get("CPU", 0.0),
+            memory_bytes=int(has.get("memory", 0)),
+            gpus=tuple(self._gpus.get(key, ())),
+        )
 
     def _ask_gpus(self, key: str) -> None:
         """Ask a machine for its GPUs; a later look tells of them."""
@@ -173,22 +196,15 @@ class Bridge:
 
     # Replicas.
 
-    def _launch(
-        self,
-        name: str,
-        key: str,
-        address: str,
-        ranks: int,
-        bundle: dict[str, float],
-        run: dict[str, Any],
-    ) -> None:
+    def _launch(self, order: LaunchActor) -> None:
+        name, ranks, bundle = order.name, len(order.args), order.bundle
         try:
             group = placement_group(
-                [{f"node:{address}": TRIFLE, **bundle}] * ranks,
+                [{f"node:{order.address}": TRIFLE, **bundle}] * ranks,
                 strategy="STRICT_PACK",
                 name=self._named(name),
                 lifetime="detached",
-                bundle_label_selector=[{ID_LABEL: key}] * ranks,
+                bundle_label_selector=[{ID_LABEL: order.key}] * ranks,
             )
             ray.get(group.ready(), timeout=PLACE_S)
             actors = [self._actor(name, rank, group, bundle) for rank in range(ranks)]
@@ -196,14 +212,13 @@ class Bridge:
         except Exception as error:
             self._end(name, ranks)
             why = f"Ray did not start it: {_words(error)}"
-            self._news.put({"kind": "failed", "name": name, "error": why})
+            self._news.put(LaunchFailed(name, why))
             return
         pid, began = hellos[0]
-        self._news.put({"kind": "launched", "name": name, "pid": pid, "began": began})
+        self._news.put(Launched(name, pid, began))
         refs = []
-        for rank, actor in enumerate(actors):
-            args = {**run["args"], "rank": rank if ranks > 1 else None}
-            refs.append(actor.run.remote(args, run["env"], run["folder"], run["log"]))
+        for args, actor in zip(order.args, actors, strict=True):
+            refs.append(actor.run.remote(args, order.env, order.folder, order.log))
         self._await(name, ranks, refs[0])
 
     def _actor(self, name: str, rank: int, group: Any, bundle: dict[str, float]) -> Any:
@@ -227,7 +242,7 @@ class Bridge:
     def _await(self, name: str, ranks: int, ref: Any) -> None:
         def over(future: Any) -> None:
             code = None if future.exception() else future.result()
-            self._news.put({"kind": "exited", "name": name, "code": code})
+            self._news.put(Exited(name, code))
             self._starters.submit(self._end, name, ranks)
 
         ref.future().add_done_callback(over)
@@ -240,16 +255,16 @@ class Bridge:
             # connected with them notices when they end.
             if must_be_known:
                 self._end(name, ranks)
-                self._news.put({"kind": "exited", "name": name, "code": None})
+                self._news.put(Exited(name, None))
             return
         self._await(name, ranks, actor.ended.remote())
 
     def _kill(self, name: str, ranks: int) -> None:
         if not self._end(name, ranks):
             # Nobody waits for what Ray does not know, or knows no more.
-            self._news.put({"kind": "exited", "name": name, "code": None})
+            self._news.put(Exited(name, None))
 
-    def _sweep(self, known: list[str]) -> None:
+    def _sweep(self, known: Sequence[str]) -> None:
         """End what an earlier bridge left behind: all replicas but these."""
         names = {f"{self._app}/{name}" for name in [*known, "controller"]}
         for found in ray.util.placement_group_table().values():

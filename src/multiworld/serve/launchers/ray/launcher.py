@@ -9,20 +9,36 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from multiworld.errors import LaunchError, ServeError
-from multiworld.serve.launchers.helper_process import HelperProcess
-from multiworld.serve.launchers.local import (
-    ExitTeller,
-    LocalLauncher,
+from multiworld.serve.launchers import local
+from multiworld.serve.launchers.base import (
+    LauncherContext,
+    OnExit,
     RunningProcess,
     began_at,
 )
+from multiworld.serve.launchers.helper_process import HelperProcess
+from multiworld.serve.launchers.local import LocalLauncher
+from multiworld.serve.launchers.protocol import (
+    BRIDGE_NEWS,
+    AdoptActor,
+    BridgeNews,
+    ClusterNode,
+    ClusterNodes,
+    ClusterReady,
+    Exited,
+    KillActor,
+    LaunchActor,
+    Launched,
+    LaunchFailed,
+    Sweep,
+)
 from multiworld.serve.resources.amounts import Gpu, Location, Need, Node
 from multiworld.serve.spec.schema import RaySpec
+from multiworld.serve.transport.process_args import ProcessArgs
 
 logger = logging.getLogger("multiworld.serve")
 
@@ -40,7 +56,7 @@ GPU_TRIFLE = 0.0001
 
 
 class RayLauncher:
-    """See ``launching.Launcher``.
+    """Replicas as actors of a Ray cluster; see ``base.Launcher``.
 
     Args:
         app: The service's name.
@@ -49,6 +65,7 @@ class RayLauncher:
         log: Where the output of the bridge goes.
         on_exit: Told of every process that ends.
         on_nodes: Told when machines were added or are gone, or the head is.
+        clock: Returns the monotonic time in seconds.
     """
 
     def __init__(
@@ -58,18 +75,22 @@ class RayLauncher:
         spec: RaySpec,
         env: dict[str, str],
         log: Path,
-        on_exit: ExitTeller,
+        on_exit: OnExit,
         on_nodes: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._app, self._local, self._spec, self._env = app, local, spec, env
         self._log, self._on_exit, self._on_nodes = log, on_exit, on_nodes
         self._loop = asyncio.get_running_loop()
-        self._bridge = HelperProcess(BRIDGE, log, self._told, self._bridge_ended)
+        self._bridge = HelperProcess(
+            BRIDGE, log, BRIDGE_NEWS, self._told, self._bridge_ended
+        )
         self._nodes: dict[str, Node] = {}
         self._ranks: dict[str, int] = {}
         self._doomed: set[str] = set()
         self._starting: dict[str, asyncio.Future[RunningProcess]] = {}
-        self._heard_at = time.monotonic()
+        self._heard_at = self._clock()
         self._trouble = ""
         self._minding: asyncio.Task[None] | None = None
 
@@ -102,14 +123,15 @@ class RayLauncher:
         await _check_reachable(self._spec.address)
         words = [self._spec.address, self._spec.namespace, self._app]
         first = await self._bridge.start(words, {}, limit_s)
-        self._set_nodes(first["nodes"])
-        self._heard_at = time.monotonic()
+        if isinstance(first, ClusterReady):
+            self._set_nodes(first.nodes)
+        self._heard_at = self._clock()
 
     async def _mind(self) -> None:
         """Notice when the head is silent; come back to it when it answers."""
         while True:
             await asyncio.sleep(1.0)
-            silent_s = time.monotonic() - self._heard_at
+            silent_s = self._clock() - self._heard_at
             if silent_s > SILENT_S and not self._trouble:
                 self._set_trouble(
                     f"the head of the Ray cluster has not answered for {silent_s:.0f} "
@@ -143,26 +165,24 @@ class RayLauncher:
 
     # What the bridge tells.
 
-    def _told(self, news: dict[str, Any]) -> None:
-        name = news.get("name", "")
-        match news["kind"]:
-            case "nodes":
-                self._heard_at = time.monotonic()
+    def _told(self, news: BridgeNews) -> None:
+        match news:
+            case ClusterNodes(nodes, is_same):
+                self._heard_at = self._clock()
                 if self._trouble:
                     self._set_trouble("")
-                if not news["same"]:
-                    self._set_nodes(news["nodes"])
+                if not is_same:
+                    self._set_nodes(nodes)
                     self._on_nodes()
-            case "launched":
+            case Launched(name, pid, began):
                 if name not in self._starting:
                     self._end(name)  # it was given up meanwhile
-                running = RunningProcess(name, news["pid"], news["began"])
-                self._settle(name, running)
-            case "failed":
+                self._settle(name, RunningProcess(name, pid, began))
+            case LaunchFailed(name, error):
                 self._ranks.pop(name, None)
-                self._settle(name, LaunchError(f"{name}: {news['error']}"))
-            case "exited":
-                self._exited(name, news["code"])
+                self._settle(name, LaunchError(f"{name}: {error}"))
+            case Exited(name, code):
+                self._exited(name, code)
 
     def _exited(self, name: str, code: int | None) -> None:
         self._doomed.discard(name)
@@ -172,8 +192,7 @@ class RayLauncher:
     def _end(self, name: str) -> None:
         if name in self._ranks:
             self._doomed.add(name)
-            order = {"op": "kill", "name": name, "ranks": self._ranks[name]}
-            self._bridge.tell(order)
+            self._bridge.tell(KillActor(name, self._ranks[name]))
 
     def _settle(self, name: str, outcome: RunningProcess | LaunchError) -> None:
         future = self._starting.pop(name, None)
@@ -187,10 +206,15 @@ class RayLauncher:
     def _bridge_ended(self) -> None:
         self._set_trouble("the connection to the Ray cluster has ended; it is tried on")
 
-    def _set_nodes(self, found: list[dict[str, Any]]) -> None:
+    def _set_nodes(self, found: Sequence[ClusterNode]) -> None:
         self._nodes = {
-            node["name"]: Node(
-                **{**node, "gpus": tuple(Gpu(*gpu) for gpu in node["gpus"])}
+            node.name: Node(
+                name=node.name,
+                key=node.key,
+                address=node.address,
+                cpus=node.cpus,
+                memory_bytes=node.memory_bytes,
+                gpus=tuple(Gpu(*gpu) for gpu in node.gpus),
             )
             for node in found
         }
@@ -208,7 +232,7 @@ class RayLauncher:
     async def launch(
         self,
         name: str,
-        args: dict[str, Any],
+        args: ProcessArgs,
         log: Path,
         spot: Location | None,
         need: Need,
@@ -230,19 +254,22 @@ class RayLauncher:
         future: asyncio.Future[RunningProcess] = self._loop.create_future()
         self._starting[name], self._ranks[name] = future, need.ranks
         # Ray chooses among a machine's GPUs, and shows the process that one only.
-        run: dict[str, Any] = {"folder": os.getcwd(), "log": str(log)}
-        run["args"] = {**args, "gpu": 0 if need.on_gpu else None}
-        run["env"] = self._env
+        gpu = 0 if need.on_gpu else None
+        of_ranks = [
+            args.model_copy(update={"gpu": gpu, "rank": k if need.ranks > 1 else None})
+            for k in range(need.ranks)
+        ]
         self._bridge.tell(
-            {
-                "op": "launch",
-                "name": name,
-                "key": node.key,
-                "address": node.address,
-                "ranks": need.ranks,
-                "bundle": bundle_of(need, node),
-                "run": run,
-            }
+            LaunchActor(
+                name=name,
+                key=node.key,
+                address=node.address,
+                bundle=bundle_of(need, node),
+                args=tuple(one.model_dump_json() for one in of_ranks),
+                env=self._env,
+                folder=os.getcwd(),
+                log=str(log),
+            )
         )
         try:
             async with asyncio.timeout(LAUNCH_S):
@@ -289,13 +316,12 @@ class RayLauncher:
         return True
 
     def _adopt(self, name: str, *, must_be_known: bool) -> None:
-        order = {"op": "adopt", "name": name, "ranks": self._ranks[name]}
-        self._bridge.tell({**order, "must_be_known": must_be_known})
+        self._bridge.tell(AdoptActor(name, self._ranks[name], must_be_known))
 
     def settle(self) -> None:
         """End what an earlier controller left behind that was not adopted."""
-        known = [name for name in self._ranks if name not in self._doomed]
-        self._bridge.tell({"op": "sweep", "known": known})
+        known = tuple(name for name in self._ranks if name not in self._doomed)
+        self._bridge.tell(Sweep(known))
 
     async def close(self) -> None:
         """End the bridge; the replicas go on, but for those that just start."""
@@ -353,3 +379,25 @@ def _last_line(log: Path) -> str:
     except OSError:
         lines = []
     return lines[-1].strip() if lines else ""
+
+
+async def make(context: LauncherContext) -> RayLauncher:
+    """Return a launcher that is connected to the cluster.
+
+    Raises:
+        ServeError: There is no cluster for a new service, or Ray is not installed.
+
+    Cancellation: nothing is left.
+    """
+    app = context.app
+    launcher = RayLauncher(
+        app.app,
+        await local.make(context),
+        app.ray or RaySpec(),
+        context.env,
+        context.logs / "ray.log",
+        context.on_exit,
+        context.on_nodes,
+    )
+    await launcher.start(is_new=context.is_new)
+    return launcher

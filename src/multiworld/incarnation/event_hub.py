@@ -1,0 +1,93 @@
+"""The hub that hands events to subscribers. Shell.
+
+It keeps a bounded queue for each subscriber: one that does not read loses the oldest
+events (and is told how many), and never slows a world down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+
+from multiworld.incarnation.events import Event, EventsDropped
+
+QUEUE_LIMIT = 1024
+"""Events that wait for one subscriber."""
+
+
+class Subscription:
+    """One reader's queue of events."""
+
+    def __init__(self, hub: EventHub) -> None:
+        self._hub = hub
+        self._queue: deque[Event] = deque()
+        self._dropped = 0
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, event: Event) -> None:
+        """Append ``event``; drop the oldest one if the queue is full."""
+        if len(self._queue) >= QUEUE_LIMIT:
+            self._queue.popleft()
+            self._dropped += 1
+        self._queue.append(event)
+        self.wake()
+
+    def wake(self) -> None:
+        """Let the reader look again."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def get_nowait(self) -> Event | None:
+        """Return the next event, or None."""
+        if self._dropped:
+            dropped, self._dropped = self._dropped, 0
+            return EventsDropped(world="", epoch=0, count=dropped)
+        return self._queue.popleft() if self._queue else None
+
+    async def events(self) -> AsyncIterator[Event]:
+        """Yield events until the hub closes.
+
+        Cancellation: safe; no event is lost but those not yet read.
+        """
+        try:
+            while True:
+                event = self.get_nowait()
+                if event is not None:
+                    yield event
+                elif self._hub.is_closed:
+                    return
+                else:
+                    self._waiter = asyncio.get_running_loop().create_future()
+                    await self._waiter
+        finally:
+            self._hub.unsubscribe(self)
+
+
+class EventHub:
+    """Hands every published event to every subscriber."""
+
+    def __init__(self) -> None:
+        self._subscriptions: set[Subscription] = set()
+        self.is_closed = False
+
+    def subscribe(self) -> Subscription:
+        """Start a queue; it holds events published from now on."""
+        subscription = Subscription(self)
+        self._subscriptions.add(subscription)
+        return subscription
+
+    def unsubscribe(self, subscription: Subscription) -> None:
+        """Forget a queue."""
+        self._subscriptions.discard(subscription)
+
+    def publish(self, event: Event) -> None:
+        """Append ``event`` to every queue."""
+        for subscription in self._subscriptions:
+            subscription.put(event)
+
+    def close(self) -> None:
+        """End every subscriber's iteration once it has read what is queued."""
+        self.is_closed = True
+        for subscription in self._subscriptions:
+            subscription.wake()

@@ -1,0 +1,54 @@
+"""The entry point of every process of a service: a gateway, or a replica. Shell."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import sys
+from pathlib import Path
+
+from multiworld.serve.transport.process_args import ProcessArgs
+from multiworld.serve.worker.process import run_follower, run_worker
+from multiworld.serve.worker.rank_group import LEADER, fork_ranks
+
+OOM_SCORE = 500
+"""Makes the kernel, out of memory, kill a replica before a gateway or the store."""
+
+
+def main(text: str) -> int:
+    """Run a process of the service; return its exit code.
+
+    Args:
+        text: Its ``ProcessArgs`` as JSON.
+    """
+    logging.basicConfig(
+        level=logging.INFO,
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    args = ProcessArgs.model_validate_json(text)
+    if args.alive and Path(args.alive).exists():
+        # Held until this process ends: the store ends when nobody holds it any more.
+        fcntl.flock(os.open(args.alive, os.O_RDONLY), fcntl.LOCK_SH)
+    if args.role == "gateway":
+        # Not at the top: a replica on another machine need not import a web server.
+        from multiworld.serve.gateway.process import run_gateway
+
+        return asyncio.run(run_gateway(args))
+    assert args.spec is not None
+    _offer_to_oom_killer()
+    rank = args.rank
+    if rank is None:
+        rank = fork_ranks(args.spec.stages[args.stage].ranks)
+    if rank != LEADER:
+        return asyncio.run(run_follower(args, rank))
+    return asyncio.run(run_worker(args))
+
+
+def _offer_to_oom_killer() -> None:
+    try:
+        Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
+    except OSError:
+        pass  # this machine does not allow it

@@ -1,0 +1,45 @@
+"""Bundles of work as what a replica queues. Shell."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from multiworld.backends.base import Bundle
+from multiworld.serve.spec.stage import Stage
+from multiworld.serve.transport import protocol
+from multiworld.serve.transport.collation import group_of, rows_of
+from multiworld.serve.transport.messages import unpack
+from multiworld.serve.worker.batch_queue import Work
+
+
+def works_of(
+    header: protocol.Work, bundle: Bundle, now: float, stage: Stage
+) -> list[Work]:
+    """Return the work of one bundle.
+
+    Args:
+        header: What its tensors are.
+        bundle: The tensors.
+        now: When it arrived, on the monotonic clock.
+        stage: Says what may be computed together.
+    """
+    works = []
+    contents = unpack(bundle, len(header.items))
+    for tensors, item in zip(contents, header.items, strict=True):
+        is_batched = stage.is_batched
+        group: Hashable = group_of(tensors, stage.ragged) if is_batched else item.key
+        works.append(
+            Work(
+                key=item.key,
+                group=group,
+                rows=rows_of(tensors),
+                deadline_at=now + item.remaining_s,
+                arrived_at=now,
+                is_solo=item.is_solo,
+                session=item.session,
+                via=item.via,
+                content=tensors,
+                share=item.share,
+            )
+        )
+    return works
