@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,3 +100,61 @@ def _draw(report: BenchReport, out: Path, console: Console) -> None:
             console.print(f"drawn: {path}")
     except ModuleNotFoundError:
         console.print("no pictures: pip install matplotlib")
+
+
+@click.command()
+@click.argument("names", nargs=-1, metavar="[SUITE]...")
+@click.option("--rounds", type=click.IntRange(1, 1000), default=5, show_default=True)
+@click.option(
+    "--quick", is_flag=True, help="Few sizes and messages: to see that it runs."
+)
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, writable=True, path_type=Path),
+    help="Keep JSON and pictures in this folder.",
+)
+@click.option(
+    "--with",
+    "apart",
+    type=click.Choice(["pymultiworld", "ucxx", "nixl", "ray"]),
+    multiple=True,
+    help="Let it take part (ray in serving, others in p2p); may be repeated.",
+)
+@click.option(
+    "--environments",
+    type=click.Path(file_okay=False, writable=True, path_type=Path),
+    help="Where those environments are kept.  [default: ~/.cache/multiworld/bench]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print all samples as JSON.")
+def bench(
+    names: tuple[str, ...],
+    rounds: int,
+    quick: bool,
+    out: Path | None,
+    apart: tuple[str, ...],
+    environments: Path | None,
+    as_json: bool,
+) -> None:
+    """Measure this machine's data path, beside what else one could use.
+
+    \b
+    p2p          streams and round trips, 64 B to 64 MB
+    fan          one leader and 1 to 8 worlds
+    collectives  2, 4 and 8 ranks, 4 KB to 16 MB
+    many         1 to 1,000 worlds in a process
+    joining      a busy world while others join and break
+    watching     fault management on and off
+    hosts        TCP between two network namespaces (as root)
+    serving      requests a second and latency, empty stages and MiniLM
+    nccl         worlds on GPUs beside torch.distributed (where there is one)
+
+    All contenders run in turns in the same minutes: compare within a table. pyzmq takes
+    part if it is installed. Those of --with are installed at the first need: that takes
+    a package index and up to six gigabytes (pymultiworld needs an old torch).
+    """
+    from multiworld.cli.bench import BenchOptions, run
+
+    wish = BenchOptions(
+        rounds, out, apart, environments, is_quick=quick, as_json=as_json
+    )
+    sys.exit(run(names, wish))

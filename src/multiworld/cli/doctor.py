@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import json
 import platform
 import socket
 import sys
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+import click
 from rich.console import Console
 from rich.table import Table
 
@@ -240,3 +242,15 @@ async def _try_world(backend: str) -> None:
             await asyncio.gather(left.barrier(), right.barrier())
     finally:
         await server.close()
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def doctor(as_json: bool) -> None:
+    """Check this installation and this machine; exits with 1 if something fails."""
+    findings = examine()
+    if as_json:
+        click.echo(json.dumps([finding.to_json() for finding in findings], indent=2))
+    else:
+        report(findings)
+    sys.exit(1 if any(finding.status == "fail" for finding in findings) else 0)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import click
 
+from multiworld.cli.options import JSON, of_service, service_of
 from multiworld.serve.control.client import Service
 
 
-def explain(service: Service, last: int, *, snapshots: bool, as_json: bool) -> int:
+def run(service: Service, last: int, *, snapshots: bool, as_json: bool) -> int:
     """Print what everybody does, and the last decisions with their reasons."""
     found = service.ask("GET", "/status", params={"reports": True})
     decided = service.ask(
@@ -82,3 +85,20 @@ def _explained(process: Any, said: Any) -> str:
     if said["queued"]:
         parts.append(f"{said['queued']} requests wait to be computed")
     return "; ".join(parts) or "waits for work from upstream"
+
+
+@click.command()
+@click.option(
+    "-n", "--last", type=click.IntRange(0, 200), default=10, show_default=True
+)
+@click.option(
+    "--snapshots", is_flag=True, help="With --json: all that decisions were made from."
+)
+@of_service
+@JSON
+def explain(
+    last: int, snapshots: bool, app: str | None, state: Path | None, as_json: bool
+) -> None:
+    """Say who waits for whom, and why it was scaled and placed as it is."""
+    service = service_of(app, state)
+    sys.exit(run(service, last, snapshots=snapshots, as_json=as_json))

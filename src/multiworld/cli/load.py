@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from multiworld.cli.options import JSON
 from multiworld.serve.load.generator import Load, Target, embeddings, inference
 from multiworld.serve.load.summary import Summary, summarise
 
@@ -123,3 +125,50 @@ def _table(found: Summary, rate: float) -> Table:
     for error, count in found.errors.items():
         table.add_row(f"{count} times", error)
     return table
+
+
+@click.command()
+@click.argument("url")
+@click.argument("model")
+@click.option("--rate", type=click.FloatRange(0.01, 1e5), default=10, show_default=True)
+@click.option("--seconds", type=click.FloatRange(0.1), default=10, show_default=True)
+@click.option(
+    "--texts",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Texts to embed, one a line, in turn.",
+)
+@click.option(
+    "--body",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A JSON body of the Open Inference Protocol to send instead of texts.",
+)
+@click.option(
+    "--ca",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="PEM file with the certificates to trust, for an https:// URL.",
+)
+@click.option(
+    "--key",
+    envvar="MULTIWORLD_KEY",
+    help="API key of a tenant; better in MULTIWORLD_KEY, where nobody sees it.",
+)
+@JSON
+def load(
+    url: str,
+    model: str,
+    rate: float,
+    seconds: float,
+    texts: Path | None,
+    body: Path | None,
+    ca: Path | None,
+    key: str | None,
+    as_json: bool,
+) -> None:
+    """Send requests to MODEL at URL at a steady rate, and say what came back.
+
+    Open loop: a request leaves when it is due, whatever became of the ones before, and
+    its latency counts from then. Exits with 1 if one failed.
+    """
+    target = target_of(url, model, texts, body, "The quick brown fox.")
+    target = with_key(trusting(target, ca), key)
+    sys.exit(run(target, rate, seconds, as_json=as_json))

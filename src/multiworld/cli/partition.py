@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from multiworld.cli.options import JSON, SPEC
 from multiworld.serve.models.factory import build_model
 from multiworld.serve.models.partition import PartProfile, cut, profile
 from multiworld.serve.spec.loader import load_spec
@@ -103,3 +105,19 @@ def _show(name: str, rows: int, found: dict[str, Any]) -> None:
         f"proposed: cut: {found['cut']}: {times} ms, the bottleneck is "
         f"stage {found['cut_bottleneck']}"
     )
+
+
+@click.command()
+@SPEC
+@click.option("--model", help="Which of the spec's models; the first by default.")
+@click.option("--rows", type=click.IntRange(1, 4096), default=1, show_default=True)
+@click.option("--repeats", type=click.IntRange(1, 1000), default=20, show_default=True)
+@JSON
+def partition(
+    spec: Path, model: str | None, rows: int, repeats: int, as_json: bool
+) -> None:
+    """Measure what each stage of a model costs, and propose where to cut it.
+
+    Loads the model in this process, one stage at a time.
+    """
+    sys.exit(run(spec, model, rows, repeats, as_json=as_json))

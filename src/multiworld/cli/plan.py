@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 from rich.table import Table
 
+from multiworld.cli.options import JSON, SPEC
 from multiworld.serve.control.service import machine_of
 from multiworld.serve.fleet.desired_state import bounds_of
 from multiworld.serve.models.factory import build_model, stage_name
@@ -47,7 +49,7 @@ class Outlook:
     gap: float | None
 
 
-def plan(path: Path, nodes: Path | None, limit_s: float, *, as_json: bool) -> int:
+def run(path: Path, nodes: Path | None, limit_s: float, *, as_json: bool) -> int:
     """Show what a spec would start; exit code 1 if not all of it has a place."""
     app = load_spec(path)
     machines = [machine_of(app)] if nodes is None else read_nodes(nodes)
@@ -252,3 +254,27 @@ def _expected(app: AppSpec, model: dict[str, Any]) -> str:
     if model["short"]:
         said += f"\n  [red]not all of it has a place[/]: {model['short']}"
     return said
+
+
+@click.command()
+@SPEC
+@click.option(
+    "--nodes",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Plan for the machines in this file, as `multiworld nodes --json` prints "
+    "them; by default for this machine.",
+)
+@click.option(
+    "--limit",
+    type=click.FloatRange(0, 3600),
+    default=5.0,
+    show_default=True,
+    help="Seconds that the solvers may take.",
+)
+@JSON
+def plan(spec: Path, nodes: Path | None, limit: float, as_json: bool) -> None:
+    """Show what SPEC would start, where, and what to expect of it; start nothing.
+
+    Exits with 1 if not all of it has a place.
+    """
+    sys.exit(run(spec, nodes, limit, as_json=as_json))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import click
 from rich.console import Console
 from rich.table import Table
 
+from multiworld.cli.options import JSON, SPEC
 from multiworld.cli.partition import chosen_model
 from multiworld.serve.models.factory import build_model
 from multiworld.serve.models.profiler import profile_model
@@ -72,3 +74,38 @@ def _table(found: ModelProfile) -> Table:
             f"{found.memory_mb(k):g}",
         )
     return table
+
+
+@click.command()
+@SPEC
+@click.option("--model", help="Which of the spec's models; the first by default.")
+@click.option(
+    "--batch",
+    "batches",
+    type=click.IntRange(1, 4096),
+    multiple=True,
+    default=(1, 4, 16),
+    show_default=True,
+    help="Rows of a batch; may be given several times.",
+)
+@click.option("--repeats", type=click.IntRange(1, 1000), default=10, show_default=True)
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Where to keep it, for `profile:` in the spec.",
+)
+@JSON
+def profile(
+    spec: Path,
+    model: str | None,
+    batches: tuple[int, ...],
+    repeats: int,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Measure what the stages of a model need: time, memory, bytes per hop.
+
+    Loads the model in this process, one stage at a time.
+    """
+    sizes = sorted(set(batches))
+    sys.exit(run(spec, model, sizes, repeats, out, as_json=as_json))

@@ -1,66 +1,22 @@
-"""``multiworld nodes`` and ``multiworld resources``: what there is, and who uses it."""
+"""``multiworld resources``: what every replica books and uses. Shell."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import sys
+from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 from rich.table import Table
 
+from multiworld.cli.options import JSON, of_service, service_of
 from multiworld.serve.control.client import Service
-from multiworld.serve.resources.amounts import MIB, mib
-from multiworld.serve.resources.inventory import this_node
+from multiworld.serve.resources.amounts import mib
 
 
-def this_machine(*, as_json: bool) -> int:
-    """Show this machine, without any service."""
-    node = asdict(this_node())
-    _show_nodes([node], "this machine", as_json=as_json)
-    return 0
-
-
-def nodes(service: Service, *, as_json: bool) -> int:
-    """Show the machines of a service."""
-    found = service.ask("GET", "/nodes")
-    _show_nodes(found, "machines", as_json=as_json)
-    return 0
-
-
-def _show_nodes(found: list[dict[str, Any]], title: str, *, as_json: bool) -> None:
-    if as_json:
-        click.echo(json.dumps(found, indent=2))
-        return
-    table = Table(title=title)
-    for column in ("name", "address", "cpus", "memory", "GPUs", "replicas"):
-        table.add_column(column)
-    for node in found:
-        table.add_row(
-            node["name"],
-            node["address"],
-            _of(node, "cpus", 1.0, "g"),
-            _of(node, "memory_bytes", MIB, ",.0f") + " MiB",
-            ", ".join(_gpu(gpu, node) for gpu in node["gpus"]) or "none",
-            ", ".join(node.get("replicas", ())) or "",
-        )
-    Console().print(table)
-
-
-def _of(node: dict[str, Any], name: str, unit: float, form: str) -> str:
-    has = format(node[name] / unit, form)
-    free = node.get(f"free_{name}")
-    return has if free is None else f"{free / unit:{form}} free of {has}"
-
-
-def _gpu(gpu: dict[str, Any], node: dict[str, Any]) -> str:
-    free = node.get("free_gpu_memory_bytes", {}).get(str(gpu["index"]))
-    left = "" if free is None else f"{mib(free)} free of "
-    return f"{gpu['index']} {gpu['kind']} ({left}{mib(gpu['memory_bytes'])})"
-
-
-def resources(service: Service, *, as_json: bool) -> int:
+def run(service: Service, *, as_json: bool) -> int:
     """Show what every replica has booked, and what it uses now."""
     status = service.ask("GET", "/status", params={"reports": True})
     rows = [_row(p, status) for p in status["processes"] if p["model"]]
@@ -112,3 +68,11 @@ def _size(size: int | None) -> str:
 
 def _seconds(seconds: float | None) -> str:
     return "?" if seconds is None else f"{seconds:.1f} s"
+
+
+@click.command()
+@of_service
+@JSON
+def resources(app: str | None, state: Path | None, as_json: bool) -> None:
+    """Show what every replica has booked, and what it uses at this moment."""
+    sys.exit(run(service_of(app, state), as_json=as_json))

@@ -1,22 +1,24 @@
-"""``multiworld serve``, ``plan``, ``schema``: from a spec to a running service."""
+"""``multiworld serve``: from a spec to a running service. Shell."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
+import sys
 from pathlib import Path
 
 import click
 from rich.console import Console
 
+from multiworld.cli.options import JSON, SPEC, STATE
 from multiworld.serve.control.controller import Controller
 from multiworld.serve.control.service import run_service
 from multiworld.serve.fleet.record import StateFolder, state_root
-from multiworld.serve.spec.loader import load_spec, schema
+from multiworld.serve.spec.loader import load_spec
 
 
-def serve(path: Path, state: Path | None, *, as_json: bool, is_verbose: bool) -> int:
+def run(path: Path, state: Path | None, *, as_json: bool, is_verbose: bool) -> int:
     """Run a service in the foreground."""
     console = Console(stderr=as_json)
     if is_verbose:
@@ -47,7 +49,15 @@ def serve(path: Path, state: Path | None, *, as_json: bool, is_verbose: bool) ->
     return asyncio.run(run_service(app, folder, up))
 
 
-def print_schema() -> int:
-    """Print the JSON Schema of a spec."""
-    click.echo(json.dumps(schema(), indent=2))
-    return 0
+@click.command()
+@SPEC
+@STATE
+@click.option("-v", "--verbose", is_flag=True, help="Say what happens.")
+@JSON
+def serve(spec: Path, state: Path | None, verbose: bool, as_json: bool) -> None:
+    """Serve the models of SPEC (a YAML file) until Ctrl-C.
+
+    If the controller of a service was lost, this adopts its processes, which went on
+    answering meanwhile.
+    """
+    sys.exit(run(spec, state, as_json=as_json, is_verbose=verbose))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from multiworld.cli.options import JSON, SPEC
 from multiworld.cli.plan import read_nodes
 from multiworld.serve.models.factory import import_factory
 from multiworld.serve.resources.amounts import needs_of
@@ -22,13 +24,12 @@ from multiworld.serve.resources.bookings import Bookings
 from multiworld.serve.scaling import default_policy, reference_policies
 from multiworld.serve.scaling.gears import gear_for, gears_of
 from multiworld.serve.scaling.snapshot import Policy
-from multiworld.serve.simulation import traces
+from multiworld.serve.simulation import engine, traces
 from multiworld.serve.simulation.arrival import Arrival
 from multiworld.serve.simulation.engine import (
     PipelineModel,
     Room,
     SimulationResult,
-    simulate,
 )
 from multiworld.serve.simulation.model_builder import (
     Curve,
@@ -100,7 +101,7 @@ def _simulated(
     asked = [arrivals[model] for model in app.models]
     chance = random.Random(wish.seed).random
     try:
-        return simulate(models, asked, chance, _room(wish, app))
+        return engine.simulate(models, asked, chance, _room(wish, app))
     except Exception as error:
         if ":" not in policy_name and policy_name != OWN:
             raise  # one of ours
@@ -302,3 +303,78 @@ def _table(verdicts: Sequence[Score], app: AppSpec) -> Table:
         ]
         table.add_row(*([v.model, *row] if several else row))
     return table
+
+
+@click.command()
+@SPEC
+@click.option(
+    "--trace",
+    "traces",
+    multiple=True,
+    metavar="[MODEL=]FILE",
+    help="A CSV file of requests: Azure's LLM traces, BurstGPT, or seconds in the "
+    "first column. May be repeated, for several models; by default for the first.",
+)
+@click.option(
+    "--generate",
+    "generated",
+    multiple=True,
+    metavar="[MODEL=]WHAT",
+    help="poisson:rate=5,seconds=600 or gamma:rate=5,seconds=600,cv=4; several one "
+    "after the other with + between.",
+)
+@click.option(
+    "--policy",
+    "policies",
+    multiple=True,
+    help="spec (the spec's own), queued (Ray Serve's rule), threshold, fixed, "
+    "fixed:N,N,…, oracle, or package.module:function. May be repeated; by default all "
+    "the named ones.",
+)
+@click.option(
+    "--by-tokens", is_flag=True, help="A request takes as long as its tokens say."
+)
+@click.option(
+    "--stretch",
+    type=click.FloatRange(1e-6, 1e6),
+    default=1.0,
+    show_default=True,
+    help="Replay the trace in so many times its time.",
+)
+@click.option(
+    "--from",
+    "begin_s",
+    type=click.FloatRange(0),
+    default=0.0,
+    help="Leave out the first so many seconds of the trace.",
+)
+@click.option("--seconds", type=click.FloatRange(0.001), help="Of the trace.")
+@click.option(
+    "--start-s",
+    type=click.FloatRange(0),
+    default=1.0,
+    show_default=True,
+    help="Seconds until a replica that is started is ready.",
+)
+@click.option(
+    "--nodes",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The machines that there are, as `multiworld nodes --json` prints them; by "
+    "default replicas have a place everywhere.",
+)
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option(
+    "--plot",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    help="Draw it into this file.",
+)
+@JSON
+def simulate(spec: Path, policies: tuple[str, ...], **options: Any) -> None:
+    """Replay a trace of requests against scaling policies, without any worker.
+
+    Stages compute as long as SPEC says (item_ms, or profile:), and are scaled within
+    their autoscaling_config. `attained` is the share of all requests that were answered
+    within objective_ms; `replica-s` is what that cost.
+    """
+    chosen = policies or COMPARED
+    sys.exit(run(SimulationOptions(spec=spec, policies=chosen, **options)))

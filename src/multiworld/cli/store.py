@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -116,3 +117,41 @@ def run(
         serving = serve(host, port, state, security, while_locked, as_json=as_json)
         return asyncio.run(serving)
     return 130
+
+
+@click.command()
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="The address to listen on: one that the members reach, of this host.",
+)
+@click.option("--port", type=click.IntRange(0, 65535), default=29500, show_default=True)
+@click.option(
+    "--state",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    help="Remember epochs in this file, so that a restart goes on with the numbers.",
+)
+@click.option(
+    "--while-locked",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="End when no process holds a shared lock on this file any more.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the address as JSON.")
+def store(
+    host: str,
+    port: int,
+    state: Path | None,
+    while_locked: Path | None,
+    as_json: bool,
+) -> None:
+    """Serve the place where the members of worlds meet, until it is stopped.
+
+    Members find it by MULTIWORLD_STORE or the store= of join. Losing it hurts no ready
+    world; members come back by themselves when it is started again. A second one can
+    stand by: give the members both addresses, with a comma between.
+
+    A secret is taken from MULTIWORLD_SECRET or MULTIWORLD_SECRET_FILE, certificates
+    from MULTIWORLD_TLS_CERT, MULTIWORLD_TLS_KEY and MULTIWORLD_TLS_CA.
+    """
+    sys.exit(run(host, port, state, while_locked, as_json=as_json))

@@ -1,0 +1,48 @@
+"""``multiworld audit``: who did what to a service. Shell."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import click
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from multiworld.cli.options import JSON, of_service, service_of
+from multiworld.serve.control.client import Service
+
+
+def _when(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+
+
+def run(service: Service, last: int, *, as_json: bool) -> int:
+    """Show the last administrative acts."""
+    found = service.ask("GET", "/audit", params={"last": last})
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+        return 0
+    table = Table(title="administrative acts", box=SIMPLE)
+    for title in ("when", "who", "act", "what", "outcome"):
+        table.add_column(title)
+    for entry in found:
+        what = ", ".join(f"{k}={v}" for k, v in entry["what"].items())
+        texts = entry["who"], entry["act"], what, entry["outcome"]
+        table.add_row(_when(entry["at"]), *map(escape, texts))
+    Console().print(table)
+    return 0
+
+
+@click.command()
+@click.option("-n", "--last", type=click.IntRange(1), default=20, show_default=True)
+@of_service
+@JSON
+def audit(last: int, app: str | None, state: Path | None, as_json: bool) -> None:
+    """Show the last administrative acts: who did what, and what came of it."""
+    service = service_of(app, state)
+    sys.exit(run(service, last, as_json=as_json))

@@ -1,0 +1,113 @@
+"""``multiworld demo``: shows what survives which fault. Shell."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., Any])
+BACKENDS = ("direct", "gloo")
+
+
+def _story(*, rate: float, help: str, picture: str) -> Callable[[F], F]:
+    """Add the options of a demo in which things happen under load."""
+    options = (
+        click.option(
+            "--rate",
+            type=click.FloatRange(0.1, 1000),
+            default=rate,
+            show_default=True,
+            help=help,
+        ),
+        click.option(
+            "--pause-s",
+            type=click.FloatRange(0.5, 600),
+            default=3.0,
+            show_default=True,
+            help="Seconds of traffic between the events.",
+        ),
+        click.option(
+            "--picture",
+            type=click.Path(dir_okay=False, writable=True, path_type=Path),
+            default=Path(picture),
+            show_default=True,
+            help="Where to draw the timeline.",
+        ),
+        click.option(
+            "--json", "as_json", is_flag=True, help="Print the outcome as JSON."
+        ),
+    )
+
+    def add(command: F) -> F:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+@click.group(invoke_without_command=True)
+@_story(rate=15.0, help="Texts a second.", picture="multiworld-demo.png")
+@click.pass_context
+def demo(
+    context: click.Context, rate: float, pause_s: float, picture: Path, as_json: bool
+) -> None:
+    """Serve a sentence encoder in three stages, and break it while it answers.
+
+    Each stage has a replica killed, one is stopped, the bottleneck is scaled to 3 and
+    back, and the model is replaced by a new version. Exits with 1 if a request was lost
+    or answered wrongly.
+    """
+    if context.invoked_subcommand is None:
+        run = _demo("multiworld.demo.pipeline.run")
+        sys.exit(run(rate, pause_s, picture.resolve(), as_json=as_json))
+
+
+@demo.command()
+@click.option("--backend", type=click.Choice(BACKENDS), default="direct")
+@click.option(
+    "--phase-s",
+    type=click.FloatRange(0.5, 600),
+    default=4.0,
+    show_default=True,
+    help="Seconds of traffic before the kill, and after the replacement has joined.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON.")
+def worlds(backend: str, phase_s: float, as_json: bool) -> None:
+    """Run a real model on two workers, kill one, and watch the other go on.
+
+    Exits with 1 if an image was lost, or anything else that is promised did not hold.
+    """
+    sys.exit(_demo("multiworld.demo.worlds.run")(backend, phase_s, as_json=as_json))
+
+
+@demo.command()
+@_story(
+    rate=4.0,
+    help="Texts a second; tenants ask in bursts for up to three times as many.",
+    picture="multiworld-cluster.png",
+)
+def cluster(rate: float, pause_s: float, picture: Path, as_json: bool) -> None:
+    """Serve three tenants on a Ray cluster of four nodes, and take a node away.
+
+    The cluster runs on this machine. Load in bursts has a model scaled, a tenant floods
+    the others, a model is added and removed, and the node comes back. Exits with 1 if a
+    request was lost or answered wrongly.
+    """
+    run = _demo("multiworld.demo.cluster.run")
+    sys.exit(run(rate, pause_s, picture.resolve(), as_json=as_json))
+
+
+def _demo(module: str) -> Callable[..., int]:
+    try:
+        run: Callable[..., int] = importlib.import_module(module).run
+    except ModuleNotFoundError as error:
+        raise click.ClickException(
+            f"the demo needs {error.name}: pip install 'multiworld-elastic[demo]'"
+        ) from error
+    return run

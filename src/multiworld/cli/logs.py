@@ -1,0 +1,49 @@
+"""``multiworld logs``: the end of the logs of processes. Shell."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from multiworld.cli.options import JSON, of_service, service_of
+from multiworld.serve.control.client import Service
+
+
+def run(service: Service, name: str | None, lines: int, *, as_json: bool) -> int:
+    """Print the end of the logs."""
+    paths = sorted(service.folder.logs.glob("*.log"))
+    if name is not None:
+        stem = name.replace("/", "-")
+        paths = [p for p in paths if f"{p.stem}-".startswith(f"{stem}-")]
+        if not paths:
+            raise click.ClickException(f"no log of {name!r} in {service.folder.logs}")
+    ends = {
+        path: path.read_text(errors="replace").splitlines()[-lines:] for path in paths
+    }
+    if as_json:
+        found = [{"path": str(path), "lines": end} for path, end in ends.items()]
+        click.echo(json.dumps(found, indent=2))
+        return 0
+    for path, end in ends.items():
+        click.echo(f"==> {path} <==")
+        click.echo("\n".join(end))
+    return 0
+
+
+@click.command()
+@click.argument("name", required=False)
+@click.option("-n", "--lines", type=click.IntRange(1), default=20, show_default=True)
+@of_service
+@JSON
+def logs(
+    name: str | None, lines: int, app: str | None, state: Path | None, as_json: bool
+) -> None:
+    """Print the end of the logs of NAME, or of all processes.
+
+    NAME is that of a process, as in status, or what comes before a slash in it: of a
+    model, a version, a stage.
+    """
+    sys.exit(run(service_of(app, state), name, lines, as_json=as_json))

@@ -1,0 +1,73 @@
+"""``multiworld shutdown``: ends a service, with or without its controller. Shell."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from multiworld.cli.options import JSON, of_service, service_of, show
+from multiworld.errors import ServeError
+from multiworld.serve.control.client import Service
+from multiworld.serve.fleet.record import StateFolder
+from multiworld.serve.launchers.base import began_at
+
+END_S = 60.0
+
+
+def run(service: Service, *, as_json: bool) -> int:
+    """End the service, with its controller or, if that is gone, without."""
+    record = service.folder.load()
+    if record is None:
+        raise click.ClickException(f"nothing runs in {service.folder.path}")
+    try:
+        service.ask("POST", "/shutdown")
+    except ServeError:
+        _end_without_controller(service.folder, record)
+    limit = time.monotonic() + END_S + record.app.gateway.shutdown_s
+    while service.folder.load() is not None and time.monotonic() < limit:
+        time.sleep(0.05)
+    is_over = service.folder.load() is None
+    while is_over and service.folder.is_controlled() and time.monotonic() < limit:
+        time.sleep(0.05)  # it has ended everything, and is about to end itself
+    show(
+        {"app": record.app.app, "is_over": is_over},
+        as_json=as_json,
+        text=f"{record.app.app} has ended" if is_over else "it is still ending",
+    )
+    return 0 if is_over else 1
+
+
+def _end_without_controller(folder: StateFolder, record: Any) -> None:
+    """Ask every process of the record to end, and kill what does not."""
+    everybody = [(p.pid, p.began) for p in record.processes]
+    gateways = [(p.pid, p.began) for p in record.processes if not p.model]
+    _end(gateways, signal.SIGTERM, record.app.gateway.shutdown_s)
+    _end(everybody, signal.SIGTERM, 10.0)
+    _end(everybody, signal.SIGKILL, 10.0)
+    if record.store is not None:
+        _end([(record.store.pid, record.store.began)], signal.SIGTERM, 10.0)
+    folder.forget()
+
+
+def _end(processes: list[tuple[int, int]], number: int, limit_s: float) -> None:
+    limit = time.monotonic() + limit_s
+    for pid, began in processes:
+        if began_at(pid) == began:
+            os.kill(pid, number)
+    while time.monotonic() < limit and any(began_at(p) == b for p, b in processes):
+        time.sleep(0.02)
+
+
+@click.command()
+@of_service
+@JSON
+def shutdown(app: str | None, state: Path | None, as_json: bool) -> None:
+    """End a service: what was accepted is answered first."""
+    service = service_of(app, state)
+    sys.exit(run(service, as_json=as_json))
