@@ -182,7 +182,7 @@ class Channel:
             if future.done():
                 self._received += 1
                 if self._received >= TURN_MESSAGES:
-                    await self._take_turn()
+                    await self._yield_to_loop()
             elif not self._spin(receive):
                 await self._park(future)
             arrival = future.result()
@@ -221,7 +221,7 @@ class Channel:
         Cancellation: safe.
         """
         if self._received >= TURN_MESSAGES:
-            await self._take_turn()
+            await self._yield_to_loop()
         lane = self.lanes.get(source)
         if lane is None or not self.mailbox.is_clear(source, tag):
             return None
@@ -246,7 +246,7 @@ class Channel:
         """True if the last wait was short and no receive is parked."""
         return not _Parked.count and self._recent_wait_s <= SHORT_WAIT_S
 
-    async def _take_turn(self) -> None:
+    async def _yield_to_loop(self) -> None:
         """Let other tasks run, which never happens while messages keep arriving."""
         self._received = 0
         await asyncio.sleep(0)

@@ -53,7 +53,7 @@ Place = Callable[[Description], Tensor | None]
 Merge = Callable[[int, memoryview], None]
 """Function that merges a part of a payload, from this byte on, into a tensor."""
 
-Story = Callable[[int], Exception]
+SourceErrorMaker = Callable[[int], Exception]
 """Function of a source that returns the error for receives from it."""
 
 
@@ -202,7 +202,7 @@ class Mailbox:
         self._queues: dict[tuple[int, int], deque[Arrival]] = {}
         self._taken: set[Receive] = set()
         self._held = dict.fromkeys(sources, 0)
-        self._ended: dict[int, Story] = {}
+        self._ended: dict[int, SourceErrorMaker] = {}
         self._stalled: dict[int, Callable[[], None]] = {}
         self._numbers = itertools.count(1)
         self._broken: Callable[[], Exception] | None = None
@@ -218,8 +218,8 @@ class Mailbox:
         arrival = self._head(receive)
         if arrival is not None:
             self._offer(arrival, receive)
-        elif (story := self._no_source_left(receive)) is not None:
-            receive.fail(story)
+        elif (error := self._no_source_left(receive)) is not None:
+            receive.fail(error)
         else:
             self._posted[receive.tag].append(receive)
         if self._stalled:
@@ -308,11 +308,11 @@ class Mailbox:
 
     def _no_source_left(self, receive: Receive) -> Exception | None:
         if receive.source is not None:
-            story = self._ended.get(receive.source)
-            return None if story is None else story(receive.source)
+            make_error = self._ended.get(receive.source)
+            return None if make_error is None else make_error(receive.source)
         if self._sources and len(self._ended) == len(self._sources):
-            source, story = next(reversed(self._ended.items()))
-            return story(source)
+            source, make_error = next(reversed(self._ended.items()))
+            return make_error(source)
         return None
 
     # The lanes' side.
@@ -439,16 +439,16 @@ class Mailbox:
         for on_room in stalled.values():
             on_room()
 
-    def end(self, source: int, story: Story) -> None:
+    def end(self, source: int, make_error: SourceErrorMaker) -> None:
         """Mark that ``source`` sends no more messages.
 
         Complete messages can still be received. Receives that only ``source`` could
-        serve fail with ``story(source)``, now and later.
+        serve fail with ``make_error(source)``, now and later.
         """
         if source in self._ended:
             return
-        self._ended[source] = story
-        self._drop_unfinished(source, story)
+        self._ended[source] = make_error
+        self._drop_unfinished(source, make_error)
         for waiting in list(self._posted.values()):
             for receive in list(waiting):
                 error = self._no_source_left(receive)
@@ -456,13 +456,13 @@ class Mailbox:
                     self._unpost(receive)
                     receive.fail(error)
 
-    def _drop_unfinished(self, source: int, story: Story) -> None:
+    def _drop_unfinished(self, source: int, make_error: SourceErrorMaker) -> None:
         """Drop the incomplete messages of ``source`` and fail their receives."""
         for receive in list(self._taken):
             if receive.arrival is not None and receive.arrival.source == source:
                 self._taken.discard(receive)
                 receive.arrival = None
-                receive.fail(story(source))
+                receive.fail(make_error(source))
         for queue in list(self._queues.values()):
             for arrival in list(queue):
                 if arrival.source == source and not arrival.is_complete:

@@ -41,7 +41,7 @@ class _Mail:
         self._connection = connection
         self._messages: deque[Any] = deque()
         self._arrived = asyncio.Event()
-        self._is_over = False
+        self._has_ended = False
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(connection.fileno(), self._read)
 
@@ -50,13 +50,13 @@ class _Mail:
             while self._connection.poll():
                 self._messages.append(self._connection.recv())
         except (EOFError, OSError):
-            self._is_over = True
+            self._has_ended = True
             self._loop.remove_reader(self._connection.fileno())
         self._arrived.set()
 
     async def get(self) -> Any:
         while not self._messages:
-            if self._is_over:
+            if self._has_ended:
                 raise EOFError
             self._arrived.clear()
             await self._arrived.wait()
@@ -67,8 +67,8 @@ class _Mail:
             self._connection.send(message)
 
     def close(self) -> None:
-        if not self._is_over:
-            self._is_over = True
+        if not self._has_ended:
+            self._has_ended = True
             self._loop.remove_reader(self._connection.fileno())
         self._connection.close()
 

@@ -333,13 +333,13 @@ class GroupCollectives:
         for rank, theirs in enumerate(outs):
             if theirs.tolist() != terms:
                 raise TensorMismatchError(
-                    f"rank {self._rank} called {_say(terms)}, rank {rank} called "
-                    f"{_say(theirs.tolist())}; all members must call the same "
+                    f"rank {self._rank} called {_describe(terms)}, rank {rank} called "
+                    f"{_describe(theirs.tolist())}; all members must call the same "
                     "collectives in the same order, with equal dtypes and sizes"
                 )
 
 
-def _say(terms: list[int]) -> str:
+def _describe(terms: list[int]) -> str:
     kind, code, count, root, op = terms
     operation = f", {OP_NAMES[op]}" if op in OP_NAMES else ""
     dtype = str(DTYPES.get(code, code)).removeprefix("torch.")

@@ -176,15 +176,15 @@ class Group:
         self._published.clear()
 
     def _note_addresses(self, rank: int) -> None:
-        own: sockets.Where | None = None
-        peers: set[sockets.Where] = set()
+        own: sockets.SocketAddress | None = None
+        peers: set[sockets.SocketAddress] = set()
         for key, value in self._published.items():
             with contextlib.suppress(ValueError):
-                where = sockets.parse_published(value)
+                address = sockets.parse_published(value)
                 if key.rpartition("/")[2] == str(rank):
-                    own = where
+                    own = address
                 else:
-                    peers.add(where)
+                    peers.add(address)
         if own is not None:
             self._connections = sockets.Connections(own, peers)
 

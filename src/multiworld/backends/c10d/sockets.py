@@ -15,13 +15,13 @@ import struct
 
 from multiworld.net.tcp import persist
 
-Where = tuple[str, int]
+SocketAddress = tuple[str, int]
 """IP address and port."""
 
 _MINIMUM = 28  # bytes of a sockaddr_in6
 
 
-def parse_published(blob: bytes) -> Where:
+def parse_published(blob: bytes) -> SocketAddress:
     """Parse the listener's address and port from a value that Gloo published.
 
     Layout (torch 2.13): length and bytes of the host's name, length and bytes of a
@@ -58,7 +58,7 @@ class Connections:
         peers: Addresses of the other members' listeners.
     """
 
-    def __init__(self, own: Where, peers: set[Where]) -> None:
+    def __init__(self, own: SocketAddress, peers: set[SocketAddress]) -> None:
         self._own, self._peers = own, peers
         self._fds = [int(name) for name in os.listdir("/proc/self/fd")]
         self._fds = self.filenos()
@@ -102,14 +102,14 @@ class Connections:
         except OSError:
             return None  # closed meanwhile
         try:
-            if self._is_one(sock):
+            if self._is_ours(sock):
                 return sock
         except OSError:
             pass
         sock.close()
         return None
 
-    def _is_one(self, sock: socket.socket) -> bool:
+    def _is_ours(self, sock: socket.socket) -> bool:
         if sock.family not in (socket.AF_INET, socket.AF_INET6):
             return False
         if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):

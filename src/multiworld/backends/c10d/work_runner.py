@@ -38,7 +38,7 @@ class WorkRunner:
         self._view, self._name = view, name
         self._loop = asyncio.get_running_loop()
         self._waiting: set[asyncio.Future[Any]] = set()
-        self._together: set[asyncio.Future[Any]] = set()  # those of collectives
+        self._collectives: set[asyncio.Future[Any]] = set()  # part of _waiting
         self._limit = timedelta(seconds=view.config.operation_s)
         self.group: Group | None = None
 
@@ -60,7 +60,7 @@ class WorkRunner:
         the grace period. Any other never does, and only the member's neighbours in the
         algorithm notice by themselves.
         """
-        waiting = list(self._together)
+        waiting = list(self._collectives)
 
         def fail() -> None:
             for future in waiting:
@@ -103,11 +103,11 @@ class WorkRunner:
         except (NotImplementedError, RuntimeError):
             await self._in_thread(work.wait)  # works of this backend have no futures
             return
-        self._together.add(future)
+        self._collectives.add(future)
         try:
             await self._until(future)
         finally:
-            self._together.discard(future)
+            self._collectives.discard(future)
 
     def from_thread(
         self, future: asyncio.Future[None], error: Exception | None

@@ -99,7 +99,7 @@ class Inbound:
         self._arrival: Arrival | None = None
         self._header: Header | None = None
         self._fragment = 0
-        self._rest = 0
+        self._missing = 0
         self._sum = 0
         self._pending: tuple[Header, Description] | None = None
         self.is_finished = False
@@ -113,7 +113,7 @@ class Inbound:
     @property
     def missing_bytes(self) -> int:
         """Payload bytes of the current frame that have not arrived yet."""
-        return self._rest
+        return self._missing
 
     @property
     def is_clean(self) -> bool:
@@ -139,10 +139,10 @@ class Inbound:
             self._stage = _idle_stage()
         if self._start == self._end:
             self._start = self._end = 0
-            if self._rest and self._arrival is not None:
+            if self._missing and self._arrival is not None:
                 begin = self._arrival.received
-                payload = self._arrival.memory[begin : begin + self._rest]
-                ahead = AHEAD_BYTES if self._rest >= LARGE_BYTES else STAGE_BYTES
+                payload = self._arrival.memory[begin : begin + self._missing]
+                ahead = AHEAD_BYTES if self._missing >= LARGE_BYTES else STAGE_BYTES
                 return [payload, self._stage[:ahead]]
         elif STAGE_BYTES - self._end < wire.SIZE + 8 * wire.MAX_NDIM:
             self._compact()
@@ -160,11 +160,11 @@ class Inbound:
             HeaderError: The bytes are not frames of this lane. The lane cannot be used
                 any more.
         """
-        if self._rest and self._start == self._end:
-            straight = min(count, self._rest)
+        if self._missing and self._start == self._end:
+            straight = min(count, self._missing)
             assert self._arrival is not None
             begin = self._arrival.received
-            self._took(self._arrival.memory[begin : begin + straight])
+            self._accept_payload(self._arrival.memory[begin : begin + straight])
             count -= straight
         self._end += count
         self._parse()
@@ -225,29 +225,29 @@ class Inbound:
 
     def _parse(self) -> None:
         while not self.is_finished:
-            if self._rest:
+            if self._missing:
                 self._unstage()
-                if self._rest:
+                if self._missing:
                     return
             elif not self._next_header():
                 return
 
     def _unstage(self) -> None:
-        count = min(self._rest, self._end - self._start)
+        count = min(self._missing, self._end - self._start)
         arrival = self._arrival
         if count and arrival is not None:
             begin = arrival.received
             staged = self._stage[self._start : self._start + count]
             arrival.memory[begin : begin + count] = staged
             self._start += count
-            self._took(staged)
+            self._accept_payload(staged)
 
-    def _took(self, payload: memoryview) -> None:
+    def _accept_payload(self, payload: memoryview) -> None:
         """Count payload bytes that lie in the message's memory now."""
-        self._add_up(payload)
+        self._update_checksum(payload)
         self._count(len(payload))
 
-    def _add_up(self, payload: memoryview) -> None:
+    def _update_checksum(self, payload: memoryview) -> None:
         if self._header is not None and self._header.flags & wire.SUMMED:
             self._sum = zlib.crc32(payload, self._sum)
 
@@ -256,8 +256,8 @@ class Inbound:
         assert arrival is not None
         assert header is not None
         arrival.received += count
-        self._rest -= count
-        if not self._rest:
+        self._missing -= count
+        if not self._missing:
             self._end_frame(header, arrival)
 
     def _end_frame(self, header: Header, arrival: Arrival) -> None:
@@ -296,7 +296,7 @@ class Inbound:
 
     def _dispatch(self, header: Header, shape: tuple[int, ...]) -> bool:
         if header.kind >= wire.MEMORY:
-            self._about_memory(header)
+            self._handle_memory_frame(header)
             return True
         if header.kind == wire.FIN:
             if self._arrival is not None:
@@ -321,7 +321,7 @@ class Inbound:
             return False
         return self._begin(header, description)
 
-    def _about_memory(self, header: Header) -> None:
+    def _handle_memory_frame(self, header: Header) -> None:
         if self._shared is None:
             raise HeaderError("a shared memory frame arrived on a lane without it")
         if header.kind == wire.BELL:
@@ -379,14 +379,14 @@ class Inbound:
         if arrival.received + header.payload > arrival.description.size:
             raise HeaderError("a message is longer than its header announced")
         count = header.payload
-        self._header, self._rest, self._sum = header, count, 0
+        self._header, self._missing, self._sum = header, count, 0
         if header.flags == wire.LAST and count <= self._end - self._start:
             # The fast path of nearly every small message: it has arrived completely.
             begin, start = arrival.received, self._start
             arrival.memory[begin : begin + count] = self._stage[start : start + count]
             self._start += count
             arrival.received += count
-            self._rest = 0
+            self._missing = 0
             self._end_frame(header, arrival)
         elif header.flags & wire.SHARED:
             self._take_shared(header, arrival)
@@ -399,7 +399,7 @@ class Inbound:
         begin, count = arrival.received, header.payload
         payload = self._window.payload(header.slot, count)
         try:
-            self._add_up(payload)
+            self._update_checksum(payload)
             if arrival.merge is None:
                 arrival.memory[begin : begin + count] = payload
             else:

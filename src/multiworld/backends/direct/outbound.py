@@ -70,13 +70,13 @@ class Outbound:
         self._queue: deque[Outgoing] = deque()
         self._current: Outgoing | None = None
         self._frame: list[memoryview] = []
-        self._notes: deque[int] = deque()
+        self._control_frames: deque[int] = deque()
         self.queued_bytes = 0
 
     @property
     def is_idle(self) -> bool:
         """True when everything has been written."""
-        return not (self._frame or self._current or self._queue or self._notes)
+        return not (self._frame or self._current or self._queue or self._control_frames)
 
     @property
     def has_frame(self) -> bool:
@@ -90,8 +90,8 @@ class Outbound:
 
     def put_bell(self) -> None:
         """Queue a bell, which tells the peer that a slot is free, as the next frame."""
-        if wire.BELL not in self._notes:
-            self._notes.append(wire.BELL)
+        if wire.BELL not in self._control_frames:
+            self._control_frames.append(wire.BELL)
 
     def announcement(self, slots: int) -> bytes:
         """Return the frame to send together with a ring's descriptor.
@@ -149,7 +149,7 @@ class Outbound:
                 self._frame = [memoryview(bytes(piece)) for piece in self._frame]
             # A message that waited for its first slot is unknown to the receiver.
             if 0 < message.offset < message.description.size:
-                self._notes.append(wire.WITHDRAW)
+                self._control_frames.append(wire.WITHDRAW)
             self._done(message)
 
     def fail(self, make_error: Callable[[], Exception]) -> None:
@@ -158,7 +158,7 @@ class Outbound:
             if message is not None and message.future and not message.future.done():
                 message.future.set_exception(make_error())
         self._queue.clear()
-        self._notes.clear()
+        self._control_frames.clear()
         self._frame, self._current, self.queued_bytes = [], None, 0
         self.is_starving = False
 
@@ -175,8 +175,8 @@ class Outbound:
             self._done(message)
 
     def _next_frame(self) -> None:
-        if self._notes:
-            self._frame = [memoryview(self._header(self._notes.popleft()))]
+        if self._control_frames:
+            self._frame = [memoryview(self._header(self._control_frames.popleft()))]
             self._sequence += 1
             return
         if self._current is None:
@@ -199,7 +199,7 @@ class Outbound:
             head = self.frame_header(message.description, begin, number, payload)
             pieces = [memoryview(head), payload] if len(payload) else [memoryview(head)]
         else:
-            self.is_starving = not (ring.has_room or ring.want())
+            self.is_starving = not (ring.has_room or ring.request_bell())
             if self.is_starving:
                 return []
             payload = message.memory[begin : begin + SLOT_BYTES]

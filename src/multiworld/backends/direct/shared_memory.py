@@ -124,7 +124,7 @@ class Ring(_Mapped):
         self._memory[slot] = 1
         return slot
 
-    def want(self) -> bool:
+    def request_bell(self) -> bool:
         """Ask the receiver for a bell; return True if a slot is free already."""
         self._memory[_WAITING] = 1
         return self.has_room

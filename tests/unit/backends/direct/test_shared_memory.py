@@ -63,7 +63,7 @@ def test_bell_rings_once_when_half_is_free(ends: tuple[Ring, Window]) -> None:
     ring, window = ends
     for _ in range(4):
         ring.fill(memoryview(b"x"))
-    assert not ring.want()
+    assert not ring.request_bell()
     assert [window.free(slot) for slot in range(4)] == [False, True, False, False]
     ring.close()
     window.close()
