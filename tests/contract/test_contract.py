@@ -1,4 +1,4 @@
-"""Every backend passes the same suite."""
+"""The contract suite, run on every backend."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VARIANTS = {
 
 
 HEAVY = ("direct-tls", "direct-checksums", "direct-secret")
-"""What a neighbour covers well enough for every day."""
+"""Variants that run with the heavy tests only: others cover them well enough."""
 
 
 @pytest.mark.parametrize(
@@ -44,9 +44,9 @@ HEAVY = ("direct-tls", "direct-checksums", "direct-secret")
 async def test_contract_on_every_backend(
     check: Check, variant: str, monkeypatch: pytest.MonkeyPatch, tls: Tls
 ) -> None:
-    """A backend keeps the contract, and leaves nothing behind."""
+    """A backend passes the check and leaks nothing."""
     backend, config = VARIANTS[variant]
-    if variant.endswith("-tcp"):  # as between hosts
+    if variant.endswith("-tcp"):  # connect as two hosts would
         monkeypatch.setattr(Address, "is_on", lambda self, host: False)
     security = Security(
         secret=SECRET if "secret" in variant else b"",
@@ -61,7 +61,7 @@ async def test_contract_on_every_backend(
 
 @pytest.mark.parametrize("backend", ["memory", "direct", "gloo"])
 def test_contract_under_uvloop(backend: str) -> None:
-    """The suite passes on uvloop as well."""
+    """The suite passes on uvloop too."""
 
     async def all_checks() -> None:
         for check in CHECKS:

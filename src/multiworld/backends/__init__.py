@@ -1,7 +1,7 @@
-"""Ways of moving tensors: ``direct``, ``memory``, and whatever c10d knows.
+"""Backends, which move tensors between the members of a world.
 
-``make_backend`` finds one by name: ``direct`` (our sockets), ``memory`` (inside one
-process), or any backend registered with ``torch.distributed``.
+``make_backend`` makes one by name: ``direct`` (multiworld's own sockets), ``memory``
+(inside one process), or any backend registered with ``torch.distributed``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["Backend", "Bundle", "make_backend"]
 
 
 def make_backend(name: str, view: WorldView) -> Backend:
-    """Return the backend ``name`` for one incarnation, not yet open."""
+    """Return a new backend for one incarnation of a world; the caller opens it."""
     if name == "direct":
         return DirectBackend(view)
     if name == "memory":

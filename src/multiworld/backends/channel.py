@@ -1,7 +1,7 @@
 """A channel: one mailbox, and a lane to each other member. Shell.
 
 Point-to-point messages and collectives each have a channel of their own, so that a
-message nobody receives cannot stand in a collective's way.
+message nobody receives cannot block a collective.
 """
 
 from __future__ import annotations
@@ -24,20 +24,25 @@ from multiworld.backends.mailbox import (
 from multiworld.backends.offload import OFFLOAD_BYTES
 
 SPIN_S = 50e-6
-"""Longest bounded spin before parking. Measured: the selector's wake-up costs as much
-as four round trips of a Unix socket; spinning 200 µs starved the peer on two cores."""
+"""Seconds that a receive spins at most before it parks.
+
+Measured: the selector's wake-up costs as much as four round trips of a Unix socket, and
+spinning for 200 µs starved the peer on two cores.
+"""
 
 
 TURN_MESSAGES = 64
-"""What one who receives may take before the loop's other tasks have their turn."""
+"""Messages that receives may take before the loop's other tasks run."""
 
 SHORT_WAIT_S = 10 * SPIN_S
-"""Waits that were shorter than this are worth a spin: parking makes a wait of 30 µs one
-of 200 µs."""
+"""Length of the last wait, in seconds, up to which the next receive spins.
+
+Parking turns a wait of 30 µs into one of 200 µs.
+"""
 
 
 class Lane(Protocol):
-    """What a channel needs of a connection; see ``direct.lane``."""
+    """A channel's view of the connection to one member; see ``direct.lane``."""
 
     rank: int
 
@@ -48,71 +53,96 @@ class Lane(Protocol):
     async def send(
         self, description: Description, memory: memoryview, owner: object
     ) -> None:
-        """Send a message."""
+        """Send a message; return when ``memory`` may be reused.
+
+        Args:
+            description: Header fields of the message.
+            memory: Bytes to send.
+            owner: Object that keeps ``memory`` alive.
+
+        Cancellation: withdraws the rest of the message; the lane stays usable.
+        """
 
     async def give_way(self) -> None:
-        """Let the loop's other tasks run."""
+        """Let the loop's other tasks run.
+
+        Cancellation: safe.
+        """
 
     def poll(self) -> None:
-        """Take what has arrived already."""
+        """Read the bytes that have arrived already."""
 
     @property
     def is_held(self) -> bool:
-        """True while a message has begun to arrive that nobody has asked for."""
+        """True while a message is held that no receive has asked for."""
 
     def held(self, tag: int) -> Description | None:
-        """Return what the next message is, if it has this tag and all of it is here."""
+        """Describe the held message if it has this tag and has arrived completely."""
 
     def take(self, memory: memoryview) -> None:
-        """Copy the message that ``held`` described, to its end."""
+        """Copy the message that ``held`` described into ``memory``."""
 
     @property
     def is_dead(self) -> bool:
         """True once nothing more can arrive."""
 
     def fail_sends(self, make_error: ErrorMaker) -> None:
-        """Fail every send, now and from now on."""
+        """Fail every send with ``make_error()``, now and later."""
 
     async def paused(self, call: Callable[[], object]) -> None:
-        """Run ``call`` in a thread while nothing arrives."""
+        """Run ``call`` in a thread, and read nothing meanwhile.
+
+        Cancellation: waits for the thread.
+        """
 
     def begin_close(self, make_error: ErrorMaker) -> None:
-        """Queue the fin; refuse what comes after it."""
+        """Queue the fin; later sends raise ``make_error()``."""
 
     async def wait_drained(self) -> None:
-        """Wait until everything has left."""
+        """Wait until everything queued, the fin included, has been written.
+
+        Cancellation: safe.
+        """
 
     def finish_close(self, linger_s: float) -> bool:
-        """Close, perhaps later."""
+        """Close; return True if the connection closes later, within ``linger_s``."""
 
     def abort(self, make_error: ErrorMaker) -> None:
-        """Fail every send and hang up."""
+        """Fail every send with ``make_error()`` and close the connection."""
 
     def close_nowait(self) -> None:
-        """Hang up."""
+        """Close the connection at once."""
 
     async def wait_closed(self) -> None:
-        """Wait until the connection is closed."""
+        """Wait until the connection is closed.
+
+        Cancellation: safe.
+        """
 
     def fileno(self) -> int:
-        """Return the descriptor, or -1."""
+        """Return the descriptor; -1 if there is none or it is closed."""
 
 
 class _Parked:
-    """Counts the operations of this process that wait in a loop right now."""
+    """Number of this process's receives that are parked in an event loop now."""
 
     count = 0
 
 
 class Channel:
-    """Sends and receives between the members of one world."""
+    """Mailbox and lanes for one purpose: messages or collectives of one world.
+
+    Args:
+        sources: Ranks of the other members.
+        budget_bytes: Most bytes of unexpected messages to hold for each source.
+    """
 
     def __init__(self, sources: Iterable[int], budget_bytes: int) -> None:
         self.mailbox = Mailbox(frozenset(sources), budget_bytes)
         self.lanes: dict[int, Lane] = {}
         self._recent_wait_s = 1.0
         self._received = 0
-        self._has_spun = False  # for the receive that is being made
+        self._has_spun = False  # next_from has spun for the current receive already
 
     def post(
         self,
@@ -122,16 +152,28 @@ class Channel:
         place: Place,
         merge: Merge | None = None,
     ) -> Receive:
-        """Post a receive; ``wait`` for it or ``mailbox.cancel`` it."""
+        """Post a receive; the caller must ``wait`` for it or ``mailbox.cancel`` it.
+
+        Args:
+            source: Rank to receive from; None takes the first message of any rank.
+            tag: Tag to match.
+            check: Returns the error for a message that the receive refuses, or None.
+            place: Returns the tensor to receive into, or None for new memory.
+            merge: See ``Receive``.
+        """
         future = asyncio.get_running_loop().create_future()
         receive = Receive(source, tag, check, place, future, merge)
         self.mailbox.post(receive)
         return receive
 
     async def wait(self, receive: Receive) -> Arrival:
-        """Return the message of a posted receive.
+        """Wait for the message of a posted receive and return it.
 
-        Cancellation: no message is lost; see ``Mailbox``.
+        Raises:
+            Exception: The error that the mailbox failed the receive with.
+
+        Cancellation: withdraws the receive; no message is lost. What has arrived of a
+            large message is first copied out of the caller's tensor in a thread.
         """
         future = receive.future
         try:
@@ -140,24 +182,24 @@ class Channel:
             if future.done():
                 self._received += 1
                 if self._received >= TURN_MESSAGES:
-                    await self._take_turn()
+                    await self._yield_to_loop()
             elif not self._spin(receive):
                 await self._park(future)
             arrival = future.result()
         except asyncio.CancelledError:
             try:
                 await self._own_large(receive.arrival)
-            finally:  # also if it is cancelled once more
+            finally:  # also if the task is cancelled a second time
                 self.mailbox.cancel(receive)
             raise
-        # No circle stays: the message's memory is free when its tensor is dropped.
+        # Break the reference cycle: the memory must be free once its tensor is dropped.
         receive.arrival = arrival.receive = None
         return arrival
 
     async def _own_large(self, arrival: Arrival | None) -> None:
-        """Move a large message out of the caller's tensor without holding up the loop.
+        """Move a large message out of the caller's tensor without blocking the loop.
 
-        ``cancel`` does it as well, at once; that is for short ones.
+        ``Mailbox.cancel`` moves short ones, on the loop.
         """
         if (
             arrival is None
@@ -169,14 +211,17 @@ class Channel:
             await self.lanes[arrival.source].paused(arrival.own)
 
     async def next_from(self, source: int, tag: int) -> Description | None:
-        """Return what a receive would get, if it is here and nobody comes before it.
+        """Describe the message that a receive would get, if it has arrived completely.
 
-        ``lanes[source].take`` copies it; nothing may happen in between.
+        The caller copies it with ``lanes[source].take``, without an ``await`` between.
+
+        Returns:
+            The description, or None if the caller has to post a receive.
 
         Cancellation: safe.
         """
         if self._received >= TURN_MESSAGES:
-            await self._take_turn()
+            await self._yield_to_loop()
         lane = self.lanes.get(source)
         if lane is None or not self.mailbox.is_clear(source, tag):
             return None
@@ -198,11 +243,11 @@ class Channel:
 
     @property
     def _may_spin(self) -> bool:
-        """Whether recent waits were short, and nobody else waits."""
+        """True if the last wait was short and no receive is parked."""
         return not _Parked.count and self._recent_wait_s <= SHORT_WAIT_S
 
-    async def _take_turn(self) -> None:
-        """Give way every so often, where messages are always there already."""
+    async def _yield_to_loop(self) -> None:
+        """Let other tasks run, which never happens while messages keep arriving."""
         self._received = 0
         await asyncio.sleep(0)
 
@@ -214,7 +259,7 @@ class Channel:
             self.lanes[source].poll()
 
     def _spin(self, receive: Receive) -> bool:
-        """Poll for a moment if recent waits were short and nobody else waits."""
+        """Poll for up to ``SPIN_S`` if ``_may_spin``; tell whether a message came."""
         if self._has_spun or not self._may_spin:
             self._has_spun = False
             return False
@@ -235,10 +280,10 @@ class Channel:
             self._recent_wait_s = time.perf_counter() - began
             self._received = 0
 
-    # The end.
+    # Closing.
 
     def member_left(self, rank: int, make_error: ErrorMaker) -> None:
-        """Fail every send to a member that left; receives go on to its fin."""
+        """Fail every send to a member that left; what it sent can be received."""
         lane = self.lanes.get(rank)
         if lane is not None:
             lane.fail_sends(make_error)
@@ -246,19 +291,19 @@ class Channel:
             self.mailbox.end(rank, lambda _: make_error())
 
     def end(self, make_error: ErrorMaker) -> None:
-        """Fail everything, now and from now on, but stay connected."""
+        """Fail every operation, now and later, but stay connected."""
         self.mailbox.abort(make_error)
         for lane in self.lanes.values():
             lane.fail_sends(make_error)
 
     def abort(self, make_error: ErrorMaker) -> None:
-        """Fail everything and hang up."""
+        """Fail every operation, now and later, and close every lane."""
         self.mailbox.abort(make_error)
         for lane in self.lanes.values():
             lane.abort(make_error)
 
     def close_nowait(self) -> None:
-        """Hang up."""
+        """Close every lane."""
         for lane in self.lanes.values():
             lane.close_nowait()
 

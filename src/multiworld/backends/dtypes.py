@@ -1,4 +1,4 @@
-"""Torch's dtypes as numbers on the wire, and tensors as memory."""
+"""Wire codes of torch's dtypes, and views of tensors as memory. Shell."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ _NAMES = (
     "float8_e5m2fnuz",
     "float8_e8m0fnu",
 )
-"""The position is the code on the wire: append only, and raise the protocol version
-for anything else."""
+"""Names of the dtypes in the order of their wire codes.
+
+Only append; any other change needs a new protocol version.
+"""
 
 CODES: dict[torch.dtype, int] = {
     getattr(torch, name): code
@@ -53,10 +55,10 @@ _EMPTY = memoryview(bytearray())
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous host tensor, writable and without a copy.
+    """Return a writable view of the bytes of a contiguous host tensor.
 
-    The caller keeps the tensor alive as long as the view. (Not through numpy: it may be
-    missing, and knows no bfloat16.)
+    The caller must keep the tensor alive as long as the view. (numpy is not used: it
+    may be missing, and does not support bfloat16.)
     """
     size = tensor.numel() * tensor.element_size()
     if size == 0:
@@ -69,7 +71,7 @@ def code_of(tensor: Tensor) -> int:
     """Return the wire code of a tensor's dtype.
 
     Raises:
-        TensorMismatchError: The dtype cannot be sent.
+        TensorMismatchError: The dtype has no wire code.
     """
     code = CODES.get(tensor.dtype)
     if code is None:
@@ -81,10 +83,15 @@ def code_of(tensor: Tensor) -> int:
 
 
 def require_host(tensor: object, what: str) -> Tensor:
-    """Return ``tensor`` if it is a dense tensor in host memory.
+    """Return ``tensor``, detached, if it is a dense tensor in host memory.
+
+    Args:
+        tensor: Object to check.
+        what: Its name in the error, such as "the tensor to send".
 
     Raises:
-        TensorMismatchError: It is something else.
+        TensorMismatchError: The object is no tensor, is not in host memory, or is
+            sparse or quantized.
     """
     if not isinstance(tensor, Tensor):
         raise TensorMismatchError(
@@ -111,35 +118,42 @@ def require_alike(
     what: str,
     check: Callable[[Tensor], Tensor],
 ) -> list[Tensor]:
-    """Return ``tensors``, each through ``check``, if there is one for each rank.
+    """Return ``check(tensor)`` of every tensor, if they are one for each rank.
+
+    Args:
+        tensors: The list to check.
+        like: Tensor whose dtype and number of elements all must have.
+        size: World size.
+        what: Name of the list in the error.
+        check: Checks one tensor and returns it, perhaps as a view.
 
     Raises:
-        TensorMismatchError: There are more or fewer than ``size``, or one is not of the
-            dtype and number of elements of ``like``.
+        TensorMismatchError: The list does not have ``size`` tensors, or one differs
+            from ``like`` in dtype or number of elements.
     """
     count = 0 if tensors is None else len(tensors)
     if tensors is None or count != size:
         raise TensorMismatchError(
-            f"{what} holds {count} tensors; this world has {size} members, give one "
+            f"{what} holds {count} tensors; this world has {size} members, pass one "
             "tensor for each"
         )
     checked = [check(tensor) for tensor in tensors]
     for rank, tensor in enumerate(checked):
         if (tensor.dtype, tensor.numel()) != (like.dtype, like.numel()):
             raise TensorMismatchError(
-                f"{what}[{rank}] holds {tensor.numel()} of {tensor.dtype}, wanted are "
-                f"{like.numel()} of {like.dtype}"
+                f"{what}[{rank}] has {tensor.numel()} elements of {tensor.dtype}, but "
+                f"must have {like.numel()} of {like.dtype}"
             )
     return checked
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Tell whether a tensor's memory is its elements, in order."""
+    """Tell whether a tensor's memory holds its elements in order, as they are."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` contiguous, with lazy conjugation and negation carried out."""
+    """Return ``tensor`` contiguous, with lazy conjugation and negation applied."""
     if tensor.is_conj():
         tensor = tensor.resolve_conj()
     if tensor.is_neg():

@@ -1,8 +1,8 @@
-"""Coroutines that begin at once, in the caller's turn of the loop.
+"""Eager coroutines, which start at once in the caller's turn of the loop. Pure.
 
-What need not wait is then done without a task and without another turn. Python 3.12 has
-this for tasks (``asyncio.eager_task_factory``); here it is for one call at a time, and
-costs no task at all where nothing waits.
+A coroutine that never waits then needs neither a task nor another turn. Python 3.12 has
+the same for tasks (``asyncio.eager_task_factory``). This module starts one call at a
+time, and makes no task at all where nothing waits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Rest:
-    """What is left of a coroutine that has begun and waits; await it, once.
+    """The rest of a coroutine that has started and waits; await it exactly once.
 
     Cancellation: reaches the coroutine as usual.
     """
@@ -38,12 +38,15 @@ class Rest:
 
 
 def begin(coroutine: Coroutine[Any, Any, None]) -> Rest | None:
-    """Run a coroutine until it waits or ends; return what is left of it.
+    """Run a coroutine until it first waits, or to its end.
 
-    It must not ask for the current task before it has waited.
+    The coroutine must not ask for the current task before it first waits.
+
+    Returns:
+        The rest to await, or None if the coroutine has ended.
 
     Raises:
-        Exception: What the coroutine raised before it waited.
+        Exception: The coroutine raised this before it first waited.
     """
     try:
         awaited = coroutine.send(None)

@@ -1,12 +1,12 @@
-"""Which message goes to which receive. Knows no sockets and no event loop's turn.
+"""The mailbox, which matches messages with receives. Shell.
 
-Messages of one source and tag are matched in the order they were sent, receives in the
-order they were posted. A message nobody asked for is held up to a budget for each
-source; beyond it ``begin`` says no and the source's lane stops reading until
-``on_room`` is called.
+This module does no I/O and never waits. Messages of one source and tag are matched in
+the order they were sent, receives in the order they were posted. A message without a
+posted receive is held, up to a budget for each source. Beyond the budget ``begin``
+returns None, and the source's lane stops reading until its ``on_room`` is called.
 
-Nothing is lost when a receive is cancelled: a message that was on its way into the
-caller's tensor is moved to memory of our own and waits at the head of its queue.
+Cancelling a receive loses nothing: a message on its way into the caller's tensor moves
+to memory of the mailbox and waits at the head of its queue.
 """
 
 from __future__ import annotations
@@ -25,7 +25,16 @@ from multiworld.backends.tensor_pool import RECYCLED_BYTES, recycler
 
 
 class Description(NamedTuple):
-    """What a message is, as its first header says."""
+    """Description of a message, from its first header.
+
+    Attributes:
+        kind: TENSOR, BUNDLE, OBJECT or COLLECTIVE of ``direct.header``.
+        dtype: Wire code of the elements; see ``dtypes``.
+        shape: Dimensions of the tensor.
+        size: Bytes of the whole message.
+        tag: Tag, or number of the collective.
+        label: Bytes of a bundle's manifest, or a collective's operation code.
+    """
 
     kind: int
     dtype: int
@@ -36,14 +45,27 @@ class Description(NamedTuple):
 
 
 Check = Callable[[int, Description], Exception | None]
+"""Function of source and message; returns the error of a receive that refuses it."""
+
 Place = Callable[[Description], Tensor | None]
+"""Function that returns the tensor to receive into, or None for new memory."""
+
 Merge = Callable[[int, memoryview], None]
-"""Works a part of a payload, from this byte on, into a tensor of the receiver's."""
-Story = Callable[[int], Exception]
+"""Function that merges a part of a payload, from this byte on, into a tensor."""
+
+SourceErrorMaker = Callable[[int], Exception]
+"""Function of a source that returns the error for receives from it."""
 
 
 class Arrival:
-    """A message that has begun to arrive; ``tensor`` is where it goes."""
+    """A message that has begun to arrive, and its memory.
+
+    Args:
+        number: Position among all messages and receives of the mailbox.
+        source: Rank of the sender.
+        description: Description of the message.
+        place: The caller's tensor to receive into; None allocates one.
+    """
 
     __slots__ = (
         "description",
@@ -75,19 +97,23 @@ class Arrival:
         self.on_taken: Callable[[], object] | None = None
 
     def own(self) -> None:
-        """Move what has arrived out of the caller's tensor into memory of our own."""
+        """Move the bytes that have arrived from the caller's tensor to a new one."""
         if not self.is_borrowed:
             return
         tensor = allocate(self.description)
         source = self.tensor.view(-1).view(torch.uint8)[: self.received]
-        # By torch and not by memoryview, which would hold the GIL meanwhile.
+        # With torch: a memoryview would hold the GIL during the copy.
         tensor.view(-1).view(torch.uint8)[: self.received].copy_(source)
         self.tensor, self.memory = tensor, memory_of(tensor)
         self.is_borrowed = False
 
 
 def allocate(description: Description) -> Tensor:
-    """Return memory for a message: of its dtype and shape if it is a tensor."""
+    """Return an uninitialised tensor for a message.
+
+    It has the message's dtype and shape if they match its size, as a tensor's do.
+    Otherwise it is flat, of uint8.
+    """
     dtype, shape = DTYPES[description.dtype], description.shape
     count = _product(shape)
     if description.size != count * dtype.itemsize:
@@ -98,7 +124,7 @@ def allocate(description: Description) -> Tensor:
 
 
 MESSAGE_BYTES = 512
-"""What a message costs beside its payload, roughly: many small ones are not free."""
+"""Approximate bytes that a message costs beside its payload."""
 
 
 def _weight(description: Description) -> int:
@@ -113,10 +139,17 @@ def _product(shape: tuple[int, ...]) -> int:
 
 
 class Receive:
-    """A posted receive. ``source`` None takes from whoever is first.
+    """A posted receive.
 
-    With ``merge``, a payload in shared memory is given to it and copied nowhere
-    (``Arrival.is_merged``); such a receive cannot be withdrawn once it has begun.
+    Args:
+        source: Rank to receive from; None takes the first message of any rank.
+        tag: Tag to match.
+        check: Returns the error for a message that this receive refuses, or None.
+        place: Returns the tensor to receive into, or None for new memory.
+        future: Completed with the arrived message.
+        merge: Called with each part of a payload in shared memory, which is then not
+            copied (``Arrival.is_merged``). Such a receive cannot be cancelled once its
+            message has begun.
     """
 
     __slots__ = (
@@ -146,16 +179,20 @@ class Receive:
         self.arrival: Arrival | None = None
 
     def fail(self, error: Exception) -> None:
-        """End the wait with ``error``; nobody need be left to look at it."""
+        """End the wait with ``error``, and mark the error as retrieved."""
         if not self.future.done():
             self.future.set_exception(error)
             self.future.exception()
 
 
 class Mailbox:
-    """Matches the messages of all sources of one world (and channel).
+    """Matches the messages of all sources of one channel with receives.
 
-    Invariant: no message is held that a posted receive would take.
+    Invariant: no held message matches a posted receive.
+
+    Args:
+        sources: Ranks of the other members.
+        budget_bytes: Most bytes of unexpected messages to hold for each source.
     """
 
     def __init__(self, sources: frozenset[int], budget_bytes: int) -> None:
@@ -165,7 +202,7 @@ class Mailbox:
         self._queues: dict[tuple[int, int], deque[Arrival]] = {}
         self._taken: set[Receive] = set()
         self._held = dict.fromkeys(sources, 0)
-        self._ended: dict[int, Story] = {}
+        self._ended: dict[int, SourceErrorMaker] = {}
         self._stalled: dict[int, Callable[[], None]] = {}
         self._numbers = itertools.count(1)
         self._broken: Callable[[], Exception] | None = None
@@ -173,7 +210,7 @@ class Mailbox:
     # The receiver's side.
 
     def post(self, receive: Receive) -> None:
-        """Match ``receive`` with a message, or let it wait for one."""
+        """Match ``receive`` with a held message, or queue it until one arrives."""
         receive.number = next(self._numbers)
         if self._broken is not None:
             receive.fail(self._broken())
@@ -181,15 +218,15 @@ class Mailbox:
         arrival = self._head(receive)
         if arrival is not None:
             self._offer(arrival, receive)
-        elif (story := self._no_source_left(receive)) is not None:
-            receive.fail(story)
+        elif (error := self._no_source_left(receive)) is not None:
+            receive.fail(error)
         else:
             self._posted[receive.tag].append(receive)
         if self._stalled:
             self._make_room()
 
     def cancel(self, receive: Receive) -> None:
-        """Withdraw ``receive``; a message that it had goes back to its place."""
+        """Withdraw ``receive``; its message, if any, returns to its queue."""
         self._unpost(receive)
         self._taken.discard(receive)
         arrival, receive.arrival = receive.arrival, None
@@ -197,7 +234,7 @@ class Mailbox:
             self.put_back(arrival)
 
     def put_back(self, arrival: Arrival) -> None:
-        """Let a message that was given out wait in its place for the next receive."""
+        """Return a delivered message to its position in the queue."""
         if self._broken is not None:
             return
         arrival.own()
@@ -224,7 +261,7 @@ class Mailbox:
         return min(heads, key=lambda arrival: arrival.number, default=None)
 
     def _offer(self, arrival: Arrival, receive: Receive) -> bool:
-        """Give a held message to ``receive``, or fail it and leave the message."""
+        """Give a held message to ``receive``; fail a receive that refuses it."""
         error = receive.check(arrival.source, arrival.description)
         if error is not None:
             receive.fail(error)
@@ -244,13 +281,13 @@ class Mailbox:
             arrival.on_taken()
         if not arrival.is_complete:
             self._taken.add(receive)
-        elif not receive.future.done():  # it may have been cancelled a moment ago
+        elif not receive.future.done():  # done if it was cancelled in this turn
             receive.future.set_result(arrival)
 
     def _hold(self, arrival: Arrival) -> None:
         key = arrival.source, arrival.description.tag
         queue = self._queues.setdefault(key, deque())
-        if queue and queue[-1].number > arrival.number:  # it was put back
+        if queue and queue[-1].number > arrival.number:  # from put_back
             earlier = sum(1 for other in queue if other.number < arrival.number)
             queue.insert(earlier, arrival)
         else:
@@ -271,17 +308,20 @@ class Mailbox:
 
     def _no_source_left(self, receive: Receive) -> Exception | None:
         if receive.source is not None:
-            story = self._ended.get(receive.source)
-            return None if story is None else story(receive.source)
+            make_error = self._ended.get(receive.source)
+            return None if make_error is None else make_error(receive.source)
         if self._sources and len(self._ended) == len(self._sources):
-            source, story = next(reversed(self._ended.items()))
-            return story(source)
+            source, make_error = next(reversed(self._ended.items()))
+            return make_error(source)
         return None
 
     # The lanes' side.
 
     def is_clear(self, source: int, tag: int) -> bool:
-        """Whether no message and no receive comes before the source's next message."""
+        """Tell whether the source's next message would be the first of its tag.
+
+        False if a message is held, or any receive with this tag is posted.
+        """
         return (
             tag not in self._posted
             and (source, tag) not in self._queues
@@ -289,16 +329,26 @@ class Mailbox:
         )
 
     def is_wanted(self, source: int, tag: int) -> bool:
-        """Whether a receive waits for a message of this source and tag."""
+        """Tell whether a receive is posted for a message of this source and tag."""
         waiting = self._posted.get(tag)
         if not waiting:
             return False
-        if waiting[0].source in (source, None):  # nearly always
+        if waiting[0].source in (source, None):  # the common case
             return True
         return any(receive.source in (source, None) for receive in waiting)
 
     def begin(self, source: int, description: Description) -> Arrival | None:
-        """Take the first header of a message; None if there is no room for it now."""
+        """Start a message whose first header has arrived.
+
+        Receives that refuse the message fail; the message waits for the next one.
+
+        Returns:
+            The message to fill, or None if the source's budget is spent.
+
+        Raises:
+            MemoryError, RuntimeError: There is no memory for the message. A matching
+                receive stays posted.
+        """
         waiting = self._posted.get(description.tag)
         for receive in list(waiting) if waiting else ():
             if receive.source not in (source, None):
@@ -307,7 +357,8 @@ class Mailbox:
             if error is None:
                 place = receive.place(description)
                 number = next(self._numbers)
-                arrival = Arrival(number, source, description, place)  # may raise
+                # Before the receive is removed, because allocating may fail.
+                arrival = Arrival(number, source, description, place)
                 self._unpost(receive)
                 arrival.receive, receive.arrival = receive, arrival
                 arrival.merge = receive.merge
@@ -322,7 +373,7 @@ class Mailbox:
         return arrival
 
     def finish(self, arrival: Arrival) -> None:
-        """Note that a message is complete."""
+        """Complete a message whose last byte has arrived; wake its receive."""
         arrival.is_complete = True
         receive = arrival.receive
         if receive is not None:
@@ -331,14 +382,14 @@ class Mailbox:
                 receive.future.set_result(arrival)
 
     def revoke(self, arrival: Arrival) -> None:
-        """Drop a message that its sender withdrew half way."""
+        """Drop a message that its sender withdrew; its receive waits again."""
         receive = arrival.receive
         if receive is None:
             self._unhold(arrival)
             return
         receive.arrival = None
         self._taken.discard(receive)
-        held = self._head(receive)  # it may take from anybody
+        held = self._head(receive)  # exists if the receive takes from any source
         if held is None or not self._offer(held, receive):
             self._repost(receive)
         self._make_room()
@@ -361,7 +412,16 @@ class Mailbox:
         waiting.insert(earlier, receive)
 
     def deliver(self, source: int, description: Description, tensor: Tensor) -> Arrival:
-        """Take a whole message at once, whatever the budget; ``tensor`` is ours."""
+        """Take a complete message at once, regardless of the budget.
+
+        Args:
+            source: Rank of the sender.
+            description: Description of the message.
+            tensor: Content; it belongs to the mailbox from now on.
+
+        Returns:
+            The message, held or given to a receive.
+        """
         arrival = Arrival(next(self._numbers), source, description, tensor)
         arrival.is_borrowed = False
         arrival.received = description.size
@@ -371,7 +431,7 @@ class Mailbox:
         return arrival
 
     def stall(self, source: int, on_room: Callable[[], None]) -> None:
-        """Call ``on_room`` when a message of ``source`` may be begun again."""
+        """Register ``on_room``, called once when ``begin`` is worth another try."""
         self._stalled[source] = on_room
 
     def _make_room(self) -> None:
@@ -379,12 +439,16 @@ class Mailbox:
         for on_room in stalled.values():
             on_room()
 
-    def end(self, source: int, story: Story) -> None:
-        """Note that ``source`` will send no more; ``story`` makes the error for it."""
+    def end(self, source: int, make_error: SourceErrorMaker) -> None:
+        """Mark that ``source`` sends no more messages.
+
+        Complete messages can still be received. Receives that only ``source`` could
+        serve fail with ``make_error(source)``, now and later.
+        """
         if source in self._ended:
             return
-        self._ended[source] = story
-        self._drop_unfinished(source, story)
+        self._ended[source] = make_error
+        self._drop_unfinished(source, make_error)
         for waiting in list(self._posted.values()):
             for receive in list(waiting):
                 error = self._no_source_left(receive)
@@ -392,20 +456,20 @@ class Mailbox:
                     self._unpost(receive)
                     receive.fail(error)
 
-    def _drop_unfinished(self, source: int, story: Story) -> None:
-        """Messages of ``source`` that are not complete never will be."""
+    def _drop_unfinished(self, source: int, make_error: SourceErrorMaker) -> None:
+        """Drop the incomplete messages of ``source`` and fail their receives."""
         for receive in list(self._taken):
             if receive.arrival is not None and receive.arrival.source == source:
                 self._taken.discard(receive)
                 receive.arrival = None
-                receive.fail(story(source))
+                receive.fail(make_error(source))
         for queue in list(self._queues.values()):
             for arrival in list(queue):
                 if arrival.source == source and not arrival.is_complete:
                     self._unhold(arrival)
 
     def abort(self, make_error: Callable[[], Exception]) -> None:
-        """Fail every receive, now and from now on; drop what is held."""
+        """Fail every receive, now and later; drop all held messages."""
         if self._broken is not None:
             return
         self._broken = make_error
@@ -419,10 +483,10 @@ class Mailbox:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of messages that nobody asked for yet."""
+        """Bytes of held messages, with ``MESSAGE_BYTES`` for each."""
         return sum(self._held.values())
 
     @property
     def waiting_count(self) -> int:
-        """Receives that wait."""
+        """Number of receives that wait for a message or for its end."""
         return sum(map(len, self._posted.values())) + len(self._taken)

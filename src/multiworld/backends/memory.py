@@ -1,8 +1,8 @@
-"""The ``memory`` backend: several ranks inside one process, for tests and docs.
+"""The ``memory`` backend: several ranks inside one process, for tests. Shell.
 
-Messages are handed from mailbox to mailbox on the same event loop. With
+A send puts its message into the receiver's mailbox, on the same event loop. With
 ``WorldConfig(eager_bytes=0)`` every send waits until its message is received (the
-rendezvous mode): a program that passes its tests in that mode does not depend on
+rendezvous mode). A program that passes its tests in that mode does not depend on
 buffering.
 """
 
@@ -29,10 +29,17 @@ _backends: weakref.WeakValueDictionary[_Key, MemoryBackend] = (
 )
 
 TURN_MESSAGES = 64
+"""Messages that a lane may send before the loop's other tasks run."""
 
 
 class MemoryLane:
-    """One member's way to another's mailbox."""
+    """Lane from one member to the mailbox of another.
+
+    Args:
+        owner: Backend of the sending member.
+        peer: Rank of the receiving member.
+        name: Channel, ``P2P`` or ``COLLECTIVE``.
+    """
 
     def __init__(self, owner: MemoryBackend, peer: int, name: str) -> None:
         self.rank = peer
@@ -49,9 +56,19 @@ class MemoryLane:
     async def send(
         self, description: Description, memory: memoryview, owner: object
     ) -> None:
-        """Hand a copy over; above ``eager_bytes``, wait until it is received.
+        """Deliver a copy of a message; above ``eager_bytes``, wait for its receive.
 
-        Cancellation: a message that was not received yet is withdrawn.
+        If the peer is gone, wait until ``fail_sends`` says why.
+
+        Args:
+            description: Header fields of the message.
+            memory: Bytes to copy.
+            owner: Not used.
+
+        Raises:
+            Exception: The lane refuses sends; see ``fail_sends`` and ``begin_close``.
+
+        Cancellation: withdraws a message that no receive has taken yet.
         """
         if self._refusal is not None:
             raise self._refusal()
@@ -89,27 +106,30 @@ class MemoryLane:
             self._waiting.discard(future)
 
     async def give_way(self) -> None:
-        """Let the loop's other tasks run."""
+        """Let the loop's other tasks run.
+
+        Cancellation: safe.
+        """
         self._messages = 0
         await asyncio.sleep(0)
 
     def poll(self) -> None:
-        """Nothing to do: messages are handed over at once."""
+        """Do nothing: messages are delivered at once."""
 
     @property
     def is_held(self) -> bool:
-        """True: there is nothing to look for, and nothing to spin for."""
+        """Always True, so that receives neither poll nor spin."""
         return True
 
     def held(self, tag: int) -> None:
-        """Return None: messages are handed over at once."""
+        """Return None: messages are delivered at once."""
 
     def take(self, memory: memoryview) -> None:
-        """Not called: nothing is ever held."""
+        """Do nothing; never called, because ``held`` returns None."""
 
     @property
     def is_dead(self) -> bool:
-        """False: there is no connection that could fail."""
+        """Always False: there is no connection that could fail."""
         return False
 
     async def paused(self, call: Callable[[], object]) -> None:
@@ -120,32 +140,38 @@ class MemoryLane:
         await in_thread(call)
 
     def fail_sends(self, make_error: ErrorMaker) -> None:
-        """Fail every send, now and from now on."""
+        """Fail every send with ``make_error()``, now and later."""
         self._refusal = make_error
         for future in self._waiting:
             if not future.done():
                 future.set_exception(make_error())
 
     def begin_close(self, make_error: ErrorMaker) -> None:
-        """Refuse what comes from now on; the backend says fin."""
+        """Refuse later sends with ``make_error()``; the backend sends the fin."""
         self._refusal = self._refusal or make_error
 
     async def wait_drained(self) -> None:
-        """Return at once."""
+        """Return at once.
+
+        Cancellation: safe; it never waits.
+        """
 
     def finish_close(self, linger_s: float) -> bool:
         """Return False: nothing lingers."""
         return False
 
     def abort(self, make_error: ErrorMaker) -> None:
-        """Fail every send."""
+        """Fail every send with ``make_error()``, now and later."""
         self.fail_sends(make_error)
 
     def close_nowait(self) -> None:
-        """Nothing to do."""
+        """Do nothing: there is no connection."""
 
     async def wait_closed(self) -> None:
-        """Return at once."""
+        """Return at once.
+
+        Cancellation: safe; it never waits.
+        """
 
 
 def _complete(future: asyncio.Future[None]) -> None:
@@ -154,7 +180,7 @@ def _complete(future: asyncio.Future[None]) -> None:
 
 
 class MemoryBackend(MessageBackend):
-    """Moves tensors between ranks of one process."""
+    """Backend that moves tensors between ranks of one process."""
 
     @property
     def rank(self) -> int:
@@ -163,20 +189,20 @@ class MemoryBackend(MessageBackend):
 
     @property
     def eager_bytes(self) -> int:
-        """Up to this size a send does not wait."""
+        """Largest message, in bytes, that a send does not wait for."""
         return self._view.config.eager_bytes
 
     def channel(self, name: str) -> Channel:
-        """Return a channel by name."""
+        """Return the channel ``P2P`` or ``COLLECTIVE``."""
         return self._p2p if name == P2P else self._collective
 
     def peer(self, rank: int) -> MemoryBackend | None:
-        """Return another member's backend, or None once it is gone."""
+        """Return another member's backend, or None if it is gone or not open yet."""
         backend = _backends.get((self._view.incarnation.nonce, rank))
         return None if backend is None or backend._is_over else backend
 
     def fin(self, rank: int, name: str) -> None:
-        """Take a member's fin, behind all its messages."""
+        """Handle the fin of a member on channel ``name``, after all its messages."""
         channel = self.channel(name)
         channel.mailbox.end(rank, self._view.left_error)
         lane = channel.lanes.get(rank)
@@ -185,7 +211,7 @@ class MemoryBackend(MessageBackend):
             lane.fail_sends(lambda: self._view.left_error(rank))
 
     def begin_close(self) -> None:
-        """Say fin to everybody, on both channels."""
+        """Refuse later sends, and send a fin to every member on both channels."""
         super().begin_close()
         for rank in self._others:
             other = self.peer(rank)
@@ -197,7 +223,10 @@ class MemoryBackend(MessageBackend):
         return True  # there is nothing to open
 
     async def open(self) -> None:
-        """Let the other ranks find this one."""
+        """Make this rank known to the others in this process.
+
+        Cancellation: safe; call ``close_nowait`` afterwards.
+        """
         _backends[self._view.incarnation.nonce, self._view.rank] = self
         await super().open()
 

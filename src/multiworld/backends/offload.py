@@ -1,4 +1,4 @@
-"""Large copies and reductions, off the event loop. Shell."""
+"""Threads for large copies and reductions, off the event loop. Shell."""
 
 from __future__ import annotations
 
@@ -11,19 +11,27 @@ from torch import Tensor
 T = TypeVar("T")
 
 OFFLOAD_BYTES = 4 * 1024 * 1024
-"""Work on more than this goes to a thread: it would hold up the loop for a millisecond
-or more, and a thread costs a tenth of that."""
+"""Most bytes that are processed on the event loop.
+
+Work on more would block the loop for a millisecond or longer; a thread costs a tenth
+of that.
+"""
 
 
 def size_of(*tensors: Tensor) -> int:
-    """Return the bytes of all ``tensors`` together."""
+    """Return the number of bytes of all ``tensors`` together."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 async def offload(size_bytes: int, call: Callable[..., T], *args: Any) -> T:
-    """Return ``call(*args)``, from a thread if it works on many bytes.
+    """Return ``call(*args)``, run in a thread if ``size_bytes`` is large.
 
-    Cancellation: see ``in_thread``.
+    Args:
+        size_bytes: Bytes that ``call`` reads or writes; see ``OFFLOAD_BYTES``.
+        call: Function to run.
+        args: Its positional arguments.
+
+    Cancellation: waits for the thread, then raises; see ``in_thread``.
     """
     if size_bytes <= OFFLOAD_BYTES:
         return call(*args)
@@ -31,10 +39,10 @@ async def offload(size_bytes: int, call: Callable[..., T], *args: Any) -> T:
 
 
 async def in_thread(call: Callable[..., T], *args: Any) -> T:
-    """Return ``call(*args)``, from a thread.
+    """Return ``call(*args)``, run in a thread.
 
-    Cancellation: waits for the thread, which would go on writing, however often it is
-    asked for, and then raises.
+    Cancellation: waits for the thread, however often the task is cancelled, then
+        raises. Otherwise the thread would go on writing to the caller's memory.
     """
     task = asyncio.ensure_future(asyncio.to_thread(call, *args))
     cancelled = None

@@ -1,4 +1,4 @@
-"""What the reduce operations do to host tensors. Pure."""
+"""Reduce operations on host tensors. Shell."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.distributed import ReduceOp
 from multiworld.errors import UnsupportedOperationError
 
 Combine = Callable[[Tensor, Tensor], object]
+"""Function that reduces its second tensor into its first."""
 
 _COMBINERS: dict[str, Combine] = {
     "SUM": lambda total, other: total.add_(other),
@@ -32,7 +33,7 @@ def op_name(op: ReduceOp) -> str:
     """Return the name of a reduce operation.
 
     Raises:
-        UnsupportedOperationError: It is none of those in ``OP_CODES``.
+        UnsupportedOperationError: The operation is not in ``OP_CODES``.
     """
     for name in OP_CODES:
         if op == getattr(ReduceOp, name):
@@ -43,11 +44,17 @@ def op_name(op: ReduceOp) -> str:
 
 
 def combiner(op: ReduceOp, like: Tensor) -> Combine:
-    """Return ``combine(total, other)``, which works in place on ``total``.
+    """Return ``combine(total, other)``, which reduces ``other`` into ``total``.
+
+    AVG adds; ``finish_average`` divides at the end.
+
+    Args:
+        op: The reduce operation.
+        like: A tensor of the dtype to reduce.
 
     Raises:
-        UnsupportedOperationError: ``op`` does not exist for tensors like ``like``. So
-            all members find out before anything is sent.
+        UnsupportedOperationError: ``op`` does not exist for this dtype. Every member
+            gets this error before anything is sent.
     """
     return _checked(op_name(op), like.dtype)
 
@@ -69,6 +76,12 @@ def _checked(name: str, dtype: torch.dtype) -> Combine:
 
 
 def finish_average(op: ReduceOp, total: Tensor, size: int) -> None:
-    """Divide by the world size if ``op`` is AVG."""
+    """Divide a sum in place by the world size if ``op`` is AVG.
+
+    Args:
+        op: The reduce operation.
+        total: Sum over all members.
+        size: World size.
+    """
     if op_name(op) == "AVG":
         total.div_(size)

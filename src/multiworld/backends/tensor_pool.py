@@ -1,8 +1,8 @@
-"""Memory that large messages arrive in, used again when their tensors are gone.
+"""A pool of memory for large received tensors. Shell.
 
 New memory costs a page fault for every 4 KiB, which can take ten times as long as the
-copy into it. So what a large received tensor lay in waits here for the next one. It is
-not given out before the last tensor, view or array that shares it is gone.
+copy into it. The pool therefore reuses the memory of a large received tensor for the
+next one, once the last tensor, view or array that shares it is gone.
 """
 
 from __future__ import annotations
@@ -16,17 +16,24 @@ import torch
 from torch import Tensor
 
 RECYCLED_BYTES = 1024 * 1024
-"""Smaller ones come from the allocator, which keeps such memory itself."""
+"""Smallest message, in bytes, that uses the pool.
+
+The allocator itself reuses the memory of smaller ones.
+"""
 
 KEPT_BYTES = 128 * 1024 * 1024
-"""Most that a process keeps unused; what is beyond goes back to the system."""
+"""Most bytes that a process keeps unused; the rest returns to the system."""
 
 STEP_BYTES = 256 * 1024
-"""Sizes are rounded up to it, so that like sizes share memory."""
+"""Unit, in bytes, that block sizes are rounded up to, so that similar sizes match."""
 
 
 class TensorPool:
-    """Blocks of memory that nobody uses at the moment."""
+    """Pool of memory blocks that no tensor uses.
+
+    Args:
+        kept_bytes: Most bytes to keep unused.
+    """
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
         self._kept_bytes = kept_bytes
@@ -34,37 +41,37 @@ class TensorPool:
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes of the blocks that wait here."""
+        """Bytes of the unused blocks."""
         return sum(map(len, list(self._idle)))
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Return a flat tensor of ``count`` elements, not initialised.
+        """Return an uninitialised flat tensor of ``count`` elements in host memory.
 
-        Its storage is exactly as long, and cannot be resized.
+        Its storage has exactly this length and cannot be resized.
 
         Raises:
-            MemoryError: There is not as much.
+            MemoryError: The system has not enough memory.
         """
         size = count * dtype.itemsize
         block = self._take(size) or _new(-(-size // STEP_BYTES) * STEP_BYTES)
-        # A ctypes array: it can be referred to weakly, and keeps the block's buffer.
+        # A ctypes array allows weak references, and keeps the block's buffer alive.
         lease = (ctypes.c_ubyte * len(block)).from_buffer(block)
         weakref.finalize(lease, self._give_back, block).atexit = False
         return torch.frombuffer(lease, dtype=dtype, count=count)
 
     def _take(self, size: int) -> mmap.mmap | None:
-        """Return the smallest block that is large enough, and not twice as large."""
+        """Return the smallest fitting block that is less than twice as large."""
         fits = [block for block in list(self._idle) if size <= len(block) < 2 * size]
         for block in sorted(fits, key=len):
             try:
                 self._idle.remove(block)
-            except ValueError:  # another thread's loop was faster
+            except ValueError:  # another thread's loop has taken it
                 continue
             return block
         return None
 
     def _give_back(self, block: mmap.mmap) -> None:
-        # From the collector, so perhaps in the middle of the methods above: no locks.
+        # The garbage collector calls this, perhaps inside a method above: no locks.
         self._idle.append(block)
         while self.idle_bytes > self._kept_bytes:
             try:
@@ -81,4 +88,4 @@ def _new(size: int) -> mmap.mmap:
 
 
 recycler = TensorPool()
-"""This process's."""
+"""The process's pool."""

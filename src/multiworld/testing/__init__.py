@@ -1,9 +1,12 @@
-"""What programs that use multiworld can test themselves with.
+"""Test tools for programs that use multiworld.
 
-``fleet`` starts real processes quickly and breaks them on purpose, ``arena`` makes the
-members of a world inside one process, ``contract`` is the suite that every backend
-passes, ``leaks`` checks that nothing was left behind, ``clock`` is time that stands
-still.
+- ``arena`` makes all members of a world inside one process.
+- ``clock`` is a fake clock.
+- ``contract`` is the suite of checks that every backend passes.
+- ``fleet`` starts real processes quickly, and kills or stops them on purpose.
+- ``hosts`` emulates several hosts and their network on one machine.
+- ``leaks`` checks that nothing stays open.
+- ``ray_nodes`` runs a Ray cluster of several nodes on one machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The members of a world inside one process: a manager each, on one event loop."""
+"""All members of a world in one process: one manager each, one event loop. Shell."""
 
 from __future__ import annotations
 
@@ -17,13 +17,22 @@ _names = itertools.count(1)
 
 
 class Arena:
-    """Makes worlds of any size on one backend; leaves nothing behind.
+    """Context manager that makes worlds of any size on one backend.
 
-    ::
+    It closes all worlds, managers and the store at its end. ::
 
         async with Arena("direct") as arena:
             left, right = await arena.world(2)
             await left.send(tensor, dst=1)
+
+    Args:
+        backend: Name of the backend, as for ``WorldManager.join``.
+        config: Settings of the worlds; by default ``WorldConfig(join_s=20)``.
+        security: Secret and TLS of managers and store; by default none.
+
+    Attributes:
+        managers: The managers made so far, by rank.
+        store: Address of the store.
     """
 
     def __init__(
@@ -59,20 +68,51 @@ class Arena:
         await self._stack.aclose()
 
     def manager(self, rank: int) -> WorldManager:
-        """Return the manager that holds ``rank`` in this arena's worlds."""
+        """Return the manager of a rank, made at the first use.
+
+        Args:
+            rank: Rank that the manager holds in all worlds of this arena.
+        """
         while len(self.managers) <= rank:
             manager = WorldManager(config=self.config, security=self.security)
             self.managers.append(manager)
         return self.managers[rank]
 
     async def world(self, size: int, name: str = "") -> list[World]:
-        """Make a world; return each rank's view of it, by rank."""
+        """Make a world.
+
+        Args:
+            size: World size.
+            name: Name of the world; a new one by default.
+
+        Returns:
+            Each rank's view of the world, by rank.
+
+        Raises:
+            MultiWorldError: A rank could not join; see ``WorldManager.join``.
+
+        Cancellation: withdraws the joins; the arena stays usable.
+        """
         name = name or f"world-{next(_names)}"
         joins = [self.join(name, rank, size) for rank in range(size)]
         return list(await asyncio.gather(*joins))
 
     async def join(self, name: str, rank: int, size: int) -> World:
-        """Let one rank join."""
+        """Join one rank to a world, and wait until all its ranks have joined.
+
+        Args:
+            name: Name of the world.
+            rank: Rank that joins.
+            size: World size.
+
+        Returns:
+            The rank's view of the world.
+
+        Raises:
+            MultiWorldError: The rank could not join; see ``WorldManager.join``.
+
+        Cancellation: safe; the claim is withdrawn.
+        """
         return await self.manager(rank).join(
             name, rank=rank, size=size, store=self.store, backend=self.backend
         )

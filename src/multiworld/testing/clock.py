@@ -1,21 +1,34 @@
-"""A clock that moves only when it is told to."""
+"""A fake clock, which moves only when a test advances it. Pure."""
 
 from __future__ import annotations
 
 
 class FakeClock:
-    """Monotonic seconds under a test's control; give ``clock.now`` to pure code."""
+    """Monotonic clock under a test's control; pass ``clock.now`` to pure code.
+
+    Args:
+        now: Time to start at, in seconds.
+
+    Attributes:
+        now: The current time, in seconds.
+    """
 
     def __init__(self, now: float = 1000.0) -> None:
         self.now = now
 
     def advance(self, seconds: float) -> float:
-        """Let time pass; return the new time.
+        """Advance the clock.
+
+        Args:
+            seconds: Time to add; at least 0.
+
+        Returns:
+            The new time, in seconds.
 
         Raises:
             ValueError: ``seconds`` is negative.
         """
         if seconds < 0:
-            raise ValueError("a monotonic clock does not go back")
+            raise ValueError("a monotonic clock cannot go back; pass seconds >= 0")
         self.now += seconds
         return self.now

@@ -1,9 +1,9 @@
-"""Real processes that start in hundredths of a second, and can be broken on purpose.
+"""Real processes that start in about 10 ms, to kill and stop on purpose. Shell.
 
-They are forked from a server that has imported torch and run nothing (a preload that
-runs any parallel operation would hang every child). A child runs an ``async`` function
-of an importable module, reports to the test with ``Role.report`` and takes orders with
-``Role.order``.
+They are forked from a fork server that has imported torch but has run none of it: if it
+had run any parallel operation, every child would hang. A child runs an ``async``
+function of an importable module. It reports to the test with ``Role.report`` and
+receives the test's orders with ``Role.order``.
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ from typing import Any
 from multiworld.testing.hosts import Host, enter_namespace
 
 PRELOAD = ["torch", "torch.distributed", "multiworld.world.manager"]
+"""Modules that the fork server imports."""
 
 REPORT_S = 30.0
-"""How long a report may take before the test is told that none came."""
+"""Seconds to wait for a report by default."""
 
 
 class ChildFailedError(AssertionError):
-    """A child ended with an error, or said nothing in time."""
+    """A child failed, or sent no report in time."""
 
 
 class _Mail:
-    """Messages over a pipe, without a thread."""
+    """Messages over a pipe, read by the event loop without a thread."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._messages: deque[Any] = deque()
         self._arrived = asyncio.Event()
-        self._is_over = False
+        self._has_ended = False
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(connection.fileno(), self._read)
 
@@ -49,13 +50,13 @@ class _Mail:
             while self._connection.poll():
                 self._messages.append(self._connection.recv())
         except (EOFError, OSError):
-            self._is_over = True
+            self._has_ended = True
             self._loop.remove_reader(self._connection.fileno())
         self._arrived.set()
 
     async def get(self) -> Any:
         while not self._messages:
-            if self._is_over:
+            if self._has_ended:
                 raise EOFError
             self._arrived.clear()
             await self._arrived.wait()
@@ -66,32 +67,42 @@ class _Mail:
             self._connection.send(message)
 
     def close(self) -> None:
-        if not self._is_over:
-            self._is_over = True
+        if not self._has_ended:
+            self._has_ended = True
             self._loop.remove_reader(self._connection.fileno())
         self._connection.close()
 
 
 class Role:
-    """What a child's function gets."""
+    """A child's connection to the test; the first argument of the child's function."""
 
     def __init__(self, mail: _Mail) -> None:
         self._mail = mail
 
     def report(self, what: Any) -> None:
-        """Tell the test something that can be pickled."""
+        """Send a report to the test.
+
+        Args:
+            what: An object that can be pickled.
+        """
         self._mail.put(("report", what))
 
     async def order(self) -> Any:
         """Wait for the test's next order.
 
+        Returns:
+            The object that the test passed to ``Child.order``.
+
         Raises:
             EOFError: The test has ended.
+
+        Cancellation: safe; no order is lost.
         """
         return await self._mail.get()
 
 
 Body = Callable[..., Awaitable[None]]
+"""Coroutine function that a child runs, with its ``Role`` as first argument."""
 
 
 def _run(
@@ -116,7 +127,7 @@ def _run(
 
 
 class Child:
-    """One process, seen from the test."""
+    """The test's handle of one process."""
 
     def __init__(self, process: BaseProcess, connection: Connection) -> None:
         self._process = process
@@ -125,36 +136,60 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Its process."""
+        """The process id."""
         assert self._process.pid is not None
         return self._process.pid
 
     def order(self, what: Any) -> None:
-        """Tell the child something."""
+        """Send an order to the child; do nothing if it has ended.
+
+        Args:
+            what: An object that can be pickled.
+        """
         self._mail.put(what)
 
     async def report(self, limit_s: float = REPORT_S) -> Any:
         """Wait for the child's next report.
 
+        Args:
+            limit_s: Most seconds to wait.
+
+        Returns:
+            The object that the child passed to ``Role.report``.
+
         Raises:
-            ChildFailedError: It ended instead, or said nothing in time.
+            ChildFailedError: The child has ended, or has sent no report in time.
+
+        Cancellation: safe; no report is lost.
         """
         try:
             async with asyncio.timeout(limit_s):
                 kind, what = await self._mail.get()
         except TimeoutError:
-            raise ChildFailedError(f"process {self.pid} said nothing") from None
+            raise ChildFailedError(
+                f"process {self.pid} sent no report in time"
+            ) from None
         except EOFError:
-            raise ChildFailedError(f"process {self.pid} ended silently") from None
+            raise ChildFailedError(
+                f"process {self.pid} ended without a report"
+            ) from None
         if kind != "report":
-            raise ChildFailedError(f"process {self.pid} is {kind}: {what}")
+            raise ChildFailedError(f"process {self.pid} ended ({kind}): {what}")
         return what
 
     async def done(self, limit_s: float = REPORT_S) -> None:
-        """Wait until the child's function has returned.
+        """Wait until the child's function has returned and the process has ended.
+
+        Reports that were not read are dropped.
+
+        Args:
+            limit_s: Most seconds to wait.
 
         Raises:
-            ChildFailedError: It raised, or has not returned in time.
+            ChildFailedError: The function raised an error, or the process did not end
+                in time.
+
+        Cancellation: safe, except that reports may have been dropped.
         """
         try:
             async with asyncio.timeout(limit_s):
@@ -166,24 +201,26 @@ class Child:
                         raise ChildFailedError(f"process {self.pid} failed: {what}")
                 await asyncio.to_thread(self._process.join)
         except TimeoutError:
-            raise ChildFailedError(f"process {self.pid} does not end") from None
+            raise ChildFailedError(f"process {self.pid} did not end in time") from None
         except EOFError:
-            raise ChildFailedError(f"process {self.pid} ended silently") from None
+            raise ChildFailedError(
+                f"process {self.pid} ended without a report"
+            ) from None
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Kill the process with SIGKILL."""
         os.kill(self.pid, signal.SIGKILL)
 
     def stop(self) -> None:
-        """SIGSTOP."""
+        """Suspend the process with SIGSTOP."""
         os.kill(self.pid, signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """SIGCONT."""
+        """Resume the process with SIGCONT."""
         os.kill(self.pid, signal.SIGCONT)
 
     def end(self) -> None:
-        """Kill it if it lives, and forget it; safe to repeat."""
+        """Kill the process if it is alive, and free its resources; safe to repeat."""
         if self._is_ended:
             return
         self._is_ended = True
@@ -195,7 +232,7 @@ class Child:
 
 
 class ProcessFleet:
-    """Starts children, and ends all of them at the end.
+    """Context manager that starts children, and kills all of them at its end.
 
     ::
 
@@ -223,7 +260,16 @@ class ProcessFleet:
             child.end()
 
     def start(self, body: Body, *args: Any, host: Host | None = None) -> Child:
-        """Run ``await body(role, *args)`` in a new process, on ``host`` if given."""
+        """Run ``await body(role, *args)`` in a new process.
+
+        Args:
+            body: Coroutine function of an importable module.
+            args: Its arguments after the ``Role``; they must be picklable.
+            host: Emulated host to run on; by default this machine.
+
+        Returns:
+            The handle of the process.
+        """
         ours, theirs = self._context.Pipe()
         namespace = None if host is None else host.namespace
         process = self._context.Process(

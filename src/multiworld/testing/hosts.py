@@ -1,19 +1,19 @@
-"""Several hosts on one machine, and their network, to break on purpose. Shell.
+"""Emulated hosts and their network on one machine, to break on purpose. Shell.
 
-Every host is a network namespace with an interface of its own on a bridge, which lives
-in yet another namespace: nothing of the machine's own network is touched. Processes run
-in a host with ``ProcessFleet.start(..., host=host)`` or ``Host.command``.
+Every host is a network namespace with its own interface on a bridge. The bridge is in
+another namespace, so the machine's own network stays untouched. A process runs on a
+host with ``ProcessFleet.start(..., host=host)`` or ``Host.command``.
 
 ::
 
     async with Hosts(3) as hosts, ProcessFleet() as fleet:
         child = fleet.start(body, f"tcp://{hosts[0].address}:29500", host=hosts[1])
-        hosts[1].cut()          # no packet comes or goes, and nobody is told
+        hosts[1].cut()          # drops all packets; no process is notified
         hosts[1].restore()
         hosts[1].cut_towards(hosts[0])   # in one direction only
-        hosts[2].remove()       # power failure: no goodbye leaves it
+        hosts[2].remove()       # power failure: no farewell reaches its peers
 
-It needs root and the ``ip`` command; ``unavailable()`` says what is missing.
+This needs root and the ``ip`` command; ``unavailable()`` says what is missing.
 """
 
 from __future__ import annotations
@@ -30,13 +30,16 @@ from pathlib import Path
 from types import TracebackType
 
 COMMAND_S = 10.0
-"""How long one network command may take."""
+"""Most seconds that one network command may take."""
 
 CLONE_NEWNET = 0x40000000
+"""Flag of ``setns`` for a network namespace, from ``linux/sched.h``."""
+
 NOWHERE = "02:00:00:00:00:01"
-"""A hardware address that no interface has: what is sent there is lost in silence."""
+"""A hardware address that no interface has: packets sent to it get lost silently."""
 
 BRIDGE = "bridge"
+"""Name of the bridge in its namespace."""
 
 _numbers = itertools.count(1)
 
@@ -56,11 +59,11 @@ def _run(*command: str) -> str:
 
 @functools.cache
 def unavailable() -> str | None:
-    """Say why this machine cannot make hosts, or None if it can."""
+    """Return the reason why this machine cannot emulate hosts, or None if it can."""
     if shutil.which("ip") is None:
-        return "the command 'ip' (package iproute2) is not installed"
+        return "the command 'ip' is not installed; install the package iproute2"
     if os.geteuid() != 0:
-        return "network namespaces need root"
+        return "network namespaces need root; run the tests as root"
     try:
         with Hosts(2):
             return None
@@ -69,19 +72,28 @@ def unavailable() -> str | None:
 
 
 def enter_namespace(name: str) -> None:
-    """Move the calling thread, and what it starts from now on, into a host."""
+    """Move the calling thread, and what it starts from now on, into a namespace.
+
+    Args:
+        name: Name of the network namespace; see ``Host.namespace``.
+
+    Raises:
+        OSError: There is no such namespace, or this process may not enter it.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{name}") as namespace:
         if libc.setns(namespace.fileno(), CLONE_NEWNET):
             error = ctypes.get_errno()
-            raise OSError(error, f"cannot enter {name}: {os.strerror(error)}")
+            raise OSError(error, f"cannot enter namespace {name}: {os.strerror(error)}")
 
 
 class Host:
-    """One host. Made by ``Hosts``.
+    """One emulated host, made by ``Hosts``.
+
+    Every method that changes the network raises ``HostError`` if its command fails.
 
     Attributes:
-        address: Its address on the network of its ``Hosts``.
+        address: IPv4 address on the network of its ``Hosts``.
         namespace: Name of its network namespace.
     """
 
@@ -93,21 +105,26 @@ class Host:
         return f"<Host {self.address} ({self.namespace})>"
 
     def command(self, *command: str) -> list[str]:
-        """Return ``command`` as one that runs on this host."""
+        """Return a command line that runs ``command`` on this host.
+
+        Args:
+            command: Program and arguments.
+        """
         return ["ip", "netns", "exec", self.namespace, *command]
 
     def processes(self) -> list[int]:
-        """Return the processes that run on this host."""
+        """Return the ids of the processes that run on this host."""
         return [int(pid) for pid in _run("ip", "netns", "pids", self.namespace).split()]
 
-    # Breaking it.
+    # Faults.
 
     def cut(self) -> None:
-        """Cut it off in silence: no packet comes or goes from now on.
+        """Drop all packets from and to this host, without notice to it.
 
-        The wire stays, the switch no longer knows it. Taking the link down instead
-        would be told to the host by the loss of its carrier, and coming up again take
-        up to a second more, which is how often the kernel looks at carriers.
+        The link stays up, but the bridge no longer forwards from it. Taking the link
+        down instead would tell the host, which would lose its carrier. It would also
+        take up to a second longer to come up again: the kernel checks carriers once a
+        second.
         """
         self._plug("nomaster")
 
@@ -123,23 +140,34 @@ class Host:
         self._plug("master", BRIDGE)
 
     def cut_towards(self, other: Host) -> None:
-        """Lose what this host sends to ``other``; the other direction works."""
+        """Drop packets from this host to another; the other direction works.
+
+        Args:
+            other: Host that no longer receives from this one.
+        """
         wrong = ("lladdr", NOWHERE, "dev", "eth0", "nud", "permanent")
         _run("ip", "-n", self.namespace, "neigh", "replace", other.address, *wrong)
 
     def restore_towards(self, other: Host) -> None:
-        """Undo ``cut_towards``."""
+        """Undo ``cut_towards`` for one host.
+
+        Args:
+            other: Host that receives from this one again.
+        """
         _run("ip", "-n", self.namespace, "neigh", "del", other.address, "dev", "eth0")
 
     def throttle(self, bits_per_s: int) -> None:
-        """Let it send no faster than that."""
+        """Limit the rate at which this host sends.
+
+        Args:
+            bits_per_s: Most bits per second; ``restore`` removes the limit.
+        """
         shape = ("rate", str(bits_per_s), "burst", "16kb", "latency", "100ms")
         device = ("dev", "eth0", "root")
         _run("tc", "-n", self.namespace, "qdisc", "replace", *device, "tbf", *shape)
 
     def remove(self) -> None:
-        """Let it fail like a machine without power: nothing more leaves it, and all of
-        its processes are gone."""
+        """Cut the host off and kill all its processes, like a power failure."""
         self.cut()
         for pid in self.processes():
             try:
@@ -152,14 +180,14 @@ class Host:
 
 
 class Hosts:
-    """A network of ``count`` hosts; a context manager that takes it down at the end.
+    """Context manager for a network of hosts; it removes the network at its end.
 
     Args:
-        count: How many, up to 200.
-        subnet: The first three numbers of their addresses; nothing outside sees them.
+        count: Number of hosts, up to 200.
+        subnet: First three numbers of the IPv4 addresses; not visible from outside.
 
     Raises:
-        HostError: The machine does not allow it; see ``unavailable``.
+        HostError: On entry: the machine does not allow it; see ``unavailable``.
     """
 
     def __init__(self, count: int, *, subnet: str = "10.77.0") -> None:

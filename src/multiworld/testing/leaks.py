@@ -1,4 +1,4 @@
-"""Checks that nothing was left behind: threads, descriptors, tasks, children."""
+"""Leak checks: threads, descriptors, tasks and child processes. Shell."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SETTLE_S = 5.0
-"""How long what is ending may take to end."""
+"""Seconds that resources may take to close before they count as leaked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leak:
-    """What one process has open.
+    """Snapshot of the resources that a process has open.
 
     Attributes:
-        threads: Operating system threads.
-        descriptors: Open descriptors, by number, and what they are.
+        threads: Operating system threads: thread id and name.
+        descriptors: Targets of open descriptors, by number.
         tasks: Names of the running loop's tasks.
-        children: Child processes.
+        children: Process ids of child processes.
     """
 
     threads: frozenset[str]
@@ -33,11 +33,18 @@ class Leak:
 
     @classmethod
     def now(cls) -> Leak:
-        """Look at this process."""
+        """Return a snapshot of this process."""
         return cls(_threads(), _descriptors(), _tasks(), _children())
 
     def since(self, before: Leak) -> list[str]:
-        """Return what is here and was not before, in words."""
+        """Compare with an earlier snapshot.
+
+        Args:
+            before: The earlier snapshot of the same process.
+
+        Returns:
+            A line of text for each resource that is open now and was not before.
+        """
         new = [f"thread {name}" for name in self.threads - before.threads]
         new += [
             f"descriptor {fd}: {what}"
@@ -50,7 +57,7 @@ class Leak:
 
 
 class LeakError(AssertionError):
-    """Something was left behind."""
+    """Resources are still open after a block that should have closed them."""
 
 
 def _threads() -> frozenset[str]:
@@ -88,14 +95,19 @@ def _children() -> frozenset[int]:
 
 @contextlib.asynccontextmanager
 async def no_leaks(*, allow: tuple[str, ...] = ()) -> AsyncIterator[None]:
-    """Check that what runs inside leaves nothing behind, in this process.
+    """Check that the block leaves no resource open in this process.
+
+    An error raised by the block skips the check.
 
     Args:
-        allow: Words that make a leftover acceptable ("asyncio_" for the threads of the
-            loop's own pool).
+        allow: Substrings of resources that may stay open, such as "asyncio_" for the
+            threads of the loop's own pool.
+
+    Yields:
+        None, after the first snapshot.
 
     Raises:
-        LeakError: Something is still there after five seconds.
+        LeakError: A new resource is still open after ``SETTLE_S`` seconds.
     """
     gc.collect()
     before = Leak.now()
@@ -109,5 +121,5 @@ async def no_leaks(*, allow: tuple[str, ...] = ()) -> AsyncIterator[None]:
         if not new:
             return
         if loop.time() > end:
-            raise LeakError("left behind: " + "; ".join(new))
+            raise LeakError("still open after the block: " + "; ".join(new))
         await asyncio.sleep(0.02)

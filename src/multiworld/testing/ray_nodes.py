@@ -1,6 +1,7 @@
-"""A Ray cluster of several nodes on this machine, whose nodes can be lost.
+"""A Ray cluster on this machine, whose nodes can be killed and stopped. Shell.
 
-Not imported with ``multiworld.testing``: it needs ``multiworld-elastic[ray]``.
+``import multiworld.testing`` does not import this module, because it needs
+``multiworld-elastic[ray]``.
 """
 
 from __future__ import annotations
@@ -12,18 +13,25 @@ from collections.abc import Iterator
 from typing import Any
 
 STORE_BYTES = 80 * 2**20
+"""Bytes of each node's object store."""
+
 HEALTH = {
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 500,
     "health_check_timeout_ms": 500,
     "health_check_failure_threshold": 3,
-    # What a head that is lost must not take along; see docs/serve/ray.md.
+    # Nodes must outlive a lost head; see docs/serve/ray.md.
     "gcs_rpc_server_reconnect_timeout_s": 3600,
 }
+"""Ray system settings: Ray declares a node lost after a few seconds."""
 
 
 class RayNodes:
-    """The cluster. Nodes have names: head, n1, n2, …"""
+    """A Ray cluster; it starts with one node, named "head".
+
+    Args:
+        cpus: CPUs that each node offers to Ray.
+    """
 
     def __init__(self, cpus: float = 4.0) -> None:
         from ray.cluster_utils import Cluster
@@ -43,35 +51,52 @@ class RayNodes:
 
     @property
     def address(self) -> str:
-        """Of the head."""
+        """Address of the head, HOST:PORT."""
         return str(self._cluster.address)
 
     @property
     def names(self) -> list[str]:
-        """Of the nodes."""
+        """Names of the nodes."""
         return list(self._nodes)
 
     def add(self, name: str) -> None:
-        """Add a node."""
+        """Start a node.
+
+        Args:
+            name: Its name, also its label ``multiworld/name``.
+        """
         self._nodes[name] = self._cluster.add_node(**self._args(name))
 
     def remove(self, name: str) -> None:
-        """Take a node away as a power failure would: all of its processes at once."""
+        """Kill all processes of a node at once, like a power failure.
+
+        Args:
+            name: Name of the node.
+        """
         for pid in self.pids(name):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        # Not by remove_node(), which runs in the main thread only, and waits.
+        # remove_node() would work in the main thread only, and would wait.
         self._cluster.worker_nodes.discard(self._nodes.pop(name))
 
     def freeze(self, name: str, *, is_thawed: bool = False) -> None:
-        """Stop every process of a node, or let them go on."""
+        """Suspend every process of a node with SIGSTOP.
+
+        Args:
+            name: Name of the node.
+            is_thawed: Resume the processes with SIGCONT instead.
+        """
         number = signal.SIGCONT if is_thawed else signal.SIGSTOP
         for pid in self.pids(name):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def pids(self, name: str) -> list[int]:
-        """Return the raylet of a node and everything below it."""
+        """Return the process ids of a node: its raylet and all descendants.
+
+        Args:
+            name: Name of the node.
+        """
         import psutil
 
         found = []
@@ -82,17 +107,21 @@ class RayNodes:
         return found
 
     def freeze_head(self, *, is_thawed: bool = False) -> None:
-        """Stop the process that knows the cluster, or let it go on."""
+        """Suspend the head's control service (GCS) with SIGSTOP.
+
+        Args:
+            is_thawed: Resume it with SIGCONT instead.
+        """
         (server,) = self._cluster.head_node.all_processes["gcs_server"]
         number = signal.SIGCONT if is_thawed else signal.SIGSTOP
         os.kill(server.process.pid, number)
 
     def lose_head(self) -> None:
-        """Kill the process that knows the cluster; the nodes go on."""
+        """Kill the head's control service (GCS); the nodes keep running."""
         self._cluster.head_node.kill_gcs_server(check_alive=False)
 
     def end(self) -> None:
-        """End what is left."""
+        """Kill the remaining nodes and shut the cluster down."""
         for name in list(self._nodes):
             self.freeze(name, is_thawed=True)
             for pid in self.pids(name):
@@ -103,7 +132,15 @@ class RayNodes:
 
 @contextlib.contextmanager
 def ray_nodes(count: int = 4, cpus: float = 4.0) -> Iterator[RayNodes]:
-    """Run a cluster; nothing of it stays."""
+    """Run a cluster inside the block, and shut it down afterwards.
+
+    Args:
+        count: Number of nodes, with the head; the others are named n1, n2, and so on.
+        cpus: CPUs that each node offers to Ray.
+
+    Yields:
+        The cluster.
+    """
     cluster = RayNodes(cpus)
     try:
         for number in range(1, count):

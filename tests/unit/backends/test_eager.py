@@ -1,4 +1,4 @@
-"""Coroutines that begin at once."""
+"""Eager coroutines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which message goes to which receive, by table and by random histories."""
+"""Matching of messages and receives, by table and by random histories."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from multiworld.backends.mailbox import (
 
 
 def describe(size: int = 4, tag: int = 0) -> Description:
-    """Return a message of bytes."""
+    """Return the description of a uint8 tensor."""
     return Description(0, UINT8, (size,), size, tag, 0)
 
 
@@ -48,18 +48,18 @@ class Bench:
 
 
 def fill(arrival: Arrival, value: int) -> None:
-    """Put the whole message in place."""
+    """Fill a message completely with one value."""
     arrival.memory[:] = bytes([value]) * len(arrival.memory)
     arrival.received = len(arrival.memory)
 
 
 def value(receive: Receive) -> int | None:
-    """Return the first byte of what a receive got, or None."""
+    """Return the first byte of a receive's message, or None if it has none yet."""
     return receive.future.result().memory[0] if receive.future.done() else None
 
 
 async def test_messages_and_receives_match_in_order() -> None:
-    """Whichever comes first."""
+    """The order holds whether the message or the receive comes first."""
     bench = Bench()
     early = [bench.post(), bench.post()]
     for number in (1, 2, 3):
@@ -69,7 +69,7 @@ async def test_messages_and_receives_match_in_order() -> None:
 
 
 async def test_tags_and_sources_do_not_mix() -> None:
-    """Each receive gets its own."""
+    """Each receive gets a message of its own source and tag."""
     bench = Bench()
     bench.send(1, 1, tag=5)
     bench.send(2, 2, tag=0)
@@ -79,7 +79,7 @@ async def test_tags_and_sources_do_not_mix() -> None:
 
 
 async def test_any_source_takes_the_first_to_arrive() -> None:
-    """And competes with named receives in call order."""
+    """A receive from any source competes with others in call order."""
     bench = Bench()
     bench.send(2, 7)
     bench.send(1, 8)
@@ -91,7 +91,7 @@ async def test_any_source_takes_the_first_to_arrive() -> None:
 
 
 async def test_mismatch_fails_the_receive_and_keeps_the_message() -> None:
-    """The next receive that fits gets it."""
+    """The next matching receive gets the message."""
     bench = Bench()
     wrong, right = bench.post(size=9), bench.post(size=4)
     bench.send(1, 3)
@@ -104,7 +104,7 @@ async def test_mismatch_fails_the_receive_and_keeps_the_message() -> None:
 
 
 async def test_cancelled_receive_puts_its_message_back_in_place() -> None:
-    """Half arrived or whole, at the head of its queue."""
+    """A partial or complete message returns to the head of its queue."""
     bench = Bench()
     receive = bench.post()
     arrival = bench.mailbox.begin(1, describe())
@@ -118,12 +118,12 @@ async def test_cancelled_receive_puts_its_message_back_in_place() -> None:
     bench.send(1, 6)
     done = bench.post()
     assert value(done) == 5
-    bench.mailbox.cancel(done)  # cancelled after it was served, before it was seen
+    bench.mailbox.cancel(done)  # after its message, before the receiver saw it
     assert [value(bench.post()), value(bench.post())] == [5, 6]
 
 
 async def test_revoked_message_gives_its_receive_back_its_turn() -> None:
-    """The receive waits on, before later ones."""
+    """The receive waits again, ahead of later receives."""
     bench = Bench()
     first, second = bench.post(), bench.post()
     arrival = bench.mailbox.begin(1, describe())
@@ -135,7 +135,7 @@ async def test_revoked_message_gives_its_receive_back_its_turn() -> None:
 
 
 async def test_several_cancelled_receives_put_back_in_order() -> None:
-    """Not the last one first."""
+    """Messages stay in the order in which they were sent."""
     bench = Bench()
     receives = [bench.post(), bench.post()]
     bench.send(1, 1)
@@ -146,7 +146,7 @@ async def test_several_cancelled_receives_put_back_in_order() -> None:
 
 
 async def test_revoked_message_lets_its_receive_look_again() -> None:
-    """One for anybody takes what another source sent meanwhile."""
+    """A receive from any source takes a message that came from another one."""
     bench = Bench()
     anyone = bench.post(None)
     arrival = bench.mailbox.begin(1, describe())
@@ -157,7 +157,7 @@ async def test_revoked_message_lets_its_receive_look_again() -> None:
 
 
 async def test_end_of_a_source_fails_the_receive_of_its_unfinished_message() -> None:
-    """It will never be complete."""
+    """An unfinished message of an ended source is dropped."""
     bench = Bench()
     receive = bench.post()
     bench.mailbox.begin(1, describe())
@@ -169,7 +169,7 @@ async def test_end_of_a_source_fails_the_receive_of_its_unfinished_message() -> 
 
 
 async def test_message_that_does_not_fit_in_memory_leaves_its_receive_posted() -> None:
-    """The world breaks, and the receive fails with it."""
+    """``begin`` raises, and ``abort`` later fails the receive."""
     bench = Bench()
     receive = bench.post(size=1 << 62)
     with pytest.raises(MemoryError):
@@ -179,7 +179,7 @@ async def test_message_that_does_not_fit_in_memory_leaves_its_receive_posted() -
 
 
 async def test_budget_stalls_until_a_receive_makes_room() -> None:
-    """Beyond it, ``begin`` says no."""
+    """``begin`` returns None beyond the budget."""
     bench = Bench(budget=2 * (4 + MESSAGE_BYTES))
     bench.send(1, 1)
     bench.send(1, 2)
@@ -193,7 +193,7 @@ async def test_budget_stalls_until_a_receive_makes_room() -> None:
 
 
 async def test_end_of_a_source_comes_behind_its_messages() -> None:
-    """Receives first get what is held."""
+    """Receives get the held messages first, then the error."""
     bench = Bench()
     bench.send(1, 1)
     bench.mailbox.end(1, lambda rank: MemberLeftError("left", rank=rank))
@@ -206,7 +206,7 @@ async def test_end_of_a_source_comes_behind_its_messages() -> None:
 
 
 async def test_abort_fails_everything_now_and_later() -> None:
-    """Waiting, half served, and not posted yet."""
+    """Receives that wait, have part of a message, or are posted later all fail."""
     bench = Bench()
     waiting, served = bench.post(tag=1), bench.post()
     bench.mailbox.begin(1, describe())
@@ -227,7 +227,7 @@ steps = st.lists(
 def test_any_history_then_every_message_is_received_once_and_in_order(
     history: list[tuple[str, int]],
 ) -> None:
-    """Cancelling loses and doubles nothing; each source stays in order."""
+    """Cancelling neither loses nor duplicates a message."""
 
     async def play() -> None:
         bench = Bench()

@@ -1,4 +1,4 @@
-"""Memory of large messages is used again, and never while somebody still has it."""
+"""Memory of large messages is reused, but never while anything still refers to it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEEPERS: dict[str, Callable[[torch.Tensor], object]] = {
 
 @pytest.mark.parametrize("keeper", KEEPERS)
 def test_memory_is_used_again_when_the_last_share_is_gone(keeper: str) -> None:
-    """Not before."""
+    """A view, slice, array or storage keeps the memory out of the pool."""
     recycler = TensorPool()
     tensor = recycler.empty(MIB, torch.float32)
     where = tensor.data_ptr()
@@ -40,7 +40,7 @@ def test_memory_is_used_again_when_the_last_share_is_gone(keeper: str) -> None:
 
 
 def test_storage_is_exactly_as_long() -> None:
-    """What lay there before is in no file that the tensor is saved to."""
+    """A saved tensor does not contain earlier content of the block."""
     recycler = TensorPool()
     recycler.empty(2 * MIB, torch.uint8).fill_(7)
     tensor = recycler.empty(MIB + 1, torch.uint8)
@@ -49,7 +49,7 @@ def test_storage_is_exactly_as_long() -> None:
 
 
 def test_little_is_kept() -> None:
-    """The oldest goes first; far larger blocks are not given for small ones."""
+    """The pool frees the oldest block first, and gives no far too large blocks."""
     recycler = TensorPool(kept_bytes=3 * MIB)
     tensors = [recycler.empty(MIB, torch.uint8) for _ in range(5)]
     tensors.clear()
@@ -63,7 +63,7 @@ def test_little_is_kept() -> None:
     "dtype", [torch.bool, torch.bfloat16, torch.float64, torch.complex128]
 )
 def test_large_messages_of_every_size_of_element(dtype: torch.dtype) -> None:
-    """In the shape that was sent, and writable."""
+    """The memory has the message's dtype and shape, and is writable."""
     from multiworld.backends.dtypes import CODES
 
     shape = (3, 5, MIB // 8 + 1)
@@ -76,7 +76,7 @@ def test_large_messages_of_every_size_of_element(dtype: torch.dtype) -> None:
 
 
 def test_threads_never_share_a_block() -> None:
-    """Each writes its own number, and finds it."""
+    """Each thread reads back the number that it wrote."""
     recycler = TensorPool()
     wrong: list[int] = []
 

@@ -1,1 +1,1 @@
-"""Worlds on ``torch.distributed``'s own backends, by composing a ``ProcessGroup``."""
+"""Worlds on the backends of ``torch.distributed``, each around a ``ProcessGroup``."""

@@ -1,8 +1,9 @@
 """The ``c10d`` backend: Gloo, NCCL, or any backend registered with torch. Shell.
 
-Host tensors, bundles and objects go point to point over our own data path (see
-``WorldConfig.host_p2p``), which every c10d world has anyway. A message of the backend's
-own is announced over it, with dtype and shape, so that the receiver knows what to post.
+Every c10d world also has the ``direct`` data path. Host tensors, bundles and objects go
+point to point over it (see ``WorldConfig.host_p2p``). Other tensors go over the native
+group; the direct path first announces their dtype and shape, so that the receiver can
+post a matching receive.
 """
 
 from __future__ import annotations
@@ -32,13 +33,19 @@ from multiworld.rendezvous.registry import key_prefix
 __all__ = ["C10dBackend", "check_backend"]
 
 HEADER_TAG_BASE = 1 << 62
-"""Tags of our data path that announce messages of the backend's own."""
+"""First tag of the direct data path that announces messages of the native group."""
 
 MAX_BACKEND_TAG = 2**31 - 1
+"""Largest tag that a native group carries: a C int."""
 
 
 class C10dBackend:
-    """One world on a c10d group."""
+    """Backend of one world on a c10d group.
+
+    Args:
+        view: The world.
+        name: Name of the backend: ``gloo``, ``nccl`` or a registered one.
+    """
 
     def __init__(self, view: WorldView, name: str) -> None:
         self._view, self._name = view, name
@@ -53,9 +60,12 @@ class C10dBackend:
         self._headers: dict[tuple[int, int], deque[Any]] = defaultdict(deque)
 
     async def open(self) -> None:
-        """Open our own lanes, then make the group.
+        """Open the lanes of the direct data path, then make the native group.
 
-        Cancellation: safe; the group's making is ended.
+        Raises:
+            ConnectionError: The members could not connect to each other.
+
+        Cancellation: safe; aborts making the group. Call ``close_nowait`` afterwards.
         """
         await self._direct.open()
         incarnation = self._view.incarnation
@@ -93,14 +103,14 @@ class C10dBackend:
     # Point to point.
 
     def _is_ours(self, tensor: Tensor | None) -> bool:
-        """Tell whether our own data path carries ``tensor``.
+        """Tell whether the direct data path carries ``tensor``.
 
-        A receive that gives no tensor takes what the world is for: host tensors on a
-        host world, device tensors on a device world.
+        A receive without a tensor expects host tensors on a host world, and device
+        tensors on a device world.
         """
         is_host_world = self._view.device.type == "cpu"
         if isinstance(tensor, Tensor) and tensor.device.type != "cpu":
-            return is_host_world  # where it gets a clear refusal
+            return is_host_world  # the direct path refuses it with a clear error
         if not is_host_world:
             return tensor is not None
         return self._view.config.host_p2p == "direct"
@@ -108,8 +118,18 @@ class C10dBackend:
     async def send(self, tensor: Tensor, dst: int, tag: int) -> None:
         """Send one tensor.
 
-        Cancellation: on our own data path as there; the backend's own send cannot be
-        withdrawn, so the world breaks.
+        Args:
+            tensor: Dense tensor of any shape and dtype with a wire code, in host memory
+                or on the world's device.
+            dst: Rank of the receiver.
+            tag: Tag, up to ``MAX_BACKEND_TAG``; on NCCL only 0.
+
+        Raises:
+            TensorMismatchError: The tensor cannot be sent in this world.
+            UnsupportedOperationError: The backend does not carry this tag.
+
+        Cancellation: on the direct data path, withdraws the rest of the message. A send
+            that the native group has started cannot be withdrawn: the world breaks.
         """
         if self._is_ours(tensor):
             await self._direct.send(tensor, dst, tag)
@@ -128,16 +148,30 @@ class C10dBackend:
     async def recv(self, out: Tensor | None, src: int | None, tag: int) -> Received:
         """Receive one tensor.
 
-        Cancellation: on our own data path as there; while the backend's own receive is
-        under way it cannot be withdrawn, so the world breaks.
+        Args:
+            out: Tensor to receive into; None makes a new one, on the world's device.
+            src: Rank of the sender; None, for any rank, works on the direct path only.
+            tag: Tag, as in ``send``.
+
+        Returns:
+            The tensor (``out`` if given) and the rank that sent it.
+
+        Raises:
+            TensorMismatchError: The message does not fit ``out``; it can still be
+                received.
+            UnsupportedOperationError: The backend does not carry this tag, or cannot
+                receive from any rank.
+
+        Cancellation: on the direct data path, no message is lost. A receive that the
+            native group has started cannot be withdrawn: the world breaks.
         """
         if self._is_ours(out):
             return await self._direct.recv(out, src, tag)
         self._check_tag(tag)
         if src is None:
             raise UnsupportedOperationError(
-                f"{self._name} cannot receive from anybody: its own call never notices "
-                "a lost member; name a source, or use host_p2p='direct'"
+                f"{self._name} cannot receive from any rank: its own call never "
+                "notices a lost member; pass src, or use host_p2p='direct'"
             )
         async with self._receiving[src, tag]:
             code, shape = await self._next_header(src, tag)
@@ -169,8 +203,8 @@ class C10dBackend:
         if (out.dtype, out.numel()) != (dtype, count):
             raise TensorMismatchError(
                 f"rank {src} sent {shape} of {dtype}, but the tensor to receive into "
-                f"holds {out.numel()} of {out.dtype}; the message is still there: "
-                "receive it with a tensor that fits, or with none"
+                f"has {out.numel()} elements of {out.dtype}; the message is still "
+                "there: receive it with a tensor that fits, or with none"
             )
         return (
             out.detach()
@@ -188,26 +222,55 @@ class C10dBackend:
     async def send_bundle(
         self, tensors: Mapping[str, Tensor], meta: Meta, dst: int, tag: int
     ) -> None:
-        """Send several tensors over our own data path."""
+        """Send several host tensors as one message over the direct data path.
+
+        Args:
+            tensors: Tensors by name.
+            meta: Metadata as plain data.
+            dst: Rank of the receiver.
+            tag: Tag of the message.
+
+        Raises:
+            TensorMismatchError, ConfigError: Something in the bundle cannot be sent.
+
+        Cancellation: withdraws the rest of the message; the world stays usable.
+        """
         await self._direct.send_bundle(tensors, meta, dst, tag)
 
     async def recv_bundle(self, src: int | None, tag: int) -> Bundle:
-        """Receive several tensors over our own data path."""
+        """Receive a bundle over the direct data path; ``src`` None takes any rank.
+
+        Cancellation: no message is lost.
+        """
         return await self._direct.recv_bundle(src, tag)
 
     async def send_object(self, obj: Any, dst: int, tag: int) -> None:
-        """Send plain data over our own data path."""
+        """Send plain data over the direct data path.
+
+        Args:
+            obj: Data that JSON can represent.
+            dst: Rank of the receiver.
+            tag: Tag of the message.
+
+        Raises:
+            ConfigError: JSON cannot represent ``obj``.
+
+        Cancellation: withdraws the rest of the message; the world stays usable.
+        """
         await self._direct.send_object(obj, dst, tag)
 
     async def recv_object(self, src: int | None, tag: int) -> Any:
-        """Receive plain data over our own data path."""
+        """Receive plain data over the direct data path; ``src`` None takes any rank.
+
+        Cancellation: no message is lost.
+        """
         return await self._direct.recv_object(src, tag)
 
-    # The rest.
+    # Members and closing.
 
     @property
     def process_group(self) -> ProcessGroup:
-        """The c10d group, registered with torch at the first use."""
+        """The c10d group, registered with ``torch.distributed`` at the first use."""
         if self._public is None:
             from multiworld.backends.c10d.registration import register
 
@@ -225,32 +288,35 @@ class C10dBackend:
         return self._public
 
     def on_message(self, rank: int, message: dict[str, Any]) -> None:
-        """Take a message for our own data path."""
+        """Pass a control message of another member to the direct data path."""
         self._direct.on_message(rank, message)
 
     def member_left(self, rank: int) -> None:
-        """Fail what only this member could have completed."""
+        """Fail the operations that only this member could have completed."""
         self._direct.member_left(rank)
         self._runner.member_left(rank)
 
     def abort(self) -> None:
-        """Fail everything, release the group's waiters and free all."""
+        """Fail every operation, release the group's waiters and free everything."""
         self._direct.abort()
         self._free()
 
     def begin_close(self) -> None:
-        """Announce our end on our own data path."""
+        """Send a fin to every member over the direct data path; never waits."""
         self._direct.begin_close()
 
     async def close(self) -> None:
-        """Wait until what was sent has left, then free all."""
+        """Wait until sent messages have been written, then free everything.
+
+        Cancellation: safe; call ``close_nowait`` afterwards.
+        """
         await self._direct.close()
         dropped = self._loop.create_future()
         if self._free(lambda: self._runner.from_thread(dropped, None)):
             await dropped
 
     def close_nowait(self) -> None:
-        """Free all at once."""
+        """Free everything at once."""
         self._direct.close_nowait()
         self._free()
 
@@ -281,7 +347,7 @@ class C10dBackend:
 
 
 def _drop_made(making: asyncio.Future[Any], group: Group) -> None:
-    """Free a group whose making went on after its caller was cancelled."""
+    """Free a group whose construction outlived its cancelled caller."""
     if not making.cancelled():
         making.exception()
     group.drop()

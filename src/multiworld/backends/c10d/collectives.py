@@ -1,8 +1,7 @@
 """Collectives on a native group. Shell.
 
-Before each the members agree, over our own data path, on what they are about to do:
-Gloo kills the process when two members' sizes differ, and waits for ever when their
-operations do.
+Before each collective the members compare their calls over the direct data path. Gloo
+kills the process if two members' sizes differ, and hangs if their operations differ.
 """
 
 from __future__ import annotations
@@ -38,7 +37,16 @@ from multiworld.incarnation.lifecycle import Failed
 
 
 class GroupCollectives:
-    """The collectives of one world on its native group."""
+    """Collectives of one world on its native group, run one after the other.
+
+    Cancelling one breaks the world, even before its turn: the other members cannot know
+    how far this member took part.
+
+    Args:
+        view: The world.
+        direct: Data path over which the members compare their calls.
+        runner: Runs the works of the native group.
+    """
 
     def __init__(
         self, view: WorldView, direct: DirectBackend, runner: WorkRunner
@@ -48,11 +56,14 @@ class GroupCollectives:
         self._turn = asyncio.Lock()
         self._limit = timedelta(seconds=view.config.operation_s)
 
-    # Each is checked at once, and prepared, run and finished when it is its turn; what
-    # copies much does so in a thread.
+    # Arguments are checked when a collective is called. It is prepared, run and
+    # finished in its turn; large copies run in a thread.
 
     async def broadcast(self, tensor: Tensor, src: int) -> None:
-        """Copy ``tensor`` of ``src`` into everybody's."""
+        """Copy the ``tensor`` of rank ``src`` into the ``tensor`` of every member.
+
+        Cancellation: breaks the world.
+        """
         options = self._options(dist.BroadcastOptions())
         options.rootRank = src
         await self._collective(
@@ -65,7 +76,10 @@ class GroupCollectives:
         )
 
     async def all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
-        """Reduce into everybody's ``tensor``."""
+        """Reduce the tensors of all members into the ``tensor`` of every member.
+
+        Cancellation: breaks the world.
+        """
         plan = Reduction(self._checked(tensor), op, self._size)
         options = self._options(dist.AllreduceOptions())
         options.reduceOp = plan.native_op
@@ -84,7 +98,15 @@ class GroupCollectives:
         )
 
     async def reduce(self, tensor: Tensor, dst: int, op: ReduceOp) -> None:
-        """Reduce into ``tensor`` of ``dst``."""
+        """Reduce the tensors of all members into the ``tensor`` of rank ``dst``.
+
+        Args:
+            tensor: This member's tensor; unchanged on members other than ``dst``.
+            dst: Rank that gets the result.
+            op: The reduce operation.
+
+        Cancellation: breaks the world.
+        """
         plan = Reduction(self._checked(tensor), op, self._size)
         options = self._options(dist.ReduceOptions())
         options.reduceOp, options.rootRank = plan.native_op, dst
@@ -92,7 +114,8 @@ class GroupCollectives:
 
         def prepare() -> list[Tensor]:
             flat = flat_of(tensor)
-            return plan.prepare(flat if is_root else flat.clone())  # Gloo scribbles
+            # Gloo also writes to the tensors of members that are not the root.
+            return plan.prepare(flat if is_root else flat.clone())
 
         def finish(work: list[Tensor]) -> None:
             if is_root:
@@ -110,7 +133,10 @@ class GroupCollectives:
         )
 
     async def all_gather(self, outs: Sequence[Tensor], tensor: Tensor) -> None:
-        """Put every member's tensor into ``outs``."""
+        """Copy every member's ``tensor`` into ``outs[rank]`` of every member.
+
+        Cancellation: breaks the world.
+        """
         self._alike(outs, self._checked(tensor), "outs")
         options = self._options(AllgatherOptions())
         await self._collective(
@@ -126,7 +152,15 @@ class GroupCollectives:
     async def gather(
         self, tensor: Tensor, outs: Sequence[Tensor] | None, dst: int
     ) -> None:
-        """Put every member's tensor into ``outs`` of ``dst``."""
+        """Copy every member's ``tensor`` into ``outs[rank]`` of rank ``dst``.
+
+        Args:
+            tensor: This member's tensor.
+            outs: Tensors to receive into, one for each rank; used on ``dst`` only.
+            dst: Rank that gets the tensors.
+
+        Cancellation: breaks the world.
+        """
         self._checked(tensor)
         is_root = self._rank == dst
         targets = self._alike(outs, tensor, "outs") if is_root else []
@@ -149,7 +183,15 @@ class GroupCollectives:
     async def scatter(
         self, out: Tensor, tensors: Sequence[Tensor] | None, src: int
     ) -> None:
-        """Put ``tensors[rank]`` of ``src`` into ``out``."""
+        """Copy ``tensors[rank]`` of rank ``src`` into the ``out`` of every member.
+
+        Args:
+            out: Tensor to receive into.
+            tensors: Tensors to send, one for each rank; used on ``src`` only.
+            src: Rank that sends.
+
+        Cancellation: breaks the world.
+        """
         self._checked(out)
         is_root = self._rank == src
         parts = self._alike(tensors, out, "tensors") if is_root else []
@@ -172,9 +214,16 @@ class GroupCollectives:
     async def reduce_scatter(
         self, out: Tensor, tensors: Sequence[Tensor], op: ReduceOp
     ) -> None:
-        """Reduce ``tensors[i]`` of all into ``out`` of member i.
+        """Reduce ``tensors[i]`` of all members into the ``out`` of rank i.
 
-        Over an all-reduce: Gloo's own cannot report that it is done.
+        Runs an all-reduce, because Gloo's reduce-scatter cannot report completion.
+
+        Args:
+            out: Tensor for the result.
+            tensors: Tensors to reduce, one for each rank.
+            op: The reduce operation.
+
+        Cancellation: breaks the world.
         """
         plan = Reduction(self._checked(out), op, self._size)
         parts = self._alike(tensors, out, "tensors")
@@ -196,7 +245,10 @@ class GroupCollectives:
         )
 
     async def all_to_all(self, outs: Sequence[Tensor], ins: Sequence[Tensor]) -> None:
-        """Send ``ins[i]`` to member i."""
+        """Send ``ins[i]`` to rank i; receive its tensor for this rank in ``outs[i]``.
+
+        Cancellation: breaks the world.
+        """
         like = self._checked(ins[0]) if len(ins) else torch.empty(0)
         self._alike(ins, like, "ins")
         self._alike(outs, like, "outs")
@@ -219,7 +271,10 @@ class GroupCollectives:
         )
 
     async def barrier(self) -> None:
-        """Wait until every member is here."""
+        """Wait until every member has called ``barrier``.
+
+        Cancellation: breaks the world.
+        """
         nothing = torch.empty(0, dtype=torch.uint8, device=self._view.device)
         options = self._options(dist.BarrierOptions())
         await self._collective(
@@ -256,7 +311,7 @@ class GroupCollectives:
         root: int = 0,
         op: ReduceOp | None = None,
     ) -> None:
-        """Agree on the operation, then prepare, start, await and finish it."""
+        """Compare the call with the other members', then prepare, run and finish it."""
         op_code = 0 if op is None else OP_CODES[op_name(op)]
         terms = [KINDS.index(kind), CODES[like.dtype], like.numel(), root, op_code]
         size = size_of(like) * self._size
@@ -267,7 +322,7 @@ class GroupCollectives:
                 await self._runner.carry_out(lambda native: start(native, work))
                 await offload(size, finish, work)
         except asyncio.CancelledError:
-            reason = f"rank {self._rank} cancelled {kind} half way"
+            reason = f"rank {self._rank} cancelled {kind} before it was complete"
             self._view.report(Failed(reason))
             raise
 
@@ -278,13 +333,13 @@ class GroupCollectives:
         for rank, theirs in enumerate(outs):
             if theirs.tolist() != terms:
                 raise TensorMismatchError(
-                    f"rank {self._rank} is in {_say(terms)}, rank {rank} in "
-                    f"{_say(theirs.tolist())}; all members must call the same "
+                    f"rank {self._rank} called {_describe(terms)}, rank {rank} called "
+                    f"{_describe(theirs.tolist())}; all members must call the same "
                     "collectives in the same order, with equal dtypes and sizes"
                 )
 
 
-def _say(terms: list[int]) -> str:
+def _describe(terms: list[int]) -> str:
     kind, code, count, root, op = terms
     operation = f", {OP_NAMES[op]}" if op in OP_NAMES else ""
     dtype = str(DTYPES.get(code, code)).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Tensors as flat memory, and the way back. Pure."""
+"""Flat views of tensors, and copies back into tensors. Shell."""
 
 from __future__ import annotations
 
@@ -11,10 +11,16 @@ from multiworld.errors import TensorMismatchError
 
 
 def on_device(tensor: Tensor, device: torch.device, what: str) -> Tensor:
-    """Return ``tensor`` if it is a dense one on a device of ``device``'s type.
+    """Return ``tensor``, detached, if it is dense and on the right type of device.
+
+    Args:
+        tensor: Object to check.
+        device: The world's device; only its type counts.
+        what: Name of the tensor in the error.
 
     Raises:
-        TensorMismatchError: It is something else.
+        TensorMismatchError: The object is no tensor, is not dense, or is on another
+            type of device.
     """
     if not isinstance(tensor, Tensor):
         raise TensorMismatchError(
@@ -29,17 +35,17 @@ def on_device(tensor: Tensor, device: torch.device, what: str) -> Tensor:
 
 
 def flat_of(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` flat and contiguous, as a view where that is possible."""
+    """Return ``tensor`` flat and contiguous: as a view if possible, else as a copy."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
 def as_bytes(flat: Tensor) -> Tensor:
-    """Return the memory of a contiguous tensor as bytes: any dtype can be moved."""
+    """Return the bytes of a contiguous tensor; so groups can move every dtype."""
     return flat.view(-1).view(torch.uint8)
 
 
 def write_back(tensor: Tensor, flat: Tensor) -> None:
-    """Copy ``flat`` into ``tensor``, unless it is a view of it."""
+    """Copy ``flat`` into ``tensor``, unless ``flat`` is a view of it."""
     if tensor.data_ptr() != flat.data_ptr() or not tensor.is_contiguous():
         tensor.detach().copy_(flat.view(tensor.shape))
 

@@ -1,4 +1,4 @@
-"""Reductions of what Gloo cannot reduce itself, by way of what it can. Pure."""
+"""Reductions of dtypes that Gloo lacks, through dtypes that it has. Shell."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _WIDER = {
     torch.uint16: torch.int32,
     torch.uint32: torch.int64,
 }
-"""dtypes that Gloo cannot reduce, and where the same sum can be had (modulo 2^bits)."""
+"""Wider dtypes for those that Gloo cannot reduce.
+
+Their results are equal modulo 2^bits.
+"""
 
 _ON_BOOL = {
     "SUM": ReduceOp.MAX,
@@ -27,6 +30,7 @@ _ON_BOOL = {
     "BAND": ReduceOp.MIN,
     "BXOR": ReduceOp.BXOR,
 }
+"""Operations on uint8 that reduce booleans, by the name of the operation on bool."""
 
 _COMPLEX = (torch.complex64, torch.complex128)
 
@@ -40,13 +44,20 @@ _NATIVE = (
     torch.int32,
     torch.int64,
 )
+"""dtypes that Gloo reduces itself."""
 
 
 class Reduction:
-    """How tensors like ``like`` are reduced by ``op``.
+    """Plan for reducing tensors of one dtype with Gloo.
+
+    Args:
+        like: A tensor of the dtype to reduce.
+        op: The reduce operation.
+        size: World size.
 
     Raises:
-        UnsupportedOperationError: There is no way; all members find out alike.
+        UnsupportedOperationError: Gloo cannot reduce this dtype by ``op``, not even
+            through another dtype. Every member gets this error.
     """
 
     def __init__(self, like: Tensor, op: ReduceOp, size: int) -> None:
@@ -65,17 +76,17 @@ class Reduction:
         elif like.dtype not in _COMPLEX or name != "SUM":
             raise UnsupportedOperationError(
                 f"Gloo cannot reduce {like.dtype} by {self._name}; use "
-                "backend='direct', or convert"
+                "backend='direct', or convert the tensor"
             )
 
     def prepare(self, flat: Tensor) -> list[Tensor]:
-        """Return ``flat``, and what Gloo is to reduce in its place."""
+        """Return ``flat`` and the tensor that Gloo reduces in its place."""
         if self._wider is not None:
             return [flat, flat.to(self._wider)]
         return [flat, torch.view_as_real(flat) if self._is_complex else flat]
 
     def finish(self, work: Tensor, flat: Tensor) -> None:
-        """Bring the result, in ``work``, into ``flat``."""
+        """Write the result from ``work``, which Gloo reduced, into ``flat``."""
         if self._name == "AVG":
             work.div_(self._size)
         if self._wider is not None:

@@ -1,8 +1,8 @@
-"""Making, aborting and dropping c10d's own process groups. Shell.
+"""Native c10d process groups: making, aborting and freeing them. Shell.
 
-A ``Group`` wraps one native group (``ProcessGroupGloo``, ``ProcessGroupNCCL``, or what
-a registered creator makes). Making one blocks and may fail half way; it is done in a
-thread, and ``give_up`` ends it early.
+A ``Group`` wraps one native group: a ``ProcessGroupGloo``, a ``ProcessGroupNCCL``, or
+the group that a registered creator returns. Making one blocks and may fail half way, so
+it runs in a thread; ``give_up`` ends it early.
 """
 
 from __future__ import annotations
@@ -22,17 +22,27 @@ from multiworld.backends.c10d.store import C10dStore
 from multiworld.errors import ConfigError
 
 CONNECT_S = 2.0
-"""Gloo's own limit while members connect to each other. It waits five times as long as
-it is told for a member that was admitted and died."""
+"""Seconds for Gloo's own limit while members connect to each other.
+
+Gloo waits five times as long for a member that was admitted and then died.
+"""
 
 
 class GroupMaker(Protocol):
-    """Makes a native group on a store."""
+    """Function that makes a native group on a store."""
 
     def __call__(
         self, store: Store, rank: int, size: int, host: str, timeout_s: float
     ) -> Any:
-        """Return the group; blocks."""
+        """Return the new group; blocks until the members are connected.
+
+        Args:
+            store: Store over which the members find each other.
+            rank: This member's rank.
+            size: World size.
+            host: Address of the interface to bind to.
+            timeout_s: Limit of the group's operations, in seconds.
+        """
 
 
 def _nccl_maker(device: torch.device) -> GroupMaker:
@@ -43,10 +53,21 @@ def _nccl_maker(device: torch.device) -> GroupMaker:
 
 
 def make_gloo(store: Store, rank: int, size: int, host: str, timeout_s: float) -> Any:
-    """Make a Gloo group that binds to ``host`` and connects eagerly.
+    """Return a Gloo group that binds to ``host`` and connects eagerly; blocks.
 
-    Each group gets a device, and so a listener, of its own: its connections can then be
-    told from those of other worlds.
+    Each group has its own device, and so its own listener. This is how ``sockets``
+    tells its connections from those of other worlds.
+
+    Args:
+        store: Store over which the members find each other.
+        rank: This member's rank.
+        size: World size.
+        host: Address of the interface to bind to.
+        timeout_s: Limit of the group's operations, in seconds. The limit for
+            connecting is ``CONNECT_S``.
+
+    Raises:
+        RuntimeError: The members could not connect.
     """
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()
@@ -55,10 +76,10 @@ def make_gloo(store: Store, rank: int, size: int, host: str, timeout_s: float) -
         options._threads = 1
         options._timeout = timedelta(seconds=CONNECT_S)
         group = gloo(store, rank, size, options)
-        # Connecting is over; what programs do with the group has the world's limit.
+        # CONNECT_S is for connecting only; operations have the world's limit.
         group._set_default_timeout(timedelta(seconds=timeout_s))
     finally:
-        # A traceback that is kept would keep the device: a thread and four descriptors.
+        # A stored traceback would keep the device alive: a thread and four descriptors.
         del options
     return group
 
@@ -70,7 +91,7 @@ def make_registered(name: str) -> GroupMaker:
     def make(store: Store, rank: int, size: int, host: str, timeout_s: float) -> Any:
         if plugin.extended_api:
             raise ConfigError(
-                "backend", name, "a backend whose creator has the plain signature"
+                "backend", name, "a backend registered without extended_api"
             )
         return plugin.creator_fn(store, rank, size, timedelta(seconds=timeout_s))
 
@@ -78,17 +99,18 @@ def make_registered(name: str) -> GroupMaker:
 
 
 def maker_of(name: str, device: torch.device) -> GroupMaker:
-    """Return how to make a group of backend ``name``."""
+    """Return the function that makes a group of backend ``name``."""
     if name == "nccl":
         return _nccl_maker(device)
     return make_gloo if name == "gloo" else make_registered(name)
 
 
 def check_backend(name: str, device: torch.device) -> None:
-    """Check that a backend is there, before any I/O.
+    """Check, before any I/O, that this process can use a backend.
 
     Raises:
-        ConfigError: torch does not know it, or it was not built in.
+        ConfigError: torch does not know the backend or was built without it, or the
+            backend does not work on ``device``.
     """
     known = ["direct", "memory", *dist.Backend.backend_list]
     plugins = [plugin.lower() for plugin in dist.Backend._plugins]
@@ -97,7 +119,7 @@ def check_backend(name: str, device: torch.device) -> None:
         if name == "nccl" and device.type != "cuda":
             raise ConfigError("device", str(device), "backend 'nccl' needs 'cuda'")
         if name == "nccl" and not torch.cuda.is_available():
-            raise ConfigError("backend", name, "nccl needs a GPU, and there is none")
+            raise ConfigError("backend", name, "nccl needs a GPU, but torch finds none")
         return
     if name in plugins:
         return
@@ -107,7 +129,14 @@ def check_backend(name: str, device: torch.device) -> None:
 
 
 class Group:
-    """One native group, and how to be rid of it."""
+    """One native group, from its construction to its end.
+
+    Args:
+        name: Name of the backend.
+        store: Store that the group is made on; the group closes it.
+        device: The world's device.
+        call_soon: Schedules a function on the event loop.
+    """
 
     def __init__(
         self,
@@ -125,11 +154,21 @@ class Group:
         self._connections: sockets.Connections | None = None
 
     def record(self, key: str, value: bytes) -> None:
-        """Remember what passed through the store while the group was made."""
+        """Remember a value that passed through the store while the group was made."""
         self._published[key] = value
 
     def make(self, rank: int, size: int, host: str, timeout_s: float) -> None:
-        """Make the group; blocks. See ``give_up``."""
+        """Make the native group; blocks, until ``give_up`` at the latest.
+
+        Args:
+            rank: This member's rank.
+            size: World size.
+            host: Address of the interface to bind to.
+            timeout_s: Limit of the group's operations, in seconds.
+
+        Raises:
+            RuntimeError, TimeoutError: The members could not connect.
+        """
         make = maker_of(self.name, self.device)
         self.native = make(self.store, rank, size, host, timeout_s)
         if self.name == "gloo":
@@ -137,28 +176,28 @@ class Group:
         self._published.clear()
 
     def _note_addresses(self, rank: int) -> None:
-        own: sockets.Where | None = None
-        peers: set[sockets.Where] = set()
+        own: sockets.SocketAddress | None = None
+        peers: set[sockets.SocketAddress] = set()
         for key, value in self._published.items():
             with contextlib.suppress(ValueError):
-                where = sockets.parse_published(value)
+                address = sockets.parse_published(value)
                 if key.rpartition("/")[2] == str(rank):
-                    own = where
+                    own = address
                 else:
-                    peers.add(where)
+                    peers.add(address)
         if own is not None:
             self._connections = sockets.Connections(own, peers)
 
     def give_up(self) -> None:
-        """End a ``make`` that is under way, with an error."""
+        """Make a running ``make`` fail, by closing the store."""
         self.store.close()
 
     def cut(self) -> None:
-        """Release everybody who waits in an operation of this group."""
+        """Release every waiter of this group, by closing sockets or aborting it."""
         if self._connections is not None:
             self._connections.cut()
         elif self.name == "nccl" and self.native is not None:
-            # With all others that break now: see ``nccl``.
+            # Together with all groups that break in this turn of the loop: see nccl.
             self._is_aborted = True
             nccl.aborter.add(self.native)
             self._call_soon(nccl.aborter.abort_all)
@@ -166,17 +205,17 @@ class Group:
             self.native.abort()
 
     def filenos(self) -> list[int]:
-        """Return the connections that a forked child must close."""
+        """Return the descriptors that a forked child must close."""
         found = [self.store.fileno()]
         return (
             found if self._connections is None else self._connections.filenos() + found
         )
 
     def drop(self, done: Callable[[], None] | None = None) -> None:
-        """Free the native group in a thread: its destructor joins threads.
+        """Free the native group in a thread, because its destructor joins threads.
 
-        The thread is waited for at exit: a group that lives longer than the
-        interpreter aborts the process.
+        The interpreter waits for the thread at exit: a group that outlives the
+        interpreter aborts the process. ``done`` is called in the thread at the end.
         """
         holder = [self.native]
         self.native = None

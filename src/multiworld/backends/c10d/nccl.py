@@ -1,22 +1,23 @@
-"""NCCL groups that leave the process alive, and how they are aborted together.
+"""NCCL groups whose failure does not end the process. Shell.
 
-What NCCL forces, and what is done about it:
+NCCL's constraints, and the answers to them:
 
 - torch's own NCCL watchdog ends the process when a collective fails or stalls. It is
-  switched off in every group made here, while that group is constructed; groups that
-  the program makes itself are not touched.
-- NCCL does not notice a dead peer: its kernels spin. Our watchdog notices, and aborts.
-- An abort waits for the device to let go of memory, and so can wait for kernels of
-  *other* communicators on that device. If those spin for the same dead peer, both wait
-  for ever. So all groups that break in one turn of the loop, which is what the loss of
-  one process does, are aborted at once, each in a thread of its own: every abort flag
-  is set before any of them waits.
-- Communicators of healthy worlds on the same device are not aborted: their kernels run
-  on streams of their own and finish. They may be delayed while the abort lasts.
-- After an abort a communicator is never destroyed, only forgotten: destroying it hangs
-  on newer releases of NCCL.
+  off in every group made here. It is switched off only while that group is constructed,
+  so groups that the program makes itself keep it.
+- NCCL does not notice a dead peer: its kernels spin. multiworld's failure detector
+  notices, and the group is aborted.
+- An abort waits until the device frees memory, and so may wait for kernels of *other*
+  communicators on the device. If those spin for the same dead peer, both wait for ever.
+  The loss of one process breaks all its worlds in one turn of the loop. Their groups
+  are therefore aborted together, each in its own thread: every abort flag is set before
+  any abort waits.
+- Communicators of healthy worlds on the same device are not aborted. Their kernels run
+  on their own streams and finish, perhaps delayed by the abort.
+- An aborted communicator is never destroyed, only dropped: destroying it hangs on newer
+  releases of NCCL.
 
-Not run where this was written: there was no GPU. Tested against a fake.
+The tests use a fake: this module has not been run on a GPU.
 """
 
 from __future__ import annotations
@@ -37,15 +38,18 @@ QUIET = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
 }
-"""What torch reads when a group is constructed: no handler that aborts the process, no
-monitor that kills it when the handler hangs, no dumps meant for such an end."""
+"""Environment variables that torch reads when it constructs an NCCL group.
+
+They switch off the handler that aborts the process, the monitor that kills the process
+if that handler hangs, and the dumps written before such an end.
+"""
 
 _environment_lock = threading.Lock()
 
 
 @contextlib.contextmanager
 def quiet_environment() -> Iterator[None]:
-    """Set ``QUIET`` while a group is constructed, and put back what was there."""
+    """Set ``QUIET`` in the environment inside the block, then restore it."""
     with _environment_lock:
         before = {name: os.environ.get(name) for name in QUIET}
         os.environ.update(QUIET)
@@ -62,10 +66,17 @@ def quiet_environment() -> Iterator[None]:
 def make_nccl(
     store: Store, rank: int, size: int, device: torch.device, timeout_s: float
 ) -> Any:
-    """Make a group whose communicator is connected now, and can be aborted at any time.
+    """Return an NCCL group that is connected, and can be aborted at any time.
 
-    Non-blocking: a call into NCCL returns though a peer is dead. Eager: a peer that
-    cannot be reached fails the joining, not the first operation.
+    The communicator is non-blocking: a call into NCCL returns even if a peer is dead.
+    It connects eagerly: an unreachable peer fails the join, not the first operation.
+
+    Args:
+        store: Store over which the members find each other.
+        rank: This member's rank.
+        size: World size.
+        device: CUDA device of the communicator.
+        timeout_s: Limit of the group's operations, in seconds.
     """
     nccl: Any = torch._C._distributed_c10d.ProcessGroupNCCL
     options = nccl.Options()
@@ -78,28 +89,28 @@ def make_nccl(
 
 
 def wait_for(work: Any, device: torch.device) -> None:
-    """Wait until a work is done on its device; blocks, and is released by an abort."""
+    """Block until a work has completed on its device, or its group is aborted."""
     with torch.cuda.device(device):
-        work.wait()  # orders this thread's stream behind the work
+        work.wait()  # only makes this thread's stream wait for the work
         done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
         done.synchronize()
 
 
 class Aborter:
-    """Aborts groups together; see the module."""
+    """Aborts groups together, for the reason given in the module's docstring."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._due: list[Any] = []
 
     def add(self, native: Any) -> None:
-        """Let a group be aborted at the next ``abort_all``."""
+        """Queue a group for the next ``abort_all``."""
         with self._lock:
             self._due.append(native)
 
     def abort_all(self) -> list[threading.Thread]:
-        """Abort everything that is due, all at once; return who is at it."""
+        """Abort all queued groups at once; return the threads that do it."""
         with self._lock:
             due, self._due = self._due, []
         threads = [
@@ -112,10 +123,10 @@ class Aborter:
 
 
 def _abort(native: Any) -> None:
-    # A group that is broken in its own way cannot be helped, and must hurt nobody else.
+    # One group that cannot be aborted must not disturb the others.
     with contextlib.suppress(RuntimeError):
         native.abort()
 
 
 aborter = Aborter()
-"""One for the process: worlds of several managers can share a device."""
+"""The process's aborter: worlds of several managers can share a device."""

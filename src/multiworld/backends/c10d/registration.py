@@ -1,14 +1,14 @@
-"""Lending a world's group to ``torch.distributed``.
+"""Registration of a world's group with ``torch.distributed``. Shell.
 
-``register`` makes functions with ``group=``, functional collectives, DeviceMesh and
-DTensor accept the group; ``unregister`` takes that back. The recipe's two traps:
+After ``register``, functions with ``group=``, functional collectives, DeviceMesh and
+DTensor accept the group; ``unregister`` undoes it. There are two pitfalls:
 
-DeviceMesh compares meshes by their ranks alone, so the ids of two worlds' members must
-differ or one world's traffic goes out on the other; ids are therefore never used
-twice in a process. Only this process's own id is its rank in the default group, because
-a mesh finds its own place by it.
-
-Meshes keep groups alive; those made by ``mesh_of`` are emptied with their world.
+- DeviceMesh compares meshes by their global ids alone. If two worlds had equal ids, one
+  world's traffic would go out on the other. Ids are therefore never used twice in a
+  process. Only this process's own id is its rank in the default group, because a mesh
+  finds its own position by it.
+- Meshes keep groups alive. Those made by ``mesh_of`` are emptied when their group is
+  unregistered.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 FIRST_ID = 1 << 20
-"""Beyond any rank of a default group, and within DeviceMesh's 32 bits."""
+"""First global id: above every rank of a default group, and within 32 bits."""
 
 _ids = itertools.count(FIRST_ID)
 _names = itertools.count(1)
@@ -35,7 +35,7 @@ _meshes: dict[str, list[weakref.ref[Any]]] = {}
 
 
 def _ensure_default_group() -> None:
-    """torch's functions need a default group: a private one of size 1 will do."""
+    """Make a private default group of size 1 if there is none; torch needs one."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
 
@@ -50,7 +50,17 @@ def register(
     device: torch.device,
     name: str,
 ) -> ProcessGroup:
-    """Return ``backend`` as a group that torch's functions accept."""
+    """Return a group around ``backend`` that torch's functions accept.
+
+    Args:
+        backend: The native group.
+        store: Store that the native group was made on.
+        rank: This member's rank.
+        size: World size.
+        world: Name of the world; part of the group's name.
+        device: Device of the world's tensors.
+        name: Name of the backend.
+    """
     kinds = ProcessGroup.BackendType
     kind = {"gloo": kinds.GLOO, "nccl": kinds.NCCL}.get(name, kinds.CUSTOM)
     with _lock:
@@ -76,7 +86,7 @@ def register(
 
 
 def unregister(group: ProcessGroup) -> None:
-    """Take a group back; safe to repeat."""
+    """Remove a group from ``torch.distributed``; safe to repeat."""
     with _lock:
         for reference in _meshes.pop(group.group_name, []):
             mesh = reference()
@@ -93,7 +103,15 @@ def unregister(group: ProcessGroup) -> None:
 
 
 def mesh_of(group: ProcessGroup, device: torch.device, dim_name: str) -> DeviceMesh:
-    """Return a mesh over a registered group, emptied when the group goes."""
+    """Return a one-dimensional mesh over a registered group.
+
+    ``unregister`` empties the mesh.
+
+    Args:
+        group: A group from ``register``.
+        device: Device of the world's tensors.
+        dim_name: Name of the mesh's dimension.
+    """
     mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=(dim_name,))
     with _lock:
         _meshes[group.group_name].append(weakref.ref(mesh))

@@ -1,9 +1,9 @@
-"""The sockets of one Gloo world: finding them, and cutting them.
+"""Sockets of one Gloo world: finding them and shutting them down. Shell.
 
-``ProcessGroupGloo.abort()`` releases nobody who waits. Shutting down a duplicate of the
-world's connected sockets does, on both sides and within milliseconds. They are found by
-address: Gloo publishes each member's listener through the store, and each world has a
-listener of its own. The listener itself is never touched (that aborts the process).
+``ProcessGroupGloo.abort()`` releases no waiter. Shutting down duplicates of the world's
+connected sockets does, on both sides and within milliseconds. They are found by
+address: Gloo publishes each member's listener through the store, and each world has its
+own listener. The listener itself is never touched, because that aborts the process.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ import struct
 
 from multiworld.net.tcp import persist
 
-Where = tuple[str, int]
+SocketAddress = tuple[str, int]
+"""IP address and port."""
 
 _MINIMUM = 28  # bytes of a sockaddr_in6
 
 
-def parse_published(blob: bytes) -> Where:
-    """Return the listener's address and port in what Gloo publishes.
+def parse_published(blob: bytes) -> SocketAddress:
+    """Parse the listener's address and port from a value that Gloo published.
 
     Layout (torch 2.13): length and bytes of the host's name, length and bytes of a
-    ``sockaddr_storage``, then what does not matter here.
+    ``sockaddr_storage``, then fields that are not needed here.
 
     Raises:
-        ValueError: It has another layout.
+        ValueError: The value has another layout or address family.
     """
     try:
         (name,) = struct.unpack_from("=Q", blob, 0)
@@ -47,13 +48,17 @@ def parse_published(blob: bytes) -> Where:
 
 
 class Connections:
-    """The connected sockets of one world, found once, when all are there.
+    """Connected sockets of one world, found once, when all members are connected.
 
-    Gloo connects eagerly and never again, so the descriptors stay; each is looked at
-    again before it is used, for it may have been closed and given to something else.
+    Gloo connects eagerly and never again, so the descriptors stay the same. Each is
+    checked again before every use: it may have been closed and reused.
+
+    Args:
+        own: Address of this member's listener.
+        peers: Addresses of the other members' listeners.
     """
 
-    def __init__(self, own: Where, peers: set[Where]) -> None:
+    def __init__(self, own: SocketAddress, peers: set[SocketAddress]) -> None:
         self._own, self._peers = own, peers
         self._fds = [int(name) for name in os.listdir("/proc/self/fd")]
         self._fds = self.filenos()
@@ -64,7 +69,7 @@ class Connections:
                     persist(sock)
 
     def filenos(self) -> list[int]:
-        """Return the descriptors that are still this world's."""
+        """Return the descriptors that still are connections of this world."""
         found = []
         for fd in self._fds:
             sock = self._duplicate(fd)
@@ -74,7 +79,7 @@ class Connections:
         return found
 
     def cut(self) -> int:
-        """Shut every connection down; return how many there were."""
+        """Shut down every connection; return how many were shut down."""
         count = 0
         for fd in self._fds:
             sock = self._duplicate(fd)
@@ -89,7 +94,7 @@ class Connections:
         return count
 
     def _duplicate(self, fd: int) -> socket.socket | None:
-        """Return a duplicate of a socket, if it is a connection of this world."""
+        """Return a duplicate of a descriptor if it is a connection of this world."""
         try:
             if not stat.S_ISSOCK(os.fstat(fd).st_mode):
                 return None
@@ -97,14 +102,14 @@ class Connections:
         except OSError:
             return None  # closed meanwhile
         try:
-            if self._is_one(sock):
+            if self._is_ours(sock):
                 return sock
         except OSError:
             pass
         sock.close()
         return None
 
-    def _is_one(self, sock: socket.socket) -> bool:
+    def _is_ours(self, sock: socket.socket) -> bool:
         if sock.family not in (socket.AF_INET, socket.AF_INET6):
             return False
         if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):

@@ -1,8 +1,8 @@
-"""Our store, as c10d wants one.
+"""The multiworld store as a ``Store`` of c10d. Shell.
 
-c10d calls it while a group is made, from the thread that makes it (or from one of its
-own), and waits inside the call. Closing the connection ends such a wait with an error,
-which comes out of the group's constructor.
+c10d calls it while a group is made, from the thread that makes the group or from one of
+c10d's own, and waits inside the call. Closing the connection ends such a wait with an
+error, which the group's constructor raises.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from torch._C._distributed_c10d import Store
 from multiworld.rendezvous.blocking_values import BlockingValues
 
 Recorder = Callable[[str, bytes], None]
+"""Function called with each key and value that passes."""
 
 
 class C10dStore(Store):
-    """Keys of one incarnation, in our store under its prefix.
+    """Keys of one incarnation, kept in the store under a prefix.
 
     Args:
-        values: The connection; this object owns it.
-        prefix: What every key begins with.
+        values: Connection to the store; this object closes it.
+        prefix: Prefix of every key.
+        timeout_s: Seconds that ``get`` waits for a key.
         record: Called with each key and value that passes, in either direction.
     """
 
@@ -39,7 +41,7 @@ class C10dStore(Store):
         return self._values.fileno()
 
     def close(self) -> None:
-        """Hang up, and end every wait with an error."""
+        """Close the connection; every waiting call raises an error."""
         self._values.close()
 
     def _key(self, key: str) -> str:
@@ -52,7 +54,7 @@ class C10dStore(Store):
         self._values.request("set", key=self._key(key), value=data.decode("latin-1"))
 
     def get(self, key: str) -> bytes:
-        """Return a value, waiting for it."""
+        """Return a value; block until it is set."""
         data = self._get([key], self._timeout_s)[0]
         self._record(key, data)
         return data
@@ -63,7 +65,7 @@ class C10dStore(Store):
         return [str(value).encode("latin-1") for value in found]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Return several values, waiting for them."""
+        """Return several values; block until all are set."""
         return self._get(keys, self._timeout_s)
 
     def multi_set(self, keys: list[str], values: list[str]) -> None:
@@ -72,18 +74,24 @@ class C10dStore(Store):
             self.set(key, value)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are there."""
+        """Block until all keys are set."""
         limit = self._timeout_s if timeout is None else timeout.total_seconds()
         self._get(keys, limit)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter."""
+        """Add to a counter, and return its new value."""
         return int(self._values.request("add", key=self._key(key), amount=amount))
 
     def compare_set(
         self, key: str, expected: str | bytes, desired: str | bytes
     ) -> bytes:
-        """Set a value if it is what is expected; return what it is then."""
+        """Set a value if the current one is ``expected``; return the value held then.
+
+        Args:
+            key: Key to set.
+            expected: Value that the key must have.
+            desired: Value to set.
+        """
         held = self._values.request(
             "compare_set",
             key=self._key(key),
@@ -93,24 +101,24 @@ class C10dStore(Store):
         return str(held).encode("latin-1")
 
     def check(self, keys: list[str]) -> bool:
-        """Tell whether all keys are there."""
+        """Tell whether all keys are set."""
         return bool(self._values.request("check", keys=[self._key(k) for k in keys]))
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key; tell whether it was there."""
+        """Delete a key; tell whether it was set."""
         return bool(self._values.request("delete", key=self._key(key)))
 
     def num_keys(self) -> int:
-        """Return how many keys the whole store has."""
+        """Return the number of keys in the whole store."""
         return int(self._values.request("count"))
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long ``get`` waits."""
+        """Set the time that ``get`` waits for a key."""
         self._timeout_s = timeout.total_seconds()
 
     @property
     def timeout(self) -> timedelta:
-        """How long ``get`` waits."""
+        """Time that ``get`` waits for a key."""
         return timedelta(seconds=self._timeout_s)
 
 

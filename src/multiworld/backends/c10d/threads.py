@@ -1,4 +1,4 @@
-"""Blocking calls in threads of their own."""
+"""Blocking calls in threads of their own. Shell."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from typing import Any
 
 
 def in_thread(call: Callable[[], Any]) -> Awaitable[Any]:
-    """Run ``call`` in a thread of its own (a pool's could all be waiting)."""
+    """Start ``call`` in a thread of its own; return an awaitable of its result.
+
+    Not in a pool: all threads of a pool could be waiting.
+
+    Cancellation: stops the wait; the thread goes on, and its result is dropped.
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 

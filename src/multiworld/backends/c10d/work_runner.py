@@ -1,8 +1,8 @@
-"""Running works of a native group without blocking the event loop. Shell.
+"""Works of a native group, awaited without blocking the event loop. Shell.
 
-Collectives report through futures, so nobody waits in a thread; sends and receives can
-only be waited for, so each pending one has a thread. Whatever waits here is released
-when the world ends, whether or not the native group says anything.
+A collective completes a future. A send or receive offers only a blocking wait, so each
+pending one has a thread. Every waiter here is released when the world ends, even if the
+native group never reports.
 """
 
 from __future__ import annotations
@@ -24,35 +24,43 @@ LEFT_GRACE_S = 1.0
 
 
 class WorkRunner:
-    """Runs the works of one world's group; ``group`` is None before and after."""
+    """Runs the works of one world's native group.
+
+    Args:
+        view: The world.
+        name: Name of the backend, for errors.
+
+    Attributes:
+        group: The group; None before it is made and after it is freed.
+    """
 
     def __init__(self, view: WorldView, name: str) -> None:
         self._view, self._name = view, name
         self._loop = asyncio.get_running_loop()
         self._waiting: set[asyncio.Future[Any]] = set()
-        self._together: set[asyncio.Future[Any]] = set()  # those of collectives
+        self._collectives: set[asyncio.Future[Any]] = set()  # part of _waiting
         self._limit = timedelta(seconds=view.config.operation_s)
         self.group: Group | None = None
 
     @property
     def is_busy(self) -> bool:
-        """True while a work is waited for."""
+        """True while a caller waits for a work."""
         return bool(self._waiting)
 
     def fail_all(self) -> None:
-        """Release everybody who waits."""
+        """Fail every waiter with the world's ``broken_error``."""
         for future in list(self._waiting):
             if not future.done():
                 _fail(future, self._view.broken_error())
 
     def member_left(self, rank: int) -> None:
-        """Fail, after a while, the collectives that wait now.
+        """Fail the collectives that wait now, ``LEFT_GRACE_S`` seconds later.
 
-        One that the member took part in to its end completes by itself; another never
-        will, and not every waiting member notices: only its neighbours in the
-        algorithm do.
+        A collective that the member completed still completes on the others, within
+        the grace period. Any other never does, and only the member's neighbours in the
+        algorithm notice by themselves.
         """
-        waiting = list(self._together)
+        waiting = list(self._collectives)
 
         def fail() -> None:
             for future in waiting:
@@ -63,7 +71,15 @@ class WorkRunner:
             self._loop.call_later(LEFT_GRACE_S, fail)
 
     async def carry_out(self, start: Callable[[Any], Any]) -> None:
-        """Start a collective with ``start(native group)`` and wait until it is done."""
+        """Start a collective with ``start(native group)`` and wait for its completion.
+
+        Raises:
+            UnsupportedOperationError: The native group does not support the operation.
+            Exception: The world's error, if it broke or a member left.
+
+        Cancellation: stops the wait, but the native work goes on; the caller must break
+            the world.
+        """
         native = self.native()
         try:
             work = start(native)
@@ -85,18 +101,18 @@ class WorkRunner:
         try:
             work.get_future().add_done_callback(done)
         except (NotImplementedError, RuntimeError):
-            await self._in_thread(work.wait)  # this backend's works have no futures
+            await self._in_thread(work.wait)  # works of this backend have no futures
             return
-        self._together.add(future)
+        self._collectives.add(future)
         try:
             await self._until(future)
         finally:
-            self._together.discard(future)
+            self._collectives.discard(future)
 
     def from_thread(
         self, future: asyncio.Future[None], error: Exception | None
     ) -> None:
-        """Complete ``future`` from a thread of the backend's."""
+        """Complete ``future``; may be called from any thread."""
 
         def complete() -> None:
             if future.done():
@@ -109,7 +125,7 @@ class WorkRunner:
         try:
             self._loop.call_soon_threadsafe(complete)
         except RuntimeError:
-            pass  # the loop has ended; nobody waits any more
+            pass  # the loop is closed, so nobody waits any more
 
     async def _until(self, future: asyncio.Future[Any]) -> None:
         self._waiting.add(future)
@@ -121,24 +137,31 @@ class WorkRunner:
             self._waiting.discard(future)
 
     async def _translate(self, error: RuntimeError) -> None:
-        """Turn torch's error into ours; for a lost connection, wait for the verdict."""
+        """Raise torch's error as one of multiworld's.
+
+        For a lost connection, first wait for the failure detector's verdict.
+        """
         text = str(error)
         if "scalar type" in text or "not supported" in text.lower():
             raise UnsupportedOperationError(
-                f"{self._name} cannot do this: {text}; use backend='direct' for host "
-                "tensors, or convert"
+                f"{self._name} does not support this: {text}; use backend='direct' for "
+                "host tensors, or convert the tensor"
             ) from error
         self._view.trouble(None, text.partition(". This is typically")[0])
         await self._view.wait_incomplete()
         if self._view.left and not self._view.is_broken:
-            # In the middle of what all were doing together.
+            # The member left during the collective.
             raise self._view.left_error(min(self._view.left)) from error
         raise self._view.broken_error() from error
 
     async def wait_in_thread(self, start: Callable[[Any], Any]) -> None:
-        """Start a send or receive, which can only be waited for in a thread.
+        """Start a send or receive and wait for its completion in a thread.
 
-        Cancellation: it cannot be withdrawn, so the world breaks.
+        Raises:
+            UnsupportedOperationError: The native group does not support the operation.
+            Exception: The world's error, if it broke or a member left.
+
+        Cancellation: breaks the world, because the operation cannot be withdrawn.
         """
         native = self.native()
         try:
@@ -164,7 +187,11 @@ class WorkRunner:
             work.wait(self._limit)
 
     def native(self) -> Any:
-        """Return the native group, or raise why there is none."""
+        """Return the native group.
+
+        Raises:
+            Exception: The world's ``broken_error``, if the group is gone.
+        """
         if self.group is None or self.group.native is None:
             raise self._view.broken_error()
         return self.group.native

@@ -1,1 +1,1 @@
-"""Our own data path for host tensors: sockets, frames, and nothing else."""
+"""The ``direct`` data path for host tensors, over sockets and shared memory."""

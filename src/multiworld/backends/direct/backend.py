@@ -1,4 +1,4 @@
-"""The ``direct`` backend: lanes over Unix sockets on one host, TCP between hosts."""
+"""The ``direct`` backend: Unix sockets on one host, TCP between hosts. Shell."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from multiworld.backends.messages import MessageBackend
 
 
 class DirectBackend(MessageBackend):
-    """Moves host tensors between processes."""
+    """Backend that moves host tensors between processes."""
 
     async def _open_lane(self, rank: int, name: str, channel: Channel) -> AnyLane:
         view = self._view

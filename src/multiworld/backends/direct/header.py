@@ -1,13 +1,14 @@
 """The frame header of the direct data path. Pure.
 
-Every frame is a header, then its payload. A message of up to ``FRAGMENT_BYTES`` is one
-frame; a larger one is several, whose payloads follow each other. Layout, little-endian:
+A frame is a header followed by its payload. A message of up to ``FRAGMENT_BYTES`` is
+one frame. A larger message is several frames, and its content is their payloads, one
+after the other. Layout, little-endian:
 
 ====== ===== ============ ======================================================
 offset bytes field        meaning
 ====== ===== ============ ======================================================
 0      4     magic        ``MWD1``
-4      4     header sum   CRC-32 of all that follows, the dimensions too
+4      4     header sum   CRC-32 of the rest of the header and of the dimensions
 8      1     version      of this layout
 9      1     kind         tensor, bundle, object, collective, fin, withdraw, memory,
                           bell
@@ -15,15 +16,15 @@ offset bytes field        meaning
                           is in shared memory
 11     1     dtype        code of the elements (``backends.dtypes``)
 12     1     ndim         dimensions that follow the header (first fragment only)
-13     1     slot         of the shared memory; of memory: how many there are
+13     1     slot         slot that holds the payload · memory: number of slots
 14     2     reserved     zero
 16     8     nonce        of the incarnation
-24     8     sequence     of the frame on its lane, from 0
-32     8     tag          of the message; of a collective: its number
-40     4     fragment     index in the message, from 0
-44     4     payload      bytes of this frame behind the header
+24     8     sequence     number of the frame on its lane, from 0
+32     8     tag          of the message · collective: its number
+40     4     fragment     index of the frame in its message, from 0
+44     4     payload      bytes of this frame after header and dimensions
 48     8     size         bytes of the whole message
-56     4     label        bundle: bytes of manifest · collective: what it is
+56     4     label        bundle: bytes of manifest · collective: operation code
 60     4     payload sum  CRC-32 of the payload, or 0
 64     8*n   dimensions   the tensor's shape
 ====== ===== ============ ======================================================
@@ -36,38 +37,50 @@ import zlib
 from typing import NamedTuple
 
 MAGIC = b"MWD1"
+"""First bytes of every frame."""
+
 VERSION = 1
+"""Version of the header's layout."""
 
 TENSOR, BUNDLE, OBJECT, COLLECTIVE, FIN, WITHDRAW, MEMORY, BELL = range(8)
 KIND_NAMES = ("a tensor", "a bundle", "an object", "a collective")
+"""Names of the first four kinds, for error texts."""
 
 LAST = 1
 SUMMED = 2
 SHARED = 4
 
 FRAGMENT_BYTES = 256 * 1024
-"""Largest payload of one frame: what a cancelled send still has to finish, and what
-may pass before a lane gives way to other tasks."""
+"""Largest payload of one frame, in bytes.
+
+A cancelled send still finishes its current frame, and a lane moves about this much
+before it lets other tasks run.
+"""
 
 MAX_NDIM = 64
-"""Torch's own limit on dimensions."""
+"""Torch's own limit on the number of dimensions."""
 
 _LEAD = struct.Struct("<4sI")
 _FIELDS = "<BBBBBBxxQQqIIQII"
 _BODIES = [struct.Struct(f"{_FIELDS}{n}Q") for n in range(MAX_NDIM + 1)]
-"""All that the sum covers, by the number of dimensions."""
+"""Layouts of the bytes that the header sum covers, by number of dimensions."""
 
 _DIMENSIONS = [struct.Struct(f"<{n}Q") for n in range(MAX_NDIM + 1)]
 SIZE = _LEAD.size + _BODIES[0].size
+"""Bytes of a header without its dimensions."""
+
 assert SIZE == 64
 
 
 class HeaderError(Exception):
-    """What arrived is not a header of this lane; the message says why."""
+    """The bytes that arrived are not a valid frame of this lane.
+
+    The message says why. It is reported as the evidence when the world breaks.
+    """
 
 
 class Header(NamedTuple):
-    """A header, without its dimensions."""
+    """The fields of a header, without its dimensions."""
 
     kind: int
     flags: int
@@ -85,7 +98,7 @@ class Header(NamedTuple):
 
 
 def encode(header: Header, shape: tuple[int, ...] = ()) -> bytes:
-    """Return the bytes of ``header`` and its dimensions."""
+    """Return the bytes of ``header`` and of the dimensions ``shape``."""
     body = _BODIES[len(shape)].pack(VERSION, *header, *shape)
     return _LEAD.pack(MAGIC, zlib.crc32(body)) + body
 
@@ -93,28 +106,34 @@ def encode(header: Header, shape: tuple[int, ...] = ()) -> bytes:
 def decode(
     buffer: memoryview, begin: int, end: int
 ) -> tuple[Header, tuple[int, ...]] | None:
-    """Return the header at ``begin`` of a buffer, and its dimensions.
+    """Decode the header that starts at offset ``begin`` of a buffer.
 
     Args:
-        end: Where what has arrived ends; None is returned if that is not all of it.
+        buffer: Memory that received bytes lie in.
+        begin: Offset of the header's first byte.
+        end: Offset after the last byte that has arrived.
+
+    Returns:
+        The header and its dimensions, or None if they have not arrived completely.
 
     Raises:
-        HeaderError: It is none, or its sum is wrong.
+        HeaderError: The bytes have the wrong magic, version, number of dimensions or
+            checksum.
     """
     if end - begin < SIZE:
         return None
     magic, total = _LEAD.unpack_from(buffer, begin)
     if magic != MAGIC:
-        raise HeaderError(f"it begins with {magic!r}, not {MAGIC!r}")
+        raise HeaderError(f"the frame starts with {magic!r} instead of {MAGIC!r}")
     version, *fields = _BODIES[0].unpack_from(buffer, begin + _LEAD.size)
     if version != VERSION:
-        raise HeaderError(f"it is of version {version}, not {VERSION}")
+        raise HeaderError(f"the frame has version {version} instead of {VERSION}")
     header = Header._make(fields)
     ndim = header.ndim
     if ndim > MAX_NDIM:
-        raise HeaderError(f"it announces {ndim} dimensions")
+        raise HeaderError(f"the frame announces {ndim} dimensions, over the limit")
     if begin + SIZE + 8 * ndim > end:
         return None
     if zlib.crc32(buffer[begin + _LEAD.size : begin + SIZE + 8 * ndim]) != total:
-        raise HeaderError("its checksum is wrong")
+        raise HeaderError("the header's checksum is wrong")
     return header, _DIMENSIONS[ndim].unpack_from(buffer, begin + SIZE)

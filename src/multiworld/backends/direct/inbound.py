@@ -1,12 +1,13 @@
-"""From bytes to messages: the receiving half of a lane. Knows no sockets.
+"""The receiving half of a lane: parses bytes into messages. Shell.
 
-The lane asks ``buffers`` where the next bytes may go and says with ``advance`` how many
-came. A large payload goes straight into the message's tensor; everything else through
-a small stage. While ``is_stalled`` the lane must not read.
+This module does no I/O. The lane reads into ``buffers`` and reports the number of bytes
+with ``advance``. A large payload is read straight into the message's tensor; everything
+else passes through a small staging buffer. While ``is_stalled`` is true the lane must
+not read.
 
-A message that nobody waits for is held (``is_held``) at its header: whoever has just
-got the one before it most often asks for the next within a turn or two of the loop, and
-then it needs no memory of ours, no place in a queue, and is copied once.
+A message with no posted receive is first held at its header (``is_held``). A program
+that has just received one message usually asks for the next within a turn or two of the
+loop. The message then needs no memory of its own and no queue, and is copied once.
 """
 
 from __future__ import annotations
@@ -22,44 +23,61 @@ from multiworld.backends.dtypes import SIZES, UINT8
 from multiworld.backends.mailbox import Arrival, Description, Mailbox
 
 STAGE_BYTES = 128 * 1024
+"""Bytes of a staging buffer."""
 
 AHEAD_BYTES = wire.SIZE + 8 * 8
-"""Read beyond a large payload that goes straight into its tensor: enough for the next
-header, and little enough that the next payload is not copied twice."""
+"""Bytes to read beyond a large payload that goes straight into its tensor.
+
+They hold the next header, but so little of the next payload that it is not copied
+twice.
+"""
 
 LARGE_BYTES = 32 * 1024
-"""From here on a copy costs more than a system call for each message."""
+"""Payload size, in bytes, from which a copy costs more than an extra system call."""
 
 
 _NOTHING = memoryview(b"")
 _IDLE: list[memoryview] = []
+"""Staging buffers that no lane uses now.
+
+A lane has one only while it holds unparsed bytes, so a thousand idle worlds need none.
+"""
+
 MOST_IDLE = 16
-"""Read buffers that belong to no lane at the moment: a lane has one only while there is
-something in it that is not used up. A thousand idle worlds need none."""
+"""Largest number of idle staging buffers that a process keeps."""
 
 
 def _idle_stage() -> memoryview:
     try:
-        return _IDLE.pop()  # another thread's loop may be faster
+        return _IDLE.pop()  # no check first: another thread's loop may take the last
     except IndexError:
         return memoryview(bytearray(STAGE_BYTES))
 
 
 class SharedEnd(Protocol):
-    """What the lane does for payloads in shared memory."""
+    """The lane's operations for payloads in shared memory."""
 
     def open_window(self, slots: int) -> Window:
-        """Map the memory whose descriptor has arrived."""
+        """Map the shared memory whose descriptor has arrived."""
 
     def ring_bell(self) -> None:
-        """Tell the sender, who waits for it, that a slot is free."""
+        """Tell the waiting peer that a slot of its ring is free."""
 
     def on_bell(self) -> None:
-        """The other end says so."""
+        """Handle the peer's message that a slot of our ring is free."""
 
 
 class Inbound:
-    """Parses one lane. ``on_fin`` is called at the sender's fin."""
+    """Parser of one lane's incoming bytes.
+
+    Args:
+        source: Rank of the sender.
+        nonce: Nonce of the incarnation; frames with another one are refused.
+        mailbox: Matches messages with receives.
+        max_message_bytes: Largest message to accept.
+        on_fin: Called when the sender's fin arrives.
+        shared: Handles shared memory; None refuses it.
+    """
 
     def __init__(
         self,
@@ -81,7 +99,7 @@ class Inbound:
         self._arrival: Arrival | None = None
         self._header: Header | None = None
         self._fragment = 0
-        self._rest = 0
+        self._missing = 0
         self._sum = 0
         self._pending: tuple[Header, Description] | None = None
         self.is_finished = False
@@ -89,21 +107,21 @@ class Inbound:
 
     @property
     def is_stalled(self) -> bool:
-        """True while a message waits for room in the mailbox."""
+        """True while a message is held, or waits for room in the mailbox."""
         return self._pending is not None
 
     @property
     def missing_bytes(self) -> int:
-        """What is still to come of the payload of a frame that has begun."""
-        return self._rest
+        """Payload bytes of the current frame that have not arrived yet."""
+        return self._missing
 
     @property
     def is_clean(self) -> bool:
-        """True between messages: nothing has begun that has not ended."""
+        """True between messages: every message that has begun is complete."""
         return self._start == self._end and self._arrival is None
 
     def close(self) -> None:
-        """Give the shared memory back."""
+        """Unmap the shared memory and drop unparsed bytes."""
         window, self._window = self._window, None
         if window is not None:
             window.close()
@@ -111,20 +129,20 @@ class Inbound:
         self._pending, self.is_held = None, False
 
     def free_memory(self) -> None:
-        """Give all slots back unread: nobody will ever want what is in them."""
+        """Free all slots of shared memory unread; for a lane that is closing."""
         if self._window is not None:
             self._window.free_all()
 
     def buffers(self) -> list[memoryview]:
-        """Return where the next bytes may go, in order; never empty ones."""
+        """Return the buffers to read the next bytes into, in order; none is empty."""
         if self._stage is _NOTHING:
             self._stage = _idle_stage()
         if self._start == self._end:
             self._start = self._end = 0
-            if self._rest and self._arrival is not None:
+            if self._missing and self._arrival is not None:
                 begin = self._arrival.received
-                payload = self._arrival.memory[begin : begin + self._rest]
-                ahead = AHEAD_BYTES if self._rest >= LARGE_BYTES else STAGE_BYTES
+                payload = self._arrival.memory[begin : begin + self._missing]
+                ahead = AHEAD_BYTES if self._missing >= LARGE_BYTES else STAGE_BYTES
                 return [payload, self._stage[:ahead]]
         elif STAGE_BYTES - self._end < wire.SIZE + 8 * wire.MAX_NDIM:
             self._compact()
@@ -136,23 +154,24 @@ class Inbound:
         self._start, self._end = 0, len(kept)
 
     def advance(self, count: int) -> None:
-        """Take note that ``count`` bytes were put into ``buffers``.
+        """Parse ``count`` bytes that were read into ``buffers``.
 
         Raises:
-            HeaderError: They are not frames of this lane. It can not be used further.
+            HeaderError: The bytes are not frames of this lane. The lane cannot be used
+                any more.
         """
-        if self._rest and self._start == self._end:
-            straight = min(count, self._rest)
+        if self._missing and self._start == self._end:
+            straight = min(count, self._missing)
             assert self._arrival is not None
             begin = self._arrival.received
-            self._took(self._arrival.memory[begin : begin + straight])
+            self._accept_payload(self._arrival.memory[begin : begin + straight])
             count -= straight
         self._end += count
         self._parse()
         self.give_back()
 
     def give_back(self) -> None:
-        """Lend the read buffer to others while there is nothing in it."""
+        """Return the staging buffer to the process's pool if it is empty."""
         if self._start == self._end and self._stage is not _NOTHING:
             if len(_IDLE) < MOST_IDLE:
                 _IDLE.append(self._stage)
@@ -160,7 +179,7 @@ class Inbound:
             self._start = self._end = 0
 
     def held(self, tag: int) -> Description | None:
-        """Return what the held message is, if it has this tag and all of it is here."""
+        """Describe the held message if it has this tag and has arrived completely."""
         if not self.is_held or self._pending is None:
             return None
         header, description = self._pending
@@ -174,10 +193,10 @@ class Inbound:
         return description
 
     def take(self, memory: memoryview) -> None:
-        """Copy the message that ``held`` described to its end, and parse on.
+        """Copy the message that ``held`` described into ``memory``, then parse on.
 
         Raises:
-            HeaderError: What follows are not frames of this lane.
+            HeaderError: The bytes after the message are not frames of this lane.
         """
         begin, count = self._start, len(memory)
         memory[:] = self._stage[begin : begin + count]
@@ -187,10 +206,14 @@ class Inbound:
         self.give_back()
 
     def retry(self) -> bool:
-        """Go on with the message that is held or had no room.
+        """Try again to deliver the message that is held or had no room.
 
         Returns:
-            Whether reading may go on; not if it has no room again, or the next is held.
+            True if the lane may read on. False if the message still has no room, or
+            the next message is held or has none.
+
+        Raises:
+            HeaderError: The bytes after the message are not frames of this lane.
         """
         if self._pending is not None:
             header, description = self._pending
@@ -202,29 +225,29 @@ class Inbound:
 
     def _parse(self) -> None:
         while not self.is_finished:
-            if self._rest:
+            if self._missing:
                 self._unstage()
-                if self._rest:
+                if self._missing:
                     return
             elif not self._next_header():
                 return
 
     def _unstage(self) -> None:
-        count = min(self._rest, self._end - self._start)
+        count = min(self._missing, self._end - self._start)
         arrival = self._arrival
         if count and arrival is not None:
             begin = arrival.received
             staged = self._stage[self._start : self._start + count]
             arrival.memory[begin : begin + count] = staged
             self._start += count
-            self._took(staged)
+            self._accept_payload(staged)
 
-    def _took(self, payload: memoryview) -> None:
-        """Note that these bytes of the payload are in place."""
-        self._add_up(payload)
+    def _accept_payload(self, payload: memoryview) -> None:
+        """Count payload bytes that lie in the message's memory now."""
+        self._update_checksum(payload)
         self._count(len(payload))
 
-    def _add_up(self, payload: memoryview) -> None:
+    def _update_checksum(self, payload: memoryview) -> None:
         if self._header is not None and self._header.flags & wire.SUMMED:
             self._sum = zlib.crc32(payload, self._sum)
 
@@ -233,8 +256,8 @@ class Inbound:
         assert arrival is not None
         assert header is not None
         arrival.received += count
-        self._rest -= count
-        if not self._rest:
+        self._missing -= count
+        if not self._missing:
             self._end_frame(header, arrival)
 
     def _end_frame(self, header: Header, arrival: Arrival) -> None:
@@ -245,7 +268,7 @@ class Inbound:
             if arrival.received != arrival.description.size:
                 raise HeaderError(
                     f"a message of {arrival.description.size} bytes ended after "
-                    f"{arrival.received}"
+                    f"{arrival.received} bytes"
                 )
             self._arrival = None
             self._mailbox.finish(arrival)
@@ -262,28 +285,28 @@ class Inbound:
 
     def _check(self, header: Header) -> None:
         if header.nonce != self._nonce:
-            raise HeaderError("it belongs to another incarnation of the world")
+            raise HeaderError("the frame belongs to another incarnation of the world")
         if header.sequence != self._sequence:
             raise HeaderError(
-                f"it is frame {header.sequence}, expected was {self._sequence}"
+                f"frame {header.sequence} arrived instead of frame {self._sequence}"
             )
         most = SLOT_BYTES if header.flags & wire.SHARED else wire.FRAGMENT_BYTES
         if header.payload > most or header.kind > wire.BELL:
-            raise HeaderError(f"its fields make no sense: {header}")
+            raise HeaderError(f"the header has invalid fields: {header}")
 
     def _dispatch(self, header: Header, shape: tuple[int, ...]) -> bool:
         if header.kind >= wire.MEMORY:
-            self._about_memory(header)
+            self._handle_memory_frame(header)
             return True
         if header.kind == wire.FIN:
             if self._arrival is not None:
-                raise HeaderError("fin came in the middle of a message")
+                raise HeaderError("a fin arrived in the middle of a message")
             self.is_finished = True
             self._on_fin()
             return False
         if header.kind == wire.WITHDRAW:
             if self._arrival is None:
-                raise HeaderError("there is no message to withdraw")
+                raise HeaderError("a withdrawal arrived, but no message is open")
             arrival, self._arrival = self._arrival, None
             self._mailbox.revoke(arrival)
             return True
@@ -291,36 +314,38 @@ class Inbound:
             self._continue(header)
             return True
         if self._arrival is not None:
-            raise HeaderError("a message began inside another")
+            raise HeaderError("a message started inside another one")
         description = self._describe(header, shape)
         if not self._mailbox.is_wanted(self._source, description.tag):
             self._pending, self.is_held = (header, description), True
             return False
         return self._begin(header, description)
 
-    def _about_memory(self, header: Header) -> None:
+    def _handle_memory_frame(self, header: Header) -> None:
         if self._shared is None:
-            raise HeaderError("shared memory was not agreed on")
+            raise HeaderError("a shared memory frame arrived on a lane without it")
         if header.kind == wire.BELL:
             self._shared.on_bell()
         elif self._window is not None:
-            raise HeaderError("it announces shared memory again")
+            raise HeaderError("the peer announced shared memory twice")
         else:
             self._window = self._shared.open_window(header.slot)
 
     def _describe(self, header: Header, shape: tuple[int, ...]) -> Description:
         if header.size > self._max_message_bytes:
-            raise HeaderError(f"it announces {header.size} bytes, over the limit")
+            raise HeaderError(
+                f"a message announces {header.size} bytes, over max_message_bytes"
+            )
         if header.dtype not in SIZES:
-            raise HeaderError(f"it is of dtype {header.dtype}, unknown in this version")
+            raise HeaderError(f"dtype code {header.dtype} is unknown in this version")
         if header.kind == wire.TENSOR:
             count = 1
             for extent in shape:
                 count *= extent
             if count * SIZES[header.dtype] != header.size:
-                raise HeaderError(f"shape {shape} does not make {header.size} bytes")
+                raise HeaderError(f"shape {shape} does not fit {header.size} bytes")
         elif header.kind != wire.COLLECTIVE and header.dtype != UINT8:
-            raise HeaderError("only tensors have a dtype")
+            raise HeaderError("a bundle or an object has a dtype other than uint8")
         if header.kind == wire.BUNDLE and header.label > header.size:
             raise HeaderError("a bundle's manifest is larger than the bundle")
         return Description(
@@ -332,7 +357,9 @@ class Inbound:
             arrival = self._mailbox.begin(self._source, description)
         except (MemoryError, RuntimeError) as error:
             size = description.size
-            raise HeaderError(f"no memory for its {size} bytes: {error}") from error
+            raise HeaderError(
+                f"no memory for a message of {size} bytes: {error}"
+            ) from error
         if arrival is None:
             self._pending = header, description
             return False
@@ -343,22 +370,23 @@ class Inbound:
     def _continue(self, header: Header) -> None:
         if self._arrival is None or header.fragment != self._fragment:
             raise HeaderError(
-                f"it is fragment {header.fragment}, expected was {self._fragment}"
+                f"fragment {header.fragment} arrived instead of fragment "
+                f"{self._fragment}"
             )
         self._open_frame(header, self._arrival)
 
     def _open_frame(self, header: Header, arrival: Arrival) -> None:
         if arrival.received + header.payload > arrival.description.size:
-            raise HeaderError("a message is longer than it announced")
+            raise HeaderError("a message is longer than its header announced")
         count = header.payload
-        self._header, self._rest, self._sum = header, count, 0
+        self._header, self._missing, self._sum = header, count, 0
         if header.flags == wire.LAST and count <= self._end - self._start:
-            # Nearly every small message: all of it is there.
+            # The fast path of nearly every small message: it has arrived completely.
             begin, start = arrival.received, self._start
             arrival.memory[begin : begin + count] = self._stage[start : start + count]
             self._start += count
             arrival.received += count
-            self._rest = 0
+            self._missing = 0
             self._end_frame(header, arrival)
         elif header.flags & wire.SHARED:
             self._take_shared(header, arrival)
@@ -367,11 +395,11 @@ class Inbound:
 
     def _take_shared(self, header: Header, arrival: Arrival) -> None:
         if self._window is None or self._shared is None:
-            raise HeaderError("it points at shared memory that was not announced")
+            raise HeaderError("the frame refers to shared memory that does not exist")
         begin, count = arrival.received, header.payload
         payload = self._window.payload(header.slot, count)
         try:
-            self._add_up(payload)
+            self._update_checksum(payload)
             if arrival.merge is None:
                 arrival.memory[begin : begin + count] = payload
             else:

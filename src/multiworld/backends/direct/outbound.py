@@ -1,9 +1,10 @@
-"""From messages to bytes: the sending half of a lane. Knows no sockets.
+"""The sending half of a lane: turns messages into bytes. Shell.
 
-Messages go out one after the other, each in frames of at most ``FRAGMENT_BYTES``. The
-lane asks ``chunks`` for what to write next and says with ``advance`` how much was
-written. A message can be withdrawn at any byte: the frame it is in is finished from a
-copy, the rest is called off.
+This module does no I/O. Messages go out one after the other, each in frames of at most
+``FRAGMENT_BYTES`` (``SLOT_BYTES`` in shared memory). The lane writes the pieces that
+``chunks`` returns and reports the number of bytes with ``advance``. A message can be
+withdrawn at any byte: its current frame is finished from a copy, and the rest is
+cancelled with a withdrawal frame.
 """
 
 from __future__ import annotations
@@ -19,12 +20,22 @@ from multiworld.backends.direct.shared_memory import SLOT_BYTES, Ring
 from multiworld.backends.mailbox import MESSAGE_BYTES, Description
 
 SHARED_BYTES = 128 * 1024
-"""From here on a payload goes through shared memory where there is any: copying it and
-ringing costs less than two copies by the kernel."""
+"""Message size, in bytes, from which payloads use shared memory where there is any.
+
+From this size on, two copies in user space and a wake-up cost less than the kernel's
+two copies.
+"""
 
 
 class Outgoing:
-    """A message on its way out. ``future`` is done when its memory is free again."""
+    """A message in the send queue; ``future`` completes when its memory is free again.
+
+    Args:
+        description: Header fields of the message.
+        memory: Bytes to send.
+        owner: Object that keeps ``memory`` alive, or None.
+        future: Completed when ``memory`` may be reused; None if nobody waits for it.
+    """
 
     __slots__ = ("description", "fragment", "future", "memory", "offset", "owner")
 
@@ -36,35 +47,40 @@ class Outgoing:
         future: Future[None] | None,
     ) -> None:
         self.description, self.memory = description, memory
-        self.owner = owner  # keeps the memory alive
+        self.owner = owner
         self.future = future
         self.offset = 0
         self.fragment = 0
 
 
 class Outbound:
-    """The queue of one lane."""
+    """Send queue of one lane.
+
+    Args:
+        nonce: Nonce of the incarnation, for every header.
+        is_summed: Whether to send a CRC-32 of every payload.
+    """
 
     def __init__(self, nonce: int, *, is_summed: bool) -> None:
         self._nonce, self._is_summed = nonce, is_summed
         self.ring: Ring | None = None
-        self.is_starving = False  # a fragment waits for a slot of the ring
-        self.shared_bytes = 0  # copied there by the last frame
+        self.is_starving = False  # a fragment waits for a free slot of the ring
+        self.shared_bytes = 0  # copied to the ring by the last frame
         self._sequence = 0
         self._queue: deque[Outgoing] = deque()
         self._current: Outgoing | None = None
         self._frame: list[memoryview] = []
-        self._notes: deque[int] = deque()
+        self._control_frames: deque[int] = deque()
         self.queued_bytes = 0
 
     @property
     def is_idle(self) -> bool:
-        """True when everything was written."""
-        return not (self._frame or self._current or self._queue or self._notes)
+        """True when everything has been written."""
+        return not (self._frame or self._current or self._queue or self._control_frames)
 
     @property
     def has_frame(self) -> bool:
-        """True while a frame is not written to its end."""
+        """True while a frame is only partly written."""
         return bool(self._frame)
 
     def put(self, message: Outgoing) -> None:
@@ -73,37 +89,46 @@ class Outbound:
         self.queued_bytes += message.description.size + MESSAGE_BYTES
 
     def put_bell(self) -> None:
-        """Tell the peer that a slot is free, before the next frame."""
-        if wire.BELL not in self._notes:
-            self._notes.append(wire.BELL)
+        """Queue a bell, which tells the peer that a slot is free, as the next frame."""
+        if wire.BELL not in self._control_frames:
+            self._control_frames.append(wire.BELL)
 
     def announcement(self, slots: int) -> bytes:
-        """Return the frame that a ring's descriptor travels with; see ``announced``."""
+        """Return the frame to send together with a ring's descriptor.
+
+        Call ``announced`` once part of it has been written.
+        """
         return self._header(wire.MEMORY, slots)
 
     def announced(self, ring: Ring, head: bytes, written: int) -> None:
-        """Take note that ``written`` bytes of the announcement have left; not 0."""
+        """Use a ring from now on; its announcement has been written, at least in part.
+
+        Args:
+            ring: The ring whose descriptor was sent.
+            head: Bytes of the announcement.
+            written: Number of those bytes that were written; at least 1.
+        """
         self._sequence += 1
         self.ring = ring
         self._frame = [memoryview(head)]
         self.advance(written)
 
     def put_fin(self) -> None:
-        """Append the last frame of all."""
+        """Append the fin, the lane's last frame."""
         fin = Description(wire.FIN, 0, (), 0, 0, 0)
         self.put(Outgoing(fin, memoryview(b""), None, None))
 
     def chunks(self) -> list[memoryview]:
-        """Return what to write next: the rest of one frame.
+        """Return the unwritten pieces of one frame, to be written next.
 
-        Empty if idle, and while ``is_starving``.
+        The list is empty if the queue is idle, and while ``is_starving``.
         """
         if not self._frame:
             self._next_frame()
         return self._frame
 
     def advance(self, count: int) -> None:
-        """Take note that ``count`` bytes of ``chunks`` were written."""
+        """Remove ``count`` bytes, which were written, from the front of ``chunks``."""
         frame = self._frame
         while frame and count >= len(frame[0]):
             count -= len(frame.pop(0))
@@ -114,7 +139,7 @@ class Outbound:
             self._end_frame(self._current)
 
     def withdraw(self, message: Outgoing) -> None:
-        """Call a message off: its memory is free when this returns."""
+        """Withdraw a message; its memory may be reused when this returns."""
         message.future = None
         if message in self._queue:
             self._queue.remove(message)
@@ -122,18 +147,18 @@ class Outbound:
         elif message is self._current:
             if self._frame:
                 self._frame = [memoryview(bytes(piece)) for piece in self._frame]
-            # Of what waited for its first slot, the receiver has heard nothing.
+            # A message that waited for its first slot is unknown to the receiver.
             if 0 < message.offset < message.description.size:
-                self._notes.append(wire.WITHDRAW)
+                self._control_frames.append(wire.WITHDRAW)
             self._done(message)
 
     def fail(self, make_error: Callable[[], Exception]) -> None:
-        """End every wait with the error that ``make_error()`` returns."""
+        """Drop the queue; every waiting send raises the error ``make_error()``."""
         for message in [self._current, *self._queue]:
             if message is not None and message.future and not message.future.done():
                 message.future.set_exception(make_error())
         self._queue.clear()
-        self._notes.clear()
+        self._control_frames.clear()
         self._frame, self._current, self.queued_bytes = [], None, 0
         self.is_starving = False
 
@@ -150,8 +175,8 @@ class Outbound:
             self._done(message)
 
     def _next_frame(self) -> None:
-        if self._notes:
-            self._frame = [memoryview(self._header(self._notes.popleft()))]
+        if self._control_frames:
+            self._frame = [memoryview(self._header(self._control_frames.popleft()))]
             self._sequence += 1
             return
         if self._current is None:
@@ -174,7 +199,7 @@ class Outbound:
             head = self.frame_header(message.description, begin, number, payload)
             pieces = [memoryview(head), payload] if len(payload) else [memoryview(head)]
         else:
-            self.is_starving = not (ring.has_room or ring.want())
+            self.is_starving = not (ring.has_room or ring.request_bell())
             if self.is_starving:
                 return []
             payload = message.memory[begin : begin + SLOT_BYTES]
@@ -194,7 +219,16 @@ class Outbound:
         payload: memoryview,
         slot: int | None = None,
     ) -> bytes:
-        """Return the header of a message's next frame, and count the frame."""
+        """Return the header of a message's next frame, and count the frame.
+
+        Args:
+            description: Header fields of the message.
+            begin: Offset of the payload in the message, in bytes.
+            fragment: Index of the frame in the message.
+            payload: Bytes of this frame, or the part of the message in ``slot``.
+            slot: Slot of the ring that holds the payload; None if it follows the
+                header on the socket.
+        """
         kind, dtype, shape, size, tag, label = description
         if fragment:
             shape = ()
@@ -225,7 +259,13 @@ class Outbound:
         return wire.encode(header, shape)
 
     def resume(self, message: Outgoing, head: bytes, written: int) -> None:
-        """Go on with a message of one frame whose first bytes were written already."""
+        """Continue a message of one frame whose first bytes are already written.
+
+        Args:
+            message: The message; it becomes the current one.
+            head: Its header, from ``frame_header``.
+            written: Number of bytes of header and payload that were written.
+        """
         message.offset = message.description.size
         message.fragment = 1
         self._current = message

@@ -1,15 +1,16 @@
-"""Shared memory for large payloads between two processes of one host.
+"""Shared memory for large payloads between two processes of one host. Shell.
 
-Each direction of a lane has a ring of slots in a ``memfd``, passed by descriptor over
-the lane's Unix socket at the first large message. The sender copies a fragment into a
-slot and sends its header; the receiver copies it out and frees the slot. Frames
-keep their order on the socket, which is the bell. Nothing has a name in a file system:
-the kernel frees the memory with the last process that has it.
+Each direction of a lane has a ring of slots in a ``memfd``. Its descriptor is passed
+over the lane's Unix socket with the first large message. The sender copies a fragment
+into a slot and sends its header; the receiver copies it out and frees the slot. The
+headers on the socket keep the frames in order and wake the receiver. The memory has no
+name in a file system: the kernel frees it with the last process that has it.
 
-A slot's mark is one byte: 1 is written by the sender before the header is sent, 0 by
-the receiver after its copy. A system call lies between the sender's copy and the
-receiver's; between the receiver's copy and its mark only the order of a processor that
-keeps loads before later stores, so this is used on x86-64 and nowhere else.
+A slot's mark is one byte. The sender sets it to 1 before it sends the header; the
+receiver sets it to 0 after its copy. A system call orders the sender's copy before the
+receiver's. Only the processor orders the receiver's copy before its mark: it must not
+move loads behind later stores. x86-64 guarantees that, so shared memory is used there
+and nowhere else.
 """
 
 from __future__ import annotations
@@ -25,20 +26,26 @@ from typing import Any
 from multiworld.backends.direct.header import HeaderError
 
 SLOT_BYTES = 512 * 1024
-"""Twice a frame on the socket: a copy is as fast, and half as many frames. A multiple
-of every dtype's size: a slot holds whole elements."""
+"""Bytes of one slot.
+
+Twice a frame on the socket: copies are as fast and need half as many frames. It is a
+multiple of every dtype's size, so a slot holds whole elements.
+"""
 
 MOST_SLOTS = 64
+"""Largest number of slots in a ring."""
+
 _WAITING = MOST_SLOTS
-"""Where, behind the slots' marks, the sender says that it waits for one."""
+"""Offset of the byte, after the slots' marks, that is 1 while the sender waits."""
 
 CONTROL_BYTES = 4096
+"""Bytes before the first slot, for the marks: one page."""
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def is_usable(sock: Any) -> bool:
-    """Whether payloads on this connection can go through shared memory."""
+    """Tell whether payloads on this connection can go through shared memory."""
     return (
         sys.platform == "linux"
         and platform.machine() == "x86_64"
@@ -48,12 +55,12 @@ def is_usable(sock: Any) -> bool:
 
 
 def slots_in(size_bytes: int) -> int:
-    """Return how many slots a ring of about this size has; 0 for none."""
+    """Return the number of slots in a ring of at most this size; 0 means no ring."""
     return min(MOST_SLOTS, size_bytes // SLOT_BYTES)
 
 
 class _Mapped:
-    """Memory that two processes have mapped."""
+    """Memory that two processes have mapped, closed by ``close``."""
 
     def __init__(self, fd: int, slots: int) -> None:
         self.slots = slots
@@ -71,10 +78,13 @@ class _Mapped:
 
 
 class Ring(_Mapped):
-    """The sender's end. ``fd`` is to be passed on, and then closed.
+    """The sender's end; pass ``fd`` to the receiver, then call ``close_fd``.
+
+    Args:
+        slots: Number of slots, at most ``MOST_SLOTS``.
 
     Raises:
-        OSError: There is no memory, or no descriptor.
+        OSError: No memory or no descriptor is left.
     """
 
     def __init__(self, slots: int) -> None:
@@ -89,79 +99,86 @@ class Ring(_Mapped):
             raise
 
     def close_fd(self) -> None:
-        """Close the descriptor; the memory stays."""
+        """Close the descriptor; the memory stays mapped. Safe to repeat."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
     @property
     def has_room(self) -> bool:
-        """Whether a slot is free."""
+        """True if a slot is free."""
         return self._free >= 0
 
     @property
     def _free(self) -> int:
-        """The first free slot, or -1: as few as possible stay in the cache."""
+        """Number of the first free slot, or -1.
+
+        Always the first: the slots in use are then few, and stay in the cache.
+        """
         return bytes(self._memory[: self.slots]).find(0)
 
     def fill(self, payload: memoryview) -> int:
-        """Copy a payload into a free slot, and return its number."""
+        """Copy a payload into a free slot (see ``has_room``); return its number."""
         slot = self._free
         self._slot(slot, len(payload))[:] = payload
         self._memory[slot] = 1
         return slot
 
-    def want(self) -> bool:
-        """Ask to be told when a slot is free; True if one is by now."""
+    def request_bell(self) -> bool:
+        """Ask the receiver for a bell; return True if a slot is free already."""
         self._memory[_WAITING] = 1
         return self.has_room
 
     def close(self) -> None:
-        """Unmap it."""
+        """Close the descriptor and unmap the memory."""
         self.close_fd()
         super().close()
 
 
 class Window(_Mapped):
-    """The receiver's end. Closes ``fd``, whatever happens.
+    """The receiver's end; closes ``fd`` in every case.
+
+    Args:
+        fd: Descriptor that the sender passed.
+        slots: Number of slots that the sender announced.
 
     Raises:
-        HeaderError: It is not what was announced.
+        HeaderError: The memory has another size, can be resized or cannot be mapped.
     """
 
     def __init__(self, fd: int, slots: int) -> None:
         try:
             size = CONTROL_BYTES + slots * SLOT_BYTES
             if not 0 < slots <= MOST_SLOTS or os.fstat(fd).st_size != size:
-                raise HeaderError(f"its shared memory is not of {slots} slots")
-            # Memory that the sender could shrink would kill this process.
+                raise HeaderError(f"the shared memory does not have {slots} slots")
+            # Access to memory that the sender shrinks would kill this process (SIGBUS).
             if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-                raise HeaderError("its shared memory is not sealed")
+                raise HeaderError("the shared memory is not sealed")
             super().__init__(fd, slots)
         except OSError as error:
-            raise HeaderError(f"its shared memory cannot be used: {error}") from error
+            raise HeaderError(f"the shared memory cannot be used: {error}") from error
         finally:
             os.close(fd)
 
     def payload(self, slot: int, size: int) -> memoryview:
-        """Return what is in a slot.
+        """Return the first ``size`` bytes of a slot.
 
         Raises:
-            HeaderError: There is no such slot, or nothing in it.
+            HeaderError: The slot does not exist, is smaller or is free.
         """
         if slot >= self.slots or size > SLOT_BYTES or not self._memory[slot]:
-            raise HeaderError(f"it points at slot {slot}, which holds nothing")
+            raise HeaderError(f"the frame refers to slot {slot}, which holds nothing")
         return self._slot(slot, size)
 
     def free_all(self) -> None:
-        """Mark every slot free; a sender that waits looks again by itself."""
+        """Mark every slot free, without a bell: a waiting sender also polls."""
         self._memory[: self.slots] = bytes(self.slots)
 
     def free(self, slot: int) -> bool:
-        """Mark a slot free; True if the sender is to be told.
+        """Mark a slot free; return True if the caller must ring the bell.
 
-        It is told when half of the ring is free: told of each slot, it would be woken
-        for each.
+        The bell waits until half of the ring is free. A bell for every slot would wake
+        the sender for every slot.
         """
         memory = self._memory
         memory[slot] = 0

@@ -1,7 +1,8 @@
-"""What every backend promises, as checks that run on any of them.
+"""Contract of the backends, as checks that run on any of them.
 
-Each check is an ``async`` function of an ``Arena``. A backend is done when all of
-``CHECKS`` pass on it; a check that it documents not to carry returns at once.
+Each check is an ``async`` function of an ``Arena``. A backend is complete when all of
+``CHECKS`` pass on it. A check of an operation that a backend documents as unsupported
+returns at once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Collectives: every operation, size and dtype, and members that disagree."""
+"""Checks of collectives: every operation, size and dtype, and mismatches. Shell."""
 
 from __future__ import annotations
 
@@ -32,7 +32,13 @@ SIZES = (1, 2, 3, 5)
 
 @check
 async def broadcasts(arena: Arena) -> None:
-    """Everybody has the root's tensor, for every root, size and dtype."""
+    """Check that every member gets the root's tensor, for every root and size.
+
+    Args:
+        arena: Source of the worlds under test.
+
+    Cancellation: safe; the arena closes its worlds.
+    """
     for size in SIZES:
         worlds = await arena.world(size)
         for root in range(size):
@@ -47,7 +53,13 @@ async def broadcasts(arena: Arena) -> None:
 
 @check
 async def broadcasts_every_dtype_and_shape(arena: Arena) -> None:
-    """Strided and empty tensors and every dtype go through a broadcast."""
+    """Check broadcasts of every dtype, and of scalar, empty and strided tensors.
+
+    Args:
+        arena: Source of the worlds under test.
+
+    Cancellation: safe; the arena closes its worlds.
+    """
     worlds = await arena.world(2)
     for dtype in DTYPES:
         for shape in ((), (0,), (2, 3)):
@@ -62,7 +74,13 @@ async def broadcasts_every_dtype_and_shape(arena: Arena) -> None:
 
 @check
 async def all_reduces(arena: Arena) -> None:
-    """Every operation gives the right result on everybody, short and long."""
+    """Check every reduce operation on every member, for short and long tensors.
+
+    Args:
+        arena: Source of the worlds under test.
+
+    Cancellation: safe; the arena closes its worlds.
+    """
     for size in SIZES:
         worlds = await arena.world(size)
         for count in (0, 1, 5, 100_003):
@@ -97,7 +115,13 @@ def _expected(inputs: list[Tensor]) -> dict[str, Tensor]:
 
 @check
 async def all_reduces_other_dtypes(arena: Arena) -> None:
-    """Averages, small integers, booleans, complex numbers and strided tensors."""
+    """Check averages, small integers, booleans, complex numbers and strided tensors.
+
+    Args:
+        arena: Source of the worlds under test.
+
+    Cancellation: safe; the arena closes its worlds.
+    """
     worlds = await arena.world(3)
 
     async def reduced(tensors: list[Tensor], op: Any) -> Tensor:
@@ -121,7 +145,13 @@ async def all_reduces_other_dtypes(arena: Arena) -> None:
 
 @check
 async def reduces_large_tensors(arena: Arena) -> None:
-    """In several segments and fragments, of elements of several sizes."""
+    """Check reductions of several segments and fragments, for several element sizes.
+
+    Args:
+        arena: Source of the worlds under test.
+
+    Cancellation: safe; the arena closes its worlds.
+    """
     for size in (2, 3):
         worlds = await arena.world(size)
         for dtype, count in (
@@ -162,7 +192,13 @@ async def reduces_large_tensors(arena: Arena) -> None:
 
 @check
 async def refuses_reductions_that_do_not_exist(arena: Arena) -> None:
-    """All members learn alike, nothing is sent, and the world lives on."""
+    """Check that every member gets the same error, and the world stays usable.
+
+    Args:
+        arena: Source of the worlds under test.
+
+    Cancellation: safe; the arena closes its worlds.
+    """
     worlds = await arena.world(2)
     for tensor, op in (
         (torch.ones(2), ReduceOp.BAND),
@@ -178,7 +214,13 @@ async def refuses_reductions_that_do_not_exist(arena: Arena) -> None:
 
 @check
 async def reduces(arena: Arena) -> None:
-    """Only the root's tensor changes."""
+    """Check that ``reduce`` changes the root's tensor only.
+
+    Args:
+        arena: Source of the worlds under test.
+
+    Cancellation: safe; the arena closes its worlds.
+    """
     for size in SIZES:
         worlds = await arena.world(size)
         for root in range(size):
@@ -191,7 +233,13 @@ async def reduces(arena: Arena) -> None:
 
 @check
 async def gathers(arena: Arena) -> None:
-    """``all_gather`` and ``gather`` return every member's tensor by rank."""
+    """Check that ``all_gather`` and ``gather`` return the members' tensors by rank.
+
+    Args:
+        arena: Source of the worlds under test.
+
+    Cancellation: safe; the arena closes its worlds.
+    """
     for size in SIZES:
         worlds = await arena.world(size)
         results = await every(
@@ -210,7 +258,13 @@ async def gathers(arena: Arena) -> None:
 
 @check
 async def scatters(arena: Arena) -> None:
-    """Each member gets its own element of the root's list."""
+    """Check that each member gets its own element of the root's list.
+
+    Args:
+        arena: Source of the worlds under test.
+
+    Cancellation: safe; the arena closes its worlds.
+    """
     for size in SIZES:
         worlds = await arena.world(size)
         root = size // 2
@@ -229,7 +283,13 @@ async def scatters(arena: Arena) -> None:
 
 @check
 async def reduce_scatters(arena: Arena) -> None:
-    """Member i gets the reduction of everybody's i-th tensor; the inputs stay."""
+    """Check that rank i gets the reduction of all i-th tensors; inputs stay unchanged.
+
+    Args:
+        arena: Source of the worlds under test.
+
+    Cancellation: safe; the arena closes its worlds.
+    """
     for size in SIZES:
         worlds = await arena.world(size)
         inputs = [
@@ -248,7 +308,13 @@ async def reduce_scatters(arena: Arena) -> None:
 
 @check
 async def exchanges_all_to_all(arena: Arena) -> None:
-    """What member i sends to j is what j has from i."""
+    """Check that rank j receives from rank i the tensor that i sent to j.
+
+    Args:
+        arena: Source of the worlds under test.
+
+    Cancellation: safe; the arena closes its worlds.
+    """
     for size in SIZES:
         worlds = await arena.world(size)
         ins = [[torch.tensor([rank, i]) for i in range(size)] for rank in range(size)]
@@ -263,7 +329,13 @@ async def exchanges_all_to_all(arena: Arena) -> None:
 
 @check
 async def waits_at_a_barrier(arena: Arena) -> None:
-    """Nobody passes before the last has come."""
+    """Check that no member passes a barrier before the last one has reached it.
+
+    Args:
+        arena: Source of the worlds under test.
+
+    Cancellation: safe; the arena closes its worlds.
+    """
     worlds = await arena.world(3)
     early = [asyncio.ensure_future(world.barrier()) for world in worlds[:2]]
     one = torch.ones(1)
@@ -275,7 +347,13 @@ async def waits_at_a_barrier(arena: Arena) -> None:
 
 @check
 async def runs_many_operations_at_once(arena: Arena) -> None:
-    """Collectives and messages of several worlds may all be pending together."""
+    """Check collectives and messages of several worlds that are pending together.
+
+    Args:
+        arena: Source of the worlds under test.
+
+    Cancellation: safe; the arena closes its worlds.
+    """
     one, two = await arena.world(3), await arena.world(3)
     steps: list[Awaitable[Any]] = []
     for worlds in (one, two):
@@ -290,7 +368,13 @@ async def runs_many_operations_at_once(arena: Arena) -> None:
 
 @check
 async def names_both_sides_of_a_mismatch(arena: Arena) -> None:
-    """Members that call different things are told what each called; nobody hangs."""
+    """Check that the error of a mismatch names both members' calls; nobody hangs.
+
+    Args:
+        arena: Source of the worlds under test.
+
+    Cancellation: safe; the arena closes its worlds.
+    """
     mistakes: list[Callable[[World], Awaitable[Any]]] = [
         lambda w: w.all_reduce(torch.ones(3)),
         lambda w: w.broadcast(torch.ones(2, dtype=torch.int32), src=0),
@@ -314,7 +398,13 @@ async def names_both_sides_of_a_mismatch(arena: Arena) -> None:
 
 @check
 async def checks_lists_of_tensors(arena: Arena) -> None:
-    """A list of the wrong length or content is named before anything is sent."""
+    """Check that a list of wrong length or content fails before anything is sent.
+
+    Args:
+        arena: Source of the worlds under test.
+
+    Cancellation: safe; the arena closes its worlds.
+    """
     worlds = await arena.world(2)
     one = torch.ones(2)
     steps: list[Awaitable[Any]] = [

@@ -1,4 +1,4 @@
-"""Leaving, closing and cancelling: who learns what."""
+"""Checks of leaving, closing and cancelling. Shell."""
 
 from __future__ import annotations
 
@@ -25,7 +25,15 @@ from multiworld.world.world import World
 
 @check
 async def leaves_politely(arena: Arena) -> None:
-    """The others get what was sent, then ``MemberLeftError``; no fault is declared."""
+    """Check that ``close`` delivers sent messages first, then ``MemberLeftError``.
+
+    The world of the other members stays ready.
+
+    Args:
+        arena: Source of the worlds under test.
+
+    Cancellation: safe; the arena closes its worlds.
+    """
     left, right = await arena.world(2)
     sizes = (1, 100, 50_000) if arena.config.host_p2p == "direct" else ()
     sent = [torch.randn(size) for size in sizes]
@@ -55,12 +63,20 @@ async def _receive_all(world: World, count: int) -> list[Tensor]:
 
 @check
 async def a_collective_is_complete_though_its_root_has_left(arena: Arena) -> None:
-    """What the root had done before it left is done, also at the first collective."""
+    """Check that a collective completes if its root left after its own part.
+
+    This includes the first collective of a world, which still has to open lanes.
+
+    Args:
+        arena: Source of the worlds under test.
+
+    Cancellation: safe; the arena closes its worlds.
+    """
     if arena.config.eager_bytes == 0:
-        return  # there the root waits for the others
-    for _ in range(4):  # whoever dials: it is drawn by lot
+        return  # in the rendezvous mode the root waits for the others
+    for _ in range(4):  # several worlds, because either side may dial
         left, right = await arena.world(2)
-        if arena.backend == "gloo":  # agrees first, so the root waits
+        if arena.backend == "gloo":  # members compare calls first, so the root waits
             tensor = torch.zeros(3)
             await asyncio.gather(
                 left.broadcast(torch.ones(3), src=0), right.broadcast(tensor, src=0)
@@ -80,9 +96,15 @@ async def a_collective_is_complete_though_its_root_has_left(arena: Arena) -> Non
 
 @check
 async def closing_fails_our_own_sends(arena: Arena) -> None:
-    """A send that nobody takes ends with the world; the other side does not hang."""
+    """Check that ``cleanup`` ends pending sends, and the receiver does not hang.
+
+    Args:
+        arena: Source of the worlds under test.
+
+    Cancellation: safe; the arena closes its worlds.
+    """
     if arena.config.host_p2p == "backend":
-        return  # the other side's receive is torch's own
+        return  # a pending receive is torch's own and cannot be withdrawn
     left, right = await arena.world(2)
     sends = [
         asyncio.ensure_future(raised_by(left.send(torch.ones(8_000_000), dst=1, tag=3)))
@@ -101,7 +123,15 @@ async def closing_fails_our_own_sends(arena: Arena) -> None:
 
 @check
 async def the_rest_goes_on_after_a_leave(arena: Arena) -> None:
-    """Members that stay can still send to each other; collectives name who left."""
+    """Check that the remaining members can send to each other after a leave.
+
+    Collectives raise ``MemberLeftError`` with the rank that left.
+
+    Args:
+        arena: Source of the worlds under test.
+
+    Cancellation: safe; the arena closes its worlds.
+    """
     worlds = await arena.world(3)
     await every(worlds, lambda w: w.barrier())
     await worlds[2].close()
@@ -113,7 +143,15 @@ async def the_rest_goes_on_after_a_leave(arena: Arena) -> None:
 
 @check
 async def cancelling_a_collective_breaks_the_world_only(arena: Arena) -> None:
-    """The others are told why; other worlds go on; the name can be joined again."""
+    """Check that a cancelled collective breaks its world and no other.
+
+    The other members learn the reason, and the name can be joined again.
+
+    Args:
+        arena: Source of the worlds under test.
+
+    Cancellation: safe; the arena closes its worlds.
+    """
     other = await arena.world(2, "other")
     worlds = await arena.world(2, "again")
     pending = asyncio.ensure_future(worlds[0].all_reduce(torch.ones(2)))
@@ -131,7 +169,13 @@ async def cancelling_a_collective_breaks_the_world_only(arena: Arena) -> None:
 
 @check
 async def closes_while_operations_wait(arena: Arena) -> None:
-    """Our own pending operations end with ``WorldClosedError``."""
+    """Check that ``close`` ends this member's pending operations.
+
+    Args:
+        arena: Source of the worlds under test.
+
+    Cancellation: safe; the arena closes its worlds.
+    """
     left, _ = await arena.world(2)
     pending = [
         asyncio.ensure_future(raised_by(left.recv(src=1))),

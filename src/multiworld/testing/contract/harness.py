@@ -1,4 +1,4 @@
-"""What the checks of the contract share."""
+"""Tools that the checks of the contract share. Shell."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from multiworld.testing.arena import Arena
 from multiworld.world.world import World
 
 Check = Callable[[Arena], Awaitable[None]]
+"""Coroutine function that raises if a backend breaks the contract."""
+
 CHECKS: list[Check] = []
+"""All checks of the contract."""
 
 HANG_S = 20.0
-"""A check that takes longer hangs."""
+"""Seconds after which a check counts as hanging."""
 
 DTYPES = [
     torch.uint8,
@@ -40,7 +43,14 @@ DTYPES = [
 
 
 def check(function: Check) -> Check:
-    """Add a check to the suite, bounded in time."""
+    """Add a check to ``CHECKS``, with a time limit of ``HANG_S``.
+
+    Args:
+        function: The check; a decorated function.
+
+    Returns:
+        The check with the time limit; it raises ``TimeoutError`` if it hangs.
+    """
 
     async def bounded(arena: Arena) -> None:
         async with asyncio.timeout(HANG_S):
@@ -52,7 +62,14 @@ def check(function: Check) -> Check:
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """Compare bytes, shape and dtype: works for every dtype, NaN included."""
+    """Tell whether two tensors have equal bytes, shape and dtype.
+
+    Works for every dtype, and for NaN.
+
+    Args:
+        one: A host tensor.
+        other: A host tensor.
+    """
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     flat = one.contiguous().view(-1).view(torch.uint8)
@@ -60,7 +77,12 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 
 def some(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return a tensor whose elements differ."""
+    """Return a tensor of the elements 0 to 99, repeated as needed.
+
+    Args:
+        shape: Its shape.
+        dtype: Its dtype, to which the elements are converted.
+    """
     count = 1
     for extent in shape:
         count *= extent
@@ -68,12 +90,31 @@ def some(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 async def every(worlds: list[World], call: Callable[..., Awaitable[Any]]) -> Any:
-    """Let every member do the same; return the results by rank."""
+    """Call the same function on every member at once.
+
+    Args:
+        worlds: Each member's view of the world, by rank.
+        call: Coroutine function of a world.
+
+    Returns:
+        The results, by rank.
+
+    Cancellation: cancels the call on every member.
+    """
     return await asyncio.gather(*(call(world) for world in worlds))
 
 
 async def raised_by(step: Awaitable[Any]) -> BaseException | None:
-    """Return the error of a step, or None."""
+    """Await a step, and return the error that it raised.
+
+    Args:
+        step: An awaitable.
+
+    Returns:
+        The error, or None if there was none.
+
+    Cancellation: cancels the step and raises ``CancelledError``.
+    """
     try:
         await step
     except Exception as error:
@@ -82,6 +123,18 @@ async def raised_by(step: Awaitable[Any]) -> BaseException | None:
 
 
 async def expect(world: World, tensor: Tensor, src: int = 0, tag: int = 0) -> None:
-    """Receive, and compare."""
+    """Receive a tensor and assert that it equals another.
+
+    Args:
+        world: The receiver's view of the world.
+        tensor: The expected tensor, of any shape and dtype.
+        src: Rank of the sender.
+        tag: Tag of the message.
+
+    Raises:
+        AssertionError: The tensor that arrived differs.
+
+    Cancellation: as that of ``World.recv``.
+    """
     got = await world.recv(src=src, tag=tag)
     assert same(got, tensor), f"sent {tensor}, got {got}"

@@ -1,4 +1,4 @@
-"""Point to point: what a message is, where it goes, what cancelling does."""
+"""Checks of point-to-point messages: content, order and cancelling. Shell."""
 
 from __future__ import annotations
 
@@ -26,7 +26,13 @@ from multiworld.testing.contract.harness import (
 
 @check
 async def sends_every_dtype(arena: Arena) -> None:
-    """A tensor of any dtype arrives as it was, dtype and shape included."""
+    """Check that a tensor of every dtype arrives unchanged, with dtype and shape.
+
+    Args:
+        arena: Source of the worlds under test.
+
+    Cancellation: safe; the arena closes its worlds.
+    """
     left, right = await arena.world(2)
     for dtype in DTYPES:
         tensor = some((3, 5), dtype)
@@ -35,7 +41,13 @@ async def sends_every_dtype(arena: Arena) -> None:
 
 @check
 async def sends_every_shape(arena: Arena) -> None:
-    """Scalars, empty tensors and strided ones arrive as they were."""
+    """Check that scalar, empty and strided tensors arrive unchanged.
+
+    Args:
+        arena: Source of the worlds under test.
+
+    Cancellation: safe; the arena closes its worlds.
+    """
     left, right = await arena.world(2)
     base = some((6, 8), torch.float32)
     shapes = [torch.tensor(7.0), torch.empty(0), torch.empty(3, 0, 2), base.t()]
@@ -46,7 +58,15 @@ async def sends_every_shape(arena: Arena) -> None:
 
 @check
 async def receives_into_given_tensors(arena: Arena) -> None:
-    """``out`` may have another shape, and strides; it is what is returned."""
+    """Check receives into a given tensor.
+
+    ``out`` may have another shape, and strides; ``recv`` returns it.
+
+    Args:
+        arena: Source of the worlds under test.
+
+    Cancellation: safe; the arena closes its worlds.
+    """
     left, right = await arena.world(2)
     tensor = some((4, 6), torch.int32)
     outs = [torch.zeros(4, 6, dtype=torch.int32), torch.zeros(24, dtype=torch.int32)]
@@ -61,7 +81,13 @@ async def receives_into_given_tensors(arena: Arena) -> None:
 
 @check
 async def sends_large_tensors(arena: Arena) -> None:
-    """A tensor of many fragments arrives whole, both ways at once."""
+    """Check that tensors of many fragments arrive whole, in both directions at once.
+
+    Args:
+        arena: Source of the worlds under test.
+
+    Cancellation: safe; the arena closes its worlds.
+    """
     left, right = await arena.world(2)
     one, other = torch.randn(1_500_003), torch.randn(1_200_001)
     await asyncio.gather(
@@ -74,7 +100,13 @@ async def sends_large_tensors(arena: Arena) -> None:
 
 @check
 async def keeps_order_of_each_tag(arena: Arena) -> None:
-    """Messages of one tag arrive in order; tags do not wait for each other."""
+    """Check that messages of one tag arrive in order, independent of other tags.
+
+    Args:
+        arena: Source of the worlds under test.
+
+    Cancellation: safe; the arena closes its worlds.
+    """
     left, right = await arena.world(2)
 
     async def send() -> None:
@@ -95,11 +127,17 @@ async def keeps_order_of_each_tag(arena: Arena) -> None:
 
 @check
 async def keeps_order_of_concurrent_sends(arena: Arena) -> None:
-    """Sends that are started together arrive in the order of the calls."""
+    """Check that sends started together arrive in the order of the calls.
+
+    Args:
+        arena: Source of the worlds under test.
+
+    Cancellation: safe; the arena closes its worlds.
+    """
     left, right = await arena.world(2)
     count = 200 if arena.config.host_p2p == "direct" else 20
     tensors = [torch.tensor([i]) for i in range(count)]
-    tensors[7] = torch.full((2000, 1000), 7).t()  # one that has to be copied first
+    tensors[7] = torch.full((2000, 1000), 7).t()  # must be copied before it is sent
     sending = asyncio.gather(*(left.send(t, dst=1) for t in tensors))
     got = [int((await right.recv(src=0)).reshape(-1)[0]) for _ in tensors]
     await sending
@@ -108,7 +146,13 @@ async def keeps_order_of_concurrent_sends(arena: Arena) -> None:
 
 @check
 async def serves_receives_in_call_order(arena: Arena) -> None:
-    """Several pending receives get the messages in the order they were called."""
+    """Check that pending receives get messages in the order of their calls.
+
+    Args:
+        arena: Source of the worlds under test.
+
+    Cancellation: safe; the arena closes its worlds.
+    """
     left, right = await arena.world(2)
     pending = [asyncio.ensure_future(right.recv(src=0)) for _ in range(5)]
     await asyncio.sleep(0)
@@ -119,9 +163,15 @@ async def serves_receives_in_call_order(arena: Arena) -> None:
 
 @check
 async def receives_from_whoever_is_first(arena: Arena) -> None:
-    """``recv_any`` tells who sent."""
+    """Check that ``recv_any`` returns the first message, and its sender's rank.
+
+    Args:
+        arena: Source of the worlds under test.
+
+    Cancellation: safe; the arena closes its worlds.
+    """
     if arena.config.host_p2p == "backend":
-        return  # torch's own never notices a lost member; it is refused
+        return  # refused, because torch's own call never notices a lost member
     worlds = await arena.world(3)
     sending = asyncio.ensure_future(worlds[2].send(torch.tensor(2), dst=0))
     source, tensor = await worlds[0].recv_any()
@@ -136,7 +186,13 @@ async def receives_from_whoever_is_first(arena: Arena) -> None:
 
 @check
 async def sends_bundles_and_objects(arena: Arena) -> None:
-    """Several named tensors with metadata, and plain data, are one message each."""
+    """Check that a bundle with metadata, and plain data, arrive as one message each.
+
+    Args:
+        arena: Source of the worlds under test.
+
+    Cancellation: safe; the arena closes its worlds.
+    """
     left, right = await arena.world(2)
     tensors = {
         "a": some((2, 3), torch.bfloat16),
@@ -157,7 +213,13 @@ async def sends_bundles_and_objects(arena: Arena) -> None:
 
 @check
 async def refuses_objects_that_are_not_plain(arena: Arena) -> None:
-    """What JSON cannot say is refused before anything is sent."""
+    """Check that data that JSON cannot represent is refused by the sender.
+
+    Args:
+        arena: Source of the worlds under test.
+
+    Cancellation: safe; the arena closes its worlds.
+    """
     left, _ = await arena.world(2)
     for thing in (object(), {1, 2}, torch.ones(1), b"bytes"):
         error = await raised_by(left.send_object(thing, dst=1))
@@ -166,7 +228,13 @@ async def refuses_objects_that_are_not_plain(arena: Arena) -> None:
 
 @check
 async def keeps_a_message_that_does_not_fit(arena: Arena) -> None:
-    """A receive of the wrong dtype, size or kind fails, and loses nothing."""
+    """Check that a receive of the wrong dtype, size or kind loses no message.
+
+    Args:
+        arena: Source of the worlds under test.
+
+    Cancellation: safe; the arena closes its worlds.
+    """
     left, right = await arena.world(2)
     tensor = some((4,), torch.float32)
     sending = asyncio.ensure_future(left.send(tensor, dst=1))
@@ -186,7 +254,13 @@ async def keeps_a_message_that_does_not_fit(arena: Arena) -> None:
 
 @check
 async def refuses_ranks_and_tags_that_cannot_be(arena: Arena) -> None:
-    """Bad arguments are named, and the world lives on."""
+    """Check that invalid arguments raise errors, and the world stays usable.
+
+    Args:
+        arena: Source of the worlds under test.
+
+    Cancellation: safe; the arena closes its worlds.
+    """
     left, right = await arena.world(2)
     one = torch.ones(1)
     steps: list[Awaitable[Any]] = [
@@ -211,7 +285,13 @@ async def refuses_ranks_and_tags_that_cannot_be(arena: Arena) -> None:
 
 @check
 async def cancelling_a_receive_loses_nothing(arena: Arena) -> None:
-    """A receive that is cancelled while it waits leaves the message to the next."""
+    """Check that the next receive gets the message of a cancelled one.
+
+    Args:
+        arena: Source of the worlds under test.
+
+    Cancellation: safe; the arena closes its worlds.
+    """
     if arena.config.host_p2p == "backend":
         return  # documented: torch's own cannot be withdrawn
     left, right = await arena.world(2)
@@ -226,7 +306,13 @@ async def cancelling_a_receive_loses_nothing(arena: Arena) -> None:
 
 @check
 async def cancelling_several_receives_keeps_the_order(arena: Arena) -> None:
-    """Whatever they had already, the next receives get it in the order sent."""
+    """Check that messages stay in order when several receives are cancelled.
+
+    Args:
+        arena: Source of the worlds under test.
+
+    Cancellation: safe; the arena closes its worlds.
+    """
     if arena.config.host_p2p == "backend":
         return  # documented: torch's own cannot be withdrawn
     left, right = await arena.world(2)
@@ -246,7 +332,13 @@ async def cancelling_several_receives_keeps_the_order(arena: Arena) -> None:
 
 @check
 async def cancelling_a_send_sends_all_or_nothing(arena: Arena) -> None:
-    """After a cancelled send the next message arrives whole."""
+    """Check that the message after a cancelled send arrives whole.
+
+    Args:
+        arena: Source of the worlds under test.
+
+    Cancellation: safe; the arena closes its worlds.
+    """
     if arena.config.host_p2p == "backend":
         return  # documented: torch's own cannot be withdrawn
     left, right = await arena.world(2)
@@ -258,7 +350,7 @@ async def cancelling_a_send_sends_all_or_nothing(arena: Arena) -> None:
     outcome = (await asyncio.gather(sending, return_exceptions=True))[0]
     after = asyncio.ensure_future(left.send(small, dst=1))
     got = await right.recv(src=0)
-    if outcome is None:  # it was through already
+    if outcome is None:  # the send had completed before it was cancelled
         assert same(got, big)
         got = await right.recv(src=0)
     await after

@@ -1,6 +1,6 @@
-"""What surrounds NCCL, against a fake: there may be no GPU.
+"""The code around NCCL, tested with a fake, because there may be no GPU.
 
-Run for real by ``tests/gpu`` where there is one.
+``tests/gpu`` tests it with NCCL itself on machines with a GPU.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ DEVICE = torch.device("cuda", 1)
 
 
 class FakeNccl:
-    """Notes what is done to it, and which environment it was made in."""
+    """Records its calls, and the environment that it was made in."""
 
     made: list[FakeNccl] = []  # noqa: RUF012 - emptied by the fixture
 
     class Options:
-        """What torch offers, as far as it is used."""
+        """The part of torch's options that is used."""
 
         def __init__(self) -> None:
             self._timeout: Any = None
@@ -38,34 +38,34 @@ class FakeNccl:
         FakeNccl.made.append(self)
 
     def eager_connect_single_device(self, device: torch.device) -> None:
-        """Note it."""
+        """Record the call."""
         self.calls.append(f"connect {device}")
 
     def abort(self) -> None:
-        """Return only when all the others are being aborted, too."""
+        """Return only once all groups of the barrier are being aborted."""
         if self.barrier is not None:
             self.barrier.wait(timeout=10)
         self.calls.append("abort")
 
     def shutdown(self) -> None:
-        """Note it."""
+        """Record the call."""
         self.calls.append("shutdown")
 
 
 class FakeStore:
-    """Can be closed."""
+    """A store that does nothing."""
 
     def close(self) -> None:
         """Do nothing."""
 
     def fileno(self) -> int:
-        """Return none."""
+        """Return -1: there is no descriptor."""
         return -1
 
 
 @pytest.fixture(autouse=True)
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Put the fake in the place of torch's NCCL."""
+    """Replace torch's NCCL with the fake."""
     FakeNccl.made.clear()
     home = torch._C._distributed_c10d
     monkeypatch.setattr(home, "ProcessGroupNCCL", FakeNccl, raising=False)
@@ -75,7 +75,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def group(soon: list[Callable[[], Any]]) -> groups.Group:
-    """Return a made group whose loop is ``soon``."""
+    """Return a connected group that schedules its calls in ``soon``."""
     made = groups.Group("nccl", FakeStore(), DEVICE, soon.append)  # type: ignore[arg-type]
     made.make(0, 2, "127.0.0.1", 60)
     return made
@@ -84,7 +84,7 @@ def group(soon: list[Callable[[], Any]]) -> groups.Group:
 def test_torchs_watchdog_is_off_only_while_a_group_is_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Neither importing nor making worlds changes the program's environment."""
+    """Making a group leaves the program's environment unchanged."""
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     monkeypatch.setenv(name, "3")
     monkeypatch.delenv("TORCH_NCCL_ENABLE_MONITORING", raising=False)
@@ -96,7 +96,7 @@ def test_torchs_watchdog_is_off_only_while_a_group_is_made(
 
 
 def test_communicators_are_non_blocking_and_eager() -> None:
-    """So that joining fails early, and nothing hangs inside NCCL."""
+    """A dead peer then fails the join, and no call hangs inside NCCL."""
     group([])
     (made,) = FakeNccl.made
     assert made.options.config.blocking == 0
@@ -105,7 +105,7 @@ def test_communicators_are_non_blocking_and_eager() -> None:
 
 
 def test_groups_that_break_together_are_aborted_together() -> None:
-    """Each abort may wait for the others' kernels: all flags are set before."""
+    """All abort flags are set before any abort waits for the others' kernels."""
     soon: list[Callable[[], Any]] = []
     broken, healthy = [group(soon) for _ in range(3)], group(soon)
     barrier = threading.Barrier(3)
@@ -125,7 +125,7 @@ def test_groups_that_break_together_are_aborted_together() -> None:
 
 @pytest.mark.parametrize("is_broken", [True, False])
 def test_aborted_group_is_never_shut_down(is_broken: bool) -> None:
-    """It hangs on newer releases; one that ends in peace is."""
+    """``shutdown`` hangs after an abort; a group without one is shut down."""
     soon: list[Callable[[], Any]] = []
     one = group(soon)
     if is_broken:

@@ -1,4 +1,4 @@
-"""The frame header: whole round trips, and every damaged byte."""
+"""The frame header: round trips, and damage at every bit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ u64, i64 = st.integers(0, 2**64 - 1), st.integers(-(2**63), 2**63 - 1)
 def test_header_when_decoded_then_equal(
     shape: tuple[int, ...], fields: tuple[int, ...]
 ) -> None:
-    """Every field survives."""
+    """Decoding returns every encoded field."""
     kind, flags, dtype, *rest = fields
     header = Header(kind, flags, dtype, len(shape), *rest)
     data = memoryview(wire.encode(header, shape))
@@ -41,6 +41,6 @@ def test_header_when_any_bit_is_flipped_then_refused() -> None:
 
 
 def _decode(data: bytes) -> None:
-    # What it says of its own length is not to be believed either.
+    # A damaged header may announce a wrong length, so offer it more bytes.
     if wire.decode(memoryview(data + bytes(1000)), 0, len(data) + 1000) is None:
         raise HeaderError("its length is wrong")

@@ -28,7 +28,7 @@ BUDGET = 4 * FRAGMENT_BYTES
 
 
 class Sender:
-    """An outbound half, and the bytes it wrote."""
+    """The sending half of a lane, and the bytes that it wrote."""
 
     def __init__(self, *, is_summed: bool = False) -> None:
         self.outbound = Outbound(NONCE, is_summed=is_summed)
@@ -46,7 +46,7 @@ class Sender:
         return message
 
     def write(self, limit: int | None = None) -> bytes:
-        """Write up to ``limit`` bytes, or all; return what was written now."""
+        """Write up to ``limit`` bytes, or all; return them."""
         begin = len(self.written)
         while limit is None or len(self.written) - begin < limit:
             chunks = self.outbound.chunks()
@@ -60,7 +60,7 @@ class Sender:
 
 
 class Receiver:
-    """An inbound half and its mailbox."""
+    """The receiving half of a lane, and its mailbox."""
 
     def __init__(self, budget: int = BUDGET) -> None:
         self.mailbox = Mailbox(frozenset({1}), budget)
@@ -77,7 +77,7 @@ class Receiver:
         self.fins += 1
 
     def read(self, data: bytes, step: int | None = None) -> int:
-        """Read ``data``, ``step`` bytes at a time; return how many it took."""
+        """Read ``data``, ``step`` bytes at a time; return the number of bytes read."""
         taken = 0
         while taken < len(data) and not self.inbound.is_stalled:
             if self.inbound.is_finished:
@@ -92,7 +92,7 @@ class Receiver:
                 count += len(part)
             self.inbound.advance(count)
             taken += count
-            while self.inbound.is_held:  # the lane's patience is at its end
+            while self.inbound.is_held:  # as the lane does after a few turns
                 self.inbound.retry()
         return taken
 
@@ -104,12 +104,12 @@ class Receiver:
 
 
 def got(receive: Receive) -> Tensor:
-    """Return what a receive got."""
+    """Return the tensor that a receive got."""
     return receive.future.result().tensor
 
 
 def content(size: int) -> Tensor:
-    """Return bytes that tell their position."""
+    """Return bytes that differ by position."""
     return (torch.arange(size) * 31 % 251).to(torch.uint8)
 
 
@@ -118,7 +118,7 @@ def content(size: int) -> Tensor:
 async def test_stream_when_cut_anywhere_then_messages_are_whole(
     step: int | None, is_summed: bool
 ) -> None:
-    """However the bytes are dealt out."""
+    """The size of the reads does not matter."""
     sender, receiver = Sender(is_summed=is_summed), Receiver()
     tensors = [content(5), torch.tensor(1.5), torch.empty(0, 3), content(3000)]
     tensors.append(torch.ones(2, 3, dtype=torch.bfloat16))
@@ -137,7 +137,7 @@ async def test_stream_when_cut_anywhere_then_messages_are_whole(
 
 
 async def test_large_message_goes_straight_into_its_tensor() -> None:
-    """Over many fragments, in reads of odd sizes."""
+    """This holds for many fragments and reads of odd sizes."""
     sender, receiver = Sender(), Receiver()
     tensor, out = content(3 * FRAGMENT_BYTES + 17), torch.zeros(0)
     out = torch.zeros(tensor.numel(), dtype=torch.uint8)
@@ -149,7 +149,7 @@ async def test_large_message_goes_straight_into_its_tensor() -> None:
 
 
 async def test_receive_when_cancelled_at_every_byte_then_nothing_is_lost() -> None:
-    """The next receive gets the whole message, and the one behind it."""
+    """The next receives get the whole message and the one after it."""
     message, behind = content(200), content(9)
     sender = Sender()
     sender.put(message)
@@ -169,7 +169,7 @@ async def test_receive_when_cancelled_at_every_byte_then_nothing_is_lost() -> No
 
 
 async def test_send_when_cancelled_at_every_byte_then_all_or_nothing() -> None:
-    """And the message behind it is whole. The tensor may be overwritten at once."""
+    """The next message is whole, and the tensor may be overwritten at once."""
     for position in range(64 + 8 + 100 + 3):
         sender, receiver = Sender(), Receiver()
         tensor = content(100)
@@ -192,7 +192,7 @@ async def test_send_when_cancelled_at_every_byte_then_all_or_nothing() -> None:
 async def test_large_send_when_cancelled_then_rest_is_called_off(
     fragments: int,
 ) -> None:
-    """At fragment bounds and around them; the receive waits for the next message."""
+    """At and around fragment bounds, the receive gets the next message."""
     size = 4 * FRAGMENT_BYTES
     frame = FRAGMENT_BYTES + 64
     for offset in (-65, -64, -1, 0, 1, 63, 64, 65, 80):
@@ -214,7 +214,7 @@ async def test_large_send_when_cancelled_then_rest_is_called_off(
 async def test_stream_when_it_ends_at_every_byte_then_message_is_not_delivered() -> (
     None
 ):
-    """Half a message is no message."""
+    """A partial message is never delivered."""
     sender = Sender()
     sender.put(content(100))
     data = sender.write()
@@ -228,7 +228,7 @@ async def test_stream_when_it_ends_at_every_byte_then_message_is_not_delivered()
 
 
 async def test_header_when_damaged_at_every_bit_then_lane_is_refused() -> None:
-    """Nothing of it lands in a tensor."""
+    """No receive completes with damaged content."""
     sender = Sender()
     sender.put(content(16))
     data = sender.write()
@@ -245,7 +245,7 @@ async def test_header_when_damaged_at_every_bit_then_lane_is_refused() -> None:
 
 
 async def test_payload_when_damaged_and_summed_then_lane_is_refused() -> None:
-    """With the option on."""
+    """Payload checksums detect the damage."""
     sender = Sender(is_summed=True)
     sender.put(content(64))
     data = bytearray(sender.write())
@@ -300,7 +300,7 @@ def _frame(**changes: int) -> bytes:
     ids=str,
 )
 async def test_frame_when_it_lies_then_lane_is_refused(changes: dict[str, int]) -> None:
-    """A peer cannot make us allocate, skip or mix."""
+    """A peer cannot make a receiver allocate, skip or mix up messages."""
     receiver = Receiver()
     receive = receiver.post()
     with pytest.raises(HeaderError):
@@ -309,7 +309,7 @@ async def test_frame_when_it_lies_then_lane_is_refused(changes: dict[str, int]) 
 
 
 async def test_fin_in_the_middle_of_a_message_is_refused() -> None:
-    """A polite end is never half a message."""
+    """A lane closes between messages only."""
     sender, receiver = Sender(), Receiver()
     sender.put(content(2 * FRAGMENT_BYTES))
     receiver.post()
@@ -320,7 +320,7 @@ async def test_fin_in_the_middle_of_a_message_is_refused() -> None:
 
 
 async def test_budget_when_spent_then_reading_stops_and_goes_on() -> None:
-    """Not a byte beyond the header of what has no room is taken into a tensor."""
+    """A message without room stops the lane after its header."""
     sender, receiver = Sender(), Receiver(budget=2 * (100 + MESSAGE_BYTES) + 9)
     for _ in range(3):
         sender.put(content(100))
@@ -339,7 +339,7 @@ async def test_budget_when_spent_then_reading_stops_and_goes_on() -> None:
 def test_any_interleaving_then_what_was_not_withdrawn_arrives_in_order(
     data: st.DataObject,
 ) -> None:
-    """Random sends, withdrawals, partial writes, receives and cancels."""
+    """Random sends, withdrawals, partial writes, receives and cancellations."""
 
     async def play() -> None:
         sender, receiver = Sender(), Receiver(1 << 40)

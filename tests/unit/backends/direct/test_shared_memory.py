@@ -55,7 +55,7 @@ def test_what_is_filled_in_is_there_until_it_is_freed(
     assert ring.has_room
     assert ring.fill(memoryview(b"again")) == 0
     ring.close()
-    assert bytes(window.payload(0, 5)) == b"again"  # the sender may be gone
+    assert bytes(window.payload(0, 5)) == b"again"  # after the sender has closed
     window.close()
 
 
@@ -63,7 +63,7 @@ def test_bell_rings_once_when_half_is_free(ends: tuple[Ring, Window]) -> None:
     ring, window = ends
     for _ in range(4):
         ring.fill(memoryview(b"x"))
-    assert not ring.want()
+    assert not ring.request_bell()
     assert [window.free(slot) for slot in range(4)] == [False, True, False, False]
     ring.close()
     window.close()
@@ -85,7 +85,7 @@ def test_memory_that_could_shrink_is_refused() -> None:
     with pytest.raises(HeaderError, match="not sealed"):
         Window(unsealed, 4)
     small = Ring(2)
-    with pytest.raises(HeaderError, match="not of 4 slots"):
+    with pytest.raises(HeaderError, match="does not have 4 slots"):
         Window(os.dup(small.fd), 4)
     small.close()
     reading, writing = os.pipe()
@@ -114,7 +114,7 @@ def some(size: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("ring_bytes", [SLOT_BYTES, 2 * SLOT_BYTES, 8 * SLOT_BYTES])
 async def test_large_messages_arrive_whole_and_in_order(ring_bytes: int) -> None:
-    """Also those larger than the ring, among small ones."""
+    """This includes messages larger than the ring, between small ones."""
     async with pair(shared_memory_bytes=ring_bytes) as (one, two):
         sizes = [LARGE, 10, 20 * SLOT_BYTES, 0, 200_000, SLOT_BYTES, 70_000]
 
@@ -131,7 +131,7 @@ async def test_large_messages_arrive_whole_and_in_order(ring_bytes: int) -> None
 
 
 async def test_two_that_only_send_at_first_do_not_wait_for_each_other() -> None:
-    """Slots are freed though neither reads what is on the socket behind them."""
+    """Slots become free even if neither side reads further on its socket."""
     async with pair(unexpected_bytes=LARGE) as worlds:
 
         async def member(me: int) -> None:
@@ -147,9 +147,9 @@ async def test_two_that_only_send_at_first_do_not_wait_for_each_other() -> None:
 
 
 async def test_sender_goes_on_when_its_own_reading_pauses() -> None:
-    """The bell is on the socket, behind messages that nobody takes: it looks itself."""
+    """The bell is stuck on the socket behind unread messages, so the sender polls."""
     async with pair(unexpected_bytes=300_000) as (one, two):
-        for _ in range(3):  # one's mailbox is full: it reads no further
+        for _ in range(3):  # fills the mailbox of "one", which stops reading
             sending = asyncio.ensure_future(two.send(some(200_000), dst=0, tag=7))
             await asyncio.sleep(0.01)
         large = asyncio.ensure_future(one.send(some(40 * SLOT_BYTES), dst=1))
@@ -171,13 +171,13 @@ async def test_cancelled_halfway_the_next_message_is_right() -> None:
             await asyncio.wait((sending,))
             await one.send(some(LARGE, 5), dst=1)
             got = await receiving
-            if got.numel() != LARGE:  # it had left before it was cancelled
+            if got.numel() != LARGE:  # the first send completed before its cancelling
                 got = await two.recv(src=0)
             assert torch.equal(got, some(LARGE, 5))
 
 
 async def test_cancelled_before_its_first_slot_nothing_is_withdrawn() -> None:
-    """The receiver has heard nothing of it."""
+    """The receiver does not know of the message yet."""
     async with pair(shared_memory_bytes=2 * SLOT_BYTES, unexpected_bytes=0) as worlds:
         one, two = worlds
         first = asyncio.ensure_future(one.send(some(2 * SLOT_BYTES), dst=1))
@@ -239,7 +239,7 @@ async def test_without_a_memfd_sockets_carry_all(
 
 
 class Owner:
-    """Hears what a lane says."""
+    """Records the evidence that a lane reports."""
 
     def __init__(self) -> None:
         self.evidence = ""
@@ -267,7 +267,7 @@ def frame(
 
 @pytest.mark.parametrize("what", ["no descriptor", "twice", "a pipe", "empty slot"])
 async def test_peer_that_lies_about_memory_is_found_out(what: str) -> None:
-    """And no descriptor stays behind."""
+    """The lane reports the false frame and leaks no descriptor."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     owner = Owner()
@@ -300,7 +300,7 @@ async def test_peer_that_lies_about_memory_is_found_out(what: str) -> None:
 
 
 async def test_receive_that_is_cancelled_twice_gives_its_message_back() -> None:
-    """The second time while what had arrived is moved out of the caller's tensor."""
+    """The second cancellation comes while the caller's tensor is being copied."""
     size = 16 * OFFLOAD_BYTES
     async with pair(eager_bytes=0) as (one, two):
         data = torch.arange(size // 8)
@@ -323,7 +323,7 @@ async def test_receive_that_is_cancelled_twice_gives_its_message_back() -> None:
 
 
 async def test_what_arrived_is_read_though_nothing_more_can_be_written() -> None:
-    """A lane whose writes fail still has what the member sent before it left."""
+    """A lane whose writes fail still delivers what the member sent before it left."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     mailbox = Mailbox(frozenset({1}), 1 << 20)
@@ -346,7 +346,7 @@ async def test_what_arrived_is_read_though_nothing_more_can_be_written() -> None
 
 
 async def test_two_that_leave_with_full_rings_do_not_wait_for_each_other() -> None:
-    """What neither will ever read makes room for the rest."""
+    """A closing lane frees the slots of messages that it will not read."""
     async with pair(close_s=30, shared_memory_bytes=4 * SLOT_BYTES) as (one, two):
         sends = [
             asyncio.ensure_future(a.send(some(LARGE * 8), dst=b))
@@ -360,7 +360,7 @@ async def test_two_that_leave_with_full_rings_do_not_wait_for_each_other() -> No
 
 @pytest.mark.parametrize("way", ["tensor", "bundle", "waiting"])
 async def test_memory_of_a_dropped_message_is_used_again(way: str) -> None:
-    """At once, without the collector of circles, however it was received."""
+    """The memory is free at once, without the cyclic garbage collector."""
     async with pair() as (one, two):
         data = some(1 << 22)
         places = set()
