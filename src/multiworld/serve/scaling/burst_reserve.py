@@ -21,33 +21,33 @@ from dataclasses import dataclass, field, replace
 SIGMAS = 2.0
 """So many standard deviations more than allowed must have been late to say so."""
 
-SPELLS = 2
+MIN_LATE_BURSTS = 2
 """So many times, apart from each other, answers must have been late."""
 
-EXPLAINED = 0.25
+MIN_WAIT_SHARE = 0.25
 """Who is late has waited about as long as one may. What all have waited says how many
 that can be: at a fourth of it each, as few are seen while they wait."""
 
-EACH = 16
+EVERY_SIZE_UP_TO = 16
 """Every number of replicas up to this one is tried; above, steps grow."""
 
-STEP = 1.2
+SIZE_GROWTH = 1.2
 
-VIEWS = ((1.0, 1.0), (1.0, 0.5), (0.5, 0.5), (0.0, 0.5), (0.0, 0.25))
+CALIBRATION_LEVELS = ((1.0, 1.0), (1.0, 0.5), (0.5, 0.5), (0.0, 0.5), (0.0, 0.25))
 """From the brightest to the darkest: in which part of the time between two looks
 requests come, and which part of the time that they may wait is left to the fluid."""
 
-CLUMP_S = 1.0
+MAX_STEP_S = 1.0
 """Requests of longer times are taken to have come in clumps of no more than this."""
 
-BRIGHTER = 1.0
+RECOVERY = 1.0
 """Views by which what was seen darkly is seen brighter, in a horizon in which fewer are
 late: that nobody is says little while enough are kept."""
 
-Late = tuple[float, ...]
+LateCounts = tuple[float, ...]
 """Requests that would have waited too long, in each of the ``VIEWS``."""
 
-NONE: Late = (0.0,) * len(VIEWS)
+NO_LATE: LateCounts = (0.0,) * len(CALIBRATION_LEVELS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ class FleetFacts:
 
     replicas: int
     queue: float = 0.0
-    late: Late = NONE
-    before: Late = NONE
+    late: LateCounts = NO_LATE
+    previous: LateCounts = NO_LATE
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +78,11 @@ class Counts:
         spells: Times that answers began to be late.
     """
 
-    came: float = 0.0
+    arrived: float = 0.0
     missed: float = 0.0
     refused: float = 0.0
     waited: float = 0.0
-    spells: int = 0
+    late_bursts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,30 +103,30 @@ class BurstReserve:
 
     seconds: float = 0.0
     recent: Counts = field(default_factory=Counts)
-    before: Counts = field(default_factory=Counts)
-    calm_s: float | None = None
-    is_missed: bool = False
-    view: float = 0.0
-    was: tuple[FleetFacts, ...] = ()
+    previous: Counts = field(default_factory=Counts)
+    since_late_s: float | None = None
+    is_active: bool = False
+    level: float = 0.0
+    actual: tuple[FleetFacts, ...] = ()
     fleets: tuple[tuple[FleetFacts, ...], ...] = ()
 
     @property
-    def came(self) -> float:
+    def arrived(self) -> float:
         """Requests within the horizon."""
-        return self.before.came + self.recent.came
+        return self.previous.arrived + self.recent.arrived
 
     @property
     def missed(self) -> float:
         """Of which too late for want of replicas, as far as can be told."""
-        missed = self.before.missed + self.recent.missed
-        refused = self.before.refused + self.recent.refused
-        waited = max(0.0, self.before.waited + self.recent.waited)
-        return min(missed, refused + waited / EXPLAINED)
+        missed = self.previous.missed + self.recent.missed
+        refused = self.previous.refused + self.recent.refused
+        waited = max(0.0, self.previous.waited + self.recent.waited)
+        return min(missed, refused + waited / MIN_WAIT_SHARE)
 
     @property
-    def spells(self) -> int:
+    def late_bursts(self) -> int:
         """See ``Counts``."""
-        return self.before.spells + self.recent.spells
+        return self.previous.late_bursts + self.recent.late_bursts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,47 +157,49 @@ class BurstRecord:
     ongoing: Sequence[float]
     item_s: Sequence[float]
     ready: Sequence[int]
-    least: Sequence[int]
-    most: Sequence[int]
-    patience_s: float
+    min_replicas: Sequence[int]
+    max_replicas: Sequence[int]
+    max_wait_s: float
     deadline_s: float
-    apart_s: float
-    share: float
+    burst_gap_s: float
+    objective_share: float
 
 
-def learnt(before: BurstReserve, seen: BurstRecord, horizon_s: float) -> BurstReserve:
+def update(
+    previous: BurstReserve, record: BurstRecord, horizon_s: float
+) -> BurstReserve:
     """Return what is known with what is new.
 
     What is older than ``horizon_s`` is forgotten, half of it at a time.
     """
-    old = _turned(before) if before.seconds >= horizon_s / 2 else before
-    was, fleets = [], []
-    for k, item_s in enumerate(seen.item_s):
-        there = old.was[k] if k < len(old.was) else FleetFacts(0)
-        was.append(_after(there, seen.ready[k], seen, item_s))
-        tried = old.fleets[k] if k < len(old.fleets) else ()
-        by_count = {fleet.replicas: fleet for fleet in tried}
+    old = _start_half(previous) if previous.seconds >= horizon_s / 2 else previous
+    actual, fleets = [], []
+    for k, item_s in enumerate(record.item_s):
+        actual_fleet = old.actual[k] if k < len(old.actual) else FleetFacts(0)
+        actual.append(_advance(actual_fleet, record.ready[k], record, item_s))
+        stage_fleets = old.fleets[k] if k < len(old.fleets) else ()
+        by_count = {fleet.replicas: fleet for fleet in stage_fleets}
         fleets.append(
             tuple(
-                _after(by_count.get(n, FleetFacts(n)), n, seen, item_s)
-                for n in sizes(seen.most[k])
+                _advance(by_count.get(n, FleetFacts(n)), n, record, item_s)
+                for n in candidate_sizes(record.max_replicas[k])
             )
         )
     found = replace(
         old,
-        seconds=old.seconds + seen.seconds,
-        recent=_counted(old, seen),
-        calm_s=_calm_s(old, seen),
-        was=tuple(was),
+        seconds=old.seconds + record.seconds,
+        recent=_add_counts(old, record),
+        since_late_s=_since_late_s(old, record),
+        actual=tuple(actual),
         fleets=tuple(fleets),
     )
-    view = max(_view(found), old.view - BRIGHTER * seen.seconds / horizon_s)
-    found = replace(found, view=view)
-    return replace(found, is_missed=_is_missed(found, seen))
+    level = max(_calibrate(found), old.level - RECOVERY * record.seconds / horizon_s)
+    found = replace(found, level=level)
+    return replace(found, is_active=_is_needed(found, record))
 
 
-def sufficient(
-    hindsight: BurstReserve, item_s: Sequence[float], share: float
+def reserved_replicas(
+    reserve: BurstReserve, item_s: Sequence[float], objective_share: float
 ) -> tuple[int, ...]:
     """Return by stage how many replicas would have sufficed; none if all is well.
 
@@ -207,136 +209,157 @@ def sufficient(
         item_s: By stage, seconds that a replica is busy with one request.
         share: Of the requests, that should be answered in time.
     """
-    fleets = hindsight.fleets
-    if not hindsight.is_missed:
+    fleets = reserve.fleets
+    if not reserve.is_active:
         return (0,) * len(fleets)
-    allowed = (1.0 - share) * hindsight.came
-    least = [_least(tried, hindsight.view, allowed) for tried in fleets]
+    allowed = (1.0 - objective_share) * reserve.arrived
+    enough = [
+        _smallest_sufficient(stage_fleets, reserve.level, allowed)
+        for stage_fleets in fleets
+    ]
     narrowest = min(
-        (tried[-1].replicas / s for tried, s in zip(fleets, item_s, strict=True) if s),
+        (
+            stage_fleets[-1].replicas / s
+            for stage_fleets, s in zip(fleets, item_s, strict=True)
+            if s
+        ),
         default=math.inf,
     )
     return tuple(
         min(count, math.ceil(narrowest * s - 1e-9)) if s else 1
-        for count, s in zip(least, item_s, strict=True)
+        for count, s in zip(enough, item_s, strict=True)
     )
 
 
-def sizes(most: int) -> list[int]:
+def candidate_sizes(max_replicas: int) -> list[int]:
     """Return the numbers of replicas that are tried."""
-    found = list(range(1, min(most, EACH) + 1))
-    while found[-1] < most:
-        found.append(min(most, math.ceil(STEP * found[-1])))
+    found = list(range(1, min(max_replicas, EVERY_SIZE_UP_TO) + 1))
+    while found[-1] < max_replicas:
+        found.append(min(max_replicas, math.ceil(SIZE_GROWTH * found[-1])))
     return found
 
 
 # What was.
 
 
-def _turned(old: BurstReserve) -> BurstReserve:
+def _start_half(old: BurstReserve) -> BurstReserve:
     """Return the same at the begin of a new half: the one before last is forgotten."""
 
-    def turned(fleet: FleetFacts) -> FleetFacts:
-        return replace(fleet, late=NONE, before=fleet.late)
+    def start_half(fleet: FleetFacts) -> FleetFacts:
+        return replace(fleet, late=NO_LATE, previous=fleet.late)
 
     return replace(
         old,
         seconds=0.0,
         recent=Counts(),
-        before=old.recent,
-        was=tuple(map(turned, old.was)),
-        fleets=tuple(tuple(map(turned, tried)) for tried in old.fleets),
+        previous=old.recent,
+        actual=tuple(map(start_half, old.actual)),
+        fleets=tuple(
+            tuple(map(start_half, stage_fleets)) for stage_fleets in old.fleets
+        ),
     )
 
 
-def _counted(old: BurstReserve, seen: BurstRecord) -> Counts:
+def _add_counts(old: BurstReserve, record: BurstRecord) -> Counts:
     # Little's law: what is there, times how long, is what all spend there together.
-    computed_s = sum(seen.item_s) * (seen.arrived - seen.refused)
-    waited_s = sum(seen.ongoing) * seen.seconds - computed_s
-    is_new = seen.missed > 0 and (old.calm_s is None or old.calm_s >= seen.apart_s)
+    computed_s = sum(record.item_s) * (record.arrived - record.refused)
+    waited_s = sum(record.ongoing) * record.seconds - computed_s
+    is_new = record.missed > 0 and (
+        old.since_late_s is None or old.since_late_s >= record.burst_gap_s
+    )
     return Counts(
-        came=old.recent.came + seen.arrived,
-        missed=old.recent.missed + seen.missed,
-        refused=old.recent.refused + seen.refused,
-        waited=old.recent.waited + waited_s / seen.patience_s,
-        spells=old.recent.spells + is_new,
+        arrived=old.recent.arrived + record.arrived,
+        missed=old.recent.missed + record.missed,
+        refused=old.recent.refused + record.refused,
+        waited=old.recent.waited + waited_s / record.max_wait_s,
+        late_bursts=old.recent.late_bursts + is_new,
     )
 
 
-def _calm_s(old: BurstReserve, seen: BurstRecord) -> float | None:
-    if seen.missed > 0:
+def _since_late_s(old: BurstReserve, record: BurstRecord) -> float | None:
+    if record.missed > 0:
         return 0.0
-    return None if old.calm_s is None else old.calm_s + seen.seconds
+    return None if old.since_late_s is None else old.since_late_s + record.seconds
 
 
-def _is_missed(found: BurstReserve, seen: BurstRecord) -> bool:
+def _is_needed(found: BurstReserve, record: BurstRecord) -> bool:
     """Tell whether some are to be kept; once they are, until the fewest would do."""
-    allowed = (1.0 - seen.share) * found.came
-    if found.is_missed:
+    allowed = (1.0 - record.objective_share) * found.arrived
+    if found.is_active:
         return any(
-            _least(tried, found.view, allowed) > least
-            for tried, least in zip(found.fleets, seen.least, strict=True)
+            _smallest_sufficient(stage_fleets, found.level, allowed) > lowest
+            for stage_fleets, lowest in zip(
+                found.fleets, record.min_replicas, strict=True
+            )
         )
-    much = allowed + SIGMAS * math.sqrt(max(allowed, 1.0))
-    return found.spells >= SPELLS and found.missed > much
+    threshold = allowed + SIGMAS * math.sqrt(max(allowed, 1.0))
+    return found.late_bursts >= MIN_LATE_BURSTS and found.missed > threshold
 
 
 # What would have been.
 
 
-def _view(hindsight: BurstReserve) -> float:
+def _calibrate(reserve: BurstReserve) -> float:
     """Return the first of the ``VIEWS`` in which as many would be late as were."""
-    before = 0.0
-    for view in range(len(VIEWS)):
-        late = max(_late(fleet, view) for fleet in hindsight.was)
-        if late >= hindsight.missed:
-            gap = late - before
-            return view - (late - hindsight.missed) / gap if view and gap > 0 else view
-        before = late
-    return len(VIEWS) - 1.0
+    previous = 0.0
+    for level in range(len(CALIBRATION_LEVELS)):
+        late = max(_late_requests(fleet, level) for fleet in reserve.actual)
+        if late >= reserve.missed:
+            gap = late - previous
+            return level - (late - reserve.missed) / gap if level and gap > 0 else level
+        previous = late
+    return len(CALIBRATION_LEVELS) - 1.0
 
 
-def _least(tried: Sequence[FleetFacts], view: float, allowed: float) -> int:
+def _smallest_sufficient(
+    stage_fleets: Sequence[FleetFacts], level: float, allowed: float
+) -> int:
     """Return the fewest replicas with which no more than so many would be late."""
-    enough = (fleet.replicas for fleet in tried if _late(fleet, view) <= allowed)
-    return next(enough, tried[-1].replicas)
+    enough = (
+        fleet.replicas
+        for fleet in stage_fleets
+        if _late_requests(fleet, level) <= allowed
+    )
+    return next(enough, stage_fleets[-1].replicas)
 
 
-def _late(fleet: FleetFacts, view: float) -> float:
+def _late_requests(fleet: FleetFacts, level: float) -> float:
     """Return how many would be late, also in between two views."""
-    low = min(int(view), len(VIEWS) - 2)
-    one = fleet.before[low] + fleet.late[low]
-    other = fleet.before[low + 1] + fleet.late[low + 1]
-    return one + (view - low) * (other - one)
+    low = min(int(level), len(CALIBRATION_LEVELS) - 2)
+    one = fleet.previous[low] + fleet.late[low]
+    other = fleet.previous[low + 1] + fleet.late[low + 1]
+    return one + (level - low) * (other - one)
 
 
-def _after(
-    fleet: FleetFacts, replicas: int, seen: BurstRecord, item_s: float
+def _advance(
+    fleet: FleetFacts, replicas: int, record: BurstRecord, item_s: float
 ) -> FleetFacts:
     """Return a fleet of so many after what is new."""
     if item_s <= 0:
         return FleetFacts(replicas)
     rate = max(replicas, 0.01) / item_s  # with none, everybody waits for long
-    clumps = max(1, math.ceil(seen.seconds / CLUMP_S))
-    arrived, seconds = seen.arrived / clumps, seen.seconds / clumps
+    steps = max(1, math.ceil(record.seconds / MAX_STEP_S))
+    arrived, seconds = record.arrived / steps, record.seconds / steps
     queue, late = fleet.queue, fleet.late
-    for _ in range(clumps):
+    for _ in range(steps):
         late = tuple(
-            before
+            count
             + arrived
-            * _above(
-                part * seen.patience_s,
+            * _share_above(
+                wait_share * record.max_wait_s,
                 queue / rate,
-                max(0.0, queue + arrived - rate * of * seconds) / rate,
+                max(0.0, queue + arrived - rate * spread * seconds) / rate,
             )
-            for before, (of, part) in zip(late, VIEWS, strict=True)
+            for count, (spread, wait_share) in zip(
+                late, CALIBRATION_LEVELS, strict=True
+            )
         )
         queue = max(0.0, queue + arrived - rate * seconds)
-        queue = min(queue, rate * seen.deadline_s)  # who waits for longer has left
-    return FleetFacts(replicas, queue, late, fleet.before)
+        queue = min(queue, rate * record.deadline_s)  # who waits for longer has left
+    return FleetFacts(replicas, queue, late, fleet.previous)
 
 
-def _above(limit: float, first: float, last: float) -> float:
+def _share_above(limit: float, first: float, last: float) -> float:
     """Return the share of what lies evenly between two numbers that is above."""
     low, high = min(first, last), max(first, last)
     if high <= limit:

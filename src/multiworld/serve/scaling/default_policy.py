@@ -19,13 +19,13 @@ from dataclasses import dataclass, field
 from multiworld.serve.scaling.burst_reserve import (
     BurstRecord,
     BurstReserve,
-    learnt,
-    sufficient,
+    reserved_replicas,
+    update,
 )
 from multiworld.serve.scaling.demand import Demand, demand_of, envelope
-from multiworld.serve.scaling.explanation import Findings, facts, words
+from multiworld.serve.scaling.explanation import Findings, describe, facts
 from multiworld.serve.scaling.gears import (
-    REACHABLE,
+    MIN_OBJECTIVE,
     Gear,
     StageCost,
     gear_for,
@@ -39,15 +39,15 @@ from multiworld.serve.scaling.snapshot import (
     StageLimits,
     StageNow,
 )
-from multiworld.serve.scaling.stabilization import PendingChange, remember, settled
+from multiworld.serve.scaling.stabilization import PendingChange, remember, stabilized
 
 MARGIN = 1.15
 """Replicas are drained only if fewer would carry so many times what is asked for."""
 
-NEW_GEARS = 0.2
+GEAR_TOLERANCE = 0.2
 """Gears are computed anew when a stage computes longer or shorter by this share."""
 
-HORIZON = 15.0
+RESERVE_HORIZON = 15.0
 """What would have sufficed is asked for the last so many downscale delays: some bursts
 must have come again within them. Chosen on traces, see docs/serve/scaling-report.md."""
 
@@ -67,9 +67,9 @@ class PolicyState:
     costs: tuple[tuple[float, float], ...] = ()
     bounds: tuple[tuple[int, int], ...] = ()
     gears: tuple[Gear, ...] = ()
-    wishes: tuple[tuple[PendingChange, ...], ...] = ()
+    pending: tuple[tuple[PendingChange, ...], ...] = ()
     measured: tuple[Times | None, ...] = ()
-    hindsight: BurstReserve = field(default_factory=BurstReserve)
+    burst_reserve: BurstReserve = field(default_factory=BurstReserve)
 
 
 def decide(snapshot: Snapshot) -> Decision:
@@ -79,36 +79,38 @@ def decide(snapshot: Snapshot) -> Decision:
         _limits(s).look_back_period_s for s in snapshot.stages if s.limits is not None
     )
     measured = times_of(snapshot, look_back_s, old.measured)
-    found = _reckoned(snapshot, old, measured, look_back_s)
-    wishes = []
+    found = _find(snapshot, old, measured, look_back_s)
+    pending = []
     replicas = []
     for k, stage in enumerate(snapshot.stages):
         limits = _limits(stage)
         low, high = map(limits.within, found.needs[k])
-        before = old.wishes[k] if k < len(old.wishes) else ()
-        wishes.append(remember(before, PendingChange(snapshot.now, low, high), limits))
-        count = settled(wishes[k], stage.replicas, limits, is_urgent=found.is_urgent)
+        before = old.pending[k] if k < len(old.pending) else ()
+        pending.append(remember(before, PendingChange(snapshot.now, low, high), limits))
+        count = stabilized(
+            pending[k], stage.replicas, limits, is_urgent=found.is_urgent
+        )
         if found.demand.is_rising:
             count = max(count, stage.replicas)  # none is let go now
-        count = max(count, _held(snapshot, k))
+        count = max(count, _kept_while_starting(snapshot, k))
         replicas.append(stage.replicas if stage.limits is None else count)
-    replicas = _together(snapshot, replicas)
+    replicas = _all_or_none(snapshot, replicas)
     return Decision(
         replicas=tuple(replicas),
-        why=words(snapshot, found, replicas),
+        why=describe(snapshot, found, replicas),
         facts=facts(snapshot, found),
         memory=PolicyState(
             found.costs,
             _bounds(snapshot),
             found.gears,
-            tuple(wishes),
+            tuple(pending),
             measured,
-            found.hindsight,
+            found.burst_reserve,
         ),
     )
 
 
-def _reckoned(
+def _find(
     snapshot: Snapshot,
     old: PolicyState,
     measured: tuple[Times | None, ...],
@@ -118,19 +120,19 @@ def _reckoned(
         snapshot.samples, look_back_s, snapshot.start_s, snapshot.interval_s
     )
     costs, gears = _gears(snapshot, measured, old)
-    hindsight = _hindsight(snapshot, costs, old.hindsight)
+    burst_reserve = _update_reserve(snapshot, costs, old.burst_reserve)
     asked = _needs(snapshot, demand, gears, costs, look_back_s)
-    kept = _kept(snapshot, demand, hindsight, costs)
+    reserved = _reserved(snapshot, demand, burst_reserve, costs)
     needs = [
         (max(low, least), max(high, least))
-        for (low, high), least in zip(asked, kept, strict=True)
+        for (low, high), least in zip(asked, reserved, strict=True)
     ]
     return Findings(
         demand=demand,
         costs=costs,
         gears=gears,
-        hindsight=hindsight,
-        kept=() if needs == asked else kept,
+        burst_reserve=burst_reserve,
+        reserved=() if needs == asked else reserved,
         needs=needs,
         is_urgent=_is_urgent(snapshot, costs),
     )
@@ -176,7 +178,7 @@ def _differ(
     if len(costs) != len(others):
         return True
     return any(
-        abs(item_s - old_s) > NEW_GEARS * old_s
+        abs(item_s - old_s) > GEAR_TOLERANCE * old_s
         for (item_s, _), (old_s, _) in zip(costs, others, strict=True)
     )
 
@@ -184,15 +186,15 @@ def _differ(
 # What would have sufficed.
 
 
-def _hindsight(
+def _update_reserve(
     snapshot: Snapshot, costs: Sequence[tuple[float, float]], before: BurstReserve
 ) -> BurstReserve:
     if len(snapshot.samples) < 2 or not _is_reachable(snapshot, costs):
         return before
     one, other = snapshot.samples[-2:]
     limits = [_limits(stage) for stage in snapshot.stages]
-    patience_s = _patience_s(snapshot, costs, 0.0)
-    seen = BurstRecord(
+    max_wait_s = _max_wait_s(snapshot, costs, 0.0)
+    record = BurstRecord(
         seconds=other.at - one.at,
         arrived=other.arrived - one.arrived,
         missed=other.missed - one.missed,
@@ -200,28 +202,28 @@ def _hindsight(
         ongoing=[stage.ongoing for stage in other.stages],
         item_s=[item_s for item_s, _ in costs],
         ready=[stage.ready for stage in other.stages],
-        least=[max(1, limit.min_replicas) for limit in limits],
-        most=[limit.max_replicas for limit in limits],
-        patience_s=patience_s,
+        min_replicas=[max(1, limit.min_replicas) for limit in limits],
+        max_replicas=[limit.max_replicas for limit in limits],
+        max_wait_s=max_wait_s,
         deadline_s=snapshot.deadline_s,
-        apart_s=snapshot.start_s + patience_s + 2 * snapshot.interval_s,
-        share=snapshot.objective_share,
+        burst_gap_s=snapshot.start_s + max_wait_s + 2 * snapshot.interval_s,
+        objective_share=snapshot.objective_share,
     )
     delays = [s.limits.downscale_delay_s for s in snapshot.stages if s.limits]
-    return learnt(before, seen, HORIZON * max(*delays, snapshot.interval_s))
+    return update(before, record, RESERVE_HORIZON * max(*delays, snapshot.interval_s))
 
 
 def _is_reachable(snapshot: Snapshot, costs: Sequence[tuple[float, float]]) -> bool:
     """Tell whether the objective is one that replicas can help to reach."""
     if snapshot.objective_s is None or not costs:
         return False
-    return snapshot.objective_s >= REACHABLE * sum(item_s for item_s, _ in costs)
+    return snapshot.objective_s >= MIN_OBJECTIVE * sum(item_s for item_s, _ in costs)
 
 
-def _kept(
+def _reserved(
     snapshot: Snapshot,
     demand: Demand,
-    hindsight: BurstReserve,
+    burst_reserve: BurstReserve,
     costs: Sequence[tuple[float, float]],
 ) -> tuple[int, ...]:
     """Return the replicas to keep, whatever comes now.
@@ -229,14 +231,14 @@ def _kept(
     A pipeline that may have none while nobody asks is not kept for who might.
     """
     nothing = (0,) * len(snapshot.stages)
-    is_known = len(hindsight.fleets) == len(nothing)
+    is_known = len(burst_reserve.fleets) == len(nothing)
     if not is_known or not _is_reachable(snapshot, costs):
         return nothing
     is_on_demand = any(_limits(stage).min_replicas == 0 for stage in snapshot.stages)
     if is_on_demand and _is_idle(snapshot, demand):
         return nothing
     item_s = [item for item, _ in costs]
-    return sufficient(hindsight, item_s, snapshot.objective_share)
+    return reserved_replicas(burst_reserve, item_s, snapshot.objective_share)
 
 
 # How many replicas that takes.
@@ -251,7 +253,7 @@ def _needs(
 ) -> list[tuple[int, int]]:
     """Return by stage how many replicas are needed, and how many with a margin."""
     queued = [
-        _queued(snapshot.samples, k, stage, look_back_s)
+        _for_queue(snapshot.samples, k, stage, look_back_s)
         for k, stage in enumerate(snapshot.stages)
     ]
     if _is_idle(snapshot, demand):
@@ -261,14 +263,14 @@ def _needs(
         return [(max(1, count), max(1, count)) for count in queued]
     low = gears[gear_for(gears, demand.expected)].replicas
     high = gears[gear_for(gears, MARGIN * demand.expected)].replicas
-    patience_s = _patience_s(snapshot, costs, look_back_s)
-    burst = envelope(snapshot.samples, look_back_s, patience_s)
+    max_wait_s = _max_wait_s(snapshot, costs, look_back_s)
+    burst = envelope(snapshot.samples, look_back_s, max_wait_s)
     found = []
     for k, (item_s, _) in enumerate(costs):
-        waiting = _for_backlog(snapshot, demand, k, item_s, patience_s)
+        waiting = _for_backlog(snapshot, demand, k, item_s, max_wait_s)
         least = math.ceil(burst * item_s - 1e-9)
-        kept = math.ceil(MARGIN * burst * item_s - 1e-9)
-        found.append((max(low[k], least, waiting), max(high[k], kept, waiting)))
+        with_margin = math.ceil(MARGIN * burst * item_s - 1e-9)
+        found.append((max(low[k], least, waiting), max(high[k], with_margin, waiting)))
     return found
 
 
@@ -277,7 +279,7 @@ def _is_idle(snapshot: Snapshot, demand: Demand) -> bool:
     return demand.rate == 0 and not any(seen.ongoing for seen in last.stages)
 
 
-def _held(snapshot: Snapshot, k: int) -> int:
+def _kept_while_starting(snapshot: Snapshot, k: int) -> int:
     """Return how many replicas a stage keeps that has work and not all of them yet.
 
     Those that are ready, and one that starts: the load looks small as it waits.
@@ -287,7 +289,7 @@ def _held(snapshot: Snapshot, k: int) -> int:
     return min(count, max(1, seen.ready)) if is_starting else 0
 
 
-def _together(snapshot: Snapshot, replicas: list[int]) -> list[int]:
+def _all_or_none(snapshot: Snapshot, replicas: list[int]) -> list[int]:
     """Return replicas of which no stage has none while another that may has some.
 
     A pipeline without one of its stages answers nothing: it goes as a whole.
@@ -304,7 +306,7 @@ def _together(snapshot: Snapshot, replicas: list[int]) -> list[int]:
     ]
 
 
-def _queued(
+def _for_queue(
     samples: Sequence[Sample], k: int, stage: StageNow, look_back_s: float
 ) -> int:
     """Return the replicas for what is queued or computed, on average (Ray Serve)."""
@@ -314,18 +316,18 @@ def _queued(
     return math.ceil(mean / _limits(stage).target_ongoing_requests - 1e-9)
 
 
-def _patience_s(
+def _max_wait_s(
     snapshot: Snapshot, costs: Sequence[tuple[float, float]], look_back_s: float
 ) -> float:
     """Return for how long requests may wait."""
     if snapshot.objective_s is None:
         return look_back_s
-    bare_s = sum(item_s for item_s, _ in costs)
-    return max(snapshot.objective_s - bare_s, snapshot.objective_s / 4)
+    compute_s = sum(item_s for item_s, _ in costs)
+    return max(snapshot.objective_s - compute_s, snapshot.objective_s / 4)
 
 
 def _for_backlog(
-    snapshot: Snapshot, demand: Demand, k: int, item_s: float, patience_s: float
+    snapshot: Snapshot, demand: Demand, k: int, item_s: float, max_wait_s: float
 ) -> int:
     """Return the replicas that also work off what waits, in good time."""
     limits = _limits(snapshot.stages[k])
@@ -334,7 +336,7 @@ def _for_backlog(
     waiting = max(0.0, seen.ongoing - usual)
     if waiting == 0:
         return 0
-    return math.ceil((demand.rate + waiting / patience_s) * item_s)
+    return math.ceil((demand.rate + waiting / max_wait_s) * item_s)
 
 
 def _is_urgent(snapshot: Snapshot, costs: Sequence[tuple[float, float]]) -> bool:

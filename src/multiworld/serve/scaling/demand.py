@@ -16,7 +16,7 @@ SIGMAS = 3.0
 BURST_SHARE = 6
 """A burst is looked for in this part of the look-back period, two samples at least."""
 
-FIRST = 3
+MIN_INTERVALS = 3
 """What came in the first moments counts as if it were of so many intervals."""
 
 TREND_PERIODS = 2.0
@@ -25,10 +25,10 @@ TREND_PERIODS = 2.0
 BINS = 8
 """Into which these are cut for a regression."""
 
-SURE = 2.5
+MIN_T = 2.5
 """A slope of fewer standard errors is noise (Student's t, six degrees: 5 %)."""
 
-MOST_GROWTH = 2.0
+MAX_GROWTH = 2.0
 """No trend is believed beyond so many times what is asked for now."""
 
 
@@ -57,7 +57,7 @@ class Demand:
         return self.is_burst or self.slope > 0
 
 
-def since(samples: Sequence[Sample], at: float) -> Sample:
+def sample_at(samples: Sequence[Sample], at: float) -> Sample:
     """Return the last sample of ``at`` or before, or the first there is."""
     found = bisect.bisect_right([sample.at for sample in samples], at + 1e-9)
     return samples[max(0, found - 1)]
@@ -79,9 +79,9 @@ def demand_of(
         interval_s: Between two samples.
     """
     last = samples[-1]
-    first = since(samples, last.at - look_back_s)
+    first = sample_at(samples, last.at - look_back_s)
     # Of the first moments nobody knows yet whether they are a burst.
-    least_s = min(look_back_s, FIRST * interval_s)
+    least_s = min(look_back_s, MIN_INTERVALS * interval_s)
     rate = (last.arrived - first.arrived) / max(last.at - first.at, least_s)
     burst = _burst(samples, rate, look_back_s, interval_s)
     now = max(rate, burst)
@@ -92,14 +92,14 @@ def demand_of(
     expected = now + slope * (ahead_s + behind_s)
     return Demand(
         now,
-        min(max(now, expected), MOST_GROWTH * now),
+        min(max(now, expected), MAX_GROWTH * now),
         ahead_s,
         slope,
         is_burst=burst > 0.0,
     )
 
 
-def envelope(samples: Sequence[Sample], period_s: float, patience_s: float) -> float:
+def envelope(samples: Sequence[Sample], period_s: float, max_wait_s: float) -> float:
     """Return the requests a second that had to be computed for nobody to wait too long.
 
     What came within any ``w`` seconds of the period must be computed within
@@ -112,7 +112,7 @@ def envelope(samples: Sequence[Sample], period_s: float, patience_s: float) -> f
     for width in _widths(len(lately)):
         for one, other in zip(lately, lately[width:], strict=False):
             came, span_s = other.arrived - one.arrived, other.at - one.at
-            most = max(most, came / (span_s + patience_s))
+            most = max(most, came / (span_s + max_wait_s))
     return most
 
 
@@ -132,8 +132,8 @@ def _burst(
     short_s = max(look_back_s / BURST_SHARE, 2 * interval_s)
     if short_s >= look_back_s:
         return 0.0
-    first = since(samples, last.at - short_s)
-    before = since(samples, last.at - look_back_s)
+    first = sample_at(samples, last.at - short_s)
+    before = sample_at(samples, last.at - look_back_s)
     came, span_s = last.arrived - first.arrived, last.at - first.at
     usual = rate_between(before, first) * span_s
     if came <= usual + SIGMAS * math.sqrt(max(usual, 1.0)) + 1.0:
@@ -148,7 +148,7 @@ def _slope(samples: Sequence[Sample], period_s: float) -> float:
     width_s = (last.at - begin) / BINS
     if width_s <= 0 or last.at - begin < period_s / 2:
         return 0.0
-    edges = [since(samples, begin + n * width_s) for n in range(BINS + 1)]
+    edges = [sample_at(samples, begin + n * width_s) for n in range(BINS + 1)]
     pairs = list(itertools.pairwise(edges))
     if any(one.at >= other.at for one, other in pairs):
         return 0.0
@@ -165,4 +165,4 @@ def _slope(samples: Sequence[Sample], period_s: float) -> float:
     # Counts scatter at least as those of a Poisson process do.
     noise = max(rest / (BINS - 2), mean_y / width_s)
     error = math.sqrt(noise / spread)
-    return slope if abs(slope) > SURE * error else 0.0
+    return slope if abs(slope) > MIN_T * error else 0.0

@@ -25,13 +25,13 @@ class Findings:
     demand: Demand
     costs: tuple[tuple[float, float], ...]
     gears: tuple[Gear, ...]
-    hindsight: BurstReserve
-    kept: tuple[int, ...]
+    burst_reserve: BurstReserve
+    reserved: tuple[int, ...]
     needs: list[tuple[int, int]]
     is_urgent: bool
 
 
-def words(snapshot: Snapshot, found: Findings, replicas: Sequence[int]) -> str:
+def describe(snapshot: Snapshot, found: Findings, replicas: Sequence[int]) -> str:
     """Return a decision for people, in a line."""
     demand, gears = found.demand, found.gears
     text = f"{demand.rate:.2f} requests/s"
@@ -52,11 +52,9 @@ def words(snapshot: Snapshot, found: Findings, replicas: Sequence[int]) -> str:
     text += f"; ongoing {[round(seen.ongoing) for seen in waiting]}"
     if found.is_urgent:
         text += "; urgent: what waits misses the objective"
-    if found.kept:
+    if found.reserved:
         late = 100 * (1 - snapshot.objective_share)
-        text += (
-            f"; more than {late:.3g} % were late lately: {list(found.kept)} are kept"
-        )
+        text += f"; more than {late:.3g} % were late lately: {list(found.reserved)} are kept"
     wanted = list(replicas)
     before = [stage.replicas for stage in snapshot.stages]
     return text if wanted == before else f"{before} → {wanted}: {text}"
@@ -75,9 +73,9 @@ def facts(snapshot: Snapshot, found: Findings) -> dict[str, Any]:
         "gears": len(gears),
         "item_s": [item_s for item_s, _ in found.costs] or None,
         "needs": [list(need) for need in found.needs],
-        "kept": list(found.kept),
-        "came": found.hindsight.came,
-        "missed": found.hindsight.missed,
+        "kept": list(found.reserved),
+        "came": found.burst_reserve.arrived,
+        "missed": found.burst_reserve.missed,
         "ongoing": [seen.ongoing for seen in snapshot.samples[-1].stages],
         "ready": [seen.ready for seen in snapshot.samples[-1].stages],
         "objective_s": snapshot.objective_s,

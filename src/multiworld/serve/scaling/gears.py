@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from multiworld.serve.scaling import queue_model
 from multiworld.serve.scaling.snapshot import StageLimits
 
-STEPS = 18
+BISECTIONS = 18
 """Halvings when the load of a gear is looked for: exact to a few millionths."""
 
-BUSY = 0.85
+MAX_UTILISATION = 0.85
 """Most utilisation of a stage that is planned where an objective is given."""
 
-REACHABLE = 1.5
+MIN_OBJECTIVE = 1.5
 """So many times what computing takes is the least objective that is worked towards: one
 that even an idle service misses must not ask for all there is."""
 
@@ -82,7 +82,7 @@ def gears_of(
         if not found or rate > found[-1].rate * (1.0 + 1e-6):
             late = latency_s(stages, counts, rate, share)
             found.append(Gear(rate, tuple(counts), late))
-        best = _widened(stages, counts, aim)
+        best = _stage_to_widen(stages, counts, aim)
         if best is None:
             return tuple(found)
         counts[best] += 1
@@ -102,16 +102,16 @@ def latency_s(
     The waits of the stages are taken to add up in their tails only for the slowest; the
     others count with their mean: two rare events seldom meet.
     """
-    late, mean, bare = [], [], 0.0
+    late, mean, compute_s = [], [], 0.0
     for stage, count in zip(stages, counts, strict=True):
         args = rate, stage.item_s, count, stage.variability
-        late.append(queue_model.late_wait_s(*args, share))
+        late.append(queue_model.wait_quantile_s(*args, share))
         mean.append(queue_model.mean_wait_s(*args))
-        bare += stage.batch_s
+        compute_s += stage.batch_s
     gaps = [one - other for one, other in zip(late, mean, strict=True)]
     if any(map(math.isinf, late)):
         return math.inf
-    return bare + sum(mean) + max(gaps, default=0.0)
+    return compute_s + sum(mean) + max(gaps, default=0.0)
 
 
 def _is_carried(
@@ -122,10 +122,10 @@ def _is_carried(
 ) -> bool:
     loads = [rate * s.item_s / count for s, count in zip(stages, counts, strict=True)]
     if aim.objective_s is not None:
-        bare = sum(stage.batch_s for stage in stages)
-        reachable = max(aim.objective_s, REACHABLE * bare)
+        compute_s = sum(stage.batch_s for stage in stages)
+        reachable = max(aim.objective_s, MIN_OBJECTIVE * compute_s)
         late = latency_s(stages, counts, rate, aim.share)
-        return max(loads) <= BUSY and late <= reachable
+        return max(loads) <= MAX_UTILISATION and late <= reachable
     return all(
         queue_model.ongoing(rate, stage.item_s, count, stage.variability)
         <= stage.limits.target_ongoing_requests * count
@@ -142,7 +142,7 @@ def _carried(stages: Sequence[StageCost], counts: Sequence[int], aim: _Aim) -> f
     if math.isinf(narrowest):
         return narrowest
     low, high = 0.0, narrowest
-    for _ in range(STEPS):
+    for _ in range(BISECTIONS):
         middle = (low + high) / 2
         if _is_carried(stages, counts, middle, aim):
             low = middle
@@ -151,7 +151,7 @@ def _carried(stages: Sequence[StageCost], counts: Sequence[int], aim: _Aim) -> f
     return low
 
 
-def _widened(
+def _stage_to_widen(
     stages: Sequence[StageCost], counts: Sequence[int], aim: _Aim
 ) -> int | None:
     """Return the stage that gains most from one replica more; None if none may."""

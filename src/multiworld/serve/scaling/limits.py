@@ -14,8 +14,8 @@ def limits_of(stage: StageSpec) -> StageLimits | None:
     config = stage.autoscaling_config
     if config is None:
         return None
-    said = config.model_dump(exclude={"initial_replicas", "metrics_interval_s"})
-    return StageLimits(**said)
+    options = config.model_dump(exclude={"initial_replicas", "metrics_interval_s"})
+    return StageLimits(**options)
 
 
 def is_scaled(spec: ModelSpec) -> bool:

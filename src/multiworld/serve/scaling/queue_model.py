@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-FULL = 0.97
+SATURATED = 0.97
 """Utilisation above which a queue is taken for one that only grows."""
 
 
@@ -28,7 +28,7 @@ def mean_wait_s(
     load = rate * item_s / servers if servers else math.inf
     if rate <= 0 or item_s <= 0:
         return 0.0
-    if load >= FULL:
+    if load >= SATURATED:
         return math.inf
     power: float = math.sqrt(2.0 * (servers + 1)) - 1.0
     busy: float = load**power
@@ -42,7 +42,7 @@ def ongoing(
     return rate * (item_s + mean_wait_s(rate, item_s, servers, variability))
 
 
-def late_wait_s(
+def wait_quantile_s(
     rate: float,
     item_s: float,
     servers: int,
@@ -54,7 +54,7 @@ def late_wait_s(
     if mean == 0.0 or math.isinf(mean):
         return mean
     load = rate * item_s / servers
-    waiting: float = min(1.0, load ** (math.sqrt(2.0 * (servers + 1)) - 1.0))
-    if waiting <= 1.0 - share:
+    waiting_share: float = min(1.0, load ** (math.sqrt(2.0 * (servers + 1)) - 1.0))
+    if waiting_share <= 1.0 - share:
         return 0.0
-    return mean / waiting * math.log(waiting / (1.0 - share))
+    return mean / waiting_share * math.log(waiting_share / (1.0 - share))

@@ -6,10 +6,10 @@ import bisect
 import math
 from collections.abc import Callable, Sequence
 
-from multiworld.serve.scaling.demand import since
+from multiworld.serve.scaling.demand import sample_at
 from multiworld.serve.scaling.gears import StageCost, gear_for, gears_of
 from multiworld.serve.scaling.snapshot import Decision, Policy, Snapshot, StageLimits
-from multiworld.serve.scaling.stabilization import PendingChange, remember, settled
+from multiworld.serve.scaling.stabilization import PendingChange, remember, stabilized
 
 
 def fixed(snapshot: Snapshot) -> Decision:
@@ -23,7 +23,7 @@ Need = Callable[[Snapshot, int, StageLimits], int]
 
 
 def _each(
-    snapshot: Snapshot, need: Need, why: str, *, is_forgetful: bool = False
+    snapshot: Snapshot, need: Need, why: str, *, resets_on_change: bool = False
 ) -> Decision:
     """Scale each stage by itself, after the delays.
 
@@ -31,20 +31,20 @@ def _each(
         is_forgetful: What was needed before a change says nothing after it.
     """
     counts: list[int] = []
-    wishes: list[tuple[PendingChange, ...]] = []
+    pending: list[tuple[PendingChange, ...]] = []
     for k, stage in enumerate(snapshot.stages):
         limits = stage.limits
         if limits is None:
             counts.append(stage.replicas)
-            wishes.append(())
+            pending.append(())
             continue
         count = limits.within(need(snapshot, k, limits))
         before = snapshot.memory[k] if snapshot.memory else ()
         kept = remember(before, PendingChange(snapshot.now, count, count), limits)
-        counts.append(settled(kept, stage.replicas, limits, is_urgent=False))
+        counts.append(stabilized(kept, stage.replicas, limits, is_urgent=False))
         has_changed = counts[k] != stage.replicas
-        wishes.append(kept[-1:] if is_forgetful and has_changed else kept)
-    return Decision(replicas=tuple(counts), why=why, memory=tuple(wishes))
+        pending.append(kept[-1:] if resets_on_change and has_changed else kept)
+    return Decision(replicas=tuple(counts), why=why, memory=tuple(pending))
 
 
 def queued(snapshot: Snapshot) -> Decision:
@@ -71,11 +71,11 @@ def threshold(snapshot: Snapshot) -> Decision:
 
     Utilisation is that of the look-back period; the delays are respected.
     """
-    return _each(snapshot, _for_use, "by utilisation", is_forgetful=True)
+    return _each(snapshot, _for_utilisation, "by utilisation", resets_on_change=True)
 
 
-def _for_use(snapshot: Snapshot, k: int, limits: StageLimits) -> int:
-    first = since(snapshot.samples, snapshot.now - limits.look_back_period_s)
+def _for_utilisation(snapshot: Snapshot, k: int, limits: StageLimits) -> int:
+    first = sample_at(snapshot.samples, snapshot.now - limits.look_back_period_s)
     last, replicas = snapshot.samples[-1], snapshot.stages[k].replicas
     if replicas == 0:
         return int(last.stages[k].ongoing > 0)
@@ -104,12 +104,12 @@ def oracle(
         margin: It has so many times the replicas that an even flow would take.
     """
     gears = gears_of(costs, objective_s, share)
-    bare_s = sum(stage.item_s for stage in costs)
-    patience_s = max((objective_s or 10.0) - bare_s, (objective_s or 10.0) / 4)
+    compute_s = sum(stage.item_s for stage in costs)
+    max_wait_s = max((objective_s or 10.0) - compute_s, (objective_s or 10.0) / 4)
 
     def decide(snapshot: Snapshot) -> Decision:
-        begin = snapshot.now - patience_s
-        end = snapshot.now + snapshot.start_s + 2 * snapshot.interval_s + patience_s
+        begin = snapshot.now - max_wait_s
+        end = snapshot.now + snapshot.start_s + 2 * snapshot.interval_s + max_wait_s
         first = bisect.bisect_left(arrivals, begin)
         coming = arrivals[first : bisect.bisect_left(arrivals, end)]
         waiting = [seen.ongoing for seen in snapshot.samples[-1].stages]
@@ -117,13 +117,13 @@ def oracle(
             least = tuple(stage.limits.min_replicas for stage in costs)
             return Decision(replicas=least, why="nothing comes")
         mean = len(coming) / (end - begin)
-        burst = _needed(coming, patience_s)
+        burst = _needed(coming, max_wait_s)
         gear = gears[gear_for(gears, mean)].replicas
         counts = [
             max(
                 count,
                 math.ceil(
-                    margin * max(burst, sum(waiting) / patience_s) * stage.item_s
+                    margin * max(burst, sum(waiting) / max_wait_s) * stage.item_s
                 ),
             )
             for count, stage in zip(gear, costs, strict=True)
@@ -137,13 +137,13 @@ def oracle(
     return decide
 
 
-def _needed(coming: Sequence[float], patience_s: float) -> float:
+def _needed(coming: Sequence[float], max_wait_s: float) -> float:
     """Return the requests a second that must be computed; see ``demand.envelope``."""
     most, step = 0.0, max(1, len(coming) // 64)
     for first in range(0, len(coming), step):
         for last in range(first, len(coming), step):
             span_s = coming[last] - coming[first]
-            most = max(most, (last - first + 1) / (span_s + patience_s))
+            most = max(most, (last - first + 1) / (span_s + max_wait_s))
     return most
 
 

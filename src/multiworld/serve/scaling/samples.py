@@ -44,9 +44,9 @@ class SampleWindow:
     _arrived: int = 0
     _missed: int = 0
     _refused: int = 0
-    _before: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    _said: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    _older: set[str] | None = None
+    _last_counts: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    _reports: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    _preexisting: set[str] | None = None
 
     def __post_init__(self) -> None:
         """Begin at nothing."""
@@ -62,35 +62,35 @@ class SampleWindow:
         """Take note of what everybody reports; who does not answer is as before."""
         replicas = list(replicas)
         known = {*gateways, *(replica.name for replica in replicas)}
-        if self._older is None:
-            self._older = known  # what these counted before is no news
-        self._said = {n: said for n, said in self._said.items() if n in known}
-        self._said.update((n, r) for n in known if (r := reports.get(n)) is not None)
+        if self._preexisting is None:
+            self._preexisting = known  # what these counted before is no news
+        self._reports = {n: report for n, report in self._reports.items() if n in known}
+        self._reports.update((n, r) for n in known if (r := reports.get(n)) is not None)
         waiting = 0
         for name in gateways:
-            said = self._said.get(name)
-            if said is not None:
-                waiting += said["pending"].get(self.model, 0)
-                arrived = float(said["arrived"].get(self.model, 0))
+            report = self._reports.get(name)
+            if report is not None:
+                waiting += report["pending"].get(self.model, 0)
+                arrived = float(report["arrived"].get(self.model, 0))
                 # A gateway that was started by an older release counts no misses.
-                missed = float(said.get("missed", {}).get(self.model, 0))
-                refused = float(said.get("refused", {}).get(self.model, 0))
-                more = self._more(name, arrived, missed, refused)
-                self._arrived += int(more[0])
-                self._missed += int(more[1])
-                self._refused += int(more[2])
+                missed = float(report.get("missed", {}).get(self.model, 0))
+                refused = float(report.get("refused", {}).get(self.model, 0))
+                increase = self._increase(name, arrived, missed, refused)
+                self._arrived += int(increase[0])
+                self._missed += int(increase[1])
+                self._refused += int(increase[2])
         ongoing = [float(waiting), *([0.0] * self.stages)]
         ready = [0] * self.stages
         for replica in replicas:
             ready[replica.stage] += replica.is_ready
-            said = self._said.get(replica.name)
-            if said is not None:
-                at_work = said["computing"] - said["probing"]
-                ongoing[replica.stage] += said["queued"] + at_work
-                ongoing[replica.stage + 1] += said["waiting_for_next"]
-                self._add(replica, said)
-        for name in self._before.keys() - known:
-            del self._before[name]
+            report = self._reports.get(replica.name)
+            if report is not None:
+                at_work = report["computing"] - report["probing"]
+                ongoing[replica.stage] += report["queued"] + at_work
+                ongoing[replica.stage + 1] += report["waiting_for_next"]
+                self._add(replica, report)
+        for name in self._last_counts.keys() - known:
+            del self._last_counts[name]
         seen = [
             StageSeen(
                 ongoing=ongoing[k],
@@ -116,25 +116,25 @@ class SampleWindow:
             self.samples.popleft()
         return sample
 
-    def _add(self, replica: ObservedReplica, said: Mapping[str, Any]) -> None:
-        counts = said["counts"]
-        requests, batches, busy_s = self._more(
+    def _add(self, replica: ObservedReplica, report: Mapping[str, Any]) -> None:
+        counts = report["counts"]
+        requests, batches, busy_s = self._increase(
             replica.name,
             counts.get("requests", 0),
             counts.get("batches", 0),
-            said["computed_s"],
+            report["computed_s"],
         )
         total = self._totals[replica.stage]
         total.requests += int(requests)
         total.batches += int(batches)
         total.busy_s += busy_s
 
-    def _more(self, name: str, *counts: float) -> tuple[float, ...]:
+    def _increase(self, name: str, *counts: float) -> tuple[float, ...]:
         """Return what was added since the last report."""
-        is_older = self._older is not None and name in self._older
+        is_older = self._preexisting is not None and name in self._preexisting
         nothing = counts if is_older else (0.0,) * len(counts)
-        before = self._before.get(name, nothing)
-        self._before[name] = counts
+        before = self._last_counts.get(name, nothing)
+        self._last_counts[name] = counts
         return tuple(
             max(0.0, now - then) for now, then in zip(counts, before, strict=True)
         )

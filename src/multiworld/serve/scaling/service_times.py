@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from multiworld.serve.scaling.demand import since
+from multiworld.serve.scaling.demand import sample_at
 from multiworld.serve.scaling.snapshot import Snapshot
 
-LIKE = 0.8
+SIMILAR_ROWS = 0.8
 """Batches of such a share of the size of others are about as large."""
 
-FEW = 20
+MIN_REQUESTS = 20
 """Requests that a stage must have computed lately for its times to be believed."""
 
 Times = tuple[float, float, float]
@@ -24,7 +24,7 @@ def times_of(
 
     What was found before stays while too few requests come to tell.
     """
-    first = since(snapshot.samples, snapshot.now - look_back_s)
+    first = sample_at(snapshot.samples, snapshot.now - look_back_s)
     last = snapshot.samples[-1]
     step = min(1.0, snapshot.interval_s / look_back_s)
     found: list[Times | None] = []
@@ -35,7 +35,7 @@ def times_of(
         one, other = first.stages[k], last.stages[k]
         requests, batches = other.requests - one.requests, other.batches - one.batches
         busy_s = other.busy_s - one.busy_s
-        if requests >= FEW and batches > 0 and busy_s > 0:
+        if requests >= MIN_REQUESTS and batches > 0 and busy_s > 0:
             now = busy_s / requests, busy_s / batches, requests / batches
             before = now if before is None else _smoothed(before, now, step)
         found.append(before)
@@ -51,7 +51,7 @@ def _smoothed(before: Times, now: Times, step: float) -> Times:
     """
     item_s, batch_s, rows = before
     is_slower = now[0] > item_s
-    if is_slower and now[2] < LIKE * rows:
+    if is_slower and now[2] < SIMILAR_ROWS * rows:
         return item_s, batch_s + step * (now[1] - batch_s), rows
     return (
         item_s + step * (now[0] - item_s),

@@ -35,8 +35,8 @@ def snapshot_from_json(data: dict[str, Any]) -> Snapshot:
         ValueError: It is none.
     """
     memory = data.get("memory")
-    said = {**data, "memory": None}
-    snapshot = _SNAPSHOT.validate_python(said)
+    fields = {**data, "memory": None}
+    snapshot = _SNAPSHOT.validate_python(fields)
     if not isinstance(memory, dict):
         return snapshot
     return Snapshot(

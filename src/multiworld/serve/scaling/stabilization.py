@@ -31,22 +31,22 @@ class PendingChange:
 
 
 def remember(
-    wishes: tuple[PendingChange, ...], wish: PendingChange, limits: StageLimits
+    needs: tuple[PendingChange, ...], need: PendingChange, limits: StageLimits
 ) -> tuple[PendingChange, ...]:
     """Return the wishes that still count, with one more."""
-    if len(wishes) > 1 and all(
-        (w.low, w.high) == (wish.low, wish.high) for w in wishes[-2:]
+    if len(needs) > 1 and all(
+        (w.low, w.high) == (need.low, need.high) for w in needs[-2:]
     ):
-        wishes = wishes[:-1]  # of a run of equal ones its ends say all
+        needs = needs[:-1]  # of a run of equal ones its ends say all
     longest = max(limits.upscale_delay_s, limits.downscale_delay_s, limits.to_zero_s)
-    kept = [w for w in wishes if w.at > wish.at - longest - EPSILON_S]
+    kept = [w for w in needs if w.at > need.at - longest - EPSILON_S]
     # One that is older says how far back the others reach.
-    older = [w for w in wishes if w.at <= wish.at - longest - EPSILON_S][-1:]
-    return (*older, *kept, wish)
+    older = [w for w in needs if w.at <= need.at - longest - EPSILON_S][-1:]
+    return (*older, *kept, need)
 
 
-def settled(
-    wishes: tuple[PendingChange, ...],
+def stabilized(
+    needs: tuple[PendingChange, ...],
     replicas: int,
     limits: StageLimits,
     *,
@@ -58,22 +58,22 @@ def settled(
         replicas: It has now.
         is_urgent: Nothing is waited for before more are started.
     """
-    up = _lasting(wishes, 0.0 if is_urgent else limits.upscale_delay_s)
+    up = _lasting(needs, 0.0 if is_urgent else limits.upscale_delay_s)
     if up is not None:
-        least = min(wish.low for wish in up)
-        if replicas == 0 and wishes[-1].low:
-            least = wishes[-1].low  # somebody waits, and nothing is there
+        least = min(need.low for need in up)
+        if replicas == 0 and needs[-1].low:
+            least = needs[-1].low  # somebody waits, and nothing is there
         if least > replicas:
             missing = least - replicas
             more = math.ceil(limits.upscaling_factor * missing) if replicas else missing
             return min(replicas + more, limits.max_replicas)
-    elif replicas == 0 and wishes[-1].low:
-        return wishes[-1].low
+    elif replicas == 0 and needs[-1].low:
+        return needs[-1].low
     delay_s = limits.to_zero_s if replicas == 1 else limits.downscale_delay_s
-    down = _lasting(wishes, delay_s)
+    down = _lasting(needs, delay_s)
     if down is None:
         return replicas
-    most = max(wish.high for wish in down)
+    most = max(need.high for need in down)
     if most >= replicas:
         return replicas
     # As with Ray Serve, the last one goes by itself: after a delay of its own.
@@ -83,10 +83,10 @@ def settled(
 
 
 def _lasting(
-    wishes: tuple[PendingChange, ...], delay_s: float
+    needs: tuple[PendingChange, ...], delay_s: float
 ) -> list[PendingChange] | None:
     """Return the wishes of the last ``delay_s``; None if they do not reach so far."""
-    begin = wishes[-1].at - delay_s
-    if wishes[0].at > begin + EPSILON_S:
+    begin = needs[-1].at - delay_s
+    if needs[0].at > begin + EPSILON_S:
         return None
-    return [wish for wish in wishes if wish.at >= begin - EPSILON_S]
+    return [need for need in needs if need.at >= begin - EPSILON_S]

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from multiworld.serve.scaling import default_policy
 from multiworld.serve.scaling.burst_reserve import (
-    EACH,
+    EVERY_SIZE_UP_TO,
     BurstRecord,
     BurstReserve,
-    learnt,
-    sizes,
-    sufficient,
+    candidate_sizes,
+    reserved_replicas,
+    update,
 )
 from multiworld.serve.simulation.engine import PipelineModel, SimulationResult, simulate
 from multiworld.serve.simulation.oracle import with_foresight
@@ -77,7 +77,7 @@ def test_what_was_learnt_fades(busy_s: int) -> None:
     end_s += busy_s + 10.0
     quiet = [Arrival(end_s + 2.0 * n) for n in range(1, 600)]
     outcome = run(model(), [*BURSTS, *busy, *quiet])
-    horizon_s = default_policy.HORIZON * LIMITS.downscale_delay_s
+    horizon_s = default_policy.RESERVE_HORIZON * LIMITS.downscale_delay_s
     later = [m.ready for m in outcome.moments if m.at > end_s + horizon_s * 1.25]
     assert outcome.moments[-1].ready == (1,)
     assert set(later) <= {(1,)}
@@ -136,19 +136,19 @@ def test_on_demand_stays_on_demand() -> None:
     assert ready == 0
 
 
-def seen(arrived: float, missed: float, **more: Any) -> BurstRecord:
+def record(arrived: float, missed: float, **more: Any) -> BurstRecord:
     """Return what was seen in a second of a stage of 0.1 s."""
     of: dict[str, Any] = {
         "seconds": 1.0,
-        "share": 0.99,
+        "objective_share": 0.99,
         "item_s": [0.1],
         "refused": 0.0,
-        "least": [1],
-        "most": [8],
+        "min_replicas": [1],
+        "max_replicas": [8],
         "ready": [1],
-        "patience_s": 0.5,
+        "max_wait_s": 0.5,
         "deadline_s": 30.0,
-        "apart_s": 5.0,
+        "burst_gap_s": 5.0,
         "ongoing": [missed],
     }
     return BurstRecord(**{**of, "arrived": arrived, "missed": missed, **more})
@@ -158,57 +158,57 @@ def after(*all_: BurstRecord) -> BurstReserve:
     """Return what was learnt from it."""
     found = BurstReserve()
     for one in all_:
-        found = learnt(found, one, 1000.0)
+        found = update(found, one, 1000.0)
     return found
 
 
 def apart(*all_: BurstRecord) -> list[BurstRecord]:
     """Return it with a quiet time after it, and once more."""
-    return [*all_, *[seen(0.0, 0.0) for _ in range(6)]] * 2
+    return [*all_, *[record(0.0, 0.0) for _ in range(6)]] * 2
 
 
 def test_slow_answers_that_did_not_wait_need_no_replicas() -> None:
     """An objective that an idle service misses does not take everything."""
-    found = after(*[seen(5.0, 5.0, ongoing=[0.5]) for _ in range(100)])
-    assert found.recent.missed == found.came
-    assert sufficient(found, [0.1], 0.99) == (0,)
-    waiting = after(*apart(*[seen(5.0, 5.0, ongoing=[5.0]) for _ in range(100)]))
-    assert sufficient(waiting, [0.1], 0.99) > (1,)
+    found = after(*[record(5.0, 5.0, ongoing=[0.5]) for _ in range(100)])
+    assert found.recent.missed == found.arrived
+    assert reserved_replicas(found, [0.1], 0.99) == (0,)
+    waiting = after(*apart(*[record(5.0, 5.0, ongoing=[5.0]) for _ in range(100)]))
+    assert reserved_replicas(waiting, [0.1], 0.99) > (1,)
 
 
 def test_how_often_one_looks_makes_no_difference() -> None:
     """What came in ten seconds is not taken to have come at once."""
-    often = after(*[seen(10.0, 0.0)] * 100)
-    seldom = after(*[seen(100.0, 0.0, seconds=10.0)] * 10)
+    often = after(*[record(10.0, 0.0)] * 100)
+    seldom = after(*[record(100.0, 0.0, seconds=10.0)] * 10)
     assert often.fleets == seldom.fleets
 
 
 def test_one_burst_is_none_that_comes_again() -> None:
     """However many were late in it."""
-    found = after(*[seen(100.0, 90.0, ongoing=[90.0])] * 20)
-    assert sufficient(found, [0.1], 0.99) == (0,)
+    found = after(*[record(100.0, 90.0, ongoing=[90.0])] * 20)
+    assert reserved_replicas(found, [0.1], 0.99) == (0,)
 
 
 def test_so_many_would_have_sufficed() -> None:
     """Thirty in a second, computed within it and half another: two; with one, late."""
-    found = after(*[seen(30.0, 20.0), *[seen(0.0, 0.0) for _ in range(9)]] * 10)
-    assert sufficient(found, [0.1], 0.99) == (2,)
+    found = after(*[record(30.0, 20.0), *[record(0.0, 0.0) for _ in range(9)]] * 10)
+    assert reserved_replicas(found, [0.1], 0.99) == (2,)
 
 
 def test_fluid_that_flatters_is_corrected() -> None:
     """Where more are late than it says, it leaves them less time to wait."""
-    smooth = after(*apart(seen(12.0, 3.0)) * 30)
-    assert max(f.late[0] for f in smooth.was) < smooth.missed
-    assert sufficient(smooth, [0.1], 0.99) == (2,)
+    smooth = after(*apart(record(12.0, 3.0)) * 30)
+    assert max(f.late[0] for f in smooth.actual) < smooth.missed
+    assert reserved_replicas(smooth, [0.1], 0.99) == (2,)
 
 
 def test_no_stage_is_kept_wider_than_the_narrowest_lets_through() -> None:
     """One that may not grow lets twenty a second through; so two of the other do."""
-    both = {"item_s": [0.1, 0.1], "most": [2, 8], "ready": [2, 1]}
-    waiting = seen(80.0, 60.0, **both, ongoing=[60.0, 0.0])
+    both = {"item_s": [0.1, 0.1], "max_replicas": [2, 8], "ready": [2, 1]}
+    waiting = record(80.0, 60.0, **both, ongoing=[60.0, 0.0])
     quiet = [replace(waiting, arrived=0.0, missed=0.0, ongoing=[0.0, 0.0])] * 6
     found = after(*[*[waiting] * 20, *quiet] * 2)
-    assert sufficient(found, [0.1, 0.1], 0.99) == (2, 2)
+    assert reserved_replicas(found, [0.1, 0.1], 0.99) == (2, 2)
 
 
 @given(
@@ -219,17 +219,24 @@ def test_more_replicas_are_never_later(
     most: int, story: list[tuple[float, float]]
 ) -> None:
     """And what suffices is one of the sizes, or nothing."""
-    assert sizes(most)[0] == 1
-    assert sizes(most)[-1] == most
-    assert sizes(min(most, EACH)) == list(range(1, min(most, EACH) + 1))
-    found = after(*[seen(came, came * share, most=[most]) for came, share in story])
+    assert candidate_sizes(most)[0] == 1
+    assert candidate_sizes(most)[-1] == most
+    assert candidate_sizes(min(most, EVERY_SIZE_UP_TO)) == list(
+        range(1, min(most, EVERY_SIZE_UP_TO) + 1)
+    )
+    found = after(
+        *[
+            record(arrived, arrived * share, max_replicas=[most])
+            for arrived, share in story
+        ]
+    )
     for fleets in found.fleets:
         for fewer, more in pairwise(fleets):
             waits = fewer.queue / fewer.replicas, more.queue / more.replicas
             assert waits[0] >= waits[1] - 1e-6
             for late, rarer in zip(fewer.late, more.late, strict=True):
                 assert late >= rarer - 1e-6
-    assert all(0 <= n <= most for n in sufficient(found, [0.1], 0.99)[:1])
+    assert all(0 <= n <= most for n in reserved_replicas(found, [0.1], 0.99)[:1])
 
 
 @pytest.mark.parametrize("share", [0.9, 0.99])
@@ -246,4 +253,4 @@ def test_foresight_reaches_the_objective_for_less(share: float) -> None:
 def test_limits_are_those_of_the_tests() -> None:
     """The bursts are further apart than replicas are kept without a reason."""
     assert LIMITS.downscale_delay_s < EVERY_S
-    assert default_policy.HORIZON * LIMITS.downscale_delay_s > 3 * EVERY_S
+    assert default_policy.RESERVE_HORIZON * LIMITS.downscale_delay_s > 3 * EVERY_S

@@ -29,7 +29,7 @@ from multiworld.serve.scaling.snapshot import (
     StageSeen,
 )
 from multiworld.serve.scaling.snapshot_json import snapshot_from_json, snapshot_to_json
-from multiworld.serve.scaling.stabilization import PendingChange, remember, settled
+from multiworld.serve.scaling.stabilization import PendingChange, remember, stabilized
 from multiworld.serve.spec.schema import AppSpec
 
 QUICK = StageLimits(
@@ -115,9 +115,9 @@ def test_waiting_is_that_of_a_queue_that_is_known_exactly() -> None:
     assert queue_model.mean_wait_s(0.8, 1.0, 1, 0.5) == pytest.approx(2.0)
     # M/M/1: P(W > t) = rho exp(-(mu - lambda) t)
     exact = math.log(0.8 / 0.01) / 0.2
-    assert queue_model.late_wait_s(0.8, 1.0, 1) == pytest.approx(exact)
+    assert queue_model.wait_quantile_s(0.8, 1.0, 1) == pytest.approx(exact)
     assert math.isinf(queue_model.mean_wait_s(1.0, 1.0, 1))
-    assert queue_model.late_wait_s(0.001, 1.0, 1) == 0.0
+    assert queue_model.wait_quantile_s(0.001, 1.0, 1) == 0.0
 
 
 @given(
@@ -199,7 +199,7 @@ def test_envelope_is_what_a_burst_takes() -> None:
 # Steadying.
 
 
-def wished(
+def needed(
     pairs: list[tuple[float, int]], limits: StageLimits
 ) -> tuple[PendingChange, ...]:
     """Return wishes at moments."""
@@ -227,28 +227,28 @@ def test_what_lasts_is_done(
     pairs: list[tuple[float, int]], replicas: int, is_urgent: bool, after: int
 ) -> None:
     """Delays as Ray Serve has them."""
-    wishes = wished(pairs, QUICK)
-    assert settled(wishes, replicas, QUICK, is_urgent=is_urgent) == after
+    needs = needed(pairs, QUICK)
+    assert stabilized(needs, replicas, QUICK, is_urgent=is_urgent) == after
 
 
 def test_last_replica_goes_by_itself_after_its_own_delay() -> None:
     """First down to one, then to none."""
     limits = replace(QUICK, min_replicas=0, downscale_to_zero_delay_s=20.0)
-    wishes = wished([(float(t), 0) for t in range(12)], limits)
-    assert settled(wishes, 3, limits, is_urgent=False) == 1
-    assert settled(wishes, 1, limits, is_urgent=False) == 1
-    wishes = wished([(float(t), 0) for t in range(22)], limits)
-    assert settled(wishes, 1, limits, is_urgent=False) == 0
+    needs = needed([(float(t), 0) for t in range(12)], limits)
+    assert stabilized(needs, 3, limits, is_urgent=False) == 1
+    assert stabilized(needs, 1, limits, is_urgent=False) == 1
+    needs = needed([(float(t), 0) for t in range(22)], limits)
+    assert stabilized(needs, 1, limits, is_urgent=False) == 0
 
 
 def test_factors_make_steps_smaller() -> None:
     """Half of what is missing, half of what is too much; one at least."""
     limits = replace(QUICK, upscaling_factor=0.5, downscaling_factor=0.5)
-    up = wished([(0, 7), (1, 7), (2, 7)], limits)
-    assert settled(up, 1, limits, is_urgent=False) == 4
-    down = wished([(0, 1), (10, 1)], limits)
-    assert settled(down, 6, limits, is_urgent=False) == 4
-    assert settled(down, 2, limits, is_urgent=False) == 1
+    up = needed([(0, 7), (1, 7), (2, 7)], limits)
+    assert stabilized(up, 1, limits, is_urgent=False) == 4
+    down = needed([(0, 1), (10, 1)], limits)
+    assert stabilized(down, 6, limits, is_urgent=False) == 4
+    assert stabilized(down, 2, limits, is_urgent=False) == 1
 
 
 @given(
@@ -262,9 +262,9 @@ def test_steadying_stays_within_limits(
     """Whatever is wished, a stage has at least its least and at most its most."""
     found: tuple[PendingChange, ...] = ()
     for at, (low, margin) in enumerate(needs):
-        wish = PendingChange(float(at), min(low, 8), min(low + margin, 8))
-        found = remember(found, wish, QUICK)
-        replicas = settled(found, replicas, QUICK, is_urgent=is_urgent)
+        need = PendingChange(float(at), min(low, 8), min(low + margin, 8))
+        found = remember(found, need, QUICK)
+        replicas = stabilized(found, replicas, QUICK, is_urgent=is_urgent)
         assert QUICK.min_replicas <= replicas <= QUICK.max_replicas
 
 
@@ -469,14 +469,14 @@ def test_runs_of_equal_wishes_are_kept_by_their_ends(needs: list[int]) -> None:
     """What is remembered is small, and decides as all of it would."""
     kept: tuple[PendingChange, ...] = ()
     whole: tuple[PendingChange, ...] = ()
-    for at, need in enumerate(needs):
-        wish = PendingChange(float(at), need, need)
-        kept = remember(kept, wish, QUICK)
-        whole = (*whole, wish)
+    for at, count in enumerate(needs):
+        need = PendingChange(float(at), count, count)
+        kept = remember(kept, need, QUICK)
+        whole = (*whole, need)
         for replicas in (0, 1, 4):
             for is_urgent in (False, True):
-                one = settled(kept, replicas, QUICK, is_urgent=is_urgent)
-                other = settled(whole, replicas, QUICK, is_urgent=is_urgent)
+                one = stabilized(kept, replicas, QUICK, is_urgent=is_urgent)
+                other = stabilized(whole, replicas, QUICK, is_urgent=is_urgent)
                 assert one == other
     assert len(remember(kept, PendingChange(99.0, 1, 1), QUICK)) <= len(needs) + 1
 
