@@ -1,15 +1,16 @@
-"""What would have sufficed: learnt from bursts that come again and again. Pure.
+"""Burst reserve: replicas kept for bursts that end before a new replica is ready. Pure.
 
-Who starts replicas when a burst has begun is too late for it where replicas take
-longer to start than requests may wait. All that helps is to keep some between two
-bursts, which costs; so it is done only once the objective was missed without.
+Starting replicas at the start of a burst is too late if a start takes longer than a
+request may wait. Only replicas that run already help, and they cost. The reserve is
+therefore empty until SLO attainment falls short without it.
 
-For every number of replicas that a stage might have had all the time, a fluid queue
-runs beside the real one (arrivals flow in, the replicas drain it), and what would have
-waited too long in it is counted. How closely together requests come between two looks,
-and what batches and chance add to their waiting, nobody has seen: that is found by the
-same reckoning for the replicas that there were, against the requests that were late
-for want of replicas.
+The size of the reserve comes from fluid queues. For each candidate number of replicas,
+a fluid queue runs beside the real one: requests flow in, the replicas drain it, and it
+counts the requests that would have waited too long. The fluid is too optimistic: it
+knows neither batches nor chance, nor how close together requests arrive between two
+samples. A calibration corrects it: the same fluid queue runs for the replicas that
+really were ready, and its assumptions are tightened until it predicts as many late
+requests as the lack of replicas really caused.
 """
 
 from __future__ import annotations
@@ -19,45 +20,54 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 SIGMAS = 2.0
-"""So many standard deviations more than allowed must have been late to say so."""
+"""Standard deviations above the allowed late requests that activate the reserve."""
 
 MIN_LATE_BURSTS = 2
-"""So many times, apart from each other, answers must have been late."""
+"""Separate bursts with late answers that must be seen before a reserve is kept."""
 
 MIN_WAIT_SHARE = 0.25
-"""Who is late has waited about as long as one may. What all have waited says how many
-that can be: at a fourth of it each, as few are seen while they wait."""
+"""Least share of the allowed wait that a request lost to a lack of replicas has waited.
+
+The total waiting time, divided by this, limits how many requests a lack of replicas can
+have made late. It is well below 1 because samples miss part of the waiting."""
 
 EVERY_SIZE_UP_TO = 16
-"""Every number of replicas up to this one is tried; above, steps grow."""
+"""Fleet size up to which every number of replicas is a candidate."""
 
 SIZE_GROWTH = 1.2
+"""Ratio of successive candidate sizes above ``EVERY_SIZE_UP_TO``."""
 
 CALIBRATION_LEVELS = ((1.0, 1.0), (1.0, 0.5), (0.5, 0.5), (0.0, 0.5), (0.0, 0.25))
-"""From the brightest to the darkest: in which part of the time between two looks
-requests come, and which part of the time that they may wait is left to the fluid."""
+"""Assumptions of the fluid queue, from optimistic to pessimistic.
+
+Each pair holds the share of a sampling interval within which its requests arrive, and
+the share of the allowed wait that the fluid queue may use up."""
 
 MAX_STEP_S = 1.0
-"""Requests of longer times are taken to have come in clumps of no more than this."""
+"""Longest step of a fluid queue, in seconds; longer intervals are cut up."""
 
 RECOVERY = 1.0
-"""Views by which what was seen darkly is seen brighter, in a horizon in which fewer are
-late: that nobody is says little while enough are kept."""
+"""Calibration levels per horizon that a period with few misses takes back.
+
+The return is slow because a period without misses proves little while a reserve is
+kept."""
 
 LateCounts = tuple[float, ...]
-"""Requests that would have waited too long, in each of the ``VIEWS``."""
+"""Requests that would have waited too long, for each of the ``CALIBRATION_LEVELS``."""
 
 NO_LATE: LateCounts = (0.0,) * len(CALIBRATION_LEVELS)
+"""Zero late requests at every calibration level."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetFacts:
-    """So many replicas of a stage.
+    """Fluid queue of one stage with one number of replicas.
 
     Attributes:
+        replicas: Number of replicas.
         queue: Requests that would wait now.
-        late: In this half of the horizon.
-        before: The same, in the half before.
+        late: Late requests in the current half of the horizon.
+        previous: Late requests in the half before.
     """
 
     replicas: int
@@ -68,14 +78,15 @@ class FleetFacts:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Of a model.
+    """Measured requests of a model in one half of the horizon.
 
     Attributes:
-        came: Requests.
-        missed: Of which the answer was late, or none for want of replicas. Measured.
-        refused: Of which there was none because too many waited.
-        waited: So many times as long as they may was waited, by all together.
-        spells: Times that answers began to be late.
+        arrived: Requests that arrived.
+        missed: Requests answered after the objective, or refused because too many
+            waited.
+        refused: Requests refused because too many waited.
+        waited: Total waiting time, as a multiple of the allowed wait.
+        late_bursts: Separate bursts with late answers.
     """
 
     arrived: float = 0.0
@@ -87,18 +98,18 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class BurstReserve:
-    """What is known of a model.
+    """Measurements and fluid queues of one model, and whether a reserve is kept.
 
     Attributes:
-        seconds: That this half of the horizon lasts already.
-        recent: Of this half.
-        before: Of the half before.
-        calm_s: Since an answer was late; None if none ever was.
-        is_missed: Whether too many were, and it does not go without keeping some.
-        view: In which of the ``VIEWS`` as many would be late as were; 1.5 is between.
-        was: By stage, the replicas that there were.
-        fleets: By stage, those that might have been there all the time, the smallest
-            first.
+        seconds: Seconds since the current half of the horizon started.
+        recent: Requests of the current half.
+        previous: Requests of the half before.
+        since_late_s: Seconds since the last late answer; None if there was none.
+        is_active: Whether SLO attainment fell short, so that a reserve is kept.
+        level: Position among the ``CALIBRATION_LEVELS`` at which the fluid queue
+            predicts the measured number of late requests; fractions interpolate.
+        actual: By stage, the fluid queue of the replicas that really were ready.
+        fleets: By stage, the fluid queues of all candidate sizes, smallest first.
     """
 
     seconds: float = 0.0
@@ -112,12 +123,12 @@ class BurstReserve:
 
     @property
     def arrived(self) -> float:
-        """Requests within the horizon."""
+        """Requests that arrived within the horizon."""
         return self.previous.arrived + self.recent.arrived
 
     @property
     def missed(self) -> float:
-        """Of which too late for want of replicas, as far as can be told."""
+        """Requests within the horizon that a lack of replicas made late (estimate)."""
         missed = self.previous.missed + self.recent.missed
         refused = self.previous.refused + self.recent.refused
         waited = max(0.0, self.previous.waited + self.recent.waited)
@@ -125,29 +136,30 @@ class BurstReserve:
 
     @property
     def late_bursts(self) -> int:
-        """See ``Counts``."""
+        """Separate bursts with late answers within the horizon."""
         return self.previous.late_bursts + self.recent.late_bursts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BurstRecord:
-    """What is new since the last look.
+    """Measurements of one sampling interval.
 
     Attributes:
-        seconds: Since then.
-        arrived: Requests.
-        missed: Requests that were found to be late, or refused.
-        refused: Requests that were refused.
-        ongoing: By stage, requests that are waiting or computed, now.
+        seconds: Length of the interval.
+        arrived: Requests that arrived.
+        missed: Requests found late, or refused.
+        refused: Requests refused because too many waited.
+        ongoing: By stage, requests waiting or computed at the end of the interval.
         item_s: By stage, seconds that a replica is busy with one request.
-        ready: By stage, the replicas that there were.
-        least: By stage, the replicas that there are always.
-        most: By stage, the replicas that there may be.
-        patience_s: For how long requests may wait.
-        deadline_s: After which they wait no more.
-        apart_s: After which it is another burst that is late: there was time to answer
-            the one before with more replicas.
-        share: Of the requests, that should be answered in time.
+        ready: By stage, replicas that were ready.
+        min_replicas: By stage, the least number of replicas.
+        max_replicas: By stage, the greatest number of replicas.
+        max_wait_s: Seconds that a request may wait and still meet the objective.
+        deadline_s: Seconds after which a waiting request is given up.
+        burst_gap_s: Seconds without a late answer after which the next one belongs to a
+            new burst: enough for replicas started in the previous burst to become
+            ready.
+        objective_share: Share of the requests that should meet the objective.
     """
 
     seconds: float
@@ -168,9 +180,14 @@ class BurstRecord:
 def update(
     previous: BurstReserve, record: BurstRecord, horizon_s: float
 ) -> BurstReserve:
-    """Return what is known with what is new.
+    """Return the reserve with the measurements of one interval added.
 
-    What is older than ``horizon_s`` is forgotten, half of it at a time.
+    Measurements older than ``horizon_s`` are dropped, half a horizon at a time.
+
+    Args:
+        previous: Reserve before this interval.
+        record: Measurements of this interval.
+        horizon_s: Seconds over which requests and late answers are counted.
     """
     old = _start_half(previous) if previous.seconds >= horizon_s / 2 else previous
     actual, fleets = [], []
@@ -201,13 +218,15 @@ def update(
 def reserved_replicas(
     reserve: BurstReserve, item_s: Sequence[float], objective_share: float
 ) -> tuple[int, ...]:
-    """Return by stage how many replicas would have sufficed; none if all is well.
+    """Return by stage how many replicas to keep; all zero while no reserve is needed.
 
-    No stage needs to be faster than the narrowest of them can ever be.
+    No stage is kept wider than the bottleneck can become: the stage that carries least
+    with its greatest number of replicas limits the whole pipeline.
 
     Args:
+        reserve: Reserve of the model.
         item_s: By stage, seconds that a replica is busy with one request.
-        share: Of the requests, that should be answered in time.
+        objective_share: Share of the requests that should meet the objective.
     """
     fleets = reserve.fleets
     if not reserve.is_active:
@@ -232,18 +251,18 @@ def reserved_replicas(
 
 
 def candidate_sizes(max_replicas: int) -> list[int]:
-    """Return the numbers of replicas that are tried."""
+    """Return the numbers of replicas for which a fluid queue runs."""
     found = list(range(1, min(max_replicas, EVERY_SIZE_UP_TO) + 1))
     while found[-1] < max_replicas:
         found.append(min(max_replicas, math.ceil(SIZE_GROWTH * found[-1])))
     return found
 
 
-# What was.
+# Measurements.
 
 
 def _start_half(old: BurstReserve) -> BurstReserve:
-    """Return the same at the begin of a new half: the one before last is forgotten."""
+    """Return the reserve at the start of a new half; drops the half before last."""
 
     def start_half(fleet: FleetFacts) -> FleetFacts:
         return replace(fleet, late=NO_LATE, previous=fleet.late)
@@ -261,7 +280,7 @@ def _start_half(old: BurstReserve) -> BurstReserve:
 
 
 def _add_counts(old: BurstReserve, record: BurstRecord) -> Counts:
-    # Little's law: what is there, times how long, is what all spend there together.
+    # Little's law: requests present times seconds is the total time they spend here.
     computed_s = sum(record.item_s) * (record.arrived - record.refused)
     waited_s = sum(record.ongoing) * record.seconds - computed_s
     is_new = record.missed > 0 and (
@@ -283,7 +302,11 @@ def _since_late_s(old: BurstReserve, record: BurstRecord) -> float | None:
 
 
 def _is_needed(found: BurstReserve, record: BurstRecord) -> bool:
-    """Tell whether some are to be kept; once they are, until the fewest would do."""
+    """Tell whether to keep a reserve.
+
+    It starts when attainment falls short in several bursts, and ends when the least
+    number of replicas would be enough.
+    """
     allowed = (1.0 - record.objective_share) * found.arrived
     if found.is_active:
         return any(
@@ -296,11 +319,11 @@ def _is_needed(found: BurstReserve, record: BurstRecord) -> bool:
     return found.late_bursts >= MIN_LATE_BURSTS and found.missed > threshold
 
 
-# What would have been.
+# Fluid queues.
 
 
 def _calibrate(reserve: BurstReserve) -> float:
-    """Return the first of the ``VIEWS`` in which as many would be late as were."""
+    """Return the lowest level (interpolated) that predicts the measured misses."""
     previous = 0.0
     for level in range(len(CALIBRATION_LEVELS)):
         late = max(_late_requests(fleet, level) for fleet in reserve.actual)
@@ -314,7 +337,7 @@ def _calibrate(reserve: BurstReserve) -> float:
 def _smallest_sufficient(
     stage_fleets: Sequence[FleetFacts], level: float, allowed: float
 ) -> int:
-    """Return the fewest replicas with which no more than so many would be late."""
+    """Return the fewest replicas that leave at most ``allowed`` requests late."""
     enough = (
         fleet.replicas
         for fleet in stage_fleets
@@ -324,7 +347,7 @@ def _smallest_sufficient(
 
 
 def _late_requests(fleet: FleetFacts, level: float) -> float:
-    """Return how many would be late, also in between two views."""
+    """Return how many requests would be late; interpolates between two levels."""
     low = min(int(level), len(CALIBRATION_LEVELS) - 2)
     one = fleet.previous[low] + fleet.late[low]
     other = fleet.previous[low + 1] + fleet.late[low + 1]
@@ -334,10 +357,10 @@ def _late_requests(fleet: FleetFacts, level: float) -> float:
 def _advance(
     fleet: FleetFacts, replicas: int, record: BurstRecord, item_s: float
 ) -> FleetFacts:
-    """Return a fleet of so many after what is new."""
+    """Return the fluid queue of ``replicas`` replicas after one more interval."""
     if item_s <= 0:
         return FleetFacts(replicas)
-    rate = max(replicas, 0.01) / item_s  # with none, everybody waits for long
+    rate = max(replicas, 0.01) / item_s  # without replicas, everything waits
     steps = max(1, math.ceil(record.seconds / MAX_STEP_S))
     arrived, seconds = record.arrived / steps, record.seconds / steps
     queue, late = fleet.queue, fleet.late
@@ -355,12 +378,12 @@ def _advance(
             )
         )
         queue = max(0.0, queue + arrived - rate * seconds)
-        queue = min(queue, rate * record.deadline_s)  # who waits for longer has left
+        queue = min(queue, rate * record.deadline_s)  # others were given up
     return FleetFacts(replicas, queue, late, fleet.previous)
 
 
 def _share_above(limit: float, first: float, last: float) -> float:
-    """Return the share of what lies evenly between two numbers that is above."""
+    """Return the share of the range ``first`` to ``last`` that exceeds ``limit``."""
     low, high = min(first, last), max(first, last)
     if high <= limit:
         return 0.0

@@ -1,13 +1,13 @@
-"""The scaling that is used where a spec names no other. Pure.
+"""Default autoscaling policy, used where a spec names no other. Pure.
 
-1. How much is asked for, and will be when a new replica is ready (``demand``).
-2. Which gear carries that: the replicas of all stages together (``gears``). Bursts like
-   the last ones must be worked off within the objective, and so must what waits. Where
-   nobody knows yet how long a stage computes, what is queued there decides alone, as
-   with Ray Serve.
-3. Where the objective was missed lately for all that, as many are kept as would have
-   sufficed (``hindsight``).
-4. What has lasted long enough is done (``steadying``).
+1. Estimate the demand now, and at the moment when a new replica would be ready
+   (``demand``).
+2. Look up the gear, a number of replicas for every stage, that carries the demand
+   (``gears``). Add replicas if recent bursts or the backlog need more to meet the
+   objective. Until computing times are known, the queue length alone decides, as in Ray
+   Serve.
+3. Keep a burst reserve if SLO attainment fell short without it (``burst_reserve``).
+4. Apply the stabilization windows (``stabilization``).
 """
 
 from __future__ import annotations
@@ -42,26 +42,30 @@ from multiworld.serve.scaling.snapshot import (
 from multiworld.serve.scaling.stabilization import PendingChange, remember, stabilized
 
 MARGIN = 1.15
-"""Replicas are drained only if fewer would carry so many times what is asked for."""
+"""Scale down only if the smaller fleet still carries this multiple of the demand."""
 
 GEAR_TOLERANCE = 0.2
-"""Gears are computed anew when a stage computes longer or shorter by this share."""
+"""Relative change of a stage's computing time that makes the gears be computed anew."""
 
 RESERVE_HORIZON = 15.0
-"""What would have sufficed is asked for the last so many downscale delays: some bursts
-must have come again within them. Chosen on traces, see docs/serve/scaling-report.md."""
+"""Horizon of the burst reserve, as a multiple of the largest ``downscale_delay_s``.
+
+Long enough for several bursts to recur. Chosen on traces, see
+docs/serve/scaling-report.md."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyState:
-    """What the policy keeps from one decision to the next.
+    """State that the policy keeps from one decision to the next.
 
     Attributes:
-        costs: That the gears were computed for.
-        bounds: The fewest and the most replicas of each stage, for the same.
-        wishes: By stage.
-        measured: Seconds of a request and of a batch, and the requests of a batch.
-        hindsight: What would have sufficed.
+        costs: By stage, seconds of a request and of a batch that the gears were
+            computed for.
+        bounds: By stage, least and greatest number of replicas for the same.
+        gears: Gears of the pipeline, smallest first.
+        pending: By stage, recent needs that the stabilization windows still cover.
+        measured: By stage, measured computing times; None where they are not known.
+        burst_reserve: Burst reserve of the model.
     """
 
     costs: tuple[tuple[float, float], ...] = ()
@@ -73,7 +77,15 @@ class PolicyState:
 
 
 def decide(snapshot: Snapshot) -> Decision:
-    """Return how many replicas each stage should have."""
+    """Return how many replicas each stage should have.
+
+    Args:
+        snapshot: Limits, samples and objective of one model. At least one stage must
+            have limits.
+
+    Returns:
+        The replicas by stage, the reason in one line, and the state for the next call.
+    """
     old = snapshot.memory if isinstance(snapshot.memory, PolicyState) else PolicyState()
     look_back_s = max(
         _limits(s).look_back_period_s for s in snapshot.stages if s.limits is not None
@@ -91,7 +103,7 @@ def decide(snapshot: Snapshot) -> Decision:
             pending[k], stage.replicas, limits, is_urgent=found.is_urgent
         )
         if found.demand.is_rising:
-            count = max(count, stage.replicas)  # none is let go now
+            count = max(count, stage.replicas)  # never scale down under rising load
         count = max(count, _kept_while_starting(snapshot, k))
         replicas.append(stage.replicas if stage.limits is None else count)
     replicas = _all_or_none(snapshot, replicas)
@@ -139,7 +151,7 @@ def _find(
 
 
 def _limits(stage: StageNow) -> StageLimits:
-    """Return the limits of a stage; of one that is not scaled, what it has."""
+    """Return the limits of a stage; a stage that is not scaled keeps its number."""
     if stage.limits is not None:
         return stage.limits
     return StageLimits(min_replicas=stage.replicas, max_replicas=max(1, stage.replicas))
@@ -150,7 +162,7 @@ def _bounds(snapshot: Snapshot) -> tuple[tuple[int, int], ...]:
     return tuple((one.min_replicas, one.max_replicas) for one in limits)
 
 
-# The gears.
+# Gears.
 
 
 def _gears(
@@ -158,7 +170,7 @@ def _gears(
     measured: Sequence[Times | None],
     old: PolicyState,
 ) -> tuple[tuple[tuple[float, float], ...], tuple[Gear, ...]]:
-    """Return the times that are planned with, and the gears; none if not known."""
+    """Return the computing times and the gears; both empty if times are not known."""
     if any(times is None for times in measured):
         return (), ()
     costs = tuple(times[:2] for times in measured if times is not None)
@@ -183,7 +195,7 @@ def _differ(
     )
 
 
-# What would have sufficed.
+# Burst reserve.
 
 
 def _update_reserve(
@@ -214,7 +226,7 @@ def _update_reserve(
 
 
 def _is_reachable(snapshot: Snapshot, costs: Sequence[tuple[float, float]]) -> bool:
-    """Tell whether the objective is one that replicas can help to reach."""
+    """Tell whether more replicas can help to meet the objective."""
     if snapshot.objective_s is None or not costs:
         return False
     return snapshot.objective_s >= MIN_OBJECTIVE * sum(item_s for item_s, _ in costs)
@@ -226,9 +238,9 @@ def _reserved(
     burst_reserve: BurstReserve,
     costs: Sequence[tuple[float, float]],
 ) -> tuple[int, ...]:
-    """Return the replicas to keep, whatever comes now.
+    """Return by stage the burst reserve.
 
-    A pipeline that may have none while nobody asks is not kept for who might.
+    A pipeline that may scale to zero keeps no reserve while it is idle.
     """
     nothing = (0,) * len(snapshot.stages)
     is_known = len(burst_reserve.fleets) == len(nothing)
@@ -241,7 +253,7 @@ def _reserved(
     return reserved_replicas(burst_reserve, item_s, snapshot.objective_share)
 
 
-# How many replicas that takes.
+# Needs.
 
 
 def _needs(
@@ -251,7 +263,7 @@ def _needs(
     costs: Sequence[tuple[float, float]],
     look_back_s: float,
 ) -> list[tuple[int, int]]:
-    """Return by stage how many replicas are needed, and how many with a margin."""
+    """Return by stage how many replicas are needed, without and with the margin."""
     queued = [
         _for_queue(snapshot.samples, k, stage, look_back_s)
         for k, stage in enumerate(snapshot.stages)
@@ -259,7 +271,7 @@ def _needs(
     if _is_idle(snapshot, demand):
         return [(0, 0) for _ in snapshot.stages]
     if not gears:
-        # Something is asked for: it needs every stage, whatever has got there yet.
+        # A request needs every stage, even those that it has not reached yet.
         return [(max(1, count), max(1, count)) for count in queued]
     low = gears[gear_for(gears, demand.expected)].replicas
     high = gears[gear_for(gears, MARGIN * demand.expected)].replicas
@@ -280,9 +292,9 @@ def _is_idle(snapshot: Snapshot, demand: Demand) -> bool:
 
 
 def _kept_while_starting(snapshot: Snapshot, k: int) -> int:
-    """Return how many replicas a stage keeps that has work and not all of them yet.
+    """Return how many replicas a busy stage keeps while some are still starting.
 
-    Those that are ready, and one that starts: the load looks small as it waits.
+    These are the ready ones and at least one: the load looks small while it waits.
     """
     seen, count = snapshot.samples[-1].stages[k], snapshot.stages[k].replicas
     is_starting = seen.ready < count and seen.ongoing > 0
@@ -290,9 +302,9 @@ def _kept_while_starting(snapshot: Snapshot, k: int) -> int:
 
 
 def _all_or_none(snapshot: Snapshot, replicas: list[int]) -> list[int]:
-    """Return replicas of which no stage has none while another that may has some.
+    """Return the replicas with at least one for each stage, or none for all on demand.
 
-    A pipeline without one of its stages answers nothing: it goes as a whole.
+    A pipeline without one of its stages answers nothing.
     """
     on_demand = [
         k
@@ -309,7 +321,7 @@ def _all_or_none(snapshot: Snapshot, replicas: list[int]) -> list[int]:
 def _for_queue(
     samples: Sequence[Sample], k: int, stage: StageNow, look_back_s: float
 ) -> int:
-    """Return the replicas for what is queued or computed, on average (Ray Serve)."""
+    """Return the replicas for the mean ongoing requests (Ray Serve's rule)."""
     begin = samples[-1].at - look_back_s
     lately = [s.stages[k].ongoing for s in samples if s.at > begin - 1e-9]
     mean = sum(lately) / len(lately)
@@ -319,7 +331,7 @@ def _for_queue(
 def _max_wait_s(
     snapshot: Snapshot, costs: Sequence[tuple[float, float]], look_back_s: float
 ) -> float:
-    """Return for how long requests may wait."""
+    """Return how many seconds requests may wait and still meet the objective."""
     if snapshot.objective_s is None:
         return look_back_s
     compute_s = sum(item_s for item_s, _ in costs)
@@ -329,7 +341,7 @@ def _max_wait_s(
 def _for_backlog(
     snapshot: Snapshot, demand: Demand, k: int, item_s: float, max_wait_s: float
 ) -> int:
-    """Return the replicas that also work off what waits, in good time."""
+    """Return the replicas that carry the demand and also clear the backlog in time."""
     limits = _limits(snapshot.stages[k])
     seen = snapshot.samples[-1].stages[k]
     usual = limits.target_ongoing_requests * max(1, snapshot.stages[k].replicas)
@@ -340,7 +352,7 @@ def _for_backlog(
 
 
 def _is_urgent(snapshot: Snapshot, costs: Sequence[tuple[float, float]]) -> bool:
-    """Tell whether what waits at one stage alone makes the objective miss."""
+    """Tell whether the backlog of one stage alone makes requests miss the objective."""
     if snapshot.objective_s is None or not costs:
         return False
     last = snapshot.samples[-1]

@@ -1,4 +1,4 @@
-"""What the policy found, in words and numbers: why a decision was taken. Pure."""
+"""Reason for a decision of the default policy, in words and in numbers. Pure."""
 
 from __future__ import annotations
 
@@ -14,12 +14,17 @@ from multiworld.serve.scaling.snapshot import Snapshot
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What a decision is made from.
+    """Intermediate results that a decision is made from.
 
     Attributes:
-        costs: Seconds of a request and of a batch, by stage; none if not known.
-        kept: Replicas that are needed only because some are kept, by stage; or none.
-        needs: The fewest, and those with a margin, by stage.
+        demand: Demand now and expected.
+        costs: By stage, seconds of a request and of a batch; empty if not known.
+        gears: Gears of the pipeline; empty if not known.
+        burst_reserve: Burst reserve of the model.
+        reserved: By stage, replicas kept as burst reserve; empty if the reserve adds
+            none.
+        needs: By stage, replicas needed, without and with the margin.
+        is_urgent: Whether the backlog makes requests miss the objective.
     """
 
     demand: Demand
@@ -32,7 +37,13 @@ class Findings:
 
 
 def describe(snapshot: Snapshot, found: Findings, replicas: Sequence[int]) -> str:
-    """Return a decision for people, in a line."""
+    """Return the reason for a decision, in one line for people.
+
+    Args:
+        snapshot: Snapshot that the decision was made from.
+        found: Intermediate results.
+        replicas: Replicas by stage that were decided.
+    """
     demand, gears = found.demand, found.gears
     text = f"{demand.rate:.2f} requests/s"
     if demand.is_burst:
@@ -47,21 +58,24 @@ def describe(snapshot: Snapshot, found: Findings, replicas: Sequence[int]) -> st
             f"{gear.rate:.2f}/s"
         )
     else:
-        text += "; by what is queued (how long stages compute is not known yet)"
+        text += "; by queued requests (computing times are not known yet)"
     waiting = snapshot.samples[-1].stages
     text += f"; ongoing {[round(seen.ongoing) for seen in waiting]}"
     if found.is_urgent:
-        text += "; urgent: what waits misses the objective"
+        text += "; urgent: the backlog misses the objective"
     if found.reserved:
         late = 100 * (1 - snapshot.objective_share)
-        text += f"; more than {late:.3g} % were late lately: {list(found.reserved)} are kept"
+        text += (
+            f"; more than {late:.3g} % of requests were late: burst reserve "
+            f"{list(found.reserved)}"
+        )
     wanted = list(replicas)
     before = [stage.replicas for stage in snapshot.stages]
     return text if wanted == before else f"{before} → {wanted}: {text}"
 
 
 def facts(snapshot: Snapshot, found: Findings) -> dict[str, Any]:
-    """Return the numbers behind it."""
+    """Return the numbers behind a decision, as plain data."""
     demand, gears = found.demand, found.gears
     return {
         "rate": demand.rate,

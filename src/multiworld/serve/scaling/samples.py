@@ -1,4 +1,4 @@
-"""From what processes report to the samples that a policy is asked with. Pure."""
+"""Samples for scaling policies, built from the reports of all processes. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from multiworld.serve.scaling.snapshot import Sample, StageSeen
 
 PERIODS = 2.5
-"""Samples of so many look-back periods are kept."""
+"""Look-back periods over which samples are kept."""
 
 
 @dataclass(slots=True)
@@ -22,7 +22,7 @@ class _Stage:
 
 @dataclass(frozen=True, slots=True)
 class ObservedReplica:
-    """A replica of the model: its stage, and whether it is ready."""
+    """A replica of the model: its name, its stage, and whether it is ready."""
 
     name: str
     stage: int
@@ -31,9 +31,16 @@ class ObservedReplica:
 
 @dataclass(slots=True)
 class SampleWindow:
-    """The samples of one model.
+    """Recent samples of one model.
 
-    Processes count from their own start, and may be lost: sums go on over all of them.
+    Processes count from their own start and may be lost. The samples count on over all
+    of them, so sums never decrease.
+
+    Attributes:
+        model: Name of the model.
+        stages: Number of stages.
+        look_back_s: Longest look-back period of its stages, in seconds.
+        samples: Samples, oldest first.
     """
 
     model: str
@@ -49,7 +56,7 @@ class SampleWindow:
     _preexisting: set[str] | None = None
 
     def __post_init__(self) -> None:
-        """Begin at nothing."""
+        """Set all sums to zero."""
         self._totals = [_Stage() for _ in range(self.stages)]
 
     def note(
@@ -59,11 +66,20 @@ class SampleWindow:
         replicas: Iterable[ObservedReplica],
         reports: Mapping[str, Mapping[str, Any] | None],
     ) -> Sample:
-        """Take note of what everybody reports; who does not answer is as before."""
+        """Add a sample built from the reports of all processes, and return it.
+
+        A process that does not report counts as in its last report.
+
+        Args:
+            now: Time of the sample, in seconds.
+            gateways: Names of the gateways.
+            replicas: Replicas of the model.
+            reports: Report of each process, by name; None where it did not answer.
+        """
         replicas = list(replicas)
         known = {*gateways, *(replica.name for replica in replicas)}
         if self._preexisting is None:
-            self._preexisting = known  # what these counted before is no news
+            self._preexisting = known  # their earlier counts are not new
         self._reports = {n: report for n, report in self._reports.items() if n in known}
         self._reports.update((n, r) for n in known if (r := reports.get(n)) is not None)
         waiting = 0
@@ -72,7 +88,7 @@ class SampleWindow:
             if report is not None:
                 waiting += report["pending"].get(self.model, 0)
                 arrived = float(report["arrived"].get(self.model, 0))
-                # A gateway that was started by an older release counts no misses.
+                # A gateway of an older release does not count misses.
                 missed = float(report.get("missed", {}).get(self.model, 0))
                 refused = float(report.get("refused", {}).get(self.model, 0))
                 increase = self._increase(name, arrived, missed, refused)
@@ -130,7 +146,7 @@ class SampleWindow:
         total.busy_s += busy_s
 
     def _increase(self, name: str, *counts: float) -> tuple[float, ...]:
-        """Return what was added since the last report."""
+        """Return how much the counts of a process grew since its last report."""
         is_older = self._preexisting is not None and name in self._preexisting
         nothing = counts if is_older else (0.0,) * len(counts)
         before = self._last_counts.get(name, nothing)

@@ -55,7 +55,7 @@ def test_bursts_that_come_again_find_enough() -> None:
     kept = [m.ready[0] for m in outcome.moments if m.at >= EVERY_S * 5]
     assert min(kept) >= 3
     assert max(kept) <= 6, "no more than it takes"
-    assert any("are kept" in d.why for d in outcome.decided)
+    assert any("burst reserve" in d.why for d in outcome.decided)
 
 
 def test_fewer_are_kept_where_fewer_must_be_in_time() -> None:
@@ -91,7 +91,7 @@ def test_other_stages_do_not_make_it_remember_longer() -> None:
     end_s = BURSTS[-1].at
     quiet = [Arrival(end_s + 2.0 * n) for n in range(1, 400)]
     outcome = run(replace(made, stages=(*made.stages, fixed)), [*BURSTS, *quiet])
-    assert any("are kept" in d.why for d in outcome.decided)
+    assert any("burst reserve" in d.why for d in outcome.decided)
     assert outcome.moments[-1].ready == (1, 6)
 
 
@@ -99,7 +99,7 @@ def test_refused_requests_want_replicas_too() -> None:
     """Nobody of them has waited."""
     narrow = replace(model().stages[0], window=2)
     outcome = run(model(max_queued_requests=4, stages=(narrow,)), BURSTS)
-    assert any("are kept" in d.why for d in outcome.decided)
+    assert any("burst reserve" in d.why for d in outcome.decided)
 
     def refused(since_s: float) -> int:
         bursts = [t for at, t in outcome.requests if since_s <= at < since_s + 160]
@@ -122,7 +122,7 @@ def test_nothing_is_kept_while_all_is_well() -> None:
     long = [Arrival(100.0 * n + k / 20) for n in range(1, 12) for k in range(400)]
     quick = run(replace(model(start_s=0.05), objective_s=3.0), long)
     assert missed(quick, 0.0) < 0.01 * len(long)
-    assert not any("are kept" in d.why for d in quick.decided)
+    assert not any("burst reserve" in d.why for d in quick.decided)
     assert min(m.ready[0] for m in quick.moments if m.at > 500) == 1
 
 
