@@ -25,7 +25,7 @@ logger = logging.getLogger("multiworld.serve")
 LIMIT_S = 2.0
 """For the solvers; meanwhile replicas are placed one by one."""
 
-CALM_S = 0.2
+DEBOUNCE_S = 0.2
 """What changes within so short a time is planned for at once."""
 
 
@@ -91,9 +91,11 @@ class Replanner:
     """
 
     def __init__(
-        self, look: Callable[[], PlacementSnapshot], tell: Callable[[PlanReady], None]
+        self,
+        take_snapshot: Callable[[], PlacementSnapshot],
+        on_plan: Callable[[PlanReady], None],
     ) -> None:
-        self._look, self._tell = look, tell
+        self._take_snapshot, self._on_plan = take_snapshot, on_plan
         self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -114,15 +116,15 @@ class Replanner:
     async def _run(self) -> None:
         while True:
             await self._woken.wait()
-            await asyncio.sleep(CALM_S)
+            await asyncio.sleep(DEBOUNCE_S)
             self._woken.clear()
             try:
-                planned = await self.plan(self._look())
+                planned = await self.plan(self._take_snapshot())
             except Exception:  # a service goes on without a plan
                 logger.exception("no plan could be made")
                 continue
             if planned is not None and not self._woken.is_set():
-                self._tell(planned)
+                self._on_plan(planned)
 
     async def plan(self, snapshot: PlacementSnapshot) -> PlanReady | None:
         """Plan at once; None if there is nothing to choose: one machine, no solver.

@@ -39,10 +39,10 @@ def assign(ledger: Bookings, post: object, need: Need, plan: Plan) -> Location:
     short = {name: ledger.shortage(name, need) for name in ledger.nodes}
     able = [name for name, lack in short.items() if not lack]
     if not able:
-        said = "; ".join(f"{name}: {lack}" for name, lack in short.items())
+        lacks = "; ".join(f"{name}: {lack}" for name, lack in short.items())
         raise PlacementError(
             f"it needs {in_words(need)}, and no machine has that: "
-            f"{said or 'there is no machine'}",
+            f"{lacks or 'there is no machine'}",
             short=short,
         )
 

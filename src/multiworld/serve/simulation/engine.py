@@ -28,7 +28,7 @@ from multiworld.serve.scaling.snapshot import (
 )
 from multiworld.serve.simulation.traces import Arrival
 
-LOOK_S = 0.1
+POLL_S = 0.1
 """Between the looks of a scaler at whose interval is over: so much later it decides."""
 
 
@@ -80,7 +80,7 @@ class _Request:
 class _Replica:
     name: str
     stage: int
-    born: float
+    launched_at: float
     is_ready: bool = False
     is_draining: bool = False
     is_gone: bool = False
@@ -202,7 +202,7 @@ class Pipeline:
         self._move(now)
 
     def _drain(self, k: int, surplus: int, now: float) -> None:
-        order = sorted(self._live(k), key=lambda r: (r.is_ready, -r.born))
+        order = sorted(self._live(k), key=lambda r: (r.is_ready, -r.launched_at))
         for replica in order[: max(0, surplus)]:
             replica.is_draining = True
             self._leave_if_done(replica, now)
@@ -215,7 +215,7 @@ class Pipeline:
         ):
             replica.is_gone = True
             self._replicas[replica.stage].remove(replica)
-            self._replica_s[replica.stage] += now - replica.born
+            self._replica_s[replica.stage] += now - replica.launched_at
             self._room.free(replica.name)
 
     def _live(self, k: int) -> list[_Replica]:
@@ -410,7 +410,7 @@ class Pipeline:
         """Return what came of it."""
         replica_s = list(self._replica_s)
         for k, replicas in enumerate(self._replicas):
-            replica_s[k] += sum(now - r.born for r in replicas)
+            replica_s[k] += sum(now - r.launched_at for r in replicas)
         found = []
         late = 0
         for request in self._requests:
@@ -448,8 +448,8 @@ def simulate(
     heap: list[tuple[float, int, Callable[[float], None]]] = []
     numbers = itertools.count()
 
-    def at(time: float, what: Callable[[float], None]) -> None:
-        heapq.heappush(heap, (time, next(numbers), what))
+    def at(time: float, callback: Callable[[float], None]) -> None:
+        heapq.heappush(heap, (time, next(numbers), callback))
 
     pipelines = [Pipeline(m, at, chance, room or Room()) for m in models]
     last = max((a[-1].at for a in arrivals if a), default=0.0)
@@ -459,11 +459,11 @@ def simulate(
         _tick(pipeline, model.interval_s, last, at, chance)
     now = 0.0
     while heap:
-        due, _, what = heapq.heappop(heap)
+        due, _, callback = heapq.heappop(heap)
         if due > last and not any(p.in_flight for p in pipelines):
             break
         now = due
-        what(now)
+        callback(now)
     return [pipeline.outcome(max(now, last)) for pipeline in pipelines]
 
 
@@ -495,6 +495,6 @@ def _tick(
     def tick(now: float) -> None:
         pipeline.decide(now)
         if now <= last or pipeline.in_flight:
-            at(now + interval_s + LOOK_S * chance(), tick)
+            at(now + interval_s + POLL_S * chance(), tick)
 
     at(interval_s, tick)

@@ -195,10 +195,10 @@ needs = st.builds(
 
 
 @given(st.lists(st.tuples(needs, st.booleans()), max_size=40))
-def test_nothing_is_ever_over_committed(wishes: list[tuple[Need, bool]]) -> None:
+def test_nothing_is_ever_over_committed(steps: list[tuple[Need, bool]]) -> None:
     """Whatever comes and goes, in any order."""
     ledger = Bookings(nodes(3, cpus=4.0, size=100 * MIB))
-    for number, (need, leaves) in enumerate(wishes):
+    for number, (need, leaves) in enumerate(steps):
         if leaves and ledger.bookings:
             ledger.release(next(iter(ledger.bookings)))
         try:

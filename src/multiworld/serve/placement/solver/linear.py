@@ -29,7 +29,7 @@ from multiworld.serve.placement.solver.model import (
 from multiworld.serve.placement.solver.problem import Problem, StageNeed
 
 CLOSE = 1e-6
-SEEN = 0.5
+NONZERO = 0.5
 """An integer variable above this is not 0."""
 
 
@@ -244,7 +244,7 @@ class Formulation:
         return {
             slot: float(values[self.share[slot]]) * self.problem.models[slot[0]].demand
             for slot in self.slots
-            if values[self.has[slot]] > SEEN
+            if values[self.has[slot]] > NONZERO
         }
 
     def solve(
