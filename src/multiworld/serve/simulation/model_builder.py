@@ -20,7 +20,7 @@ Curve = Mapping[int, float]
 
 
 def seconds_of(curve: Curve) -> Callable[[float], float]:
-    """Return the seconds of any batch, interpolated between known ones."""
+    """Return a function for the seconds of any batch, interpolating known batches."""
     points = sorted(curve.items())
 
     def seconds(work: float) -> float:

@@ -195,13 +195,13 @@ def broken() -> dict[str, tuple[Problem, Placement]]:
         "of its time": (problem, both),
         "may not be on": (of(pinned), on((0, "a-0", 1.0), (1, "b-0", 1.0))),
         "least 2": (of(two), on((0, "a-0", 1.0), (1, "b-0", 1.0))),
-        "replicas of 1": (
+        "at most 1 allowed": (
             of(one),
             on((0, "a-0", 0.5), (0, "b-0", 0.5), (1, "b-0", 1.0)),
         ),
         "sends": (problem, on((0, "b-0", 1.0), (1, "a-0", 1.0))),
         "serves": (problem, on((0, "a-0", 0.4), (1, "b-0", 1.0))),
-        "of a demand": (problem, on((0, "a-0", 2.0), (1, "b-0", 2.0), served=2.0)),
+        "above its demand": (problem, on((0, "a-0", 2.0), (1, "b-0", 2.0), served=2.0)),
         "2 replicas on one": (problem, on((0, "a-0", 0.5), (0, "a-0", 0.5))),
         "its rate": (problem, on((0, "a-0", -1.0), (1, "b-0", 1.0))),
         "takes": (of(late), on((0, "a-0", 1.0), (1, "b-0", 1.0))),
