@@ -21,7 +21,7 @@ The window spans two samples at least."""
 MIN_INTERVALS = 3
 """Least number of sampling intervals that a rate is averaged over.
 
-Right after the start, nobody knows yet whether the first requests are a burst."""
+Right after the start, the first requests may or may not be a burst."""
 
 TREND_PERIODS = 2.0
 """Look-back periods over which a trend is fitted."""
@@ -43,7 +43,8 @@ class Demand:
     """Demand in arrivals a second.
 
     Attributes:
-        rate: Demand now: over the look-back period, or since the start of a burst.
+        rate: Demand now: over the look-back period, or at the start of a burst over its
+            last part (``BURST_SHARE``).
         expected: Demand when a replica that is started now becomes ready.
         ahead_s: Seconds that ``expected`` looks ahead: a replica's start time, but no
             more than the look-back period.
