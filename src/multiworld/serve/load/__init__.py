@@ -1,1 +1,1 @@
-"""An open-loop load generator: requests leave on time, whatever became of others."""
+"""Open-loop load generator: requests leave on time, answered or not."""

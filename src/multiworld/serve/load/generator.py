@@ -1,4 +1,4 @@
-"""Sends requests over HTTP when they are due. Shell."""
+"""Load generator that sends HTTP requests when they are due. Shell."""
 
 from __future__ import annotations
 
@@ -15,19 +15,23 @@ import orjson
 from multiworld.serve.load.summary import Sample
 
 CONNECTIONS = 512
+"""Most connections at a time."""
 TIMEOUT_S = 60.0
+"""Seconds until a request without an answer fails."""
 
 Check = Callable[[int, Any], bool]
-"""Whether the answer (JSON) to the request of that number is right."""
+"""Tells whether the answer (parsed JSON) to the request with that number is right."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where requests go, and what they are.
+    """URL and requests of a load.
 
     Attributes:
-        bodies: Taken in turn.
-        tls: Whom to trust, for HTTPS; True for what the system trusts.
+        url: URL to send to.
+        bodies: Request bodies, sent in turn.
+        headers: HTTP headers of every request.
+        tls: Certificates to trust for HTTPS; True for those that the system trusts.
     """
 
     url: str
@@ -37,29 +41,45 @@ class Target:
 
 
 def embeddings(base: str, model: str, texts: list[str]) -> Target:
-    """Return requests to ``/v1/embeddings``, one text each."""
+    """Return a target that posts to ``/v1/embeddings``, one text per request.
+
+    Args:
+        base: Base URL of the service.
+        model: Name of the model.
+        texts: Texts, sent in turn.
+    """
     bodies = [orjson.dumps({"model": model, "input": text}) for text in texts]
     url = f"{base.rstrip('/')}/v1/embeddings"
     return Target(url, bodies, {"Content-Type": "application/json"})
 
 
 def inference(base: str, model: str, bodies: list[bytes]) -> Target:
-    """Return requests of the Open Inference Protocol."""
+    """Return a target that posts requests of the Open Inference Protocol.
+
+    Args:
+        base: Base URL of the service.
+        model: Name of the model.
+        bodies: Request bodies, sent in turn.
+    """
     url = f"{base.rstrip('/')}/v2/models/{model}/infer"
     return Target(url, bodies, {"Content-Type": "application/json"})
 
 
 class Load:
-    """One run.
+    """One run of requests.
 
     Args:
-        due: When each request leaves, in seconds, instead of at a steady rate.
+        target: URL and requests.
+        rate_per_s: Requests a second, evenly spaced.
+        check: Checks the answers; None: they are not checked.
+        due: Times in seconds at which requests leave, instead of a steady rate.
 
     Attributes:
-        samples: What was answered so far.
-        sent: How many requests have left.
-        offset_s: Added to what samples say of when they were due: one clock for several
-            loads that begin at different times.
+        samples: Results of the requests answered or failed so far.
+        sent: Requests sent so far.
+        began_at: Time of the event loop at which the run started.
+        offset_s: Seconds added to the due times of samples, so that loads that start at
+            different times share one clock.
     """
 
     def __init__(
@@ -78,13 +98,14 @@ class Load:
         self._is_ending = False
 
     def end(self) -> None:
-        """Send no more; what was sent is waited for."""
+        """Send no more requests; ``run`` still waits for the answers."""
         self._is_ending = True
 
     async def run(self, seconds: float | None = None) -> list[Sample]:
-        """Send until ``end``, or for so long; return all samples.
+        """Send requests until ``end`` is called or ``seconds`` pass; return samples.
 
-        Cancellation: what is under way is dropped, and counted nowhere.
+        Cancellation:
+            Safe. Pending requests are cancelled and not counted.
         """
         loop = asyncio.get_running_loop()
         connector = aiohttp.TCPConnector(limit=CONNECTIONS, ssl=self._target.tls)

@@ -1,4 +1,4 @@
-"""What a load run found, in numbers. Pure."""
+"""Summary of a load run: counts, quantiles of latency, errors. Pure."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request.
+    """Result of one request.
 
     Attributes:
-        due_s: When it was to be sent, in seconds since the run began.
-        latency_s: From when it was *due* to its whole answer: a generator that is late
-            does not hide what clients would have waited.
-        status: HTTP status; 0: no answer (``error`` says why).
-        is_right: What the check said; None if it was not checked.
+        due_s: Time at which it was due, in seconds since the run started.
+        latency_s: Seconds from when it was *due* to its whole answer. A late generator
+            thus does not hide the wait of a client.
+        status: HTTP status; 0 if there was no answer (see ``error``).
+        is_right: Result of the check; None if it was not checked.
+        error: Error text; empty if the request was answered.
     """
 
     due_s: float
@@ -28,13 +29,25 @@ class Sample:
 
     @property
     def is_answered(self) -> bool:
-        """Whether it got what it asked for."""
+        """Tell whether the request was answered with status 200."""
         return self.status == 200
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Of many requests; latencies in seconds, of those that were answered."""
+    """Summary of many requests.
+
+    Attributes:
+        sent: Requests sent.
+        answered: Requests answered with status 200.
+        failed: All others.
+        wrong: Answered requests whose answer was wrong.
+        p50_s: Median latency in seconds, of answered requests.
+        p99_s: 99 % quantile of the latency in seconds, of answered requests.
+        max_s: Greatest latency in seconds, of answered requests.
+        statuses: Number of requests by HTTP status.
+        errors: Number of requests by error text, the ten most frequent.
+    """
 
     sent: int
     answered: int
@@ -48,7 +61,7 @@ class Summary:
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """Return the nearest-rank quantile; NaN of nothing."""
+    """Return the nearest-rank quantile; NaN if there are no values."""
     if not values:
         return math.nan
     ordered = sorted(values)
@@ -56,7 +69,7 @@ def quantile(values: Sequence[float], q: float) -> float:
 
 
 def summarise(samples: Iterable[Sample]) -> Summary:
-    """Return the numbers of a run, or of a part of one."""
+    """Return the summary of a run, or of a part of one."""
     everything = list(samples)
     latencies = [s.latency_s for s in everything if s.is_answered]
     return Summary(

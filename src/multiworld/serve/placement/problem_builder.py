@@ -1,7 +1,7 @@
-"""From a service and its machines to a placement problem, and back. Pure.
+"""Placement problems, built from a service and its machines, and plans read back. Pure.
 
-``placement.place`` solves it. What comes back says how many replicas of which stage go
-on which machine; ``Places`` follows it where there is room.
+``solver.place`` solves the problem. The plan says how many replicas of which stage go
+on which machine; ``ReplicaBookings`` follows it where there is room.
 """
 
 from __future__ import annotations
@@ -28,20 +28,23 @@ from multiworld.serve.spec.schema import (
 )
 
 MANY = 64
-"""Most replicas of a stage on one device that a plan thinks of."""
+"""Most replicas of a stage on one device that are planned."""
 
 NOMINAL = 1e-3
-"""Rows a second that are planned where no demand is declared: none to speak of."""
+"""Rows a second that are planned for a model without a declared demand: nearly none."""
 
 CPU = "cpu"
+"""Kind of device that stands for the cores of a machine."""
 
 BALANCE = 0.01
-"""Less than a move costs: new replicas go where few are, running ones stay."""
+"""Cost per hour of the fullest device, see ``Problem.balance``.
+
+It is less than a move costs: new replicas go to emptier machines, running ones stay."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRequest:
-    """A model, and how many replicas each stage is to have: fewest and most."""
+    """A model, and the least and greatest number of replicas of each stage."""
 
     name: str
     spec: ModelSpec
@@ -50,7 +53,7 @@ class ReplicaRequest:
 
 @dataclass(frozen=True, slots=True)
 class PlacedReplica:
-    """A replica that runs: where it is."""
+    """Location of a running replica."""
 
     model: str
     stage: int
@@ -59,12 +62,15 @@ class PlacedReplica:
 
 
 def device_name(node: str, gpu: int | None) -> str:
-    """Return what a plan calls a machine's cores, or one of its GPUs."""
+    """Return the solver's name of a machine's cores, or of one of its GPUs."""
     return f"{node}/{CPU}" if gpu is None else f"{node}/gpu{gpu}"
 
 
 def asks_in(models: Mapping[str, ModelSpec]) -> list[ReplicaRequest]:
-    """Return what a spec asks for; with a demand, a range is the solver's to use."""
+    """Return the replicas that a spec asks for.
+
+    If a model declares a demand, the solver may choose within its ranges of replicas.
+    """
     return [
         ReplicaRequest(
             name, spec, [_range(stage, spec.demand) for stage in spec.stages]
@@ -77,7 +83,7 @@ def _range(stage: StageSpec, demand: float | None) -> tuple[int, int]:
     config = stage.autoscaling_config or stage.replicas
     if isinstance(config, AutoscalingConfig | ReplicaRange) and demand is not None:
         return max(1, config.min_replicas), config.max_replicas
-    least = max(1, stage.least)  # one that runs on demand needs a place, too
+    least = max(1, stage.least)  # a stage at zero needs a place, too
     return least, least
 
 
@@ -88,7 +94,12 @@ def problem_of(
 ) -> Problem:
     """Return the problem of placing models on machines.
 
-    A model of which a stage has no replica, while nobody asks, is left out.
+    A model with a stage that has no replicas (it is scaled to zero) is left out.
+
+    Args:
+        nodes: Machines.
+        asks: Models and their numbers of replicas.
+        running: Replicas that already run.
     """
     nodes = list(nodes)
     names = [node.name for node in nodes]
@@ -150,7 +161,7 @@ def _stage(
         out_bytes=round((stage.out_kb or 0.0) * 1024),
         least=counts[0],
         most=counts[1],
-        # Where none of its machines is there, its own names say so.
+        # If none of its machines exists, its own names go into the error text.
         nodes=(allowed or need.nodes) if need.nodes else frozenset(),
         width=1.0 if need.on_gpu else float(stage.threads * stage.ranks),
         cores=0.0 if need.on_gpu else need.cpus,
@@ -161,7 +172,7 @@ def _stage(
 def plan_of(
     placement: Placement, versions: Mapping[str, str]
 ) -> dict[tuple[object, str], int]:
-    """Return how many replicas of each post go on each machine."""
+    """Return the planned number of replicas, for each post and machine."""
     found: Counter[tuple[object, str]] = Counter()
     for replica in placement.replicas:
         node = replica.device.rpartition("/")[0]
@@ -172,10 +183,11 @@ def plan_of(
 def moves(
     plan: Mapping[tuple[Any, str], int], here: Mapping[str, tuple[object, str]]
 ) -> list[str]:
-    """Return which replicas are where the plan has none, and their post is wanted.
+    """Return the replicas that the plan wants on another machine.
 
     Args:
-        here: Of every ready replica: its post and its machine.
+        plan: Planned number of replicas for each post and machine.
+        here: Post and machine of every ready replica, by name.
     """
     left = Counter(plan)
     surplus = []
@@ -196,12 +208,14 @@ def moves(
 
 @dataclass(frozen=True, slots=True)
 class StageOutlook:
-    """What a plan makes of a stage.
+    """Expected load of one stage under a plan.
 
     Attributes:
-        where: How many replicas, by device.
-        busy: The share of its time that a replica computes at what is served.
-        able: Rows a second that its replicas could do, if nothing else is short.
+        model: Name of the model.
+        stage: Number of the stage.
+        where: Number of replicas by device.
+        busy: Share of the time that its busiest replica computes.
+        able: Rows a second that its replicas could do if nothing else is short.
     """
 
     model: str
@@ -212,7 +226,7 @@ class StageOutlook:
 
 
 def outlook(problem: Problem, placement: Placement) -> list[StageOutlook]:
-    """Return what is to be expected of every stage."""
+    """Return the expected load of every stage under a placement."""
     kind_of = {d.name: d.kind for node in problem.nodes for d in node.devices}
     found = []
     for model in problem.models:
@@ -231,13 +245,13 @@ def outlook(problem: Problem, placement: Placement) -> list[StageOutlook]:
 
 
 def bottleneck(stages: Iterable[StageOutlook], model: str) -> StageOutlook | None:
-    """Return the stage of a model that is short first; None if no time is known."""
+    """Return the bottleneck of a model; None if no computing time is known."""
     mine = [s for s in stages if s.model == model and 0 < s.able < float("inf")]
     return min(mine, key=lambda stage: stage.able, default=None)
 
 
 def in_words(placement: Placement) -> str:
-    """Return what a plan says, for people."""
+    """Return a placement as text for people."""
     where = Counter(r.device.rpartition("/")[0] for r in placement.replicas)
     spread = ", ".join(f"{node} {count}" for node, count in sorted(where.items()))
     short = "".join(

@@ -1,4 +1,4 @@
-"""Has the solvers plan in a thread whenever something has changed. Shell."""
+"""Replanner: runs the solvers in a thread whenever something has changed. Shell."""
 
 from __future__ import annotations
 
@@ -23,15 +23,21 @@ from multiworld.serve.resources.assignment import Plan
 logger = logging.getLogger("multiworld.serve")
 
 LIMIT_S = 2.0
-"""For the solvers; meanwhile replicas are placed one by one."""
+"""Seconds that the solvers may take; meanwhile replicas are placed one by one."""
 
-CALM_S = 0.2
-"""What changes within so short a time is planned for at once."""
+DEBOUNCE_S = 0.2
+"""Seconds to wait for further changes before planning."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementSnapshot:
-    """All that a plan is made from."""
+    """Everything that a plan is made from.
+
+    Attributes:
+        nodes: Machines.
+        asks: Models and their numbers of replicas.
+        running: Replicas that already run.
+    """
 
     nodes: Sequence[Node]
     asks: Sequence[ReplicaRequest]
@@ -40,7 +46,14 @@ class PlacementSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class PlanReady:
-    """A plan, and what it was made from."""
+    """A plan, and what it was made from.
+
+    Attributes:
+        snapshot: Machines, models and replicas.
+        problem: Problem that was solved.
+        placement: Answer of the solvers.
+        plan: Planned number of replicas for each post and machine.
+    """
 
     snapshot: PlacementSnapshot
     problem: Problem
@@ -49,7 +62,7 @@ class PlanReady:
 
 
 def facts_of(planned: PlanReady) -> dict[str, Any]:
-    """Return the numbers behind a plan, plain."""
+    """Return the numbers behind a plan, as plain data."""
     placement = planned.placement
     bound = placement.bound
     return {
@@ -65,7 +78,7 @@ def facts_of(planned: PlanReady) -> dict[str, Any]:
 
 
 def snapshot_of(planned: PlanReady) -> dict[str, Any]:
-    """Return what a plan was made from, plain."""
+    """Return the snapshot that a plan was made from, as plain data."""
     snapshot = planned.snapshot
     return {
         "nodes": [asdict(node) for node in snapshot.nodes],
@@ -83,17 +96,19 @@ def snapshot_of(planned: PlanReady) -> dict[str, Any]:
 
 
 class Replanner:
-    """Plans when it is woken.
+    """Plans in the background when it is woken.
 
     Args:
-        look: Returns the snapshot of this moment.
-        tell: Called with every plan.
+        take_snapshot: Returns the snapshot of this moment.
+        on_plan: Called with every plan.
     """
 
     def __init__(
-        self, look: Callable[[], PlacementSnapshot], tell: Callable[[PlanReady], None]
+        self,
+        take_snapshot: Callable[[], PlacementSnapshot],
+        on_plan: Callable[[PlanReady], None],
     ) -> None:
-        self._look, self._tell = look, tell
+        self._take_snapshot, self._on_plan = take_snapshot, on_plan
         self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -103,38 +118,45 @@ class Replanner:
         return importlib.util.find_spec("scipy") is not None
 
     def start(self) -> None:
-        """Begin to plan."""
+        """Start planning in the background; does nothing without solvers."""
         if self._task is None and self.is_able():
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     def wake(self) -> None:
-        """Have it plan soon."""
+        """Request a new plan soon."""
         self._woken.set()
 
     async def _run(self) -> None:
         while True:
             await self._woken.wait()
-            await asyncio.sleep(CALM_S)
+            await asyncio.sleep(DEBOUNCE_S)
             self._woken.clear()
             try:
-                planned = await self.plan(self._look())
-            except Exception:  # a service goes on without a plan
-                logger.exception("no plan could be made")
+                planned = await self.plan(self._take_snapshot())
+            except Exception:  # a service can run without a plan
+                logger.exception(
+                    "planning the placement failed; replicas are placed one by one"
+                )
                 continue
             if planned is not None and not self._woken.is_set():
-                self._tell(planned)
+                self._on_plan(planned)
 
     async def plan(self, snapshot: PlacementSnapshot) -> PlanReady | None:
-        """Plan at once; None if there is nothing to choose: one machine, no solver.
+        """Plan at once; return None if there is only one machine or no solver.
 
-        Cancellation: the solvers go on in their thread, for nobody.
+        Cancellation:
+            Safe. The solvers finish in their thread, and their answer is dropped.
         """
         if len(snapshot.nodes) < 2 or not self.is_able():
             return None
         return await asyncio.to_thread(_plan, snapshot)
 
     async def close(self) -> None:
-        """End it."""
+        """Stop planning.
+
+        Cancellation:
+            Safe. The background task has been cancelled already.
+        """
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

@@ -1,6 +1,6 @@
-"""Where the replicas of a service are, and where the next one goes. Pure.
+"""Bookings of the replicas of a service, and the choice of their machines. Pure.
 
-Keeps the ledger; the choice is a policy's, and how many go where a plan's.
+A policy chooses the machine, and a plan says how many replicas go where.
 """
 
 from __future__ import annotations
@@ -18,14 +18,19 @@ from multiworld.serve.resources.bookings import Bookings
 from multiworld.serve.spec.schema import ModelSpec
 
 Specs = Mapping[str, Mapping[str, ModelSpec]]
+"""Specs by model and version."""
 
 
 class ReplicaBookings:
-    """The machines of a service.
+    """Bookings of a service's replicas on its machines.
 
     Args:
-        nodes: What there is.
+        nodes: Machines.
         policy: Chooses among the machines that have room.
+
+    Attributes:
+        ledger: Bookings of the machines.
+        plan: Planned number of replicas for each post and machine.
     """
 
     def __init__(self, nodes: Iterable[Node], policy: Policy = assign) -> None:
@@ -34,17 +39,22 @@ class ReplicaBookings:
         self._policy = policy
 
     def set_nodes(self, nodes: Iterable[Node]) -> tuple[list[str], list[str]]:
-        """Replace the machines; return which were added and which are gone."""
+        """Replace the machines; return the names of added and of lost ones."""
         before = set(self.ledger.nodes)
         self.ledger.set_nodes(nodes)
         after = set(self.ledger.nodes)
         return sorted(after - before), sorted(before - after)
 
     def take(self, name: str, post: object, need: Need) -> tuple[Location, str]:
-        """Book a spot for a replica; return it, and why it is there.
+        """Book a location for a replica; return it, and the reason for people.
+
+        Args:
+            name: Name of the replica.
+            post: Post of the replica.
+            need: Resources that it takes.
 
         Raises:
-            PlacementError: There is none.
+            PlacementError: No machine has room.
         """
         spot = self._policy(self.ledger, post, need, self.plan)
         here = self.ledger.count(spot.node, post)
@@ -56,17 +66,17 @@ class ReplicaBookings:
         return spot, f"{fewest}, and there is room"
 
     def admit(self, asks: Iterable[PlaceRequest]) -> None:
-        """Check that all of this has a place beside what runs.
+        """Check that all requested replicas have a place beside the running ones.
 
         Raises:
-            PlacementError: It has not; nothing changes.
+            PlacementError: Some have no place; nothing changes.
         """
         admit(self.ledger, asks, self._policy, self.plan)
 
     def runs(
         self, versions: Mapping[str, str], names: Iterable[str]
     ) -> list[PlacedReplica]:
-        """Return where these replicas are, if they are of these versions."""
+        """Return the locations of those replicas that are of the given versions."""
         found = []
         bookings = [self.ledger.bookings.get(name) for name in names]
         for booking in filter(None, bookings):
@@ -77,13 +87,13 @@ class ReplicaBookings:
         return found
 
     def moves(self, names: Iterable[str]) -> list[str]:
-        """Return which of these replicas are to go elsewhere, as the plan says."""
+        """Return which of these replicas the plan wants elsewhere."""
         bookings = self.ledger.bookings
         here = {n: (bookings[n].post, bookings[n].spot.node) for n in names}
         return moves(self.plan, here)
 
     def limits(self) -> dict[str, int]:
-        """Return what each replica may use of memory, in bytes, where that is known."""
+        """Return the memory limit of each replica that declares one, in bytes."""
         return {
             name: booking.need.memory_bytes
             for name, booking in self.ledger.bookings.items()
@@ -91,12 +101,12 @@ class ReplicaBookings:
         }
 
     def node_of(self, name: str) -> str:
-        """Return where a replica is; empty if it has no place."""
+        """Return the machine of a replica; empty if it has none."""
         booking = self.ledger.bookings.get(name)
         return "" if booking is None else booking.spot.node
 
     def booked(self, name: str) -> dict[str, Any]:
-        """Return what a replica has booked."""
+        """Return what a replica has booked, as plain data."""
         booking = self.ledger.bookings.get(name)
         need = Need() if booking is None else booking.need
         return {
@@ -106,7 +116,7 @@ class ReplicaBookings:
         }
 
     def status(self) -> list[dict[str, Any]]:
-        """Return every machine: what it has, what is left of it, and who is there."""
+        """Return the resources, free resources and replicas of every machine."""
         found = []
         for name, node in self.ledger.nodes.items():
             free = self.ledger.free(name)
@@ -123,7 +133,10 @@ class ReplicaBookings:
 
 
 def asks_of(wanted: DesiredState, specs: Specs) -> list[PlaceRequest]:
-    """Return everything that is wanted; what else runs keeps what it has booked."""
+    """Return requests for all desired replicas.
+
+    Bookings of other running replicas are not affected.
+    """
     asks: list[PlaceRequest] = []
     for name, model in wanted.models.items():
         spec = specs[name][model.version]

@@ -1,4 +1,4 @@
-"""Whether everything that is wanted has a place, before any of it is started. Pure."""
+"""Admission: checks that all replicas have a place before any is started. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from multiworld.serve.resources.assignment import Plan, Policy, assign
 from multiworld.serve.resources.bookings import Bookings
 
 PlaceRequest = tuple[object, str, int, Need]
-"""A post, what to call it, how many replicas of it, and what each needs."""
+"""Post, its title for people, its number of replicas, and the need of each.
+
+A post identifies the replicas of one stage of one version of a model."""
 
 
 def admit(
@@ -19,13 +21,19 @@ def admit(
     policy: Policy = assign,
     plan: Plan | None = None,
 ) -> Bookings:
-    """Return the ledger as it would be; what runs stays where it is.
+    """Return the bookings with all requested replicas placed; running ones stay put.
 
-    What is hardest to place is placed first, and as the plan says, if there is one.
+    The largest needs are placed first, where the plan says, if there is one.
+
+    Args:
+        ledger: Bookings of the machines; not changed.
+        asks: Requested replicas.
+        policy: Chooses the location of each replica.
+        plan: Planned number of replicas for each post and machine.
 
     Raises:
-        PlacementError: A replica has no place; the message says which, and what is
-            short on each machine.
+        PlacementError: A replica has no place; the message says which, and what each
+            machine lacks.
     """
     trial = ledger.copy()
     missing = []

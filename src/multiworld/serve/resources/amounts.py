@@ -1,4 +1,4 @@
-"""What a machine has, and what a replica needs of one. Pure."""
+"""Resources of a machine, and needs of a replica. Pure."""
 
 from __future__ import annotations
 
@@ -9,11 +9,18 @@ from fnmatch import fnmatchcase
 from multiworld.serve.spec.schema import ModelSpec
 
 MIB = 2**20
+"""Bytes of a mebibyte."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A device of a machine; ``index`` is its number there."""
+    """A GPU of a machine.
+
+    Attributes:
+        index: Its number on the machine.
+        kind: Its model, as the driver names it.
+        memory_bytes: Its memory.
+    """
 
     index: int
     kind: str
@@ -22,14 +29,16 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine, as far as replicas may use it.
+    """A machine, or the part of it that replicas may use.
 
     Attributes:
+        name: Unique name.
         cpus: Cores.
-        memory_bytes: Of main memory.
-        address: Where it is reached; for people.
-        key: What the launcher knows it by.
-        price: Per hour, if any of it is used; 0: it is there anyway.
+        memory_bytes: Main memory.
+        gpus: GPUs.
+        address: Address of the machine, for people.
+        key: Identifier that the launcher uses for it.
+        price: Price per hour, charged if any of it is used; 0 if it is there anyway.
         bandwidth: Bytes a second that it can send to others; None: no limit.
     """
 
@@ -45,15 +54,18 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What one replica takes, all of its ranks together.
+    """Resources that one replica takes, all its ranks together.
 
-    What was not declared is zero: it is not booked, and nothing limits it.
+    A resource that is not declared is zero: it is neither booked nor limited.
 
     Attributes:
-        on_gpu: Whether it needs a GPU at all.
-        gpu: The number of the only one it may have; None: any.
-        nodes: The machines it may run on; empty: any.
-        ranks: Its processes.
+        cpus: Cores.
+        memory_bytes: Main memory.
+        on_gpu: Whether it needs a GPU.
+        gpu: Number of the GPU it must have; None: any.
+        gpu_memory_bytes: GPU memory.
+        nodes: Names or patterns of the machines it may run on; empty: any.
+        ranks: Number of its processes.
     """
 
     cpus: float = 0.0
@@ -65,13 +77,13 @@ class Need:
     ranks: int = 1
 
     def allows(self, node: str) -> bool:
-        """Tell whether it may run on a machine; names may have * and ? in them."""
+        """Tell whether the replica may run on a machine (patterns: * and ?)."""
         return not self.nodes or any(fnmatchcase(node, name) for name in self.nodes)
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a replica runs; ``gpu`` is None on the CPU."""
+    """Place of a replica: a machine, and the number of a GPU (None on the CPU)."""
 
     node: str
     gpu: int | None = None
@@ -98,7 +110,7 @@ def needs_of(model: ModelSpec) -> list[Need]:
 
 
 def in_words(need: Need) -> str:
-    """Return what is needed, for people."""
+    """Return a need as text for people."""
     parts = []
     if need.cpus:
         parts.append(f"{need.cpus:g} cpus")
@@ -114,10 +126,10 @@ def in_words(need: Need) -> str:
 
 
 def mib(size: float) -> str:
-    """Return a size for people."""
+    """Return a number of bytes as text for people."""
     return f"{size / MIB:,.0f} MiB"
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return names for people."""
+    """Return names as text for people."""
     return ", ".join(names) or "none"

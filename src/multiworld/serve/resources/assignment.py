@@ -1,7 +1,7 @@
-"""Where the next replica goes. Pure.
+"""Assignment: chooses the machine of the next replica. Pure.
 
-In this order: as the solver's plan says; where fewest replicas of its post are, so that
-a machine that fails takes few; where most is left.
+The criteria, in this order: the plan of the solvers; fewest replicas of the same post,
+so that a lost machine takes few of them; most free resources.
 """
 
 from __future__ import annotations
@@ -14,35 +14,47 @@ from multiworld.serve.resources.amounts import Location, Need, in_words
 from multiworld.serve.resources.bookings import Bookings, Free
 
 Plan = Mapping[tuple[Any, str], int]
-"""How many replicas a solver wants of a post on a machine."""
+"""Planned number of replicas, for each post and machine."""
 
 
 class Policy(Protocol):
-    """Chooses a spot from a snapshot; another one can be put in its place."""
+    """Function that chooses a location; another one may replace ``assign``."""
 
     def __call__(
         self, ledger: Bookings, post: object, need: Need, plan: Plan
     ) -> Location:
-        """Return it.
+        """Return the location of one more replica of ``post``.
+
+        Args:
+            ledger: Bookings of the machines.
+            post: Post of the replica.
+            need: Resources that it takes.
+            plan: Planned number of replicas for each post and machine.
 
         Raises:
-            PlacementError: There is none; ``short`` says why, by machine.
+            PlacementError: No machine fits; ``short`` says why, by machine.
         """
 
 
 def assign(ledger: Bookings, post: object, need: Need, plan: Plan) -> Location:
-    """Return the spot for one more replica of ``post``.
+    """Return the location of one more replica of ``post``.
+
+    Args:
+        ledger: Bookings of the machines.
+        post: Post of the replica.
+        need: Resources that it takes.
+        plan: Planned number of replicas for each post and machine.
 
     Raises:
-        PlacementError: No machine has what it needs; ``short`` has what each lacks.
+        PlacementError: No machine has what it needs; ``short`` says what each lacks.
     """
     short = {name: ledger.shortage(name, need) for name in ledger.nodes}
     able = [name for name, lack in short.items() if not lack]
     if not able:
-        said = "; ".join(f"{name}: {lack}" for name, lack in short.items())
+        lacks = "; ".join(f"{name}: {lack}" for name, lack in short.items())
         raise PlacementError(
             f"it needs {in_words(need)}, and no machine has that: "
-            f"{said or 'there is no machine'}",
+            f"{lacks or 'there are no machines'}",
             short=short,
         )
 
@@ -51,13 +63,13 @@ def assign(ledger: Bookings, post: object, need: Need, plan: Plan) -> Location:
         is_planned = here < plan.get((post, name), 0)
         return is_planned, -here, _share_left(ledger, name), -len(ledger.on(name))
 
-    # max() keeps the first of equals: the order of the machines decides.
+    # max() returns the first of equals, so the order of the machines breaks ties.
     best = max(able, key=merit)
     return Location(best, _gpu(ledger.free(best), need))
 
 
 def _share_left(ledger: Bookings, name: str) -> float:
-    """Return what is left of what would be short first."""
+    """Return the free share of the scarcest resource of a machine."""
     has, free = ledger.nodes[name], ledger.free(name)
     shares = [free.memory_bytes / max(1, has.memory_bytes)]
     shares.append(free.cpus / max(1e-9, has.cpus))

@@ -1,7 +1,7 @@
-"""Who has booked what on which machine. Pure.
+"""Bookings: which replica has booked which resources of which machine. Pure.
 
-A booking that does not fit is refused, so that what is booked never exceeds what there
-is. Only ``restore`` enters one unasked: of a replica that runs already.
+A booking that does not fit is refused, so bookings never exceed a machine's resources.
+Only ``restore`` does not check: it enters a replica that already runs.
 """
 
 from __future__ import annotations
@@ -20,14 +20,18 @@ from multiworld.serve.resources.amounts import (
 )
 
 CLOSE = 1e-9
+"""Tolerance for comparing cores."""
 
 
 @dataclass(frozen=True, slots=True)
 class Booking:
-    """What a replica holds.
+    """Resources that one replica holds.
 
     Attributes:
-        post: What it is a replica of; for spreading.
+        name: Name of the replica.
+        post: Stage that it is a replica of; replicas of one post are spread.
+        spot: Location of the replica.
+        need: Resources that it holds.
     """
 
     name: str
@@ -38,7 +42,7 @@ class Booking:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """What is left of a machine; memory of GPUs by their number."""
+    """Free resources of a machine; GPU memory by the number of the GPU."""
 
     cpus: float
     memory_bytes: int
@@ -46,27 +50,39 @@ class Free:
 
 
 class Bookings:
-    """The account of all machines of a service."""
+    """Bookings on all machines of a service.
+
+    Attributes:
+        nodes: Machines by name.
+        bookings: Bookings by the name of the replica.
+    """
 
     def __init__(self, nodes: Iterable[Node] = ()) -> None:
         self.nodes: dict[str, Node] = {node.name: node for node in nodes}
         self.bookings: dict[str, Booking] = {}
 
     def copy(self) -> Bookings:
-        """Return another one with the same entries, to try things out."""
+        """Return a copy with the same bookings, to try changes on."""
         other = Bookings(self.nodes.values())
         other.bookings = dict(self.bookings)
         return other
 
     def set_nodes(self, nodes: Iterable[Node]) -> None:
-        """Replace the machines; bookings on one that is gone stay until released."""
+        """Replace the machines; bookings on a lost one stay until released."""
         self.nodes = {node.name: node for node in nodes}
 
     def book(self, name: str, post: object, spot: Location, need: Need) -> None:
-        """Book what a replica needs.
+        """Book the resources of a replica.
+
+        Args:
+            name: Name of the replica.
+            post: Post of the replica.
+            spot: Location of the replica.
+            need: Resources that it takes.
 
         Raises:
-            PlacementError: It does not fit there; the message says what is short.
+            PlacementError: It does not fit there; the message says what the machine
+                lacks.
         """
         short = self.shortage(spot.node, need, spot.gpu)
         if short:
@@ -77,15 +93,22 @@ class Bookings:
         self.restore(name, post, spot, need)
 
     def restore(self, name: str, post: object, spot: Location, need: Need) -> None:
-        """Enter a replica that runs already, whether it fits or not."""
+        """Enter a replica that already runs, whether or not it fits.
+
+        Args:
+            name: Name of the replica.
+            post: Post of the replica.
+            spot: Location of the replica.
+            need: Resources that it takes.
+        """
         self.bookings[name] = Booking(name, post, spot, need)
 
     def release(self, name: str) -> None:
-        """Give back what a replica held; nothing happens if it held nothing."""
+        """Release the resources of a replica; does nothing if it holds none."""
         self.bookings.pop(name, None)
 
     def on(self, node: str) -> list[Booking]:
-        """Return what is booked on a machine."""
+        """Return the bookings on a machine."""
         return [b for b in self.bookings.values() if b.spot.node == node]
 
     def count(self, node: str, post: object) -> int:
@@ -93,7 +116,7 @@ class Bookings:
         return sum(b.post == post for b in self.on(node))
 
     def free(self, node: str) -> Free:
-        """Return what is left of a machine."""
+        """Return the free resources of a machine."""
         has, taken = self.nodes[node], self.on(node)
         return Free(
             has.cpus - sum(b.need.cpus for b in taken),
@@ -106,13 +129,15 @@ class Bookings:
         )
 
     def shortage(self, node: str, need: Need, gpu: int | None = None) -> str:
-        """Say what a machine lacks for a replica; empty if it fits.
+        """Return what a machine lacks for a replica, as text; empty if it fits.
 
         Args:
-            gpu: The GPU that was chosen; None: any will do.
+            node: Name of the machine.
+            need: Resources of the replica.
+            gpu: Number of the chosen GPU; None: any GPU will do.
         """
         if node not in self.nodes:
-            return "it is not there"
+            return "the machine is gone"
         if not need.allows(node):
             return "the spec's `nodes:` does not name it"
         if self.nodes[node].cpus <= 0:

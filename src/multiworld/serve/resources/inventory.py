@@ -1,4 +1,4 @@
-"""What this machine has. Shell."""
+"""Inventory of this machine: cores, memory and GPUs. Shell."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ import psutil
 from multiworld.serve.resources.amounts import Gpu, Node
 
 CGROUP = Path("/sys/fs/cgroup")
+"""Folder with the limits of this container (control group, version 2)."""
 
 
 def this_node(
     name: str = "", cpus: float | None = None, memory_bytes: int | None = None
 ) -> Node:
-    """Return what this process may use of its machine.
+    """Return the resources of this machine that this process may use.
 
-    That is what the machine has, its container's limits and its own CPU affinity,
-    whichever is least.
+    For each resource, this is the least of the machine's, the container's limit, the
+    CPU affinity and the declared limit.
 
     Args:
-        name: By default the host's name.
-        cpus: A lower limit on cores, as somebody has declared it.
-        memory_bytes: The same for memory.
+        name: Name of the machine; the host's name by default.
+        cpus: Declared limit of cores; None: no limit.
+        memory_bytes: Declared limit of memory; None: no limit.
     """
     has_cpus = min(float(len(os.sched_getaffinity(0))), _quota(CGROUP / "cpu.max"))
     has_bytes = min(psutil.virtual_memory().total, _limit(CGROUP / "memory.max"))
@@ -39,12 +40,12 @@ def this_node(
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """Return NVIDIA's devices, as its management library tells them."""
+    """Return the NVIDIA GPUs that the management library (NVML) reports."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
-    except Exception:  # no library, no driver, or no right to ask
+    except Exception:  # no library, no driver, or no permission
         return ()
     try:
         return tuple(_gpu(pynvml, n) for n in range(pynvml.nvmlDeviceGetCount()))

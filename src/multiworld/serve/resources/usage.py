@@ -1,4 +1,4 @@
-"""What a process uses of its machine. Shell; Linux's ``/proc``."""
+"""Resource usage of a process, from Linux's ``/proc``. Shell."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 KIB = 1024
+"""Bytes of a kibibyte."""
 TICKS = os.sysconf("SC_CLK_TCK")
+"""Clock ticks a second, the unit of CPU times in ``/proc``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Of a process and its children.
+    """Resources that a process and its children use.
 
     Attributes:
-        cpu_s: Seconds of a core since they began.
-        memory_bytes: See ``memory_of``.
+        cpu_s: CPU seconds since they started.
+        memory_bytes: Memory, as ``memory_of`` counts it.
     """
 
     cpu_s: float
@@ -24,25 +26,25 @@ class Usage:
 
 
 def usage_of(pid: int) -> Usage:
-    """Return what a process and its children use; zeros if it is gone."""
+    """Return what a process and its children use; zeros if it has exited."""
     family = [pid, *_children(pid)]
     return Usage(sum(map(_cpu_s, family)), sum(map(_memory, family)))
 
 
 def memory_of(pid: int) -> int:
-    """Return the memory that a process and its children take from others, in bytes.
+    """Return the bytes of memory that a process and its children occupy.
 
-    Anonymous and shared memory; what several processes share (after a fork) counts for
-    each by its part. Pages of files (mapped weights) do not count: the kernel drops
-    them when memory is short.
+    Anonymous and shared memory counts; processes that share memory (after a fork) count
+    their part of it each. File pages (mapped weights) do not count, because the kernel
+    drops them when memory is short.
     """
     return sum(map(_memory, [pid, *_children(pid)]))
 
 
 def outgrows(pid: int, limit: int) -> int | None:
-    """Return what a process and its children use if that is more than ``limit``.
+    """Return the bytes of memory a process and its children use if above ``limit``.
 
-    Nearly always one cheap look at an upper bound is enough.
+    Return None if they use less. Usually one cheap look at an upper bound is enough.
     """
     family = [pid, *_children(pid)]
     if sum(map(_resident, family)) <= limit:
@@ -58,7 +60,7 @@ def _children(pid: int) -> list[int]:
             text = Path(f"/proc/{pid}/task/{task}/children").read_text()
             found += map(int, text.split())
     except OSError:
-        pass  # it ends just now, or the kernel does not tell
+        pass  # the process exits just now, or the kernel does not report children
     return found
 
 

@@ -1,5 +1,6 @@
-"""How many replicas each stage of a model should have: pure functions of a snapshot.
+"""Autoscaling of the stages of a model.
 
-``policy.decide`` is the default; a spec's ``scaling:`` names another. The controller
-and ``multiworld simulate`` ask the same functions the same question.
+Policies are pure functions of a snapshot. ``default_policy.decide`` is the default; a
+spec's ``scaling:`` names another. The controller and ``multiworld simulate`` call the
+same functions.
 """

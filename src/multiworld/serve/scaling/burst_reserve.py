@@ -1,15 +1,16 @@
-"""What would have sufficed: learnt from bursts that come again and again. Pure.
+"""Burst reserve: replicas kept for bursts that end before a new replica is ready. Pure.
 
-Who starts replicas when a burst has begun is too late for it where replicas take
-longer to start than requests may wait. All that helps is to keep some between two
-bursts, which costs; so it is done only once the objective was missed without.
+Starting replicas at the start of a burst is too late if a start takes longer than a
+request may wait. Only replicas that run already help, and they cost. The reserve is
+therefore empty until SLO attainment falls short without it.
 
-For every number of replicas that a stage might have had all the time, a fluid queue
-runs beside the real one (arrivals flow in, the replicas drain it), and what would have
-waited too long in it is counted. How closely together requests come between two looks,
-and what batches and chance add to their waiting, nobody has seen: that is found by the
-same reckoning for the replicas that there were, against the requests that were late
-for want of replicas.
+The size of the reserve comes from fluid queues. For each candidate number of replicas,
+a fluid queue runs beside the real one: requests flow in, the replicas drain it, and it
+counts the requests that would have waited too long. The fluid is too optimistic: it
+knows neither batches nor chance, nor how close together requests arrive between two
+samples. A calibration corrects it: the same fluid queue runs for the replicas that
+really were ready, and its assumptions are tightened until it predicts as many late
+requests as the lack of replicas really caused.
 """
 
 from __future__ import annotations
@@ -19,135 +20,146 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 SIGMAS = 2.0
-"""So many standard deviations more than allowed must have been late to say so."""
+"""Standard deviations above the allowed late requests that activate the reserve."""
 
-SPELLS = 2
-"""So many times, apart from each other, answers must have been late."""
+MIN_LATE_BURSTS = 2
+"""Separate bursts with late answers that must be seen before a reserve is kept."""
 
-EXPLAINED = 0.25
-"""Who is late has waited about as long as one may. What all have waited says how many
-that can be: at a fourth of it each, as few are seen while they wait."""
+MIN_WAIT_SHARE = 0.25
+"""Least share of the allowed wait that a request lost to a lack of replicas has waited.
 
-EACH = 16
-"""Every number of replicas up to this one is tried; above, steps grow."""
+The total waiting time, divided by this, limits how many requests a lack of replicas can
+have made late. It is well below 1 because samples miss part of the waiting."""
 
-STEP = 1.2
+EVERY_SIZE_UP_TO = 16
+"""Fleet size up to which every number of replicas is a candidate."""
 
-VIEWS = ((1.0, 1.0), (1.0, 0.5), (0.5, 0.5), (0.0, 0.5), (0.0, 0.25))
-"""From the brightest to the darkest: in which part of the time between two looks
-requests come, and which part of the time that they may wait is left to the fluid."""
+SIZE_GROWTH = 1.2
+"""Ratio of successive candidate sizes above ``EVERY_SIZE_UP_TO``."""
 
-CLUMP_S = 1.0
-"""Requests of longer times are taken to have come in clumps of no more than this."""
+CALIBRATION_LEVELS = ((1.0, 1.0), (1.0, 0.5), (0.5, 0.5), (0.0, 0.5), (0.0, 0.25))
+"""Assumptions of the fluid queue, from optimistic to pessimistic.
 
-BRIGHTER = 1.0
-"""Views by which what was seen darkly is seen brighter, in a horizon in which fewer are
-late: that nobody is says little while enough are kept."""
+Each pair holds the share of a sampling interval within which its requests arrive, and
+the share of the allowed wait that the fluid queue may use up."""
 
-Late = tuple[float, ...]
-"""Requests that would have waited too long, in each of the ``VIEWS``."""
+MAX_STEP_S = 1.0
+"""Longest step of a fluid queue, in seconds; longer intervals are cut up."""
 
-NONE: Late = (0.0,) * len(VIEWS)
+RECOVERY = 1.0
+"""Calibration levels per horizon that a period with few misses takes back.
+
+The return is slow because a period without misses proves little while a reserve is
+kept."""
+
+LateCounts = tuple[float, ...]
+"""Requests that would have waited too long, for each of the ``CALIBRATION_LEVELS``."""
+
+NO_LATE: LateCounts = (0.0,) * len(CALIBRATION_LEVELS)
+"""Zero late requests at every calibration level."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetFacts:
-    """So many replicas of a stage.
+    """Fluid queue of one stage with one number of replicas.
 
     Attributes:
+        replicas: Number of replicas.
         queue: Requests that would wait now.
-        late: In this half of the horizon.
-        before: The same, in the half before.
+        late: Late requests in the current half of the horizon.
+        previous: Late requests in the half before.
     """
 
     replicas: int
     queue: float = 0.0
-    late: Late = NONE
-    before: Late = NONE
+    late: LateCounts = NO_LATE
+    previous: LateCounts = NO_LATE
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Of a model.
+    """Measured requests of a model in one half of the horizon.
 
     Attributes:
-        came: Requests.
-        missed: Of which the answer was late, or none for want of replicas. Measured.
-        refused: Of which there was none because too many waited.
-        waited: So many times as long as they may was waited, by all together.
-        spells: Times that answers began to be late.
+        arrived: Requests that arrived.
+        missed: Requests answered after the objective, or refused because too many
+            waited.
+        refused: Requests refused because too many waited.
+        waited: Total waiting time, as a multiple of the allowed wait.
+        late_bursts: Separate bursts with late answers.
     """
 
-    came: float = 0.0
+    arrived: float = 0.0
     missed: float = 0.0
     refused: float = 0.0
     waited: float = 0.0
-    spells: int = 0
+    late_bursts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class BurstReserve:
-    """What is known of a model.
+    """Measurements and fluid queues of one model, and whether a reserve is kept.
 
     Attributes:
-        seconds: That this half of the horizon lasts already.
-        recent: Of this half.
-        before: Of the half before.
-        calm_s: Since an answer was late; None if none ever was.
-        is_missed: Whether too many were, and it does not go without keeping some.
-        view: In which of the ``VIEWS`` as many would be late as were; 1.5 is between.
-        was: By stage, the replicas that there were.
-        fleets: By stage, those that might have been there all the time, the smallest
-            first.
+        seconds: Seconds since the current half of the horizon started.
+        recent: Requests of the current half.
+        previous: Requests of the half before.
+        since_late_s: Seconds since the last late answer; None if there was none.
+        is_active: Whether SLO attainment fell short, so that a reserve is kept.
+        level: Position among the ``CALIBRATION_LEVELS`` at which the fluid queue
+            predicts the measured number of late requests; fractions interpolate.
+        actual: By stage, the fluid queue of the replicas that really were ready.
+        fleets: By stage, the fluid queues of all candidate sizes, smallest first.
     """
 
     seconds: float = 0.0
     recent: Counts = field(default_factory=Counts)
-    before: Counts = field(default_factory=Counts)
-    calm_s: float | None = None
-    is_missed: bool = False
-    view: float = 0.0
-    was: tuple[FleetFacts, ...] = ()
+    previous: Counts = field(default_factory=Counts)
+    since_late_s: float | None = None
+    is_active: bool = False
+    level: float = 0.0
+    actual: tuple[FleetFacts, ...] = ()
     fleets: tuple[tuple[FleetFacts, ...], ...] = ()
 
     @property
-    def came(self) -> float:
-        """Requests within the horizon."""
-        return self.before.came + self.recent.came
+    def arrived(self) -> float:
+        """Requests that arrived within the horizon."""
+        return self.previous.arrived + self.recent.arrived
 
     @property
     def missed(self) -> float:
-        """Of which too late for want of replicas, as far as can be told."""
-        missed = self.before.missed + self.recent.missed
-        refused = self.before.refused + self.recent.refused
-        waited = max(0.0, self.before.waited + self.recent.waited)
-        return min(missed, refused + waited / EXPLAINED)
+        """Requests within the horizon that a lack of replicas made late (estimate)."""
+        missed = self.previous.missed + self.recent.missed
+        refused = self.previous.refused + self.recent.refused
+        waited = max(0.0, self.previous.waited + self.recent.waited)
+        return min(missed, refused + waited / MIN_WAIT_SHARE)
 
     @property
-    def spells(self) -> int:
-        """See ``Counts``."""
-        return self.before.spells + self.recent.spells
+    def late_bursts(self) -> int:
+        """Separate bursts with late answers within the horizon."""
+        return self.previous.late_bursts + self.recent.late_bursts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BurstRecord:
-    """What is new since the last look.
+    """Measurements of one sampling interval.
 
     Attributes:
-        seconds: Since then.
-        arrived: Requests.
-        missed: Requests that were found to be late, or refused.
-        refused: Requests that were refused.
-        ongoing: By stage, requests that are waiting or computed, now.
+        seconds: Length of the interval.
+        arrived: Requests that arrived.
+        missed: Requests found late, or refused.
+        refused: Requests refused because too many waited.
+        ongoing: By stage, requests waiting or computed at the end of the interval.
         item_s: By stage, seconds that a replica is busy with one request.
-        ready: By stage, the replicas that there were.
-        least: By stage, the replicas that there are always.
-        most: By stage, the replicas that there may be.
-        patience_s: For how long requests may wait.
-        deadline_s: After which they wait no more.
-        apart_s: After which it is another burst that is late: there was time to answer
-            the one before with more replicas.
-        share: Of the requests, that should be answered in time.
+        ready: By stage, replicas that were ready.
+        min_replicas: By stage, the least number of replicas.
+        max_replicas: By stage, the greatest number of replicas.
+        max_wait_s: Seconds that a request may wait and still meet the objective.
+        deadline_s: Seconds after which a waiting request is given up.
+        burst_gap_s: Seconds without a late answer after which the next one belongs to a
+            new burst: enough for replicas started in the previous burst to become
+            ready.
+        objective_share: Share of the requests that should meet the objective.
     """
 
     seconds: float
@@ -157,187 +169,221 @@ class BurstRecord:
     ongoing: Sequence[float]
     item_s: Sequence[float]
     ready: Sequence[int]
-    least: Sequence[int]
-    most: Sequence[int]
-    patience_s: float
+    min_replicas: Sequence[int]
+    max_replicas: Sequence[int]
+    max_wait_s: float
     deadline_s: float
-    apart_s: float
-    share: float
+    burst_gap_s: float
+    objective_share: float
 
 
-def learnt(before: BurstReserve, seen: BurstRecord, horizon_s: float) -> BurstReserve:
-    """Return what is known with what is new.
+def update(
+    previous: BurstReserve, record: BurstRecord, horizon_s: float
+) -> BurstReserve:
+    """Return the reserve with the measurements of one interval added.
 
-    What is older than ``horizon_s`` is forgotten, half of it at a time.
+    Measurements older than ``horizon_s`` are dropped, half a horizon at a time.
+
+    Args:
+        previous: Reserve before this interval.
+        record: Measurements of this interval.
+        horizon_s: Seconds over which requests and late answers are counted.
     """
-    old = _turned(before) if before.seconds >= horizon_s / 2 else before
-    was, fleets = [], []
-    for k, item_s in enumerate(seen.item_s):
-        there = old.was[k] if k < len(old.was) else FleetFacts(0)
-        was.append(_after(there, seen.ready[k], seen, item_s))
-        tried = old.fleets[k] if k < len(old.fleets) else ()
-        by_count = {fleet.replicas: fleet for fleet in tried}
+    old = _start_half(previous) if previous.seconds >= horizon_s / 2 else previous
+    actual, fleets = [], []
+    for k, item_s in enumerate(record.item_s):
+        actual_fleet = old.actual[k] if k < len(old.actual) else FleetFacts(0)
+        actual.append(_advance(actual_fleet, record.ready[k], record, item_s))
+        stage_fleets = old.fleets[k] if k < len(old.fleets) else ()
+        by_count = {fleet.replicas: fleet for fleet in stage_fleets}
         fleets.append(
             tuple(
-                _after(by_count.get(n, FleetFacts(n)), n, seen, item_s)
-                for n in sizes(seen.most[k])
+                _advance(by_count.get(n, FleetFacts(n)), n, record, item_s)
+                for n in candidate_sizes(record.max_replicas[k])
             )
         )
     found = replace(
         old,
-        seconds=old.seconds + seen.seconds,
-        recent=_counted(old, seen),
-        calm_s=_calm_s(old, seen),
-        was=tuple(was),
+        seconds=old.seconds + record.seconds,
+        recent=_add_counts(old, record),
+        since_late_s=_since_late_s(old, record),
+        actual=tuple(actual),
         fleets=tuple(fleets),
     )
-    view = max(_view(found), old.view - BRIGHTER * seen.seconds / horizon_s)
-    found = replace(found, view=view)
-    return replace(found, is_missed=_is_missed(found, seen))
+    level = max(_calibrate(found), old.level - RECOVERY * record.seconds / horizon_s)
+    found = replace(found, level=level)
+    return replace(found, is_active=_is_needed(found, record))
 
 
-def sufficient(
-    hindsight: BurstReserve, item_s: Sequence[float], share: float
+def reserved_replicas(
+    reserve: BurstReserve, item_s: Sequence[float], objective_share: float
 ) -> tuple[int, ...]:
-    """Return by stage how many replicas would have sufficed; none if all is well.
+    """Return by stage how many replicas to keep; all zero while no reserve is needed.
 
-    No stage needs to be faster than the narrowest of them can ever be.
+    No stage is kept wider than the bottleneck can become: the stage that carries least
+    with its greatest number of replicas limits the whole pipeline.
 
     Args:
+        reserve: Reserve of the model.
         item_s: By stage, seconds that a replica is busy with one request.
-        share: Of the requests, that should be answered in time.
+        objective_share: Share of the requests that should meet the objective.
     """
-    fleets = hindsight.fleets
-    if not hindsight.is_missed:
+    fleets = reserve.fleets
+    if not reserve.is_active:
         return (0,) * len(fleets)
-    allowed = (1.0 - share) * hindsight.came
-    least = [_least(tried, hindsight.view, allowed) for tried in fleets]
+    allowed = (1.0 - objective_share) * reserve.arrived
+    enough = [
+        _smallest_sufficient(stage_fleets, reserve.level, allowed)
+        for stage_fleets in fleets
+    ]
     narrowest = min(
-        (tried[-1].replicas / s for tried, s in zip(fleets, item_s, strict=True) if s),
+        (
+            stage_fleets[-1].replicas / s
+            for stage_fleets, s in zip(fleets, item_s, strict=True)
+            if s
+        ),
         default=math.inf,
     )
     return tuple(
         min(count, math.ceil(narrowest * s - 1e-9)) if s else 1
-        for count, s in zip(least, item_s, strict=True)
+        for count, s in zip(enough, item_s, strict=True)
     )
 
 
-def sizes(most: int) -> list[int]:
-    """Return the numbers of replicas that are tried."""
-    found = list(range(1, min(most, EACH) + 1))
-    while found[-1] < most:
-        found.append(min(most, math.ceil(STEP * found[-1])))
+def candidate_sizes(max_replicas: int) -> list[int]:
+    """Return the numbers of replicas for which a fluid queue runs."""
+    found = list(range(1, min(max_replicas, EVERY_SIZE_UP_TO) + 1))
+    while found[-1] < max_replicas:
+        found.append(min(max_replicas, math.ceil(SIZE_GROWTH * found[-1])))
     return found
 
 
-# What was.
+# Measurements.
 
 
-def _turned(old: BurstReserve) -> BurstReserve:
-    """Return the same at the begin of a new half: the one before last is forgotten."""
+def _start_half(old: BurstReserve) -> BurstReserve:
+    """Return the reserve at the start of a new half; drops the half before last."""
 
-    def turned(fleet: FleetFacts) -> FleetFacts:
-        return replace(fleet, late=NONE, before=fleet.late)
+    def start_half(fleet: FleetFacts) -> FleetFacts:
+        return replace(fleet, late=NO_LATE, previous=fleet.late)
 
     return replace(
         old,
         seconds=0.0,
         recent=Counts(),
-        before=old.recent,
-        was=tuple(map(turned, old.was)),
-        fleets=tuple(tuple(map(turned, tried)) for tried in old.fleets),
+        previous=old.recent,
+        actual=tuple(map(start_half, old.actual)),
+        fleets=tuple(
+            tuple(map(start_half, stage_fleets)) for stage_fleets in old.fleets
+        ),
     )
 
 
-def _counted(old: BurstReserve, seen: BurstRecord) -> Counts:
-    # Little's law: what is there, times how long, is what all spend there together.
-    computed_s = sum(seen.item_s) * (seen.arrived - seen.refused)
-    waited_s = sum(seen.ongoing) * seen.seconds - computed_s
-    is_new = seen.missed > 0 and (old.calm_s is None or old.calm_s >= seen.apart_s)
+def _add_counts(old: BurstReserve, record: BurstRecord) -> Counts:
+    # Little's law: requests present times seconds is the total time they spend here.
+    computed_s = sum(record.item_s) * (record.arrived - record.refused)
+    waited_s = sum(record.ongoing) * record.seconds - computed_s
+    is_new = record.missed > 0 and (
+        old.since_late_s is None or old.since_late_s >= record.burst_gap_s
+    )
     return Counts(
-        came=old.recent.came + seen.arrived,
-        missed=old.recent.missed + seen.missed,
-        refused=old.recent.refused + seen.refused,
-        waited=old.recent.waited + waited_s / seen.patience_s,
-        spells=old.recent.spells + is_new,
+        arrived=old.recent.arrived + record.arrived,
+        missed=old.recent.missed + record.missed,
+        refused=old.recent.refused + record.refused,
+        waited=old.recent.waited + waited_s / record.max_wait_s,
+        late_bursts=old.recent.late_bursts + is_new,
     )
 
 
-def _calm_s(old: BurstReserve, seen: BurstRecord) -> float | None:
-    if seen.missed > 0:
+def _since_late_s(old: BurstReserve, record: BurstRecord) -> float | None:
+    if record.missed > 0:
         return 0.0
-    return None if old.calm_s is None else old.calm_s + seen.seconds
+    return None if old.since_late_s is None else old.since_late_s + record.seconds
 
 
-def _is_missed(found: BurstReserve, seen: BurstRecord) -> bool:
-    """Tell whether some are to be kept; once they are, until the fewest would do."""
-    allowed = (1.0 - seen.share) * found.came
-    if found.is_missed:
+def _is_needed(found: BurstReserve, record: BurstRecord) -> bool:
+    """Tell whether to keep a reserve.
+
+    It starts when attainment falls short in several bursts, and ends when the least
+    number of replicas would be enough.
+    """
+    allowed = (1.0 - record.objective_share) * found.arrived
+    if found.is_active:
         return any(
-            _least(tried, found.view, allowed) > least
-            for tried, least in zip(found.fleets, seen.least, strict=True)
+            _smallest_sufficient(stage_fleets, found.level, allowed) > lowest
+            for stage_fleets, lowest in zip(
+                found.fleets, record.min_replicas, strict=True
+            )
         )
-    much = allowed + SIGMAS * math.sqrt(max(allowed, 1.0))
-    return found.spells >= SPELLS and found.missed > much
+    threshold = allowed + SIGMAS * math.sqrt(max(allowed, 1.0))
+    return found.late_bursts >= MIN_LATE_BURSTS and found.missed > threshold
 
 
-# What would have been.
+# Fluid queues.
 
 
-def _view(hindsight: BurstReserve) -> float:
-    """Return the first of the ``VIEWS`` in which as many would be late as were."""
-    before = 0.0
-    for view in range(len(VIEWS)):
-        late = max(_late(fleet, view) for fleet in hindsight.was)
-        if late >= hindsight.missed:
-            gap = late - before
-            return view - (late - hindsight.missed) / gap if view and gap > 0 else view
-        before = late
-    return len(VIEWS) - 1.0
+def _calibrate(reserve: BurstReserve) -> float:
+    """Return the lowest level (interpolated) that predicts the measured misses."""
+    previous = 0.0
+    for level in range(len(CALIBRATION_LEVELS)):
+        late = max(_late_requests(fleet, level) for fleet in reserve.actual)
+        if late >= reserve.missed:
+            gap = late - previous
+            return level - (late - reserve.missed) / gap if level and gap > 0 else level
+        previous = late
+    return len(CALIBRATION_LEVELS) - 1.0
 
 
-def _least(tried: Sequence[FleetFacts], view: float, allowed: float) -> int:
-    """Return the fewest replicas with which no more than so many would be late."""
-    enough = (fleet.replicas for fleet in tried if _late(fleet, view) <= allowed)
-    return next(enough, tried[-1].replicas)
+def _smallest_sufficient(
+    stage_fleets: Sequence[FleetFacts], level: float, allowed: float
+) -> int:
+    """Return the fewest replicas that leave at most ``allowed`` requests late."""
+    enough = (
+        fleet.replicas
+        for fleet in stage_fleets
+        if _late_requests(fleet, level) <= allowed
+    )
+    return next(enough, stage_fleets[-1].replicas)
 
 
-def _late(fleet: FleetFacts, view: float) -> float:
-    """Return how many would be late, also in between two views."""
-    low = min(int(view), len(VIEWS) - 2)
-    one = fleet.before[low] + fleet.late[low]
-    other = fleet.before[low + 1] + fleet.late[low + 1]
-    return one + (view - low) * (other - one)
+def _late_requests(fleet: FleetFacts, level: float) -> float:
+    """Return how many requests would be late; interpolates between two levels."""
+    low = min(int(level), len(CALIBRATION_LEVELS) - 2)
+    one = fleet.previous[low] + fleet.late[low]
+    other = fleet.previous[low + 1] + fleet.late[low + 1]
+    return one + (level - low) * (other - one)
 
 
-def _after(
-    fleet: FleetFacts, replicas: int, seen: BurstRecord, item_s: float
+def _advance(
+    fleet: FleetFacts, replicas: int, record: BurstRecord, item_s: float
 ) -> FleetFacts:
-    """Return a fleet of so many after what is new."""
+    """Return the fluid queue of ``replicas`` replicas after one more interval."""
     if item_s <= 0:
         return FleetFacts(replicas)
-    rate = max(replicas, 0.01) / item_s  # with none, everybody waits for long
-    clumps = max(1, math.ceil(seen.seconds / CLUMP_S))
-    arrived, seconds = seen.arrived / clumps, seen.seconds / clumps
+    rate = max(replicas, 0.01) / item_s  # without replicas, everything waits
+    steps = max(1, math.ceil(record.seconds / MAX_STEP_S))
+    arrived, seconds = record.arrived / steps, record.seconds / steps
     queue, late = fleet.queue, fleet.late
-    for _ in range(clumps):
+    for _ in range(steps):
         late = tuple(
-            before
+            count
             + arrived
-            * _above(
-                part * seen.patience_s,
+            * _share_above(
+                wait_share * record.max_wait_s,
                 queue / rate,
-                max(0.0, queue + arrived - rate * of * seconds) / rate,
+                max(0.0, queue + arrived - rate * spread * seconds) / rate,
             )
-            for before, (of, part) in zip(late, VIEWS, strict=True)
+            for count, (spread, wait_share) in zip(
+                late, CALIBRATION_LEVELS, strict=True
+            )
         )
         queue = max(0.0, queue + arrived - rate * seconds)
-        queue = min(queue, rate * seen.deadline_s)  # who waits for longer has left
-    return FleetFacts(replicas, queue, late, fleet.before)
+        queue = min(queue, rate * record.deadline_s)  # others were given up
+    return FleetFacts(replicas, queue, late, fleet.previous)
 
 
-def _above(limit: float, first: float, last: float) -> float:
-    """Return the share of what lies evenly between two numbers that is above."""
+def _share_above(limit: float, first: float, last: float) -> float:
+    """Return the share of the range ``first`` to ``last`` that exceeds ``limit``."""
     low, high = min(first, last), max(first, last)
     if high <= limit:
         return 0.0

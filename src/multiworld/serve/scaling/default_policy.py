@@ -1,13 +1,13 @@
-"""The scaling that is used where a spec names no other. Pure.
+"""Default autoscaling policy, used where a spec names no other. Pure.
 
-1. How much is asked for, and will be when a new replica is ready (``demand``).
-2. Which gear carries that: the replicas of all stages together (``gears``). Bursts like
-   the last ones must be worked off within the objective, and so must what waits. Where
-   nobody knows yet how long a stage computes, what is queued there decides alone, as
-   with Ray Serve.
-3. Where the objective was missed lately for all that, as many are kept as would have
-   sufficed (``hindsight``).
-4. What has lasted long enough is done (``steadying``).
+1. Estimate the demand now, and at the moment when a new replica would be ready
+   (``demand``).
+2. Look up the gear, a number of replicas for every stage, that carries the demand
+   (``gears``). Add replicas if recent bursts or the backlog need more to meet the
+   objective. Until computing times are known, the queue length alone decides, as in Ray
+   Serve.
+3. Keep a burst reserve if SLO attainment fell short without it (``burst_reserve``).
+4. Apply the stabilization windows (``stabilization``).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from dataclasses import dataclass, field
 from multiworld.serve.scaling.burst_reserve import (
     BurstRecord,
     BurstReserve,
-    learnt,
-    sufficient,
+    reserved_replicas,
+    update,
 )
 from multiworld.serve.scaling.demand import Demand, demand_of, envelope
-from multiworld.serve.scaling.explanation import Findings, facts, words
+from multiworld.serve.scaling.explanation import Findings, describe, facts
 from multiworld.serve.scaling.gears import (
-    REACHABLE,
+    MIN_OBJECTIVE,
     Gear,
     StageCost,
     gear_for,
@@ -39,76 +39,90 @@ from multiworld.serve.scaling.snapshot import (
     StageLimits,
     StageNow,
 )
-from multiworld.serve.scaling.stabilization import PendingChange, remember, settled
+from multiworld.serve.scaling.stabilization import PendingChange, remember, stabilized
 
 MARGIN = 1.15
-"""Replicas are drained only if fewer would carry so many times what is asked for."""
+"""Scale down only if the smaller fleet still carries this multiple of the demand."""
 
-NEW_GEARS = 0.2
-"""Gears are computed anew when a stage computes longer or shorter by this share."""
+GEAR_TOLERANCE = 0.2
+"""Relative change of a stage's computing time that makes the gears be computed anew."""
 
-HORIZON = 15.0
-"""What would have sufficed is asked for the last so many downscale delays: some bursts
-must have come again within them. Chosen on traces, see docs/serve/scaling-report.md."""
+RESERVE_HORIZON = 15.0
+"""Horizon of the burst reserve, as a multiple of the largest ``downscale_delay_s``.
+
+Long enough for several bursts to recur. Chosen on traces, see
+docs/serve/scaling-report.md."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyState:
-    """What the policy keeps from one decision to the next.
+    """State that the policy keeps from one decision to the next.
 
     Attributes:
-        costs: That the gears were computed for.
-        bounds: The fewest and the most replicas of each stage, for the same.
-        wishes: By stage.
-        measured: Seconds of a request and of a batch, and the requests of a batch.
-        hindsight: What would have sufficed.
+        costs: By stage, seconds of a request and of a batch that the gears were
+            computed for.
+        bounds: By stage, least and greatest number of replicas for the same.
+        gears: Gears of the pipeline, smallest first.
+        pending: By stage, recent needs that the stabilization windows still cover.
+        measured: By stage, measured computing times; None where they are not known.
+        burst_reserve: Burst reserve of the model.
     """
 
     costs: tuple[tuple[float, float], ...] = ()
     bounds: tuple[tuple[int, int], ...] = ()
     gears: tuple[Gear, ...] = ()
-    wishes: tuple[tuple[PendingChange, ...], ...] = ()
+    pending: tuple[tuple[PendingChange, ...], ...] = ()
     measured: tuple[Times | None, ...] = ()
-    hindsight: BurstReserve = field(default_factory=BurstReserve)
+    burst_reserve: BurstReserve = field(default_factory=BurstReserve)
 
 
 def decide(snapshot: Snapshot) -> Decision:
-    """Return how many replicas each stage should have."""
+    """Return how many replicas each stage should have.
+
+    Args:
+        snapshot: Limits, samples and objective of one model. At least one stage must
+            have limits.
+
+    Returns:
+        The replicas by stage, the reason in one line, and the state for the next call.
+    """
     old = snapshot.memory if isinstance(snapshot.memory, PolicyState) else PolicyState()
     look_back_s = max(
         _limits(s).look_back_period_s for s in snapshot.stages if s.limits is not None
     )
     measured = times_of(snapshot, look_back_s, old.measured)
-    found = _reckoned(snapshot, old, measured, look_back_s)
-    wishes = []
+    found = _find(snapshot, old, measured, look_back_s)
+    pending = []
     replicas = []
     for k, stage in enumerate(snapshot.stages):
         limits = _limits(stage)
         low, high = map(limits.within, found.needs[k])
-        before = old.wishes[k] if k < len(old.wishes) else ()
-        wishes.append(remember(before, PendingChange(snapshot.now, low, high), limits))
-        count = settled(wishes[k], stage.replicas, limits, is_urgent=found.is_urgent)
+        before = old.pending[k] if k < len(old.pending) else ()
+        pending.append(remember(before, PendingChange(snapshot.now, low, high), limits))
+        count = stabilized(
+            pending[k], stage.replicas, limits, is_urgent=found.is_urgent
+        )
         if found.demand.is_rising:
-            count = max(count, stage.replicas)  # none is let go now
-        count = max(count, _held(snapshot, k))
+            count = max(count, stage.replicas)  # never scale down under rising load
+        count = max(count, _kept_while_starting(snapshot, k))
         replicas.append(stage.replicas if stage.limits is None else count)
-    replicas = _together(snapshot, replicas)
+    replicas = _all_or_none(snapshot, replicas)
     return Decision(
         replicas=tuple(replicas),
-        why=words(snapshot, found, replicas),
+        why=describe(snapshot, found, replicas),
         facts=facts(snapshot, found),
         memory=PolicyState(
             found.costs,
             _bounds(snapshot),
             found.gears,
-            tuple(wishes),
+            tuple(pending),
             measured,
-            found.hindsight,
+            found.burst_reserve,
         ),
     )
 
 
-def _reckoned(
+def _find(
     snapshot: Snapshot,
     old: PolicyState,
     measured: tuple[Times | None, ...],
@@ -118,26 +132,26 @@ def _reckoned(
         snapshot.samples, look_back_s, snapshot.start_s, snapshot.interval_s
     )
     costs, gears = _gears(snapshot, measured, old)
-    hindsight = _hindsight(snapshot, costs, old.hindsight)
+    burst_reserve = _update_reserve(snapshot, costs, old.burst_reserve)
     asked = _needs(snapshot, demand, gears, costs, look_back_s)
-    kept = _kept(snapshot, demand, hindsight, costs)
+    reserved = _reserved(snapshot, demand, burst_reserve, costs)
     needs = [
         (max(low, least), max(high, least))
-        for (low, high), least in zip(asked, kept, strict=True)
+        for (low, high), least in zip(asked, reserved, strict=True)
     ]
     return Findings(
         demand=demand,
         costs=costs,
         gears=gears,
-        hindsight=hindsight,
-        kept=() if needs == asked else kept,
+        burst_reserve=burst_reserve,
+        reserved=() if needs == asked else reserved,
         needs=needs,
         is_urgent=_is_urgent(snapshot, costs),
     )
 
 
 def _limits(stage: StageNow) -> StageLimits:
-    """Return the limits of a stage; of one that is not scaled, what it has."""
+    """Return the limits of a stage; a stage that is not scaled keeps its number."""
     if stage.limits is not None:
         return stage.limits
     return StageLimits(min_replicas=stage.replicas, max_replicas=max(1, stage.replicas))
@@ -148,7 +162,7 @@ def _bounds(snapshot: Snapshot) -> tuple[tuple[int, int], ...]:
     return tuple((one.min_replicas, one.max_replicas) for one in limits)
 
 
-# The gears.
+# Gears.
 
 
 def _gears(
@@ -156,7 +170,7 @@ def _gears(
     measured: Sequence[Times | None],
     old: PolicyState,
 ) -> tuple[tuple[tuple[float, float], ...], tuple[Gear, ...]]:
-    """Return the times that are planned with, and the gears; none if not known."""
+    """Return the computing times and the gears; both empty if times are not known."""
     if any(times is None for times in measured):
         return (), ()
     costs = tuple(times[:2] for times in measured if times is not None)
@@ -176,23 +190,23 @@ def _differ(
     if len(costs) != len(others):
         return True
     return any(
-        abs(item_s - old_s) > NEW_GEARS * old_s
+        abs(item_s - old_s) > GEAR_TOLERANCE * old_s
         for (item_s, _), (old_s, _) in zip(costs, others, strict=True)
     )
 
 
-# What would have sufficed.
+# Burst reserve.
 
 
-def _hindsight(
+def _update_reserve(
     snapshot: Snapshot, costs: Sequence[tuple[float, float]], before: BurstReserve
 ) -> BurstReserve:
     if len(snapshot.samples) < 2 or not _is_reachable(snapshot, costs):
         return before
     one, other = snapshot.samples[-2:]
     limits = [_limits(stage) for stage in snapshot.stages]
-    patience_s = _patience_s(snapshot, costs, 0.0)
-    seen = BurstRecord(
+    max_wait_s = _max_wait_s(snapshot, costs, 0.0)
+    record = BurstRecord(
         seconds=other.at - one.at,
         arrived=other.arrived - one.arrived,
         missed=other.missed - one.missed,
@@ -200,46 +214,46 @@ def _hindsight(
         ongoing=[stage.ongoing for stage in other.stages],
         item_s=[item_s for item_s, _ in costs],
         ready=[stage.ready for stage in other.stages],
-        least=[max(1, limit.min_replicas) for limit in limits],
-        most=[limit.max_replicas for limit in limits],
-        patience_s=patience_s,
+        min_replicas=[max(1, limit.min_replicas) for limit in limits],
+        max_replicas=[limit.max_replicas for limit in limits],
+        max_wait_s=max_wait_s,
         deadline_s=snapshot.deadline_s,
-        apart_s=snapshot.start_s + patience_s + 2 * snapshot.interval_s,
-        share=snapshot.objective_share,
+        burst_gap_s=snapshot.start_s + max_wait_s + 2 * snapshot.interval_s,
+        objective_share=snapshot.objective_share,
     )
     delays = [s.limits.downscale_delay_s for s in snapshot.stages if s.limits]
-    return learnt(before, seen, HORIZON * max(*delays, snapshot.interval_s))
+    return update(before, record, RESERVE_HORIZON * max(*delays, snapshot.interval_s))
 
 
 def _is_reachable(snapshot: Snapshot, costs: Sequence[tuple[float, float]]) -> bool:
-    """Tell whether the objective is one that replicas can help to reach."""
+    """Tell whether more replicas can help to meet the objective."""
     if snapshot.objective_s is None or not costs:
         return False
-    return snapshot.objective_s >= REACHABLE * sum(item_s for item_s, _ in costs)
+    return snapshot.objective_s >= MIN_OBJECTIVE * sum(item_s for item_s, _ in costs)
 
 
-def _kept(
+def _reserved(
     snapshot: Snapshot,
     demand: Demand,
-    hindsight: BurstReserve,
+    burst_reserve: BurstReserve,
     costs: Sequence[tuple[float, float]],
 ) -> tuple[int, ...]:
-    """Return the replicas to keep, whatever comes now.
+    """Return by stage the burst reserve.
 
-    A pipeline that may have none while nobody asks is not kept for who might.
+    A pipeline that may scale to zero keeps no reserve while it is idle.
     """
     nothing = (0,) * len(snapshot.stages)
-    is_known = len(hindsight.fleets) == len(nothing)
+    is_known = len(burst_reserve.fleets) == len(nothing)
     if not is_known or not _is_reachable(snapshot, costs):
         return nothing
     is_on_demand = any(_limits(stage).min_replicas == 0 for stage in snapshot.stages)
     if is_on_demand and _is_idle(snapshot, demand):
         return nothing
     item_s = [item for item, _ in costs]
-    return sufficient(hindsight, item_s, snapshot.objective_share)
+    return reserved_replicas(burst_reserve, item_s, snapshot.objective_share)
 
 
-# How many replicas that takes.
+# Needs.
 
 
 def _needs(
@@ -249,26 +263,26 @@ def _needs(
     costs: Sequence[tuple[float, float]],
     look_back_s: float,
 ) -> list[tuple[int, int]]:
-    """Return by stage how many replicas are needed, and how many with a margin."""
+    """Return by stage how many replicas are needed, without and with the margin."""
     queued = [
-        _queued(snapshot.samples, k, stage, look_back_s)
+        _for_queue(snapshot.samples, k, stage, look_back_s)
         for k, stage in enumerate(snapshot.stages)
     ]
     if _is_idle(snapshot, demand):
         return [(0, 0) for _ in snapshot.stages]
     if not gears:
-        # Something is asked for: it needs every stage, whatever has got there yet.
+        # A request needs every stage, even those that it has not reached yet.
         return [(max(1, count), max(1, count)) for count in queued]
     low = gears[gear_for(gears, demand.expected)].replicas
     high = gears[gear_for(gears, MARGIN * demand.expected)].replicas
-    patience_s = _patience_s(snapshot, costs, look_back_s)
-    burst = envelope(snapshot.samples, look_back_s, patience_s)
+    max_wait_s = _max_wait_s(snapshot, costs, look_back_s)
+    burst = envelope(snapshot.samples, look_back_s, max_wait_s)
     found = []
     for k, (item_s, _) in enumerate(costs):
-        waiting = _for_backlog(snapshot, demand, k, item_s, patience_s)
+        waiting = _for_backlog(snapshot, demand, k, item_s, max_wait_s)
         least = math.ceil(burst * item_s - 1e-9)
-        kept = math.ceil(MARGIN * burst * item_s - 1e-9)
-        found.append((max(low[k], least, waiting), max(high[k], kept, waiting)))
+        with_margin = math.ceil(MARGIN * burst * item_s - 1e-9)
+        found.append((max(low[k], least, waiting), max(high[k], with_margin, waiting)))
     return found
 
 
@@ -277,20 +291,20 @@ def _is_idle(snapshot: Snapshot, demand: Demand) -> bool:
     return demand.rate == 0 and not any(seen.ongoing for seen in last.stages)
 
 
-def _held(snapshot: Snapshot, k: int) -> int:
-    """Return how many replicas a stage keeps that has work and not all of them yet.
+def _kept_while_starting(snapshot: Snapshot, k: int) -> int:
+    """Return how many replicas a busy stage keeps while some are still starting.
 
-    Those that are ready, and one that starts: the load looks small as it waits.
+    These are the ready ones and at least one: the load looks small while it waits.
     """
     seen, count = snapshot.samples[-1].stages[k], snapshot.stages[k].replicas
     is_starting = seen.ready < count and seen.ongoing > 0
     return min(count, max(1, seen.ready)) if is_starting else 0
 
 
-def _together(snapshot: Snapshot, replicas: list[int]) -> list[int]:
-    """Return replicas of which no stage has none while another that may has some.
+def _all_or_none(snapshot: Snapshot, replicas: list[int]) -> list[int]:
+    """Return the replicas with at least one for each stage, or none for all on demand.
 
-    A pipeline without one of its stages answers nothing: it goes as a whole.
+    A pipeline without one of its stages answers nothing.
     """
     on_demand = [
         k
@@ -304,41 +318,41 @@ def _together(snapshot: Snapshot, replicas: list[int]) -> list[int]:
     ]
 
 
-def _queued(
+def _for_queue(
     samples: Sequence[Sample], k: int, stage: StageNow, look_back_s: float
 ) -> int:
-    """Return the replicas for what is queued or computed, on average (Ray Serve)."""
+    """Return the replicas for the mean ongoing requests (Ray Serve's rule)."""
     begin = samples[-1].at - look_back_s
     lately = [s.stages[k].ongoing for s in samples if s.at > begin - 1e-9]
     mean = sum(lately) / len(lately)
     return math.ceil(mean / _limits(stage).target_ongoing_requests - 1e-9)
 
 
-def _patience_s(
+def _max_wait_s(
     snapshot: Snapshot, costs: Sequence[tuple[float, float]], look_back_s: float
 ) -> float:
-    """Return for how long requests may wait."""
+    """Return how many seconds requests may wait and still meet the objective."""
     if snapshot.objective_s is None:
         return look_back_s
-    bare_s = sum(item_s for item_s, _ in costs)
-    return max(snapshot.objective_s - bare_s, snapshot.objective_s / 4)
+    compute_s = sum(item_s for item_s, _ in costs)
+    return max(snapshot.objective_s - compute_s, snapshot.objective_s / 4)
 
 
 def _for_backlog(
-    snapshot: Snapshot, demand: Demand, k: int, item_s: float, patience_s: float
+    snapshot: Snapshot, demand: Demand, k: int, item_s: float, max_wait_s: float
 ) -> int:
-    """Return the replicas that also work off what waits, in good time."""
+    """Return the replicas that carry the demand and also clear the backlog in time."""
     limits = _limits(snapshot.stages[k])
     seen = snapshot.samples[-1].stages[k]
     usual = limits.target_ongoing_requests * max(1, snapshot.stages[k].replicas)
     waiting = max(0.0, seen.ongoing - usual)
     if waiting == 0:
         return 0
-    return math.ceil((demand.rate + waiting / patience_s) * item_s)
+    return math.ceil((demand.rate + waiting / max_wait_s) * item_s)
 
 
 def _is_urgent(snapshot: Snapshot, costs: Sequence[tuple[float, float]]) -> bool:
-    """Tell whether what waits at one stage alone makes the objective miss."""
+    """Tell whether the backlog of one stage alone makes requests miss the objective."""
     if snapshot.objective_s is None or not costs:
         return False
     last = snapshot.samples[-1]

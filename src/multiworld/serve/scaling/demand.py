@@ -1,4 +1,4 @@
-"""How much is asked for, now and soon, from what was seen lately. Pure."""
+"""Demand of a model, now and soon, estimated from recent samples. Pure."""
 
 from __future__ import annotations
 
@@ -11,38 +11,46 @@ from dataclasses import dataclass
 from multiworld.serve.scaling.snapshot import Sample
 
 SIGMAS = 3.0
-"""So many standard deviations of a Poisson process are no change of the load."""
+"""Standard deviations of a Poisson process that a burst must exceed."""
 
 BURST_SHARE = 6
-"""A burst is looked for in this part of the look-back period, two samples at least."""
+"""Divisor of the look-back period that gives the window for bursts.
 
-FIRST = 3
-"""What came in the first moments counts as if it were of so many intervals."""
+The window spans two samples at least."""
+
+MIN_INTERVALS = 3
+"""Least number of sampling intervals that a rate is averaged over.
+
+Right after the start, the first requests may or may not be a burst."""
 
 TREND_PERIODS = 2.0
-"""A trend is looked for in so many look-back periods."""
+"""Look-back periods over which a trend is fitted."""
 
 BINS = 8
-"""Into which these are cut for a regression."""
+"""Bins of the regression that fits the trend."""
 
-SURE = 2.5
-"""A slope of fewer standard errors is noise (Student's t, six degrees: 5 %)."""
+MIN_T = 2.5
+"""Least ratio of a slope to its standard error; below it, the slope counts as noise.
 
-MOST_GROWTH = 2.0
-"""No trend is believed beyond so many times what is asked for now."""
+Student's t with six degrees of freedom, two-sided 5 %."""
+
+MAX_GROWTH = 2.0
+"""Greatest expected demand, as a multiple of the demand now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Arrivals a second.
+    """Demand in arrivals a second.
 
     Attributes:
-        rate: Now: over the look-back period, or since a burst began.
-        expected: When a replica that is started now is ready.
-        ahead_s: How far ahead ``expected`` is: as far as a replica takes to start, but
-            no further than the trend was seen.
-        slope: By which ``rate`` changes in a second; 0 if that may be chance.
-        is_burst: Much more came lately than the look-back period has on average.
+        rate: Demand now: over the look-back period, or at the start of a burst over its
+            last part (``BURST_SHARE``).
+        expected: Demand when a replica that is started now becomes ready.
+        ahead_s: Seconds that ``expected`` looks ahead: a replica's start time, but no
+            more than the look-back period.
+        slope: Change of ``rate`` per second; 0 if it may be chance.
+        is_burst: Whether many more requests came lately than the look-back period's
+            average.
     """
 
     rate: float
@@ -53,12 +61,12 @@ class Demand:
 
     @property
     def is_rising(self) -> bool:
-        """Whether more and more comes."""
+        """Tell whether the demand grows."""
         return self.is_burst or self.slope > 0
 
 
-def since(samples: Sequence[Sample], at: float) -> Sample:
-    """Return the last sample of ``at`` or before, or the first there is."""
+def sample_at(samples: Sequence[Sample], at: float) -> Sample:
+    """Return the last sample taken at or before ``at``, or else the first one."""
     found = bisect.bisect_right([sample.at for sample in samples], at + 1e-9)
     return samples[max(0, found - 1)]
 
@@ -72,39 +80,47 @@ def rate_between(first: Sample, last: Sample) -> float:
 def demand_of(
     samples: Sequence[Sample], look_back_s: float, ahead_s: float, interval_s: float
 ) -> Demand:
-    """Return what is asked for now, and what to expect.
+    """Return the demand now and the expected demand.
 
     Args:
-        ahead_s: How far ahead to look.
-        interval_s: Between two samples.
+        samples: Samples, oldest first.
+        look_back_s: Seconds over which arrivals are averaged.
+        ahead_s: Seconds to look ahead.
+        interval_s: Seconds between two samples.
     """
     last = samples[-1]
-    first = since(samples, last.at - look_back_s)
-    # Of the first moments nobody knows yet whether they are a burst.
-    least_s = min(look_back_s, FIRST * interval_s)
+    first = sample_at(samples, last.at - look_back_s)
+    # See MIN_INTERVALS.
+    least_s = min(look_back_s, MIN_INTERVALS * interval_s)
     rate = (last.arrived - first.arrived) / max(last.at - first.at, least_s)
     burst = _burst(samples, rate, look_back_s, interval_s)
     now = max(rate, burst)
     slope = _slope(samples, TREND_PERIODS * look_back_s)
-    # An average over a period is what was asked for in its middle.
+    # An average over a period is the rate in its middle.
     behind_s = 0.0 if burst else look_back_s / 2
     ahead_s = min(ahead_s, look_back_s)
     expected = now + slope * (ahead_s + behind_s)
     return Demand(
         now,
-        min(max(now, expected), MOST_GROWTH * now),
+        min(max(now, expected), MAX_GROWTH * now),
         ahead_s,
         slope,
         is_burst=burst > 0.0,
     )
 
 
-def envelope(samples: Sequence[Sample], period_s: float, patience_s: float) -> float:
-    """Return the requests a second that had to be computed for nobody to wait too long.
+def envelope(samples: Sequence[Sample], period_s: float, max_wait_s: float) -> float:
+    """Return the least throughput (requests a second) with which none waits too long.
 
-    What came within any ``w`` seconds of the period must be computed within
-    ``w + patience_s``: the arrival curve of network calculus (Cruz, "A calculus for
-    network delay", IEEE Transactions on Information Theory 37, 1991), measured.
+    The requests that arrive within any ``w`` seconds of the period must be computed
+    within ``w + max_wait_s``. This is the measured arrival curve of network calculus
+    (Cruz, "A calculus for network delay", IEEE Transactions on Information Theory 37,
+    1991).
+
+    Args:
+        samples: Samples, oldest first.
+        period_s: Seconds to look back.
+        max_wait_s: Seconds that a request may wait.
     """
     first = bisect.bisect_left([s.at for s in samples], samples[-1].at - period_s)
     lately = samples[max(0, first - 1) :]
@@ -112,12 +128,12 @@ def envelope(samples: Sequence[Sample], period_s: float, patience_s: float) -> f
     for width in _widths(len(lately)):
         for one, other in zip(lately, lately[width:], strict=False):
             came, span_s = other.arrived - one.arrived, other.at - one.at
-            most = max(most, came / (span_s + patience_s))
+            most = max(most, came / (span_s + max_wait_s))
     return most
 
 
 def _widths(count: int) -> list[int]:
-    """Return 1, 2, 3, 4, 6, 8, 12, … below ``count``: no window is far from one."""
+    """Return the window widths 1, 2, 3, 4, 6, 8, 12, … below ``count``."""
     found = [1]
     while found[-1] + max(1, found[-1] // 2) < count:
         found.append(found[-1] + max(1, found[-1] // 2))
@@ -127,13 +143,13 @@ def _widths(count: int) -> list[int]:
 def _burst(
     samples: Sequence[Sample], rate: float, look_back_s: float, interval_s: float
 ) -> float:
-    """Return the rate of a burst; 0 if what came lately may be chance."""
+    """Return the rate of a burst; 0 if the recent arrivals may be chance."""
     last = samples[-1]
     short_s = max(look_back_s / BURST_SHARE, 2 * interval_s)
     if short_s >= look_back_s:
         return 0.0
-    first = since(samples, last.at - short_s)
-    before = since(samples, last.at - look_back_s)
+    first = sample_at(samples, last.at - short_s)
+    before = sample_at(samples, last.at - look_back_s)
     came, span_s = last.arrived - first.arrived, last.at - first.at
     usual = rate_between(before, first) * span_s
     if came <= usual + SIGMAS * math.sqrt(max(usual, 1.0)) + 1.0:
@@ -142,13 +158,13 @@ def _burst(
 
 
 def _slope(samples: Sequence[Sample], period_s: float) -> float:
-    """Return the slope of the arrivals; 0 unless it is surely one."""
+    """Return the slope of the arrival rate; 0 unless it is significant."""
     last = samples[-1]
     begin = max(samples[0].at, last.at - period_s)
     width_s = (last.at - begin) / BINS
     if width_s <= 0 or last.at - begin < period_s / 2:
         return 0.0
-    edges = [since(samples, begin + n * width_s) for n in range(BINS + 1)]
+    edges = [sample_at(samples, begin + n * width_s) for n in range(BINS + 1)]
     pairs = list(itertools.pairwise(edges))
     if any(one.at >= other.at for one, other in pairs):
         return 0.0
@@ -162,7 +178,7 @@ def _slope(samples: Sequence[Sample], period_s: float) -> float:
     rest = sum(
         (y - mean_y - slope * (x - mean_x)) ** 2 for x, y in zip(xs, ys, strict=True)
     )
-    # Counts scatter at least as those of a Poisson process do.
+    # Counts scatter at least as much as those of a Poisson process.
     noise = max(rest / (BINS - 2), mean_y / width_s)
     error = math.sqrt(noise / spread)
-    return slope if abs(slope) > SURE * error else 0.0
+    return slope if abs(slope) > MIN_T * error else 0.0

@@ -1,4 +1,4 @@
-"""What the policy found, in words and numbers: why a decision was taken. Pure."""
+"""Reason for a decision of the default policy, in words and in numbers. Pure."""
 
 from __future__ import annotations
 
@@ -14,25 +14,36 @@ from multiworld.serve.scaling.snapshot import Snapshot
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What a decision is made from.
+    """Intermediate results that a decision is made from.
 
     Attributes:
-        costs: Seconds of a request and of a batch, by stage; none if not known.
-        kept: Replicas that are needed only because some are kept, by stage; or none.
-        needs: The fewest, and those with a margin, by stage.
+        demand: Demand now and expected.
+        costs: By stage, seconds of a request and of a batch; empty if not known.
+        gears: Gears of the pipeline; empty if not known.
+        burst_reserve: Burst reserve of the model.
+        reserved: By stage, replicas kept as burst reserve; empty if the reserve adds
+            none.
+        needs: By stage, replicas needed, without and with the margin.
+        is_urgent: Whether the backlog makes requests miss the objective.
     """
 
     demand: Demand
     costs: tuple[tuple[float, float], ...]
     gears: tuple[Gear, ...]
-    hindsight: BurstReserve
-    kept: tuple[int, ...]
+    burst_reserve: BurstReserve
+    reserved: tuple[int, ...]
     needs: list[tuple[int, int]]
     is_urgent: bool
 
 
-def words(snapshot: Snapshot, found: Findings, replicas: Sequence[int]) -> str:
-    """Return a decision for people, in a line."""
+def describe(snapshot: Snapshot, found: Findings, replicas: Sequence[int]) -> str:
+    """Return the reason for a decision, in one line for people.
+
+    Args:
+        snapshot: Snapshot that the decision was made from.
+        found: Intermediate results.
+        replicas: Replicas by stage that were decided.
+    """
     demand, gears = found.demand, found.gears
     text = f"{demand.rate:.2f} requests/s"
     if demand.is_burst:
@@ -47,15 +58,16 @@ def words(snapshot: Snapshot, found: Findings, replicas: Sequence[int]) -> str:
             f"{gear.rate:.2f}/s"
         )
     else:
-        text += "; by what is queued (how long stages compute is not known yet)"
+        text += "; by queued requests (computing times are not known yet)"
     waiting = snapshot.samples[-1].stages
     text += f"; ongoing {[round(seen.ongoing) for seen in waiting]}"
     if found.is_urgent:
-        text += "; urgent: what waits misses the objective"
-    if found.kept:
+        text += "; urgent: the backlog misses the objective"
+    if found.reserved:
         late = 100 * (1 - snapshot.objective_share)
         text += (
-            f"; more than {late:.3g} % were late lately: {list(found.kept)} are kept"
+            f"; more than {late:.3g} % of requests were late: burst reserve "
+            f"{list(found.reserved)}"
         )
     wanted = list(replicas)
     before = [stage.replicas for stage in snapshot.stages]
@@ -63,7 +75,7 @@ def words(snapshot: Snapshot, found: Findings, replicas: Sequence[int]) -> str:
 
 
 def facts(snapshot: Snapshot, found: Findings) -> dict[str, Any]:
-    """Return the numbers behind it."""
+    """Return the numbers behind a decision, as plain data."""
     demand, gears = found.demand, found.gears
     return {
         "rate": demand.rate,
@@ -75,9 +87,9 @@ def facts(snapshot: Snapshot, found: Findings) -> dict[str, Any]:
         "gears": len(gears),
         "item_s": [item_s for item_s, _ in found.costs] or None,
         "needs": [list(need) for need in found.needs],
-        "kept": list(found.kept),
-        "came": found.hindsight.came,
-        "missed": found.hindsight.missed,
+        "kept": list(found.reserved),
+        "came": found.burst_reserve.arrived,
+        "missed": found.burst_reserve.missed,
         "ongoing": [seen.ongoing for seen in snapshot.samples[-1].stages],
         "ready": [seen.ready for seen in snapshot.samples[-1].stages],
         "objective_s": snapshot.objective_s,

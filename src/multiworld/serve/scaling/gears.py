@@ -1,10 +1,10 @@
-"""Gear plans: ahead of time, which replicas carry which load. Pure.
+"""Gears: a table, computed ahead, of the replicas that carry each load. Pure.
 
-A gear is one number of replicas for *every* stage of a pipeline, and the most arrivals
-a second that these carry within the targets. The next gear has one replica more where
-the pipeline is narrowest: so the stages are scaled together, and switching is looking
-up a number in a table. Plans that are computed ahead and keyed by load are the idea of
-CascadeServe (Kossmann et al., arXiv 2406.14424); its gears also choose among models.
+A gear is a number of replicas for *every* stage of a pipeline, and the greatest arrival
+rate that these carry within the objective. The next gear has one more replica at the
+bottleneck. All stages are thus scaled together, and a decision is a table lookup. Plans
+computed ahead and keyed by load are the idea of CascadeServe (Kossmann et al., arXiv
+2406.14424); its gears also choose among models.
 """
 
 from __future__ import annotations
@@ -17,25 +17,27 @@ from dataclasses import dataclass
 from multiworld.serve.scaling import queue_model
 from multiworld.serve.scaling.snapshot import StageLimits
 
-STEPS = 18
-"""Halvings when the load of a gear is looked for: exact to a few millionths."""
+BISECTIONS = 18
+"""Bisection steps that find a gear's load: exact to a few millionths."""
 
-BUSY = 0.85
-"""Most utilisation of a stage that is planned where an objective is given."""
+MAX_UTILISATION = 0.85
+"""Greatest utilisation of a stage that is planned where a model has an objective."""
 
-REACHABLE = 1.5
-"""So many times what computing takes is the least objective that is worked towards: one
-that even an idle service misses must not ask for all there is."""
+MIN_OBJECTIVE = 1.5
+"""Least objective that gears work towards, as a multiple of the computing time.
+
+A shorter objective is missed even by an idle service; it must not claim all
+replicas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
-    """What a gear plan must know of a stage.
+    """Computing times and limits of one stage.
 
     Attributes:
         item_s: Seconds that a replica is busy with one request.
-        batch_s: Seconds that one batch takes: how long a request is there at least.
-        limits: Within what it is scaled.
+        batch_s: Seconds that one batch takes: the least time a request spends here.
+        limits: Limits within which the stage is scaled.
         variability: See ``queue_model.mean_wait_s``.
     """
 
@@ -47,10 +49,13 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class Gear:
-    """The most arrivals a second that so many replicas of each stage carry.
+    """Greatest load that a number of replicas of each stage carries.
 
     Attributes:
-        latency_s: Within which the ``share`` of requests is answered at that load.
+        rate: Arrivals a second.
+        replicas: Replicas by stage.
+        latency_s: Seconds within which ``share`` of the requests is answered at that
+            load.
     """
 
     rate: float
@@ -67,12 +72,13 @@ class _Aim:
 def gears_of(
     stages: Sequence[StageCost], objective_s: float | None = None, share: float = 0.99
 ) -> tuple[Gear, ...]:
-    """Return all gears of a pipeline, the smallest first.
+    """Return all gears of a pipeline, smallest first.
 
     Args:
-        objective_s: Within which answers should come. With one, a stage has as many
-            replicas as that takes; without, what ``target_ongoing_requests`` says.
-        share: Of the answers, that should.
+        stages: Computing times and limits of the stages.
+        objective_s: Seconds within which requests should be answered. None: a stage
+            gets as many replicas as ``target_ongoing_requests`` says.
+        share: Share of the requests that should meet the objective.
     """
     aim = _Aim(objective_s, share)
     counts = [max(1, stage.limits.min_replicas) for stage in stages]
@@ -82,14 +88,14 @@ def gears_of(
         if not found or rate > found[-1].rate * (1.0 + 1e-6):
             late = latency_s(stages, counts, rate, share)
             found.append(Gear(rate, tuple(counts), late))
-        best = _widened(stages, counts, aim)
+        best = _stage_to_widen(stages, counts, aim)
         if best is None:
             return tuple(found)
         counts[best] += 1
 
 
 def gear_for(gears: Sequence[Gear], rate: float) -> int:
-    """Return the number of the smallest gear that carries ``rate``, or of the last."""
+    """Return the index of the smallest gear that carries ``rate``, or of the last."""
     at = bisect.bisect_left([gear.rate for gear in gears], rate)
     return min(at, len(gears) - 1)
 
@@ -97,21 +103,27 @@ def gear_for(gears: Sequence[Gear], rate: float) -> int:
 def latency_s(
     stages: Sequence[StageCost], counts: Sequence[int], rate: float, share: float
 ) -> float:
-    """Return within which time such a share of requests passes through all stages.
+    """Return the seconds within which ``share`` of the requests passes all stages.
 
-    The waits of the stages are taken to add up in their tails only for the slowest; the
-    others count with their mean: two rare events seldom meet.
+    Only the slowest stage counts with the tail of its waits, the others with the mean:
+    two rare events seldom coincide.
+
+    Args:
+        stages: Computing times of the stages.
+        counts: Replicas by stage.
+        rate: Arrivals a second.
+        share: Share of the requests, between 0 and 1.
     """
-    late, mean, bare = [], [], 0.0
+    late, mean, compute_s = [], [], 0.0
     for stage, count in zip(stages, counts, strict=True):
         args = rate, stage.item_s, count, stage.variability
-        late.append(queue_model.late_wait_s(*args, share))
+        late.append(queue_model.wait_quantile_s(*args, share))
         mean.append(queue_model.mean_wait_s(*args))
-        bare += stage.batch_s
+        compute_s += stage.batch_s
     gaps = [one - other for one, other in zip(late, mean, strict=True)]
     if any(map(math.isinf, late)):
         return math.inf
-    return bare + sum(mean) + max(gaps, default=0.0)
+    return compute_s + sum(mean) + max(gaps, default=0.0)
 
 
 def _is_carried(
@@ -122,10 +134,10 @@ def _is_carried(
 ) -> bool:
     loads = [rate * s.item_s / count for s, count in zip(stages, counts, strict=True)]
     if aim.objective_s is not None:
-        bare = sum(stage.batch_s for stage in stages)
-        reachable = max(aim.objective_s, REACHABLE * bare)
+        compute_s = sum(stage.batch_s for stage in stages)
+        reachable = max(aim.objective_s, MIN_OBJECTIVE * compute_s)
         late = latency_s(stages, counts, rate, aim.share)
-        return max(loads) <= BUSY and late <= reachable
+        return max(loads) <= MAX_UTILISATION and late <= reachable
     return all(
         queue_model.ongoing(rate, stage.item_s, count, stage.variability)
         <= stage.limits.target_ongoing_requests * count
@@ -134,7 +146,7 @@ def _is_carried(
 
 
 def _carried(stages: Sequence[StageCost], counts: Sequence[int], aim: _Aim) -> float:
-    """Return the most arrivals a second that these replicas carry."""
+    """Return the greatest arrival rate that these replicas carry, a second."""
     narrowest = min(
         (c / s.item_s for s, c in zip(stages, counts, strict=True) if s.item_s > 0),
         default=math.inf,
@@ -142,7 +154,7 @@ def _carried(stages: Sequence[StageCost], counts: Sequence[int], aim: _Aim) -> f
     if math.isinf(narrowest):
         return narrowest
     low, high = 0.0, narrowest
-    for _ in range(STEPS):
+    for _ in range(BISECTIONS):
         middle = (low + high) / 2
         if _is_carried(stages, counts, middle, aim):
             low = middle
@@ -151,10 +163,10 @@ def _carried(stages: Sequence[StageCost], counts: Sequence[int], aim: _Aim) -> f
     return low
 
 
-def _widened(
+def _stage_to_widen(
     stages: Sequence[StageCost], counts: Sequence[int], aim: _Aim
 ) -> int | None:
-    """Return the stage that gains most from one replica more; None if none may."""
+    """Return the stage that gains most from one more replica; None if none may grow."""
     best: tuple[float, float, int] | None = None
     for k, stage in enumerate(stages):
         if counts[k] >= stage.limits.max_replicas:
@@ -166,7 +178,7 @@ def _widened(
             best = gain
     if best is None:
         return None
-    # A stage that may not grow is the narrowest: more of the others carries no more.
+    # If a stage that may not grow is the bottleneck, growing the others is useless.
     fixed = [
         s.item_s / c
         for s, c in zip(stages, counts, strict=True)

@@ -1,4 +1,4 @@
-"""From a spec to what a scaling policy is asked. Pure."""
+"""Scaling limits and intervals, read from a spec. Pure."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from multiworld.serve.spec.schema import ModelSpec, StageSpec
 
 
 def limits_of(stage: StageSpec) -> StageLimits | None:
-    """Return within what a stage is scaled; None if its number is somebody's to set."""
+    """Return the scaling limits of a stage; None if it is not autoscaled."""
     config = stage.autoscaling_config
     if config is None:
         return None
-    said = config.model_dump(exclude={"initial_replicas", "metrics_interval_s"})
-    return StageLimits(**said)
+    options = config.model_dump(exclude={"initial_replicas", "metrics_interval_s"})
+    return StageLimits(**options)
 
 
 def is_scaled(spec: ModelSpec) -> bool:
-    """Return whether a stage of a model is scaled by itself."""
+    """Return whether any stage of a model is autoscaled."""
     return any(stage.autoscaling_config is not None for stage in spec.stages)
 
 
@@ -30,18 +30,18 @@ def interval_s(spec: ModelSpec) -> float:
 
 
 def within(decision: Decision, stages: Sequence[StageNow]) -> Decision:
-    """Return a decision of whatever policy as one that can be carried out.
+    """Return the decision of a policy, brought within the limits of the stages.
 
-    Numbers are brought within the limits; a stage without limits keeps what it has.
+    A stage without limits keeps its number of replicas.
 
     Raises:
-        ValueError: It has not a whole number for each stage.
+        ValueError: The decision does not have one whole number for each stage.
     """
     counts = tuple(decision.replicas)
     if len(counts) != len(stages) or any(type(count) is not int for count in counts):
         raise ValueError(
-            f"the policy answered {counts!r}; it must be {len(stages)} whole numbers, "
-            "one for each stage"
+            f"the policy returned replicas={counts!r}; return {len(stages)} whole "
+            "numbers, one for each stage"
         )
     replicas = tuple(
         stage.replicas if (limits := stage.limits) is None else limits.within(count)
@@ -51,7 +51,7 @@ def within(decision: Decision, stages: Sequence[StageNow]) -> Decision:
 
 
 def stages_now(spec: ModelSpec, replicas: Sequence[int]) -> tuple[StageNow, ...]:
-    """Return the stages of a model, and how many replicas of each are wanted."""
+    """Return the stages of a model with their limits and desired replicas."""
     return tuple(
         StageNow(
             name=stage.name or str(k),

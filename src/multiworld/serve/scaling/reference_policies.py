@@ -1,4 +1,4 @@
-"""Other scaling policies: to compare with, and examples of how one is made. Pure."""
+"""Reference policies, for comparison and as examples of a policy. Pure."""
 
 from __future__ import annotations
 
@@ -6,54 +6,57 @@ import bisect
 import math
 from collections.abc import Callable, Sequence
 
-from multiworld.serve.scaling.demand import since
+from multiworld.serve.scaling.demand import sample_at
 from multiworld.serve.scaling.gears import StageCost, gear_for, gears_of
 from multiworld.serve.scaling.snapshot import Decision, Policy, Snapshot, StageLimits
-from multiworld.serve.scaling.stabilization import PendingChange, remember, settled
+from multiworld.serve.scaling.stabilization import PendingChange, remember, stabilized
 
 
 def fixed(snapshot: Snapshot) -> Decision:
-    """Leave everything as it is."""
+    """Return the numbers of replicas as they are."""
     replicas = tuple(stage.replicas for stage in snapshot.stages)
     return Decision(replicas=replicas, why="a fixed fleet")
 
 
 Need = Callable[[Snapshot, int, StageLimits], int]
-"""Returns how many replicas one stage needs at this moment."""
+"""Function that returns how many replicas one stage needs at this moment."""
 
 
 def _each(
-    snapshot: Snapshot, need: Need, why: str, *, is_forgetful: bool = False
+    snapshot: Snapshot, need: Need, why: str, *, resets_on_change: bool = False
 ) -> Decision:
-    """Scale each stage by itself, after the delays.
+    """Scale each stage by itself, within its stabilization windows.
 
     Args:
-        is_forgetful: What was needed before a change says nothing after it.
+        snapshot: Snapshot to decide on.
+        need: Returns how many replicas a stage needs.
+        why: Reason for people.
+        resets_on_change: Whether needs recorded before a change are dropped after it.
     """
     counts: list[int] = []
-    wishes: list[tuple[PendingChange, ...]] = []
+    pending: list[tuple[PendingChange, ...]] = []
     for k, stage in enumerate(snapshot.stages):
         limits = stage.limits
         if limits is None:
             counts.append(stage.replicas)
-            wishes.append(())
+            pending.append(())
             continue
         count = limits.within(need(snapshot, k, limits))
         before = snapshot.memory[k] if snapshot.memory else ()
         kept = remember(before, PendingChange(snapshot.now, count, count), limits)
-        counts.append(settled(kept, stage.replicas, limits, is_urgent=False))
+        counts.append(stabilized(kept, stage.replicas, limits, is_urgent=False))
         has_changed = counts[k] != stage.replicas
-        wishes.append(kept[-1:] if is_forgetful and has_changed else kept)
-    return Decision(replicas=tuple(counts), why=why, memory=tuple(wishes))
+        pending.append(kept[-1:] if resets_on_change and has_changed else kept)
+    return Decision(replicas=tuple(counts), why=why, memory=tuple(pending))
 
 
 def queued(snapshot: Snapshot) -> Decision:
-    """Scale each stage by itself, by what is queued: Ray Serve's own policy.
+    """Scale each stage by itself, by its queue length: Ray Serve's own policy.
 
     ``ceil(ongoing / target_ongoing_requests)``, averaged over the look-back period,
-    after the delays (``ray/serve/autoscaling_policy.py``, 2.60).
+    within the stabilization windows (``ray/serve/autoscaling_policy.py``, 2.60).
     """
-    return _each(snapshot, _for_queue, "by what is queued")
+    return _each(snapshot, _for_queue, "by queued requests")
 
 
 def _for_queue(snapshot: Snapshot, k: int, limits: StageLimits) -> int:
@@ -64,18 +67,19 @@ def _for_queue(snapshot: Snapshot, k: int, limits: StageLimits) -> int:
 
 
 HIGH, LOW = 0.8, 0.4
+"""Utilisations above and below which ``threshold`` adds or removes a replica."""
 
 
 def threshold(snapshot: Snapshot) -> Decision:
-    """Add a replica above 80 % utilisation, remove one below 40 %: a plain scaler.
+    """Add a replica above 80 % utilisation, remove one below 40 %: a plain autoscaler.
 
-    Utilisation is that of the look-back period; the delays are respected.
+    Utilisation is averaged over the look-back period; the stabilization windows apply.
     """
-    return _each(snapshot, _for_use, "by utilisation", is_forgetful=True)
+    return _each(snapshot, _for_utilisation, "by utilisation", resets_on_change=True)
 
 
-def _for_use(snapshot: Snapshot, k: int, limits: StageLimits) -> int:
-    first = since(snapshot.samples, snapshot.now - limits.look_back_period_s)
+def _for_utilisation(snapshot: Snapshot, k: int, limits: StageLimits) -> int:
+    first = sample_at(snapshot.samples, snapshot.now - limits.look_back_period_s)
     last, replicas = snapshot.samples[-1], snapshot.stages[k].replicas
     if replicas == 0:
         return int(last.stages[k].ongoing > 0)
@@ -91,39 +95,40 @@ def oracle(
     share: float = 0.99,
     margin: float = 1.0,
 ) -> Policy:
-    """Return a policy that knows the future: what could be had at best, about.
+    """Return a policy that knows all future arrivals: roughly the best possible.
 
-    It has a replica for every burst that comes before one that is started later would
-    be ready, and none a moment longer. It knows when requests come, not how they will
-    be spread over replicas and batches: that takes a margin.
+    It starts replicas just in time for every burst, and drains them right after. It
+    knows when requests arrive, but not how they will spread over replicas and batches;
+    ``margin`` makes up for that.
 
     Args:
-        arrivals: Of every request, in seconds, growing.
-        costs: Of the stages.
-        share: Of the requests, that should be answered within the objective.
-        margin: It has so many times the replicas that an even flow would take.
+        arrivals: Arrival time of every request in seconds, ascending.
+        costs: Computing times and limits of the stages.
+        objective_s: Seconds within which requests should be answered; None: 10 s.
+        share: Share of the requests that should meet the objective.
+        margin: Replicas, as a multiple of what an even flow would need.
     """
     gears = gears_of(costs, objective_s, share)
-    bare_s = sum(stage.item_s for stage in costs)
-    patience_s = max((objective_s or 10.0) - bare_s, (objective_s or 10.0) / 4)
+    compute_s = sum(stage.item_s for stage in costs)
+    max_wait_s = max((objective_s or 10.0) - compute_s, (objective_s or 10.0) / 4)
 
     def decide(snapshot: Snapshot) -> Decision:
-        begin = snapshot.now - patience_s
-        end = snapshot.now + snapshot.start_s + 2 * snapshot.interval_s + patience_s
+        begin = snapshot.now - max_wait_s
+        end = snapshot.now + snapshot.start_s + 2 * snapshot.interval_s + max_wait_s
         first = bisect.bisect_left(arrivals, begin)
         coming = arrivals[first : bisect.bisect_left(arrivals, end)]
         waiting = [seen.ongoing for seen in snapshot.samples[-1].stages]
         if not coming and not any(waiting):
             least = tuple(stage.limits.min_replicas for stage in costs)
-            return Decision(replicas=least, why="nothing comes")
+            return Decision(replicas=least, why="no requests arrive")
         mean = len(coming) / (end - begin)
-        burst = _needed(coming, patience_s)
+        burst = _needed(coming, max_wait_s)
         gear = gears[gear_for(gears, mean)].replicas
         counts = [
             max(
                 count,
                 math.ceil(
-                    margin * max(burst, sum(waiting) / patience_s) * stage.item_s
+                    margin * max(burst, sum(waiting) / max_wait_s) * stage.item_s
                 ),
             )
             for count, stage in zip(gear, costs, strict=True)
@@ -132,27 +137,27 @@ def oracle(
             stage.limits.within(count)
             for count, stage in zip(counts, costs, strict=True)
         ]
-        return Decision(replicas=tuple(within), why="it knows the future")
+        return Decision(replicas=tuple(within), why="the oracle knows the future")
 
     return decide
 
 
-def _needed(coming: Sequence[float], patience_s: float) -> float:
-    """Return the requests a second that must be computed; see ``demand.envelope``."""
+def _needed(coming: Sequence[float], max_wait_s: float) -> float:
+    """Return the throughput that the requests need; see ``demand.envelope``."""
     most, step = 0.0, max(1, len(coming) // 64)
     for first in range(0, len(coming), step):
         for last in range(first, len(coming), step):
             span_s = coming[last] - coming[first]
-            most = max(most, (last - first + 1) / (span_s + patience_s))
+            most = max(most, (last - first + 1) / (span_s + max_wait_s))
     return most
 
 
 MARGINS = (1.0, 1.25, 1.5, 2.0, 3.0)
-"""Of an oracle: the first with which the objective is reached is the cheapest."""
+"""Margins to try for an oracle, cheapest first."""
 
 BUILT_IN: dict[str, Callable[[Snapshot], Decision]] = {
     "fixed": fixed,
     "queued": queued,
     "threshold": threshold,
 }
-"""By the names that ``multiworld simulate --policy`` knows."""
+"""Policies by the names that ``multiworld simulate --policy`` knows."""

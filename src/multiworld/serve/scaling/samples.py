@@ -1,4 +1,4 @@
-"""From what processes report to the samples that a policy is asked with. Pure."""
+"""Samples for scaling policies, built from the reports of all processes. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from multiworld.serve.transport.protocol import GatewayReport, Reports, WorkerRe
 R = TypeVar("R")
 
 PERIODS = 2.5
-"""Samples of so many look-back periods are kept."""
+"""Look-back periods over which samples are kept."""
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class _Stage:
 
 @dataclass(frozen=True, slots=True)
 class ObservedReplica:
-    """A replica of the model: its stage, and whether it is ready."""
+    """A replica of the model: its name, its stage, and whether it is ready."""
 
     name: str
     stage: int
@@ -34,9 +34,16 @@ class ObservedReplica:
 
 @dataclass(slots=True)
 class SampleWindow:
-    """The samples of one model.
+    """Recent samples of one model.
 
-    Processes count from their own start, and may be lost: sums go on over all of them.
+    Processes count from their own start and may be lost. The samples count on over all
+    of them, so sums never decrease.
+
+    Attributes:
+        model: Name of the model.
+        stages: Number of stages.
+        look_back_s: Longest look-back period of its stages, in seconds.
+        samples: Samples, oldest first.
     """
 
     model: str
@@ -47,13 +54,13 @@ class SampleWindow:
     _arrived: int = 0
     _missed: int = 0
     _refused: int = 0
-    _before: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    _last_counts: dict[str, tuple[float, ...]] = field(default_factory=dict)
     _gateways: dict[str, GatewayReport] = field(default_factory=dict)
     _workers: dict[str, WorkerReport] = field(default_factory=dict)
-    _older: set[str] | None = None
+    _preexisting: set[str] | None = None
 
     def __post_init__(self) -> None:
-        """Begin at nothing."""
+        """Set all sums to zero."""
         self._totals = [_Stage() for _ in range(self.stages)]
 
     def note(
@@ -63,11 +70,20 @@ class SampleWindow:
         replicas: Iterable[ObservedReplica],
         reports: Reports,
     ) -> Sample:
-        """Take note of what everybody reports; who does not answer is as before."""
+        """Add a sample built from the reports of all processes, and return it.
+
+        A process that does not report counts as in its last report.
+
+        Args:
+            now: Time of the sample, in seconds.
+            gateways: Names of the gateways.
+            replicas: Replicas of the model.
+            reports: Reports of the processes that answered.
+        """
         replicas = list(replicas)
         known = {*gateways, *(replica.name for replica in replicas)}
-        if self._older is None:
-            self._older = known  # what these counted before is no news
+        if self._preexisting is None:
+            self._preexisting = known  # their earlier counts are not new
         self._gateways = _kept(self._gateways, reports.gateways, known)
         self._workers = _kept(self._workers, reports.workers, known)
         waiting = 0
@@ -78,7 +94,7 @@ class SampleWindow:
                 arrived = float(gateway.arrived.get(self.model, 0))
                 missed = float(gateway.missed.get(self.model, 0))
                 refused = float(gateway.refused.get(self.model, 0))
-                more = self._more(name, arrived, missed, refused)
+                more = self._increase(name, arrived, missed, refused)
                 self._arrived += int(more[0])
                 self._missed += int(more[1])
                 self._refused += int(more[2])
@@ -92,8 +108,8 @@ class SampleWindow:
                 ongoing[replica.stage] += worker.queued + at_work
                 ongoing[replica.stage + 1] += worker.waiting_for_next
                 self._add(replica, worker)
-        for name in self._before.keys() - known:
-            del self._before[name]
+        for name in self._last_counts.keys() - known:
+            del self._last_counts[name]
         seen = [
             StageSeen(
                 ongoing=ongoing[k],
@@ -121,7 +137,7 @@ class SampleWindow:
 
     def _add(self, replica: ObservedReplica, worker: WorkerReport) -> None:
         counts = worker.counts
-        requests, batches, busy_s = self._more(
+        requests, batches, busy_s = self._increase(
             replica.name,
             counts.get("requests", 0),
             counts.get("batches", 0),
@@ -132,12 +148,12 @@ class SampleWindow:
         total.batches += int(batches)
         total.busy_s += busy_s
 
-    def _more(self, name: str, *counts: float) -> tuple[float, ...]:
-        """Return what was added since the last report."""
-        is_older = self._older is not None and name in self._older
+    def _increase(self, name: str, *counts: float) -> tuple[float, ...]:
+        """Return how much the counts of a process grew since its last report."""
+        is_older = self._preexisting is not None and name in self._preexisting
         nothing = counts if is_older else (0.0,) * len(counts)
-        before = self._before.get(name, nothing)
-        self._before[name] = counts
+        before = self._last_counts.get(name, nothing)
+        self._last_counts[name] = counts
         return tuple(
             max(0.0, now - then) for now, then in zip(counts, before, strict=True)
         )

@@ -1,30 +1,35 @@
-"""How long stages compute, from what they have computed lately. Pure."""
+"""Computing times of the stages, measured from recent samples. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from multiworld.serve.scaling.demand import since
+from multiworld.serve.scaling.demand import sample_at
 from multiworld.serve.scaling.snapshot import Snapshot
 
-LIKE = 0.8
-"""Batches of such a share of the size of others are about as large."""
+SIMILAR_ROWS = 0.8
+"""Ratio of mean batch sizes above which two batches count as about equally large."""
 
-FEW = 20
-"""Requests that a stage must have computed lately for its times to be believed."""
+MIN_REQUESTS = 20
+"""Requests that a stage must have computed lately for its times to count."""
 
 Times = tuple[float, float, float]
-"""Seconds of a request, seconds of a batch, requests in a batch."""
+"""Seconds of a request, seconds of a batch, and requests in a batch."""
 
 
 def times_of(
     snapshot: Snapshot, look_back_s: float, old: Sequence[Times | None]
 ) -> tuple[Times | None, ...]:
-    """Return how long each stage computes; None where it is not known.
+    """Return the computing times of each stage; None where they are not known.
 
-    What was found before stays while too few requests come to tell.
+    Times found earlier stay while too few requests are computed to measure.
+
+    Args:
+        snapshot: Samples and declared times of the model.
+        look_back_s: Seconds to measure over.
+        old: Times of the decision before, by stage.
     """
-    first = since(snapshot.samples, snapshot.now - look_back_s)
+    first = sample_at(snapshot.samples, snapshot.now - look_back_s)
     last = snapshot.samples[-1]
     step = min(1.0, snapshot.interval_s / look_back_s)
     found: list[Times | None] = []
@@ -35,7 +40,7 @@ def times_of(
         one, other = first.stages[k], last.stages[k]
         requests, batches = other.requests - one.requests, other.batches - one.batches
         busy_s = other.busy_s - one.busy_s
-        if requests >= FEW and batches > 0 and busy_s > 0:
+        if requests >= MIN_REQUESTS and batches > 0 and busy_s > 0:
             now = busy_s / requests, busy_s / batches, requests / batches
             before = now if before is None else _smoothed(before, now, step)
         found.append(before)
@@ -43,15 +48,16 @@ def times_of(
 
 
 def _smoothed(before: Times, now: Times, step: float) -> Times:
-    """Return times that follow what is measured slowly: a busy machine scatters.
+    """Return the times, moved towards the new measurement by the share ``step``.
 
-    A request in a small batch takes longer than it would in a large one. That more
-    replicas have smaller batches does not make them slower: so a longer time counts
-    only from batches about as large as those of the shorter one.
+    A busy machine scatters, so times follow slowly. A request in a small batch takes
+    longer than in a large one; that more replicas have smaller batches does not make
+    them slower. A longer time therefore counts only if its batches are about as large
+    as before.
     """
     item_s, batch_s, rows = before
     is_slower = now[0] > item_s
-    if is_slower and now[2] < LIKE * rows:
+    if is_slower and now[2] < SIMILAR_ROWS * rows:
         return item_s, batch_s + step * (now[1] - batch_s), rows
     return (
         item_s + step * (now[0] - item_s),

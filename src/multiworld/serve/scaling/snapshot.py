@@ -1,8 +1,8 @@
-"""What a scaling policy is asked, and what it answers. Pure.
+"""Input and output of scaling policies. Pure.
 
-A policy is ``decide(snapshot) -> Decision``, without clock, network or randomness: the
-same snapshot gets the same answer, which is how decisions are tested, simulated and
-explained afterwards.
+A policy is a function ``decide(snapshot) -> Decision`` without clock, network or
+randomness. The same snapshot always gives the same decision, so decisions can be
+tested, simulated, and explained afterwards.
 """
 
 from __future__ import annotations
@@ -14,19 +14,23 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLimits:
-    """Within what a stage is scaled; names and meanings are Ray Serve's.
+    """Limits within which a stage is scaled; names and meanings are Ray Serve's.
 
     Attributes:
-        min_replicas: Fewest; 0: none run while nobody asks.
-        max_replicas: Most.
-        target_ongoing_requests: Requests that are queued for or computed by a replica,
-            on average, when there are as many replicas as there should be.
-        upscale_delay_s: For how long more must be needed before more are started.
-        downscale_delay_s: For how long fewer must do before some are drained.
-        downscale_to_zero_delay_s: The same for the last one; by default as for others.
-        look_back_period_s: Over which what arrives is averaged.
-        upscaling_factor: Of the replicas that are missing, how many are started.
-        downscaling_factor: Of those that are too many, how many are drained.
+        min_replicas: Least number of replicas; with 0 the stage scales to zero when
+            idle.
+        max_replicas: Greatest number of replicas.
+        target_ongoing_requests: Mean number of requests queued for or computed by each
+            replica that is aimed at.
+        upscale_delay_s: Seconds that a need for more replicas must last before some are
+            started.
+        downscale_delay_s: Seconds that fewer replicas must be enough before some are
+            drained.
+        downscale_to_zero_delay_s: The same for the last replica; None:
+            ``downscale_delay_s``.
+        look_back_period_s: Seconds over which arrivals are averaged.
+        upscaling_factor: Share of the missing replicas that is started at once.
+        downscaling_factor: Share of the surplus replicas that is drained at once.
     """
 
     min_replicas: int = 1
@@ -40,12 +44,16 @@ class StageLimits:
     downscaling_factor: float = 1.0
 
     def within(self, count: int) -> int:
-        """Return a number of replicas, brought within the fewest and the most."""
+        """Return a number of replicas, brought within the limits.
+
+        Args:
+            count: Number of replicas.
+        """
         return min(max(count, self.min_replicas), self.max_replicas)
 
     @property
     def to_zero_s(self) -> float:
-        """Seconds without any need before the last replica is drained."""
+        """Seconds without need before the last replica is drained."""
         if self.downscale_to_zero_delay_s is None:
             return self.downscale_delay_s
         return self.downscale_to_zero_delay_s
@@ -53,13 +61,14 @@ class StageLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageNow:
-    """One stage, as it is wanted at this moment.
+    """Desired state of one stage.
 
     Attributes:
-        replicas: How many are wanted now.
-        limits: None for a stage whose number somebody has set.
+        name: Name of the stage, or its number.
+        replicas: Desired number of replicas.
+        limits: Limits of scaling; None if the number of replicas is fixed.
         item_s: Seconds that a replica needs for a request in a full batch, as declared
-            or measured before; None if nobody knows.
+            or measured earlier; None if not known.
     """
 
     name: str
@@ -70,14 +79,14 @@ class StageNow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSeen:
-    """One stage, as it was at the moment of a sample.
+    """Observed state of one stage at the moment of a sample.
 
     Attributes:
-        ongoing: Requests that waited for it or were computed by it.
-        ready: Its replicas that were ready.
-        requests: Computed so far, since the model is served; never less.
-        batches: The same, of batches.
-        busy_s: Seconds of computing so far, of all its replicas together.
+        ongoing: Requests waiting for the stage or computed by it.
+        ready: Replicas that were ready.
+        requests: Requests computed so far; never decreases.
+        batches: Batches computed so far; never decreases.
+        busy_s: Seconds of computing so far, of all replicas together.
     """
 
     ongoing: float
@@ -89,15 +98,15 @@ class StageSeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What was seen of a model at one moment.
+    """Observed state of a model at one moment.
 
     Attributes:
-        at: Seconds, of a clock that never goes back.
-        arrived: Requests so far, those that were refused included.
-        stages: In order.
-        missed: Requests so far that were answered after the objective, or not at all
-            because too many waited. Mistakes of clients and of models are none.
-        refused: Those of them that were refused as too many waited.
+        at: Time in seconds, of a monotonic clock.
+        arrived: Requests so far, including refused ones.
+        stages: Observed state of the stages, in order.
+        missed: Requests so far that were answered after the objective, or refused
+            because too many waited. Errors of clients and of models do not count.
+        refused: Requests so far that were refused because too many waited.
     """
 
     at: float
@@ -112,13 +121,18 @@ class Snapshot:
     """Everything that a decision is made from.
 
     Attributes:
-        samples: Oldest first; the last one is of now.
-        objective_s: Within which answers should come; None: no objective.
-        objective_share: Of the answers, that should.
-        deadline_s: After which a request is given up, unless it says otherwise.
+        model: Name of the model.
+        now: Time of the decision in seconds, of the same clock as the samples.
+        stages: Desired state of the stages, in order.
+        samples: Samples, oldest first; the last one is of now.
+        objective_s: Seconds within which requests should be answered; None: no
+            objective.
+        objective_share: Share of the requests that should meet the objective.
+        deadline_s: Seconds after which a request is given up, unless it sets its own
+            deadline.
         start_s: Seconds from the decision to start a replica until it is ready.
         interval_s: Seconds between two decisions.
-        memory: What the policy itself put into its last decision; None at first.
+        memory: ``Decision.memory`` of the decision before; None at first.
     """
 
     model: str
@@ -135,13 +149,13 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """How many replicas each stage should have, and why.
+    """Replicas that each stage should have, and the reason.
 
     Attributes:
-        replicas: By stage.
-        why: For people, one line.
-        facts: The numbers behind it, plain.
-        memory: What the policy wants to find in the next snapshot.
+        replicas: Replicas by stage.
+        why: Reason for people, in one line.
+        facts: Numbers behind the decision, as plain data.
+        memory: State that the policy gets back in the next snapshot.
     """
 
     replicas: tuple[int, ...]
@@ -151,4 +165,4 @@ class Decision:
 
 
 Policy = Callable[[Snapshot], Decision]
-"""What ``scaling:`` in a spec names."""
+"""Function that ``scaling:`` in a spec names."""

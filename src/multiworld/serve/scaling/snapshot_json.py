@@ -1,4 +1,4 @@
-"""Snapshots and decisions as plain data, and back: what was decided can be replayed."""
+"""Snapshots as plain data, and back, so that decisions can be replayed. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MEMORY: TypeAdapter[PolicyState] = TypeAdapter(PolicyState)
 def snapshot_to_json(snapshot: Snapshot) -> dict[str, Any]:
     """Return a snapshot as plain data.
 
-    What a policy of somebody else's remembers is recorded as text, for people.
+    The memory of a policy other than the default is recorded as text, for people.
     """
     found = asdict(replace(snapshot, memory=None))
     memory = snapshot.memory
@@ -29,14 +29,14 @@ def snapshot_to_json(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def snapshot_from_json(data: dict[str, Any]) -> Snapshot:
-    """Return a snapshot that was recorded; ``policy.decide`` decides on it as it did.
+    """Return a recorded snapshot, on which ``default_policy.decide`` decides as it did.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The data is not a snapshot.
     """
     memory = data.get("memory")
-    said = {**data, "memory": None}
-    snapshot = _SNAPSHOT.validate_python(said)
+    fields = {**data, "memory": None}
+    snapshot = _SNAPSHOT.validate_python(fields)
     if not isinstance(memory, dict):
         return snapshot
     return Snapshot(

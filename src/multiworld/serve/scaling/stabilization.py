@@ -1,9 +1,9 @@
-"""When a need is believed: only after it has lasted. Pure.
+"""Stabilization windows: a need counts only after it has lasted. Pure.
 
-Ray Serve's delays. More replicas are started when more were needed during the whole of
-``upscale_delay_s``: as many as were needed at every moment of it; some are drained
-when fewer did during the whole of ``downscale_delay_s``: down to the most that were
-needed at any moment of it. So a need that comes and goes changes nothing.
+The windows are Ray Serve's delays. A stage scales up once it needed more replicas
+throughout ``upscale_delay_s``, to the least number it needed in that window. It scales
+down once it needed fewer throughout ``downscale_delay_s``, to the greatest number it
+needed in that window. A need that comes and goes changes nothing.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from dataclasses import dataclass
 from multiworld.serve.scaling.snapshot import StageLimits
 
 EPSILON_S = 1e-6
+"""Tolerance for comparing times, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class PendingChange:
-    """What one stage was found to need at one moment.
+    """Need of one stage at one moment.
 
     Attributes:
-        low: Of replicas, that are needed; more are started to have them.
-        high: Of replicas, with a margin; some are drained only if there are more.
+        at: Time in seconds.
+        low: Replicas needed; the stage scales up to have them.
+        high: Replicas needed with a margin; the stage scales down only above this.
     """
 
     at: float
@@ -31,62 +33,70 @@ class PendingChange:
 
 
 def remember(
-    wishes: tuple[PendingChange, ...], wish: PendingChange, limits: StageLimits
+    needs: tuple[PendingChange, ...], need: PendingChange, limits: StageLimits
 ) -> tuple[PendingChange, ...]:
-    """Return the wishes that still count, with one more."""
-    if len(wishes) > 1 and all(
-        (w.low, w.high) == (wish.low, wish.high) for w in wishes[-2:]
+    """Return the needs that the windows still cover, with one more.
+
+    Args:
+        needs: Needs recorded so far, oldest first.
+        need: Need at this moment.
+        limits: Limits with the windows.
+    """
+    if len(needs) > 1 and all(
+        (w.low, w.high) == (need.low, need.high) for w in needs[-2:]
     ):
-        wishes = wishes[:-1]  # of a run of equal ones its ends say all
+        needs = needs[:-1]  # the ends of a run of equal needs are enough
     longest = max(limits.upscale_delay_s, limits.downscale_delay_s, limits.to_zero_s)
-    kept = [w for w in wishes if w.at > wish.at - longest - EPSILON_S]
-    # One that is older says how far back the others reach.
-    older = [w for w in wishes if w.at <= wish.at - longest - EPSILON_S][-1:]
-    return (*older, *kept, wish)
+    kept = [w for w in needs if w.at > need.at - longest - EPSILON_S]
+    # One older need shows how far back the others reach.
+    older = [w for w in needs if w.at <= need.at - longest - EPSILON_S][-1:]
+    return (*older, *kept, need)
 
 
-def settled(
-    wishes: tuple[PendingChange, ...],
+def stabilized(
+    needs: tuple[PendingChange, ...],
     replicas: int,
     limits: StageLimits,
     *,
     is_urgent: bool,
 ) -> int:
-    """Return how many replicas a stage gets now.
+    """Return how many replicas a stage should have now.
 
     Args:
-        replicas: It has now.
-        is_urgent: Nothing is waited for before more are started.
+        needs: Needs recorded so far; the last one is of now.
+        replicas: Replicas that the stage has now.
+        limits: Limits with the windows.
+        is_urgent: Whether to scale up without waiting for the window.
     """
-    up = _lasting(wishes, 0.0 if is_urgent else limits.upscale_delay_s)
+    up = _lasting(needs, 0.0 if is_urgent else limits.upscale_delay_s)
     if up is not None:
-        least = min(wish.low for wish in up)
-        if replicas == 0 and wishes[-1].low:
-            least = wishes[-1].low  # somebody waits, and nothing is there
+        least = min(need.low for need in up)
+        if replicas == 0 and needs[-1].low:
+            least = needs[-1].low  # scale up from zero at once
         if least > replicas:
             missing = least - replicas
             more = math.ceil(limits.upscaling_factor * missing) if replicas else missing
             return min(replicas + more, limits.max_replicas)
-    elif replicas == 0 and wishes[-1].low:
-        return wishes[-1].low
+    elif replicas == 0 and needs[-1].low:
+        return needs[-1].low
     delay_s = limits.to_zero_s if replicas == 1 else limits.downscale_delay_s
-    down = _lasting(wishes, delay_s)
+    down = _lasting(needs, delay_s)
     if down is None:
         return replicas
-    most = max(wish.high for wish in down)
+    most = max(need.high for need in down)
     if most >= replicas:
         return replicas
-    # As with Ray Serve, the last one goes by itself: after a delay of its own.
+    # As in Ray Serve, the last replica is drained alone, after its own delay.
     most = max(most, 1 if replicas > 1 else 0)
     fewer = max(1, math.floor(limits.downscaling_factor * (replicas - most)))
     return max(replicas - fewer, limits.min_replicas)
 
 
 def _lasting(
-    wishes: tuple[PendingChange, ...], delay_s: float
+    needs: tuple[PendingChange, ...], delay_s: float
 ) -> list[PendingChange] | None:
-    """Return the wishes of the last ``delay_s``; None if they do not reach so far."""
-    begin = wishes[-1].at - delay_s
-    if wishes[0].at > begin + EPSILON_S:
+    """Return the needs of the last ``delay_s``; None if they reach back less far."""
+    begin = needs[-1].at - delay_s
+    if needs[0].at > begin + EPSILON_S:
         return None
-    return [wish for wish in wishes if wish.at >= begin - EPSILON_S]
+    return [need for need in needs if need.at >= begin - EPSILON_S]

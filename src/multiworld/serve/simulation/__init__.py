@@ -1,1 +1,1 @@
-"""Replays a trace of requests against scaling policies, without any worker."""
+"""Simulation of autoscaling policies on traces of requests, without workers."""

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, order=True)
 class Arrival:
-    """One request.
+    """One request of a trace.
 
     Attributes:
-        at: Seconds since the first one.
-        work: What it takes, beside others of its trace; 1 on average.
-        model: The model it asks for; empty where the trace names none.
+        at: Seconds since the first request.
+        work: Work of the request, relative to the mean of its trace.
+        model: Name of the requested model; empty where the trace names none.
     """
 
     at: float

@@ -1,10 +1,10 @@
-"""An event simulation of a served model: queues, batches, replicas, decisions. Pure.
+"""Discrete-event simulation of a served model: queues, batches, replicas. Shell.
 
-The rules are those of the real parts: a router's queue with its limit, windows to the
-replicas of the next stage, two replicas drawn and the less busy one taken, batches of
-what has come while the one before was computed, replicas that take ``start_s`` to
-become ready and are drained before they leave. Replicas do not slow each other down:
-each has the cores that it was measured with.
+It follows the rules of the real parts: a bounded queue at the router, windows to the
+replicas of the next stage, the less loaded of two replicas drawn at random, batches of
+the requests that arrived during the batch before. Replicas take ``start_s`` to become
+ready, and are drained before they exit. Replicas do not slow each other down: each has
+the cores that it was measured with.
 """
 
 from __future__ import annotations
@@ -28,18 +28,26 @@ from multiworld.serve.scaling.snapshot import (
 )
 from multiworld.serve.simulation.arrival import Arrival
 
-LOOK_S = 0.1
-"""Between the looks of a scaler at whose interval is over: so much later it decides."""
+POLL_S = 0.1
+"""Greatest random delay of a decision after its interval, in seconds.
+
+The real autoscaler polls this often whether an interval is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageModel:
-    """One stage.
+    """One stage of a simulated model.
 
     Attributes:
-        seconds: Of a batch, by its work (rows, if all requests take 1).
-        max_wait_s: How long the oldest request of a batch waits for company.
-        window: Requests that one sender may have at a replica and not begun.
+        name: Name of the stage.
+        seconds: Returns the seconds of a batch for its work (its rows, if each request
+            takes 1).
+        max_batch_size: Most requests in a batch.
+        max_wait_s: Seconds that the oldest request of a batch waits for others.
+        window: Most requests that one sender may have waiting at a replica.
+        replicas: Replicas at the start.
+        limits: Limits of scaling; None if the number of replicas is fixed.
+        item_s: Seconds of a request in a full batch; None if not known to the policy.
     """
 
     name: str
@@ -54,7 +62,20 @@ class StageModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineModel:
-    """One model and how it is scaled."""
+    """One simulated model and how it is scaled.
+
+    Attributes:
+        name: Name of the model.
+        stages: Stages in order.
+        policy: Scaling policy.
+        objective_s: Seconds within which requests should be answered; None: no
+            objective.
+        objective_share: Share of the requests that should meet the objective.
+        deadline_s: Seconds after which a request is given up.
+        max_queued_requests: Requests that may wait at the router; more are refused.
+        start_s: Seconds until a started replica is ready.
+        interval_s: Seconds between two decisions.
+    """
 
     name: str
     stages: tuple[StageModel, ...]
@@ -80,7 +101,7 @@ class _Request:
 class _Replica:
     name: str
     stage: int
-    born: float
+    launched_at: float
     is_ready: bool = False
     is_draining: bool = False
     is_gone: bool = False
@@ -92,7 +113,7 @@ class _Replica:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The replicas of each stage from this moment on."""
+    """Desired and ready replicas of each stage from one moment on."""
 
     at: float
     wanted: tuple[int, ...]
@@ -101,7 +122,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedDecision:
-    """A decision that changed something."""
+    """Decision that changed the number of replicas."""
 
     at: float
     before: tuple[int, ...]
@@ -111,13 +132,19 @@ class SimulatedDecision:
 
 @dataclass(slots=True)
 class SimulationResult:
-    """What came of a trace.
+    """Result of replaying a trace for one model.
 
     Attributes:
-        requests: Of each: when it came, how long it took (-1: it was refused, or its
-            deadline passed).
-        replica_s: Seconds that replicas existed, by stage, from their launch on.
-        seconds: From the first arrival to the last answer.
+        model: Name of the model.
+        objective_s: Objective in seconds; None if there is none.
+        requests: Arrival time and latency of each request, in seconds. The latency is
+            -1 if the request was refused or passed its deadline.
+        refused: Requests refused because too many waited.
+        late: Requests that passed their deadline.
+        replica_s: By stage, seconds that replicas existed, from their launch.
+        seconds: Seconds from the first arrival to the last answer.
+        moments: Changes of the desired or ready replicas.
+        decided: Decisions that changed something.
     """
 
     model: str
@@ -132,22 +159,30 @@ class SimulationResult:
 
 
 class Room:
-    """Where replicas may be started: here everything has a place."""
+    """Unlimited room for replicas; subclasses may limit it."""
 
     def take(self, name: str, model: str, stage: int) -> bool:
-        """Book a place; False if there is none."""
+        """Book a place for a replica; return False if there is none.
+
+        Args:
+            name: Name of the replica.
+            model: Name of its model.
+            stage: Number of its stage.
+        """
         return True
 
     def free(self, name: str) -> None:
-        """Give it back."""
+        """Release the place of a replica."""
 
 
 class Pipeline:
     """One model in a simulation.
 
     Args:
-        at: Calls a function at a time.
-        chance: Where choices are drawn from.
+        model: Model to simulate.
+        at: Schedules a function to be called at a time.
+        chance: Source of random choices.
+        room: Room for replicas.
     """
 
     def __init__(
@@ -178,7 +213,7 @@ class Pipeline:
     # Replicas.
 
     def begin(self) -> None:
-        """Have the replicas of the start, ready at once."""
+        """Start the initial replicas, ready at once."""
         for k, count in enumerate(self._wanted):
             for _ in range(count):
                 self._launch(k, 0.0, is_ready=True)
@@ -202,7 +237,7 @@ class Pipeline:
         self._move(now)
 
     def _drain(self, k: int, surplus: int, now: float) -> None:
-        order = sorted(self._live(k), key=lambda r: (r.is_ready, -r.born))
+        order = sorted(self._live(k), key=lambda r: (r.is_ready, -r.launched_at))
         for replica in order[: max(0, surplus)]:
             replica.is_draining = True
             self._leave_if_done(replica, now)
@@ -215,7 +250,7 @@ class Pipeline:
         ):
             replica.is_gone = True
             self._replicas[replica.stage].remove(replica)
-            self._replica_s[replica.stage] += now - replica.born
+            self._replica_s[replica.stage] += now - replica.launched_at
             self._room.free(replica.name)
 
     def _live(self, k: int) -> list[_Replica]:
@@ -224,7 +259,7 @@ class Pipeline:
     # Requests.
 
     def arrive(self, arrival: Arrival, now: float) -> None:
-        """Take a request."""
+        """Accept or refuse a request."""
         request = _Request(now, arrival.work)
         self._requests.append(request)
         self.in_flight += 1
@@ -238,10 +273,10 @@ class Pipeline:
             self._missed += 1
             self._refused += 1
         elif not any(self._wanted):
-            self.decide(now)  # somebody asks, and nothing runs
+            self.decide(now)  # scale up from zero at once
 
     def _expire(self, now: float) -> None:
-        """Forget what waits and is too late, as a router and its replicas do."""
+        """Give up requests that waited past their deadline."""
         begin = now - self._model.deadline_s
         lines = [self._waiting]
         for replicas in self._replicas:
@@ -256,7 +291,7 @@ class Pipeline:
         self._missed += 1
 
     def _move(self, now: float) -> None:
-        """Send on what can be sent, the last stage first, and begin batches."""
+        """Send requests on, last stage first, and start batches."""
         for k in reversed(range(1, len(self._model.stages))):
             for sender in self._replicas[k - 1]:
                 self._send(sender.finished, k, len(self._replicas[k - 1]), now)
@@ -271,7 +306,7 @@ class Pipeline:
             return
         by_name = {r.name: r for r in self._live(k) if r.is_ready}
         if not by_name:
-            # The last of a stage that is scaled in work on.
+            # The last draining replicas of a later stage still take work.
             by_name = {r.name: r for r in self._replicas[k] if r.is_ready and k}
         load = {n: len(r.queue) + len(r.running) for n, r in by_name.items()}
         limit = self._model.stages[k].window * max(1, senders)
@@ -295,7 +330,7 @@ class Pipeline:
         while replica.queue and len(replica.running) < stage.max_batch_size:
             request = replica.queue.popleft()
             if now - request.at >= self._model.deadline_s:
-                self._give_up()  # its client has been told
+                self._give_up()  # its client has got an error already
             else:
                 replica.running.append(request)
         if replica.running:
@@ -306,7 +341,7 @@ class Pipeline:
             counts[1] += 1
 
     def _is_due(self, replica: _Replica, stage: StageModel, now: float) -> bool:
-        """Tell whether a batch may begin; if not, look again when it may."""
+        """Tell whether a batch may start; if not, schedule another look."""
         if not replica.queue or len(replica.queue) >= stage.max_batch_size:
             return bool(replica.queue)
         due_at = replica.queue[0].queued_at + stage.max_wait_s
@@ -359,7 +394,7 @@ class Pipeline:
         )
 
     def decide(self, now: float) -> None:
-        """Ask the policy, and do what it says."""
+        """Call the policy and carry out its decision."""
         self._expire(now)
         self._samples.append(self._sample(now))
         while len(self._samples) > 2 and self._samples[1].at < now - self._horizon_s:
@@ -407,10 +442,10 @@ class Pipeline:
             self.moments.append(moment)
 
     def outcome(self, now: float) -> SimulationResult:
-        """Return what came of it."""
+        """Return the result of the simulation so far."""
         replica_s = list(self._replica_s)
         for k, replicas in enumerate(self._replicas):
-            replica_s[k] += sum(now - r.born for r in replicas)
+            replica_s[k] += sum(now - r.launched_at for r in replicas)
         found = []
         late = 0
         for request in self._requests:
@@ -438,18 +473,19 @@ def simulate(
     chance: Chance,
     room: Room | None = None,
 ) -> list[SimulationResult]:
-    """Replay a trace for each model; return what came of it.
+    """Replay a trace for each model and return the results.
 
     Args:
-        arrivals: By model, in order of time.
-        chance: Where choices are drawn from.
-        room: Where replicas have a place; by default everywhere.
+        models: Models to simulate.
+        arrivals: Arrivals of each model, in order of time.
+        chance: Source of random choices.
+        room: Room for replicas; unlimited by default.
     """
     heap: list[tuple[float, int, Callable[[float], None]]] = []
     numbers = itertools.count()
 
-    def at(time: float, what: Callable[[float], None]) -> None:
-        heapq.heappush(heap, (time, next(numbers), what))
+    def at(time: float, callback: Callable[[float], None]) -> None:
+        heapq.heappush(heap, (time, next(numbers), callback))
 
     pipelines = [Pipeline(m, at, chance, room or Room()) for m in models]
     last = max((a[-1].at for a in arrivals if a), default=0.0)
@@ -459,11 +495,11 @@ def simulate(
         _tick(pipeline, model.interval_s, last, at, chance)
     now = 0.0
     while heap:
-        due, _, what = heapq.heappop(heap)
+        due, _, callback = heapq.heappop(heap)
         if due > last and not any(p.in_flight for p in pipelines):
             break
         now = due
-        what(now)
+        callback(now)
     return [pipeline.outcome(max(now, last)) for pipeline in pipelines]
 
 
@@ -472,7 +508,7 @@ def _feed(
     trace: Iterator[Arrival],
     at: Callable[[float, Callable[[float], None]], None],
 ) -> None:
-    """Have each request arrive at its time."""
+    """Schedule each arrival at its time."""
     arrival = next(trace, None)
     if arrival is not None:
 
@@ -490,11 +526,11 @@ def _tick(
     at: Callable[[float, Callable[[float], None]], None],
     chance: Chance,
 ) -> None:
-    """Decide at every interval, until nothing is to come any more."""
+    """Schedule a decision at every interval until no request is left."""
 
     def tick(now: float) -> None:
         pipeline.decide(now)
         if now <= last or pipeline.in_flight:
-            at(now + interval_s + LOOK_S * chance(), tick)
+            at(now + interval_s + POLL_S * chance(), tick)
 
     at(interval_s, tick)

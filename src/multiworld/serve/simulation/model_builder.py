@@ -1,4 +1,4 @@
-"""From a spec and what was measured to what is simulated. Pure."""
+"""Simulation models, built from a spec and measured computing times. Shell."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Curve = Mapping[int, float]
 
 
 def seconds_of(curve: Curve) -> Callable[[float], float]:
-    """Return the seconds of any batch, on straight lines between known ones."""
+    """Return a function for the seconds of any batch, interpolating known batches."""
     points = sorted(curve.items())
 
     def seconds(work: float) -> float:
         if len(points) == 1 or work <= points[0][0]:
             rows, took = points[0]
-            # Below the smallest batch that was measured nothing is gained but rows.
+            # A batch below the smallest of several measured ones saves no time.
             return took * work / rows if len(points) == 1 else took
         upper = next(
             (k for k in range(1, len(points)) if work <= points[k][0]), len(points) - 1
@@ -45,13 +45,17 @@ def pipeline_of(
     curves: Mapping[int, Curve],
     start_s: float,
 ) -> PipelineModel:
-    """Return a model of a spec as it is simulated.
+    """Return the simulation model of a spec.
 
     Args:
-        curves: Of the stages that were measured; of others ``item_ms`` is taken.
+        name: Name of the model.
+        spec: Spec of the model.
+        policy: Scaling policy.
+        curves: Measured batch times, by stage number; other stages use ``item_ms``.
+        start_s: Seconds until a started replica is ready.
 
     Raises:
-        SpecError: Nobody knows how long a stage computes.
+        SpecError: A stage has neither ``item_ms`` nor a measured curve.
     """
     stages = []
     for k, stage in enumerate(spec.stages):
@@ -60,8 +64,8 @@ def pipeline_of(
         if curve is None:
             if not stage.item_ms:
                 raise SpecError(
-                    f"models.{name}.stages[{k}] ({title}): nobody knows how long it "
-                    "computes; give item_ms, or profile: (multiworld profile)"
+                    f"models.{name}.stages[{k}] ({title}): its computing time is not "
+                    "known; give item_ms, or profile: (see multiworld profile)"
                 )
             curve = {1: stage.item_ms / 1000}
         stages.append(
@@ -90,7 +94,7 @@ def pipeline_of(
 
 
 def with_fleet(model: PipelineModel, replicas: tuple[int, ...]) -> PipelineModel:
-    """Return the same model with so many replicas at the start."""
+    """Return the same model with other numbers of replicas at the start."""
     stages = [
         replace(stage, replicas=count)
         for stage, count in zip(model.stages, replicas, strict=True)
@@ -99,7 +103,7 @@ def with_fleet(model: PipelineModel, replicas: tuple[int, ...]) -> PipelineModel
 
 
 def costs_of(model: PipelineModel) -> list[StageCost]:
-    """Return what gears are computed from."""
+    """Return the computing times and limits that gears are computed from."""
     return [
         StageCost(
             item_s=stage.item_s or 0.0,
@@ -114,18 +118,24 @@ def costs_of(model: PipelineModel) -> list[StageCost]:
 
 
 class Machines(Room):
-    """Machines with so much room and no more.
+    """Room of a limited set of machines.
 
     Args:
-        ledger: Of the machines.
-        needs: Of a replica, by model and stage.
+        ledger: Bookings of the machines.
+        needs: Needs of a replica of each stage, by model.
     """
 
     def __init__(self, ledger: Bookings, needs: Mapping[str, tuple[Need, ...]]) -> None:
         self._ledger, self._needs = ledger, needs
 
     def take(self, name: str, model: str, stage: int) -> bool:
-        """Book a place; False if there is none."""
+        """Book a place for a replica; return False if no machine has room.
+
+        Args:
+            name: Name of the replica.
+            model: Name of its model.
+            stage: Number of its stage.
+        """
         need, post = self._needs[model][stage], (model, stage)
         try:
             spot = assign(self._ledger, post, need, {})
@@ -135,5 +145,5 @@ class Machines(Room):
         return True
 
     def free(self, name: str) -> None:
-        """Give it back."""
+        """Release the place of a replica."""
         self._ledger.release(name)

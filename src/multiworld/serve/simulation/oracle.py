@@ -1,4 +1,4 @@
-"""The best fleet at every moment, for who knows the future. Pure."""
+"""Oracle: the best fleet at every moment, given all future arrivals. Shell."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ def with_foresight(
     arrivals: Sequence[Arrival],
     new_chance: Callable[[], Chance],
 ) -> PipelineModel:
-    """Return the model with an oracle for its policy: the cheapest that attains.
+    """Return the model with the cheapest oracle that meets the objective.
 
-    If none does, it is the one that attains most.
+    If no oracle meets it, return the one with the highest SLO attainment.
 
     Args:
-        arrivals: What will come, in order of time.
-        new_chance: Returns where the choices of one run are drawn from.
+        model: Model to simulate.
+        arrivals: Future arrivals, in order of time.
+        new_chance: Returns a fresh source of random choices for each run.
     """
     times = [arrival.at for arrival in arrivals]
     best, most = model, -1.0

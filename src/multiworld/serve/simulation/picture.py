@@ -1,4 +1,4 @@
-"""A simulated run as a picture: load, replicas, latencies."""
+"""Plot of a simulated run: load, replicas, latencies. Shell."""
 
 from __future__ import annotations
 
@@ -10,14 +10,23 @@ from multiworld.serve.load.summary import quantile
 from multiworld.serve.simulation.engine import SimulationResult
 
 COLORS = ("#4363d8", "#f58231", "#3cb44b", "#911eb4", "#469990", "#808000")
+"""Line colors, as RGB."""
 POINTS = 300
+"""Time slots that a run is plotted in."""
 
 
 def draw(path: Path, title: str, outcomes: dict[str, list[SimulationResult]]) -> None:
-    """Draw every policy's run over time.
+    """Draw the runs of all policies over time into a file.
 
     Args:
-        outcomes: By policy, one for each model.
+        path: File to write; its suffix chooses the format.
+        title: Title of the plot.
+        outcomes: By policy, one result for each model.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+        OSError: The file cannot be written.
+        ValueError: The format is not supported.
     """
     import matplotlib
 

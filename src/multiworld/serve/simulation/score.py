@@ -1,4 +1,4 @@
-"""What a simulated run is worth: goodput, attainment, cost. Pure."""
+"""Score of a simulated run: goodput, SLO attainment, cost. Shell."""
 
 from __future__ import annotations
 
@@ -9,21 +9,28 @@ from multiworld.serve.load.summary import quantile
 from multiworld.serve.simulation.engine import SimulationResult
 
 FLAP_S = 60.0
-"""A stage that is scaled one way and back within so long has flapped."""
+"""Seconds within which scaling one way and back counts as a flap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """Of one model under one policy.
+    """Score of one model under one policy.
 
     Attributes:
-        attained: Share of all requests that were answered within the objective; of all
-            that were answered, where there is none.
-        goodput: The same, a second.
+        policy: Name of the policy.
+        model: Name of the model.
+        requests: Requests that arrived.
+        attained: Share of all requests answered within the objective; without an
+            objective, the share answered.
+        goodput: Requests a second answered within the objective, if there is one.
         replica_s: Seconds of replicas, of all stages.
-        mean_replicas: The same, over the time.
+        mean_replicas: Mean number of replicas.
+        p50_s: Median latency in seconds, of answered requests.
+        p99_s: 99 % quantile of the latency in seconds, of answered requests.
+        refused: Requests refused because too many waited.
+        late: Requests that passed their deadline.
         changes: Decisions that changed something.
-        flaps: Stages scaled one way and back within a minute.
+        flaps: Stages scaled one way and back within ``FLAP_S``.
     """
 
     policy: str
@@ -42,7 +49,7 @@ class Score:
 
 
 def judge(policy: str, outcome: SimulationResult) -> Score:
-    """Return the numbers of a run."""
+    """Return the score of a run."""
     took = [seconds for _, seconds in outcome.requests if seconds >= 0]
     limit = outcome.objective_s
     good = len(took) if limit is None else sum(seconds <= limit for seconds in took)
@@ -69,7 +76,7 @@ def flaps(
     changes: Sequence[tuple[float, Sequence[int], Sequence[int]]],
     within_s: float = FLAP_S,
 ) -> int:
-    """Return how often a stage was scaled one way and back within so many seconds."""
+    """Return how often a stage was scaled one way and back within ``within_s``."""
     count = 0
     last: dict[int, tuple[float, int]] = {}
     for at, before, after in changes:

@@ -1,9 +1,9 @@
-"""Traces of requests: read from files, or generated.
+"""Traces of requests, read from files or generated. Shell.
 
-Known are the Azure LLM inference traces (``TIMESTAMP,ContextTokens,GeneratedTokens``;
+It reads the Azure LLM inference traces (``TIMESTAMP,ContextTokens,GeneratedTokens``;
 https://github.com/Azure/AzurePublicDataset), BurstGPT (``Timestamp,Model,Request
 tokens,Response tokens,Total tokens,Log Type``; https://github.com/HPMLL/BurstGPT), and
-any CSV whose first column is a number of seconds or a date.
+any CSV file whose first column is a number of seconds or a date.
 """
 
 from __future__ import annotations
@@ -19,22 +19,27 @@ from multiworld.errors import ServeError
 from multiworld.serve.simulation.arrival import Arrival
 
 CONTEXT = ("ContextTokens", "Request tokens", "context_tokens", "input_tokens")
+"""Titles of columns with the number of prompt tokens."""
 GENERATED = ("GeneratedTokens", "Response tokens", "generated_tokens", "output_tokens")
+"""Titles of columns with the number of generated tokens."""
 
 TOKEN_WEIGHT = 20.0
-"""A generated token takes so many times a token that is read: those are read together.
-(Patel et al., "Splitwise", ISCA 2024, figures 5 and 6: 1,500 tokens of a prompt take as
-long as about 40 to 80 that are generated, one after the other.)"""
+"""Time of a generated token, as a multiple of the time of a prompt token.
+
+Prompt tokens are computed together. (Patel et al., "Splitwise", ISCA 2024, figures 5
+and 6: a prompt of 1,500 tokens takes as long as generating about 40 to 80.)"""
 
 
 def read_trace(path: Path, *, by_tokens: bool = False) -> list[Arrival]:
-    """Read a trace; the first request comes at 0.
+    """Read a trace; its first request arrives at 0.
 
     Args:
-        by_tokens: A request takes as much work as its tokens say; else all take 1.
+        path: CSV file.
+        by_tokens: Whether requests take as much work as their tokens say; otherwise
+            each takes 1.
 
     Raises:
-        ServeError: It cannot be read; the message names the line.
+        ServeError: The file cannot be read; the message names the line.
     """
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
@@ -42,9 +47,9 @@ def read_trace(path: Path, *, by_tokens: bool = False) -> list[Arrival]:
     except OSError as error:
         raise ServeError(f"cannot read trace {path}: {error.strerror}") from error
     except (UnicodeDecodeError, csv.Error) as error:
-        raise ServeError(f"trace {path} is no CSV file: {error}") from error
+        raise ServeError(f"trace {path} is not a CSV file: {error}") from error
     if not found:
-        raise ServeError(f"trace {path} has no request")
+        raise ServeError(f"trace {path} has no requests")
     return _from_zero(found)
 
 
@@ -68,7 +73,7 @@ def _read(
         model = row[titles.index("Model")] if "Model" in titles[: len(row)] else ""
         found.append((at, work, model))
     if by_tokens and not _columns(titles):
-        raise ServeError(f"trace {path} has no column of tokens; leave --by-tokens out")
+        raise ServeError(f"trace {path} has no token columns; omit --by-tokens")
     return found
 
 
@@ -84,7 +89,7 @@ def _seconds(text: str) -> float | None:
 
 
 def _columns(titles: Sequence[str]) -> list[tuple[int, float]]:
-    """Return the columns of tokens, and what one of each counts."""
+    """Return the columns with tokens, and the weight of a token in each."""
     found = [(titles.index(t), 1.0) for t in CONTEXT if t in titles]
     return found + [(titles.index(t), TOKEN_WEIGHT) for t in GENERATED if t in titles]
 
@@ -94,7 +99,7 @@ def _work(row: list[str], titles: list[str], path: Path, number: int) -> float:
         return sum(weight * float(row[k]) for k, weight in _columns(titles))
     except (ValueError, IndexError):
         raise ServeError(
-            f"{path}, line {number}: a number of tokens is missing or wrong"
+            f"{path}, line {number}: the number of tokens is missing or not a number"
         ) from None
 
 
@@ -106,16 +111,18 @@ def _from_zero(found: list[tuple[float, float, str]]) -> list[Arrival]:
 
 
 LEAST_CV, MOST_CV = 0.01, 100.0
-"""Nearly a clock; hours of silence between bursts."""
+"""Limits of the coefficient of variation: from a clock to hours between bursts."""
 
 
 def gamma(rate: float, seconds: float, cv: float = 1.0, seed: int = 0) -> list[Arrival]:
-    """Return arrivals whose distances are Gamma distributed.
+    """Return arrivals whose distances follow a gamma distribution.
 
     Args:
         rate: Arrivals a second.
-        cv: Coefficient of variation of the distances: 1 is a Poisson process, more is
-            burstier (AlpaServe, OSDI 2023, replays its traces so).
+        seconds: Length of the trace.
+        cv: Coefficient of variation of the distances. 1 is a Poisson process, more is
+            burstier (AlpaServe, OSDI 2023, replays its traces this way).
+        seed: Seed of the random numbers.
     """
     draw = random.Random(seed)
     shape = 1.0 / (cv * cv)
@@ -129,13 +136,13 @@ def gamma(rate: float, seconds: float, cv: float = 1.0, seed: int = 0) -> list[A
 
 
 def generated(text: str, seed: int = 0) -> list[Arrival]:
-    """Return a trace that a text describes, as ``multiworld simulate`` takes it.
+    """Return the trace that a text describes, in the syntax of ``multiworld simulate``.
 
-    ``poisson:rate=5,seconds=600``, ``gamma:rate=5,seconds=600,cv=4``, or several
-    of them one after the other with ``+`` between.
+    The text is ``poisson:rate=5,seconds=600``, ``gamma:rate=5,seconds=600,cv=4``, or
+    several of them joined by ``+``, which follow each other.
 
     Raises:
-        ServeError: The text is wrong; the message says how it should be.
+        ServeError: The text is wrong; the message shows the right syntax.
     """
     found: list[Arrival] = []
     begin = 0.0
@@ -156,8 +163,8 @@ def generated(text: str, seed: int = 0) -> list[Arrival]:
                 raise ValueError
         except ValueError:
             raise ServeError(
-                f"{part!r} describes no trace; write poisson:rate=5,seconds=600 or "
-                "gamma:rate=5,seconds=600,cv=4 (several: with + between)"
+                f"{part!r} is not a trace; write poisson:rate=5,seconds=600 or "
+                "gamma:rate=5,seconds=600,cv=4; join several with +"
             ) from None
         cv = 1.0 if kind == "poisson" else given["cv"]
         if given["rate"] > 0:
@@ -165,17 +172,23 @@ def generated(text: str, seed: int = 0) -> list[Arrival]:
             found += [Arrival(begin + arrival.at) for arrival in part_]
         begin += given["seconds"]
     if not found:
-        raise ServeError(f"{text!r} describes a trace without any request")
+        raise ServeError(f"{text!r} gives a trace without any requests; raise the rate")
     return found
 
 
 def stretched(arrivals: Sequence[Arrival], factor: float) -> list[Arrival]:
-    """Return the same arrivals in so many times the time."""
+    """Return the same arrivals, ``factor`` times as far apart."""
     return [Arrival(a.at * factor, a.work, a.model) for a in arrivals]
 
 
 def between(arrivals: Sequence[Arrival], begin: float, end: float) -> list[Arrival]:
-    """Return the arrivals from ``begin`` to before ``end``, counted from ``begin``."""
+    """Return the arrivals from ``begin`` to before ``end``, counted from ``begin``.
+
+    Args:
+        arrivals: Arrivals to choose from.
+        begin: Start of the part, in seconds.
+        end: End of the part, in seconds.
+    """
     return [
         Arrival(a.at - begin, a.work, a.model) for a in arrivals if begin <= a.at < end
     ]

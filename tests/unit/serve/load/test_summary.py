@@ -10,7 +10,7 @@ from multiworld.serve.load.summary import Sample, quantile, summarise
 
 
 def test_summary_counts_what_was_lost_and_wrong() -> None:
-    """Latencies are of answers only."""
+    """Latencies are those of answered requests only."""
     samples = [Sample(0, n / 100, 200, True) for n in range(1, 101)]
     samples += [Sample(0, 9.0, 503, error="no"), Sample(0, 9.0, 0, error="cut")]
     samples += [Sample(0, 0.5, 200, False)]

@@ -1,4 +1,4 @@
-"""Machines, needs and bookings: nothing is booked twice, and a refusal says why."""
+"""Machines, needs and bookings: no overbooking, and refusals give reasons."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ GPUS = (Gpu(0, "A100", 80 * MIB), Gpu(1, "A100", 80 * MIB))
 
 
 def nodes(count: int = 3, cpus: float = 4.0, size: int = 100 * MIB) -> list[Node]:
-    """Return machines that are alike."""
+    """Return identical machines."""
     return [Node(f"n{number}", cpus, size) for number in range(count)]
 
 
 def test_what_is_booked_is_gone_and_comes_back() -> None:
-    """By name."""
+    """A booking takes resources, and releasing it by name returns them."""
     ledger = Bookings(nodes(1))
     ledger.book("m/0/1", "m/0", Location("n0"), Need(cpus=3, memory_bytes=60 * MIB))
     assert ledger.free("n0").cpus == 1
@@ -53,7 +53,7 @@ def test_what_is_booked_is_gone_and_comes_back() -> None:
 
 
 def test_replicas_of_a_post_are_spread_and_then_go_where_most_is_left() -> None:
-    """A machine that fails takes as few of them as can be."""
+    """A lost machine takes as few of them as possible."""
     ledger = Bookings([Node("small", 2, 50 * MIB), Node("big", 8, 100 * MIB)])
     need = Need(memory_bytes=10 * MIB)
     where = []
@@ -65,7 +65,7 @@ def test_replicas_of_a_post_are_spread_and_then_go_where_most_is_left() -> None:
 
 
 def test_plan_comes_before_spreading_and_never_before_room() -> None:
-    """A solver's wish is followed where it can be."""
+    """The plan is followed where there is room."""
     ledger = Bookings(nodes(2))
     need = Need(memory_bytes=60 * MIB)
     plan = {("m/0", "n1"): 2}
@@ -75,7 +75,7 @@ def test_plan_comes_before_spreading_and_never_before_room() -> None:
 
 
 def test_gpu_with_most_left_is_taken_unless_the_spec_names_one() -> None:
-    """And its memory is booked apart from the machine's."""
+    """GPU memory is booked separately from the machine's."""
     ledger = Bookings([Node("g", 4, 100 * MIB, GPUS), Node("c", 4, 100 * MIB)])
     need = Need(on_gpu=True, gpu_memory_bytes=50 * MIB)
     spots = []
@@ -96,7 +96,7 @@ def test_gpu_with_most_left_is_taken_unless_the_spec_names_one() -> None:
 
 
 def test_pinned_replica_goes_nowhere_else() -> None:
-    """Even if there is room."""
+    """Pinning holds even if other machines have room."""
     ledger = Bookings(nodes(3))
     assert assign(ledger, "m", Need(nodes=frozenset({"n2"})), {}) == Location("n2")
     assert assign(ledger, "m", Need(nodes=frozenset({"*2"})), {}) == Location("n2")
@@ -105,7 +105,7 @@ def test_pinned_replica_goes_nowhere_else() -> None:
 
 
 def test_machine_without_cores_takes_nothing() -> None:
-    """Not even what books none: it is the head of a cluster, kept free."""
+    """A cluster's head without cores takes not even replicas that book nothing."""
     ledger = Bookings([Node("head", 0, 100 * MIB), *nodes(1)])
     for number in range(3):
         assert assign(ledger, "m", Need(), {}).node == "n0"
@@ -115,7 +115,7 @@ def test_machine_without_cores_takes_nothing() -> None:
 
 
 def test_what_is_not_declared_fits_on_a_full_machine() -> None:
-    """It is best effort: nothing is promised to it."""
+    """Undeclared needs are best effort."""
     ledger = Bookings(nodes(1))
     ledger.book("a", "m", Location("n0"), Need(cpus=4, memory_bytes=100 * MIB))
     assert assign(ledger, "x", Need(), {}) == Location("n0")
@@ -123,7 +123,7 @@ def test_what_is_not_declared_fits_on_a_full_machine() -> None:
 
 
 def test_all_of_it_is_admitted_or_nothing() -> None:
-    """The hardest first: a small one must not take the place of a large one."""
+    """The largest goes first: a small replica must not take its place."""
     ledger = Bookings(nodes(2))
     asks = [
         ("small", "stage 0 of a", 2, Need(memory_bytes=30 * MIB)),
@@ -149,7 +149,7 @@ def test_admission_counts_what_runs_once() -> None:
 
 
 def test_machine_that_is_gone_keeps_its_bookings_until_they_are_released() -> None:
-    """Its replicas are told lost one by one."""
+    """Its replicas are reported lost one by one."""
     places = ReplicaBookings(nodes(2))
     spot, why = places.take("a", "m", Need(cpus=1))
     assert why == "none of its stage is there, and there is room"
@@ -171,7 +171,7 @@ models:
 
 
 def test_needs_are_as_the_spec_declares_them() -> None:
-    """A replica of several ranks needs as many times as much."""
+    """The needs of all ranks of a replica add up."""
     app = parse_spec(SPEC)
     first, second, third = needs_of(app.models["m"])
     assert first == Need(cpus=1.0, memory_bytes=10 * MIB)
@@ -195,10 +195,10 @@ needs = st.builds(
 
 
 @given(st.lists(st.tuples(needs, st.booleans()), max_size=40))
-def test_nothing_is_ever_over_committed(wishes: list[tuple[Need, bool]]) -> None:
-    """Whatever comes and goes, in any order."""
+def test_nothing_is_ever_over_committed(steps: list[tuple[Need, bool]]) -> None:
+    """No order of bookings and releases exceeds a machine's resources."""
     ledger = Bookings(nodes(3, cpus=4.0, size=100 * MIB))
-    for number, (need, leaves) in enumerate(wishes):
+    for number, (need, leaves) in enumerate(steps):
         if leaves and ledger.bookings:
             ledger.release(next(iter(ledger.bookings)))
         try:
@@ -213,7 +213,7 @@ def test_nothing_is_ever_over_committed(wishes: list[tuple[Need, bool]]) -> None
 
 
 def test_this_machine_is_what_it_is_or_less() -> None:
-    """As the spec limits it."""
+    """Declared limits may only reduce what the machine has."""
     whole = this_node()
     assert 0 < whole.cpus <= (os.cpu_count() or 1)
     assert whole.memory_bytes > 2**28
@@ -225,7 +225,7 @@ GROWS = "import sys; a = bytearray(64 << 20); print('x', flush=True); sys.stdin.
 
 
 def test_memory_of_a_process_is_its_own() -> None:
-    """What it has filled counts; a process that has ended uses nothing."""
+    """Memory that it has written counts; an exited process uses nothing."""
     process = subprocess.Popen(
         [sys.executable, "-c", GROWS], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )

@@ -1,4 +1,4 @@
-"""What would have sufficed: bursts that come again find replicas that were kept."""
+"""Burst reserve: recurring bursts find replicas that were kept for them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from multiworld.serve.scaling import default_policy
 from multiworld.serve.scaling.burst_reserve import (
-    EACH,
+    EVERY_SIZE_UP_TO,
     BurstRecord,
     BurstReserve,
-    learnt,
-    sizes,
-    sufficient,
+    candidate_sizes,
+    reserved_replicas,
+    update,
 )
 from multiworld.serve.simulation.arrival import Arrival
 from multiworld.serve.simulation.engine import PipelineModel, SimulationResult, simulate
@@ -29,25 +29,28 @@ from tests.unit.serve.simulation.test_engine import LIMITS, pipeline, run
 EVERY_S = 50.0
 BURST = 30
 BURSTS = [Arrival(EVERY_S * n + k / 1000) for n in range(1, 25) for k in range(BURST)]
-"""Thirty requests at once, twenty-four times; 5 replicas of 0.1 s do it in 0.6 s."""
+"""Thirty requests at once, 24 times; five replicas of 0.1 s compute them in 0.6 s."""
 
 
 def model(start_s: float = 3.0, **more: Any) -> PipelineModel:
-    """Return one stage of which new replicas come too late for any burst."""
+    """Return a model of one stage whose new replicas come too late for any burst."""
     made = pipeline(0.1, policy=default_policy.decide, objective_s=0.7, start_s=start_s)
     stage = replace(made.stages[0], max_batch_size=1)
     return replace(made, **{"stages": (stage,), **more})
 
 
 def missed(outcome: SimulationResult, since_s: float) -> int:
-    """Return how many requests from then on were late."""
+    """Return how many requests from ``since_s`` on were late."""
     limit = outcome.objective_s
     assert limit is not None
     return sum(not 0 <= s <= limit for at, s in outcome.requests if at >= since_s)
 
 
 def test_bursts_that_come_again_find_enough() -> None:
-    """Let go after 30 s each time, it would never be there; and not all is kept."""
+    """Later bursts meet the objective, with no more replicas than they need.
+
+    Without a reserve the replicas would be drained 30 s after each burst.
+    """
     outcome = run(model(), BURSTS)
     assert missed(outcome, 0.0) > 20, "the first ones could not be known"
     later = [a for a in BURSTS if a.at >= EVERY_S * 5]
@@ -55,11 +58,11 @@ def test_bursts_that_come_again_find_enough() -> None:
     kept = [m.ready[0] for m in outcome.moments if m.at >= EVERY_S * 5]
     assert min(kept) >= 3
     assert max(kept) <= 6, "no more than it takes"
-    assert any("are kept" in d.why for d in outcome.decided)
+    assert any("burst reserve" in d.why for d in outcome.decided)
 
 
 def test_fewer_are_kept_where_fewer_must_be_in_time() -> None:
-    """The share of the spec is what is worked towards, at its price."""
+    """A lower ``objective_share`` keeps a smaller and cheaper reserve."""
     all_ = judge("all", run(model(), BURSTS))
     some = judge("some", run(model(objective_share=0.6), BURSTS))
     assert all_.attained > some.attained > 0.55
@@ -68,16 +71,17 @@ def test_fewer_are_kept_where_fewer_must_be_in_time() -> None:
 
 @pytest.mark.parametrize("busy_s", [0, 600])
 def test_what_was_learnt_fades(busy_s: int) -> None:
-    """A quiet hour after the bursts costs what a quiet hour does, soon.
+    """The reserve is dropped soon after the last burst.
 
-    Whatever would have piled up meanwhile before fewer: it would have been given up.
+    A busy time in between does not prolong it: requests that would have queued up
+    before a small fleet would have been given up.
     """
     end_s = BURSTS[-1].at
     busy = [Arrival(end_s + 10.0 + n / 40) for n in range(40 * busy_s)]
     end_s += busy_s + 10.0
     quiet = [Arrival(end_s + 2.0 * n) for n in range(1, 600)]
     outcome = run(model(), [*BURSTS, *busy, *quiet])
-    horizon_s = default_policy.HORIZON * LIMITS.downscale_delay_s
+    horizon_s = default_policy.RESERVE_HORIZON * LIMITS.downscale_delay_s
     later = [m.ready for m in outcome.moments if m.at > end_s + horizon_s * 1.25]
     assert outcome.moments[-1].ready == (1,)
     assert set(later) <= {(1,)}
@@ -85,21 +89,21 @@ def test_what_was_learnt_fades(busy_s: int) -> None:
 
 
 def test_other_stages_do_not_make_it_remember_longer() -> None:
-    """One whose number somebody has set has no delays of its own."""
+    """A stage with a fixed number of replicas has no windows of its own."""
     made = model()
     fixed = replace(made.stages[0], name="fixed", limits=None, replicas=6)
     end_s = BURSTS[-1].at
     quiet = [Arrival(end_s + 2.0 * n) for n in range(1, 400)]
     outcome = run(replace(made, stages=(*made.stages, fixed)), [*BURSTS, *quiet])
-    assert any("are kept" in d.why for d in outcome.decided)
+    assert any("burst reserve" in d.why for d in outcome.decided)
     assert outcome.moments[-1].ready == (1, 6)
 
 
 def test_refused_requests_want_replicas_too() -> None:
-    """Nobody of them has waited."""
+    """Refused requests count as missed, though they never waited."""
     narrow = replace(model().stages[0], window=2)
     outcome = run(model(max_queued_requests=4, stages=(narrow,)), BURSTS)
-    assert any("are kept" in d.why for d in outcome.decided)
+    assert any("burst reserve" in d.why for d in outcome.decided)
 
     def refused(since_s: float) -> int:
         bursts = [t for at, t in outcome.requests if since_s <= at < since_s + 160]
@@ -109,7 +113,7 @@ def test_refused_requests_want_replicas_too() -> None:
 
 
 def test_batches_do_not_make_an_objective_unreachable() -> None:
-    """Those of a burst take longer than it is; an idle service would reach it."""
+    """A burst's large batches are slow, but an idle service meets the objective."""
     stage = replace(model().stages[0], max_batch_size=16, item_s=None)
     slow = replace(model(), stages=(stage,), objective_s=1.0)
     outcome = run(slow, BURSTS)
@@ -118,16 +122,16 @@ def test_batches_do_not_make_an_objective_unreachable() -> None:
 
 
 def test_nothing_is_kept_while_all_is_well() -> None:
-    """Replicas that start at once are there for every burst that lasts."""
+    """Without misses there is no reserve: replicas that start at once are enough."""
     long = [Arrival(100.0 * n + k / 20) for n in range(1, 12) for k in range(400)]
     quick = run(replace(model(start_s=0.05), objective_s=3.0), long)
     assert missed(quick, 0.0) < 0.01 * len(long)
-    assert not any("are kept" in d.why for d in quick.decided)
+    assert not any("burst reserve" in d.why for d in quick.decided)
     assert min(m.ready[0] for m in quick.moments if m.at > 500) == 1
 
 
 def test_on_demand_stays_on_demand() -> None:
-    """Nothing runs while nobody asks, whoever was late for it."""
+    """A model that scales to zero keeps no reserve while it is idle."""
     stage = replace(model().stages[0], limits=replace(LIMITS, min_replicas=0))
     outcome = run(replace(model(), stages=(stage,)), BURSTS)
     assert missed(outcome, EVERY_S * 5) > 0
@@ -136,79 +140,79 @@ def test_on_demand_stays_on_demand() -> None:
     assert ready == 0
 
 
-def seen(arrived: float, missed: float, **more: Any) -> BurstRecord:
-    """Return what was seen in a second of a stage of 0.1 s."""
+def record(arrived: float, missed: float, **more: Any) -> BurstRecord:
+    """Return the record of one second of a stage of 0.1 s."""
     of: dict[str, Any] = {
         "seconds": 1.0,
-        "share": 0.99,
+        "objective_share": 0.99,
         "item_s": [0.1],
         "refused": 0.0,
-        "least": [1],
-        "most": [8],
+        "min_replicas": [1],
+        "max_replicas": [8],
         "ready": [1],
-        "patience_s": 0.5,
+        "max_wait_s": 0.5,
         "deadline_s": 30.0,
-        "apart_s": 5.0,
+        "burst_gap_s": 5.0,
         "ongoing": [missed],
     }
     return BurstRecord(**{**of, "arrived": arrived, "missed": missed, **more})
 
 
 def after(*all_: BurstRecord) -> BurstReserve:
-    """Return what was learnt from it."""
+    """Return the reserve after these records."""
     found = BurstReserve()
     for one in all_:
-        found = learnt(found, one, 1000.0)
+        found = update(found, one, 1000.0)
     return found
 
 
 def apart(*all_: BurstRecord) -> list[BurstRecord]:
-    """Return it with a quiet time after it, and once more."""
-    return [*all_, *[seen(0.0, 0.0) for _ in range(6)]] * 2
+    """Return the records twice, each time followed by a quiet period."""
+    return [*all_, *[record(0.0, 0.0) for _ in range(6)]] * 2
 
 
 def test_slow_answers_that_did_not_wait_need_no_replicas() -> None:
-    """An objective that an idle service misses does not take everything."""
-    found = after(*[seen(5.0, 5.0, ongoing=[0.5]) for _ in range(100)])
-    assert found.recent.missed == found.came
-    assert sufficient(found, [0.1], 0.99) == (0,)
-    waiting = after(*apart(*[seen(5.0, 5.0, ongoing=[5.0]) for _ in range(100)]))
-    assert sufficient(waiting, [0.1], 0.99) > (1,)
+    """An objective that an idle service misses does not claim all replicas."""
+    found = after(*[record(5.0, 5.0, ongoing=[0.5]) for _ in range(100)])
+    assert found.recent.missed == found.arrived
+    assert reserved_replicas(found, [0.1], 0.99) == (0,)
+    waiting = after(*apart(*[record(5.0, 5.0, ongoing=[5.0]) for _ in range(100)]))
+    assert reserved_replicas(waiting, [0.1], 0.99) > (1,)
 
 
 def test_how_often_one_looks_makes_no_difference() -> None:
-    """What came in ten seconds is not taken to have come at once."""
-    often = after(*[seen(10.0, 0.0)] * 100)
-    seldom = after(*[seen(100.0, 0.0, seconds=10.0)] * 10)
+    """Arrivals of a long interval do not count as simultaneous."""
+    often = after(*[record(10.0, 0.0)] * 100)
+    seldom = after(*[record(100.0, 0.0, seconds=10.0)] * 10)
     assert often.fleets == seldom.fleets
 
 
 def test_one_burst_is_none_that_comes_again() -> None:
-    """However many were late in it."""
-    found = after(*[seen(100.0, 90.0, ongoing=[90.0])] * 20)
-    assert sufficient(found, [0.1], 0.99) == (0,)
+    """One burst creates no reserve, however many of its requests were late."""
+    found = after(*[record(100.0, 90.0, ongoing=[90.0])] * 20)
+    assert reserved_replicas(found, [0.1], 0.99) == (0,)
 
 
 def test_so_many_would_have_sufficed() -> None:
-    """Thirty in a second, computed within it and half another: two; with one, late."""
-    found = after(*[seen(30.0, 20.0), *[seen(0.0, 0.0) for _ in range(9)]] * 10)
-    assert sufficient(found, [0.1], 0.99) == (2,)
+    """Two replicas compute thirty requests in 1.5 s; one would be too slow."""
+    found = after(*[record(30.0, 20.0), *[record(0.0, 0.0) for _ in range(9)]] * 10)
+    assert reserved_replicas(found, [0.1], 0.99) == (2,)
 
 
 def test_fluid_that_flatters_is_corrected() -> None:
-    """Where more are late than it says, it leaves them less time to wait."""
-    smooth = after(*apart(seen(12.0, 3.0)) * 30)
-    assert max(f.late[0] for f in smooth.was) < smooth.missed
-    assert sufficient(smooth, [0.1], 0.99) == (2,)
+    """If more requests are late than the fluid predicts, the reserve grows."""
+    smooth = after(*apart(record(12.0, 3.0)) * 30)
+    assert max(f.late[0] for f in smooth.actual) < smooth.missed
+    assert reserved_replicas(smooth, [0.1], 0.99) == (2,)
 
 
 def test_no_stage_is_kept_wider_than_the_narrowest_lets_through() -> None:
-    """One that may not grow lets twenty a second through; so two of the other do."""
-    both = {"item_s": [0.1, 0.1], "most": [2, 8], "ready": [2, 1]}
-    waiting = seen(80.0, 60.0, **both, ongoing=[60.0, 0.0])
+    """The bottleneck passes 20 a second: two replicas of the other are enough."""
+    both = {"item_s": [0.1, 0.1], "max_replicas": [2, 8], "ready": [2, 1]}
+    waiting = record(80.0, 60.0, **both, ongoing=[60.0, 0.0])
     quiet = [replace(waiting, arrived=0.0, missed=0.0, ongoing=[0.0, 0.0])] * 6
     found = after(*[*[waiting] * 20, *quiet] * 2)
-    assert sufficient(found, [0.1, 0.1], 0.99) == (2, 2)
+    assert reserved_replicas(found, [0.1, 0.1], 0.99) == (2, 2)
 
 
 @given(
@@ -218,23 +222,30 @@ def test_no_stage_is_kept_wider_than_the_narrowest_lets_through() -> None:
 def test_more_replicas_are_never_later(
     most: int, story: list[tuple[float, float]]
 ) -> None:
-    """And what suffices is one of the sizes, or nothing."""
-    assert sizes(most)[0] == 1
-    assert sizes(most)[-1] == most
-    assert sizes(min(most, EACH)) == list(range(1, min(most, EACH) + 1))
-    found = after(*[seen(came, came * share, most=[most]) for came, share in story])
+    """The reserve is one of the candidate sizes, or zero."""
+    assert candidate_sizes(most)[0] == 1
+    assert candidate_sizes(most)[-1] == most
+    assert candidate_sizes(min(most, EVERY_SIZE_UP_TO)) == list(
+        range(1, min(most, EVERY_SIZE_UP_TO) + 1)
+    )
+    found = after(
+        *[
+            record(arrived, arrived * share, max_replicas=[most])
+            for arrived, share in story
+        ]
+    )
     for fleets in found.fleets:
         for fewer, more in pairwise(fleets):
             waits = fewer.queue / fewer.replicas, more.queue / more.replicas
             assert waits[0] >= waits[1] - 1e-6
             for late, rarer in zip(fewer.late, more.late, strict=True):
                 assert late >= rarer - 1e-6
-    assert all(0 <= n <= most for n in sufficient(found, [0.1], 0.99)[:1])
+    assert all(0 <= n <= most for n in reserved_replicas(found, [0.1], 0.99)[:1])
 
 
 @pytest.mark.parametrize("share", [0.9, 0.99])
 def test_foresight_reaches_the_objective_for_less(share: float) -> None:
-    """Who knows the future keeps nothing between bursts."""
+    """The oracle keeps nothing between bursts."""
     asked = model(objective_share=share)
     knowing = with_foresight(asked, BURSTS, lambda: random.Random(0).random)
     (outcome,) = simulate([knowing], [BURSTS], random.Random(0).random)
@@ -244,6 +255,6 @@ def test_foresight_reaches_the_objective_for_less(share: float) -> None:
 
 
 def test_limits_are_those_of_the_tests() -> None:
-    """The bursts are further apart than replicas are kept without a reason."""
+    """Bursts are further apart than the stabilization window for scaling down."""
     assert LIMITS.downscale_delay_s < EVERY_S
-    assert default_policy.HORIZON * LIMITS.downscale_delay_s > 3 * EVERY_S
+    assert default_policy.RESERVE_HORIZON * LIMITS.downscale_delay_s > 3 * EVERY_S

@@ -1,4 +1,4 @@
-"""Scaling: each part by itself, and the policy on whole situations."""
+"""Autoscaling: each part by itself, and the policy in whole situations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from multiworld.serve.scaling.snapshot import (
     StageSeen,
 )
 from multiworld.serve.scaling.snapshot_json import snapshot_from_json, snapshot_to_json
-from multiworld.serve.scaling.stabilization import PendingChange, remember, settled
+from multiworld.serve.scaling.stabilization import PendingChange, remember, stabilized
 from multiworld.serve.spec.schema import AppSpec
 from multiworld.serve.transport.protocol import GatewayReport, Reports, WorkerReport
 
@@ -40,14 +40,14 @@ QUICK = StageLimits(
 
 
 def costs(*item_s: float, limits: StageLimits = QUICK) -> list[StageCost]:
-    """Return stages that take so long."""
+    """Return stages with these computing times, in seconds."""
     return [StageCost(item_s=s, batch_s=s, limits=limits) for s in item_s]
 
 
 class Situation:
-    """A model under a load that a test sets; counts as the real one would.
+    """A model under a load that a test sets; it counts as the real one would.
 
-    Stages compute what arrives at once, while there are enough replicas.
+    Stages compute arrivals at once, given enough replicas.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Situation:
         return Sample(at=self.now, arrived=int(self.arrived), stages=stages)
 
     def snapshot(self) -> Snapshot:
-        """Return what the policy is asked."""
+        """Return the snapshot for the policy."""
         stages = tuple(
             StageNow(name=str(k), replicas=n, limits=self.limits, item_s=self.item_s[k])
             for k, n in enumerate(self.replicas)
@@ -95,7 +95,7 @@ class Situation:
         )
 
     def play(self, rate: float, seconds: int, noise: list[float] | None = None) -> None:
-        """Let so much arrive for so long, a decision a second."""
+        """Let requests arrive at ``rate``, with one decision a second."""
         for second in range(seconds):
             self.now += 1.0
             self.arrived += rate * (noise[second % len(noise)] if noise else 1.0)
@@ -107,19 +107,19 @@ class Situation:
                 self.changes.append((self.now, self.replicas))
 
 
-# Queueing, gears.
+# Queue model, gears.
 
 
 def test_waiting_is_that_of_a_queue_that_is_known_exactly() -> None:
-    """M/M/1: rho / (1 - rho) services; M/D/1 half of it."""
+    """M/M/1 waits rho / (1 - rho) services; M/D/1 waits half of it."""
     assert queue_model.mean_wait_s(0.5, 1.0, 1) == pytest.approx(1.0)
     assert queue_model.mean_wait_s(0.8, 1.0, 1) == pytest.approx(4.0)
     assert queue_model.mean_wait_s(0.8, 1.0, 1, 0.5) == pytest.approx(2.0)
     # M/M/1: P(W > t) = rho exp(-(mu - lambda) t)
     exact = math.log(0.8 / 0.01) / 0.2
-    assert queue_model.late_wait_s(0.8, 1.0, 1) == pytest.approx(exact)
+    assert queue_model.wait_quantile_s(0.8, 1.0, 1) == pytest.approx(exact)
     assert math.isinf(queue_model.mean_wait_s(1.0, 1.0, 1))
-    assert queue_model.late_wait_s(0.001, 1.0, 1) == 0.0
+    assert queue_model.wait_quantile_s(0.001, 1.0, 1) == 0.0
 
 
 @given(
@@ -130,7 +130,7 @@ def test_waiting_is_that_of_a_queue_that_is_known_exactly() -> None:
 def test_gears_grow_and_stay_within_limits(
     item_s: list[float], most: int, objective_s: float | None
 ) -> None:
-    """Every gear carries more than the one before, with no stage smaller."""
+    """Every gear carries more than the one before, and no stage shrinks."""
     found = gears_of(costs(*item_s, limits=StageLimits(max_replicas=most)), objective_s)
     assert found
     for one, other in pairwise(found):
@@ -143,14 +143,14 @@ def test_gears_grow_and_stay_within_limits(
 
 
 def test_gears_widen_the_narrowest_stage() -> None:
-    """Of stages that take 1, 4 and 2, the second gets most replicas."""
+    """Of stages that take 1, 4 and 2, the second gets the most replicas."""
     last = gears_of(costs(0.01, 0.04, 0.02), 0.5)
     wide = last[gear_for(last, 50.0)].replicas
     assert wide[1] > wide[2] >= wide[0]
 
 
 def test_objective_that_nothing_can_meet_does_not_take_everything() -> None:
-    """An idle service takes longer already: more replicas would not help."""
+    """Even an idle service takes longer: more replicas would not help."""
     found = gears_of(costs(0.5, 0.5), objective_s=0.1)
     assert found[0].rate > 0
 
@@ -159,7 +159,7 @@ def test_objective_that_nothing_can_meet_does_not_take_everything() -> None:
 
 
 def sampled(counts: list[float]) -> list[Sample]:
-    """Return samples with so many arrivals between them, a second each."""
+    """Return samples one second apart, with these arrivals between them."""
     total, found = 0.0, [Sample(at=0.0, arrived=0, stages=())]
     for second, count in enumerate(counts, 1):
         total += count
@@ -168,7 +168,7 @@ def sampled(counts: list[float]) -> list[Sample]:
 
 
 def test_steady_load_is_expected_to_stay() -> None:
-    """No trend, no burst."""
+    """There is no trend and no burst."""
     found = demand_of(sampled([5.0] * 60), 30.0, 2.0, 1.0)
     assert found.rate == pytest.approx(5.0)
     assert (found.slope, found.is_burst) == (0.0, False)
@@ -176,7 +176,7 @@ def test_steady_load_is_expected_to_stay() -> None:
 
 
 def test_trend_is_followed_and_noise_is_not() -> None:
-    """A rise over a minute is expected to go on; scatter around a mean is none."""
+    """A rise over a minute is extrapolated; scatter around a mean is not."""
     rising = demand_of(sampled([n / 2 for n in range(60)]), 30.0, 5.0, 1.0)
     assert rising.slope == pytest.approx(0.5, rel=0.1)
     assert rising.expected > rising.rate > 20
@@ -185,26 +185,26 @@ def test_trend_is_followed_and_noise_is_not() -> None:
 
 
 def test_burst_is_seen_at_once() -> None:
-    """Ten times as much for two seconds counts, not its share of the period."""
+    """Ten times the load for two seconds counts fully, not averaged over the period."""
     found = demand_of(sampled([2.0] * 40 + [20.0] * 3), 30.0, 1.0, 1.0)
     assert found.is_burst
     assert found.rate > 10
 
 
 def test_envelope_is_what_a_burst_takes() -> None:
-    """Thirty at once, within two seconds and one to wait: ten a second."""
+    """Thirty requests within two seconds and one more to wait need ten a second."""
     quiet = sampled([0.0] * 10 + [30.0] + [0.0] * 10)
     assert envelope(quiet, 30.0, 2.0) == pytest.approx(10.0)
     assert envelope(sampled([4.0] * 20), 30.0, 0.0) == pytest.approx(4.0)
 
 
-# Steadying.
+# Stabilization.
 
 
-def wished(
+def needed(
     pairs: list[tuple[float, int]], limits: StageLimits
 ) -> tuple[PendingChange, ...]:
-    """Return wishes at moments."""
+    """Return the needs at these moments."""
     found: tuple[PendingChange, ...] = ()
     for at, count in pairs:
         found = remember(found, PendingChange(at, count, count), limits)
@@ -228,29 +228,29 @@ def wished(
 def test_what_lasts_is_done(
     pairs: list[tuple[float, int]], replicas: int, is_urgent: bool, after: int
 ) -> None:
-    """Delays as Ray Serve has them."""
-    wishes = wished(pairs, QUICK)
-    assert settled(wishes, replicas, QUICK, is_urgent=is_urgent) == after
+    """The stabilization windows work like Ray Serve's delays."""
+    needs = needed(pairs, QUICK)
+    assert stabilized(needs, replicas, QUICK, is_urgent=is_urgent) == after
 
 
 def test_last_replica_goes_by_itself_after_its_own_delay() -> None:
-    """First down to one, then to none."""
+    """The stage scales down to one first, then to zero."""
     limits = replace(QUICK, min_replicas=0, downscale_to_zero_delay_s=20.0)
-    wishes = wished([(float(t), 0) for t in range(12)], limits)
-    assert settled(wishes, 3, limits, is_urgent=False) == 1
-    assert settled(wishes, 1, limits, is_urgent=False) == 1
-    wishes = wished([(float(t), 0) for t in range(22)], limits)
-    assert settled(wishes, 1, limits, is_urgent=False) == 0
+    needs = needed([(float(t), 0) for t in range(12)], limits)
+    assert stabilized(needs, 3, limits, is_urgent=False) == 1
+    assert stabilized(needs, 1, limits, is_urgent=False) == 1
+    needs = needed([(float(t), 0) for t in range(22)], limits)
+    assert stabilized(needs, 1, limits, is_urgent=False) == 0
 
 
 def test_factors_make_steps_smaller() -> None:
-    """Half of what is missing, half of what is too much; one at least."""
+    """A factor of 0.5 changes half of the difference, and one replica at least."""
     limits = replace(QUICK, upscaling_factor=0.5, downscaling_factor=0.5)
-    up = wished([(0, 7), (1, 7), (2, 7)], limits)
-    assert settled(up, 1, limits, is_urgent=False) == 4
-    down = wished([(0, 1), (10, 1)], limits)
-    assert settled(down, 6, limits, is_urgent=False) == 4
-    assert settled(down, 2, limits, is_urgent=False) == 1
+    up = needed([(0, 7), (1, 7), (2, 7)], limits)
+    assert stabilized(up, 1, limits, is_urgent=False) == 4
+    down = needed([(0, 1), (10, 1)], limits)
+    assert stabilized(down, 6, limits, is_urgent=False) == 4
+    assert stabilized(down, 2, limits, is_urgent=False) == 1
 
 
 @given(
@@ -261,12 +261,12 @@ def test_factors_make_steps_smaller() -> None:
 def test_steadying_stays_within_limits(
     needs: list[tuple[int, int]], replicas: int, is_urgent: bool
 ) -> None:
-    """Whatever is wished, a stage has at least its least and at most its most."""
+    """Whatever is needed, a stage stays between its least and greatest number."""
     found: tuple[PendingChange, ...] = ()
     for at, (low, margin) in enumerate(needs):
-        wish = PendingChange(float(at), min(low, 8), min(low + margin, 8))
-        found = remember(found, wish, QUICK)
-        replicas = settled(found, replicas, QUICK, is_urgent=is_urgent)
+        need = PendingChange(float(at), min(low, 8), min(low + margin, 8))
+        found = remember(found, need, QUICK)
+        replicas = stabilized(found, replicas, QUICK, is_urgent=is_urgent)
         assert QUICK.min_replicas <= replicas <= QUICK.max_replicas
 
 
@@ -274,7 +274,7 @@ def test_steadying_stays_within_limits(
 
 
 def test_all_stages_are_scaled_together() -> None:
-    """The first is the bottleneck now; the others get what they will need as well."""
+    """The first stage is the bottleneck; the others also get what they will need."""
     at = Situation((0.02, 0.08, 0.04))
     at.play(2.0, 30)
     assert at.replicas == (1, 1, 1)
@@ -285,7 +285,7 @@ def test_all_stages_are_scaled_together() -> None:
 
 
 def test_noise_changes_nothing() -> None:
-    """A load that scatters around its mean is carried by the same replicas."""
+    """The same replicas carry a load that scatters around its mean."""
     at = Situation((0.02, 0.08, 0.04))
     noise = [0.6, 1.5, 1.1, 0.8, 1.3, 0.4, 1.2, 1.1]
     at.play(12.0, 60, noise)
@@ -295,7 +295,7 @@ def test_noise_changes_nothing() -> None:
 
 
 def test_load_that_has_gone_gives_its_replicas_back_and_the_last_ones() -> None:
-    """Down to the least, after the delay; to none and back where none may run."""
+    """Stages scale down after the window, to zero if allowed, and back up."""
     limits = replace(QUICK, min_replicas=0)
     at = Situation((0.02, 0.08), limits)
     at.play(25.0, 40)
@@ -308,7 +308,7 @@ def test_load_that_has_gone_gives_its_replicas_back_and_the_last_ones() -> None:
 
 
 def test_what_waits_is_worked_off_without_delay() -> None:
-    """A stage at which more waits than the objective allows gets replicas at once."""
+    """A backlog that misses the objective skips the stabilization window."""
     limits = replace(QUICK, upscale_delay_s=60.0)
     at = Situation((0.05, 0.1), limits)
     at.play(2.0, 70)
@@ -319,7 +319,7 @@ def test_what_waits_is_worked_off_without_delay() -> None:
 
 
 def test_without_known_times_what_is_queued_decides() -> None:
-    """As Ray Serve does, until enough has been computed."""
+    """Ray Serve's rule applies until enough requests have been computed."""
     at = Situation((0.05, 0.1), objective_s=None)
     stages = tuple(replace(s, item_s=None) for s in at.snapshot().stages)
     seen = tuple(StageSeen(ongoing=7.0, ready=1) for _ in stages)
@@ -336,7 +336,7 @@ def test_without_known_times_what_is_queued_decides() -> None:
 
 
 def test_what_starts_is_not_let_go_by_those_who_wait_for_it() -> None:
-    """The replicas were lost and are being replaced: nothing arrives, all waits."""
+    """Lost replicas are being replaced: nothing arrives, and all requests wait."""
     at = Situation((0.05, 0.1), replace(QUICK, min_replicas=0))
     at.play(20.0, 20)
     assert at.replicas[1] > 1
@@ -351,7 +351,7 @@ def test_what_starts_is_not_let_go_by_those_who_wait_for_it() -> None:
 
 
 def test_stage_with_a_number_keeps_it() -> None:
-    """Only those with limits are scaled."""
+    """Only stages with limits are scaled."""
     at = Situation((0.02, 0.08))
     at.play(40.0, 20)
     snapshot = at.snapshot()
@@ -364,7 +364,7 @@ def test_stage_with_a_number_keeps_it() -> None:
 
 @pytest.mark.parametrize("name", ["queued", "threshold", "fixed"])
 def test_other_policies_decide_too(name: str) -> None:
-    """They are asked the same."""
+    """The reference policies get the same snapshot."""
     at = Situation((0.05, 0.1), policy=reference_policies.BUILT_IN[name])
     at.ongoing = [4.0, 9.0]
     at.play(9.0, 30)
@@ -372,7 +372,7 @@ def test_other_policies_decide_too(name: str) -> None:
 
 
 def test_recorded_snapshot_gets_the_same_decision() -> None:
-    """What was decided can be replayed from what was written down."""
+    """A recorded decision can be replayed."""
     at = Situation((0.02, 0.08, 0.04))
     at.play(3.0, 30)
     at.play(30.0, 4)
@@ -385,7 +385,7 @@ def test_recorded_snapshot_gets_the_same_decision() -> None:
     assert default_policy.decide(again).why == default_policy.decide(snapshot).why
 
 
-# Sampling.
+# Samples.
 
 
 def worker(requests: int, queued: int = 0, waiting: int = 0) -> WorkerReport:
@@ -401,7 +401,7 @@ def worker(requests: int, queued: int = 0, waiting: int = 0) -> WorkerReport:
 
 
 def test_sums_go_on_over_processes_that_are_lost() -> None:
-    """A replica that is gone takes nothing with it; a new one starts at nothing."""
+    """A lost replica keeps its share of the sums; a new one starts at zero."""
     watch = SampleWindow("m", 2, 10.0)
     replicas = [ObservedReplica("m/0/1", 0, True), ObservedReplica("m/1/2", 1, True)]
     gateway = GatewayReport(pending={"m": 3}, arrived={"m": 1000}, missed={"m": 70})
@@ -429,7 +429,7 @@ def test_sums_go_on_over_processes_that_are_lost() -> None:
 
 
 def test_batches_that_shrink_do_not_make_a_stage_slow() -> None:
-    """More replicas have smaller batches: that is no reason for still more."""
+    """Smaller batches on more replicas are no reason for still more replicas."""
 
     def batched(snapshot: Snapshot) -> Snapshot:
         rows = max(1.0, 16.0 / snapshot.stages[0].replicas)
@@ -455,7 +455,7 @@ def test_batches_that_shrink_do_not_make_a_stage_slow() -> None:
 
 
 def test_fixed_stage_that_is_rescaled_has_the_others_follow() -> None:
-    """Gears are of all stages: with another number there, they are others."""
+    """Gears cover all stages, so they are recomputed for its new number."""
     at = Situation((0.02, 0.08))
     at.play(40.0, 30)
     seen = at.snapshot()
@@ -470,23 +470,23 @@ def test_fixed_stage_that_is_rescaled_has_the_others_follow() -> None:
 
 @given(st.lists(st.integers(0, 3), min_size=5, max_size=60))
 def test_runs_of_equal_wishes_are_kept_by_their_ends(needs: list[int]) -> None:
-    """What is remembered is small, and decides as all of it would."""
+    """The shortened history is small and decides like the whole history."""
     kept: tuple[PendingChange, ...] = ()
     whole: tuple[PendingChange, ...] = ()
-    for at, need in enumerate(needs):
-        wish = PendingChange(float(at), need, need)
-        kept = remember(kept, wish, QUICK)
-        whole = (*whole, wish)
+    for at, count in enumerate(needs):
+        need = PendingChange(float(at), count, count)
+        kept = remember(kept, need, QUICK)
+        whole = (*whole, need)
         for replicas in (0, 1, 4):
             for is_urgent in (False, True):
-                one = settled(kept, replicas, QUICK, is_urgent=is_urgent)
-                other = settled(whole, replicas, QUICK, is_urgent=is_urgent)
+                one = stabilized(kept, replicas, QUICK, is_urgent=is_urgent)
+                other = stabilized(whole, replicas, QUICK, is_urgent=is_urgent)
                 assert one == other
     assert len(remember(kept, PendingChange(99.0, 1, 1), QUICK)) <= len(needs) + 1
 
 
 def test_steady_wishes_take_no_room() -> None:
-    """Ten minutes of the same are two entries."""
+    """Ten minutes of the same need are three entries at most."""
     kept: tuple[PendingChange, ...] = ()
     for at in range(600):
         kept = remember(
@@ -499,7 +499,7 @@ def test_steady_wishes_take_no_room() -> None:
 
 
 def test_new_version_is_tried_before_it_is_let_sleep() -> None:
-    """Else a broken one would be found by the first who asks."""
+    """Otherwise the first request would find a broken version."""
     old = DesiredState({"m": DesiredModel("1", (0, 0)), "n": DesiredModel("1", (0,))})
     new = DesiredState({"m": DesiredModel("2", (0, 3)), "n": DesiredModel("1", (0,))})
     found = awake(new, old).models
@@ -509,7 +509,7 @@ def test_new_version_is_tried_before_it_is_let_sleep() -> None:
 
 @pytest.mark.parametrize("path", ["nowhere:policy", "json:nothing", "math:pi"])
 def test_policy_that_is_none_is_refused_before_anything_starts(path: str) -> None:
-    """With what to give instead."""
+    """The error names what cannot be imported or called."""
     app = AppSpec.model_validate(
         {"models": {"m": {"factory": "a:b", "stages": [{}], "scaling": path}}}
     )
@@ -519,14 +519,14 @@ def test_policy_that_is_none_is_refused_before_anything_starts(path: str) -> Non
 
 @pytest.mark.parametrize("answer", [(1,), (1, 2, 3), (1.0, 2), (True, 1), None])
 def test_answers_that_are_none_are_told(answer: Any) -> None:
-    """A policy must say a whole number for each stage."""
+    """A policy must return a whole number for each stage."""
     at = Situation((0.1, 0.1))
     with pytest.raises((ValueError, TypeError)):
         within(Decision(replicas=answer), at.snapshot().stages)
 
 
 def test_answers_are_brought_within_the_limits() -> None:
-    """Whatever a policy says."""
+    """Numbers outside the limits are corrected."""
     at = Situation((0.1, 0.1))
     stages = at.snapshot().stages
     found = within(Decision(replicas=(-3, 99)), stages)

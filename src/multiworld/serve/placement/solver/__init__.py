@@ -1,9 +1,9 @@
-"""Which replica goes where: a problem, a portfolio of solvers, and a verifier.
+"""Placement solver: a problem, a portfolio of solvers, and a verifier.
 
-Everything here is a function of its arguments: no clock but the solvers' own limit, no
-network, no process. ``place`` answers a ``Problem`` with a ``Placement`` that
-``verify.faults`` finds nothing wrong with; ``chains`` is the same for models that are
-cut while they are placed, one range of layers a node.
+Everything is a function of its arguments, without network or processes; only the
+solvers' time limit reads a clock. ``place`` answers a ``Problem`` with a ``Placement``
+in which ``verify.faults`` finds nothing wrong. ``chains`` solves a related problem: it
+cuts a model while placing it, one range of layers for each node.
 """
 
 from multiworld.serve.placement.solver.portfolio import place

@@ -1,10 +1,10 @@
-"""Placing a chain of layers on mixed nodes: the cut and the placement at once.
+"""Placement of a chain of layers on mixed nodes, cut at the same time. Shell.
 
-A node holds one range of layers and passes at most what its kind does for as many.
-Items enter a node at any layer of its range and leave at the range's end, so ranges may
-overlap, and several nodes may hold the same. Sought is the largest flow. The problem,
-and the public instances it is measured on, are Helix's: Y. Mei et al., "Helix", ASPLOS
-2025, arXiv 2406.01566; links do not bind here.
+A node holds one range of layers; its capacity depends on its kind and on the number of
+layers. Items enter a node at any layer of its range and leave at the end of the range,
+so ranges may overlap, and several nodes may hold the same layers. The aim is the
+largest flow. The problem, and the public instances it is measured on, are Helix's:
+Y. Mei et al., "Helix", ASPLOS 2025, arXiv 2406.01566. Links do not bind here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from scipy.optimize import Bounds, linprog, milp
 from multiworld.serve.placement.solver.linear import Rows
 
 LIMIT_S = 60.0
+"""Seconds for all solvers together."""
 CLOSE = 1e-6
+"""Relative gap at which an answer counts as optimal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +33,9 @@ class NodeKind:
     """Nodes that are alike.
 
     Attributes:
-        capacity: Items a second that a node passes, by the layers it holds; what is not
-            named it cannot hold.
+        count: Number of nodes.
+        capacity: Items a second that a node passes, by the number of layers it holds.
+            It cannot hold other numbers of layers.
     """
 
     count: int
@@ -41,7 +44,7 @@ class NodeKind:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """A model of as many layers, and the nodes there are."""
+    """A model with a number of layers, and the available nodes."""
 
     layers: int
     kinds: tuple[NodeKind, ...]
@@ -49,7 +52,7 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """One node's layers: ``start`` to ``start + layers - 1``."""
+    """Layers of one node: ``start`` to ``start + layers - 1``."""
 
     kind: int
     start: int
@@ -58,7 +61,14 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class ChainPlacement:
-    """An answer; ``bound``: no flow is larger, as far as the solver knows."""
+    """Answer to a chain problem.
+
+    Attributes:
+        ranges: Range of each used node.
+        flow: Items a second.
+        bound: Upper bound of the flow, as far as the solvers know.
+        solver: Name of the solver that found it.
+    """
 
     ranges: tuple[Range, ...]
     flow: float
@@ -67,7 +77,7 @@ class ChainPlacement:
 
     @property
     def gap(self) -> float:
-        """How much larger the best can be, as a share of the bound."""
+        """Greatest possible improvement, as a share of the bound."""
         return max(0.0, 1 - self.flow / self.bound) if self.bound else 0.0
 
 
@@ -75,11 +85,15 @@ _Ask = Callable[[Chain, ChainPlacement, float], tuple[tuple[Range, ...], float]]
 
 
 def place_chain(chain: Chain, limit_s: float = LIMIT_S) -> ChainPlacement:
-    """Return the largest flow that is found in time.
+    """Return the placement with the largest flow found in time.
 
-    One after the other: chains side by side that hold each layer once, by bisection
-    over their number and flow; HiGHS, which often proves that nothing is better; then
-    CP-SAT from there, if OR-tools is installed.
+    It tries three methods in turn: parallel chains that hold each layer once, by
+    bisection over their number and flow; HiGHS, which often proves that nothing is
+    better; then CP-SAT from the best so far, if OR-tools is installed.
+
+    Args:
+        chain: Layers and nodes.
+        limit_s: Seconds for HiGHS and CP-SAT together.
     """
     ranges = _side_by_side(chain)
     best = ChainPlacement(ranges, flow_of(chain, ranges), work_bound(chain), "chains")
@@ -101,12 +115,12 @@ def place_chain(chain: Chain, limit_s: float = LIMIT_S) -> ChainPlacement:
 
 
 def work_bound(chain: Chain) -> float:
-    """Return a bound from the work alone: an item needs every layer once.
+    """Return an upper bound of the flow, because every item needs every layer once.
 
     If ``flow`` is possible, the nodes that hold a layer pass ``flow`` there, together.
-    A node passes its capacity at most, and not more than the flow. Over all layers
-    that is ``flow * layers``: the bound is the largest flow for which the nodes can do
-    as much.
+    A node passes at most its capacity, and at most the flow. Summed over all layers,
+    the nodes must do ``flow * layers``. The bound is the largest flow for which they
+    can.
     """
 
     def spare(flow: float) -> float:
@@ -120,7 +134,7 @@ def work_bound(chain: Chain) -> float:
     steps = sorted({c for kind in chain.kinds for c in kind.capacity.values()})
     if not steps:
         return 0.0
-    # Beyond the largest capacity what nodes can do is constant.
+    # Beyond the largest capacity, the nodes can do no more.
     steps.append((spare(steps[-1]) + steps[-1] * chain.layers) / chain.layers)
     for low, high in reversed(list(zip([0.0, *steps], steps, strict=False))):
         if spare(high) >= 0:
@@ -131,7 +145,7 @@ def work_bound(chain: Chain) -> float:
 
 
 def _root(spare: Callable[[float], float], low: float, high: float) -> float:
-    """Return, from above, where ``spare`` becomes negative between the two."""
+    """Return, from above, the point where ``spare`` becomes negative."""
     for _ in range(100):
         middle = (low + high) / 2
         low, high = (middle, high) if spare(middle) >= 0 else (low, middle)
@@ -139,7 +153,7 @@ def _root(spare: Callable[[float], float], low: float, high: float) -> float:
 
 
 def flow_of(chain: Chain, ranges: Sequence[Range]) -> float:
-    """Return the largest flow through nodes with these ranges: a linear program."""
+    """Return the largest flow through nodes with these ranges, by a linear program."""
     enters = [
         (number, layer)
         for number, held in enumerate(ranges)
@@ -163,11 +177,11 @@ def flow_of(chain: Chain, ranges: Sequence[Range]) -> float:
     return float(-found.fun) if found.status == 0 else 0.0
 
 
-# Chains side by side.
+# Parallel chains.
 
 
 def _side_by_side(chain: Chain) -> tuple[Range, ...]:
-    """Return the best of 1, 2, … chains, each of nodes that follow each other."""
+    """Return the best of 1, 2, … parallel chains of nodes that follow each other."""
     best: tuple[Range, ...] = ()
     most = max(1, sum(kind.count for kind in chain.kinds))
     for count in range(1, most + 1):
@@ -178,7 +192,7 @@ def _side_by_side(chain: Chain) -> tuple[Range, ...]:
 
 
 def _chains(chain: Chain, count: int) -> tuple[Range, ...] | None:
-    """Return ``count`` chains of like flow, as large as it can be."""
+    """Return ``count`` chains of the largest possible equal flow, or None."""
     flows = sorted({c for kind in chain.kinds for c in kind.capacity.values()})
     low, high, best = 0, len(flows) - 1, None
     while low <= high:
@@ -213,7 +227,7 @@ def _pack(chain: Chain, count: int, flow: float) -> tuple[Range, ...] | None:
     for number in range(count):
         end = 0
         for layers, kind in members[number]:
-            # The last may begin before the one in front of it ends.
+            # The last range may start before the previous one ends.
             start = min(end, chain.layers - layers)
             if start < 0:
                 return None
@@ -289,8 +303,10 @@ def _all_ranges(chain: Chain) -> list[Range]:
 # Any ranges: CP-SAT.
 
 UNITS = 100
-"""Flow is counted in hundredths of an item a second, capacities rounded up: so the
-bound is one of the real problem, and the flow of what is found is computed anew."""
+"""Integer units of an item a second.
+
+Capacities are rounded up, so that the bound is a bound of the real problem; the flow of
+the answer is computed anew."""
 
 
 def _discrete(
@@ -330,10 +346,10 @@ def _discrete(
 def _flow_variables(
     model: Any, chain: Chain, nodes: Mapping[Range, Any], top: int
 ) -> dict[tuple[int, int], Any]:
-    """Return the flow between each two boundaries, bound by the nodes' capacity.
+    """Return the flow between each pair of boundaries, limited by the nodes' capacity.
 
-    Of the nodes whose ranges end at ``end``, what enters at ``begin`` or before can
-    only use those that start there or before.
+    Of the nodes whose range ends at ``end``, flow that enters at ``begin`` or before
+    can use only those that start there or before.
     """
     longest = max(max(kind.capacity) for kind in chain.kinds)
     flow = {

@@ -1,8 +1,9 @@
-"""The same problem for OR-tools' CP-SAT, which is better where there are many devices.
+"""Formulation of the placement problem for OR-tools' CP-SAT. Shell.
 
-CP-SAT needs integers. Shares of a demand are counted in ``UNITS`` and device time in
-billionths; factors are rounded down and limits up, so that its bound is one of the real
-problem. Its choice of replicas is then made exact by a linear program (``linear``).
+CP-SAT is better than HiGHS where there are many devices, but needs integers. Shares of
+a demand are counted in units of 1/``UNITS``, and device time in billionths. Factors are
+rounded down and limits up, so that its bound is a bound of the real problem. A linear
+program (``linear``) then makes its choice of replicas exact.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from multiworld.serve.placement.solver.linear import Formulation
 from multiworld.serve.placement.solver.model import Counts, Slot
 
 UNITS = 10_000
+"""Integer units of a whole demand."""
 FINE = 1_000_000
-"""What one unit of a factor or a limit is divided into."""
+"""Integer units of a factor or a limit."""
 
 
 def solve(
@@ -27,10 +29,14 @@ def solve(
     rates: Mapping[Slot, float],
     workers: int = 2,
 ) -> tuple[dict[Slot, int] | None, float]:
-    """Return how many replicas are in which slot, or None, and the objective's bound.
+    """Return the replicas in each slot, or None, and a bound of the objective.
 
     Args:
-        counts, rates: An answer that is known already, to start from.
+        formulation: Problem to solve.
+        limit_s: Seconds that the solver may take.
+        counts: Replicas of a known answer to start from, by slot.
+        rates: Items a second of that answer, by slot.
+        workers: Threads of the solver.
 
     Raises:
         ModuleNotFoundError: OR-tools is not installed.
@@ -72,12 +78,12 @@ def _variables(model: Any, formulation: Formulation) -> dict[int, Any]:
 
 
 def _constrain(model: Any, formulation: Formulation, variables: dict[int, Any]) -> None:
-    """Rewrite every row in integers, so that what is feasible stays so."""
+    """Add every row in integers, so that every feasible answer stays feasible."""
     rows = formulation.rows
     for terms, low, high in zip(rows.terms, rows.low, rows.high, strict=True):
         if not terms:
             continue
-        # A row in units: what is binary counts UNITS.
+        # A row in units: an integer variable counts UNITS.
         exact = {
             n: factor * (UNITS if n < formulation.integers else 1)
             for n, factor in terms.items()
@@ -93,7 +99,7 @@ def _constrain(model: Any, formulation: Formulation, variables: dict[int, Any]) 
 def _maximise(
     model: Any, formulation: Formulation, variables: dict[int, Any]
 ) -> tuple[float, float]:
-    """Set the objective; return its scale, and what rounding may hide of it."""
+    """Set the objective; return its scale, and how much of it rounding may hide."""
     gains = formulation.gains()
     scale = 1e12 / max(1e-9, max(map(abs, gains.values()), default=1.0))
     terms, slack = [], 0.0
@@ -108,9 +114,10 @@ def _maximise(
 
 
 def _hidden_units(formulation: Formulation) -> dict[int, int]:
-    """Return how many units of what is served of each model rounding may hide.
+    """Return, for each model, how many units of what it serves rounding may hide.
 
-    Every replica's share is rounded down, so a stage loses up to a unit for each slot.
+    Every replica's share is rounded down, so a stage loses up to one unit for each
+    slot.
     """
     slots = Counter((m, stage) for m, stage, _ in formulation.share)
     return {

@@ -1,7 +1,7 @@
-"""A placement at once: models by what they are worth, replica after replica. Pure.
+"""Greedy placement: models by their value, one replica after the other. Pure.
 
-Each stage first gets the replicas it needs at least, then more until the demand is met
-or no device has time left. What it finds is always feasible; the solvers start from it.
+Each stage first gets its least number of replicas, then more until the demand is met or
+no device has time left. The answer is always feasible; the solvers start from it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from multiworld.serve.placement.solver.model import (
 from multiworld.serve.placement.solver.problem import ModelNeed, Problem, StageNeed
 
 ENOUGH = 1e-9
+"""Amount below which a rate or a load counts as zero."""
 
 
 class _Ledger:
-    """What is left of every device; never negative."""
+    """Free resources of every device; never negative."""
 
     def __init__(self, problem: Problem, places: list[PlacedDevice]) -> None:
         self.places = places
@@ -40,7 +41,14 @@ class _Ledger:
     def take(
         self, device: int, stage: StageNeed, rate: float, *, is_last: bool
     ) -> None:
-        """Book a replica."""
+        """Book a replica.
+
+        Args:
+            device: Number of the device.
+            stage: Needs of the replica.
+            rate: Items a second planned for it.
+            is_last: Whether its stage is the last; it then sends nothing on.
+        """
         self.memory[device] -= stage.memory_bytes
         self.cores[device] -= stage.cores
         self.used[device] += 1
@@ -75,7 +83,7 @@ class _Ledger:
 
 
 def place_greedily(problem: Problem) -> dict[Slot, int]:
-    """Return how many replicas are in which slot."""
+    """Return the number of replicas in each slot."""
     places = places_of(problem)
     ledger = _Ledger(problem, places)
     slots: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -88,7 +96,7 @@ def place_greedily(problem: Problem) -> dict[Slot, int]:
 
 
 def _urgency(problem: Problem, m: int) -> tuple[float, float]:
-    """Return what comes first: what is worth most for the time that it takes."""
+    """Return the sort key of a model: greatest value for its computing time first."""
     model = problem.models[m]
     seconds = sum(min(s.seconds.values(), default=0.0) for s in model.stages)
     load = max(ENOUGH, seconds * model.demand)
@@ -96,7 +104,7 @@ def _urgency(problem: Problem, m: int) -> tuple[float, float]:
 
 
 class _Placing:
-    """Places one model, whole or not at all."""
+    """Placement of one model, as a whole or not at all."""
 
     def __init__(
         self,
@@ -141,7 +149,7 @@ class _Placing:
         return self._model.demand - sum(rates)
 
     def _add(self, k: int) -> bool:
-        """Add a replica of stage ``k`` where it is best; False if there is no place."""
+        """Add a replica of stage ``k`` at the best place, if there is one."""
         stage, on = self._model.stages[k], self._on(k)
         if stage.most is not None and len(on) >= stage.most:
             return False

@@ -1,8 +1,8 @@
-"""The problem as a mixed-integer linear program, for scipy's HiGHS. Pure.
+"""Placement problem as a mixed-integer linear program, for scipy's HiGHS. Pure.
 
-Variables: a model is on or off; a slot has so many replicas, and serves a share of its
-model's demand; a device is used or not. Given the replicas, what they serve is a linear
-program, which is how every solver's choice is made exact.
+Variables: a model is on or off; a slot has a number of replicas and serves a share of
+its model's demand; a device is used or not. With the replicas fixed, what they serve is
+a linear program; it makes every solver's choice exact.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from multiworld.serve.placement.solver.model import (
 from multiworld.serve.placement.solver.problem import Problem, StageNeed
 
 CLOSE = 1e-6
-SEEN = 0.5
-"""An integer variable above this is not 0."""
+"""Relative gap at which an answer counts as optimal."""
+NONZERO = 0.5
+"""Value above which an integer variable counts as at least 1."""
 
 
 @dataclass(slots=True)
@@ -44,13 +45,19 @@ class Rows:
     def add(
         self, terms: dict[int, float], low: float = -math.inf, high: float = math.inf
     ) -> None:
-        """Add one."""
+        """Add one constraint.
+
+        Args:
+            terms: Factors by the number of the variable.
+            low: Least value of the sum.
+            high: Greatest value of the sum.
+        """
         self.terms.append(terms)
         self.low.append(low)
         self.high.append(high)
 
     def constraint(self, count: int) -> LinearConstraint:
-        """Return them for scipy."""
+        """Return the constraints for scipy, over ``count`` variables."""
         entries = [
             (row, column, factor)
             for row, terms in enumerate(self.terms)
@@ -64,7 +71,7 @@ class Rows:
 
 
 class Formulation:
-    """The variables' numbers, the constraints and the objective (to be maximised)."""
+    """Numbers of the variables, constraints, and the objective, which is maximised."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -76,7 +83,8 @@ class Formulation:
         self.has = {slot: next(numbers) for slot in self.slots}
         self.used = {d: next(numbers) for d in devices}
         many = [slot for slot in self.slots if self._stage(slot).per_device > 1]
-        # Whether there is one at all, and how many are new: of one it is known already.
+        # Whether a slot has any replica, and how many are new. A slot for one replica
+        # needs no extra variables.
         self.here = self.has | {slot: next(numbers) for slot in many}
         self.new = {slot: next(numbers) for slot in many}
         self.integers = next(numbers)
@@ -111,13 +119,13 @@ class Formulation:
         return self.problem.models[slot[0]].stages[slot[1]]
 
     def runs(self, slot: Slot) -> int:
-        """Return how many replicas are in a slot now."""
+        """Return how many replicas run in a slot now."""
         m, k, d = slot
         key = self.problem.models[m].name, k, self.places[d].device.name
         return self._running[key]
 
     def seconds(self, slot: Slot) -> float:
-        """Return what the whole demand would take of a second of the slot's device."""
+        """Return the seconds of the slot's device, per second, for the whole demand."""
         m, k, d = slot
         model = self.problem.models[m]
         return model.stages[k].seconds[self.places[d].device.kind] * model.demand
@@ -150,7 +158,7 @@ class Formulation:
             self.rows.add({self.has[slot]: 1.0, new: -1.0}, high=runs)
 
     def _spread(self, m: int, slots: list[Slot]) -> None:
-        """Have a replica beside each node that has some: it may fail as a whole."""
+        """Require a replica outside every node, because a node may fail as a whole."""
         for node in range(len(self.problem.nodes)):
             elsewhere = [s for s in slots if self.places[s[2]].node != node]
             terms = {self.has[slot]: 1.0 for slot in elsewhere}
@@ -162,7 +170,7 @@ class Formulation:
             if not slots:
                 continue
             stages = {s: self.problem.models[s[0]].stages[s[1]] for s in slots}
-            # In gibibytes: factors of like size are easier on the solver.
+            # In gibibytes: the solver copes better with factors of similar size.
             memory = {self.has[s]: stages[s].memory_bytes / 2**30 for s in slots}
             self.rows.add(memory, high=place.device.memory_bytes / 2**30)
             seconds = {
@@ -205,9 +213,10 @@ class Formulation:
 
     @property
     def close(self) -> float:
-        """How far from the bound is as good as on it.
+        """Relative gap at which to stop searching.
 
-        Where something runs, less than one move costs; finer is slower.
+        With running replicas it is less than one move is worth; a smaller gap takes
+        longer.
         """
         if not self.problem.running:
             return CLOSE
@@ -216,7 +225,7 @@ class Formulation:
         return min(CLOSE, self.problem.move_cost / (4 * whole) or CLOSE)
 
     def gains(self) -> dict[int, float]:
-        """Return the objective's factors."""
+        """Return the factors of the objective."""
         worth = worth_of(self.problem)
         gains = {
             self.served[m]: worth * model.weight if model.demand > 0 else 0.0
@@ -235,24 +244,29 @@ class Formulation:
         return gains
 
     def counts(self, values: np.ndarray) -> dict[Slot, int]:
-        """Return the slots with a replica, and how many are there."""
+        """Return the number of replicas of every slot that has some."""
         found = {slot: round(float(values[n])) for slot, n in self.has.items()}
         return {slot: count for slot, count in found.items() if count}
 
     def rates(self, values: np.ndarray) -> dict[Slot, float]:
-        """Return the slots with a replica, and the rate planned for each."""
+        """Return the planned rate of every slot that has replicas."""
         return {
             slot: float(values[self.share[slot]]) * self.problem.models[slot[0]].demand
             for slot in self.slots
-            if values[self.has[slot]] > SEEN
+            if values[self.has[slot]] > NONZERO
         }
 
     def solve(
         self, limit_s: float, chosen: Counts | None = None
     ) -> tuple[np.ndarray | None, float]:
-        """Return the best found in time and a bound; with ``chosen``, its rates.
+        """Return the best variables found in time, or None, and an upper bound.
 
-        None: nothing was found.
+        Args:
+            limit_s: Seconds that the solver may take.
+            chosen: Replicas by slot; if given, only their rates are optimised.
+
+        Returns:
+            Values of all variables (one-dimensional, float64), and an upper bound.
         """
         low, high = np.zeros(self.count), np.full(self.count, 1.0)
         for number, most in self.most.items():

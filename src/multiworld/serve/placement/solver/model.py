@@ -1,4 +1,4 @@
-"""What all solvers compute from a problem first. Pure."""
+"""Common calculations of all solvers. Pure."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from multiworld.serve.placement.solver.problem import (
 )
 
 Slot = tuple[int, int, int]
-"""A model's number, its stage's, and a device's: where a replica can be."""
+"""Place for a replica: the numbers of a model, its stage, and a device."""
 
 Counts = Mapping[Slot, int]
-"""How many replicas are in each slot."""
+"""Number of replicas in each slot."""
 
 REPLICA_COST = 1e-3
-"""Per hour: fewer replicas are better, all else being equal."""
+"""Cost per hour of each replica: fewer are better, all else being equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,13 @@ def places_of(problem: Problem) -> list[PlacedDevice]:
 
 
 def is_possible(problem: Problem, stage: StageNeed, place: PlacedDevice) -> bool:
-    """Tell whether a replica of ``stage`` can be on a device at all."""
+    """Tell whether a replica of ``stage`` can be on a device at all.
+
+    Args:
+        problem: Problem with the nodes.
+        stage: Needs of the replica.
+        place: Device to check.
+    """
     return (
         place.device.kind in stage.seconds
         and stage.memory_bytes <= place.device.memory_bytes
@@ -68,9 +74,10 @@ def slots_of(problem: Problem) -> list[Slot]:
 
 
 def budgets_of(problem: Problem, model: ModelNeed) -> list[float]:
-    """Return the longest that each stage may take, if the others are at their fastest.
+    """Return the most seconds for each stage, with all others at their fastest.
 
-    Necessary for the latency, and enough with what ``is_in_time`` says of the whole.
+    Staying within the budgets is necessary for the latency; ``is_in_time`` checks the
+    whole.
     """
     if model.latency_s is None:
         return [math.inf] * len(model.stages)
@@ -84,14 +91,20 @@ def budgets_of(problem: Problem, model: ModelNeed) -> list[float]:
 
 
 def hops_s(problem: Problem, model: ModelNeed) -> float:
-    """Return the seconds that an item is between stages."""
+    """Return the seconds that an item spends between stages."""
     return problem.hop_s * (len(model.stages) - 1)
 
 
 def is_in_time(
     problem: Problem, model: ModelNeed, kinds: Iterable[Iterable[str]]
 ) -> bool:
-    """Tell whether an item is in time whichever replicas it meets; by stage."""
+    """Tell whether an item is in time, whichever replicas it meets.
+
+    Args:
+        problem: Problem with the time between stages.
+        model: Model to check.
+        kinds: By stage, the kinds of the devices that its replicas are on.
+    """
     if model.latency_s is None:
         return True
     total = hops_s(problem, model)
@@ -101,7 +114,7 @@ def is_in_time(
 
 
 def spread_of(problem: Problem, stage: StageNeed) -> int:
-    """Return on how many nodes its replicas must be at least."""
+    """Return the least number of nodes that the replicas of a stage must be on."""
     allowed = [
         node
         for number, node in enumerate(problem.nodes)
@@ -113,9 +126,9 @@ def spread_of(problem: Problem, stage: StageNeed) -> int:
 
 
 def worth_of(problem: Problem) -> float:
-    """Return what meeting all of a model's demand counts for each unit of its weight.
+    """Return the value of meeting the whole demand of a model, for each unit of weight.
 
-    So much that no saving is worth a thousandth of a demand.
+    It is so great that no saving is worth a thousandth of a demand.
     """
     places = places_of(problem)
     prices = sum(place.device.price for place in places)
@@ -128,7 +141,13 @@ def worth_of(problem: Problem) -> float:
 def objective(
     problem: Problem, served: Mapping[str, float], replicas: Iterable[Replica]
 ) -> float:
-    """Return what a placement is worth."""
+    """Return the value of a placement; higher is better.
+
+    Args:
+        problem: Problem that was solved.
+        served: Items a second, by model.
+        replicas: Placed replicas.
+    """
     listed = list(replicas)
     prices = {place.device.name: place.device.price for place in places_of(problem)}
     worth = worth_of(problem)
@@ -145,10 +164,7 @@ def objective(
 
 
 def fullest(problem: Problem, replicas: Iterable[Replica]) -> float:
-    """Return how many replicas' widths there are on a device for each of its capacity.
-
-    Of the device where that is most.
-    """
+    """Return the load of the fullest device: width of its replicas per capacity."""
     width = {m.name: [stage.width for stage in m.stages] for m in problem.models}
     on: dict[str, float] = defaultdict(float)
     for replica in replicas:
@@ -164,7 +180,15 @@ def answer(
     bound: float,
     solver: str,
 ) -> Placement:
-    """Return a placement from the replicas in each slot and the rate planned there."""
+    """Return a placement, built from the replicas and the rate of each slot.
+
+    Args:
+        problem: Problem that was solved.
+        counts: Number of replicas by slot.
+        rates: Items a second by slot.
+        bound: Upper bound of the objective.
+        solver: Name of the solver that chose the replicas.
+    """
     places = places_of(problem)
     replicas = tuple(
         Replica(
@@ -189,7 +213,7 @@ def answer(
 
 
 def reasons(problem: Problem, served: Mapping[str, float]) -> dict[str, str]:
-    """Return for each model that is not served in full what is short."""
+    """Return, for each model that is not served in full, what is short."""
     found = {}
     for model in problem.models:
         if served[model.name] >= model.demand * (1 - 1e-6):
@@ -217,14 +241,20 @@ def _impossible(problem: Problem, model: ModelNeed) -> Iterator[str]:
         most = max((p.device.memory_bytes for p in allowed), default=0)
         if not allowed:
             names = ", ".join(sorted(stage.nodes))
-            yield f"stage {k} may only be on {names}: not there"
+            yield f"stage {k} may only be on {names}: no such node"
         elif stage.memory_bytes > most:
             yield (
-                f"stage {k} takes {stage.memory_bytes:,} bytes, the largest device it "
-                f"may use has {most:,}"
+                f"stage {k} takes {stage.memory_bytes:,} bytes; the largest device it "
+                f"may use has {most:,} bytes"
             )
         else:
-            yield f"stage {k} runs on {kinds} with {stage.memory_bytes:,} bytes: none"
+            yield (
+                f"stage {k} needs a device of kind {kinds} with "
+                f"{stage.memory_bytes:,} bytes; there is none"
+            )
     budgets = budgets_of(problem, model)
     if any(budget < 0 for budget in budgets):
-        yield f"{model.latency_s} s is less than its stages take on the fastest devices"
+        yield (
+            f"its latency limit of {model.latency_s} s is less than its stages take on "
+            "the fastest devices"
+        )

@@ -1,4 +1,4 @@
-"""Several solvers, one answer: the best found in the time there is, and a bound."""
+"""Portfolio of solvers: the best answer found in the time limit, and a bound. Shell."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ from multiworld.serve.placement.solver.problem import Placement, Problem
 from multiworld.serve.placement.solver.verify import faults
 
 LIMIT_S = 10.0
+"""Seconds for all solvers together."""
 POLISH_S = 10.0
+"""Most seconds of a linear program that makes an answer exact."""
 SMALL = 400
-"""Up to this many slots HiGHS is asked first, which often proves its answer best."""
+"""Slots up to which HiGHS goes first, because it often proves its answer optimal."""
 
 
 def place(problem: Problem, limit_s: float = LIMIT_S) -> Placement:
-    """Return the best placement that is found in time; never worse than greedy.
+    """Return the best placement found in time; never worse than the greedy one.
 
     Args:
-        limit_s: Seconds for the solvers together; 0: the greedy answer, improved by a
+        problem: Problem to solve.
+        limit_s: Seconds for all solvers together; 0: the greedy answer, improved by a
             linear program.
     """
     formulation = Formulation(problem)
@@ -50,7 +53,7 @@ def place(problem: Problem, limit_s: float = LIMIT_S) -> Placement:
 
 
 def _running(formulation: Formulation) -> Counts:
-    """Return what runs, as far as it is possible still."""
+    """Return the running replicas that are still possible."""
     found = {slot: formulation.runs(slot) for slot in formulation.slots}
     return {slot: count for slot, count in found.items() if count}
 
@@ -75,12 +78,12 @@ def _ask(
 def _exact(
     formulation: Formulation, chosen: Counts, bound: float, solver: str
 ) -> Placement:
-    """Return the best that can be done with these replicas."""
+    """Return the best placement with these replicas."""
     values, _ = formulation.solve(POLISH_S, chosen)
     rates = {} if values is None else formulation.rates(values)
     found = answer(formulation.problem, chosen, rates, bound, solver)
     if faults(formulation.problem, found):
-        # A solver's tolerance let it choose a little too much: use none of it.
+        # The solver's tolerance admitted an infeasible choice: use none of it.
         found = answer(formulation.problem, {}, {}, bound, solver)
     return found
 
@@ -88,7 +91,7 @@ def _exact(
 def _slots(
     problem: Problem, placement: Placement
 ) -> tuple[dict[Slot, int], dict[Slot, float]]:
-    """Return how many replicas of an answer are in which slot, and their rates."""
+    """Return the number of replicas and the rate of each slot in an answer."""
     models = {model.name: m for m, model in enumerate(problem.models)}
     devices = {
         device.name: d

@@ -1,9 +1,9 @@
-"""What is to be placed, where it may go, and an answer. Pure.
+"""Placement problem and its answer. Pure.
 
-A replica takes memory of one device for as long as it is there, and seconds of it
-for each item. A device gives ``utilisation`` of each second; replicas share it. What
-counts, in this order: the demand that is met, by weight; then what the used devices
-cost, what moving costs, and that there are few replicas.
+A replica occupies memory of one device, and seconds of the device for each item. A
+device offers ``utilisation`` of each second; its replicas share that. The aims, in this
+order: meet the demand, by weight; then a low price of the used devices, few moves, and
+few replicas.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 GIB = 1024**3
+"""Bytes of a gibibyte."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Something that replicas run on.
+    """Device that replicas run on.
 
     Attributes:
-        name: Unique in the problem.
-        kind: What speed depends on: "cpu", "a100" …
-        memory_bytes: What its replicas may take together.
-        price: Per hour, from the first replica on it.
-        capacity: How many replicas' worth of its time it has: a CPU's cores, one for a
-            GPU, which computes for one at a time.
+        name: Unique name in the problem.
+        kind: Kind that computing times depend on: "cpu", "a100" …
+        memory_bytes: Memory that its replicas may take together.
+        price: Price per hour, charged from the first replica on it.
+        capacity: Replicas that it computes for at the same time: the cores of a CPU, 1
+            for a GPU.
     """
 
     name: str
@@ -36,9 +37,11 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine: it fails as a whole.
+    """A machine; it fails as a whole.
 
     Attributes:
+        name: Unique name in the problem.
+        devices: Its devices.
         bandwidth: Bytes a second that it can send to other nodes; None: no limit.
     """
 
@@ -49,16 +52,18 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class StageNeed:
-    """One stage of a model.
+    """Needs of one stage of a model.
 
     Attributes:
-        memory_bytes: What a replica takes, weights and activations.
-        seconds: Of a device for an item, by the device's kind; it cannot run elsewhere.
-        out_bytes: What it hands on for an item.
-        least, most: Replicas. Two or more are put on two nodes or more.
-        nodes: Where it may go; empty: anywhere.
-        width: Of a device's capacity while it computes: its threads.
-        cores: Of a device's capacity that a replica keeps for itself.
+        memory_bytes: Memory of a replica: weights and activations.
+        seconds: Seconds of a device for one item, by the device's kind. It cannot run
+            on other kinds.
+        out_bytes: Bytes that it sends to the next stage for one item.
+        least: Least number of replicas. Two or more are spread over two nodes or more.
+        most: Greatest number of replicas; None: no limit.
+        nodes: Names of the nodes it may run on; empty: any.
+        width: Device capacity that a replica takes while it computes: its threads.
+        cores: Device capacity that a replica reserves for itself.
         per_device: Most replicas on one device.
     """
 
@@ -75,13 +80,15 @@ class StageNeed:
 
 @dataclass(frozen=True, slots=True)
 class ModelNeed:
-    """A model, and what is asked of it.
+    """A model and the demand for it.
 
     Attributes:
+        name: Unique name in the problem.
+        stages: Stages in order.
         demand: Items a second.
-        weight: What an item a second of it is worth, beside others.
-        latency_s: An item's way through the stages may take no longer than this without
-            waiting; None: as long as it takes.
+        weight: Value of serving its demand, relative to other models.
+        latency_s: Most seconds that an item may take through all stages, without
+            waiting; None: no limit.
     """
 
     name: str
@@ -93,15 +100,17 @@ class ModelNeed:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """All that a placement is decided from.
+    """Everything that a placement is decided from.
 
     Attributes:
-        running: The replicas there are: model, stage and device of each.
-        move_cost: Per hour, for each replica that runs nowhere like it now.
-        hop_s: From a stage to the next.
-        utilisation: The share of a device's time that may be planned.
-        balance: What it costs per hour that the fullest device has one replica for
-            each unit of its capacity; 0: it does not matter how full one is.
+        nodes: Machines.
+        models: Models to place.
+        running: Model, stage and device of each running replica.
+        move_cost: Cost per hour of each replica that does not run there already.
+        hop_s: Seconds from one stage to the next.
+        utilisation: Share of a device's time that may be planned.
+        balance: Cost per hour of the fullest device, for each replica per unit of its
+            capacity; 0: fullness does not matter.
     """
 
     nodes: tuple[Node, ...]
@@ -115,7 +124,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One replica, and how many items a second are planned for it."""
+    """One replica, and the items a second that are planned for it."""
 
     model: str
     stage: int
@@ -125,15 +134,15 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """An answer.
+    """Answer to a problem.
 
     Attributes:
-        replicas: In the order of models and stages.
+        replicas: Replicas, in the order of models and stages.
         served: Items a second, by model.
-        value: What the objective says; higher is better. See ``objective``.
-        bound: No placement is better than this; infinity if nobody knows.
-        solver: Who found it.
-        unplaced: Why something has no place, by model: for people.
+        value: Value of the objective; higher is better. See ``model.objective``.
+        bound: Upper bound of the value of any placement; infinity if not known.
+        solver: Name of the solver that found it.
+        unplaced: Reason why a model is not served in full, by model, for people.
     """
 
     replicas: tuple[Replica, ...]
@@ -145,7 +154,7 @@ class Placement:
 
     @property
     def gap(self) -> float:
-        """How much better than this the best can be, as a share of the bound."""
+        """Greatest possible improvement, as a share of the bound."""
         if self.bound in (float("inf"), 0.0):
             return float("inf") if self.bound else 0.0
         return max(0.0, (self.bound - self.value) / abs(self.bound))

@@ -1,7 +1,7 @@
-"""Checks an answer, from the problem alone. Pure.
+"""Verifier: checks an answer against the problem alone. Pure.
 
-Shares nothing with the solvers but the problem's definition: an error in what they
-compute first must not hide itself.
+It shares nothing with the solvers but the definition of the problem, so that an error
+in their common code cannot hide itself.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from multiworld.serve.placement.solver.problem import (
 )
 
 SLACK = 1e-6
-"""Of what is checked: solvers compute in floating point."""
+"""Relative tolerance of all checks, because solvers compute in floating point."""
 
 
 def faults(problem: Problem, placement: Placement) -> list[str]:
-    """Return what is wrong with a placement, in words; nothing if it is feasible."""
+    """Return what is wrong with a placement, as text; empty if it is feasible."""
     books = _Books(problem)
     found = [fault for replica in placement.replicas for fault in books.enter(replica)]
     found += books.overdrawn()
@@ -32,7 +32,7 @@ def faults(problem: Problem, placement: Placement) -> list[str]:
 
 
 class _Books:
-    """What all replicas together take, and where they are."""
+    """Resources taken by all replicas together, and where the replicas are."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -47,7 +47,7 @@ class _Books:
         self.where: dict[tuple[str, int], list[str]] = defaultdict(list)
 
     def enter(self, replica: Replica) -> Iterator[str]:
-        """Book a replica; say what is wrong with it alone."""
+        """Book a replica; yield what is wrong with it by itself."""
         stages = self._models[replica.model].stages
         stage = stages[replica.stage]
         device, node = self.devices[replica.device], self.home[replica.device]
@@ -58,7 +58,7 @@ class _Books:
         if stage.nodes and node not in stage.nodes:
             yield f"{name}: it may not be on {node}"
         if replica.rate < -SLACK:
-            yield f"{name}: its rate is {replica.rate}"
+            yield f"{name}: its rate is negative: {replica.rate}"
         seconds = replica.rate * stage.seconds[device.kind]
         if seconds > self.problem.utilisation * (1 + SLACK):
             yield f"{name}: it would compute for {seconds:.6f} of every second"
@@ -71,14 +71,14 @@ class _Books:
             self._sent[node] += replica.rate * stage.out_bytes
 
     def overdrawn(self) -> Iterator[str]:
-        """Say which devices and nodes give more than they have."""
+        """Yield the devices and nodes that give more than they have."""
         for name, size in self._memory.items():
             if size > self.devices[name].memory_bytes:
                 yield f"{name}: {size:,} bytes are too many"
         for name, share in self._seconds.items():
             limit = self.problem.utilisation * self.devices[name].capacity
             if share > limit * (1 + SLACK):
-                yield f"{name}: {share:.6f} of its time"
+                yield f"{name}: {share:.6f} of its time is too much"
         for name, cores in self._cores.items():
             if cores > self.devices[name].capacity * (1 + SLACK):
                 yield f"{name}: {cores:g} cores are too many"
@@ -102,7 +102,7 @@ class _Books:
 
 def _of_model(books: _Books, model: ModelNeed, served: float) -> Iterator[str]:
     if served > model.demand * (1 + SLACK):
-        yield f"{model.name}: {served} of a demand of {model.demand}"
+        yield f"{model.name}: serves {served}, above its demand of {model.demand}"
     for k, stage in enumerate(model.stages):
         yield from _of_stage(books, model.name, k, stage, served)
     if served > 0 and model.latency_s is not None:
@@ -111,7 +111,7 @@ def _of_model(books: _Books, model: ModelNeed, served: float) -> Iterator[str]:
             kinds = (books.devices[d].kind for d in books.where[model.name, k])
             longest += max((stage.seconds[kind] for kind in kinds), default=0.0)
         if longest > model.latency_s + SLACK:
-            yield f"{model.name}: takes {longest} s of {model.latency_s}"
+            yield f"{model.name}: takes {longest} s, above its {model.latency_s} s"
 
 
 def _of_stage(
@@ -122,13 +122,13 @@ def _of_stage(
     if most > stage.per_device:
         yield f"{name}: {most} replicas on one device"
     if served > rate * (1 + SLACK) + SLACK:
-        yield f"{name}: serves {rate} of {served}"
+        yield f"{name}: serves {rate}, less than {served}"
     if stage.most is not None and len(used) > stage.most:
-        yield f"{name}: {len(used)} replicas of {stage.most}"
+        yield f"{name}: {len(used)} replicas, at most {stage.most} allowed"
     if served <= 0:
         return
     if len(used) < stage.least:
-        yield f"{name}: {len(used)} replicas, least {stage.least}"
+        yield f"{name}: {len(used)} replicas, at least {stage.least} needed"
     is_on_one = len({books.home[device] for device in used}) < 2
     if stage.least > 1 and is_on_one and books.could_spread(stage):
         yield f"{name}: all of its replicas on one node"

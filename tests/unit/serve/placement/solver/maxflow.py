@@ -1,4 +1,4 @@
-"""The largest flow through ranges of layers, by augmenting paths: a second opinion."""
+"""Largest flow through ranges of layers, by augmenting paths: an independent check."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from multiworld.serve.placement.solver.chains import Chain, Range
 
 
 def largest_flow(chain: Chain, ranges: Sequence[Range]) -> float:
-    """Return it, with boundaries and nodes as the vertices of a network."""
+    """Return the largest flow; boundaries and nodes are the vertices of a network."""
     network = nx.DiGraph()
     network.add_nodes_from([("boundary", 0), ("boundary", chain.layers)])
     for number, held in enumerate(ranges):

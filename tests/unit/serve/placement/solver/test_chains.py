@@ -1,4 +1,4 @@
-"""Chains of layers on mixed nodes: Helix's public instances, and any others."""
+"""Chains of layers on mixed nodes: Helix's public instances, and random ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.unit.serve.placement.solver.maxflow import largest_flow
 
 
 def test_one_chain_of_like_nodes() -> None:
-    """Each holds as many layers."""
+    """Each node holds the same number of layers."""
     chain = Chain(6, (NodeKind(3, {1: 10.0, 2: 5.0, 3: 2.0}),))
     found = place_chain(chain, 5)
     assert found.flow == pytest.approx(5.0)
@@ -29,7 +29,7 @@ def test_one_chain_of_like_nodes() -> None:
 
 
 def test_chains_side_by_side() -> None:
-    """Where a node can hold all, several do."""
+    """Several nodes hold all layers if each can."""
     chain = Chain(2, (NodeKind(3, {1: 2.0, 2: 2.0}),))
     assert place_chain(chain, 5).flow == pytest.approx(6.0)
 
@@ -43,7 +43,7 @@ def test_ranges_may_overlap() -> None:
 
 
 def test_too_few_nodes_serve_nothing() -> None:
-    """And say so with a flow of 0."""
+    """The answer has a flow of 0."""
     found = place_chain(Chain(9, (NodeKind(2, {2: 1.0}),)), 2)
     assert found.flow == 0.0
 
@@ -66,7 +66,7 @@ def chains(draw: st.DrawFn) -> Chain:
 @settings(max_examples=40, deadline=None)
 @given(chains())
 def test_every_flow_is_what_another_algorithm_finds(chain: Chain) -> None:
-    """Within the nodes there are, and below the bounds."""
+    """The flow respects the nodes' capacity and is below the bounds."""
     found = place_chain(chain, 1)
     used: dict[int, int] = {}
     for held in found.ranges:
@@ -79,7 +79,7 @@ def test_every_flow_is_what_another_algorithm_finds(chain: Chain) -> None:
 
 
 def test_flow_enters_only_inside_a_range() -> None:
-    """Not in front of it."""
+    """An item cannot enter a node before the start of its range."""
     chain = Chain(3, (NodeKind(2, {1: 4.0, 2: 1.0}),))
     assert flow_of(chain, [Range(0, 1, 2)]) == 0.0
     assert flow_of(chain, [Range(0, 0, 2), Range(0, 2, 1)]) == pytest.approx(1.0)
@@ -91,7 +91,7 @@ CAPACITY = "throughput_by_layers_held"
 
 @pytest.mark.parametrize("path", sorted(INSTANCES.glob("*.json")), ids=lambda p: p.stem)
 def test_public_instances_are_solved_as_well_as_is_known(path: Path) -> None:
-    """And what is said flows."""
+    """The reported flow is what the ranges really pass."""
     instance = json.loads(path.read_text())
     kinds = tuple(
         NodeKind(kind["count"], {int(n): c for n, c in kind[CAPACITY].items()})

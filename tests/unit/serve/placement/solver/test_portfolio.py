@@ -1,4 +1,4 @@
-"""Placements: feasible always, never worse than greedy, and explained."""
+"""Placements are always feasible, never worse than greedy, and explained."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def devices_of(placement: Placement, model: str, k: int) -> list[str]:
 
 
 def test_bottleneck_gets_more_replicas() -> None:
-    """As many as its time for the demand takes."""
+    """It gets as many as its computing time for the demand needs."""
     nodes = tuple(node(f"n{i}", "cpu") for i in range(6))
     model = ModelNeed("m", (stage(0.1), stage(0.4), stage(0.1)), demand=4.0)
     found = place(Problem(nodes, (model,)), 5)
@@ -57,7 +57,7 @@ def test_bottleneck_gets_more_replicas() -> None:
 
 
 def test_cheapest_devices_that_suffice_are_used() -> None:
-    """And no more of them than are needed."""
+    """The placement uses no more devices than needed."""
     cheap = Node("cheap", tuple(Device(f"c{i}", "cpu", 8 * GIB, 1.0) for i in range(3)))
     dear = Node("dear", (Device("d", "cpu", 8 * GIB, 10.0),))
     model = ModelNeed("m", (stage(0.1), stage(0.1)), demand=3.0)
@@ -68,7 +68,7 @@ def test_cheapest_devices_that_suffice_are_used() -> None:
 
 
 def test_replicas_are_spread_over_nodes() -> None:
-    """Where a stage has two or more; not if there is one node that it fits on."""
+    """Two or more replicas use two nodes, unless only one node fits."""
     nodes = (node("a", "cpu", "cpu", "cpu"), node("b", "cpu"))
     model = ModelNeed("m", (stage(least=2), stage()), demand=1.0)
     problem = Problem(nodes, (model,))
@@ -85,7 +85,7 @@ def test_replicas_are_spread_over_nodes() -> None:
 
 
 def test_what_is_worth_more_is_served_first() -> None:
-    """When it does not fit; and the other is told what it lacks."""
+    """If not all fits, the other model is told what it lacks."""
     nodes = (node("a", "cpu"),)
     models = tuple(
         ModelNeed(name, (stage(0.5),), demand=1.6, weight=weight)
@@ -98,7 +98,7 @@ def test_what_is_worth_more_is_served_first() -> None:
 
 
 def test_what_cannot_be_placed_says_what_is_short() -> None:
-    """Memory, kind, node and latency have sentences of their own."""
+    """Memory, kind, node and latency each have their own text."""
     nodes = (node("a", "cpu", memory=2),)
     needs = {
         "large": (stage(memory=3),),
@@ -116,7 +116,7 @@ def test_what_cannot_be_placed_says_what_is_short() -> None:
 
 
 def test_latency_keeps_replicas_off_slow_devices() -> None:
-    """Whichever replicas an item meets."""
+    """The latency holds whichever replicas an item meets."""
     slow = Node("slow", (Device("s", "old", 8 * GIB, 0.1),))
     fast = Node("fast", (Device("f", "new", GIB, 5.0),))
     need = StageNeed(GIB, {"old": 0.3, "new": 0.1})
@@ -134,7 +134,7 @@ def test_latency_keeps_replicas_off_slow_devices() -> None:
 
 
 def test_lost_node_moves_little() -> None:
-    """What runs stays where it is, as far as it can."""
+    """Running replicas stay where they are as far as possible."""
     nodes = tuple(node(f"n{i}", "cpu") for i in range(5))
     models = tuple(
         ModelNeed(f"m{i}", (stage(0.2), stage(0.2)), demand=2.0) for i in range(2)
@@ -156,7 +156,7 @@ def test_lost_node_moves_little() -> None:
 
 
 def test_links_limit_what_a_node_sends() -> None:
-    """Counted as if all of it went to another node."""
+    """All output counts as sent to another node."""
     nodes = (node("a", "cpu", bandwidth=500.0), node("b", "cpu", bandwidth=500.0))
     model = ModelNeed("m", (stage(0.01, out_bytes=100), stage(0.01)), demand=20.0)
     problem = Problem(nodes, (model,))
@@ -169,7 +169,7 @@ def test_links_limit_what_a_node_sends() -> None:
 
 
 def broken() -> dict[str, tuple[Problem, Placement]]:
-    """Return placements with one fault each, by what the verifier must say."""
+    """Return placements with one fault each, by a part of the verifier's text."""
     nodes = (node("a", "cpu", "gpu", memory=2), node("b", "cpu", bandwidth=1.0))
     need = stage(0.5, out_bytes=10)
     model = ModelNeed("m", (need, need), demand=1.0)
@@ -195,13 +195,13 @@ def broken() -> dict[str, tuple[Problem, Placement]]:
         "of its time": (problem, both),
         "may not be on": (of(pinned), on((0, "a-0", 1.0), (1, "b-0", 1.0))),
         "least 2": (of(two), on((0, "a-0", 1.0), (1, "b-0", 1.0))),
-        "replicas of 1": (
+        "at most 1 allowed": (
             of(one),
             on((0, "a-0", 0.5), (0, "b-0", 0.5), (1, "b-0", 1.0)),
         ),
         "sends": (problem, on((0, "b-0", 1.0), (1, "a-0", 1.0))),
         "serves": (problem, on((0, "a-0", 0.4), (1, "b-0", 1.0))),
-        "of a demand": (problem, on((0, "a-0", 2.0), (1, "b-0", 2.0), served=2.0)),
+        "above its demand": (problem, on((0, "a-0", 2.0), (1, "b-0", 2.0), served=2.0)),
         "2 replicas on one": (problem, on((0, "a-0", 0.5), (0, "a-0", 0.5))),
         "its rate": (problem, on((0, "a-0", -1.0), (1, "b-0", 1.0))),
         "takes": (of(late), on((0, "a-0", 1.0), (1, "b-0", 1.0))),
@@ -210,13 +210,13 @@ def broken() -> dict[str, tuple[Problem, Placement]]:
 
 @pytest.mark.parametrize("what", broken())
 def test_verifier_finds(what: str) -> None:
-    """Each kind of fault, in words."""
+    """The verifier reports each kind of fault."""
     problem, placement = broken()[what]
     assert any(what in fault for fault in faults(problem, placement))
 
 
 def test_verifier_finds_replicas_on_one_node() -> None:
-    """Though another one would do."""
+    """It is a fault if another node would do."""
     nodes = (node("a", "cpu", "cpu"), node("b", "cpu"))
     problem = Problem(nodes, (ModelNeed("m", (stage(least=2),), 1.0),))
     replicas = (Replica("m", 0, "a-0", 0.5), Replica("m", 0, "a-1", 0.5))
@@ -228,12 +228,12 @@ def test_verifier_finds_replicas_on_one_node() -> None:
 
 
 def cpu_node(name: str, cores: float, price: float = 1.0) -> Node:
-    """Return a machine whose cores replicas share."""
+    """Return a node whose cores are shared by replicas."""
     return Node(name, (Device(f"{name}/cpu", "cpu", 8 * GIB, price, cores),))
 
 
 def test_replicas_share_a_machine_by_its_cores() -> None:
-    """One computes for one item at a time; four cores have room for four such."""
+    """A replica computes for one item at a time; four cores carry four replicas."""
     need = StageNeed(GIB, {"cpu": 0.1}, per_device=8)
     problem = Problem((cpu_node("a", 4.0),), (ModelNeed("m", (need,), 100.0),))
     found = place(problem, 5.0)
@@ -246,7 +246,7 @@ def test_replicas_share_a_machine_by_its_cores() -> None:
 
 
 def test_cores_that_are_booked_are_nobody_elses() -> None:
-    """However little is computed on them."""
+    """Booked cores are reserved, however little is computed on them."""
     need = StageNeed(1, {"cpu": 0.0}, least=3, most=3, cores=1.5, per_device=8)
     fits = Problem((cpu_node("a", 4.0), cpu_node("b", 2.0)), ())
     fits = replace(fits, models=(ModelNeed("m", (need,), 1.0),))
@@ -262,7 +262,7 @@ def test_cores_that_are_booked_are_nobody_elses() -> None:
 
 
 def test_new_replicas_go_where_few_are_and_old_ones_stay() -> None:
-    """If that is asked for; otherwise on as few machines as can be."""
+    """With ``balance`` replicas spread out; running ones still stay."""
     need = StageNeed(GIB, {"cpu": 0.0}, least=4, most=4, per_device=4)
     nodes = tuple(cpu_node(name, 4.0, price=0.0) for name in "abcd")
     problem = Problem(nodes, (ModelNeed("m", (need,), 1.0),), balance=0.01)
@@ -275,7 +275,7 @@ def test_new_replicas_go_where_few_are_and_old_ones_stay() -> None:
 
 
 def test_few_are_moved_when_a_machine_is_lost() -> None:
-    """What runs elsewhere stays, though another arrangement is as good."""
+    """Replicas on other machines stay, though another placement is as good."""
     need = StageNeed(GIB, {"cpu": 0.01}, least=3, most=3, per_device=3)
     nodes = tuple(cpu_node(name, 4.0) for name in "abc")
     models = tuple(ModelNeed(f"m{n}", (need,), 1.0) for n in range(2))
@@ -288,12 +288,12 @@ def test_few_are_moved_when_a_machine_is_lost() -> None:
     assert len(again.replicas) == 6
 
 
-# Any problem.
+# Random problems.
 
 
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
-    """Return a small problem with everything in it."""
+    """Return a small problem that uses every feature."""
     kinds = ("cpu", "gpu")
     numbers = itertools.count()
     nodes = tuple(
@@ -350,7 +350,7 @@ def problems(draw: st.DrawFn) -> Problem:
 @settings(max_examples=60, deadline=None)
 @given(problems())
 def test_every_answer_is_feasible_and_no_worse_than_greedy(problem: Problem) -> None:
-    """Checked by the verifier, against the bound, and against greedy."""
+    """The verifier, the bound, and greedy's answer check it."""
     greedy = place(problem, 0.0)
     assert faults(problem, greedy) == []
     assert greedy.solver in ("greedy", "as it is")
@@ -375,14 +375,14 @@ THREE_SMALL_SHARES = Problem(
     utilisation=0.8,
     hop_s=0.001,
 )
-"""Each replica's share is rounded down for one solver; its bound must still hold."""
+"""One solver rounds each replica's share down; its bound must still hold."""
 
 
 @settings(max_examples=25, deadline=None)
 @example(THREE_SMALL_SHARES)
 @given(problems())
 def test_both_solvers_agree(problem: Problem) -> None:
-    """On small problems both prove their answer; they are the same."""
+    """Both prove the same optimum on small problems."""
     pytest.importorskip("ortools")
     from multiworld.serve.placement.solver import cp_sat
 
