@@ -17,13 +17,13 @@ from multiworld.serve.gateway.openapi import INFER
 from multiworld.serve.gateway.request_body import read_body, while_connected
 from multiworld.serve.gateway.responses import (
     OFFLOAD_BYTES,
-    answered,
-    deadline,
-    json_,
-    problem,
+    error_response,
+    json_response,
+    respond,
+    timeout_of,
 )
 from multiworld.serve.spec.dedicated import is_dedicated
-from multiworld.serve.tenants.authenticator import Visit
+from multiworld.serve.tenants.authenticator import AdmittedRequest
 
 SERVER = {"name": "multiworld", "version": multiworld.__version__}
 
@@ -47,9 +47,9 @@ def make_app(gateway: Gateway) -> FastAPI:
         what = "no such address" if status == 404 else "not by this method"
         text = f"{request.method} {request.url.path}: {what}; see /docs"
         if not request.url.path.startswith("/v1"):
-            return json_({"error": text}, status)
+            return json_response({"error": text}, status)
         kind = {"type": "invalid_request_error", "param": None, "code": None}
-        return json_({"error": {"message": text, **kind}}, status)
+        return json_response({"error": {"message": text, **kind}}, status)
 
     return app
 
@@ -57,7 +57,7 @@ def make_app(gateway: Gateway) -> FastAPI:
 def _health(app: FastAPI, gateway: Gateway) -> None:
     def readiness() -> tuple[bool, dict[str, Any]]:
         routes = gateway.dispatcher.table.routes
-        missing = {n: gateway.lacking(n) for n in routes if not is_dedicated(n)}
+        missing = {n: gateway.missing_stages(n) for n in routes if not is_dedicated(n)}
         is_ready = bool(routes) and not any(missing.values()) and not gateway.is_ending
         return is_ready, missing
 
@@ -67,71 +67,75 @@ def _health(app: FastAPI, gateway: Gateway) -> None:
         is_ready, missing = readiness()
         status = "ok" if is_ready else "not ready"
         body: dict[str, Any] = {"status": status}
-        if not gateway.door.needs_key:  # else the names of models are not for everybody
+        if (
+            not gateway.authenticator.needs_key
+        ):  # else the names of models are not for everybody
             body["stages_without_replica"] = missing
-        return json_(body, 200 if is_ready else 503)
+        return json_response(body, 200 if is_ready else 503)
 
     @app.get("/v2/health/live", tags=["health"])
     async def live() -> Response:
         """The gateway runs."""
-        return json_({"live": True})
+        return json_response({"live": True})
 
     @app.get("/v2/health/ready", tags=["health"])
     async def ready() -> Response:
         """Whether every model answers."""
         is_ready, _ = readiness()
-        return json_({"ready": is_ready}, 200 if is_ready else 503)
+        return json_response({"ready": is_ready}, 200 if is_ready else 503)
 
     @app.get("/version", tags=["health"])
     async def version() -> Response:
         """The version of multiworld."""
-        return json_({"version": multiworld.__version__})
+        return json_response({"version": multiworld.__version__})
 
     @app.get("/metrics", tags=["health"])
     async def metrics(request: Request) -> Response:
         """What Prometheus reads; with the key of an operator, where keys are needed."""
-        dispatcher, door = gateway.dispatcher, gateway.door
+        dispatcher, authenticator = gateway.dispatcher, gateway.authenticator
         try:
-            door.check_operator(request.headers)
+            authenticator.check_operator(request.headers)
         except ServeError as error:
-            return problem(error)
+            return error_response(error)
         # With many tenants it is long: not on the loop, where everybody else waits.
         text = await asyncio.to_thread(
             gateway.metrics.render,
             dispatcher.report(),
             dict(gateway.fleet),
             dispatcher.table,
-            dict(door.refused),
+            dict(authenticator.refused),
         )
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _inference(app: FastAPI, gateway: Gateway) -> None:
     async def infer(
-        visit: Visit, name: str, version: str | None, request: Request
+        admitted: AdmittedRequest, name: str, version: str | None, request: Request
     ) -> Response:
-        gateway.model(name, version, visit.tenant)
+        gateway.model(name, version, admitted.tenant)
         body = await read_body(
-            request, gateway.max_body_bytes, lambda n: gateway.door.took(visit, n)
+            request,
+            gateway.max_body_bytes,
+            lambda n: gateway.authenticator.count_bytes(admitted, n),
         )
-        current, model = gateway.model(name, version, visit.tenant)
+        current, model = gateway.model(name, version, admitted.tenant)
         length = request.headers.get("inference-header-content-length")
         if len(body) >= OFFLOAD_BYTES:
-            asked = await asyncio.to_thread(open_inference.parse, body, length, model)
+            parsed = await asyncio.to_thread(open_inference.parse, body, length, model)
         else:
-            asked = open_inference.parse(body, length, model)
+            parsed = open_inference.parse(body, length, model)
         answer = await while_connected(
             request,
             gateway.infer(
-                visit,
+                admitted,
                 name,
                 current,
-                asked.tensors,
-                deadline(request, asked.parameters),
-                _session(asked.parameters),
+                parsed.tensors,
+                timeout_of(request, parsed.parameters),
+                _session(parsed.parameters),
             ),
         )
-        content, head = open_inference.render(name, current, asked, answer)
+        content, head = open_inference.render(name, current, parsed, answer)
         if head is None:
             return Response(content, media_type="application/json")
         return Response(
@@ -143,8 +147,12 @@ def _inference(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/v2/models/{name}/infer", tags=["inference"], openapi_extra=INFER)
     async def infer_active(name: str, request: Request) -> Response:
         """Infer, with the version that answers now."""
-        return await answered(
-            gateway, request, name, lambda v: infer(v, name, None, request), problem
+        return await respond(
+            gateway,
+            request,
+            name,
+            lambda v: infer(v, name, None, request),
+            error_response,
         )
 
     @app.post(
@@ -154,23 +162,27 @@ def _inference(app: FastAPI, gateway: Gateway) -> None:
     )
     async def infer_version(name: str, version: str, request: Request) -> Response:
         """Infer, with this version only."""
-        return await answered(
-            gateway, request, name, lambda v: infer(v, name, version, request), problem
+        return await respond(
+            gateway,
+            request,
+            name,
+            lambda v: infer(v, name, version, request),
+            error_response,
         )
 
     @app.get("/v2", tags=["inference"])
     async def server() -> Response:
         """What this server is."""
-        return json_({**SERVER, "extensions": ["binary_tensor_data"]})
+        return json_response({**SERVER, "extensions": ["binary_tensor_data"]})
 
     @app.get("/v2/models", tags=["inference"])
     async def models(request: Request) -> Response:
         """The models that are served."""
         try:
-            names = gateway.names(gateway.door.who(request.headers))
+            names = gateway.names(gateway.authenticator.identify(request.headers))
         except ServeError as error:
-            return problem(error)
-        return json_({"models": [{"name": name} for name in names]})
+            return error_response(error)
+        return json_response({"models": [{"name": name} for name in names]})
 
     @app.get("/v2/models/{name}", tags=["inference"])
     @app.get("/v2/models/{name}/versions/{version}", tags=["inference"])
@@ -179,11 +191,11 @@ def _inference(app: FastAPI, gateway: Gateway) -> None:
     ) -> Response:
         """Inputs and outputs of a model."""
         try:
-            tenant = gateway.door.who(request.headers)
+            tenant = gateway.authenticator.identify(request.headers)
             current, model = gateway.model(name, version, tenant)
         except ServeError as error:
-            return problem(error)
-        return json_(
+            return error_response(error)
+        return json_response(
             {
                 "name": name,
                 "versions": [current],
@@ -200,12 +212,14 @@ def _inference(app: FastAPI, gateway: Gateway) -> None:
     ) -> Response:
         """Whether every stage of a model has a replica."""
         try:
-            tenant = gateway.door.who(request.headers)
+            tenant = gateway.authenticator.identify(request.headers)
             gateway.model(name, version, tenant)
         except ServeError as error:
-            return problem(error)
+            return error_response(error)
         is_ready = gateway.is_ready(gateway.route(name, tenant))
-        return json_({"name": name, "ready": is_ready}, 200 if is_ready else 503)
+        return json_response(
+            {"name": name, "ready": is_ready}, 200 if is_ready else 503
+        )
 
 
 def _spec(spec: Any) -> dict[str, Any]:

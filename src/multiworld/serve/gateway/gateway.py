@@ -16,8 +16,13 @@ from multiworld.serve.gateway.metrics import Metrics
 from multiworld.serve.routing.dispatcher import NO_MODEL, Dispatcher
 from multiworld.serve.spec.dedicated import is_dedicated, route_of
 from multiworld.serve.spec.stage import Model, Tensors
-from multiworld.serve.tenants.authenticator import Authenticator, Post, Visit, digest_of
-from multiworld.serve.tenants.directory import NOBODY, Tenant
+from multiworld.serve.tenants.authenticator import (
+    AdmittedRequest,
+    Authenticator,
+    Post,
+    digest_of,
+)
+from multiworld.serve.tenants.directory import ANONYMOUS, Tenant
 from multiworld.serve.transport.collation import rows_of
 
 LARGE_BYTES = 256 * 1024
@@ -37,10 +42,10 @@ class Gateway:
         self,
         dispatcher: Dispatcher,
         max_body_bytes: int,
-        door: Authenticator | None = None,
+        authenticator: Authenticator | None = None,
     ) -> None:
         self.dispatcher, self.max_body_bytes = dispatcher, max_body_bytes
-        self.door = door or Authenticator(needs_key=False)
+        self.authenticator = authenticator or Authenticator(needs_key=False)
         self.on_poison: Callable[[str, Post, str], None] = lambda *_: None
         self.models: dict[str, dict[str, Model]] = {}
         self.texts: dict[tuple[str, str], Any] = {}
@@ -63,7 +68,7 @@ class Gateway:
         return route_of(name, tenant.name, self.dispatcher.table.routes)
 
     def model(
-        self, name: str, version: str | None = None, tenant: Tenant = NOBODY
+        self, name: str, version: str | None = None, tenant: Tenant = ANONYMOUS
     ) -> tuple[str, Model]:
         """Return the version that answers, and its model.
 
@@ -74,7 +79,7 @@ class Gateway:
         routes = self.dispatcher.table.routes
         if not self.may_use(tenant, name):
             if name in routes:
-                self.door.refuse_model(tenant)
+                self.authenticator.count_model_refusal(tenant)
             known = ", ".join(self.names(tenant)) or "none"
             raise UnknownModelError(NO_MODEL.format(name, known))
         name = self.route(name, tenant)
@@ -99,9 +104,9 @@ class Gateway:
 
     def is_ready(self, name: str) -> bool:
         """Whether every stage of a model has a replica that is ready."""
-        return not self.lacking(name)
+        return not self.missing_stages(name)
 
-    def lacking(self, name: str) -> list[int]:
+    def missing_stages(self, name: str) -> list[int]:
         """Return the stages of a model without a replica that should have one.
 
         Those that have none while nobody asks are not meant.
@@ -111,7 +116,7 @@ class Gateway:
 
     async def infer(
         self,
-        visit: Visit,
+        admitted: AdmittedRequest,
         name: str,
         version: str,
         tensors: Tensors,
@@ -125,10 +130,10 @@ class Gateway:
 
         Cancellation: the request is withdrawn, wherever it is.
         """
-        tenant, post = visit.tenant, (name, version)
-        if self.door.is_suspicious(tenant, post):
-            self.door.check(visit, post, await _digest(tensors))
-        visit.rows += rows_of(tensors)
+        tenant, post = admitted.tenant, (name, version)
+        if self.authenticator.needs_digest(tenant, post):
+            self.authenticator.check_poison(admitted, post, await _digest(tensors))
+        admitted.rows += rows_of(tensors)
         served = self.route(name, tenant)
         try:
             return await self._infer(tenant, served, tensors, deadline_s, session)
@@ -146,8 +151,8 @@ class Gateway:
 
     def poisonous(self, tenant: str, post: Post, digest: str) -> None:
         """Take note of a poisonous request; of many, nothing more is tried."""
-        if self.door.poisonous(tenant, post, digest):
-            self.dispatcher.ban(tenant, post[0])
+        if self.authenticator.add_poison(tenant, post, digest):
+            self.dispatcher.quarantine(tenant, post[0])
 
     async def _infer(
         self,

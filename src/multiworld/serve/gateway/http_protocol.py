@@ -18,7 +18,7 @@ ANSWER = (
 )
 
 
-def bounded(head_s: float, most: int) -> type[asyncio.Protocol]:
+def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
     """Return a protocol for ``uvicorn.Config(http=...)``.
 
     Args:
@@ -39,8 +39,10 @@ def bounded(head_s: float, most: int) -> type[asyncio.Protocol]:
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            if len(self.connections) > most:
-                text = f"this gateway has {most} connections already; use fewer"
+            if len(self.connections) > max_connections:
+                text = (
+                    f"this gateway has {max_connections} connections already; use fewer"
+                )
                 self._refuse("503 Service Unavailable", text)
             else:
                 self._start_timer()

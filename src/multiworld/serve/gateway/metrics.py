@@ -218,15 +218,15 @@ class _Snapshot(Collector):
             counter = CounterMetricFamily(
                 f"multiworld_replica_{what}", text, labels=OF_REPLICA
             )
-            for name, said in reports.items():
-                counter.add_metric(self._labels(name), said["counts"].get(what, 0))
+            for name, report in reports.items():
+                counter.add_metric(self._labels(name), report["counts"].get(what, 0))
             yield counter
         for what, text in GAUGES.items():
             gauge = GaugeMetricFamily(
                 f"multiworld_replica_{what}", text, labels=OF_REPLICA
             )
-            for name, said in reports.items():
-                gauge.add_metric(self._labels(name), said[what])
+            for name, report in reports.items():
+                gauge.add_metric(self._labels(name), report[what])
             yield gauge
         sizes = SummaryMetricFamily(
             "multiworld_batch_rows", "Rows of a batch.", labels=OF_REPLICA
@@ -234,11 +234,11 @@ class _Snapshot(Collector):
         times = SummaryMetricFamily(
             "multiworld_batch_seconds", "Seconds of a batch.", labels=OF_REPLICA
         )
-        for name, said in reports.items():
-            batches = said["counts"].get("batches", 0)
+        for name, report in reports.items():
+            batches = report["counts"].get("batches", 0)
             labels = self._labels(name)
-            sizes.add_metric(labels, batches, said["counts"].get("rows", 0))
-            times.add_metric(labels, batches, said["computed_s"])
+            sizes.add_metric(labels, batches, report["counts"].get("rows", 0))
+            times.add_metric(labels, batches, report["computed_s"])
         yield sizes
         yield times
 

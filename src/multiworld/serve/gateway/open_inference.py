@@ -52,15 +52,15 @@ def parse(body: bytes, header_length: str | None, model: Model) -> InferenceRequ
     """
     length = _header_length(header_length, len(body))
     try:
-        said = orjson.loads(memoryview(body)[:length])
+        payload = orjson.loads(memoryview(body)[:length])
     except orjson.JSONDecodeError as error:
         raise InvalidRequestError(f"the body is no JSON: {error}") from error
-    if not isinstance(said, dict) or not isinstance(said.get("inputs"), list):
+    if not isinstance(payload, dict) or not isinstance(payload.get("inputs"), list):
         raise InvalidRequestError('the body needs "inputs": a list of tensors')
-    parameters = _parameters(said)
+    parameters = _parameters(payload)
     raw, offset = memoryview(body), length
     tensors: Tensors = {}
-    for item in said["inputs"]:
+    for item in payload["inputs"]:
         name, tensor, used = _input(item, raw[offset:])
         offset += used
         if name in tensors:
@@ -70,8 +70,8 @@ def parse(body: bytes, header_length: str | None, model: Model) -> InferenceRequ
         left = len(body) - offset
         raise InvalidRequestError(f"{left} bytes of the body belong to no input")
     check(tensors, model)
-    request_id = said.get("id")
-    outputs, is_binary = _outputs(said, parameters, model)
+    request_id = payload.get("id")
+    outputs, is_binary = _outputs(payload, parameters, model)
     return InferenceRequest(tensors, _text(request_id), parameters, outputs, is_binary)
 
 
@@ -93,8 +93,8 @@ def _text(value: Any) -> str | None:
     return value
 
 
-def _parameters(said: dict[str, Any]) -> dict[str, Any]:
-    parameters = said.get("parameters") or {}
+def _parameters(payload: dict[str, Any]) -> dict[str, Any]:
+    parameters = payload.get("parameters") or {}
     if not isinstance(parameters, dict):
         raise InvalidRequestError('"parameters" must be an object')
     return parameters
@@ -225,7 +225,7 @@ def _check_one(name: str, tensor: Tensor, spec: TensorSpec) -> None:
         )
     shape = tuple(tensor.shape)
     if len(shape) != len(spec.shape) or any(
-        size not in (-1, mine) for size, mine in zip(spec.shape, shape, strict=True)
+        size not in (-1, actual) for size, actual in zip(spec.shape, shape, strict=True)
     ):
         raise InvalidRequestError(
             f"input {name!r} must have shape {list(spec.shape)} (-1: any size); it has "
@@ -236,10 +236,10 @@ def _check_one(name: str, tensor: Tensor, spec: TensorSpec) -> None:
 
 
 def _outputs(
-    said: dict[str, Any], parameters: dict[str, Any], model: Model
+    payload: dict[str, Any], parameters: dict[str, Any], model: Model
 ) -> tuple[dict[str, bool], bool]:
     is_binary = parameters.get("binary_data_output") is True
-    listed = said.get("outputs") or []
+    listed = payload.get("outputs") or []
     if not isinstance(listed, list):
         raise InvalidRequestError('"outputs" must be a list')
     wanted: dict[str, bool] = {}
@@ -258,25 +258,25 @@ def _outputs(
 
 
 def render(
-    name: str, version: str, asked: InferenceRequest, tensors: Tensors
+    name: str, version: str, request: InferenceRequest, tensors: Tensors
 ) -> tuple[bytes, int | None]:
     """Return the body of an answer, and the length of its JSON part if more follows.
 
     Raises:
         InvalidRequestError: An output was asked for that there is not.
     """
-    missing = asked.outputs.keys() - tensors.keys()
+    missing = request.outputs.keys() - tensors.keys()
     if missing:
         raise InvalidRequestError(f"there is no output {', '.join(sorted(missing))}")
     outputs, blobs = [], []
-    for label in asked.outputs or tensors:
+    for label in request.outputs or tensors:
         tensor = tensors[label]
         item: dict[str, Any] = {
             "name": label,
             "datatype": NAME_OF[tensor.dtype],
             "shape": list(tensor.shape),
         }
-        if asked.outputs.get(label, asked.is_binary):
+        if request.outputs.get(label, request.is_binary):
             whole = plain(tensor)  # kept alive while its memory is read
             blob = bytes(memory_of(whole))
             item["parameters"] = {"binary_data_size": len(blob)}
@@ -285,8 +285,8 @@ def render(
             item["data"] = tensor.reshape(-1).tolist()
         outputs.append(item)
     answer: dict[str, Any] = {"model_name": name, "model_version": version}
-    if asked.id is not None:
-        answer["id"] = asked.id
+    if request.id is not None:
+        answer["id"] = request.id
     head = orjson.dumps({**answer, "outputs": outputs})
     if not blobs:
         return head, None

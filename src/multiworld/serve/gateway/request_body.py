@@ -44,7 +44,9 @@ class ClientGoneError(InvalidRequestError):
 
 
 async def read_body(
-    request: Request, limit_bytes: int, took: Callable[[int], None] = lambda size: None
+    request: Request,
+    limit_bytes: int,
+    on_bytes: Callable[[int], None] = lambda size: None,
 ) -> bytes:
     """Return the body.
 
@@ -66,7 +68,7 @@ async def read_body(
             async for part in request.stream():
                 limit.reschedule(asyncio.get_running_loop().time() + BODY_S)
                 size += len(part)
-                took(len(part))
+                on_bytes(len(part))
                 if size > limit_bytes:
                     raise _too_large(limit_bytes)
                 parts.append(part)
@@ -120,18 +122,18 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     Cancellation: ``work`` is cancelled, too.
     """
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_gone(request))
+    disconnected = asyncio.ensure_future(_disconnected(request))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         raise ClientGoneError("the client has gone")
     finally:
-        for one in (task, gone):
+        for one in (task, disconnected):
             one.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        await asyncio.gather(task, disconnected, return_exceptions=True)
 
 
-async def _gone(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass

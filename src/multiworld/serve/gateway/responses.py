@@ -18,7 +18,7 @@ from multiworld.errors import (
     UnknownModelError,
 )
 from multiworld.serve.gateway.gateway import Gateway
-from multiworld.serve.tenants.authenticator import Visit
+from multiworld.serve.tenants.authenticator import AdmittedRequest
 
 logger = logging.getLogger("multiworld.serve")
 
@@ -26,7 +26,7 @@ OFFLOAD_BYTES = 256 * 1024
 """Bodies from this size on are parsed in a thread: others wait on the loop."""
 
 
-def json_(data: Any, status: int = 200, headers: Any = None) -> Response:
+def json_response(data: Any, status: int = 200, headers: Any = None) -> Response:
     """Return an answer in JSON."""
     return Response(orjson.dumps(data), status, headers, "application/json")
 
@@ -39,12 +39,12 @@ def _retry(error: ServeError) -> dict[str, str]:
     return found
 
 
-def problem(error: ServeError) -> Response:
+def error_response(error: ServeError) -> Response:
     """Return an error as the Open Inference Protocol has it."""
-    return json_({"error": str(error)}, error.status, _retry(error))
+    return json_response({"error": str(error)}, error.status, _retry(error))
 
 
-def openai_problem(error: ServeError) -> Response:
+def openai_error_response(error: ServeError) -> Response:
     """Return an error as OpenAI's clients read it."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     code = "model_not_found" if isinstance(error, UnknownModelError) else None
@@ -53,61 +53,63 @@ def openai_problem(error: ServeError) -> Response:
     if isinstance(error, UnauthorizedError):
         code = "invalid_api_key"
     body = {"message": str(error), "type": kind, "param": None, "code": code}
-    return json_({"error": body}, error.status, _retry(error))
+    return json_response({"error": body}, error.status, _retry(error))
 
 
-Handler = Callable[[Visit], Awaitable[Response]]
+Handler = Callable[[AdmittedRequest], Awaitable[Response]]
 
 
-async def answered(
+async def respond(
     gateway: Gateway,
     request: Request,
     name: str | Callable[[], str],
     handler: Handler,
-    problem: Callable[[ServeError], Response],
+    error_response: Callable[[ServeError], Response],
 ) -> Response:
     """Let a request in, answer it, and count it, however it ends.
 
     Cancellation: counted as a request whose client has gone.
     """
     try:
-        visit = gateway.door.enter(request.headers)
+        admitted = gateway.authenticator.admit(request.headers)
     except ServeError as error:
-        response = problem(error)
+        response = error_response(error)
         gateway.metrics.requests.labels("unknown", response.status_code).inc()
         return response
-    status = GONE
+    status = CLIENT_CLOSED
     try:
-        response = await _handled(visit, handler, problem)
-        visit.bytes_out = len(response.body)
+        response = await _handled(admitted, handler, error_response)
+        admitted.bytes_out = len(response.body)
         status = response.status_code
     finally:
-        asked = name() if callable(name) else name
-        is_known = gateway.may_use(visit.tenant, asked)
-        label = asked if is_known else "unknown"
-        gateway.door.leave(visit, label, status)
-        took_s = time.monotonic() - visit.began
-        gateway.metrics.count(label, visit.tenant.name, status, took_s)
+        model = name() if callable(name) else name
+        is_known = gateway.may_use(admitted.tenant, model)
+        label = model if is_known else "unknown"
+        gateway.authenticator.finish(admitted, label, status)
+        took_s = time.monotonic() - admitted.started_at
+        gateway.metrics.count(label, admitted.tenant.name, status, took_s)
     return response
 
 
-GONE = 499
+CLIENT_CLOSED = 499
 """What is counted for a request that nobody waits for any more."""
 
 
 async def _handled(
-    visit: Visit, handler: Handler, problem: Callable[[ServeError], Response]
+    admitted: AdmittedRequest,
+    handler: Handler,
+    error_response: Callable[[ServeError], Response],
 ) -> Response:
     try:
-        return await handler(visit)
+        return await handler(admitted)
     except ServeError as error:
-        return problem(error)
+        return error_response(error)
     except Exception:
         logger.exception("a request was not understood")
-        return problem(ServeError("an error of the gateway itself; see its log"))
+        return error_response(ServeError("an error of the gateway itself; see its log"))
 
 
-def deadline(request: Request, parameters: dict[str, Any]) -> float | None:
+def timeout_of(request: Request, parameters: dict[str, Any]) -> float | None:
     """Return the seconds that the client gives the request."""
     given: Any = parameters.get("timeout_s", request.headers.get("x-timeout-s"))
     if given is None and "timeout" in parameters:

@@ -16,7 +16,7 @@ from multiworld.serve.routing import actions, events
 from multiworld.serve.routing.attainment import Attainment
 from multiworld.serve.routing.router import Router
 from multiworld.serve.spec.stage import Tensors
-from multiworld.serve.tenants.fair_queue import NOBODYS, Share
+from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport.collation import rows_of
 from multiworld.serve.transport.edges import Body, Outbox
 from multiworld.serve.transport.messages import (
@@ -34,7 +34,7 @@ from multiworld.serve.worker.worker import SILENT_S
 
 logger = logging.getLogger("multiworld.serve")
 
-LOOK_S = 0.05
+POLL_S = 0.05
 """Seconds between looks at deadlines and at who is silent."""
 
 NO_MODEL = "no model {!r} is served here; there are: {}"
@@ -43,8 +43,12 @@ NO_MODEL = "no model {!r} is served here; there are: {}"
 class _Call:
     """One request whose answers somebody waits for."""
 
-    def __init__(self, tensors: Tensors, deadline_at: float, wish: Any) -> None:
-        self.tensors, self.deadline_at, self.wish = tensors, deadline_at, wish
+    def __init__(self, tensors: Tensors, deadline_at: float, submission: Any) -> None:
+        self.tensors, self.deadline_at, self.submission = (
+            tensors,
+            deadline_at,
+            submission,
+        )
         self.answers: asyncio.Queue[Tensors | ServeError | None] = asyncio.Queue()
 
 
@@ -83,7 +87,7 @@ class Dispatcher:
         deadline_s: float | None = None,
         session: str | None = None,
         via: dict[int, str] | None = None,
-        share: Share = NOBODYS,
+        share: Share = DEFAULT_SHARE,
     ) -> Tensors:
         """Return the answer to one request.
 
@@ -116,7 +120,7 @@ class Dispatcher:
         deadline_s: float | None = None,
         session: str | None = None,
         via: dict[int, str] | None = None,
-        share: Share = NOBODYS,
+        share: Share = DEFAULT_SHARE,
     ) -> AsyncIterator[Tensors]:
         """Yield the answers to one request, as they come.
 
@@ -130,7 +134,7 @@ class Dispatcher:
         now = self.asked_at = time.monotonic()
         deadline_at = now + (route.deadline_s if deadline_s is None else deadline_s)
         number = next(self._numbers)
-        wish = events.Submitted(
+        submission = events.Submitted(
             number=number,
             model=model,
             deadline_at=deadline_at,
@@ -139,14 +143,14 @@ class Dispatcher:
             share=share,
             rows=rows,
         )
-        call = self._calls[number] = _Call(tensors, deadline_at, wish)
+        call = self._calls[number] = _Call(tensors, deadline_at, submission)
         is_over = False
         if via is None:
             self._attainment.arrived[model] += 1
             if route.on_demand and self.missing(model):
                 self.on_missing(model)
         try:
-            self._handle(wish)
+            self._handle(submission)
             while not is_over:
                 answer = await call.answers.get()
                 if isinstance(answer, ServeError):
@@ -157,10 +161,10 @@ class Dispatcher:
                 else:
                     yield answer
         except BaseException as error:
-            self._count(wish, now, route, error)
+            self._count(submission, now, route, error)
             raise
         else:
-            self._count(wish, now, route, None)
+            self._count(submission, now, route, None)
         finally:
             self._calls.pop(number, None)
             if not is_over:
@@ -168,15 +172,15 @@ class Dispatcher:
 
     def _count(
         self,
-        wish: events.Submitted,
-        began_at: float,
+        submission: events.Submitted,
+        started_at: float,
         route: Route,
         error: BaseException | None,
     ) -> None:
         """Count a request that is over, unless it is a probe."""
-        if wish.via is None:
-            took_s = time.monotonic() - began_at
-            self._attainment.ended(wish.model, took_s, route.objective_s, error)
+        if submission.via is None:
+            took_s = time.monotonic() - started_at
+            self._attainment.ended(submission.model, took_s, route.objective_s, error)
 
     async def probe(self, replica: str, tensors: Tensors, limit_s: float) -> None:
         """Send one request through a replica.
@@ -192,10 +196,10 @@ class Dispatcher:
         via = {known.stage: replica}
         await self.infer(known.model, tensors, deadline_s=limit_s, via=via)
 
-    def ban(self, tenant: str, model: str) -> None:
+    def quarantine(self, tenant: str, model: str) -> None:
         """End what waits of a tenant for a model, its own replicas' too."""
         for name in (model, f"{model}@{tenant}"):
-            self._handle(events.Banned(tenant, name))
+            self._handle(events.TenantQuarantined(tenant, name))
 
     def table_changed(self, table: RoutingTable) -> None:
         """Take note of a new table."""
@@ -257,7 +261,7 @@ class Dispatcher:
                 self._handle(events.Dropped(attempts, note["stage"]))
             elif "returned" in note:
                 attempts = _attempts(note["returned"])
-                dropped = events.Dropped(attempts, note["stage"], is_innocent=True)
+                dropped = events.Dropped(attempts, note["stage"], is_returned=True)
                 self._handle(dropped)
             elif "stuck" in note:
                 self._handle(events.Stuck(_attempts(note["stuck"])))
@@ -277,7 +281,7 @@ class Dispatcher:
     async def look(self) -> None:
         """Look at deadlines and at who is silent, until cancelled."""
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
             self._handle(events.Ticked())
             for model, route in self.table.routes.items():
                 is_wanted = route.on_demand and self._router.pending(model)
@@ -296,17 +300,17 @@ class Dispatcher:
         to_send: dict[str, list[Parcel]] = {}
         for action in self._router.handle(event, now):
             match action:
-                case actions.Dispatch(replica, (number, which), is_solo):
+                case actions.Dispatch(replica, (number, nth), is_solo):
                     call = self._calls[number]
-                    via = call.wish.via
+                    via = call.submission.via
                     parcel = Parcel(
-                        (self.name, number, which),
+                        (self.name, number, nth),
                         call.tensors,
                         call.deadline_at - now,
                         is_solo,
-                        call.wish.session,
+                        call.submission.session,
                         {str(k): v for k, v in via.items()} if via else None,
-                        call.wish.share,
+                        call.submission.share,
                     )
                     to_send.setdefault(replica, []).append(parcel)
                 case actions.Cancel(replica, attempt):

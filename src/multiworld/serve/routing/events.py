@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from multiworld.errors import ServeError
-from multiworld.serve.tenants.fair_queue import NOBODYS, Share
+from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport.routing_table import RoutingTable
 
 Attempt = tuple[int, int]
@@ -31,7 +31,7 @@ class Submitted:
     deadline_at: float
     session: str | None = None
     via: dict[int, str] | None = None
-    share: Share = NOBODYS
+    share: Share = DEFAULT_SHARE
     rows: int = 1
 
 
@@ -56,7 +56,7 @@ class Dropped:
 
     attempts: tuple[Attempt, ...]
     stage: int
-    is_innocent: bool = False
+    is_returned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Withdrawn:
 
 
 @dataclass(frozen=True, slots=True)
-class Banned:
+class TenantQuarantined:
     """Requests of a tenant have killed replicas of a model, again and again."""
 
     tenant: str
@@ -140,7 +140,7 @@ Event = (
     | Answered
     | Failed
     | Withdrawn
-    | Banned
+    | TenantQuarantined
     | Connected
     | Lost
     | Silent

@@ -10,7 +10,7 @@ from multiworld.serve.tenants.fair_queue import FairQueue
 
 
 @dataclass(slots=True)
-class Placement:
+class AttemptState:
     """One attempt of a request: where it is."""
 
     replica: str
@@ -30,13 +30,13 @@ class Request:
         winner: The attempt whose answers are delivered.
     """
 
-    wish: Submitted
-    attempts: dict[int, Placement] = field(default_factory=dict)
+    submission: Submitted
+    attempts: dict[int, AttemptState] = field(default_factory=dict)
     attempted: int = 0
     is_waiting: bool = False
     is_suspect: bool = False
-    strikes: int = 0
-    losses: int = 0
+    isolated_losses: int = 0
+    queued_losses: int = 0
     winner: int | None = None
 
 
@@ -44,17 +44,17 @@ class Request:
 class Queue:
     """Requests of one model that wait."""
 
-    turns: FairQueue[int] = field(default_factory=FairQueue)
+    regular: FairQueue[int] = field(default_factory=FairQueue)
     suspects: FairQueue[int] = field(default_factory=FairQueue)
     probes: list[int] = field(default_factory=list)
     """They wait behind nobody: what others wait for may be ready by them only."""
-    fresh: int = 0
+    unsent: int = 0
     """How many wait that were never sent."""
-    fresh_of: Counter[str] = field(default_factory=Counter)
+    unsent_by_tenant: Counter[str] = field(default_factory=Counter)
     """The same, by tenant."""
     weights: dict[str, float] = field(default_factory=dict)
     """Of the tenants that have any."""
-    solo: int | None = None
+    isolated: int | None = None
     """The suspect that is under way."""
-    struck: dict[str, float] = field(default_factory=dict)
+    isolated_until: dict[str, float] = field(default_factory=dict)
     """Tenants of requests that were found poisonous, and until when they count so."""

@@ -19,7 +19,7 @@ from multiworld.errors import (
     UnauthorizedError,
 )
 from multiworld.serve.spec.stage import Tensors
-from multiworld.serve.tenants.directory import NOBODY, Tenant, TenantDirectory
+from multiworld.serve.tenants.directory import ANONYMOUS, Tenant, TenantDirectory
 from multiworld.serve.tenants.keys import parse_key
 from multiworld.serve.tenants.quarantine import Quarantine
 from multiworld.serve.tenants.rate_limits import RateLimiter
@@ -39,11 +39,11 @@ BAD_KEY = "this API key is not known here, or not any more"
 
 
 @dataclass(slots=True, eq=False)
-class Visit:
+class AdmittedRequest:
     """One request, from when it is let in until it is answered."""
 
     tenant: Tenant
-    began: float
+    started_at: float
     bytes_in: int = 0
     bytes_out: int = 0
     rows: int = 0
@@ -71,7 +71,7 @@ class Authenticator:
         self.gateways = 1
         self._forget_at = 0.0
 
-    def who(self, headers: Mapping[str, str]) -> Tenant:
+    def identify(self, headers: Mapping[str, str]) -> Tenant:
         """Return whose request it is.
 
         Raises:
@@ -80,52 +80,52 @@ class Authenticator:
         key = _key_in(headers)
         if not key:
             if self.needs_key:
-                self._refuse("", "no key")
+                self._count_refusal("", "no key")
                 raise UnauthorizedError(NO_KEY)
-            return NOBODY
+            return ANONYMOUS
         tenant = self.book.find(*parse_key(key), time.time())
         if tenant is not None:
             return tenant
         if not self.needs_key and not self.book.tenants:
-            return NOBODY  # clients send one by habit: OpenAI's insist
-        self._refuse("", "wrong key")
+            return ANONYMOUS  # clients send one by habit: OpenAI's insist
+        self._count_refusal("", "wrong key")
         raise UnauthorizedError(BAD_KEY)
 
-    def enter(self, headers: Mapping[str, str]) -> Visit:
+    def admit(self, headers: Mapping[str, str]) -> AdmittedRequest:
         """Let a request in; ``leave`` must follow.
 
         Raises:
             UnauthorizedError: It has no key, or none that is known.
             OverloadedError: Its tenant has used up what it may.
         """
-        tenant, now = self.who(headers), time.monotonic()
+        tenant, now = self.identify(headers), time.monotonic()
         if now >= self._forget_at:
             self._forget_at = now + FORGET_S
-            self.limiter.forget(now)
-            self.quarantine.forget(now)
-        refusal = self.limiter.enter(tenant, self.gateways, now)
+            self.limiter.prune(now)
+            self.quarantine.prune(now)
+        refusal = self.limiter.admit(tenant, self.gateways, now)
         if refusal is not None:
-            self._refuse(tenant.name, refusal.what)
-            raise OverloadedError(refusal.text, retry_after_s=refusal.after_s)
-        return Visit(tenant, now)
+            self._count_refusal(tenant.name, refusal.limit)
+            raise OverloadedError(refusal.text, retry_after_s=refusal.retry_after_s)
+        return AdmittedRequest(tenant, now)
 
-    def leave(self, visit: Visit, model: str, status: int) -> None:
+    def finish(self, admitted: AdmittedRequest, model: str, status: int) -> None:
         """Take note of how a request ended."""
-        self.limiter.leave(visit.tenant)
-        self.limiter.spend(visit.tenant, visit.bytes_out)
-        sums = self.meter.at(visit.tenant.name, model, time.time())
+        self.limiter.release(admitted.tenant)
+        self.limiter.spend(admitted.tenant, admitted.bytes_out)
+        sums = self.meter.at(admitted.tenant.name, model, time.time())
         sums.requests += 1
         sums.answered += status == 200
         sums.failed += status >= 400
-        sums.rows += visit.rows if status == 200 else 0
-        sums.bytes_in += visit.bytes_in
-        sums.bytes_out += visit.bytes_out
-        sums.seconds += time.monotonic() - visit.began if status == 200 else 0.0
+        sums.rows += admitted.rows if status == 200 else 0
+        sums.bytes_in += admitted.bytes_in
+        sums.bytes_out += admitted.bytes_out
+        sums.seconds += time.monotonic() - admitted.started_at if status == 200 else 0.0
 
-    def took(self, visit: Visit, size: int) -> None:
+    def count_bytes(self, admitted: AdmittedRequest, size: int) -> None:
         """Take note of bytes that have come, whatever becomes of them."""
-        visit.bytes_in += size
-        self.limiter.spend(visit.tenant, size)
+        admitted.bytes_in += size
+        self.limiter.spend(admitted.tenant, size)
 
     def check_operator(self, headers: Mapping[str, str]) -> None:
         """Let only those in who may see what concerns everybody.
@@ -135,33 +135,33 @@ class Authenticator:
         """
         if not self.needs_key:
             return
-        tenant = self.who(headers)
+        tenant = self.identify(headers)
         if not tenant.is_operator:
-            self._refuse(tenant.name, "not an operator")
+            self._count_refusal(tenant.name, "not an operator")
             raise UnauthorizedError(NOT_OPERATOR)
 
-    def _refuse(self, tenant: str, why: str) -> None:
+    def _count_refusal(self, tenant: str, why: str) -> None:
         self.refused[tenant, why] += 1
         self.meter.at(tenant, "", time.time()).refused += 1
 
-    def _refuse_once(self, visit: Visit, why: str) -> None:
+    def _count_refusal_once(self, admitted: AdmittedRequest, why: str) -> None:
         """Count a request that is refused, however many texts it had."""
-        if not visit.is_refused:
-            visit.is_refused = True
-            self._refuse(visit.tenant.name, why)
+        if not admitted.is_refused:
+            admitted.is_refused = True
+            self._count_refusal(admitted.tenant.name, why)
 
-    def refuse_model(self, tenant: Tenant) -> None:
+    def count_model_refusal(self, tenant: Tenant) -> None:
         """Count that somebody asked for a model that it may not use."""
-        self._refuse(tenant.name, "model")
+        self._count_refusal(tenant.name, "model")
 
     # Poison.
 
-    def is_suspicious(self, tenant: Tenant, post: Post) -> bool:
+    def needs_digest(self, tenant: Tenant, post: Post) -> bool:
         """Return whether ``check`` needs a digest."""
-        about = f"{post[0]} {post[1]}"
-        return self.quarantine.is_suspicious(tenant.name, about)
+        model_key = f"{post[0]} {post[1]}"
+        return self.quarantine.has_records(tenant.name, model_key)
 
-    def check(self, visit: Visit, post: Post, digest: str) -> None:
+    def check_poison(self, admitted: AdmittedRequest, post: Post, digest: str) -> None:
         """Refuse what is known to kill replicas.
 
         Args:
@@ -172,31 +172,31 @@ class Authenticator:
             QuarantinedError: Too much of this tenant's does.
             RequestPoisonedError: This very request does.
         """
-        tenant, now = visit.tenant, time.monotonic()
-        about = f"{post[0]} {post[1]}"
-        refused_s = self.quarantine.refused_s(tenant.name, about, now)
-        if refused_s:
-            self._refuse_once(visit, "quarantined")
+        tenant, now = admitted.tenant, time.monotonic()
+        model_key = f"{post[0]} {post[1]}"
+        quarantine_s = self.quarantine.remaining_s(tenant.name, model_key, now)
+        if quarantine_s:
+            self._count_refusal_once(admitted, "quarantined")
             raise QuarantinedError(
                 f"several of your requests to model {post[0]!r} have killed the "
-                f"replicas that computed them; none is taken for {refused_s:.0f} s",
-                retry_after_s=refused_s,
+                f"replicas that computed them; none is taken for {quarantine_s:.0f} s",
+                retry_after_s=quarantine_s,
             )
-        if self.quarantine.knows(tenant.name, about, digest, now):
-            self._refuse_once(visit, "poisonous")
+        if self.quarantine.is_poison(tenant.name, model_key, digest, now):
+            self._count_refusal_once(admitted, "poisonous")
             raise RequestPoisonedError(
                 f"this request to model {post[0]!r} has killed the replicas that "
                 "computed it before; it is not tried again"
             )
 
-    def poisonous(self, tenant: str, post: Post, digest: str) -> float:
+    def add_poison(self, tenant: str, post: Post, digest: str) -> float:
         """Take note of a poisonous request, found here or at another gateway.
 
         Returns:
             For how long all requests of its tenant to that model are refused.
         """
-        about = f"{post[0]} {post[1]}"
-        return self.quarantine.found(tenant, about, digest, time.monotonic())
+        model_key = f"{post[0]} {post[1]}"
+        return self.quarantine.add(tenant, model_key, digest, time.monotonic())
 
 
 def digest_of(tensors: Tensors) -> str:

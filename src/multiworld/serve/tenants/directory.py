@@ -93,10 +93,10 @@ def tenant_from_json(data: Any) -> Tenant:
     return _TENANT.validate_python(data)
 
 
-NOBODY = Tenant(name="")
+ANONYMOUS = Tenant(name="")
 """Whoever asks where no key is needed."""
 
-NONE = "0" * 64
+NO_DIGEST = "0" * 64
 """The digest of no key: compared with, so that an unknown key takes as long."""
 
 
@@ -138,8 +138,8 @@ class TenantDirectory:
             now: Seconds since the epoch.
         """
         key, name = self._keys.get(key_id, (None, ""))
-        is_right = hmac.compare_digest(NONE if key is None else key.digest, digest)
-        if key is None or not is_right:
+        is_valid = hmac.compare_digest(NO_DIGEST if key is None else key.digest, digest)
+        if key is None or not is_valid:
             return None
         if key.expires_at is not None and now >= key.expires_at:
             return None

@@ -20,10 +20,10 @@ from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 
-MANY = 1024
+PRUNE_AT = 1024
 """Tenants that are remembered before those without claims are forgotten."""
 
-LEAST = 1.0
+MIN_COST = 1.0
 """What any work costs, at least."""
 
 
@@ -42,7 +42,7 @@ class Share:
     priority: int = 0
 
 
-NOBODYS = Share()
+DEFAULT_SHARE = Share()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +56,11 @@ class FairQueue(Generic[K]):
     """Work that waits, of all tenants."""
 
     def __init__(self) -> None:
-        self._now = 0.0
-        self._ends: dict[str, float] = {}
+        self._virtual_time = 0.0
+        self._finish_tags: dict[str, float] = {}
         self._pieces: dict[K, _Piece] = {}
-        self._lines: dict[str, list[tuple[int, K]]] = {}
-        self._many = MANY
+        self._queues: dict[str, list[tuple[int, K]]] = {}
+        self._prune_at = PRUNE_AT
 
     def __len__(self) -> int:
         return len(self._pieces)
@@ -68,7 +68,7 @@ class FairQueue(Generic[K]):
     @property
     def is_shared(self) -> bool:
         """Whether work of several tenants waits."""
-        return len(self._lines) > 1
+        return len(self._queues) > 1
 
     def put(self, key: K, share: Share, cost: float, number: int) -> None:
         """Have a piece of work wait.
@@ -78,42 +78,46 @@ class FairQueue(Generic[K]):
             number: Orders the work of one tenant; no two have the same.
         """
         self.drop(key)
-        self._pieces[key] = _Piece(share, max(cost, LEAST), number)
-        bisect.insort(self._lines.setdefault(share.tenant, []), (number, key))
+        self._pieces[key] = _Piece(share, max(cost, MIN_COST), number)
+        bisect.insort(self._queues.setdefault(share.tenant, []), (number, key))
 
     def drop(self, key: K) -> None:
         """Forget a piece of work; nothing happens if it does not wait."""
         piece = self._pieces.pop(key, None)
         if piece is None:
             return
-        line = self._lines[piece.share.tenant]
-        del line[bisect.bisect_left(line, (piece.number,))]
-        if not line:
-            del self._lines[piece.share.tenant]
+        queue = self._queues[piece.share.tenant]
+        del queue[bisect.bisect_left(queue, (piece.number,))]
+        if not queue:
+            del self._queues[piece.share.tenant]
 
     def next(self) -> K | None:
         """Return whose turn it is."""
         best: tuple[int, float, int] | None = None
         found: K | None = None
-        for tenant, line in self._lines.items():
-            number, key = line[0]
-            start = max(self._now, self._ends.get(tenant, 0.0))
-            turn = -self._pieces[key].share.priority, start, number
-            if best is None or turn < best:
-                best, found = turn, key
+        for tenant, queue in self._queues.items():
+            number, key = queue[0]
+            start = max(self._virtual_time, self._finish_tags.get(tenant, 0.0))
+            rank = -self._pieces[key].share.priority, start, number
+            if best is None or rank < best:
+                best, found = rank, key
         return found
 
     def take(self, key: K) -> None:
         """Take out a piece of work that is served: its tenant is charged for it."""
         piece = self._pieces[key]
         tenant = piece.share.tenant
-        start = max(self._now, self._ends.get(tenant, 0.0))
-        self._now = start
-        self._ends[tenant] = start + piece.cost / piece.share.weight
+        start = max(self._virtual_time, self._finish_tags.get(tenant, 0.0))
+        self._virtual_time = start
+        self._finish_tags[tenant] = start + piece.cost / piece.share.weight
         self.drop(key)
-        if len(self._ends) > self._many:
-            self._ends = {n: end for n, end in self._ends.items() if end > self._now}
-            self._many = max(MANY, 2 * len(self._ends))
+        if len(self._finish_tags) > self._prune_at:
+            self._finish_tags = {
+                n: end
+                for n, end in self._finish_tags.items()
+                if end > self._virtual_time
+            }
+            self._prune_at = max(PRUNE_AT, 2 * len(self._finish_tags))
 
     def order(self) -> Iterator[K]:
         """Yield all that waits in the order in which it would be served.
@@ -121,25 +125,25 @@ class FairQueue(Generic[K]):
         Nothing may be put or taken meanwhile.
         """
         if not self.is_shared:
-            for line in self._lines.values():
-                yield from (key for _, key in line)
+            for queue in self._queues.values():
+                yield from (key for _, key in queue)
             return
-        now, ends = self._now, dict(self._ends)
-        places = dict.fromkeys(self._lines, 0)
-        while places:
+        now, ends = self._virtual_time, dict(self._finish_tags)
+        positions = dict.fromkeys(self._queues, 0)
+        while positions:
             best: tuple[int, float, int] | None = None
             chosen = ""
-            for tenant, place in places.items():
-                number, key = self._lines[tenant][place]
+            for tenant, position in positions.items():
+                number, key = self._queues[tenant][position]
                 start = max(now, ends.get(tenant, 0.0))
-                turn = -self._pieces[key].share.priority, start, number
-                if best is None or turn < best:
-                    best, chosen = turn, tenant
-            _, key = self._lines[chosen][places[chosen]]
+                rank = -self._pieces[key].share.priority, start, number
+                if best is None or rank < best:
+                    best, chosen = rank, tenant
+            _, key = self._queues[chosen][positions[chosen]]
             piece = self._pieces[key]
             now = max(now, ends.get(chosen, 0.0))
             ends[chosen] = now + piece.cost / piece.share.weight
-            places[chosen] += 1
-            if places[chosen] == len(self._lines[chosen]):
-                del places[chosen]
+            positions[chosen] += 1
+            if positions[chosen] == len(self._queues[chosen]):
+                del positions[chosen]
             yield key

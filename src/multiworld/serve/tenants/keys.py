@@ -12,7 +12,7 @@ import secrets
 
 PREFIX = "mw"
 ID_BYTES, SECRET_BYTES = 6, 32
-FORM = re.compile(rf"{PREFIX}-([0-9a-f]{{{2 * ID_BYTES}}})-[A-Za-z0-9_-]{{43}}")
+KEY_PATTERN = re.compile(rf"{PREFIX}-([0-9a-f]{{{2 * ID_BYTES}}})-[A-Za-z0-9_-]{{43}}")
 
 
 def make_key() -> tuple[str, str, str]:
@@ -29,5 +29,5 @@ def digest_of(key: str) -> str:
 
 def parse_key(text: str) -> tuple[str, str]:
     """Return the id and the digest of what may be a key."""
-    found = FORM.fullmatch(text)
+    found = KEY_PATTERN.fullmatch(text)
     return found.group(1) if found else "", digest_of(text)

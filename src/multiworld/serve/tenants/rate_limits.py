@@ -21,9 +21,9 @@ class RateLimited:
         what: The name of the limit.
     """
 
-    what: str
+    limit: str
     text: str
-    after_s: float
+    retry_after_s: float
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class RateLimiter:
         used = self._used.get(tenant)
         return 0 if used is None else used.in_flight
 
-    def enter(self, tenant: Tenant, gateways: int, now: float) -> RateLimited | None:
+    def admit(self, tenant: Tenant, gateways: int, now: float) -> RateLimited | None:
         """Let a request in, or say why not.
 
         Args:
@@ -75,7 +75,7 @@ class RateLimiter:
         if used is not None and used.bytes_left is not None:
             used.bytes_left -= size
 
-    def leave(self, tenant: Tenant) -> None:
+    def release(self, tenant: Tenant) -> None:
         """Take note that a request has ended, however."""
         used = self._used[tenant.name]
         used.in_flight -= 1
@@ -83,7 +83,7 @@ class RateLimiter:
         if no_limit and not used.in_flight:
             del self._used[tenant.name]
 
-    def forget(self, now: float) -> None:
+    def prune(self, now: float) -> None:
         """Forget the tenants that have asked for nothing lately."""
         for name, used in list(self._used.items()):
             last = used.minute[-1][0] if used.minute else -math.inf
@@ -93,13 +93,13 @@ class RateLimiter:
                 del self._used[name]
 
 
-def _share(limit: float, gateways: int) -> float:
+def _gateway_part(limit: float, gateways: int) -> float:
     return max(1, math.ceil(limit / max(1, gateways)))
 
 
 def _parallel(tenant: Tenant, used: RecentUse, gateways: int) -> RateLimited | None:
     limit = tenant.max_parallel_requests
-    if limit is None or used.in_flight < _share(limit, gateways):
+    if limit is None or used.in_flight < _gateway_part(limit, gateways):
         return None
     return RateLimited(
         "max_parallel_requests",
@@ -118,14 +118,14 @@ def _per_minute(
         return None
     while used.minute and used.minute[0][0] + 1 + MINUTE_S <= now:
         used.minute.popleft()
-    if sum(count for _, count in used.minute) < _share(limit, gateways):
+    if sum(count for _, count in used.minute) < _gateway_part(limit, gateways):
         return None
-    after_s = used.minute[0][0] + 1 + MINUTE_S - now
+    retry_after_s = used.minute[0][0] + 1 + MINUTE_S - now
     return RateLimited(
         "rpm_limit",
         f"your rpm_limit of {limit} requests a minute is used up; try again in "
-        f"{after_s:.0f} s",
-        after_s,
+        f"{retry_after_s:.0f} s",
+        retry_after_s,
     )
 
 
@@ -143,10 +143,10 @@ def _bytes(
     used.at = now
     if used.bytes_left > 0:
         return None
-    after_s = -used.bytes_left / rate + 0.001
+    retry_after_s = -used.bytes_left / rate + 0.001
     return RateLimited(
         "bytes_per_s",
         f"your limit of {tenant.bytes_per_s:g} bytes a second is used up; try again in "
-        f"{after_s:.1f} s",
-        after_s,
+        f"{retry_after_s:.1f} s",
+        retry_after_s,
     )

@@ -17,7 +17,7 @@ MINUTE_S = 60
 MOST_TOLD = 16
 """Batches that nobody has confirmed before no other is made."""
 
-AGAIN_S = 5.0
+RESEND_S = 5.0
 """What is not confirmed in so long is told again."""
 
 
@@ -47,7 +47,7 @@ Row = list[Any]
 
 
 @dataclass(slots=True)
-class _Told:
+class _Batch:
     rows: list[Row]
     at: float
 
@@ -57,7 +57,7 @@ class UsageMeter:
 
     def __init__(self) -> None:
         self._open: dict[tuple[int, str, str], UsageTotals] = {}
-        self._told: OrderedDict[int, _Told] = OrderedDict()
+        self._unconfirmed: OrderedDict[int, _Batch] = OrderedDict()
         self._number = 0
 
     def at(self, tenant: str, model: str, wall_s: float) -> UsageTotals:
@@ -67,29 +67,29 @@ class UsageMeter:
 
     def tell(self, now: float) -> list[tuple[int, list[Row]]]:
         """Return what is to be told now, each under its number."""
-        if self._open and len(self._told) < MOST_TOLD:
+        if self._open and len(self._unconfirmed) < MOST_TOLD:
             rows = [
                 [*post, *(getattr(sums, name) for name in FIELDS)]
                 for post, sums in self._open.items()
             ]
             self._open.clear()
             self._number += 1
-            self._told[self._number] = _Told(rows, -math.inf)
-        due = [(n, t) for n, t in self._told.items() if now - t.at >= AGAIN_S]
-        for _, told in due:
-            told.at = now
-        return [(number, told.rows) for number, told in due]
+            self._unconfirmed[self._number] = _Batch(rows, -math.inf)
+        due = [(n, t) for n, t in self._unconfirmed.items() if now - t.at >= RESEND_S]
+        for _, batch in due:
+            batch.at = now
+        return [(number, batch.rows) for number, batch in due]
 
     @property
     def is_all_told(self) -> bool:
         """Whether nothing is left that is not written down."""
-        return not self._told and not self._open
+        return not self._unconfirmed and not self._open
 
     def tell_again(self) -> None:
         """Tell all that is not confirmed the next time: the controller is a new one."""
-        for told in self._told.values():
-            told.at = -math.inf
+        for batch in self._unconfirmed.values():
+            batch.at = -math.inf
 
     def confirmed(self, number: int) -> None:
         """Take note that what was told under a number is written down."""
-        self._told.pop(number, None)
+        self._unconfirmed.pop(number, None)

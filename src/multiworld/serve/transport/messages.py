@@ -14,7 +14,7 @@ from multiworld import errors
 from multiworld.backends.base import Bundle
 from multiworld.errors import ServeError
 from multiworld.serve.spec.stage import Stage, Tensors
-from multiworld.serve.tenants.fair_queue import NOBODYS, Share
+from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport.collation import group_of, rows_of
 from multiworld.serve.worker.batch_queue import Key, Work
 
@@ -31,7 +31,7 @@ class Parcel:
     is_solo: bool = False
     session: str | None = None
     via: Mapping[str, str] | None = None
-    share: Share = NOBODYS
+    share: Share = DEFAULT_SHARE
 
 
 def pack(parcels: Sequence[Parcel]) -> tuple[Tensors, dict[str, Any]]:
@@ -49,7 +49,7 @@ def pack(parcels: Sequence[Parcel]) -> tuple[Tensors, dict[str, Any]]:
             p.session,
             dict(p.via) if p.via else None,
             None
-            if p.share is NOBODYS
+            if p.share is DEFAULT_SHARE
             else [p.share.tenant, p.share.weight, p.share.priority],
         ]
         for p in parcels
@@ -76,7 +76,7 @@ def unpack(bundle: Bundle, now: float, stage: Stage) -> list[Work]:
                 session=session,
                 via=via,
                 content=tensors,
-                share=NOBODYS if share is None else Share(*share),
+                share=DEFAULT_SHARE if share is None else Share(*share),
             )
         )
     return works

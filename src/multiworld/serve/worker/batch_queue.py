@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from multiworld.serve.tenants.fair_queue import NOBODYS, FairQueue, Share
+from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, FairQueue, Share
 
 Key = tuple[str, int, int]
 """Router, number of the request, number of the attempt."""
@@ -47,7 +47,7 @@ class Work:
     session: str | None = None
     via: dict[str, str] | None = None
     content: Any = None
-    share: Share = NOBODYS
+    share: Share = DEFAULT_SHARE
 
 
 class BatchQueue:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from multiworld.serve.routing.load_balancer import Chance, choose
-from multiworld.serve.tenants.fair_queue import NOBODYS, FairQueue, Share
+from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, FairQueue, Share
 from multiworld.serve.transport.routing_table import Replica, ReplicaState
 from multiworld.serve.worker.batch_queue import Key
 
@@ -40,7 +40,7 @@ class FinishedWork:
     session: str | None
     via: dict[str, str] | None
     content: Any
-    share: Share = NOBODYS
+    share: Share = DEFAULT_SHARE
     rows: int = 1
 
 

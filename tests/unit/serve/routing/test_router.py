@@ -27,7 +27,6 @@ from multiworld.serve.routing.actions import (
 )
 from multiworld.serve.routing.events import (
     Answered,
-    Banned,
     Begun,
     Connected,
     Dropped,
@@ -38,6 +37,7 @@ from multiworld.serve.routing.events import (
     Stuck,
     Submitted,
     TableChanged,
+    TenantQuarantined,
     Ticked,
     Withdrawn,
 )
@@ -96,10 +96,10 @@ class Run:
         self, number: int, deadline_at: float = 100.0, tenant: str = ""
     ) -> list[Action]:
         """Submit a request."""
-        wish = Submitted(
+        submission = Submitted(
             number=number, model="m", deadline_at=deadline_at, share=Share(tenant)
         )
-        return self.handle(wish)
+        return self.handle(submission)
 
 
 def dispatched(actions: list[Action]) -> list[tuple[str, int, int, bool]]:
@@ -120,7 +120,7 @@ def test_request_goes_through_and_is_delivered_once() -> None:
     assert dispatched(run.submit(1)) == [("a", 1, 1, False)]
     run.handle(Begun("a", ((1, 1),), False))
     run.handle(Begun("b", ((1, 1),), False))
-    assert run.router.place(1) == ["b"]
+    assert run.router.locations(1) == ["b"]
     assert run.handle(Answered((1, 1), True)) == [Deliver(1, True)]
     assert run.handle(Answered((1, 1), True)) == []
     assert len(run.router) == 0
@@ -132,12 +132,12 @@ def test_what_a_replica_has_ended_is_not_blamed_for_what_it_computes_now() -> No
     run = Run(table(["a", "b"], ["c"]))
     run.submit(1)
     for _ in range(2):  # suspected: lost with it in a queue, twice
-        at = run.router.place(1)[0]
+        at = run.router.locations(1)[0]
         run.handle(Lost(at))
         run.handle(Connected(at))
     attempt = 3
     for poison in (50, 51, 52):
-        at = run.router.place(1)[0]
+        at = run.router.locations(1)[0]
         run.handle(Begun(at, ((1, attempt),), True))
         # It is done there, and waits for the next stage; now the poison is begun.
         run.handle(Begun(at, ((poison, 1),), True))
@@ -145,7 +145,7 @@ def test_what_a_replica_has_ended_is_not_blamed_for_what_it_computes_now() -> No
         assert 1 not in rejected(actions)
         run.handle(Connected(at))
         attempt += 1
-    assert run.router.place(1)
+    assert run.router.locations(1)
 
 
 def _all_suspected(run: Run, deadly: Sequence[int], others: Sequence[int]) -> None:
@@ -198,15 +198,15 @@ def test_what_waits_of_a_banned_tenant_is_ended() -> None:
     run.handle(Connected("a"))
     run.handle(Lost("a"))
     run.submit(7, tenant="deadly")
-    assert rejected(run.handle(Banned("deadly", "other model"))) == {}
-    waiting = {n for n in (1, 2, 7) if run.router.place(n) == ["waiting"]}
+    assert rejected(run.handle(TenantQuarantined("deadly", "other model"))) == {}
+    waiting = {n for n in (1, 2, 7) if run.router.locations(n) == ["waiting"]}
     assert waiting
-    found = rejected(run.handle(Banned("deadly", "m")))
+    found = rejected(run.handle(TenantQuarantined("deadly", "m")))
     assert found == dict.fromkeys(waiting, QuarantinedError)
     assert waiting == {1, 2, 7}
-    assert run.router.place(3)
-    assert run.router.place(4)
-    assert rejected(run.handle(Banned("deadly", "m"))) == {}
+    assert run.router.locations(3)
+    assert run.router.locations(4)
+    assert rejected(run.handle(TenantQuarantined("deadly", "m"))) == {}
 
 
 def test_stream_is_delivered_in_parts_of_one_attempt() -> None:
@@ -235,7 +235,7 @@ def test_what_was_computed_is_replayed_alone_one_at_a_time() -> None:
     run = Run(table(["a", "b"]))
     for number in (1, 2, 3):
         run.submit(number)
-    held = {n: run.router.place(n)[0] for n in (1, 2, 3)}
+    held = {n: run.router.locations(n)[0] for n in (1, 2, 3)}
     victim = max("ab", key=lambda name: sum(at == name for at in held.values()))
     computed = [n for n, at in held.items() if at == victim]
     assert len(computed) == 2
@@ -253,7 +253,7 @@ def test_request_that_was_alone_in_two_dying_replicas_is_quarantined() -> None:
     run = Run(table(["a", "b", "c", "d"]))
     run.submit(1)
     for strike in range(3):
-        (at,) = run.router.place(1)
+        (at,) = run.router.locations(1)
         run.handle(Begun(at, ((1, strike + 1),), strike > 0))
         actions = run.handle(Lost(at))
         if strike < 2:
@@ -310,7 +310,7 @@ def test_silent_replica_gets_nothing_and_its_work_is_hedged() -> None:
     """The first answer counts, the other attempt is cancelled."""
     run = Run(table(["a", "b"]))
     run.submit(1)
-    (at,) = run.router.place(1)
+    (at,) = run.router.locations(1)
     other = "b" if at == "a" else "a"
     assert dispatched(run.handle(Silent(at, True))) == [(other, 1, 2, False)]
     assert dispatched(run.handle(Silent(at, True))) == []  # once is enough
@@ -323,7 +323,7 @@ def test_hedged_request_outlives_either_replica() -> None:
     """The loss of one attempt is no reason for a third."""
     run = Run(table(["a", "b"]))
     run.submit(1)
-    (at,) = run.router.place(1)
+    (at,) = run.router.locations(1)
     other = "b" if at == "a" else "a"
     run.handle(Silent(at, True))
     assert dispatched(run.handle(Lost(at))) == []
@@ -344,7 +344,7 @@ def test_dropped_work_is_sent_again_without_suspicion() -> None:
     """As is what a replica held that left politely."""
     run = Run(table(["a", "b"]))
     run.submit(1)
-    run.handle(Begun(run.router.place(1)[0], ((1, 1),), False))
+    run.handle(Begun(run.router.locations(1)[0], ((1, 1),), False))
     assert run.handle(Dropped(((1, 1),), 0)) == []  # it had got there
     (sent,) = dispatched(run.handle(Dropped(((1, 1),), 1)))
     assert sent[1:] == (1, 2, False)
@@ -359,7 +359,7 @@ def test_what_was_only_refused_is_never_suspected() -> None:
     run.submit(1)
     for attempt in range(1, 6):
         run.handle(Begun("a", ((1, attempt),), False))
-        dropped = Dropped(((1, attempt),), 1, is_innocent=True)
+        dropped = Dropped(((1, attempt),), 1, is_returned=True)
         assert dispatched(run.handle(dropped)) == [("a", 1, attempt + 1, False)]
 
 

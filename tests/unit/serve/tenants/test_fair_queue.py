@@ -128,7 +128,7 @@ def test_many_tenants_are_forgotten_when_they_have_no_claim() -> None:
         queue.take(number)
         queue.put(-1, FLOOD, 1, -1)
         queue.take(-1)
-    assert len(queue._ends) < 3000
+    assert len(queue._finish_tags) < 3000
 
 
 # In a router.
@@ -148,8 +148,8 @@ def router(limit: int, window: int) -> Router:
 
 def submit(found: Router, number: int, share: Share) -> list[object]:
     """Hand in one request."""
-    wish = Submitted(number=number, model="m", deadline_at=1e9, share=share)
-    return list(found.handle(wish, 0.0))
+    submission = Submitted(number=number, model="m", deadline_at=1e9, share=share)
+    return list(found.handle(submission, 0.0))
 
 
 def test_flood_waits_behind_a_request_of_somebody_else() -> None:
