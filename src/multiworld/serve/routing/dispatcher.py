@@ -43,12 +43,8 @@ NO_MODEL = "no model {!r} is served here; there are: {}"
 class _Call:
     """One request whose answers somebody waits for."""
 
-    def __init__(self, tensors: Tensors, deadline_at: float, submission: Any) -> None:
-        self.tensors, self.deadline_at, self.submission = (
-            tensors,
-            deadline_at,
-            submission,
-        )
+    def __init__(self, tensors: Tensors, deadline_at: float, job: Any) -> None:
+        self.tensors, self.deadline_at, self.job = tensors, deadline_at, job
         self.answers: asyncio.Queue[Tensors | ServeError | None] = asyncio.Queue()
 
 
@@ -134,7 +130,7 @@ class Dispatcher:
         now = self.asked_at = time.monotonic()
         deadline_at = now + (route.deadline_s if deadline_s is None else deadline_s)
         number = next(self._numbers)
-        submission = events.Submitted(
+        job = events.Submitted(
             number=number,
             model=model,
             deadline_at=deadline_at,
@@ -143,14 +139,14 @@ class Dispatcher:
             share=share,
             rows=rows,
         )
-        call = self._calls[number] = _Call(tensors, deadline_at, submission)
+        call = self._calls[number] = _Call(tensors, deadline_at, job)
         is_over = False
         if via is None:
             self._attainment.arrived[model] += 1
             if route.on_demand and self.missing(model):
                 self.on_missing(model)
         try:
-            self._handle(submission)
+            self._handle(job)
             while not is_over:
                 answer = await call.answers.get()
                 if isinstance(answer, ServeError):
@@ -161,10 +157,10 @@ class Dispatcher:
                 else:
                     yield answer
         except BaseException as error:
-            self._count(submission, now, route, error)
+            self._count(job, now, route, error)
             raise
         else:
-            self._count(submission, now, route, None)
+            self._count(job, now, route, None)
         finally:
             self._calls.pop(number, None)
             if not is_over:
@@ -172,15 +168,15 @@ class Dispatcher:
 
     def _count(
         self,
-        submission: events.Submitted,
+        job: events.Submitted,
         started_at: float,
         route: Route,
         error: BaseException | None,
     ) -> None:
         """Count a request that is over, unless it is a probe."""
-        if submission.via is None:
+        if job.via is None:
             took_s = time.monotonic() - started_at
-            self._attainment.ended(submission.model, took_s, route.objective_s, error)
+            self._attainment.ended(job.model, took_s, route.objective_s, error)
 
     async def probe(self, replica: str, tensors: Tensors, limit_s: float) -> None:
         """Send one request through a replica.
@@ -302,15 +298,15 @@ class Dispatcher:
             match action:
                 case actions.Dispatch(replica, (number, nth), is_solo):
                     call = self._calls[number]
-                    via = call.submission.via
+                    via = call.job.via
                     parcel = Parcel(
                         (self.name, number, nth),
                         call.tensors,
                         call.deadline_at - now,
                         is_solo,
-                        call.submission.session,
+                        call.job.session,
                         {str(k): v for k, v in via.items()} if via else None,
-                        call.submission.share,
+                        call.job.share,
                     )
                     to_send.setdefault(replica, []).append(parcel)
                 case actions.Cancel(replica, attempt):

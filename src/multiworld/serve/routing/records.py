@@ -30,7 +30,7 @@ class Request:
         winner: The attempt whose answers are delivered.
     """
 
-    submission: Submitted
+    job: Submitted
     attempts: dict[int, AttemptState] = field(default_factory=dict)
     attempted: int = 0
     is_waiting: bool = False

@@ -18,10 +18,7 @@ from __future__ import annotations
 
 import heapq
 
-from multiworld.errors import (
-    ServeError,
-    UnknownModelError,
-)
+from multiworld.errors import ServeError, UnknownModelError
 from multiworld.serve.routing.actions import (
     Action,
     Cancel,
@@ -162,56 +159,48 @@ class Router:
 
     # Coming in and going out.
 
-    def _submitted(self, submission: Submitted) -> list[Action]:
-        queue = self._queues.setdefault(submission.model, Queue())
-        if submission.via is None and self._is_full(queue, submission):
-            own = queue.unsent_by_tenant[submission.share.tenant]
-            return [Reject(submission.number, overloaded(submission, own))]
-        self._requests[submission.number] = request = Request(submission)
-        request.is_suspect = submission.via is None and self._is_isolated(
-            queue, submission
-        )
-        heapq.heappush(self._deadlines, (submission.deadline_at, submission.number))
+    def _submitted(self, job: Submitted) -> list[Action]:
+        queue = self._queues.setdefault(job.model, Queue())
+        if job.via is None and self._is_full(queue, job):
+            own = queue.unsent_by_tenant[job.share.tenant]
+            return [Reject(job.number, overloaded(job, own))]
+        self._requests[job.number] = request = Request(job)
+        request.is_suspect = job.via is None and self._is_isolated(queue, job)
+        heapq.heappush(self._deadlines, (job.deadline_at, job.number))
         self._enqueue(request)
-        return self._pump(submission.model)
+        return self._pump(job.model)
 
-    def _is_full(self, queue: Queue, submission: Submitted) -> bool:
+    def _is_full(self, queue: Queue, job: Submitted) -> bool:
         """Tell whether a request is refused.
 
         One tenant alone may fill the queue. Another still has its share of as much
         again, and one request at least: so the queue of a router is at most twice
         ``max_queued_requests`` long, and one more for every tenant.
         """
-        limit = self._table.routes[submission.model].max_queued_requests
-        if queue.unsent < limit or self._has_room(submission):
+        limit = self._table.routes[job.model].max_queued_requests
+        if queue.unsent < limit or self._has_room(job):
             return False
-        share = submission.share
+        share = job.share
         own = queue.unsent_by_tenant[share.tenant]
         if own == queue.unsent or (own and queue.unsent >= 2 * limit):
             return True
         weights = sum({**queue.weights, share.tenant: share.weight}.values())
         return own >= max(1.0, limit * share.weight / weights)
 
-    def _has_room(self, submission: Submitted) -> bool:
+    def _has_room(self, job: Submitted) -> bool:
         """Return whether it would be sent at once."""
-        queue, route = (
-            self._queues[submission.model],
-            self._table.routes[submission.model],
-        )
-        can_send = not queue.unsent and not self._missing(submission.model, route)
-        return (
-            can_send
-            and self._target(Request(submission), route, can_send=True) is not None
-        )
+        queue, route = self._queues[job.model], self._table.routes[job.model]
+        can_send = not queue.unsent and not self._missing(job.model, route)
+        return can_send and self._target(Request(job), route, can_send=True) is not None
 
     def _reject_unserved(self) -> list[Action]:
         """Refuse what waits for a model that is not served any more."""
         actions: list[Action] = []
         for model in self._queues.keys() - self._table.routes.keys():
             for request in list(self._requests.values()):
-                if request.submission.model == model and not request.attempts:
+                if request.job.model == model and not request.attempts:
                     error = UnknownModelError(f"model {model!r} is not served any more")
-                    number = request.submission.number
+                    number = request.job.number
                     actions += [Reject(number, error), *self._end(number)]
         return actions
 
@@ -236,7 +225,7 @@ class Router:
         request = self._requests.pop(number, None)
         if request is None:
             return []
-        queue = self._queues[request.submission.model]
+        queue = self._queues[request.job.model]
         if request.is_waiting:
             self._dequeue(request)
         actions: list[Action] = []
@@ -250,7 +239,7 @@ class Router:
             left = [entry for entry in self._deadlines if entry[1] in self._requests]
             heapq.heapify(left)
             self._deadlines = left
-        return actions + self._pump(request.submission.model)
+        return actions + self._pump(request.job.model)
 
     def _expire(self, now: float) -> list[Action]:
         actions: list[Action] = []
@@ -263,15 +252,13 @@ class Router:
         return actions
 
     def _too_late(self, request: Request) -> ServeError:
-        submission = request.submission
-        route = self._table.routes.get(submission.model)
-        missing = [] if route is None else self._missing(submission.model, route)
+        job = request.job
+        route = self._table.routes.get(job.model)
+        missing = [] if route is None else self._missing(job.model, route)
         if missing and not request.attempts:
-            return without_replica(submission, missing[0])
-        at = ", ".join(self.locations(submission.number)).replace(
-            "waiting", "the gateway"
-        )
-        return too_late(submission, at)
+            return without_replica(job, missing[0])
+        at = ", ".join(self.locations(job.number)).replace("waiting", "the gateway")
+        return too_late(job, at)
 
     # Where it is.
 
@@ -286,7 +273,7 @@ class Router:
                 self._move((number, nth), state, event.replica)
                 state.is_begun, state.is_solo = True, event.is_solo
                 state.is_done = False
-            models[request.submission.model] = None
+            models[request.job.model] = None
         self._note_done(event)
         if event.replica not in self._connected:
             # Word of a replica that is gone already.
@@ -326,11 +313,9 @@ class Router:
             if not event.is_polite:
                 self._record_loss(request, state)
             if request.isolated_losses >= POISON_LOSSES:
-                self._isolate_tenant(request.submission)
+                self._isolate_tenant(request.job)
                 actions += [
-                    Reject(
-                        number, poisoned(request.submission, request.isolated_losses)
-                    ),
+                    Reject(number, poisoned(request.job, request.isolated_losses)),
                     *self._end(number),
                 ]
             else:
@@ -338,13 +323,13 @@ class Router:
                 actions += self._replay(request, event.replica, why)
         return actions + self._pump_all()
 
-    def _isolate_tenant(self, submission: Submitted) -> None:
+    def _isolate_tenant(self, job: Submitted) -> None:
         """Have what else comes of a tenant computed alone, and after others."""
-        tenant = submission.share.tenant
+        tenant = job.share.tenant
         if not tenant:
             return  # whoever has no name is everybody
-        self._queues[submission.model].isolated_until[tenant] = self._now + ISOLATION_S
-        for request in self._requests_of(tenant, submission.model):
+        self._queues[job.model].isolated_until[tenant] = self._now + ISOLATION_S
+        for request in self._requests_of(tenant, job.model):
             if request.is_waiting and not request.is_suspect:
                 request.is_suspect = True
                 self._enqueue(request)
@@ -353,11 +338,11 @@ class Router:
         """End what waits of a tenant; what is under way may be answered yet."""
         actions: list[Action] = []
         for request in self._requests_of(tenant, model):
-            submission = request.submission
+            job = request.job
             if not request.attempts:
                 actions += [
-                    Reject(submission.number, quarantined(submission)),
-                    *self._end(submission.number),
+                    Reject(job.number, quarantined(job)),
+                    *self._end(job.number),
                 ]
         return actions
 
@@ -367,13 +352,13 @@ class Router:
         return [
             request
             for request in self._requests.values()
-            if (request.submission.share.tenant, request.submission.model) == key
-            and request.submission.via is None
+            if (request.job.share.tenant, request.job.model) == key
+            and request.job.via is None
         ]
 
-    def _is_isolated(self, queue: Queue, submission: Submitted) -> bool:
+    def _is_isolated(self, queue: Queue, job: Submitted) -> bool:
         """Tell whether one of this tenant's was found poisonous not long ago."""
-        return queue.isolated_until.get(submission.share.tenant, 0.0) > self._now
+        return queue.isolated_until.get(job.share.tenant, 0.0) > self._now
 
     def _record_loss(self, request: Request, state: AttemptState) -> None:
         if not state.is_begun or state.is_done:
@@ -398,13 +383,13 @@ class Router:
             request.queued_losses += not event.is_returned
             request.is_suspect |= request.queued_losses >= SUSPECT_LOSSES
             actions += self._replay(request, state.replica, "it got no further")
-            models[request.submission.model] = None
+            models[request.job.model] = None
         return actions + [a for model in models for a in self._pump(model)]
 
     def _replay(self, request: Request, replica: str, why: str) -> list[Action]:
         """Have a request sent again, unless another attempt is under way."""
-        number = request.submission.number
-        queue = self._queues[request.submission.model]
+        number = request.job.number
+        queue = self._queues[request.job.model]
         if queue.isolated == number:
             queue.isolated = None
         if request.winner not in request.attempts:
@@ -437,34 +422,31 @@ class Router:
             self._enqueue(request)
             at = request.attempts[nth].replica
             actions.append(Replayed(number, at, "it or the next is silent"))
-            models[request.submission.model] = None
+            models[request.job.model] = None
         return actions + [a for model in models for a in self._pump(model)]
 
     # Waiting and sending.
 
     def _enqueue(self, request: Request) -> None:
-        queue = self._queues[request.submission.model]
+        queue = self._queues[request.job.model]
         was_waiting, request.is_waiting = request.is_waiting, True
-        submission, number = request.submission, request.submission.number
-        if submission.via is not None:
+        job, number = request.job, request.job.number
+        if job.via is not None:
             queue.probes.append(number)
         else:
             queue.regular.drop(number)  # it may be a suspect now
-            queue_of_kind = queue.suspects if request.is_suspect else queue.regular
-            queue_of_kind.put(number, submission.share, submission.rows, number)
+            waiting = queue.suspects if request.is_suspect else queue.regular
+            waiting.put(number, job.share, job.rows, number)
         if request.attempted == 0 and not was_waiting:
             queue.unsent += 1
-            queue.unsent_by_tenant[submission.share.tenant] += 1
-            queue.weights[submission.share.tenant] = submission.share.weight
+            queue.unsent_by_tenant[job.share.tenant] += 1
+            queue.weights[job.share.tenant] = job.share.weight
 
     def _dequeue(self, request: Request) -> None:
         request.is_waiting = False
-        queue, tenant = (
-            self._queues[request.submission.model],
-            request.submission.share.tenant,
-        )
-        queue.regular.drop(request.submission.number)
-        queue.suspects.drop(request.submission.number)
+        queue, tenant = self._queues[request.job.model], request.job.share.tenant
+        queue.regular.drop(request.job.number)
+        queue.suspects.drop(request.job.number)
         if request.attempted:
             return
         queue.unsent -= 1
@@ -506,7 +488,7 @@ class Router:
         if first is None or not queue.isolated_until:
             return first
         for number in queue.suspects.order():
-            if not self._is_isolated(queue, self._requests[number].submission):
+            if not self._is_isolated(queue, self._requests[number].job):
                 return number
         return first
 
@@ -522,7 +504,7 @@ class Router:
                 break
             queue.regular.take(number)
             actions.append(self._send(request, replica))
-        if number is None or self._requests[number].submission.session is None:
+        if number is None or self._requests[number].job.session is None:
             return actions
         # The replica of its session is full; others need not wait for that.
         for number in list(queue.regular.order()):
@@ -531,7 +513,7 @@ class Router:
             if replica is not None:
                 queue.regular.take(number)
                 actions.append(self._send(request, replica))
-            elif request.submission.session is None:
+            elif request.job.session is None:
                 break
         return actions
 
@@ -540,33 +522,33 @@ class Router:
         request.attempted += 1
         nth = request.attempted
         request.attempts[nth] = AttemptState(replica, is_solo=request.is_suspect)
-        attempt = (request.submission.number, nth)
+        attempt = (request.job.number, nth)
         self._held.setdefault(replica, {})[attempt] = None
         return Dispatch(replica, attempt, request.is_suspect)
 
     def _target(self, request: Request, route: Route, *, can_send: bool) -> str | None:
         """Return the replica of stage 0 that takes it now."""
-        via = request.submission.via
+        via = request.job.via
         if via is not None:
-            return self._probe_target(request.submission, via, route)
+            return self._probe_target(request.job, via, route)
         if not can_send:
             return None
         load = {name: len(held) for name, held in self._held.items()}
-        usable = self._usable(request.submission.model, route.version, 0)
+        usable = self._usable(request.job.model, route.version, 0)
         open_ = [n for n in usable if load.get(n, 0) < route.max_ongoing_requests]
-        if request.submission.session is None:
+        if request.job.session is None:
             return choose(open_, load, self._chance)
-        chosen = choose(usable, load, self._chance, request.submission.session)
+        chosen = choose(usable, load, self._chance, request.job.session)
         return chosen if chosen in open_ else None
 
     def _probe_target(
-        self, submission: Submitted, via: dict[int, str], route: Route
+        self, job: Submitted, via: dict[int, str], route: Route
     ) -> str | None:
         probed = [self._table.replicas.get(name) for name in via.values()]
         version = next((r.version for r in probed if r is not None), route.version)
         if 0 in via:
             return via[0] if via[0] in self._connected else None
-        replicas = self._table.stage(submission.model, version, 0)
+        replicas = self._table.stage(job.model, version, 0)
         candidates = first_ready(
             [r for r in replicas if r.name in self._connected - self._silent]
         )

@@ -96,10 +96,10 @@ class Run:
         self, number: int, deadline_at: float = 100.0, tenant: str = ""
     ) -> list[Action]:
         """Submit a request."""
-        submission = Submitted(
+        job = Submitted(
             number=number, model="m", deadline_at=deadline_at, share=Share(tenant)
         )
-        return self.handle(submission)
+        return self.handle(job)
 
 
 def dispatched(actions: list[Action]) -> list[tuple[str, int, int, bool]]:

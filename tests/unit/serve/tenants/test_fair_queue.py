@@ -148,8 +148,8 @@ def router(limit: int, window: int) -> Router:
 
 def submit(found: Router, number: int, share: Share) -> list[object]:
     """Hand in one request."""
-    submission = Submitted(number=number, model="m", deadline_at=1e9, share=share)
-    return list(found.handle(submission, 0.0))
+    job = Submitted(number=number, model="m", deadline_at=1e9, share=share)
+    return list(found.handle(job, 0.0))
 
 
 def test_flood_waits_behind_a_request_of_somebody_else() -> None:
