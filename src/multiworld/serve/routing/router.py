@@ -1,17 +1,19 @@
-"""What a router does with every request: dispatch, replay, hedge, quarantine. Pure.
+"""Router: dispatch, replay, hedging and isolation of poison requests. Pure.
 
-A router holds each request from its acceptance until its answer is out. It knows at
-which replica every attempt is: it places the first one itself, and a replica tells it
-when it *begins* a batch. So when a replica is lost, the router knows what it held:
+A router keeps each request until it is answered, and knows which replica holds each of
+its attempts: it chose the first one itself, and every replica reports the batches that
+it *begins*. So when a replica is lost, the router knows what it held:
 
-* what was only queued there is replayed at once (twice lost, it is suspected);
-* what was being computed is *suspect*: one of these may have killed the replica. They
-  are replayed one at a time, each alone in every batch, so that no innocent shares the
-  fate of a poisoned one. A request that was alone in two dying replicas is quarantined.
+* A request that was only queued there is replayed at once. After two such losses it
+  becomes a *suspect*.
+* A request that was being computed becomes a suspect at once: it may be a *poison
+  request*, one that kills replicas. Suspects are replayed in *isolation*: one at a
+  time, each alone in its batch, so that no other request is lost with a poison request.
+  A request in isolation while two replicas died is poison, and is refused.
 
-A replica that has been silent for a fraction of a second gets no new work, and what it
-holds is hedged: a second attempt goes elsewhere, the first answer counts. Execution is
-at least once, answers are delivered once.
+A replica that has been silent for a fraction of a second gets no new work. The requests
+that it holds are *hedged*: a second attempt goes to another replica, and the first
+answer counts. Requests execute at least once; answers are delivered once.
 """
 
 from __future__ import annotations
@@ -61,25 +63,24 @@ from multiworld.serve.transport.routing_table import (
 )
 
 POISON_LOSSES = 2
-"""Replicas that die while they compute one request and nothing else, until it is
-quarantined."""
+"""Replica losses during isolation that make a request a poison request."""
 
 SUSPECT_LOSSES = 2
-"""Replicas that die with a request in their queue, until it is suspected as well."""
+"""Replica losses while queued that make a request a suspect."""
 
 ISOLATION_S = 60.0
-"""For so long all requests of a tenant of which one was found poisonous are computed
-alone, and after others' that are."""
+"""Seconds after a poison request during which its tenant's requests to the model run in
+isolation, behind other suspects."""
 
 COMPACT = 1000
-"""Deadlines of ended requests that are kept for the sake of speed."""
+"""Deadlines of ended requests that are kept, because removing each at once is slow."""
 
 
 class Router:
-    """The account of one router.
+    """State of one router: its requests, queues, and what each replica holds.
 
     Args:
-        chance: Where choices are drawn from.
+        chance: Source of random numbers in [0, 1) for load balancing.
     """
 
     def __init__(self, chance: Chance) -> None:
@@ -98,26 +99,26 @@ class Router:
         return len(self._requests)
 
     def load(self) -> dict[str, int]:
-        """Return how many attempts are at each replica."""
+        """Return the number of attempts at each replica."""
         return {name: len(held) for name, held in self._held.items()}
 
     def waiting(self, model: str) -> int:
-        """Return how many requests wait to be sent for the first time."""
+        """Return the number of requests that were never sent."""
         queue = self._queues.get(model)
         return 0 if queue is None else queue.unsent
 
     def pending(self, model: str) -> int:
-        """Return how many requests wait to be sent, for the first time or again."""
+        """Return the number of waiting requests, replays included, probes excluded."""
         queue = self._queues.get(model)
         return 0 if queue is None else len(queue.regular) + len(queue.suspects)
 
     def missing(self, model: str) -> list[int]:
-        """Return the stages of a model that nothing can be sent to."""
+        """Return the stages of a model that have no usable replica."""
         route = self._table.routes.get(model)
         return [] if route is None else self._missing(model, route)
 
     def locations(self, number: int) -> list[str]:
-        """Return where a request is, for people."""
+        """Return the replicas that hold a request, or "waiting"; for error texts."""
         request = self._requests.get(number)
         if request is None:
             return []
@@ -125,7 +126,7 @@ class Router:
         return at or ["waiting"]
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Take note of ``event`` and return what to do, in order."""
+        """Update the state by ``event``; return the actions to carry out, in order."""
         self._now = now
         match event:
             case Submitted():
@@ -157,7 +158,7 @@ class Router:
             case Ticked():
                 return self._expire(now)
 
-    # Coming in and going out.
+    # Submission and completion.
 
     def _submitted(self, job: Submitted) -> list[Action]:
         queue = self._queues.setdefault(job.model, Queue())
@@ -171,11 +172,11 @@ class Router:
         return self._pump(job.model)
 
     def _is_full(self, queue: Queue, job: Submitted) -> bool:
-        """Tell whether a request is refused.
+        """Tell whether a request is shed because too many wait.
 
-        One tenant alone may fill the queue. Another still has its share of as much
-        again, and one request at least: so the queue of a router is at most twice
-        ``max_queued_requests`` long, and one more for every tenant.
+        One tenant alone may fill the queue up to ``max_queued_requests``. Other
+        tenants then share as much again by weight, at least one request each. So at
+        most twice ``max_queued_requests`` wait, plus one for each tenant.
         """
         limit = self._table.routes[job.model].max_queued_requests
         if queue.unsent < limit or self._has_room(job):
@@ -188,18 +189,18 @@ class Router:
         return own >= max(1.0, limit * share.weight / weights)
 
     def _has_room(self, job: Submitted) -> bool:
-        """Return whether it would be sent at once."""
+        """Tell whether a request could be sent at once."""
         queue, route = self._queues[job.model], self._table.routes[job.model]
         can_send = not queue.unsent and not self._missing(job.model, route)
         return can_send and self._target(Request(job), route, can_send=True) is not None
 
     def _reject_unserved(self) -> list[Action]:
-        """Refuse what waits for a model that is not served any more."""
+        """Reject requests that wait for a model that is no longer served."""
         actions: list[Action] = []
         for model in self._queues.keys() - self._table.routes.keys():
             for request in list(self._requests.values()):
                 if request.job.model == model and not request.attempts:
-                    error = UnknownModelError(f"model {model!r} is not served any more")
+                    error = UnknownModelError(f"model {model!r} is no longer served")
                     number = request.job.number
                     actions += [Reject(number, error), *self._end(number)]
         return actions
@@ -221,7 +222,7 @@ class Router:
         return [Reject(number, error), *self._end(number, keep=nth)]
 
     def _end(self, number: int, keep: int | None = None) -> list[Action]:
-        """Forget a request; what is under way of it is cancelled."""
+        """Forget a request and cancel its attempts, except attempt ``keep``."""
         request = self._requests.pop(number, None)
         if request is None:
             return []
@@ -260,7 +261,7 @@ class Router:
         at = ", ".join(self.locations(job.number)).replace("waiting", "the gateway")
         return too_late(job, at)
 
-    # Where it is.
+    # Progress.
 
     def _begun(self, event: Begun) -> list[Action]:
         models: dict[str, None] = {}
@@ -276,12 +277,12 @@ class Router:
             models[request.job.model] = None
         self._note_done(event)
         if event.replica not in self._connected:
-            # Word of a replica that is gone already.
+            # The replica was lost before its note arrived.
             return self._lost(Lost(event.replica))
         return [action for model in models for action in self._pump(model)]
 
     def _note_done(self, event: Begun) -> None:
-        """A replica computes one batch at a time: the one before has been ended."""
+        """Mark the previous batch as done: a replica computes one batch at a time."""
         for number, nth in self._computing.get(event.replica, ()):
             request = self._requests.get(number)
             state = None if request is None else request.attempts.get(nth)
@@ -300,7 +301,7 @@ class Router:
             state.replica = replica
         self._held.setdefault(replica, {})[attempt] = None
 
-    # What goes wrong.
+    # Failures.
 
     def _lost(self, event: Lost) -> list[Action]:
         self._connected.discard(event.replica)
@@ -319,15 +320,15 @@ class Router:
                     *self._end(number),
                 ]
             else:
-                why = "it has left" if event.is_polite else "it was lost"
+                why = "the replica left" if event.is_polite else "the replica was lost"
                 actions += self._replay(request, event.replica, why)
         return actions + self._pump_all()
 
     def _isolate_tenant(self, job: Submitted) -> None:
-        """Have what else comes of a tenant computed alone, and after others."""
+        """Isolate a tenant's requests for ``ISOLATION_S``, behind other suspects."""
         tenant = job.share.tenant
         if not tenant:
-            return  # whoever has no name is everybody
+            return  # clients without a key share this name: one must not slow others
         self._queues[job.model].isolated_until[tenant] = self._now + ISOLATION_S
         for request in self._requests_of(tenant, job.model):
             if request.is_waiting and not request.is_suspect:
@@ -335,7 +336,7 @@ class Router:
                 self._enqueue(request)
 
     def _tenant_quarantined(self, tenant: str, model: str) -> list[Action]:
-        """End what waits of a tenant; what is under way may be answered yet."""
+        """Reject a tenant's waiting requests; those under way may still be answered."""
         actions: list[Action] = []
         for request in self._requests_of(tenant, model):
             job = request.job
@@ -347,7 +348,7 @@ class Router:
         return actions
 
     def _requests_of(self, tenant: str, model: str) -> list[Request]:
-        """Return the requests of a tenant for a model; probes are nobody's."""
+        """Return a tenant's requests to a model, without probes."""
         key = tenant, model
         return [
             request
@@ -357,7 +358,7 @@ class Router:
         ]
 
     def _is_isolated(self, queue: Queue, job: Submitted) -> bool:
-        """Tell whether one of this tenant's was found poisonous not long ago."""
+        """Tell whether the tenant sent a poison request within ``ISOLATION_S``."""
         return queue.isolated_until.get(job.share.tenant, 0.0) > self._now
 
     def _record_loss(self, request: Request, state: AttemptState) -> None:
@@ -377,17 +378,19 @@ class Router:
             if request is None or state is None:
                 continue
             if self._stage_of(state.replica) >= event.stage:
-                continue  # it got there: its replica, or the loss of it, tells
+                continue  # it arrived: its replica reports it, or is lost
             del request.attempts[nth]
             self._held[state.replica].pop((number, nth), None)
             request.queued_losses += not event.is_returned
             request.is_suspect |= request.queued_losses >= SUSPECT_LOSSES
-            actions += self._replay(request, state.replica, "it got no further")
+            actions += self._replay(
+                request, state.replica, "it did not reach the next stage"
+            )
             models[request.job.model] = None
         return actions + [a for model in models for a in self._pump(model)]
 
     def _replay(self, request: Request, replica: str, why: str) -> list[Action]:
-        """Have a request sent again, unless another attempt is under way."""
+        """Queue a request for another attempt, unless one is under way."""
         number = request.job.number
         queue = self._queues[request.job.model]
         if queue.isolated == number:
@@ -395,7 +398,7 @@ class Router:
         if request.winner not in request.attempts:
             request.winner = None
         if request.is_waiting and request.is_suspect and not request.attempts:
-            self._enqueue(request)  # among the suspects now
+            self._enqueue(request)  # move it to the suspects
         if request.attempts or request.is_waiting:
             return []
         self._enqueue(request)
@@ -409,7 +412,7 @@ class Router:
         return self._stuck(tuple(sorted(self._held.get(replica, {}))))
 
     def _stuck(self, attempts: tuple[Attempt, ...]) -> list[Action]:
-        """Hedge, oldest first."""
+        """Hedge requests held by or sent to a silent replica, oldest first."""
         actions: list[Action] = []
         models: dict[str, None] = {}
         for number, nth in sorted(attempts):
@@ -421,11 +424,13 @@ class Router:
                 continue
             self._enqueue(request)
             at = request.attempts[nth].replica
-            actions.append(Replayed(number, at, "it or the next is silent"))
+            actions.append(
+                Replayed(number, at, "this replica or the next one is silent")
+            )
             models[request.job.model] = None
         return actions + [a for model in models for a in self._pump(model)]
 
-    # Waiting and sending.
+    # Queueing and sending.
 
     def _enqueue(self, request: Request) -> None:
         queue = self._queues[request.job.model]
@@ -434,7 +439,7 @@ class Router:
         if job.via is not None:
             queue.probes.append(number)
         else:
-            queue.regular.drop(number)  # it may be a suspect now
+            queue.regular.drop(number)  # it may have become a suspect
             waiting = queue.suspects if request.is_suspect else queue.regular
             waiting.put(number, job.share, job.rows, number)
         if request.attempted == 0 and not was_waiting:
@@ -458,7 +463,7 @@ class Router:
         return [action for model in self._queues for action in self._pump(model)]
 
     def _pump(self, model: str) -> list[Action]:
-        """Send what can be sent."""
+        """Send every waiting request that a replica has room for."""
         queue, route = self._queues[model], self._table.routes.get(model)
         actions: list[Action] = []
         if route is None:
@@ -483,7 +488,7 @@ class Router:
         return actions
 
     def _next_suspect(self, queue: Queue) -> int | None:
-        """Return the suspect whose turn it is; whose tenant killed something, later."""
+        """Return the next suspect; those of isolated tenants come last."""
         first = queue.suspects.next()
         if first is None or not queue.isolated_until:
             return first
@@ -495,7 +500,7 @@ class Router:
     def _send_regular(
         self, queue: Queue, route: Route, *, can_send: bool
     ) -> list[Action]:
-        """Send those whose turn it is, until there is no room for the next."""
+        """Send regular requests in fair order until there is no room for the next."""
         actions: list[Action] = []
         while (number := queue.regular.next()) is not None:
             request = self._requests[number]
@@ -506,7 +511,7 @@ class Router:
             actions.append(self._send(request, replica))
         if number is None or self._requests[number].job.session is None:
             return actions
-        # The replica of its session is full; others need not wait for that.
+        # Only the replica of its session is full: others need not wait for it.
         for number in list(queue.regular.order()):
             request = self._requests[number]
             replica = self._target(request, route, can_send=can_send)
@@ -527,7 +532,7 @@ class Router:
         return Dispatch(replica, attempt, request.is_suspect)
 
     def _target(self, request: Request, route: Route, *, can_send: bool) -> str | None:
-        """Return the replica of stage 0 that takes it now."""
+        """Return the replica of stage 0 that can take it now, or None."""
         via = request.job.via
         if via is not None:
             return self._probe_target(request.job, via, route)
@@ -555,11 +560,12 @@ class Router:
         return choose(candidates, self.load(), self._chance)
 
     def _missing(self, model: str, route: Route) -> list[int]:
-        """Return the stages that nothing can be sent to."""
+        """Return the stages of the active version that have no usable replica."""
         stages = range(route.stages.get(route.version, 0))
         return [s for s in stages if not self._usable(model, route.version, s)]
 
     def _usable(self, model: str, version: str, stage: int) -> list[str]:
+        """Return the replicas that are ready, connected and not silent."""
         return [
             replica.name
             for replica in self._table.stage(model, version, stage)
@@ -569,10 +575,10 @@ class Router:
         ]
 
     def validate(self) -> None:
-        """Check what always holds; for tests.
+        """Check the invariants; for tests.
 
         Raises:
-            AssertionError: It does not.
+            AssertionError: An invariant is violated.
         """
         for number, request in self._requests.items():
             assert request.is_waiting or request.attempts, f"{number} is nowhere"
