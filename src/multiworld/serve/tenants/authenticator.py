@@ -1,6 +1,6 @@
-"""Who comes to a gateway: whose key it is, what is left of its limits, what it uses.
+"""Authenticator of a gateway: API keys, limits, quarantine and usage. Shell.
 
-Shell: reads clocks and makes digests; decides nothing that its parts do not.
+It reads clocks and makes digests; its parts decide.
 """
 
 from __future__ import annotations
@@ -29,18 +29,31 @@ Post = tuple[str, str]
 """Model and version."""
 
 FORGET_S = 60.0
+"""Seconds between removals of outdated limits and quarantines."""
 
 NO_KEY = (
-    "this service needs an API key: send it as `Authorization: Bearer KEY` (or "
-    "X-API-Key); `multiworld tenants create NAME` makes one"
+    "this service needs an API key: send it as `Authorization: Bearer KEY` or "
+    "`X-API-Key: KEY`; `multiworld tenants create NAME` creates one"
 )
-NOT_OPERATOR = "metrics are for operators (multiworld tenants create --operator)"
-BAD_KEY = "this API key is not known here, or not any more"
+NOT_OPERATOR = (
+    "metrics need the API key of an operator; "
+    "`multiworld tenants create NAME --operator` creates one"
+)
+BAD_KEY = "API key is unknown, expired, revoked or suspended; use a valid one"
 
 
 @dataclass(slots=True, eq=False)
 class AdmittedRequest:
-    """One request, from when it is let in until it is answered."""
+    """A request that was admitted and is not answered yet.
+
+    Attributes:
+        tenant: Its tenant.
+        started_at: Monotonic time of its admission, in seconds.
+        bytes_in: Bytes of its body so far, as sent.
+        bytes_out: Bytes of its answer.
+        rows: Rows of its inputs.
+        is_refused: It was counted as refused.
+    """
 
     tenant: Tenant
     started_at: float
@@ -51,14 +64,19 @@ class AdmittedRequest:
 
 
 class Authenticator:
-    """The entrance of one gateway.
+    """Admits requests to one gateway, and keeps account of them.
 
     Args:
-        needs_key: Whether nobody gets in without one.
+        needs_key: Whether every request needs an API key.
 
     Attributes:
-        refused: How many were not let in, by tenant and reason.
-        gateways: Between which limits are divided.
+        needs_key: Whether every request needs an API key.
+        book: The tenants and their keys.
+        limiter: The rate limits.
+        quarantine: Poison requests and quarantined tenants.
+        meter: Usage that is not written down yet.
+        refused: Refused requests, by tenant and reason.
+        gateways: Number of gateways that share the limits.
     """
 
     def __init__(self, *, needs_key: bool) -> None:
@@ -72,10 +90,11 @@ class Authenticator:
         self._forget_at = 0.0
 
     def identify(self, headers: Mapping[str, str]) -> Tenant:
-        """Return whose request it is.
+        """Return the tenant of a request, by its headers.
 
         Raises:
-            UnauthorizedError: It has no key, or none that is known.
+            UnauthorizedError: The request has no key although one is needed, or its
+                key is not valid.
         """
         key = _key_in(headers)
         if not key:
@@ -87,16 +106,17 @@ class Authenticator:
         if tenant is not None:
             return tenant
         if not self.needs_key and not self.book.tenants:
-            return ANONYMOUS  # clients send one by habit: OpenAI's insist
+            return ANONYMOUS  # OpenAI's clients always send one
         self._count_refusal("", "wrong key")
         raise UnauthorizedError(BAD_KEY)
 
     def admit(self, headers: Mapping[str, str]) -> AdmittedRequest:
-        """Let a request in; ``leave`` must follow.
+        """Admit a request, by its headers; ``finish`` must follow.
 
         Raises:
-            UnauthorizedError: It has no key, or none that is known.
-            OverloadedError: Its tenant has used up what it may.
+            UnauthorizedError: The request has no key although one is needed, or its
+                key is not valid.
+            OverloadedError: Its tenant has reached a limit.
         """
         tenant, now = self.identify(headers), time.monotonic()
         if now >= self._forget_at:
@@ -110,7 +130,13 @@ class Authenticator:
         return AdmittedRequest(tenant, now)
 
     def finish(self, admitted: AdmittedRequest, model: str, status: int) -> None:
-        """Take note of how a request ended."""
+        """Count a finished request, and release its share of the limits.
+
+        Args:
+            admitted: The request.
+            model: Name of the model, for the usage.
+            status: HTTP status of the answer.
+        """
         self.limiter.release(admitted.tenant)
         self.limiter.spend(admitted.tenant, admitted.bytes_out)
         sums = self.meter.at(admitted.tenant.name, model, time.time())
@@ -123,15 +149,15 @@ class Authenticator:
         sums.seconds += time.monotonic() - admitted.started_at if status == 200 else 0.0
 
     def count_bytes(self, admitted: AdmittedRequest, size: int) -> None:
-        """Take note of bytes that have come, whatever becomes of them."""
+        """Count bytes of a body that have arrived, whatever becomes of the request."""
         admitted.bytes_in += size
         self.limiter.spend(admitted.tenant, size)
 
     def check_operator(self, headers: Mapping[str, str]) -> None:
-        """Let only those in who may see what concerns everybody.
+        """Check that a request may read data about all tenants.
 
         Raises:
-            UnauthorizedError: Keys are needed, and this is not an operator's.
+            UnauthorizedError: Keys are needed, and this request has no operator's.
         """
         if not self.needs_key:
             return
@@ -145,32 +171,33 @@ class Authenticator:
         self.meter.at(tenant, "", time.time()).refused += 1
 
     def _count_refusal_once(self, admitted: AdmittedRequest, why: str) -> None:
-        """Count a request that is refused, however many texts it had."""
+        """Count a refused request once, however many texts it had."""
         if not admitted.is_refused:
             admitted.is_refused = True
             self._count_refusal(admitted.tenant.name, why)
 
     def count_model_refusal(self, tenant: Tenant) -> None:
-        """Count that somebody asked for a model that it may not use."""
+        """Count a request for a model that its tenant may not use."""
         self._count_refusal(tenant.name, "model")
 
-    # Poison.
+    # Poison requests.
 
     def needs_digest(self, tenant: Tenant, post: Post) -> bool:
-        """Return whether ``check`` needs a digest."""
+        """Tell whether ``check_poison`` must be called for a tenant's requests."""
         model_key = f"{post[0]} {post[1]}"
         return self.quarantine.has_records(tenant.name, model_key)
 
     def check_poison(self, admitted: AdmittedRequest, post: Post, digest: str) -> None:
-        """Refuse what is known to kill replicas.
+        """Refuse poison requests, and all requests of a quarantined tenant.
 
         Args:
+            admitted: The request.
             post: Model and version.
-            digest: Of the request.
+            digest: Digest of the request's inputs.
 
         Raises:
-            QuarantinedError: Too much of this tenant's does.
-            RequestPoisonedError: This very request does.
+            QuarantinedError: The tenant is quarantined for this model.
+            RequestPoisonedError: This request is poison.
         """
         tenant, now = admitted.tenant, time.monotonic()
         model_key = f"{post[0]} {post[1]}"
@@ -178,29 +205,34 @@ class Authenticator:
         if quarantine_s:
             self._count_refusal_once(admitted, "quarantined")
             raise QuarantinedError(
-                f"several of your requests to model {post[0]!r} have killed the "
-                f"replicas that computed them; none is taken for {quarantine_s:.0f} s",
+                f"your requests to model {post[0]!r} are quarantined: several of them "
+                f"killed their replicas; retry in {quarantine_s:.0f} s, without those",
                 retry_after_s=quarantine_s,
             )
         if self.quarantine.is_poison(tenant.name, model_key, digest, now):
             self._count_refusal_once(admitted, "poisonous")
             raise RequestPoisonedError(
-                f"this request to model {post[0]!r} has killed the replicas that "
-                "computed it before; it is not tried again"
+                f"this request to model {post[0]!r} is a poison request: it killed the "
+                "replicas that computed it before; do not retry it"
             )
 
     def add_poison(self, tenant: str, post: Post, digest: str) -> float:
-        """Take note of a poisonous request, found here or at another gateway.
+        """Record a poison request, found here or at another gateway.
+
+        Args:
+            tenant: Name of its tenant.
+            post: Model and version.
+            digest: Digest of the request's inputs.
 
         Returns:
-            For how long all requests of its tenant to that model are refused.
+            Seconds for which the tenant is now quarantined; 0 if it is not.
         """
         model_key = f"{post[0]} {post[1]}"
         return self.quarantine.add(tenant, model_key, digest, time.monotonic())
 
 
 def digest_of(tensors: Tensors) -> str:
-    """Return what tells a request from others."""
+    """Return a digest of a request's inputs: names, dtypes, shapes and values."""
     found = hashlib.blake2b(digest_size=16)
     for name in sorted(tensors):
         tensor = plain(tensors[name])

@@ -1,9 +1,10 @@
-"""Which requests of whom are not tried again, as they kill what computes them. Pure.
+"""Quarantine: refusal of poison requests, and of tenants that send several. Pure.
 
-A router finds out which request kills replicas, at the price of two of them. The same
-request of the same tenant is then refused at once; and a tenant of which several have
-been found in a short time is refused for that model for a while, longer each time. What
-others ask is not touched by it, not even the very same request.
+A poison request kills the replicas that compute it; a router identifies one after it
+has killed two in isolation. From then on the same request of the same tenant is
+refused. A tenant that sends several poison requests to a model within a short time is
+quarantined: all its requests to that model are refused, for longer each time. Requests
+of other tenants are not affected, not even identical ones.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 POISON_S = 3600.0
-"""A request that was found poisonous is refused for so long."""
+"""Seconds for which a poison request is refused."""
 
 MAX_POISON = 1024
-"""Most of them that are remembered, of one tenant."""
+"""Most poison requests that are remembered, for each tenant and model."""
 
 POISON_LIMIT, WINDOW_S = 3, 300.0
-"""A tenant of which so many are found in so short a time is refused for a while …"""
+"""This many poison requests within ``WINDOW_S`` seconds quarantine their tenant."""
 
 FIRST_QUARANTINE_S, LONGEST_QUARANTINE_S = 30.0, 3600.0
-"""… of this length at first, and twice as long each time."""
+"""Seconds of a tenant's first quarantine, and of the longest; each doubles the last."""
 
 TenantModel = tuple[str, str]
 """Tenant and model."""
@@ -29,6 +30,15 @@ TenantModel = tuple[str, str]
 
 @dataclass(slots=True)
 class _Record:
+    """History of one tenant at one model.
+
+    Attributes:
+        poison: Digests of its poison requests, with the time of the latest loss.
+        found_at: Times of poison requests that count towards a quarantine.
+        quarantined_until: End of the latest quarantine.
+        quarantines: Quarantines so far.
+    """
+
     poison: OrderedDict[str, float] = field(default_factory=OrderedDict)
     found_at: list[float] = field(default_factory=list)
     quarantined_until: float = 0.0
@@ -36,19 +46,27 @@ class _Record:
 
 
 class Quarantine:
-    """What is known of poisonous requests, by tenant and model."""
+    """Poison requests and quarantines, by tenant and model. Times are in seconds."""
 
     def __init__(self) -> None:
         self._records: dict[TenantModel, _Record] = {}
 
     def has_records(self, tenant: str, model: str) -> bool:
-        """Return whether anything is known: only then is a digest needed."""
+        """Tell whether a tenant has sent poison; only then is a digest needed."""
         return (tenant, model) in self._records
 
     def add(self, tenant: str, model: str, digest: str, now: float) -> float:
-        """Take note of a poisonous request; return for how long its tenant is refused.
+        """Record a poison request.
 
-        0: it is not; only this request is.
+        Args:
+            tenant: Name of its tenant; empty for clients without a key, who share it
+                and are never quarantined for each other.
+            model: Model and version.
+            digest: Digest of the request.
+            now: Current time.
+
+        Returns:
+            Seconds for which the tenant is now quarantined; 0 if it is not.
         """
         record = self._records.setdefault((tenant, model), _Record())
         record.poison[digest] = now
@@ -56,7 +74,7 @@ class Quarantine:
         while len(record.poison) > MAX_POISON:
             record.poison.popitem(last=False)
         record.found_at = [at for at in record.found_at if now - at < WINDOW_S] + [now]
-        # Once it was refused for a while, one more is enough: it was warned.
+        # After a first quarantine a single poison request causes the next one.
         if tenant and (len(record.found_at) >= POISON_LIMIT or record.quarantines):
             length = min(
                 LONGEST_QUARANTINE_S, FIRST_QUARANTINE_S * 2.0**record.quarantines
@@ -70,18 +88,31 @@ class Quarantine:
         return 0.0
 
     def remaining_s(self, tenant: str, model: str, now: float) -> float:
-        """Return for how long all of a tenant's requests for a model are refused."""
+        """Return the seconds left of a tenant's quarantine; 0 without one.
+
+        Args:
+            tenant: Name of the tenant.
+            model: Model and version.
+            now: Current time.
+        """
         record = self._records.get((tenant, model))
         return 0.0 if record is None else max(0.0, record.quarantined_until - now)
 
     def is_poison(self, tenant: str, model: str, digest: str, now: float) -> bool:
-        """Return whether this request was found poisonous not long ago."""
+        """Tell whether a request was found to be poison within ``POISON_S``.
+
+        Args:
+            tenant: Name of its tenant.
+            model: Model and version.
+            digest: Digest of the request.
+            now: Current time.
+        """
         record = self._records.get((tenant, model))
         at = None if record is None else record.poison.get(digest)
         return at is not None and now - at < POISON_S
 
     def prune(self, now: float) -> None:
-        """Forget what is long ago."""
+        """Forget poison requests and quarantines that are too old to matter."""
         for tenant_model, record in list(self._records.items()):
             for digest, at in list(record.poison.items()):
                 if now - at >= POISON_S:
