@@ -1,4 +1,4 @@
-"""The HTTP interface of a gateway."""
+"""HTTP application of a gateway. Shell."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ from multiworld.serve.spec.dedicated import is_dedicated
 from multiworld.serve.tenants.authenticator import AdmittedRequest
 
 SERVER = {"name": "multiworld", "version": multiworld.__version__}
+"""Server metadata in the Open Inference Protocol."""
 
 
 def make_app(gateway: Gateway) -> FastAPI:
-    """Return the application of a gateway."""
-    app = FastAPIOffline(  # /docs needs no other site
+    """Return the HTTP application of a gateway."""
+    app = FastAPIOffline(  # /docs works without internet access
         title="multiworld",
         version=multiworld.__version__,
-        description="Models served by replicated stages.",
+        description="Models served as replicated pipeline stages.",
         redoc_url=None,
     )
     _health(app, gateway)
@@ -44,8 +45,8 @@ def make_app(gateway: Gateway) -> FastAPI:
     @app.exception_handler(405)
     async def unknown(request: Request, error: Any) -> Response:
         status = error.status_code
-        what = "no such address" if status == 404 else "not by this method"
-        text = f"{request.method} {request.url.path}: {what}; see /docs"
+        what = "not found" if status == 404 else "method not allowed"
+        text = f"{request.method} {request.url.path}: {what}; see /docs for the API"
         if not request.url.path.startswith("/v1"):
             return json_response({"error": text}, status)
         kind = {"type": "invalid_request_error", "param": None, "code": None}
@@ -63,41 +64,40 @@ def _health(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/health", tags=["health"])
     async def health() -> Response:
-        """Whether every model answers; 503 names the stages without a replica."""
+        """Report whether every model is ready; 503 lists stages without a replica."""
         is_ready, missing = readiness()
         status = "ok" if is_ready else "not ready"
         body: dict[str, Any] = {"status": status}
-        if (
-            not gateway.authenticator.needs_key
-        ):  # else the names of models are not for everybody
+        # Where keys are needed, the names of models are not public.
+        if not gateway.authenticator.needs_key:
             body["stages_without_replica"] = missing
         return json_response(body, 200 if is_ready else 503)
 
     @app.get("/v2/health/live", tags=["health"])
     async def live() -> Response:
-        """The gateway runs."""
+        """Report that the gateway runs."""
         return json_response({"live": True})
 
     @app.get("/v2/health/ready", tags=["health"])
     async def ready() -> Response:
-        """Whether every model answers."""
+        """Report whether every model is ready."""
         is_ready, _ = readiness()
         return json_response({"ready": is_ready}, 200 if is_ready else 503)
 
     @app.get("/version", tags=["health"])
     async def version() -> Response:
-        """The version of multiworld."""
+        """Return the version of multiworld."""
         return json_response({"version": multiworld.__version__})
 
     @app.get("/metrics", tags=["health"])
     async def metrics(request: Request) -> Response:
-        """What Prometheus reads; with the key of an operator, where keys are needed."""
+        """Return the Prometheus metrics; needs an operator's key if keys are on."""
         dispatcher, authenticator = gateway.dispatcher, gateway.authenticator
         try:
             authenticator.check_operator(request.headers)
         except ServeError as error:
             return error_response(error)
-        # With many tenants it is long: not on the loop, where everybody else waits.
+        # With many tenants the text is long: render it off the event loop.
         text = await asyncio.to_thread(
             gateway.metrics.render,
             dispatcher.report(),
@@ -146,7 +146,7 @@ def _inference(app: FastAPI, gateway: Gateway) -> None:
 
     @app.post("/v2/models/{name}/infer", tags=["inference"], openapi_extra=INFER)
     async def infer_active(name: str, request: Request) -> Response:
-        """Infer, with the version that answers now."""
+        """Run inference with the active version of a model."""
         return await respond(
             gateway,
             request,
@@ -161,7 +161,7 @@ def _inference(app: FastAPI, gateway: Gateway) -> None:
         openapi_extra=INFER,
     )
     async def infer_version(name: str, version: str, request: Request) -> Response:
-        """Infer, with this version only."""
+        """Run inference; fail unless this version is active."""
         return await respond(
             gateway,
             request,
@@ -172,12 +172,12 @@ def _inference(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/v2", tags=["inference"])
     async def server() -> Response:
-        """What this server is."""
+        """Return the server's name, version and extensions."""
         return json_response({**SERVER, "extensions": ["binary_tensor_data"]})
 
     @app.get("/v2/models", tags=["inference"])
     async def models(request: Request) -> Response:
-        """The models that are served."""
+        """List the models that the client may use."""
         try:
             names = gateway.names(gateway.authenticator.identify(request.headers))
         except ServeError as error:
@@ -189,7 +189,7 @@ def _inference(app: FastAPI, gateway: Gateway) -> None:
     async def metadata(
         name: str, request: Request, version: str | None = None
     ) -> Response:
-        """Inputs and outputs of a model."""
+        """Return the inputs and outputs of a model."""
         try:
             tenant = gateway.authenticator.identify(request.headers)
             current, model = gateway.model(name, version, tenant)
@@ -210,7 +210,7 @@ def _inference(app: FastAPI, gateway: Gateway) -> None:
     async def model_ready(
         name: str, request: Request, version: str | None = None
     ) -> Response:
-        """Whether every stage of a model has a replica."""
+        """Report whether every stage of a model has a replica."""
         try:
             tenant = gateway.authenticator.identify(request.headers)
             gateway.model(name, version, tenant)
@@ -227,6 +227,6 @@ def _spec(spec: Any) -> dict[str, Any]:
 
 
 def _session(parameters: dict[str, Any]) -> str | None:
-    """Return what keeps requests at the same replicas."""
+    """Return the session; its requests go to the same replicas."""
     given = parameters.get("sequence_id")
     return None if given in (None, 0, "") else str(given)

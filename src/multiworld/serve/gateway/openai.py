@@ -1,4 +1,4 @@
-"""The part of the HTTP interface that OpenAI's clients know."""
+"""OpenAI-compatible routes: models and embeddings. Shell."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from multiworld.serve.tenants.authenticator import AdmittedRequest
 
 
 def add_openai(app: FastAPI, gateway: Gateway) -> None:
-    """Add the routes."""
+    """Add the OpenAI-compatible routes to an application."""
 
     @app.get("/v1/models", tags=["openai"])
     async def models(request: Request) -> Response:
-        """The models that are served."""
+        """List the models that the client may use."""
         try:
             names = gateway.names(gateway.authenticator.identify(request.headers))
         except ServeError as error:
@@ -44,7 +44,7 @@ def add_openai(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/v1/models/{name}", tags=["openai"])
     async def model(name: str, request: Request) -> Response:
-        """One model."""
+        """Return one model."""
         try:
             gateway.model(name, None, gateway.authenticator.identify(request.headers))
         except ServeError as error:
@@ -81,9 +81,9 @@ def _embedding_request(body: bytes) -> dict[str, Any]:
     try:
         payload = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise InvalidRequestError(f"the body is no JSON: {error}") from error
+        raise InvalidRequestError(f"body is not valid JSON: {error}") from error
     if not isinstance(payload, dict) or not isinstance(payload.get("model"), str):
-        raise InvalidRequestError('the body needs "model": its name')
+        raise InvalidRequestError('body has no "model"; give the name of a model')
     texts = payload.get("input")
     texts = [texts] if isinstance(texts, str) else texts
     if (
@@ -92,16 +92,16 @@ def _embedding_request(body: bytes) -> dict[str, Any]:
         or not all(isinstance(text, str) and text for text in texts)
     ):
         raise InvalidRequestError(
-            '"input" must be a text or a list of texts, none of them empty (arrays of '
-            "tokens are not taken)"
+            '"input" must be a string or a list of strings, none of them empty; arrays '
+            "of tokens are not supported"
         )
     if len(texts) > MAX_TEXTS:
-        raise InvalidRequestError(f'"input" has more than {MAX_TEXTS} texts')
+        raise InvalidRequestError(f'"input" has more than {MAX_TEXTS} texts; split it')
     if payload.get("encoding_format", "float") not in ("float", "base64"):
         raise InvalidRequestError('"encoding_format" must be "float" or "base64"')
     dimensions = payload.get("dimensions")
     if dimensions is not None and type(dimensions) is not int:
-        raise InvalidRequestError('"dimensions" must be a number')
+        raise InvalidRequestError('"dimensions" must be an integer')
     return {
         "model": payload["model"],
         "texts": texts,
@@ -111,17 +111,17 @@ def _embedding_request(body: bytes) -> dict[str, Any]:
 
 
 MAX_TEXTS = 2048
-"""As OpenAI has it."""
+"""Most texts in one request; the same as OpenAI's limit."""
 
 WINDOW = 32
-"""Texts of one call that are under way at once: it shall not fill the queue."""
+"""Most texts of one request under way at once, so that it does not fill the queue."""
 
 
 def _check_dimensions(dimensions: int | None, model: Model) -> None:
     size = next((s.shape[-1] for s in model.outputs if s.name == model.embedding), -1)
     if dimensions is not None and dimensions != size:
         raise InvalidRequestError(
-            f'"dimensions" is {dimensions}, and this model makes {size}; leave it out'
+            f'"dimensions" is {dimensions}, but this model returns {size}; leave it out'
         )
 
 

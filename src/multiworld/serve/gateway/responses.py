@@ -1,4 +1,4 @@
-"""From a request to its answer: let in, answered, counted; errors in their forms."""
+"""HTTP responses: admission, counting, and the forms of errors. Shell."""
 
 from __future__ import annotations
 
@@ -23,11 +23,17 @@ from multiworld.serve.tenants.authenticator import AdmittedRequest
 logger = logging.getLogger("multiworld.serve")
 
 OFFLOAD_BYTES = 256 * 1024
-"""Bodies from this size on are parsed in a thread: others wait on the loop."""
+"""Bytes from which a body is parsed in a thread, so that it does not block the loop."""
 
 
 def json_response(data: Any, status: int = 200, headers: Any = None) -> Response:
-    """Return an answer in JSON."""
+    """Return a JSON response.
+
+    Args:
+        data: Content, as ``orjson`` encodes it.
+        status: HTTP status.
+        headers: Additional headers by name; None: none.
+    """
     return Response(orjson.dumps(data), status, headers, "application/json")
 
 
@@ -40,12 +46,12 @@ def _retry(error: ServeError) -> dict[str, str]:
 
 
 def error_response(error: ServeError) -> Response:
-    """Return an error as the Open Inference Protocol has it."""
+    """Return an error in the form of the Open Inference Protocol."""
     return json_response({"error": str(error)}, error.status, _retry(error))
 
 
 def openai_error_response(error: ServeError) -> Response:
-    """Return an error as OpenAI's clients read it."""
+    """Return an error in the form of OpenAI's API."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     code = "model_not_found" if isinstance(error, UnknownModelError) else None
     if error.status == 429:
@@ -57,6 +63,7 @@ def openai_error_response(error: ServeError) -> Response:
 
 
 Handler = Callable[[AdmittedRequest], Awaitable[Response]]
+"""Answers an admitted request."""
 
 
 async def respond(
@@ -66,9 +73,16 @@ async def respond(
     handler: Handler,
     error_response: Callable[[ServeError], Response],
 ) -> Response:
-    """Let a request in, answer it, and count it, however it ends.
+    """Admit a request, answer it, and count it, whatever its outcome.
 
-    Cancellation: counted as a request whose client has gone.
+    Args:
+        gateway: The gateway.
+        request: The HTTP request.
+        name: Name of the model, or a function that returns it after the answer.
+        handler: Answers the admitted request.
+        error_response: Renders an error.
+
+    Cancellation: Safe. The request is counted with status ``CLIENT_CLOSED``.
     """
     try:
         admitted = gateway.authenticator.admit(request.headers)
@@ -92,7 +106,7 @@ async def respond(
 
 
 CLIENT_CLOSED = 499
-"""What is counted for a request that nobody waits for any more."""
+"""Status counted for a request whose client disconnected; it is nginx's."""
 
 
 async def _handled(
@@ -105,15 +119,23 @@ async def _handled(
     except ServeError as error:
         return error_response(error)
     except Exception:
-        logger.exception("a request was not understood")
-        return error_response(ServeError("an error of the gateway itself; see its log"))
+        logger.exception("gateway failed to handle a request")
+        return error_response(ServeError("internal error of the gateway; see its log"))
 
 
 def timeout_of(request: Request, parameters: dict[str, Any]) -> float | None:
-    """Return the seconds that the client gives the request."""
+    """Return the client's timeout of a request in seconds; None: it gave none.
+
+    Args:
+        request: The HTTP request.
+        parameters: Parameters in its body.
+
+    Raises:
+        InvalidRequestError: The timeout is not valid.
+    """
     given: Any = parameters.get("timeout_s", request.headers.get("x-timeout-s"))
     if given is None and "timeout" in parameters:
-        given = parameters["timeout"]  # as Triton's clients give it
+        given = parameters["timeout"]  # Triton's clients send microseconds
         given = given / 1e6 if type(given) is int else given
     if given is None:
         return None
@@ -123,6 +145,6 @@ def timeout_of(request: Request, parameters: dict[str, Any]) -> float | None:
         seconds = -1.0
     if not 0 < seconds <= 86400:
         raise InvalidRequestError(
-            f"the time-out is {given!r}; give seconds, more than 0 and at most a day"
+            f"timeout {given!r} is not valid; give seconds, above 0 and at most 86400"
         )
     return seconds

@@ -97,7 +97,7 @@ def test_directory_finds_the_tenant_of_a_valid_key_only() -> None:
 
 
 def test_unknown_key_ids_are_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong id costs the same comparison as a wrong secret, so timing tells nothing."""
+    """A wrong id costs the same as a wrong secret, so timing reveals nothing."""
     compared: list[tuple[str, str]] = []
 
     def compare(one: str, other: str) -> bool:
