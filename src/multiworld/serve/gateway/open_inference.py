@@ -189,8 +189,8 @@ def _from_json(name: str, dtype: torch.dtype, count: int, data: Any) -> Tensor:
             isinstance(value, bool) and dtype is not torch.bool
         ):
             raise InvalidRequestError(
-                f"input {name!r}: {repr(value)[:SHOWN]} is not a valid {NAME_OF[dtype]} "
-                "value"
+                f"input {name!r}: {repr(value)[:SHOWN]} is not a valid "
+                f"{NAME_OF[dtype]} value"
             )
     try:
         return torch.tensor(flat, dtype=dtype)
@@ -199,7 +199,7 @@ def _from_json(name: str, dtype: torch.dtype, count: int, data: Any) -> Tensor:
 
 
 def _flat(data: list[Any]) -> list[Any]:
-    """Return the values of nested lists in order; flat lists are allowed, too."""
+    """Return the values of nested lists in order; also accept a flat list."""
     if not any(isinstance(value, list) for value in data):
         return data
     flat: list[Any] = []
