@@ -48,7 +48,7 @@ async def test_replica_that_outgrows_its_memory_is_ended_and_named(
                 service.until, lambda: service.stages() == [1, 2, 1], "all are back"
             )
         assert answer.status_code == 500, answer.text
-        assert "alone in 2 replicas" in answer.text
+        assert "2 replicas died" in answer.text
         ended = {e["name"] for e in service.events("outgrown")}
         assert 2 <= len(ended) <= 6, "in company, perhaps hedged; then twice alone"
         assert all(name.startswith("m/1/") for name in ended)

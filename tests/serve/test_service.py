@@ -173,7 +173,7 @@ async def test_poisoned_request_takes_no_innocent_with_it(
         answer = await asyncio.to_thread(service.infer, 1.0, code)
         await asyncio.sleep(0.5)
         assert answer.status_code == 500
-        assert "alone in 2 replicas" in answer.json()["error"]
+        assert "2 replicas died" in answer.json()["error"]
     died = [event for event in service.events() if told in event["text"]][before:]
     assert 2 <= len(died) <= 4, died
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from multiworld.errors import ServeError
 from multiworld.serve.control.client import WHO
 from multiworld.serve.control.tenant_manager import TenantManager
-from multiworld.serve.tenants.keys import FORM, PREFIX
+from multiworld.serve.tenants.keys import KEY_PATTERN, PREFIX
 
 logger = logging.getLogger("multiworld.serve")
 
@@ -158,7 +158,7 @@ def _shown(body: bytes) -> dict[str, Any]:
 def _cut(value: Any) -> Any:
     if not isinstance(value, str):
         return value
-    value = FORM.sub(rf"{PREFIX}-\1-…", value)  # somebody pasted a whole key
+    value = KEY_PATTERN.sub(rf"{PREFIX}-\1-…", value)  # somebody pasted a whole key
     if len(value) > SHOWN:
         return f"{value[:SHOWN]} … ({len(value)} characters)"
     return value

@@ -19,7 +19,7 @@ from multiworld.serve.spec.schema import NAME, PATTERNS
 from multiworld.serve.tenants.database import TenantDatabase
 from multiworld.serve.tenants.directory import Key, Tenant, tenant_from_json
 from multiworld.serve.tenants.keys import make_key, parse_key
-from multiworld.serve.tenants.quarantine import KNOWN_S
+from multiworld.serve.tenants.quarantine import POISON_S
 from multiworld.serve.transport.protocol import (
     AllTenants,
     Order,
@@ -92,7 +92,7 @@ class TenantManager:
                 is_first=begin == 0,
                 is_last=begin + CHUNK >= count,
             )
-        limit = time.time() - KNOWN_S
+        limit = time.time() - POISON_S
         for at, found in self._poison:
             if at > limit:
                 yield found

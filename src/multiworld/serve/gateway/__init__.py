@@ -1,1 +1,1 @@
-"""The HTTP side: Open Inference Protocol, OpenAI's embeddings, health and metrics."""
+"""HTTP gateway: Open Inference Protocol, OpenAI embeddings, health and metrics."""

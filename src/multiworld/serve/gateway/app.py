@@ -1,4 +1,4 @@
-"""The HTTP interface of a gateway."""
+"""HTTP application of a gateway. Shell."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from multiworld.serve.gateway.openapi import INFER
 from multiworld.serve.gateway.request_body import read_body, while_connected
 from multiworld.serve.gateway.responses import (
     OFFLOAD_BYTES,
-    answered,
-    deadline,
-    json_,
-    problem,
+    error_response,
+    json_response,
+    respond,
+    timeout_of,
 )
 from multiworld.serve.spec.dedicated import is_dedicated
-from multiworld.serve.tenants.authenticator import Visit
+from multiworld.serve.tenants.authenticator import AdmittedRequest
 
 SERVER = {"name": "multiworld", "version": multiworld.__version__}
+"""Server metadata in the Open Inference Protocol."""
 
 
 def make_app(gateway: Gateway) -> FastAPI:
-    """Return the application of a gateway."""
-    app = FastAPIOffline(  # /docs needs no other site
+    """Return the HTTP application of a gateway."""
+    app = FastAPIOffline(  # /docs works without internet access
         title="multiworld",
         version=multiworld.__version__,
-        description="Models served by replicated stages.",
+        description="Models served as replicated pipeline stages.",
         redoc_url=None,
     )
     _health(app, gateway)
@@ -44,12 +45,12 @@ def make_app(gateway: Gateway) -> FastAPI:
     @app.exception_handler(405)
     async def unknown(request: Request, error: Any) -> Response:
         status = error.status_code
-        what = "no such address" if status == 404 else "not by this method"
-        text = f"{request.method} {request.url.path}: {what}; see /docs"
+        what = "not found" if status == 404 else "method not allowed"
+        text = f"{request.method} {request.url.path}: {what}; see /docs for the API"
         if not request.url.path.startswith("/v1"):
-            return json_({"error": text}, status)
+            return json_response({"error": text}, status)
         kind = {"type": "invalid_request_error", "param": None, "code": None}
-        return json_({"error": {"message": text, **kind}}, status)
+        return json_response({"error": {"message": text, **kind}}, status)
 
     return app
 
@@ -57,81 +58,84 @@ def make_app(gateway: Gateway) -> FastAPI:
 def _health(app: FastAPI, gateway: Gateway) -> None:
     def readiness() -> tuple[bool, dict[str, Any]]:
         routes = gateway.dispatcher.table.routes
-        missing = {n: gateway.lacking(n) for n in routes if not is_dedicated(n)}
+        missing = {n: gateway.missing_stages(n) for n in routes if not is_dedicated(n)}
         is_ready = bool(routes) and not any(missing.values()) and not gateway.is_ending
         return is_ready, missing
 
     @app.get("/health", tags=["health"])
     async def health() -> Response:
-        """Whether every model answers; 503 names the stages without a replica."""
+        """Report whether every model is ready; 503 lists stages without a replica."""
         is_ready, missing = readiness()
         status = "ok" if is_ready else "not ready"
         body: dict[str, Any] = {"status": status}
-        if not gateway.door.needs_key:  # else the names of models are not for everybody
+        # Where keys are needed, the names of models are not public.
+        if not gateway.authenticator.needs_key:
             body["stages_without_replica"] = missing
-        return json_(body, 200 if is_ready else 503)
+        return json_response(body, 200 if is_ready else 503)
 
     @app.get("/v2/health/live", tags=["health"])
     async def live() -> Response:
-        """The gateway runs."""
-        return json_({"live": True})
+        """Report that the gateway runs."""
+        return json_response({"live": True})
 
     @app.get("/v2/health/ready", tags=["health"])
     async def ready() -> Response:
-        """Whether every model answers."""
+        """Report whether every model is ready."""
         is_ready, _ = readiness()
-        return json_({"ready": is_ready}, 200 if is_ready else 503)
+        return json_response({"ready": is_ready}, 200 if is_ready else 503)
 
     @app.get("/version", tags=["health"])
     async def version() -> Response:
-        """The version of multiworld."""
-        return json_({"version": multiworld.__version__})
+        """Return the version of multiworld."""
+        return json_response({"version": multiworld.__version__})
 
     @app.get("/metrics", tags=["health"])
     async def metrics(request: Request) -> Response:
-        """What Prometheus reads; with the key of an operator, where keys are needed."""
-        dispatcher, door = gateway.dispatcher, gateway.door
+        """Return the Prometheus metrics; needs an operator's key if keys are on."""
+        dispatcher, authenticator = gateway.dispatcher, gateway.authenticator
         try:
-            door.check_operator(request.headers)
+            authenticator.check_operator(request.headers)
         except ServeError as error:
-            return problem(error)
-        # With many tenants it is long: not on the loop, where everybody else waits.
+            return error_response(error)
+        # With many tenants the text is long: render it off the event loop.
         text = await asyncio.to_thread(
             gateway.metrics.render,
             dispatcher.report(),
             gateway.fleet,
             dispatcher.table,
-            dict(door.refused),
+            dict(authenticator.refused),
         )
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _inference(app: FastAPI, gateway: Gateway) -> None:
     async def infer(
-        visit: Visit, name: str, version: str | None, request: Request
+        admitted: AdmittedRequest, name: str, version: str | None, request: Request
     ) -> Response:
-        gateway.model(name, version, visit.tenant)
+        gateway.model(name, version, admitted.tenant)
         body = await read_body(
-            request, gateway.max_body_bytes, lambda n: gateway.door.took(visit, n)
+            request,
+            gateway.max_body_bytes,
+            lambda n: gateway.authenticator.count_bytes(admitted, n),
         )
-        current, model = gateway.model(name, version, visit.tenant)
+        current, model = gateway.model(name, version, admitted.tenant)
         length = request.headers.get("inference-header-content-length")
         if len(body) >= OFFLOAD_BYTES:
-            asked = await asyncio.to_thread(open_inference.parse, body, length, model)
+            parsed = await asyncio.to_thread(open_inference.parse, body, length, model)
         else:
-            asked = open_inference.parse(body, length, model)
+            parsed = open_inference.parse(body, length, model)
         answer = await while_connected(
             request,
             gateway.infer(
-                visit,
+                admitted,
                 name,
                 current,
-                asked.tensors,
-                deadline(request, asked.parameters),
-                _session(asked.parameters),
+                parsed.tensors,
+                timeout_of(request, parsed.parameters),
+                _session(parsed.parameters),
             ),
         )
-        content, head = open_inference.render(name, current, asked, answer)
+        content, head = open_inference.render(name, current, parsed, answer)
         if head is None:
             return Response(content, media_type="application/json")
         return Response(
@@ -142,9 +146,13 @@ def _inference(app: FastAPI, gateway: Gateway) -> None:
 
     @app.post("/v2/models/{name}/infer", tags=["inference"], openapi_extra=INFER)
     async def infer_active(name: str, request: Request) -> Response:
-        """Infer, with the version that answers now."""
-        return await answered(
-            gateway, request, name, lambda v: infer(v, name, None, request), problem
+        """Run inference with the active version of a model."""
+        return await respond(
+            gateway,
+            request,
+            name,
+            lambda v: infer(v, name, None, request),
+            error_response,
         )
 
     @app.post(
@@ -153,37 +161,41 @@ def _inference(app: FastAPI, gateway: Gateway) -> None:
         openapi_extra=INFER,
     )
     async def infer_version(name: str, version: str, request: Request) -> Response:
-        """Infer, with this version only."""
-        return await answered(
-            gateway, request, name, lambda v: infer(v, name, version, request), problem
+        """Run inference; fail unless this version is active."""
+        return await respond(
+            gateway,
+            request,
+            name,
+            lambda v: infer(v, name, version, request),
+            error_response,
         )
 
     @app.get("/v2", tags=["inference"])
     async def server() -> Response:
-        """What this server is."""
-        return json_({**SERVER, "extensions": ["binary_tensor_data"]})
+        """Return the server's name, version and extensions."""
+        return json_response({**SERVER, "extensions": ["binary_tensor_data"]})
 
     @app.get("/v2/models", tags=["inference"])
     async def models(request: Request) -> Response:
-        """The models that are served."""
+        """List the models that the client may use."""
         try:
-            names = gateway.names(gateway.door.who(request.headers))
+            names = gateway.names(gateway.authenticator.identify(request.headers))
         except ServeError as error:
-            return problem(error)
-        return json_({"models": [{"name": name} for name in names]})
+            return error_response(error)
+        return json_response({"models": [{"name": name} for name in names]})
 
     @app.get("/v2/models/{name}", tags=["inference"])
     @app.get("/v2/models/{name}/versions/{version}", tags=["inference"])
     async def metadata(
         name: str, request: Request, version: str | None = None
     ) -> Response:
-        """Inputs and outputs of a model."""
+        """Return the inputs and outputs of a model."""
         try:
-            tenant = gateway.door.who(request.headers)
+            tenant = gateway.authenticator.identify(request.headers)
             current, model = gateway.model(name, version, tenant)
         except ServeError as error:
-            return problem(error)
-        return json_(
+            return error_response(error)
+        return json_response(
             {
                 "name": name,
                 "versions": [current],
@@ -198,14 +210,16 @@ def _inference(app: FastAPI, gateway: Gateway) -> None:
     async def model_ready(
         name: str, request: Request, version: str | None = None
     ) -> Response:
-        """Whether every stage of a model has a replica."""
+        """Report whether every stage of a model has a replica."""
         try:
-            tenant = gateway.door.who(request.headers)
+            tenant = gateway.authenticator.identify(request.headers)
             gateway.model(name, version, tenant)
         except ServeError as error:
-            return problem(error)
+            return error_response(error)
         is_ready = gateway.is_ready(gateway.route(name, tenant))
-        return json_({"name": name, "ready": is_ready}, 200 if is_ready else 503)
+        return json_response(
+            {"name": name, "ready": is_ready}, 200 if is_ready else 503
+        )
 
 
 def _spec(spec: Any) -> dict[str, Any]:
@@ -213,6 +227,6 @@ def _spec(spec: Any) -> dict[str, Any]:
 
 
 def _session(parameters: dict[str, Any]) -> str | None:
-    """Return what keeps requests at the same replicas."""
+    """Return the session; its requests go to the same replicas."""
     given = parameters.get("sequence_id")
     return None if given in (None, 0, "") else str(given)

@@ -1,4 +1,4 @@
-"""uvicorn inside a process that has other things to do."""
+"""A uvicorn server for a process that handles signals itself. Shell."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import uvicorn
 
 
 class EmbeddedServer(uvicorn.Server):
-    """A server that leaves the signals to the process it is in."""
+    """A uvicorn server that leaves signals to its process."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
+        """Capture no signals."""
         yield

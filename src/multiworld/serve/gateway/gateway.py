@@ -1,4 +1,4 @@
-"""What the routes of a gateway share: its models, its door, its dispatcher."""
+"""State that the HTTP routes of a gateway share. Shell."""
 
 from __future__ import annotations
 
@@ -16,32 +16,49 @@ from multiworld.serve.gateway.metrics import Metrics
 from multiworld.serve.routing.dispatcher import NO_MODEL, Dispatcher
 from multiworld.serve.spec.dedicated import is_dedicated, route_of
 from multiworld.serve.spec.stage import Model, Tensors
-from multiworld.serve.tenants.authenticator import Authenticator, Post, Visit, digest_of
-from multiworld.serve.tenants.directory import NOBODY, Tenant
+from multiworld.serve.tenants.authenticator import (
+    AdmittedRequest,
+    Authenticator,
+    Post,
+    digest_of,
+)
+from multiworld.serve.tenants.directory import ANONYMOUS, Tenant
 from multiworld.serve.transport.collation import rows_of
 from multiworld.serve.transport.protocol import FleetReport
 
 LARGE_BYTES = 256 * 1024
+"""Bytes of inputs from which their digest is made in a thread."""
 
 
 class Gateway:
-    """What the routes need.
+    """Models, authenticator and dispatcher of a gateway.
+
+    Args:
+        dispatcher: Sends requests to replicas.
+        max_body_bytes: Most bytes of a request body.
+        authenticator: Admits requests; None: one that needs no keys.
 
     Attributes:
-        models: By name and version.
-        fleet: What the controller last told of replicas and events, for the metrics.
-        on_poison: Called with a tenant, a model and its version, and the digest of a
-            request that has killed replicas.
+        dispatcher: Sends requests to replicas.
+        max_body_bytes: Most bytes of a request body.
+        authenticator: Admits requests.
+        models: Loaded models, by name and version.
+        texts: Text frontends, by name and version of their model.
+        metrics: The metrics of this gateway.
+        fleet: Latest report of replicas and events from the controller.
+        on_poison: Called with the tenant, the model and version, and the digest of a
+            poison request found here.
+        is_ending: The gateway is shutting down.
     """
 
     def __init__(
         self,
         dispatcher: Dispatcher,
         max_body_bytes: int,
-        door: Authenticator | None = None,
+        authenticator: Authenticator | None = None,
     ) -> None:
         self.dispatcher, self.max_body_bytes = dispatcher, max_body_bytes
-        self.door = door or Authenticator(needs_key=False)
+        self.authenticator = authenticator or Authenticator(needs_key=False)
         self.on_poison: Callable[[str, Post, str], None] = lambda *_: None
         self.models: dict[str, dict[str, Model]] = {}
         self.texts: dict[tuple[str, str], Any] = {}
@@ -50,47 +67,54 @@ class Gateway:
         self.is_ending = False
 
     def may_use(self, tenant: Tenant, name: str) -> bool:
-        """Return whether a model is served that a tenant may use."""
+        """Tell whether a model is served and the tenant may use it."""
         is_served = name in self.dispatcher.table.routes and not is_dedicated(name)
         return is_served and tenant.may_use(name)
 
     def names(self, tenant: Tenant) -> list[str]:
-        """Return the models that a tenant may use."""
+        """Return the models that a tenant may use, sorted."""
         routes = self.dispatcher.table.routes
         return sorted(name for name in routes if self.may_use(tenant, name))
 
     def route(self, name: str, tenant: Tenant) -> str:
-        """Return the name under which a model is served to a tenant."""
+        """Return the name of a tenant's dedicated model, or of the shared one."""
         return route_of(name, tenant.name, self.dispatcher.table.routes)
 
     def model(
-        self, name: str, version: str | None = None, tenant: Tenant = NOBODY
+        self, name: str, version: str | None = None, tenant: Tenant = ANONYMOUS
     ) -> tuple[str, Model]:
-        """Return the version that answers, and its model.
+        """Return the active version of a model, and the model.
+
+        Args:
+            name: Name of the model.
+            version: The version that must be active; None: any.
+            tenant: The tenant that asks.
 
         Raises:
-            UnknownModelError: There is none that this tenant may use, or another
-                version answers.
+            UnknownModelError: No such model is served to this tenant, or another
+                version is active.
+            NoReplicaError: This gateway has not loaded the model yet.
         """
         routes = self.dispatcher.table.routes
         if not self.may_use(tenant, name):
             if name in routes:
-                self.door.refuse_model(tenant)
+                self.authenticator.count_model_refusal(tenant)
             known = ", ".join(self.names(tenant)) or "none"
             raise UnknownModelError(NO_MODEL.format(name, known))
         name = self.route(name, tenant)
         route = routes[name]
         if version is not None and version != route.version:
             raise UnknownModelError(
-                f"this model has version {route.version!r} now, not {version!r}"
+                f"active version of this model is {route.version!r}, not {version!r}; "
+                "use that one, or none"
             )
         model = self.models.get(name, {}).get(route.version)
         if model is None:
-            raise NoReplicaError(f"model {name!r} is not loaded here yet; try again")
+            raise NoReplicaError(f"model {name!r} is not loaded yet; retry later")
         return route.version, model
 
     def forget_versions(self) -> None:
-        """Forget the versions that are not in the table any more."""
+        """Forget the versions that are no longer in the table."""
         routes = self.dispatcher.table.routes
         for name, versions in list(self.models.items()):
             kept = routes[name].stages.keys() if name in routes else ()
@@ -99,20 +123,20 @@ class Gateway:
                 self.texts.pop((name, version), None)
 
     def is_ready(self, name: str) -> bool:
-        """Whether every stage of a model has a replica that is ready."""
-        return not self.lacking(name)
+        """Tell whether every stage of a model that needs a replica has a ready one."""
+        return not self.missing_stages(name)
 
-    def lacking(self, name: str) -> list[int]:
-        """Return the stages of a model without a replica that should have one.
+    def missing_stages(self, name: str) -> list[int]:
+        """Return the stages of a model that lack a ready replica.
 
-        Those that have none while nobody asks are not meant.
+        Stages that may scale to zero are left out.
         """
         on_demand = self.dispatcher.table.routes[name].on_demand
         return [s for s in self.dispatcher.missing(name) if s not in on_demand]
 
     async def infer(
         self,
-        visit: Visit,
+        admitted: AdmittedRequest,
         name: str,
         version: str,
         tensors: Tensors,
@@ -121,20 +145,29 @@ class Gateway:
     ) -> Tensors:
         """Return the answer to one request of a tenant.
 
-        Raises:
-            ServeError: Its kinds say what happened.
+        Args:
+            admitted: The request, as admitted; its rows are counted.
+            name: Name of the model.
+            version: The active version, for the quarantine.
+            tensors: Inputs of stage 0, by name; rows in dimension 0.
+            deadline_s: Seconds until the deadline; None: the model's default.
+            session: Requests of a tenant's session go to the same replicas.
 
-        Cancellation: the request is withdrawn, wherever it is.
+        Raises:
+            ServeError: The request was refused or failed; ``multiworld.errors`` lists
+                the subclasses.
+
+        Cancellation: Safe. The request is withdrawn, and its attempts are cancelled.
         """
-        tenant, post = visit.tenant, (name, version)
-        if self.door.is_suspicious(tenant, post):
-            self.door.check(visit, post, await _digest(tensors))
-        visit.rows += rows_of(tensors)
+        tenant, post = admitted.tenant, (name, version)
+        if self.authenticator.needs_digest(tenant, post):
+            self.authenticator.check_poison(admitted, post, await _digest(tensors))
+        admitted.rows += rows_of(tensors)
         served = self.route(name, tenant)
         try:
             return await self._infer(tenant, served, tensors, deadline_s, session)
         except UnknownModelError:
-            # Replicas that it had for itself were taken away meanwhile, or the model.
+            # The tenant's dedicated replicas, or the model, were removed meanwhile.
             if served == name or name not in self.dispatcher.table.routes:
                 known = ", ".join(self.names(tenant)) or "none"
                 raise UnknownModelError(NO_MODEL.format(name, known)) from None
@@ -146,9 +179,15 @@ class Gateway:
             raise
 
     def poisonous(self, tenant: str, post: Post, digest: str) -> None:
-        """Take note of a poisonous request; of many, nothing more is tried."""
-        if self.door.poisonous(tenant, post, digest):
-            self.dispatcher.ban(tenant, post[0])
+        """Record a poison request; reject waiting ones if its tenant is quarantined.
+
+        Args:
+            tenant: Name of its tenant.
+            post: Model and version.
+            digest: Digest of the request's inputs.
+        """
+        if self.authenticator.add_poison(tenant, post, digest):
+            self.dispatcher.quarantine(tenant, post[0])
 
     async def _infer(
         self,
@@ -167,14 +206,21 @@ class Gateway:
         )
 
     async def text(self, name: str, version: str, model: Model) -> Any:
-        """Return what turns text into inputs, loaded once.
+        """Return the text frontend of a model; load it once, in a thread.
+
+        Args:
+            name: Name of the model.
+            version: Its version.
+            model: The model.
 
         Raises:
             InvalidRequestError: The model takes no text.
+
+        Cancellation: Safe. Loading goes on in its thread; its result is dropped.
         """
         if model.text is None:
             raise InvalidRequestError(
-                f"model {name!r} takes no text; use /v2/models/{name}/infer"
+                f"model {name!r} takes no text; send tensors to /v2/models/{name}/infer"
             )
         if (name, version) not in self.texts:
             self.texts[name, version] = await asyncio.to_thread(model.text)
@@ -182,7 +228,7 @@ class Gateway:
 
 
 async def _digest(tensors: Tensors) -> str:
-    """Return a request's digest; that of a large one is made in a thread."""
+    """Return the digest of a request, made in a thread if it is large."""
     size = sum(tensor.nbytes for tensor in tensors.values())
     if size < LARGE_BYTES:
         return digest_of(tensors)

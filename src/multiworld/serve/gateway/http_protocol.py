@@ -1,4 +1,4 @@
-"""The HTTP of uvicorn, with bounds on what a connection may hold without asking."""
+"""uvicorn's HTTP protocol with limits on headers, time and connections. Shell."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 HEAD_BYTES = 64 * 1024
-"""Most bytes of a request's line and headers; what Apache and nginx take is less."""
+"""Most bytes of a request line and its headers; Apache and nginx allow less."""
 
 ANSWER = (
     "HTTP/1.1 {0}\r\ncontent-type: application/json\r\ncontent-length: {1}\r\n"
     "connection: close\r\n\r\n{2}"
 )
+"""Refusal, with the status, the length of the body, and the body."""
 
 
-def bounded(head_s: float, most: int) -> type[asyncio.Protocol]:
-    """Return a protocol for ``uvicorn.Config(http=...)``.
+def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
+    """Return a protocol class for ``uvicorn.Config(http=...)``.
 
     Args:
-        head_s: Seconds from a connection's begin, or a request's first byte, until its
-            headers are complete; then the answer is 408, and the connection is closed.
-        most: Connections at a time; one more is answered with 503 and closed.
+        head_s: Seconds from the start of a connection, or from the first byte of a
+            later request, until its headers must be complete. A slower client gets
+            408, and its connection is closed.
+        max_connections: Most connections at a time. One more gets 503 and is closed.
     """
 
     class Bounded(HttpToolsProtocol):
-        """One connection."""
+        """HTTP connection with limits."""
 
         def __init__(
             self, config: Config, server_state: ServerState, *args: Any, **kwargs: Any
@@ -39,8 +41,8 @@ def bounded(head_s: float, most: int) -> type[asyncio.Protocol]:
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            if len(self.connections) > most:
-                text = f"this gateway has {most} connections already; use fewer"
+            if len(self.connections) > max_connections:
+                text = f"gateway has {max_connections} connections; retry later"
                 self._refuse("503 Service Unavailable", text)
             else:
                 self._start_timer()
@@ -64,14 +66,14 @@ def bounded(head_s: float, most: int) -> type[asyncio.Protocol]:
             if self.transport.is_closing():
                 return
             super().data_received(data)
-            if self._timer is not None:  # the head is not complete
+            if self._timer is not None:  # the headers are not complete
                 self._head_bytes += len(data)
                 if self._head_bytes > HEAD_BYTES:
-                    text = f"the headers are longer than {HEAD_BYTES} bytes"
+                    text = f"headers are longer than {HEAD_BYTES} bytes; shorten them"
                     self._refuse("431 Request Header Fields Too Large", text)
 
         def _start_timer(self) -> None:
-            text = f"the headers took longer than {head_s:g} s"
+            text = f"headers took longer than {head_s:g} s; send them faster"
             self._timer = self.loop.call_later(
                 head_s, self._refuse, "408 Request Timeout", text
             )

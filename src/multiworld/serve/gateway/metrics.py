@@ -1,8 +1,8 @@
-"""What Prometheus reads of one gateway.
+"""Prometheus metrics of one gateway. Shell.
 
-Requests and latencies are this gateway's own. What replicas and the controller say of
-themselves comes by the controller every few seconds, and every gateway shows the same:
-sum over gateways for the former, take any of them for the latter.
+Metrics of requests and latencies cover this gateway only: sum them over gateways. The
+controller reports metrics of replicas and of the fleet every few seconds, and every
+gateway shows the same ones: read them from any one gateway.
 """
 
 from __future__ import annotations
@@ -27,28 +27,31 @@ from multiworld.serve.transport.protocol import (
 from multiworld.serve.transport.routing_table import RoutingTable
 
 Refused = Mapping[tuple[str, str], int]
+"""Refused requests, by tenant and reason."""
 
 LATENCY_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+"""Upper bounds of the latency histogram's buckets, in seconds."""
 
 OF_REPLICA = ("model", "version", "stage", "replica")
+"""Labels of a replica."""
 
 COUNTERS = {
     "requests": "Requests computed.",
-    "failed": "Requests that the model raised for.",
-    "cancelled": "Requests whose client had gone before they were computed.",
-    "dropped": "Requests that were handed on and may be lost.",
-    "stuck": "Requests that were handed to a replica which fell silent.",
-    "returned": "Requests given back, as the next stage had no replica.",
+    "failed": "Requests for which the model raised an error.",
+    "cancelled": "Requests cancelled before they were computed.",
+    "dropped": "Requests sent to the next stage that may be lost.",
+    "stuck": "Requests sent to a replica of the next stage that fell silent.",
+    "returned": "Requests that the next stage did not take; the gateway replays them.",
 }
 GAUGES = {
-    "queued": "Requests that wait to be computed.",
-    "computing": "Requests in the batch that is computed.",
-    "waiting_for_next": "Answers that wait for room at the next stage.",
+    "queued": "Requests waiting to be computed.",
+    "computing": "Requests in the batch being computed.",
+    "waiting_for_next": "Outputs waiting for room at the next stage.",
 }
 
 
 class Metrics:
-    """The metrics of one gateway, in a registry of their own."""
+    """Metrics of one gateway, in their own registry."""
 
     def __init__(self, gateway: str) -> None:
         self._registry = CollectorRegistry()
@@ -75,14 +78,14 @@ class Metrics:
         )
         self.tenant_seconds = Counter(
             "multiworld_tenant_seconds",
-            "Seconds that the answered requests of a tenant took, together.",
+            "Total seconds of the answered requests of a tenant.",
             ["tenant", "model"],
             registry=self._registry,
         )
         self._seen: dict[str, set[tuple[str, int]]] = {}
 
     def keep_tenants(self, names: Container[str]) -> None:
-        """Forget the numbers of tenants that are no more."""
+        """Remove the metrics of tenants that no longer exist."""
         for tenant in [name for name in self._seen if name not in names]:
             for model, status in self._seen.pop(tenant):
                 self.tenant_requests.remove(tenant, model, str(status))
@@ -90,7 +93,14 @@ class Metrics:
                     self.tenant_seconds.remove(tenant, model)
 
     def count(self, model: str, tenant: str, status: int, took_s: float) -> None:
-        """Count a request that has ended."""
+        """Count a finished request.
+
+        Args:
+            model: Name of the model.
+            tenant: Name of the tenant; empty for clients without a key.
+            status: HTTP status of the answer.
+            took_s: Seconds from its admission to its end.
+        """
         self.requests.labels(model, status).inc()
         if tenant:
             self.tenant_requests.labels(tenant, model, status).inc()
@@ -107,21 +117,21 @@ class Metrics:
         table: RoutingTable,
         refused: Refused | None = None,
     ) -> bytes:
-        """Return the text that Prometheus reads.
+        """Return the metrics in Prometheus's text format.
 
         Args:
-            report: Of the dispatcher.
-            fleet: What the controller last told: ``replicas``, the report of each by
-                name, and ``events``, how often what has happened.
-            table: Who serves what.
-            refused: How many requests were not let in, by tenant and reason.
+            report: Report of the dispatcher.
+            fleet: Latest report of the controller: ``replicas``, their reports by
+                name, and ``events``, counts by kind.
+            table: The routing table.
+            refused: Refused requests, by tenant and reason.
         """
         self._snapshot.show(report, fleet, table, refused or {})
         return generate_latest(self._registry)
 
 
 class _Snapshot(Collector):
-    """Numbers that are kept elsewhere, as they are at one moment."""
+    """Collector of numbers that other objects keep."""
 
     def __init__(self, gateway: str) -> None:
         self._gateway = gateway
@@ -137,7 +147,7 @@ class _Snapshot(Collector):
         table: RoutingTable,
         refused: Refused,
     ) -> None:
-        """Take the numbers of this moment."""
+        """Set the numbers that ``collect`` yields."""
         self._report, self._fleet, self._table = report, fleet, table
         self._refusals = refused
 
@@ -152,7 +162,7 @@ class _Snapshot(Collector):
     def _refused(self) -> Metric:
         refused = CounterMetricFamily(
             "multiworld_refused",
-            "Requests that were not let in, by tenant (none: no key that is known).",
+            "Requests refused, by reason and by tenant (empty: no valid key).",
             labels=["gateway", "tenant", "why"],
         )
         for (tenant, why), count in self._refusals.items():
@@ -163,14 +173,14 @@ class _Snapshot(Collector):
         own = [self._gateway]
         in_flight = GaugeMetricFamily(
             "multiworld_in_flight",
-            "Requests accepted, not answered.",
+            "Requests accepted and not answered.",
             labels=["gateway"],
         )
         in_flight.add_metric(own, report.in_flight)
         yield in_flight
         waiting = GaugeMetricFamily(
             "multiworld_waiting",
-            "Requests that wait at the gateway.",
+            "Requests waiting at the gateway.",
             labels=["gateway", "model"],
         )
         for model, count in report.waiting.items():
@@ -178,7 +188,7 @@ class _Snapshot(Collector):
         yield waiting
         attained = CounterMetricFamily(
             "multiworld_attained",
-            "Requests that were answered within objective_ms of their model.",
+            "Requests answered within objective_ms of their model.",
             labels=["gateway", "model"],
         )
         for model, count in report.attained.items():
@@ -186,7 +196,7 @@ class _Snapshot(Collector):
         yield attained
         missed = CounterMetricFamily(
             "multiworld_missed",
-            "Requests that were answered later, or not at all as too many waited.",
+            "Requests answered later, given up or refused by a full queue.",
             labels=["gateway", "model"],
         )
         for model, count in report.missed.items():
@@ -202,12 +212,12 @@ class _Snapshot(Collector):
         yield events
         held = GaugeMetricFamily(
             "multiworld_replica_in_flight",
-            "Attempts of this gateway's at a replica.",
+            "Attempts of this gateway at a replica.",
             labels=["gateway", *OF_REPLICA],
         )
         silent = GaugeMetricFamily(
             "multiworld_replica_silent",
-            "1 while a replica gives no sign.",
+            "1 while a replica is silent.",
             labels=["gateway", *OF_REPLICA],
         )
         for name in report.connected:
@@ -222,15 +232,15 @@ class _Snapshot(Collector):
             counter = CounterMetricFamily(
                 f"multiworld_replica_{what}", text, labels=OF_REPLICA
             )
-            for name, said in reports.items():
-                counter.add_metric(self._labels(name), said.counts.get(what, 0))
+            for name, report in reports.items():
+                counter.add_metric(self._labels(name), report.counts.get(what, 0))
             yield counter
         for what, text in GAUGES.items():
             gauge = GaugeMetricFamily(
                 f"multiworld_replica_{what}", text, labels=OF_REPLICA
             )
-            for name, said in reports.items():
-                gauge.add_metric(self._labels(name), float(getattr(said, what)))
+            for name, report in reports.items():
+                gauge.add_metric(self._labels(name), float(getattr(report, what)))
             yield gauge
         sizes = SummaryMetricFamily(
             "multiworld_batch_rows", "Rows of a batch.", labels=OF_REPLICA
@@ -238,18 +248,18 @@ class _Snapshot(Collector):
         times = SummaryMetricFamily(
             "multiworld_batch_seconds", "Seconds of a batch.", labels=OF_REPLICA
         )
-        for name, said in reports.items():
-            batches = said.counts.get("batches", 0)
+        for name, report in reports.items():
+            batches = report.counts.get("batches", 0)
             labels = self._labels(name)
-            sizes.add_metric(labels, batches, said.counts.get("rows", 0))
-            times.add_metric(labels, batches, said.computed_s)
+            sizes.add_metric(labels, batches, report.counts.get("rows", 0))
+            times.add_metric(labels, batches, report.computed_s)
         yield sizes
         yield times
 
     def _events(self, counts: Mapping[str, int]) -> Metric:
         events = CounterMetricFamily(
             "multiworld_fleet_events",
-            "What has happened to the fleet, by kind (lost, ready, scale, updated, …).",
+            "Events of the fleet, by kind (lost, ready, scale, updated, …).",
             labels=["kind"],
         )
         for kind, count in counts.items():

@@ -1,7 +1,7 @@
-"""Open Inference Protocol v2: request bodies to tensors, tensors to answers.
+"""Open Inference Protocol v2: parsing of requests, rendering of answers. Shell.
 
-JSON, and the binary tensor extension: the JSON part comes first, its length is in the
-header ``Inference-Header-Content-Length``, and the raw tensors follow in order.
+Supports JSON and the binary tensor extension: a JSON part whose length is in the header
+``Inference-Header-Content-Length``, followed by the raw tensors in order.
 https://github.com/kserve/open-inference-protocol
 """
 
@@ -21,19 +21,28 @@ from multiworld.serve.spec.stage import Model, Tensors, TensorSpec
 from multiworld.serve.transport.collation import rows_of
 
 MAX_DIMENSIONS = 16
+"""Most dimensions of a tensor."""
+
 MAX_DIGITS = 18
+"""Most digits of a length that is parsed; ``int`` takes long for millions of them."""
+
 MAX_ELEMENTS = 2**40
+"""Bound on the elements of a tensor, and on each size."""
+
 SHOWN = 80
-"""Characters of a wrong value that a message repeats."""
+"""Most characters of an invalid value that an error text repeats."""
 
 
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
-    """What a client asked for.
+    """A parsed inference request.
 
     Attributes:
-        outputs: Names, and whether each is wanted as binary; empty for all.
-        is_binary: Whether outputs that are not named are wanted as binary.
+        tensors: Inputs by name.
+        id: The client's id, which the answer repeats.
+        parameters: Parameters of the request.
+        outputs: Names of the requested outputs, and whether each is binary; empty: all.
+        is_binary: Whether outputs that are not named are binary.
     """
 
     tensors: Tensors
@@ -44,34 +53,43 @@ class InferenceRequest:
 
 
 def parse(body: bytes, header_length: str | None, model: Model) -> InferenceRequest:
-    """Read a request.
+    """Parse and check a request.
+
+    Args:
+        body: Body of the request: JSON, with raw tensors after it if a length is given.
+        header_length: Value of ``Inference-Header-Content-Length``; None: not given.
+        model: The model that the inputs must fit.
 
     Raises:
-        InvalidRequestError: It cannot be understood or does not fit the model; the
-            message says what to change.
+        InvalidRequestError: The request is malformed or does not fit the model; the
+            text says what to change.
     """
     length = _header_length(header_length, len(body))
     try:
-        said = orjson.loads(memoryview(body)[:length])
+        payload = orjson.loads(memoryview(body)[:length])
     except orjson.JSONDecodeError as error:
-        raise InvalidRequestError(f"the body is no JSON: {error}") from error
-    if not isinstance(said, dict) or not isinstance(said.get("inputs"), list):
-        raise InvalidRequestError('the body needs "inputs": a list of tensors')
-    parameters = _parameters(said)
+        raise InvalidRequestError(f"body is not valid JSON: {error}") from error
+    if not isinstance(payload, dict) or not isinstance(payload.get("inputs"), list):
+        raise InvalidRequestError('body has no "inputs"; give a list of tensors')
+    parameters = _parameters(payload)
     raw, offset = memoryview(body), length
     tensors: Tensors = {}
-    for item in said["inputs"]:
+    for item in payload["inputs"]:
         name, tensor, used = _input(item, raw[offset:])
         offset += used
         if name in tensors:
-            raise InvalidRequestError(f"input {name!r} is given twice")
+            raise InvalidRequestError(
+                f"input {name!r} occurs twice; give each input once"
+            )
         tensors[name] = tensor
     if offset != len(body):
         left = len(body) - offset
-        raise InvalidRequestError(f"{left} bytes of the body belong to no input")
+        raise InvalidRequestError(
+            f"body has {left} extra bytes after the last input; remove them"
+        )
     check(tensors, model)
-    request_id = said.get("id")
-    outputs, is_binary = _outputs(said, parameters, model)
+    request_id = payload.get("id")
+    outputs, is_binary = _outputs(payload, parameters, model)
     return InferenceRequest(tensors, _text(request_id), parameters, outputs, is_binary)
 
 
@@ -93,23 +111,23 @@ def _text(value: Any) -> str | None:
     return value
 
 
-def _parameters(said: dict[str, Any]) -> dict[str, Any]:
-    parameters = said.get("parameters") or {}
+def _parameters(payload: dict[str, Any]) -> dict[str, Any]:
+    parameters = payload.get("parameters") or {}
     if not isinstance(parameters, dict):
         raise InvalidRequestError('"parameters" must be an object')
     return parameters
 
 
 def _input(item: Any, rest: memoryview) -> tuple[str, Tensor, int]:
-    """Return the name, the tensor, and how many binary bytes it took."""
+    """Return the name, the tensor, and the number of binary bytes that it took."""
     if not isinstance(item, dict) or not isinstance(item.get("name"), str):
-        raise InvalidRequestError('every input needs a "name"')
+        raise InvalidRequestError('an input has no "name"; give each input a name')
     name, datatype = item["name"], item.get("datatype")
     dtype = TORCH_OF.get(datatype) if isinstance(datatype, str) else None
     if dtype is None:
         known = ", ".join(TORCH_OF)
         raise InvalidRequestError(
-            f"input {name!r}: datatype {datatype!r} is unknown here; there are {known}"
+            f"input {name!r}: datatype {datatype!r} is unknown; use one of {known}"
         )
     shape = item.get("shape")
     if (
@@ -124,7 +142,9 @@ def _input(item: Any, rest: memoryview) -> tuple[str, Tensor, int]:
     for size in shape:
         count *= size
     if count >= MAX_ELEMENTS:
-        raise InvalidRequestError(f"input {name!r}: shape {shape} is too large")
+        raise InvalidRequestError(
+            f"input {name!r}: shape {shape} is too large; split the request"
+        )
     binary = _parameters(item).get("binary_data_size")
     if binary is not None:
         tensor = _from_bytes(name, dtype, count, binary, rest)
@@ -138,11 +158,11 @@ def _from_bytes(
     wanted = count * dtype.itemsize
     if type(size) is not int or size != wanted:
         raise InvalidRequestError(
-            f"input {name!r}: binary_data_size is {size!r}, its shape needs {wanted}"
+            f"input {name!r}: binary_data_size is {size!r}; its shape needs {wanted}"
         )
     if len(rest) < wanted:
         raise InvalidRequestError(
-            f"input {name!r}: the body ends before its {wanted} bytes"
+            f"input {name!r}: body ends before its {wanted} bytes; send all of them"
         )
     if count == 0:
         return torch.empty(0, dtype=dtype)
@@ -154,12 +174,12 @@ def _from_bytes(
 def _from_json(name: str, dtype: torch.dtype, count: int, data: Any) -> Tensor:
     if not isinstance(data, list):
         raise InvalidRequestError(
-            f'input {name!r}: "data" must be a list (or give binary_data_size)'
+            f'input {name!r}: "data" must be a list; or give binary_data_size'
         )
     flat = _flat(data)
     if len(flat) != count:
         raise InvalidRequestError(
-            f"input {name!r}: {len(flat)} values in data, its shape needs {count}"
+            f"input {name!r}: {len(flat)} values in data; its shape needs {count}"
         )
     kinds: tuple[type, ...] = (int, float) if dtype.is_floating_point else (int,)
     if dtype is torch.bool:
@@ -169,7 +189,8 @@ def _from_json(name: str, dtype: torch.dtype, count: int, data: Any) -> Tensor:
             isinstance(value, bool) and dtype is not torch.bool
         ):
             raise InvalidRequestError(
-                f"input {name!r}: {repr(value)[:SHOWN]} is no {NAME_OF[dtype]}"
+                f"input {name!r}: {repr(value)[:SHOWN]} is not a valid "
+                f"{NAME_OF[dtype]} value"
             )
     try:
         return torch.tensor(flat, dtype=dtype)
@@ -178,7 +199,7 @@ def _from_json(name: str, dtype: torch.dtype, count: int, data: Any) -> Tensor:
 
 
 def _flat(data: list[Any]) -> list[Any]:
-    """Return the numbers of nested lists in order; the protocol allows both forms."""
+    """Return the values of nested lists in order; also accept a flat list."""
     if not any(isinstance(value, list) for value in data):
         return data
     flat: list[Any] = []
@@ -195,10 +216,10 @@ def _flat(data: list[Any]) -> list[Any]:
 
 
 def check(tensors: Tensors, model: Model) -> None:
-    """Compare inputs with what the model says of itself.
+    """Check inputs against the specs and the check of a model.
 
     Raises:
-        InvalidRequestError: They do not fit.
+        InvalidRequestError: The inputs do not fit the model.
     """
     if model.inputs:
         _check_specs(tensors, {spec.name: spec for spec in model.inputs})
@@ -210,7 +231,7 @@ def check(tensors: Tensors, model: Model) -> None:
 def _check_specs(tensors: Tensors, wanted: dict[str, TensorSpec]) -> None:
     if tensors.keys() != wanted.keys():
         raise InvalidRequestError(
-            f"the model takes the inputs {', '.join(wanted)}; given were "
+            f"model takes the inputs {', '.join(wanted)}; the request has "
             f"{', '.join(tensors) or 'none'}"
         )
     for name, tensor in tensors.items():
@@ -225,59 +246,74 @@ def _check_one(name: str, tensor: Tensor, spec: TensorSpec) -> None:
         )
     shape = tuple(tensor.shape)
     if len(shape) != len(spec.shape) or any(
-        size not in (-1, mine) for size, mine in zip(spec.shape, shape, strict=True)
+        size not in (-1, actual) for size, actual in zip(spec.shape, shape, strict=True)
     ):
         raise InvalidRequestError(
             f"input {name!r} must have shape {list(spec.shape)} (-1: any size); it has "
-            f"{list(shape)}"
+            f"shape {list(shape)}"
         )
     if 0 in shape:
-        raise InvalidRequestError(f"input {name!r} is empty: shape {list(shape)}")
+        raise InvalidRequestError(
+            f"input {name!r} is empty: shape {list(shape)}; every size must be above 0"
+        )
 
 
 def _outputs(
-    said: dict[str, Any], parameters: dict[str, Any], model: Model
+    payload: dict[str, Any], parameters: dict[str, Any], model: Model
 ) -> tuple[dict[str, bool], bool]:
     is_binary = parameters.get("binary_data_output") is True
-    listed = said.get("outputs") or []
+    listed = payload.get("outputs") or []
     if not isinstance(listed, list):
         raise InvalidRequestError('"outputs" must be a list')
     wanted: dict[str, bool] = {}
     for item in listed:
         if not isinstance(item, dict) or not isinstance(item.get("name"), str):
-            raise InvalidRequestError('every output needs a "name"')
+            raise InvalidRequestError(
+                'an output has no "name"; give each output a name'
+            )
         wanted[item["name"]] = _parameters(item).get("binary_data", is_binary) is True
     known = {spec.name for spec in model.outputs}
     unknown = wanted.keys() - known
     if known and unknown:
         raise InvalidRequestError(
-            f"the model has the outputs {', '.join(sorted(known))}; asked for was "
+            f"model has the outputs {', '.join(sorted(known))}; the request wants "
             f"{', '.join(sorted(unknown))}"
         )
     return wanted, is_binary
 
 
 def render(
-    name: str, version: str, asked: InferenceRequest, tensors: Tensors
+    name: str, version: str, request: InferenceRequest, tensors: Tensors
 ) -> tuple[bytes, int | None]:
-    """Return the body of an answer, and the length of its JSON part if more follows.
+    """Return the body of an answer, and the length of its JSON part.
+
+    Args:
+        name: Name of the model.
+        version: Its version.
+        request: The request.
+        tensors: Outputs by name.
+
+    Returns:
+        The body, and the length of its JSON part in bytes; None if all of it is JSON.
 
     Raises:
-        InvalidRequestError: An output was asked for that there is not.
+        InvalidRequestError: The request wants an output that the model did not return.
     """
-    missing = asked.outputs.keys() - tensors.keys()
+    missing = request.outputs.keys() - tensors.keys()
     if missing:
-        raise InvalidRequestError(f"there is no output {', '.join(sorted(missing))}")
+        raise InvalidRequestError(
+            f"model returned no output {', '.join(sorted(missing))}; leave it out"
+        )
     outputs, blobs = [], []
-    for label in asked.outputs or tensors:
+    for label in request.outputs or tensors:
         tensor = tensors[label]
         item: dict[str, Any] = {
             "name": label,
             "datatype": NAME_OF[tensor.dtype],
             "shape": list(tensor.shape),
         }
-        if asked.outputs.get(label, asked.is_binary):
-            whole = plain(tensor)  # kept alive while its memory is read
+        if request.outputs.get(label, request.is_binary):
+            whole = plain(tensor)  # keeps the memory alive while it is read
             blob = bytes(memory_of(whole))
             item["parameters"] = {"binary_data_size": len(blob)}
             blobs.append(blob)
@@ -285,8 +321,8 @@ def render(
             item["data"] = tensor.reshape(-1).tolist()
         outputs.append(item)
     answer: dict[str, Any] = {"model_name": name, "model_version": version}
-    if asked.id is not None:
-        answer["id"] = asked.id
+    if request.id is not None:
+        answer["id"] = request.id
     head = orjson.dumps({**answer, "outputs": outputs})
     if not blobs:
         return head, None

@@ -1,4 +1,4 @@
-"""What /docs says of bodies that are read by hand, for speed."""
+"""OpenAPI descriptions of bodies that the gateway parses itself, for speed. Shell."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from typing import Any
 from multiworld.serve.spec.datatypes import TORCH_OF
 
 _ERRORS = {
-    400: "The request cannot be understood, or does not fit the model.",
-    404: "No such model, or another version of it answers.",
+    400: "The request is malformed or does not fit the model.",
+    404: "The model is unknown, or another version of it is active.",
     408: "The body did not arrive in time.",
     413: "The body is too large (gateway.max_body_mb).",
-    415: "The body is compressed in a way that is not known here.",
-    429: "The queue is full; Retry-After says when to come again.",
-    500: "The model raised for this request, or it killed two replicas.",
-    503: "A stage had no replica until the deadline; see Retry-After.",
-    504: "The deadline has passed.",
+    415: "The Content-Encoding is not supported.",
+    429: "The queue is full, a limit is reached, or the tenant is quarantined; see "
+    "Retry-After.",
+    500: "The model raised an error, or the request is a poison request.",
+    503: "A stage had no replica before the deadline; see Retry-After.",
+    504: "The request missed its deadline.",
 }
 
 _TENSOR = {
@@ -36,7 +37,7 @@ _TENSOR = {
 _TIMEOUT = {
     "name": "X-Timeout-S",
     "in": "header",
-    "description": "Seconds that the request may take; the model's by default.",
+    "description": "Seconds until the deadline of the request; default: the model's.",
     "schema": {"type": "number"},
 }
 
@@ -80,7 +81,7 @@ INFER = _described(
         {
             "name": "Inference-Header-Content-Length",
             "in": "header",
-            "description": "Bytes of the JSON part, where raw tensors follow it.",
+            "description": "Bytes of the JSON part, if raw tensors follow it.",
             "schema": {"type": "integer"},
         },
     ],

@@ -1,4 +1,4 @@
-"""Reading a request's body within limits, and giving up when its client has gone."""
+"""Request bodies: reading within limits, cancelling on disconnect. Shell."""
 
 from __future__ import annotations
 
@@ -14,47 +14,56 @@ from multiworld.errors import InvalidRequestError
 T = TypeVar("T")
 
 BODY_S = 30.0
-"""How long a client may send nothing of a body that is not complete."""
+"""Most seconds between two parts of a body."""
 
 WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+"""``zlib`` window bits of the supported encodings."""
 
 
 class TooLargeError(InvalidRequestError):
-    """The body is larger than the gateway takes."""
+    """The body is larger than the gateway accepts."""
 
     status = 413
 
 
 class TooSlowError(InvalidRequestError):
-    """The client takes too long to send its body."""
+    """The client sends its body too slowly."""
 
     status = 408
 
 
 class UnknownEncodingError(InvalidRequestError):
-    """The body is compressed in a way that is not known here."""
+    """The encoding of the body is not supported."""
 
     status = 415
 
 
 class ClientGoneError(InvalidRequestError):
-    """The client hung up; nobody reads the answer."""
+    """The client disconnected; nobody reads the answer."""
 
     status = 499
 
 
 async def read_body(
-    request: Request, limit_bytes: int, took: Callable[[int], None] = lambda size: None
+    request: Request,
+    limit_bytes: int,
+    on_bytes: Callable[[int], None] = lambda size: None,
 ) -> bytes:
-    """Return the body.
+    """Return the decompressed body of a request.
 
     Args:
-        took: Called with the size of each part, whatever becomes of the whole.
+        request: The request.
+        limit_bytes: Most bytes of the body, both as sent and decompressed.
+        on_bytes: Called with the size of each part that arrives.
 
     Raises:
-        TooLargeError, TooSlowError, ClientGoneError: As their names say.
+        TooLargeError: The body is larger than ``limit_bytes``.
+        TooSlowError: No part of the body arrived for ``BODY_S``.
+        ClientGoneError: The client disconnected.
+        UnknownEncodingError: Its Content-Encoding is not supported.
+        InvalidRequestError: The body cannot be decompressed.
 
-    Cancellation: safe.
+    Cancellation: Safe. The body read so far is dropped.
     """
     length = request.headers.get("content-length", "")
     if length.isdigit() and (len(length) > 18 or int(length) > limit_bytes):
@@ -66,15 +75,15 @@ async def read_body(
             async for part in request.stream():
                 limit.reschedule(asyncio.get_running_loop().time() + BODY_S)
                 size += len(part)
-                took(len(part))
+                on_bytes(len(part))
                 if size > limit_bytes:
                     raise _too_large(limit_bytes)
                 parts.append(part)
     except TimeoutError:
-        why = f"nothing more of the body arrived within {BODY_S:g} s"
+        why = f"no more of the body arrived for {BODY_S:g} s; send it faster"
         raise TooSlowError(why) from None
     except ClientDisconnect:
-        raise ClientGoneError("the client has gone") from None
+        raise ClientGoneError("client disconnected before the answer") from None
     whole = parts[0] if len(parts) == 1 else b"".join(parts)
     encoding = request.headers.get("content-encoding", "identity").lower()
     if encoding == "identity":
@@ -83,55 +92,58 @@ async def read_body(
 
 
 def _unpacked(body: bytes, encoding: str, limit_bytes: int) -> bytes:
-    """Return what a compressed body holds, if it is within the limit.
+    """Return the decompressed body.
 
     Raises:
-        UnknownEncodingError, TooLargeError, InvalidRequestError: As their names say.
+        UnknownEncodingError: The encoding is not supported.
+        TooLargeError: The decompressed body is larger than ``limit_bytes``.
+        InvalidRequestError: The body cannot be decompressed, or is incomplete.
     """
     if encoding not in WINDOW_BITS:
         raise UnknownEncodingError(
-            f"Content-Encoding {encoding!r} is not known here; send gzip, deflate, or "
-            "none"
+            f"Content-Encoding {encoding!r} is not supported; send gzip, deflate or "
+            "no compression"
         )
     reader = zlib.decompressobj(WINDOW_BITS[encoding])
     try:
         plain = reader.decompress(body, limit_bytes + 1)
     except zlib.error as error:
-        raise InvalidRequestError(f"the body is no {encoding}: {error}") from error
+        raise InvalidRequestError(f"body is not valid {encoding}: {error}") from error
     if len(plain) > limit_bytes:
         raise _too_large(limit_bytes)
     if not reader.eof:
-        raise InvalidRequestError(f"the body is {encoding} that ends too early")
+        raise InvalidRequestError(f"{encoding} body is incomplete; send all of it")
     return plain
 
 
 def _too_large(limit_bytes: int) -> TooLargeError:
     return TooLargeError(
-        f"the body is larger than {limit_bytes / 2**20:g} MiB (gateway.max_body_mb)"
+        f"body is larger than {limit_bytes / 2**20:g} MiB; send less, or raise "
+        "gateway.max_body_mb"
     )
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return what ``work`` returns; cancel it when the client hangs up.
+    """Return the result of ``work``; cancel it when the client disconnects.
 
     Raises:
-        ClientGoneError: It has.
+        ClientGoneError: The client disconnected.
 
-    Cancellation: ``work`` is cancelled, too.
+    Cancellation: Safe. ``work`` is cancelled, too.
     """
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_gone(request))
+    disconnected = asyncio.ensure_future(_disconnected(request))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise ClientGoneError("the client has gone")
+        raise ClientGoneError("client disconnected before the answer")
     finally:
-        for one in (task, gone):
+        for one in (task, disconnected):
             one.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        await asyncio.gather(task, disconnected, return_exceptions=True)
 
 
-async def _gone(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,4 @@
-"""From a request to its answer: let in, answered, counted; errors in their forms."""
+"""HTTP responses: admission, counting, and the forms of errors. Shell."""
 
 from __future__ import annotations
 
@@ -18,16 +18,22 @@ from multiworld.errors import (
     UnknownModelError,
 )
 from multiworld.serve.gateway.gateway import Gateway
-from multiworld.serve.tenants.authenticator import Visit
+from multiworld.serve.tenants.authenticator import AdmittedRequest
 
 logger = logging.getLogger("multiworld.serve")
 
 OFFLOAD_BYTES = 256 * 1024
-"""Bodies from this size on are parsed in a thread: others wait on the loop."""
+"""Bytes from which a body is parsed in a thread, so that it does not block the loop."""
 
 
-def json_(data: Any, status: int = 200, headers: Any = None) -> Response:
-    """Return an answer in JSON."""
+def json_response(data: Any, status: int = 200, headers: Any = None) -> Response:
+    """Return a JSON response.
+
+    Args:
+        data: Content, as ``orjson`` encodes it.
+        status: HTTP status.
+        headers: Additional headers by name; None: none.
+    """
     return Response(orjson.dumps(data), status, headers, "application/json")
 
 
@@ -39,13 +45,13 @@ def _retry(error: ServeError) -> dict[str, str]:
     return found
 
 
-def problem(error: ServeError) -> Response:
-    """Return an error as the Open Inference Protocol has it."""
-    return json_({"error": str(error)}, error.status, _retry(error))
+def error_response(error: ServeError) -> Response:
+    """Return an error in the form of the Open Inference Protocol."""
+    return json_response({"error": str(error)}, error.status, _retry(error))
 
 
-def openai_problem(error: ServeError) -> Response:
-    """Return an error as OpenAI's clients read it."""
+def openai_error_response(error: ServeError) -> Response:
+    """Return an error in the form of OpenAI's API."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     code = "model_not_found" if isinstance(error, UnknownModelError) else None
     if error.status == 429:
@@ -53,65 +59,83 @@ def openai_problem(error: ServeError) -> Response:
     if isinstance(error, UnauthorizedError):
         code = "invalid_api_key"
     body = {"message": str(error), "type": kind, "param": None, "code": code}
-    return json_({"error": body}, error.status, _retry(error))
+    return json_response({"error": body}, error.status, _retry(error))
 
 
-Handler = Callable[[Visit], Awaitable[Response]]
+Handler = Callable[[AdmittedRequest], Awaitable[Response]]
+"""Answers an admitted request."""
 
 
-async def answered(
+async def respond(
     gateway: Gateway,
     request: Request,
     name: str | Callable[[], str],
     handler: Handler,
-    problem: Callable[[ServeError], Response],
+    error_response: Callable[[ServeError], Response],
 ) -> Response:
-    """Let a request in, answer it, and count it, however it ends.
+    """Admit a request, answer it, and count it, whatever its outcome.
 
-    Cancellation: counted as a request whose client has gone.
+    Args:
+        gateway: The gateway.
+        request: The HTTP request.
+        name: Name of the model, or a function that returns it after the answer.
+        handler: Answers the admitted request.
+        error_response: Renders an error.
+
+    Cancellation: Safe. The request is counted with status ``CLIENT_CLOSED``.
     """
     try:
-        visit = gateway.door.enter(request.headers)
+        admitted = gateway.authenticator.admit(request.headers)
     except ServeError as error:
-        response = problem(error)
+        response = error_response(error)
         gateway.metrics.requests.labels("unknown", response.status_code).inc()
         return response
-    status = GONE
+    status = CLIENT_CLOSED
     try:
-        response = await _handled(visit, handler, problem)
-        visit.bytes_out = len(response.body)
+        response = await _handled(admitted, handler, error_response)
+        admitted.bytes_out = len(response.body)
         status = response.status_code
     finally:
-        asked = name() if callable(name) else name
-        is_known = gateway.may_use(visit.tenant, asked)
-        label = asked if is_known else "unknown"
-        gateway.door.leave(visit, label, status)
-        took_s = time.monotonic() - visit.began
-        gateway.metrics.count(label, visit.tenant.name, status, took_s)
+        model = name() if callable(name) else name
+        is_known = gateway.may_use(admitted.tenant, model)
+        label = model if is_known else "unknown"
+        gateway.authenticator.finish(admitted, label, status)
+        took_s = time.monotonic() - admitted.started_at
+        gateway.metrics.count(label, admitted.tenant.name, status, took_s)
     return response
 
 
-GONE = 499
-"""What is counted for a request that nobody waits for any more."""
+CLIENT_CLOSED = 499
+"""Status counted for a request whose client disconnected; it is nginx's."""
 
 
 async def _handled(
-    visit: Visit, handler: Handler, problem: Callable[[ServeError], Response]
+    admitted: AdmittedRequest,
+    handler: Handler,
+    error_response: Callable[[ServeError], Response],
 ) -> Response:
     try:
-        return await handler(visit)
+        return await handler(admitted)
     except ServeError as error:
-        return problem(error)
+        return error_response(error)
     except Exception:
-        logger.exception("a request was not understood")
-        return problem(ServeError("an error of the gateway itself; see its log"))
+        logger.exception("gateway failed to handle a request")
+        return error_response(ServeError("internal error of the gateway; see its log"))
 
 
-def deadline(request: Request, parameters: dict[str, Any]) -> float | None:
-    """Return the seconds that the client gives the request."""
+def timeout_of(request: Request, parameters: dict[str, Any]) -> float | None:
+    """Return the client's timeout of a request in seconds; None: it gave none.
+
+    Args:
+        request: The HTTP request.
+        parameters: Parameters in its body.
+
+    Raises:
+        InvalidRequestError: The timeout is not valid.
+    """
     given: Any = parameters.get("timeout_s", request.headers.get("x-timeout-s"))
     if given is None and "timeout" in parameters:
-        given = parameters["timeout"]  # as Triton's clients give it
+        given = parameters["timeout"]  # Triton's clients send microseconds
         given = given / 1e6 if type(given) is int else given
     if given is None:
         return None
@@ -121,6 +145,6 @@ def deadline(request: Request, parameters: dict[str, Any]) -> float | None:
         seconds = -1.0
     if not 0 < seconds <= 86400:
         raise InvalidRequestError(
-            f"the time-out is {given!r}; give seconds, more than 0 and at most a day"
+            f"timeout {given!r} is not valid; give seconds, above 0 and at most 86400"
         )
     return seconds

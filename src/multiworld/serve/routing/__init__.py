@@ -1,1 +1,1 @@
-"""What a router does with every request."""
+"""Request routing: dispatch, replay, hedging and poison-request isolation."""

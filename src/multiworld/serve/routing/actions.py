@@ -1,4 +1,4 @@
-"""What a router has done. Pure."""
+"""Actions that a router asks its dispatcher to carry out. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from multiworld.serve.transport.protocol import Attempt
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Send a request to a replica of stage 0."""
+    """Send an attempt to a replica of stage 0; ``is_solo``: in isolation."""
 
     replica: str
     attempt: Attempt
@@ -19,7 +19,7 @@ class Dispatch:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Tell a replica that nobody wants this any more."""
+    """Cancel an attempt at a replica."""
 
     replica: str
     attempt: Attempt
@@ -27,7 +27,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """Give the answer that has just arrived to the client."""
+    """Deliver the answer that has just arrived to the client."""
 
     number: int
     is_last: bool
@@ -35,7 +35,7 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """Answer with an error."""
+    """Answer the client with an error."""
 
     number: int
     error: ServeError
@@ -43,7 +43,13 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """A request will be sent again; for the log and the metrics."""
+    """Log and count a request that the router queued for another attempt.
+
+    Attributes:
+        number: Request number.
+        replica: The replica that held the attempt before.
+        why: Reason, for the log.
+    """
 
     number: int
     replica: str

@@ -1,4 +1,4 @@
-"""How many requests of each model came, were in time, and were not. Pure."""
+"""SLO attainment: counts of requests answered in time and late, by model. Pure."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from collections import Counter
 from multiworld.errors import OverloadedError, ServeError
 
 DEADLINES = (503, 504)
-"""No replica came until the deadline, or no answer did."""
+"""Statuses of a missed deadline: no replica was ready, or no answer arrived."""
 
 
 class Attainment:
     """Counts of requests, by model.
 
     Attributes:
-        arrived: All, those that were refused too.
-        attained: Answered within the model's objective; where it has none, answered.
-        missed: Answered later, given up after the objective had passed, or refused as
-            too many waited: what more replicas would have helped against. What was
-            wrong with a request, or with the model, is none of it.
-        refused: Refused as too many waited.
+        arrived: All requests, refused ones included.
+        attained: Requests answered within the model's objective; without an objective,
+            all answered ones.
+        missed: Requests that more replicas would have helped: answered late, given up
+            after the objective had passed, or refused by a full queue. Invalid
+            requests and failures of the model count as neither attained nor missed.
+        refused: Requests refused by a full queue.
     """
 
     def __init__(self) -> None:
@@ -35,11 +36,14 @@ class Attainment:
         objective_s: float | None,
         error: BaseException | None,
     ) -> None:
-        """Count one that is over.
+        """Count a finished request.
 
         Args:
-            error: Why it was not answered; None: it was. What is no ``ServeError`` is
-                the end of who asked.
+            model: Name of the model.
+            took_s: Seconds from the request to its end.
+            objective_s: The model's latency objective in seconds; None: it has none.
+            error: Reason why it was not answered; None: it was. An exception other
+                than ``ServeError`` means that the caller gave up.
         """
         is_late = objective_s is not None and took_s > objective_s
         if error is None:

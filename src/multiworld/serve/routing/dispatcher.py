@@ -1,4 +1,4 @@
-"""The router of one gateway: carries out what ``routing.Router`` decides. Shell."""
+"""Dispatcher of one gateway: carries out the decisions of its router. Shell."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from multiworld.serve.routing import actions, events
 from multiworld.serve.routing.attainment import Attainment
 from multiworld.serve.routing.router import Router
 from multiworld.serve.spec.stage import Tensors
-from multiworld.serve.tenants.fair_queue import NOBODYS, Share
+from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport import protocol
 from multiworld.serve.transport.collation import rows_of
 from multiworld.serve.transport.edges import SILENT_S, Body, Outbox
@@ -38,29 +38,36 @@ from multiworld.serve.transport.routing_table import Route, RoutingTable
 
 logger = logging.getLogger("multiworld.serve")
 
-LOOK_S = 0.05
-"""Seconds between looks at deadlines and at who is silent."""
+POLL_S = 0.05
+"""Seconds between checks of deadlines and of silent replicas."""
 
 NO_MODEL = "no model {!r} is served here; there are: {}"
+"""Error text, with the model's name and the list of those that are served."""
 
 
 class _Call:
-    """One request whose answers somebody waits for."""
+    """One request whose caller waits for answers."""
 
-    def __init__(self, tensors: Tensors, deadline_at: float, wish: Any) -> None:
-        self.tensors, self.deadline_at, self.wish = tensors, deadline_at, wish
+    def __init__(self, tensors: Tensors, deadline_at: float, job: Any) -> None:
+        self.tensors, self.deadline_at, self.job = tensors, deadline_at, job
         self.answers: asyncio.Queue[Tensors | ServeError | None] = asyncio.Queue()
 
 
 class Dispatcher:
-    """Answers requests by the replicas of the table. An ``EdgeOwner``.
+    """Sends requests to the replicas of the table and returns their answers.
 
-    Attributes:
-        on_missing: Called with a model of which a stage has no replica while nobody
-            asks, when somebody does.
+    An ``EdgeOwner``.
 
     Args:
-        name: Of the gateway that it is in.
+        name: Name of its gateway.
+
+    Attributes:
+        name: Name of its gateway.
+        table: The routing table in use.
+        counts: Events since the start, by kind: answers, replays, errors by class.
+        on_missing: Called with the name of a model that may scale to zero, again and
+            again, while requests for it arrive or wait and a stage has no replica.
+        asked_at: Monotonic time of the latest request, in seconds.
     """
 
     def __init__(self, name: str) -> None:
@@ -77,7 +84,7 @@ class Dispatcher:
         self._latest: Tensors = {}
         self.asked_at = time.monotonic()
 
-    # What clients ask.
+    # Requests.
 
     async def infer(
         self,
@@ -87,22 +94,23 @@ class Dispatcher:
         deadline_s: float | None = None,
         session: str | None = None,
         via: dict[int, str] | None = None,
-        share: Share = NOBODYS,
+        share: Share = DEFAULT_SHARE,
     ) -> Tensors:
-        """Return the answer to one request.
+        """Return the last answer to one request.
 
         Args:
-            model: Its name.
+            model: Name of the model.
             tensors: Inputs of stage 0, by name; rows in dimension 0.
-            deadline_s: Seconds from now; the model's default if None.
+            deadline_s: Seconds until the deadline; None: the model's default.
             session: Requests of one session go to the same replicas.
-            via: Replicas by stage that it must go through, for a probe.
-            share: Whose it is.
+            via: For a probe: replicas by stage that it must go through.
+            share: The tenant, its weight and its priority.
 
         Raises:
-            ServeError: Its kinds say what happened, see ``multiworld.errors``.
+            ServeError: The request was refused or failed; ``multiworld.errors`` lists
+                the subclasses.
 
-        Cancellation: the request is withdrawn, wherever it is.
+        Cancellation: Safe. The request is withdrawn, and its attempts are cancelled.
         """
         answer: Tensors = {}
         stream = self.stream(
@@ -120,11 +128,23 @@ class Dispatcher:
         deadline_s: float | None = None,
         session: str | None = None,
         via: dict[int, str] | None = None,
-        share: Share = NOBODYS,
+        share: Share = DEFAULT_SHARE,
     ) -> AsyncIterator[Tensors]:
-        """Yield the answers to one request, as they come.
+        """Yield the answers to one request as they arrive.
 
-        Args, Raises and Cancellation: as for ``infer``.
+        Args:
+            model: Name of the model.
+            tensors: Inputs of stage 0, by name; rows in dimension 0.
+            deadline_s: Seconds until the deadline; None: the model's default.
+            session: Requests of one session go to the same replicas.
+            via: For a probe: replicas by stage that it must go through.
+            share: The tenant, its weight and its priority.
+
+        Raises:
+            UnknownModelError: The table has no route for the model.
+            ServeError: The request was refused or failed.
+
+        Cancellation: Safe. The request is withdrawn, and its attempts are cancelled.
         """
         route = self.table.routes.get(model)
         if route is None:
@@ -134,7 +154,7 @@ class Dispatcher:
         now = self.asked_at = time.monotonic()
         deadline_at = now + (route.deadline_s if deadline_s is None else deadline_s)
         number = next(self._numbers)
-        wish = events.Submitted(
+        job = events.Submitted(
             number=number,
             model=model,
             deadline_at=deadline_at,
@@ -143,14 +163,14 @@ class Dispatcher:
             share=share,
             rows=rows,
         )
-        call = self._calls[number] = _Call(tensors, deadline_at, wish)
+        call = self._calls[number] = _Call(tensors, deadline_at, job)
         is_over = False
         if via is None:
             self._attainment.arrived[model] += 1
             if route.on_demand and self.missing(model):
                 self.on_missing(model)
         try:
-            self._handle(wish)
+            self._handle(job)
             while not is_over:
                 answer = await call.answers.get()
                 if isinstance(answer, ServeError):
@@ -161,10 +181,10 @@ class Dispatcher:
                 else:
                     yield answer
         except BaseException as error:
-            self._count(wish, now, route, error)
+            self._count(job, now, route, error)
             raise
         else:
-            self._count(wish, now, route, None)
+            self._count(job, now, route, None)
         finally:
             self._calls.pop(number, None)
             if not is_over:
@@ -172,51 +192,57 @@ class Dispatcher:
 
     def _count(
         self,
-        wish: events.Submitted,
-        began_at: float,
+        job: events.Submitted,
+        started_at: float,
         route: Route,
         error: BaseException | None,
     ) -> None:
-        """Count a request that is over, unless it is a probe."""
-        if wish.via is None:
-            took_s = time.monotonic() - began_at
-            self._attainment.ended(wish.model, took_s, route.objective_s, error)
+        """Count a finished request, unless it is a probe."""
+        if job.via is None:
+            took_s = time.monotonic() - started_at
+            self._attainment.ended(job.model, took_s, route.objective_s, error)
 
     async def probe(self, replica: str, tensors: Tensors, limit_s: float) -> None:
-        """Send one request through a replica.
+        """Send one request through a replica and wait for its answer.
+
+        Args:
+            replica: Name of the replica.
+            tensors: Inputs of stage 0, by name; rows in dimension 0.
+            limit_s: Seconds until the deadline.
 
         Raises:
-            ServeError: It did not come back well, or in time.
+            UnknownModelError: The table has no such replica.
+            ServeError: The request failed, or missed its deadline.
 
-        Cancellation: safe.
+        Cancellation: Safe. The probe is withdrawn.
         """
         known = self.table.replicas.get(replica)
         if known is None:
-            raise UnknownModelError(f"no replica {replica!r} is in the table")
+            raise UnknownModelError(f"the routing table has no replica {replica!r}")
         via = {known.stage: replica}
         await self.infer(known.model, tensors, deadline_s=limit_s, via=via)
 
-    def ban(self, tenant: str, model: str) -> None:
-        """End what waits of a tenant for a model, its own replicas' too."""
+    def quarantine(self, tenant: str, model: str) -> None:
+        """Reject a tenant's waiting requests to a model, dedicated or shared."""
         for name in (model, f"{model}@{tenant}"):
-            self._handle(events.Banned(tenant, name))
+            self._handle(events.TenantQuarantined(tenant, name))
 
     def table_changed(self, table: RoutingTable) -> None:
-        """Take note of a new table."""
+        """Apply a new routing table."""
         self.table = table
         self._handle(events.TableChanged(table))
 
     def missing(self, model: str) -> list[int]:
-        """Return the stages of a model that have no replica which could answer."""
+        """Return the stages of a model that have no usable replica."""
         return self._router.missing(model)
 
     @property
     def in_flight(self) -> int:
-        """How many requests are accepted and not answered."""
+        """Number of requests accepted and not answered."""
         return len(self._calls)
 
     def waiting(self, model: str) -> int:
-        """How many requests wait to be sent for the first time."""
+        """Return the number of requests that were never sent."""
         return self._router.waiting(model)
 
     def report(self) -> GatewayReport:
@@ -238,14 +264,19 @@ class Dispatcher:
     # Edges.
 
     def edge_up(self, outbox: Outbox) -> list[Body]:
-        """Take note of a new incarnation of an edge."""
+        """Use a new incarnation of an edge; return the loops that read from it."""
         peer = outbox.edge.peer
         self._edges[peer] = outbox
         self._handle(events.Connected(peer))
         return [lambda: self._read_notes(outbox), lambda: self._read_answers(outbox)]
 
     def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
-        """Take note of its end."""
+        """Stop using an incarnation of an edge.
+
+        Args:
+            outbox: The incarnation.
+            is_polite: Whether the peer left; otherwise it was lost.
+        """
         peer = outbox.edge.peer
         if self._edges.get(peer) is outbox:
             del self._edges[peer]
@@ -261,7 +292,7 @@ class Dispatcher:
                 case protocol.Dropped(attempts, stage):
                     self._handle(events.Dropped(attempts, stage))
                 case protocol.Returned(attempts, stage):
-                    dropped = events.Dropped(attempts, stage, is_innocent=True)
+                    dropped = events.Dropped(attempts, stage, is_returned=True)
                     self._handle(dropped)
                 case protocol.Stuck(attempts):
                     self._handle(events.Stuck(attempts))
@@ -278,9 +309,12 @@ class Dispatcher:
             self._latest = {}
 
     async def look(self) -> None:
-        """Look at deadlines and at who is silent, until cancelled."""
+        """Check deadlines and silent replicas every ``POLL_S``, until cancelled.
+
+        Cancellation: Safe. Nothing is checked any more.
+        """
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
             self._handle(events.Ticked())
             for model, route in self.table.routes.items():
                 is_wanted = route.on_demand and self._router.pending(model)
@@ -292,23 +326,23 @@ class Dispatcher:
                     (self._silent.add if is_silent else self._silent.discard)(name)
                     self._handle(events.Silent(name, is_silent))
 
-    # Carrying out.
+    # Actions.
 
     def _handle(self, event: events.Event) -> None:
         now = time.monotonic()
         to_send: dict[str, list[tuple[WorkItem, Tensors]]] = {}
         for action in self._router.handle(event, now):
             match action:
-                case actions.Dispatch(replica, (number, which), is_solo):
+                case actions.Dispatch(replica, (number, nth), is_solo):
                     call = self._calls[number]
-                    via = call.wish.via
+                    via = call.job.via
                     item = WorkItem(
-                        (self.name, number, which),
+                        (self.name, number, nth),
                         call.deadline_at - now,
                         is_solo,
-                        call.wish.session,
+                        call.job.session,
                         {str(k): v for k, v in via.items()} if via else None,
-                        call.wish.share,
+                        call.job.share,
                     )
                     to_send.setdefault(replica, []).append((item, call.tensors))
                 case actions.Cancel(replica, attempt):

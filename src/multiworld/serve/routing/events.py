@@ -1,27 +1,29 @@
-"""What a router is told. Pure."""
+"""Events that a router handles. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from multiworld.errors import ServeError
-from multiworld.serve.tenants.fair_queue import NOBODYS, Share
+from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport.protocol import Attempt
 from multiworld.serve.transport.routing_table import RoutingTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submitted:
-    """A client wants an answer.
+    """A client submitted a request.
 
     Attributes:
-        number: Of the request, growing.
-        model: One that the table has a route for.
+        number: Request number; later requests have higher ones.
+        model: A model that the table has a route for.
+        deadline_at: Time in seconds, on the router's clock, after which nobody wants
+            the answer.
         session: Requests of one session go to the same replica.
-        via: For a probe, replicas by stage that it must go through. It may go through
-            others that are not ready, and is not refused for a full queue.
-        share: Whose it is.
-        rows: How much it takes of that share.
+        via: For a probe: replicas by stage that it must go through. It may also pass
+            other replicas that are not ready, and a full queue does not refuse it.
+        share: The tenant, its weight and its priority.
+        rows: Rows of the request; its cost in fair queueing.
     """
 
     number: int
@@ -29,13 +31,19 @@ class Submitted:
     deadline_at: float
     session: str | None = None
     via: dict[int, str] | None = None
-    share: Share = NOBODYS
+    share: Share = DEFAULT_SHARE
     rows: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A replica begins to compute these."""
+    """A replica begins to compute a batch.
+
+    Attributes:
+        replica: Name of the replica.
+        attempts: The batch.
+        is_solo: The batch is one suspect in isolation.
+    """
 
     replica: str
     attempts: tuple[Attempt, ...]
@@ -44,29 +52,33 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """What was handed on to a replica of ``stage`` may be lost with it, or was refused.
+    """Work on its way to a replica of ``stage`` may be lost, or came back.
 
-    Those that this stage has begun are not meant: its replica itself told of them.
+    The router ignores attempts that have reached this stage: the replica there
+    reported them itself.
 
     Attributes:
-        is_innocent: Nothing died: it was refused, or there was nobody to hand it to.
+        attempts: The work.
+        stage: Number of the stage that it was sent to.
+        is_returned: The work came back: a replica refused it, or no replica could take
+            it. No replica died.
     """
 
     attempts: tuple[Attempt, ...]
     stage: int
-    is_innocent: bool = False
+    is_returned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """A replica handed these to another that has been silent since."""
+    """A replica sent these on to another replica, which has been silent since."""
 
     attempts: tuple[Attempt, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """An answer arrived, of perhaps several."""
+    """An answer arrived; ``is_last``: the request has no further ones."""
 
     attempt: Attempt
     is_last: bool
@@ -82,14 +94,14 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
-    """The client has gone."""
+    """The client gave up or disconnected."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
-class Banned:
-    """Requests of a tenant have killed replicas of a model, again and again."""
+class TenantQuarantined:
+    """A tenant is quarantined for a model, because of several poison requests."""
 
     tenant: str
     model: str
@@ -104,7 +116,7 @@ class Connected:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The edge to a replica has ended; ``is_polite``: it has left, nothing died."""
+    """The edge to a replica ended; ``is_polite``: the replica left, it did not die."""
 
     replica: str
     is_polite: bool = False
@@ -112,7 +124,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Silent:
-    """A replica has given no sign for a fraction of a second, or does so again."""
+    """A replica's heartbeats stopped for a fraction of a second, or resumed."""
 
     replica: str
     is_silent: bool
@@ -120,14 +132,14 @@ class Silent:
 
 @dataclass(frozen=True, slots=True)
 class TableChanged:
-    """The controller has told a new table."""
+    """The controller sent a new routing table."""
 
     table: RoutingTable
 
 
 @dataclass(frozen=True, slots=True)
 class Ticked:
-    """Time to look at the deadlines."""
+    """The timer for checking deadlines fired."""
 
 
 Event = (
@@ -138,7 +150,7 @@ Event = (
     | Answered
     | Failed
     | Withdrawn
-    | Banned
+    | TenantQuarantined
     | Connected
     | Lost
     | Silent

@@ -1,10 +1,10 @@
-"""Which replica gets the next piece of work. Pure.
+"""Load balancing: choice of the replica for the next piece of work. Pure.
 
-Two are drawn at random and the one with less work in flight gets it: nearly as even as
-always asking everybody, and senders that know only their own share do not all rush to
-the same replica (Mitzenmacher, "The power of two choices", 2001). Work of one session
-goes to the replica that rendezvous hashing names (Thaler and Ravishankar, 1998), so
-that a replica which comes or goes moves few sessions.
+Of two random replicas, the one with less work in flight gets it. This is nearly as even
+as comparing all replicas, and senders that know only their own work in flight do not
+all rush to the same replica (Mitzenmacher, "The Power of Two Choices in Randomized Load
+Balancing", 2001). Work of a session goes to the replica chosen by rendezvous hashing
+(Thaler and Ravishankar, 1998), so adding or removing a replica moves few sessions.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 
 Chance = Callable[[], float]
-"""Returns a number from 0 to below 1."""
+"""Source of random numbers in [0, 1)."""
 
 
 def choose(
@@ -22,13 +22,13 @@ def choose(
     chance: Chance,
     session: str | None = None,
 ) -> str | None:
-    """Return the replica to take, or None if there is none.
+    """Return the replica that gets the work, or None without candidates.
 
     Args:
-        candidates: Those that may get it.
-        load: Work in flight by replica; 0 where it says nothing.
-        chance: Where the two are drawn from.
-        session: What must stay together.
+        candidates: Replicas that may get it.
+        load: Work in flight by replica; 0 for replicas that it lacks.
+        chance: Source of random numbers in [0, 1).
+        session: Work of one session goes to one replica; None: no session.
     """
     if not candidates:
         return None

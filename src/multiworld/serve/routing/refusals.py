@@ -1,4 +1,4 @@
-"""What a router says to those it does not answer. Pure."""
+"""Errors with which a router refuses requests. Pure."""
 
 from __future__ import annotations
 
@@ -12,46 +12,57 @@ from multiworld.errors import (
 from multiworld.serve.routing.events import Submitted
 
 RETRY_AFTER_S = 1.0
+"""Seconds after which the client should try again."""
 
 
-def overloaded(wish: Submitted, own: int) -> OverloadedError:
-    """Return the error of a request that finds ``own`` others of its tenant waiting."""
+def overloaded(job: Submitted, own: int) -> OverloadedError:
+    """Return the error for a request shed while ``own`` others of its tenant wait."""
     return OverloadedError(
-        f"model {wish.model!r} has {own} requests of yours waiting, which is its "
-        "max_queued_requests, or your share of it; try again later",
+        f"queue of model {job.model!r} is full: {own} of your requests wait, which is "
+        "max_queued_requests or your fair share of it; retry later",
         retry_after_s=RETRY_AFTER_S,
     )
 
 
-def poisoned(wish: Submitted, strikes: int) -> RequestPoisonedError:
-    """Return the error of a request that killed so many replicas."""
+def poisoned(job: Submitted, isolated_losses: int) -> RequestPoisonedError:
+    """Return the error for a poison request.
+
+    Args:
+        job: The request.
+        isolated_losses: Replicas that died while they computed it in isolation.
+    """
     return RequestPoisonedError(
-        f"request {wish.number} to model {wish.model!r} was alone in {strikes} "
-        "replicas when they died; it is not tried again"
+        f"request {job.number} to model {job.model!r} is a poison request: "
+        f"{isolated_losses} replicas died while they computed it alone; do not retry it"
     )
 
 
-def without_replica(wish: Submitted, stage: int) -> NoReplicaError:
-    """Return the error of a request that a stage had nobody for until its deadline."""
+def without_replica(job: Submitted, stage: int) -> NoReplicaError:
+    """Return the error for a request whose stage had no replica until its deadline."""
     return NoReplicaError(
-        f"model {wish.model!r} has no replica of stage {stage} until the deadline of "
-        "this request; it is being replaced, try again later",
+        f"model {job.model!r} had no replica of stage {stage} before the deadline of "
+        "this request; retry later, a replacement is starting",
         retry_after_s=RETRY_AFTER_S,
     )
 
 
-def too_late(wish: Submitted, at: str) -> DeadlineExceededError:
-    """Return the error of a request whose deadline has passed while it was there."""
+def too_late(job: Submitted, at: str) -> DeadlineExceededError:
+    """Return the error for a request that missed its deadline.
+
+    Args:
+        job: The request.
+        at: Where the request was at its deadline, in words.
+    """
     return DeadlineExceededError(
-        f"the deadline of this request to model {wish.model!r} has passed (it was at "
-        f"{at}); allow more time, or scale the model"
+        f"request to model {job.model!r} missed its deadline (it was at "
+        f"{at}); allow more time, or scale up the model"
     )
 
 
-def banned(wish: Submitted) -> QuarantinedError:
-    """Return the error of a request that waited when its tenant was quarantined."""
+def quarantined(job: Submitted) -> QuarantinedError:
+    """Return the error for a request that waited when its tenant was quarantined."""
     return QuarantinedError(
-        f"several of your requests to model {wish.model!r} have killed the replicas "
-        "that computed them; what waited is not tried any more",
+        f"your requests to model {job.model!r} are quarantined: several of them killed "
+        "the replicas that computed them; retry later, without those",
         retry_after_s=RETRY_AFTER_S,
     )

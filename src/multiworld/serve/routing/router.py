@@ -1,27 +1,26 @@
-"""What a router does with every request: dispatch, replay, hedge, quarantine. Pure.
+"""Router: dispatch, replay, hedging and isolation of poison requests. Pure.
 
-A router holds each request from its acceptance until its answer is out. It knows at
-which replica every attempt is: it places the first one itself, and a replica tells it
-when it *begins* a batch. So when a replica is lost, the router knows what it held:
+A router keeps each request until it is answered, and knows which replica holds each of
+its attempts: it chose the first one itself, and every replica reports the batches that
+it *begins*. So when a replica is lost, the router knows what it held:
 
-* what was only queued there is replayed at once (twice lost, it is suspected);
-* what was being computed is *suspect*: one of these may have killed the replica. They
-  are replayed one at a time, each alone in every batch, so that no innocent shares the
-  fate of a poisoned one. A request that was alone in two dying replicas is quarantined.
+* A request that was only queued there is replayed at once. After two such losses it
+  becomes a *suspect*.
+* A request that was being computed becomes a suspect at once: it may be a *poison
+  request*, one that kills replicas. Suspects are replayed in *isolation*: one at a
+  time, each alone in its batch, so that no other request is lost with a poison request.
+  A request in isolation while two replicas died is poison, and is refused.
 
-A replica that has been silent for a fraction of a second gets no new work, and what it
-holds is hedged: a second attempt goes elsewhere, the first answer counts. Execution is
-at least once, answers are delivered once.
+A replica that has been silent for a fraction of a second gets no new work. The requests
+that it holds are *hedged*: a second attempt goes to another replica, and the first
+answer counts. Requests execute at least once; answers are delivered once.
 """
 
 from __future__ import annotations
 
 import heapq
 
-from multiworld.errors import (
-    ServeError,
-    UnknownModelError,
-)
+from multiworld.errors import ServeError, UnknownModelError
 from multiworld.serve.routing.actions import (
     Action,
     Cancel,
@@ -32,7 +31,6 @@ from multiworld.serve.routing.actions import (
 )
 from multiworld.serve.routing.events import (
     Answered,
-    Banned,
     Begun,
     Connected,
     Dropped,
@@ -43,15 +41,16 @@ from multiworld.serve.routing.events import (
     Stuck,
     Submitted,
     TableChanged,
+    TenantQuarantined,
     Ticked,
     Withdrawn,
 )
 from multiworld.serve.routing.load_balancer import Chance, choose
-from multiworld.serve.routing.records import Placement, Queue, Request
+from multiworld.serve.routing.records import AttemptState, Queue, Request
 from multiworld.serve.routing.refusals import (
-    banned,
     overloaded,
     poisoned,
+    quarantined,
     too_late,
     without_replica,
 )
@@ -63,26 +62,25 @@ from multiworld.serve.transport.routing_table import (
     first_ready,
 )
 
-STRIKES = 2
-"""Replicas that die while they compute one request and nothing else, until it is
-quarantined."""
+POISON_LOSSES = 2
+"""Replica losses during isolation that make a request a poison request."""
 
-LOSSES = 2
-"""Replicas that die with a request in their queue, until it is suspected as well."""
+SUSPECT_LOSSES = 2
+"""Replica losses while queued that make a request a suspect."""
 
-STRUCK_S = 60.0
-"""For so long all requests of a tenant of which one was found poisonous are computed
-alone, and after others' that are."""
+ISOLATION_S = 60.0
+"""Seconds after a poison request during which its tenant's requests to the model run in
+isolation, behind other suspects."""
 
 COMPACT = 1000
-"""Deadlines of ended requests that are kept for the sake of speed."""
+"""Deadlines of ended requests that are kept, because removing each at once is slow."""
 
 
 class Router:
-    """The account of one router.
+    """State of one router: its requests, queues, and what each replica holds.
 
     Args:
-        chance: Where choices are drawn from.
+        chance: Source of random numbers in [0, 1) for load balancing.
     """
 
     def __init__(self, chance: Chance) -> None:
@@ -101,34 +99,34 @@ class Router:
         return len(self._requests)
 
     def load(self) -> dict[str, int]:
-        """Return how many attempts are at each replica."""
+        """Return the number of attempts at each replica."""
         return {name: len(held) for name, held in self._held.items()}
 
     def waiting(self, model: str) -> int:
-        """Return how many requests wait to be sent for the first time."""
+        """Return the number of requests that were never sent."""
         queue = self._queues.get(model)
-        return 0 if queue is None else queue.fresh
+        return 0 if queue is None else queue.unsent
 
     def pending(self, model: str) -> int:
-        """Return how many requests wait to be sent, for the first time or again."""
+        """Return the number of waiting requests, replays included, probes excluded."""
         queue = self._queues.get(model)
-        return 0 if queue is None else len(queue.turns) + len(queue.suspects)
+        return 0 if queue is None else len(queue.regular) + len(queue.suspects)
 
     def missing(self, model: str) -> list[int]:
-        """Return the stages of a model that nothing can be sent to."""
+        """Return the stages of a model that have no usable replica."""
         route = self._table.routes.get(model)
         return [] if route is None else self._missing(model, route)
 
-    def place(self, number: int) -> list[str]:
-        """Return where a request is, for people."""
+    def locations(self, number: int) -> list[str]:
+        """Return the replicas that hold a request, or "waiting"; for error texts."""
         request = self._requests.get(number)
         if request is None:
             return []
-        at = [place.replica for place in request.attempts.values()]
+        at = [state.replica for state in request.attempts.values()]
         return at or ["waiting"]
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Take note of ``event`` and return what to do, in order."""
+        """Update the state by ``event``; return the actions to carry out, in order."""
         self._now = now
         match event:
             case Submitted():
@@ -143,8 +141,8 @@ class Router:
                 return self._answered(attempt, is_last)
             case Failed((number, attempt), error):
                 return self._failed(number, attempt, error)
-            case Banned(tenant, model):
-                return self._banned(tenant, model)
+            case TenantQuarantined(tenant, model):
+                return self._tenant_quarantined(tenant, model)
             case Withdrawn(number):
                 return self._end(number)
             case Connected(replica):
@@ -153,98 +151,96 @@ class Router:
             case Lost():
                 return self._lost(event)
             case Silent(replica, is_silent):
-                return self._silence(replica, is_silent)
+                return self._silence_changed(replica, is_silent)
             case TableChanged(table):
                 self._table = table
-                return [*self._forget_models(), *self._pump_all()]
+                return [*self._reject_unserved(), *self._pump_all()]
             case Ticked():
                 return self._expire(now)
 
-    # Coming in and going out.
+    # Submission and completion.
 
-    def _submitted(self, wish: Submitted) -> list[Action]:
-        queue = self._queues.setdefault(wish.model, Queue())
-        if wish.via is None and self._is_full(queue, wish):
-            own = queue.fresh_of[wish.share.tenant]
-            return [Reject(wish.number, overloaded(wish, own))]
-        self._requests[wish.number] = request = Request(wish)
-        request.is_suspect = wish.via is None and self._is_struck(queue, wish)
-        heapq.heappush(self._deadlines, (wish.deadline_at, wish.number))
-        self._wait(request)
-        return self._pump(wish.model)
+    def _submitted(self, job: Submitted) -> list[Action]:
+        queue = self._queues.setdefault(job.model, Queue())
+        if job.via is None and self._is_full(queue, job):
+            own = queue.unsent_by_tenant[job.share.tenant]
+            return [Reject(job.number, overloaded(job, own))]
+        self._requests[job.number] = request = Request(job)
+        request.is_suspect = job.via is None and self._is_isolated(queue, job)
+        heapq.heappush(self._deadlines, (job.deadline_at, job.number))
+        self._enqueue(request)
+        return self._pump(job.model)
 
-    def _is_full(self, queue: Queue, wish: Submitted) -> bool:
-        """Tell whether a request is refused.
+    def _is_full(self, queue: Queue, job: Submitted) -> bool:
+        """Tell whether a request is shed because too many wait.
 
-        One tenant alone may fill the queue. Another still has its share of as much
-        again, and one request at least: so the queue of a router is at most twice
-        ``max_queued_requests`` long, and one more for every tenant.
+        One tenant alone may fill the queue up to ``max_queued_requests``. Other
+        tenants then share as much again by weight, at least one request each. So at
+        most twice ``max_queued_requests`` wait, plus one for each tenant.
         """
-        limit = self._table.routes[wish.model].max_queued_requests
-        if queue.fresh < limit or self._has_room(wish):
+        limit = self._table.routes[job.model].max_queued_requests
+        if queue.unsent < limit or self._has_room(job):
             return False
-        share = wish.share
-        own = queue.fresh_of[share.tenant]
-        if own == queue.fresh or (own and queue.fresh >= 2 * limit):
+        share = job.share
+        own = queue.unsent_by_tenant[share.tenant]
+        if own == queue.unsent or (own and queue.unsent >= 2 * limit):
             return True
         weights = sum({**queue.weights, share.tenant: share.weight}.values())
         return own >= max(1.0, limit * share.weight / weights)
 
-    def _has_room(self, wish: Submitted) -> bool:
-        """Return whether it would be sent at once."""
-        queue, route = self._queues[wish.model], self._table.routes[wish.model]
-        can_send = not queue.fresh and not self._missing(wish.model, route)
-        return (
-            can_send and self._target(Request(wish), route, can_send=True) is not None
-        )
+    def _has_room(self, job: Submitted) -> bool:
+        """Tell whether a request could be sent at once."""
+        queue, route = self._queues[job.model], self._table.routes[job.model]
+        can_send = not queue.unsent and not self._missing(job.model, route)
+        return can_send and self._target(Request(job), route, can_send=True) is not None
 
-    def _forget_models(self) -> list[Action]:
-        """Refuse what waits for a model that is not served any more."""
+    def _reject_unserved(self) -> list[Action]:
+        """Reject requests that wait for a model that is no longer served."""
         actions: list[Action] = []
         for model in self._queues.keys() - self._table.routes.keys():
             for request in list(self._requests.values()):
-                if request.wish.model == model and not request.attempts:
-                    error = UnknownModelError(f"model {model!r} is not served any more")
-                    number = request.wish.number
+                if request.job.model == model and not request.attempts:
+                    error = UnknownModelError(f"model {model!r} is no longer served")
+                    number = request.job.number
                     actions += [Reject(number, error), *self._end(number)]
         return actions
 
     def _answered(self, attempt: Attempt, is_last: bool) -> list[Action]:
-        number, which = attempt
+        number, nth = attempt
         request = self._requests.get(number)
-        if request is None or request.winner not in (None, which):
+        if request is None or request.winner not in (None, nth):
             return []
-        request.winner = which
+        request.winner = nth
         actions: list[Action] = [Deliver(number, is_last)]
         if is_last:
-            actions += self._end(number, but=which)
+            actions += self._end(number, keep=nth)
         return actions
 
-    def _failed(self, number: int, which: int, error: ServeError) -> list[Action]:
+    def _failed(self, number: int, nth: int, error: ServeError) -> list[Action]:
         if number not in self._requests:
             return []
-        return [Reject(number, error), *self._end(number, but=which)]
+        return [Reject(number, error), *self._end(number, keep=nth)]
 
-    def _end(self, number: int, but: int | None = None) -> list[Action]:
-        """Forget a request; what is under way of it is cancelled."""
+    def _end(self, number: int, keep: int | None = None) -> list[Action]:
+        """Forget a request and cancel its attempts, except attempt ``keep``."""
         request = self._requests.pop(number, None)
         if request is None:
             return []
-        queue = self._queues[request.wish.model]
+        queue = self._queues[request.job.model]
         if request.is_waiting:
-            self._unwait(request)
+            self._dequeue(request)
         actions: list[Action] = []
-        for which, place in request.attempts.items():
-            self._held[place.replica].pop((number, which), None)
-            if which != but:
-                actions.append(Cancel(place.replica, (number, which)))
-        if queue.solo == number:
-            queue.solo = None
+        for nth, state in request.attempts.items():
+            self._held[state.replica].pop((number, nth), None)
+            if nth != keep:
+                actions.append(Cancel(state.replica, (number, nth)))
+        if queue.isolated == number:
+            queue.isolated = None
         if len(self._deadlines) > 2 * len(self._requests) + COMPACT:
             left = [entry for entry in self._deadlines if entry[1] in self._requests]
             heapq.heapify(left)
             self._deadlines = left
-        return actions + self._pump(request.wish.model)
+        return actions + self._pump(request.job.model)
 
     def _expire(self, now: float) -> list[Action]:
         actions: list[Action] = []
@@ -257,153 +253,158 @@ class Router:
         return actions
 
     def _too_late(self, request: Request) -> ServeError:
-        wish = request.wish
-        route = self._table.routes.get(wish.model)
-        missing = [] if route is None else self._missing(wish.model, route)
+        job = request.job
+        route = self._table.routes.get(job.model)
+        missing = [] if route is None else self._missing(job.model, route)
         if missing and not request.attempts:
-            return without_replica(wish, missing[0])
-        at = ", ".join(self.place(wish.number)).replace("waiting", "the gateway")
-        return too_late(wish, at)
+            return without_replica(job, missing[0])
+        at = ", ".join(self.locations(job.number)).replace("waiting", "the gateway")
+        return too_late(job, at)
 
-    # Where it is.
+    # Progress.
 
     def _begun(self, event: Begun) -> list[Action]:
         models: dict[str, None] = {}
-        for number, which in event.attempts:
+        for number, nth in event.attempts:
             request = self._requests.get(number)
-            place = None if request is None else request.attempts.get(which)
-            if request is None or place is None:
+            state = None if request is None else request.attempts.get(nth)
+            if request is None or state is None:
                 continue
-            if self._stage_of(event.replica) >= self._stage_of(place.replica):
-                self._move((number, which), place, event.replica)
-                place.is_begun, place.is_solo = True, event.is_solo
-                place.is_done = False
-            models[request.wish.model] = None
+            if self._stage_of(event.replica) >= self._stage_of(state.replica):
+                self._move((number, nth), state, event.replica)
+                state.is_begun, state.is_solo = True, event.is_solo
+                state.is_done = False
+            models[request.job.model] = None
         self._note_done(event)
         if event.replica not in self._connected:
-            # Word of a replica that is gone already.
+            # The replica was lost before its note arrived.
             return self._lost(Lost(event.replica))
         return [action for model in models for action in self._pump(model)]
 
     def _note_done(self, event: Begun) -> None:
-        """A replica computes one batch at a time: the one before has been ended."""
-        for number, which in self._computing.get(event.replica, ()):
+        """Mark the previous batch as done: a replica computes one batch at a time."""
+        for number, nth in self._computing.get(event.replica, ()):
             request = self._requests.get(number)
-            place = None if request is None else request.attempts.get(which)
-            is_other = (number, which) not in event.attempts
-            if place is not None and place.replica == event.replica and is_other:
-                place.is_done = True
+            state = None if request is None else request.attempts.get(nth)
+            is_other = (number, nth) not in event.attempts
+            if state is not None and state.replica == event.replica and is_other:
+                state.is_done = True
         self._computing[event.replica] = event.attempts
 
     def _stage_of(self, replica: str) -> int:
         known = self._table.replicas.get(replica)
         return -1 if known is None else known.stage
 
-    def _move(self, attempt: Attempt, place: Placement, replica: str) -> None:
-        if place.replica != replica:
-            self._held.get(place.replica, {}).pop(attempt, None)
-            place.replica = replica
+    def _move(self, attempt: Attempt, state: AttemptState, replica: str) -> None:
+        if state.replica != replica:
+            self._held.get(state.replica, {}).pop(attempt, None)
+            state.replica = replica
         self._held.setdefault(replica, {})[attempt] = None
 
-    # What goes wrong.
+    # Failures.
 
     def _lost(self, event: Lost) -> list[Action]:
         self._connected.discard(event.replica)
         self._silent.discard(event.replica)
         self._computing.pop(event.replica, None)
         actions: list[Action] = []
-        for number, which in sorted(self._held.pop(event.replica, {})):
+        for number, nth in sorted(self._held.pop(event.replica, {})):
             request = self._requests[number]
-            place = request.attempts.pop(which)
+            state = request.attempts.pop(nth)
             if not event.is_polite:
-                self._blame(request, place)
-            if request.strikes >= STRIKES:
-                self._strike(request.wish)
+                self._record_loss(request, state)
+            if request.isolated_losses >= POISON_LOSSES:
+                self._isolate_tenant(request.job)
                 actions += [
-                    Reject(number, poisoned(request.wish, request.strikes)),
+                    Reject(number, poisoned(request.job, request.isolated_losses)),
                     *self._end(number),
                 ]
             else:
-                why = "it has left" if event.is_polite else "it was lost"
+                why = "the replica left" if event.is_polite else "the replica was lost"
                 actions += self._replay(request, event.replica, why)
         return actions + self._pump_all()
 
-    def _strike(self, wish: Submitted) -> None:
-        """Have what else comes of a tenant computed alone, and after others."""
-        tenant = wish.share.tenant
+    def _isolate_tenant(self, job: Submitted) -> None:
+        """Isolate a tenant's requests for ``ISOLATION_S``, behind other suspects."""
+        tenant = job.share.tenant
         if not tenant:
-            return  # whoever has no name is everybody
-        self._queues[wish.model].struck[tenant] = self._now + STRUCK_S
-        for request in self._of(tenant, wish.model):
+            return  # clients without a key share this name: one must not slow others
+        self._queues[job.model].isolated_until[tenant] = self._now + ISOLATION_S
+        for request in self._requests_of(tenant, job.model):
             if request.is_waiting and not request.is_suspect:
                 request.is_suspect = True
-                self._wait(request)
+                self._enqueue(request)
 
-    def _banned(self, tenant: str, model: str) -> list[Action]:
-        """End what waits of a tenant; what is under way may be answered yet."""
+    def _tenant_quarantined(self, tenant: str, model: str) -> list[Action]:
+        """Reject a tenant's waiting requests; those under way may still be answered."""
         actions: list[Action] = []
-        for request in self._of(tenant, model):
-            wish = request.wish
+        for request in self._requests_of(tenant, model):
+            job = request.job
             if not request.attempts:
-                actions += [Reject(wish.number, banned(wish)), *self._end(wish.number)]
+                actions += [
+                    Reject(job.number, quarantined(job)),
+                    *self._end(job.number),
+                ]
         return actions
 
-    def _of(self, tenant: str, model: str) -> list[Request]:
-        """Return the requests of a tenant for a model; probes are nobody's."""
-        meant = tenant, model
+    def _requests_of(self, tenant: str, model: str) -> list[Request]:
+        """Return a tenant's requests to a model, without probes."""
+        key = tenant, model
         return [
             request
             for request in self._requests.values()
-            if (request.wish.share.tenant, request.wish.model) == meant
-            and request.wish.via is None
+            if (request.job.share.tenant, request.job.model) == key
+            and request.job.via is None
         ]
 
-    def _is_struck(self, queue: Queue, wish: Submitted) -> bool:
-        """Tell whether one of this tenant's was found poisonous not long ago."""
-        return queue.struck.get(wish.share.tenant, 0.0) > self._now
+    def _is_isolated(self, queue: Queue, job: Submitted) -> bool:
+        """Tell whether the tenant sent a poison request within ``ISOLATION_S``."""
+        return queue.isolated_until.get(job.share.tenant, 0.0) > self._now
 
-    def _blame(self, request: Request, place: Placement) -> None:
-        if not place.is_begun or place.is_done:
-            request.losses += 1
-            request.is_suspect |= request.losses >= LOSSES
+    def _record_loss(self, request: Request, state: AttemptState) -> None:
+        if not state.is_begun or state.is_done:
+            request.queued_losses += 1
+            request.is_suspect |= request.queued_losses >= SUSPECT_LOSSES
             return
         request.is_suspect = True
-        request.strikes += place.is_solo
+        request.isolated_losses += state.is_solo
 
     def _dropped(self, event: Dropped) -> list[Action]:
         actions: list[Action] = []
         models: dict[str, None] = {}
-        for number, which in event.attempts:
+        for number, nth in event.attempts:
             request = self._requests.get(number)
-            place = None if request is None else request.attempts.get(which)
-            if request is None or place is None:
+            state = None if request is None else request.attempts.get(nth)
+            if request is None or state is None:
                 continue
-            if self._stage_of(place.replica) >= event.stage:
-                continue  # it got there: its replica, or the loss of it, tells
-            del request.attempts[which]
-            self._held[place.replica].pop((number, which), None)
-            request.losses += not event.is_innocent
-            request.is_suspect |= request.losses >= LOSSES
-            actions += self._replay(request, place.replica, "it got no further")
-            models[request.wish.model] = None
+            if self._stage_of(state.replica) >= event.stage:
+                continue  # it arrived: its replica reports it, or is lost
+            del request.attempts[nth]
+            self._held[state.replica].pop((number, nth), None)
+            request.queued_losses += not event.is_returned
+            request.is_suspect |= request.queued_losses >= SUSPECT_LOSSES
+            actions += self._replay(
+                request, state.replica, "it did not reach the next stage"
+            )
+            models[request.job.model] = None
         return actions + [a for model in models for a in self._pump(model)]
 
     def _replay(self, request: Request, replica: str, why: str) -> list[Action]:
-        """Have a request sent again, unless another attempt is under way."""
-        number = request.wish.number
-        queue = self._queues[request.wish.model]
-        if queue.solo == number:
-            queue.solo = None
+        """Queue a request for another attempt, unless one is under way."""
+        number = request.job.number
+        queue = self._queues[request.job.model]
+        if queue.isolated == number:
+            queue.isolated = None
         if request.winner not in request.attempts:
             request.winner = None
         if request.is_waiting and request.is_suspect and not request.attempts:
-            self._wait(request)  # among the suspects now
+            self._enqueue(request)  # move it to the suspects
         if request.attempts or request.is_waiting:
             return []
-        self._wait(request)
+        self._enqueue(request)
         return [Replayed(number, replica, why)]
 
-    def _silence(self, replica: str, is_silent: bool) -> list[Action]:
+    def _silence_changed(self, replica: str, is_silent: bool) -> list[Action]:
         if not is_silent:
             self._silent.discard(replica)
             return self._pump_all()
@@ -411,56 +412,58 @@ class Router:
         return self._stuck(tuple(sorted(self._held.get(replica, {}))))
 
     def _stuck(self, attempts: tuple[Attempt, ...]) -> list[Action]:
-        """Hedge, oldest first."""
+        """Hedge requests held by or sent to a silent replica, oldest first."""
         actions: list[Action] = []
         models: dict[str, None] = {}
-        for number, which in sorted(attempts):
+        for number, nth in sorted(attempts):
             request = self._requests.get(number)
-            if request is None or which not in request.attempts:
+            if request is None or nth not in request.attempts:
                 continue
             is_hedged = request.is_waiting or len(request.attempts) > 1
             if is_hedged or request.is_suspect or request.winner is not None:
                 continue
-            self._wait(request)
-            at = request.attempts[which].replica
-            actions.append(Replayed(number, at, "it or the next is silent"))
-            models[request.wish.model] = None
+            self._enqueue(request)
+            at = request.attempts[nth].replica
+            actions.append(
+                Replayed(number, at, "this replica or the next one is silent")
+            )
+            models[request.job.model] = None
         return actions + [a for model in models for a in self._pump(model)]
 
-    # Waiting and sending.
+    # Queueing and sending.
 
-    def _wait(self, request: Request) -> None:
-        queue = self._queues[request.wish.model]
+    def _enqueue(self, request: Request) -> None:
+        queue = self._queues[request.job.model]
         was_waiting, request.is_waiting = request.is_waiting, True
-        wish, number = request.wish, request.wish.number
-        if wish.via is not None:
+        job, number = request.job, request.job.number
+        if job.via is not None:
             queue.probes.append(number)
         else:
-            queue.turns.drop(number)  # it may be a suspect now
-            line = queue.suspects if request.is_suspect else queue.turns
-            line.put(number, wish.share, wish.rows, number)
+            queue.regular.drop(number)  # it may have become a suspect
+            waiting = queue.suspects if request.is_suspect else queue.regular
+            waiting.put(number, job.share, job.rows, number)
         if request.attempted == 0 and not was_waiting:
-            queue.fresh += 1
-            queue.fresh_of[wish.share.tenant] += 1
-            queue.weights[wish.share.tenant] = wish.share.weight
+            queue.unsent += 1
+            queue.unsent_by_tenant[job.share.tenant] += 1
+            queue.weights[job.share.tenant] = job.share.weight
 
-    def _unwait(self, request: Request) -> None:
+    def _dequeue(self, request: Request) -> None:
         request.is_waiting = False
-        queue, tenant = self._queues[request.wish.model], request.wish.share.tenant
-        queue.turns.drop(request.wish.number)
-        queue.suspects.drop(request.wish.number)
+        queue, tenant = self._queues[request.job.model], request.job.share.tenant
+        queue.regular.drop(request.job.number)
+        queue.suspects.drop(request.job.number)
         if request.attempted:
             return
-        queue.fresh -= 1
-        queue.fresh_of[tenant] -= 1
-        if not queue.fresh_of[tenant]:
-            del queue.fresh_of[tenant], queue.weights[tenant]
+        queue.unsent -= 1
+        queue.unsent_by_tenant[tenant] -= 1
+        if not queue.unsent_by_tenant[tenant]:
+            del queue.unsent_by_tenant[tenant], queue.weights[tenant]
 
     def _pump_all(self) -> list[Action]:
         return [action for model in self._queues for action in self._pump(model)]
 
     def _pump(self, model: str) -> list[Action]:
-        """Send what can be sent."""
+        """Send every waiting request that a replica has room for."""
         queue, route = self._queues[model], self._table.routes.get(model)
         actions: list[Action] = []
         if route is None:
@@ -474,94 +477,95 @@ class Router:
                 queue.probes.remove(number)
                 actions.append(self._send(probe, replica))
         can_send = not self._missing(model, route)
-        if queue.solo is None and (number := self._suspect(queue)) is not None:
+        if queue.isolated is None and (number := self._next_suspect(queue)) is not None:
             suspect = self._requests[number]
             replica = self._target(suspect, route, can_send=can_send)
             if replica is not None:
                 queue.suspects.take(number)
-                queue.solo = number
+                queue.isolated = number
                 actions.append(self._send(suspect, replica))
-        actions += self._send_fresh(queue, route, can_send=can_send)
+        actions += self._send_regular(queue, route, can_send=can_send)
         return actions
 
-    def _suspect(self, queue: Queue) -> int | None:
-        """Return the suspect whose turn it is; whose tenant killed something, later."""
+    def _next_suspect(self, queue: Queue) -> int | None:
+        """Return the next suspect; those of isolated tenants come last."""
         first = queue.suspects.next()
-        if first is None or not queue.struck:
+        if first is None or not queue.isolated_until:
             return first
         for number in queue.suspects.order():
-            if not self._is_struck(queue, self._requests[number].wish):
+            if not self._is_isolated(queue, self._requests[number].job):
                 return number
         return first
 
-    def _send_fresh(
+    def _send_regular(
         self, queue: Queue, route: Route, *, can_send: bool
     ) -> list[Action]:
-        """Send those whose turn it is, until there is no room for the next."""
+        """Send regular requests in fair order until there is no room for the next."""
         actions: list[Action] = []
-        while (number := queue.turns.next()) is not None:
+        while (number := queue.regular.next()) is not None:
             request = self._requests[number]
             replica = self._target(request, route, can_send=can_send)
             if replica is None:
                 break
-            queue.turns.take(number)
+            queue.regular.take(number)
             actions.append(self._send(request, replica))
-        if number is None or self._requests[number].wish.session is None:
+        if number is None or self._requests[number].job.session is None:
             return actions
-        # The replica of its session is full; others need not wait for that.
-        for number in list(queue.turns.order()):
+        # Only the replica of its session is full: others need not wait for it.
+        for number in list(queue.regular.order()):
             request = self._requests[number]
             replica = self._target(request, route, can_send=can_send)
             if replica is not None:
-                queue.turns.take(number)
+                queue.regular.take(number)
                 actions.append(self._send(request, replica))
-            elif request.wish.session is None:
+            elif request.job.session is None:
                 break
         return actions
 
     def _send(self, request: Request, replica: str) -> Dispatch:
-        self._unwait(request)
+        self._dequeue(request)
         request.attempted += 1
-        which = request.attempted
-        request.attempts[which] = Placement(replica, is_solo=request.is_suspect)
-        attempt = (request.wish.number, which)
+        nth = request.attempted
+        request.attempts[nth] = AttemptState(replica, is_solo=request.is_suspect)
+        attempt = (request.job.number, nth)
         self._held.setdefault(replica, {})[attempt] = None
         return Dispatch(replica, attempt, request.is_suspect)
 
     def _target(self, request: Request, route: Route, *, can_send: bool) -> str | None:
-        """Return the replica of stage 0 that takes it now."""
-        via = request.wish.via
+        """Return the replica of stage 0 that can take it now, or None."""
+        via = request.job.via
         if via is not None:
-            return self._probe_target(request.wish, via, route)
+            return self._probe_target(request.job, via, route)
         if not can_send:
             return None
         load = {name: len(held) for name, held in self._held.items()}
-        usable = self._usable(request.wish.model, route.version, 0)
+        usable = self._usable(request.job.model, route.version, 0)
         open_ = [n for n in usable if load.get(n, 0) < route.max_ongoing_requests]
-        if request.wish.session is None:
+        if request.job.session is None:
             return choose(open_, load, self._chance)
-        chosen = choose(usable, load, self._chance, request.wish.session)
+        chosen = choose(usable, load, self._chance, request.job.session)
         return chosen if chosen in open_ else None
 
     def _probe_target(
-        self, wish: Submitted, via: dict[int, str], route: Route
+        self, job: Submitted, via: dict[int, str], route: Route
     ) -> str | None:
         probed = [self._table.replicas.get(name) for name in via.values()]
         version = next((r.version for r in probed if r is not None), route.version)
         if 0 in via:
             return via[0] if via[0] in self._connected else None
-        replicas = self._table.stage(wish.model, version, 0)
+        replicas = self._table.stage(job.model, version, 0)
         candidates = first_ready(
             [r for r in replicas if r.name in self._connected - self._silent]
         )
         return choose(candidates, self.load(), self._chance)
 
     def _missing(self, model: str, route: Route) -> list[int]:
-        """Return the stages that nothing can be sent to."""
+        """Return the stages of the active version that have no usable replica."""
         stages = range(route.stages.get(route.version, 0))
         return [s for s in stages if not self._usable(model, route.version, s)]
 
     def _usable(self, model: str, version: str, stage: int) -> list[str]:
+        """Return the replicas that are ready, connected and not silent."""
         return [
             replica.name
             for replica in self._table.stage(model, version, stage)
@@ -571,17 +575,17 @@ class Router:
         ]
 
     def validate(self) -> None:
-        """Check what always holds; for tests.
+        """Check the invariants; for tests.
 
         Raises:
-            AssertionError: It does not.
+            AssertionError: An invariant is violated.
         """
         for number, request in self._requests.items():
             assert request.is_waiting or request.attempts, f"{number} is nowhere"
-            for which, place in request.attempts.items():
-                assert (number, which) in self._held[place.replica]
+            for nth, state in request.attempts.items():
+                assert (number, nth) in self._held[state.replica]
         for replica, held in self._held.items():
-            for number, which in held:
-                assert self._requests[number].attempts[which].replica == replica
+            for number, nth in held:
+                assert self._requests[number].attempts[nth].replica == replica
         for queue in self._queues.values():
-            assert queue.fresh == queue.fresh_of.total() >= 0
+            assert queue.unsent == queue.unsent_by_tenant.total() >= 0

@@ -1,1 +1,1 @@
-"""Who may ask for what, and how much of it: tenants, their keys, limits and usage."""
+"""Tenants: API keys, limits, fair queueing, quarantine and usage."""

@@ -1,6 +1,6 @@
-"""Who comes to a gateway: whose key it is, what is left of its limits, what it uses.
+"""Authenticator of a gateway: API keys, limits, quarantine and usage. Shell.
 
-Shell: reads clocks and makes digests; decides nothing that its parts do not.
+It reads clocks and makes digests; its parts decide.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from multiworld.errors import (
     UnauthorizedError,
 )
 from multiworld.serve.spec.stage import Tensors
-from multiworld.serve.tenants.directory import NOBODY, Tenant, TenantDirectory
+from multiworld.serve.tenants.directory import ANONYMOUS, Tenant, TenantDirectory
 from multiworld.serve.tenants.keys import parse_key
 from multiworld.serve.tenants.quarantine import Quarantine
 from multiworld.serve.tenants.rate_limits import RateLimiter
@@ -29,21 +29,34 @@ Post = tuple[str, str]
 """Model and version."""
 
 FORGET_S = 60.0
+"""Seconds between removals of outdated limits and quarantines."""
 
 NO_KEY = (
-    "this service needs an API key: send it as `Authorization: Bearer KEY` (or "
-    "X-API-Key); `multiworld tenants create NAME` makes one"
+    "this service needs an API key: send it as `Authorization: Bearer KEY` or "
+    "`X-API-Key: KEY`; `multiworld tenants create NAME` creates one"
 )
-NOT_OPERATOR = "metrics are for operators (multiworld tenants create --operator)"
-BAD_KEY = "this API key is not known here, or not any more"
+NOT_OPERATOR = (
+    "metrics need the API key of an operator; "
+    "`multiworld tenants create NAME --operator` creates one"
+)
+BAD_KEY = "API key is unknown, expired, revoked or suspended; use a valid one"
 
 
 @dataclass(slots=True, eq=False)
-class Visit:
-    """One request, from when it is let in until it is answered."""
+class AdmittedRequest:
+    """A request that was admitted and is not answered yet.
+
+    Attributes:
+        tenant: Its tenant.
+        started_at: Monotonic time of its admission, in seconds.
+        bytes_in: Bytes of its body so far, as sent.
+        bytes_out: Bytes of its answer.
+        rows: Rows of its inputs.
+        is_refused: It was counted as refused.
+    """
 
     tenant: Tenant
-    began: float
+    started_at: float
     bytes_in: int = 0
     bytes_out: int = 0
     rows: int = 0
@@ -51,14 +64,19 @@ class Visit:
 
 
 class Authenticator:
-    """The entrance of one gateway.
+    """Admits requests to one gateway, and keeps account of them.
 
     Args:
-        needs_key: Whether nobody gets in without one.
+        needs_key: Whether every request needs an API key.
 
     Attributes:
-        refused: How many were not let in, by tenant and reason.
-        gateways: Between which limits are divided.
+        needs_key: Whether every request needs an API key.
+        book: The tenants and their keys.
+        limiter: The rate limits.
+        quarantine: Poison requests and quarantined tenants.
+        meter: Usage that is not written down yet.
+        refused: Refused requests, by tenant and reason.
+        gateways: Number of gateways that share the limits.
     """
 
     def __init__(self, *, needs_key: bool) -> None:
@@ -71,136 +89,150 @@ class Authenticator:
         self.gateways = 1
         self._forget_at = 0.0
 
-    def who(self, headers: Mapping[str, str]) -> Tenant:
-        """Return whose request it is.
+    def identify(self, headers: Mapping[str, str]) -> Tenant:
+        """Return the tenant of a request, by its headers.
 
         Raises:
-            UnauthorizedError: It has no key, or none that is known.
+            UnauthorizedError: The request has no key although one is needed, or its
+                key is not valid.
         """
         key = _key_in(headers)
         if not key:
             if self.needs_key:
-                self._refuse("", "no key")
+                self._count_refusal("", "no key")
                 raise UnauthorizedError(NO_KEY)
-            return NOBODY
+            return ANONYMOUS
         tenant = self.book.find(*parse_key(key), time.time())
         if tenant is not None:
             return tenant
         if not self.needs_key and not self.book.tenants:
-            return NOBODY  # clients send one by habit: OpenAI's insist
-        self._refuse("", "wrong key")
+            return ANONYMOUS  # OpenAI's clients always send one
+        self._count_refusal("", "wrong key")
         raise UnauthorizedError(BAD_KEY)
 
-    def enter(self, headers: Mapping[str, str]) -> Visit:
-        """Let a request in; ``leave`` must follow.
+    def admit(self, headers: Mapping[str, str]) -> AdmittedRequest:
+        """Admit a request, by its headers; ``finish`` must follow.
 
         Raises:
-            UnauthorizedError: It has no key, or none that is known.
-            OverloadedError: Its tenant has used up what it may.
+            UnauthorizedError: The request has no key although one is needed, or its
+                key is not valid.
+            OverloadedError: Its tenant has reached a limit.
         """
-        tenant, now = self.who(headers), time.monotonic()
+        tenant, now = self.identify(headers), time.monotonic()
         if now >= self._forget_at:
             self._forget_at = now + FORGET_S
-            self.limiter.forget(now)
-            self.quarantine.forget(now)
-        refusal = self.limiter.enter(tenant, self.gateways, now)
+            self.limiter.prune(now)
+            self.quarantine.prune(now)
+        refusal = self.limiter.admit(tenant, self.gateways, now)
         if refusal is not None:
-            self._refuse(tenant.name, refusal.what)
-            raise OverloadedError(refusal.text, retry_after_s=refusal.after_s)
-        return Visit(tenant, now)
+            self._count_refusal(tenant.name, refusal.limit)
+            raise OverloadedError(refusal.text, retry_after_s=refusal.retry_after_s)
+        return AdmittedRequest(tenant, now)
 
-    def leave(self, visit: Visit, model: str, status: int) -> None:
-        """Take note of how a request ended."""
-        self.limiter.leave(visit.tenant)
-        self.limiter.spend(visit.tenant, visit.bytes_out)
-        sums = self.meter.at(visit.tenant.name, model, time.time())
+    def finish(self, admitted: AdmittedRequest, model: str, status: int) -> None:
+        """Count a finished request, and release its share of the limits.
+
+        Args:
+            admitted: The request.
+            model: Name of the model, for the usage.
+            status: HTTP status of the answer.
+        """
+        self.limiter.release(admitted.tenant)
+        self.limiter.spend(admitted.tenant, admitted.bytes_out)
+        sums = self.meter.at(admitted.tenant.name, model, time.time())
         sums.requests += 1
         sums.answered += status == 200
         sums.failed += status >= 400
-        sums.rows += visit.rows if status == 200 else 0
-        sums.bytes_in += visit.bytes_in
-        sums.bytes_out += visit.bytes_out
-        sums.seconds += time.monotonic() - visit.began if status == 200 else 0.0
+        sums.rows += admitted.rows if status == 200 else 0
+        sums.bytes_in += admitted.bytes_in
+        sums.bytes_out += admitted.bytes_out
+        sums.seconds += time.monotonic() - admitted.started_at if status == 200 else 0.0
 
-    def took(self, visit: Visit, size: int) -> None:
-        """Take note of bytes that have come, whatever becomes of them."""
-        visit.bytes_in += size
-        self.limiter.spend(visit.tenant, size)
+    def count_bytes(self, admitted: AdmittedRequest, size: int) -> None:
+        """Count bytes of a body that have arrived, whatever becomes of the request."""
+        admitted.bytes_in += size
+        self.limiter.spend(admitted.tenant, size)
 
     def check_operator(self, headers: Mapping[str, str]) -> None:
-        """Let only those in who may see what concerns everybody.
+        """Check that a request may read data about all tenants.
 
         Raises:
-            UnauthorizedError: Keys are needed, and this is not an operator's.
+            UnauthorizedError: Keys are needed, and this request has no operator's.
         """
         if not self.needs_key:
             return
-        tenant = self.who(headers)
+        tenant = self.identify(headers)
         if not tenant.is_operator:
-            self._refuse(tenant.name, "not an operator")
+            self._count_refusal(tenant.name, "not an operator")
             raise UnauthorizedError(NOT_OPERATOR)
 
-    def _refuse(self, tenant: str, why: str) -> None:
+    def _count_refusal(self, tenant: str, why: str) -> None:
         self.refused[tenant, why] += 1
         self.meter.at(tenant, "", time.time()).refused += 1
 
-    def _refuse_once(self, visit: Visit, why: str) -> None:
-        """Count a request that is refused, however many texts it had."""
-        if not visit.is_refused:
-            visit.is_refused = True
-            self._refuse(visit.tenant.name, why)
+    def _count_refusal_once(self, admitted: AdmittedRequest, why: str) -> None:
+        """Count a refused request once, however many texts it had."""
+        if not admitted.is_refused:
+            admitted.is_refused = True
+            self._count_refusal(admitted.tenant.name, why)
 
-    def refuse_model(self, tenant: Tenant) -> None:
-        """Count that somebody asked for a model that it may not use."""
-        self._refuse(tenant.name, "model")
+    def count_model_refusal(self, tenant: Tenant) -> None:
+        """Count a request for a model that its tenant may not use."""
+        self._count_refusal(tenant.name, "model")
 
-    # Poison.
+    # Poison requests.
 
-    def is_suspicious(self, tenant: Tenant, post: Post) -> bool:
-        """Return whether ``check`` needs a digest."""
-        about = f"{post[0]} {post[1]}"
-        return self.quarantine.is_suspicious(tenant.name, about)
+    def needs_digest(self, tenant: Tenant, post: Post) -> bool:
+        """Tell whether ``check_poison`` must be called for a tenant's requests."""
+        model_key = f"{post[0]} {post[1]}"
+        return self.quarantine.has_records(tenant.name, model_key)
 
-    def check(self, visit: Visit, post: Post, digest: str) -> None:
-        """Refuse what is known to kill replicas.
+    def check_poison(self, admitted: AdmittedRequest, post: Post, digest: str) -> None:
+        """Refuse poison requests, and all requests of a quarantined tenant.
 
         Args:
+            admitted: The request.
             post: Model and version.
-            digest: Of the request.
+            digest: Digest of the request's inputs.
 
         Raises:
-            QuarantinedError: Too much of this tenant's does.
-            RequestPoisonedError: This very request does.
+            QuarantinedError: The tenant is quarantined for this model.
+            RequestPoisonedError: This request is poison.
         """
-        tenant, now = visit.tenant, time.monotonic()
-        about = f"{post[0]} {post[1]}"
-        refused_s = self.quarantine.refused_s(tenant.name, about, now)
-        if refused_s:
-            self._refuse_once(visit, "quarantined")
+        tenant, now = admitted.tenant, time.monotonic()
+        model_key = f"{post[0]} {post[1]}"
+        quarantine_s = self.quarantine.remaining_s(tenant.name, model_key, now)
+        if quarantine_s:
+            self._count_refusal_once(admitted, "quarantined")
             raise QuarantinedError(
-                f"several of your requests to model {post[0]!r} have killed the "
-                f"replicas that computed them; none is taken for {refused_s:.0f} s",
-                retry_after_s=refused_s,
+                f"your requests to model {post[0]!r} are quarantined: several of them "
+                f"killed their replicas; retry in {quarantine_s:.0f} s, without those",
+                retry_after_s=quarantine_s,
             )
-        if self.quarantine.knows(tenant.name, about, digest, now):
-            self._refuse_once(visit, "poisonous")
+        if self.quarantine.is_poison(tenant.name, model_key, digest, now):
+            self._count_refusal_once(admitted, "poisonous")
             raise RequestPoisonedError(
-                f"this request to model {post[0]!r} has killed the replicas that "
-                "computed it before; it is not tried again"
+                f"this request to model {post[0]!r} is a poison request: it killed the "
+                "replicas that computed it before; do not retry it"
             )
 
-    def poisonous(self, tenant: str, post: Post, digest: str) -> float:
-        """Take note of a poisonous request, found here or at another gateway.
+    def add_poison(self, tenant: str, post: Post, digest: str) -> float:
+        """Record a poison request, found here or at another gateway.
+
+        Args:
+            tenant: Name of its tenant.
+            post: Model and version.
+            digest: Digest of the request's inputs.
 
         Returns:
-            For how long all requests of its tenant to that model are refused.
+            Seconds for which the tenant is now quarantined; 0 if it is not.
         """
-        about = f"{post[0]} {post[1]}"
-        return self.quarantine.found(tenant, about, digest, time.monotonic())
+        model_key = f"{post[0]} {post[1]}"
+        return self.quarantine.add(tenant, model_key, digest, time.monotonic())
 
 
 def digest_of(tensors: Tensors) -> str:
-    """Return what tells a request from others."""
+    """Return a digest of a request's inputs: names, dtypes, shapes and values."""
     found = hashlib.blake2b(digest_size=16)
     for name in sorted(tensors):
         tensor = plain(tensors[name])

@@ -1,4 +1,4 @@
-"""Tenants and their keys, as a gateway and the controller know them. Pure."""
+"""Directory of tenants and their API keys. Pure."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from multiworld.serve.tenants.fair_queue import Share
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """An API key: never the key itself, only what it is checked with.
+    """Record of an API key; it holds a digest, not the key.
 
     Attributes:
-        id: The part of it that is no secret.
+        id: The part of the key that is not secret.
         digest: SHA-256 of the whole key, as hexadecimal digits.
-        made_at: Seconds since the epoch.
-        expires_at: From when it is not taken any more; None: never.
+        made_at: Time of its creation, in seconds since the epoch.
+        expires_at: Time of its expiry, in seconds since the epoch; None: never.
     """
 
     id: str
@@ -32,17 +32,19 @@ class Key:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """One who shares the service.
+    """A client of the service, with its permissions and limits.
 
     Attributes:
-        models: Those it may use (``*`` and ``?`` stand for any characters).
-        rpm_limit: Most requests in any minute; None: no limit.
-        max_parallel_requests: Most that are under way at a time.
-        bytes_per_s: Bytes of requests and answers, in the long run.
-        weight: Of its share where the service is saturated.
-        priority: Requests of a higher one are computed first, always.
-        is_operator: Whether it may read the metrics of all.
+        name: Unique name.
+        models: Patterns of the models it may use (``*`` and ``?`` are wildcards).
+        rpm_limit: Most requests in any 60 seconds; None: no limit.
+        max_parallel_requests: Most requests under way at a time; None: no limit.
+        bytes_per_s: Average bytes of requests and answers each second; None: no limit.
+        weight: Weight of its share where the service is saturated.
+        priority: Requests of a higher priority always run first.
+        is_operator: Whether it may read the metrics, which cover all tenants.
         is_suspended: Whether its keys are refused for now.
+        keys: Its API keys.
     """
 
     name: str
@@ -58,23 +60,23 @@ class Tenant:
 
     @property
     def share(self) -> Share:
-        """What its work counts."""
+        """Share with which its work is queued."""
         return Share(self.name, self.weight, self.priority)
 
     def may_use(self, model: str) -> bool:
-        """Return whether a model is one of those it may use."""
+        """Tell whether the tenant may use a model."""
         return any(fnmatch.fnmatchcase(model, pattern) for pattern in self.models)
 
     def with_key(self, key: Key) -> Tenant:
-        """Return it with one key more."""
+        """Return a copy with one more key."""
         return replace(self, keys=(*self.keys, key))
 
     def to_json(self) -> dict[str, Any]:
-        """Return what ``tenant_from_json`` reads."""
+        """Return the form that ``tenant_from_json`` reads."""
         return asdict(self)
 
     def shown(self) -> dict[str, Any]:
-        """Return it for people: without what its keys are checked with."""
+        """Return the form for people, without the digests of the keys."""
         found = asdict(self)
         for key in found["keys"]:
             del key["digest"]
@@ -85,30 +87,30 @@ _TENANT: TypeAdapter[Tenant] = TypeAdapter(Tenant)
 
 
 def tenant_from_json(data: Any) -> Tenant:
-    """Read a tenant.
+    """Return the tenant described by ``data``.
 
     Raises:
-        ValueError: It is none.
+        ValueError: ``data`` does not describe a tenant.
     """
     return _TENANT.validate_python(data)
 
 
-NOBODY = Tenant(name="")
-"""Whoever asks where no key is needed."""
+ANONYMOUS = Tenant(name="")
+"""Tenant of clients without a key, where none is needed."""
 
-NONE = "0" * 64
-"""The digest of no key: compared with, so that an unknown key takes as long."""
+NO_DIGEST = "0" * 64
+"""Digest compared for an unknown key id, so that the check takes the same time."""
 
 
 @dataclass(slots=True)
 class TenantDirectory:
-    """All tenants, found by their keys."""
+    """All tenants, by name and by key."""
 
     tenants: dict[str, Tenant] = field(default_factory=dict)
     _keys: dict[str, tuple[Key, str]] = field(default_factory=dict)
 
     def put(self, tenants: Iterable[Tenant]) -> None:
-        """Enter tenants, in place of those of the same names."""
+        """Add tenants; replace those of the same names."""
         for tenant in tenants:
             self.remove(tenant.name)
             self.tenants[tenant.name] = tenant
@@ -116,30 +118,31 @@ class TenantDirectory:
                 self._keys[key.id] = key, tenant.name
 
     def remove(self, name: str) -> None:
-        """Forget a tenant and its keys."""
+        """Remove a tenant and its keys."""
         old = self.tenants.pop(name, None)
         for key in old.keys if old else ():
             self._keys.pop(key.id, None)
 
     def replace_all(self, tenants: Mapping[str, Tenant]) -> None:
-        """Forget all, and enter these."""
+        """Replace all tenants by these."""
         self.tenants.clear()
         self._keys.clear()
         self.put(tenants.values())
 
     def find(self, key_id: str, digest: str, now: float) -> Tenant | None:
-        """Return whose key it is; None if it is nobody's, or not valid any more.
+        """Return the tenant of a key; None if the key is unknown or not valid.
 
-        The comparison takes as long whether there is such a key or not, and however
-        much of it is right.
+        The time of the comparison reveals neither whether the key id exists nor how
+        much of the digest matches.
 
         Args:
-            digest: Of the whole key, as hexadecimal digits.
-            now: Seconds since the epoch.
+            key_id: The part of the key that is not secret.
+            digest: SHA-256 of the whole key, as hexadecimal digits.
+            now: Current time, in seconds since the epoch.
         """
         key, name = self._keys.get(key_id, (None, ""))
-        is_right = hmac.compare_digest(NONE if key is None else key.digest, digest)
-        if key is None or not is_right:
+        is_valid = hmac.compare_digest(NO_DIGEST if key is None else key.digest, digest)
+        if key is None or not is_valid:
             return None
         if key.expires_at is not None and now >= key.expires_at:
             return None

@@ -1,14 +1,15 @@
-"""Who is next where several tenants wait: weighted fair shares. Pure.
+"""Weighted fair queueing between tenants. Pure.
 
-Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996). Every tenant has a time
-up to which it has had its share; serving a piece of its work moves that on by what the
-work costs, divided by its weight. Next is whoever has had least, and nobody's time is
-before that of the piece that was served last. So a tenant with much that waits gets its
-share and no more, one that asks seldom is next as soon as it asks, and what nobody else
-wants is had by whoever wants it. Of one tenant's work, what came first is first.
+Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996). Each tenant has a finish
+tag: a virtual time that advances by cost / weight with every piece of its work that is
+served. The next piece comes from the tenant with the earliest start tag, which is its
+finish tag, but not before the current virtual time, the start tag of the piece served
+last. So a tenant with a long queue gets its share and no more, a tenant that seldom
+sends work is served next, and others may use a share that its tenant leaves unused. The
+work of one tenant is served in the order of its numbers.
 
-Time is charged when work is served, and not when it comes: what is withdrawn costs
-nothing, and leaves nothing behind it.
+Unlike in the paper, a tenant is charged when its work is served, not when it arrives:
+withdrawn work costs nothing.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 
-MANY = 1024
-"""Tenants that are remembered before those without claims are forgotten."""
+PRUNE_AT = 1024
+"""Number of finish tags at which those not after the virtual time are dropped."""
 
-LEAST = 1.0
-"""What any work costs, at least."""
+MIN_COST = 1.0
+"""Lowest cost of a piece of work: else work without rows would be free."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Whose work it is, and what that counts.
+    """Tenant of a piece of work, with its weight and priority.
 
     Attributes:
-        tenant: Its name; empty for whoever has none.
-        weight: Of its share beside others'.
-        priority: Work of a higher one comes first, always.
+        tenant: Name of the tenant; empty for clients without a key.
+        weight: Weight of its share, relative to other tenants'.
+        priority: Work of a higher priority is always served first.
     """
 
     tenant: str = ""
@@ -42,7 +43,8 @@ class Share:
     priority: int = 0
 
 
-NOBODYS = Share()
+DEFAULT_SHARE = Share()
+"""Share of clients without a key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,93 +55,99 @@ class _Piece:
 
 
 class FairQueue(Generic[K]):
-    """Work that waits, of all tenants."""
+    """Queue of work of all tenants, in fair order."""
 
     def __init__(self) -> None:
-        self._now = 0.0
-        self._ends: dict[str, float] = {}
+        self._virtual_time = 0.0
+        self._finish_tags: dict[str, float] = {}
         self._pieces: dict[K, _Piece] = {}
-        self._lines: dict[str, list[tuple[int, K]]] = {}
-        self._many = MANY
+        self._queues: dict[str, list[tuple[int, K]]] = {}
+        self._prune_at = PRUNE_AT
 
     def __len__(self) -> int:
         return len(self._pieces)
 
     @property
     def is_shared(self) -> bool:
-        """Whether work of several tenants waits."""
-        return len(self._lines) > 1
+        """True if work of several tenants waits."""
+        return len(self._queues) > 1
 
     def put(self, key: K, share: Share, cost: float, number: int) -> None:
-        """Have a piece of work wait.
+        """Queue a piece of work; replace the one with the same key.
 
         Args:
-            cost: What it takes, in any unit: rows, say.
-            number: Orders the work of one tenant; no two have the same.
+            key: Key of the work.
+            share: Its tenant, weight and priority.
+            cost: Cost in any one unit, such as rows.
+            number: Unique number; the work of one tenant is served in this order.
         """
         self.drop(key)
-        self._pieces[key] = _Piece(share, max(cost, LEAST), number)
-        bisect.insort(self._lines.setdefault(share.tenant, []), (number, key))
+        self._pieces[key] = _Piece(share, max(cost, MIN_COST), number)
+        bisect.insort(self._queues.setdefault(share.tenant, []), (number, key))
 
     def drop(self, key: K) -> None:
-        """Forget a piece of work; nothing happens if it does not wait."""
+        """Remove a piece of work without charge; do nothing if it does not wait."""
         piece = self._pieces.pop(key, None)
         if piece is None:
             return
-        line = self._lines[piece.share.tenant]
-        del line[bisect.bisect_left(line, (piece.number,))]
-        if not line:
-            del self._lines[piece.share.tenant]
+        queue = self._queues[piece.share.tenant]
+        del queue[bisect.bisect_left(queue, (piece.number,))]
+        if not queue:
+            del self._queues[piece.share.tenant]
 
     def next(self) -> K | None:
-        """Return whose turn it is."""
+        """Return the key of the next piece of work, without removing it."""
         best: tuple[int, float, int] | None = None
         found: K | None = None
-        for tenant, line in self._lines.items():
-            number, key = line[0]
-            start = max(self._now, self._ends.get(tenant, 0.0))
-            turn = -self._pieces[key].share.priority, start, number
-            if best is None or turn < best:
-                best, found = turn, key
+        for tenant, queue in self._queues.items():
+            number, key = queue[0]
+            start = max(self._virtual_time, self._finish_tags.get(tenant, 0.0))
+            rank = -self._pieces[key].share.priority, start, number
+            if best is None or rank < best:
+                best, found = rank, key
         return found
 
     def take(self, key: K) -> None:
-        """Take out a piece of work that is served: its tenant is charged for it."""
+        """Remove a piece of work that is served, and charge its tenant."""
         piece = self._pieces[key]
         tenant = piece.share.tenant
-        start = max(self._now, self._ends.get(tenant, 0.0))
-        self._now = start
-        self._ends[tenant] = start + piece.cost / piece.share.weight
+        start = max(self._virtual_time, self._finish_tags.get(tenant, 0.0))
+        self._virtual_time = start
+        self._finish_tags[tenant] = start + piece.cost / piece.share.weight
         self.drop(key)
-        if len(self._ends) > self._many:
-            self._ends = {n: end for n, end in self._ends.items() if end > self._now}
-            self._many = max(MANY, 2 * len(self._ends))
+        if len(self._finish_tags) > self._prune_at:
+            self._finish_tags = {
+                n: end
+                for n, end in self._finish_tags.items()
+                if end > self._virtual_time
+            }
+            self._prune_at = max(PRUNE_AT, 2 * len(self._finish_tags))
 
     def order(self) -> Iterator[K]:
-        """Yield all that waits in the order in which it would be served.
+        """Yield the keys of all waiting work, in the order of service.
 
-        Nothing may be put or taken meanwhile.
+        The queue must not change meanwhile.
         """
         if not self.is_shared:
-            for line in self._lines.values():
-                yield from (key for _, key in line)
+            for queue in self._queues.values():
+                yield from (key for _, key in queue)
             return
-        now, ends = self._now, dict(self._ends)
-        places = dict.fromkeys(self._lines, 0)
-        while places:
+        now, ends = self._virtual_time, dict(self._finish_tags)
+        positions = dict.fromkeys(self._queues, 0)
+        while positions:
             best: tuple[int, float, int] | None = None
             chosen = ""
-            for tenant, place in places.items():
-                number, key = self._lines[tenant][place]
+            for tenant, position in positions.items():
+                number, key = self._queues[tenant][position]
                 start = max(now, ends.get(tenant, 0.0))
-                turn = -self._pieces[key].share.priority, start, number
-                if best is None or turn < best:
-                    best, chosen = turn, tenant
-            _, key = self._lines[chosen][places[chosen]]
+                rank = -self._pieces[key].share.priority, start, number
+                if best is None or rank < best:
+                    best, chosen = rank, tenant
+            _, key = self._queues[chosen][positions[chosen]]
             piece = self._pieces[key]
             now = max(now, ends.get(chosen, 0.0))
             ends[chosen] = now + piece.cost / piece.share.weight
-            places[chosen] += 1
-            if places[chosen] == len(self._lines[chosen]):
-                del places[chosen]
+            positions[chosen] += 1
+            if positions[chosen] == len(self._queues[chosen]):
+                del positions[chosen]
             yield key

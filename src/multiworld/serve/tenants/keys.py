@@ -1,7 +1,7 @@
-"""API keys: made here, known by their digests everywhere else.
+"""API keys and their digests. Shell.
 
-A key has 256 random bits, so a plain SHA-256 of it tells nothing: what slow hashes are
-for, guessable passwords, does not occur.
+Only the digest of a key is stored. A plain SHA-256 suffices: slow hashes protect
+passwords that can be guessed, and a key has 256 random bits.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import secrets
 
 PREFIX = "mw"
 ID_BYTES, SECRET_BYTES = 6, 32
-FORM = re.compile(rf"{PREFIX}-([0-9a-f]{{{2 * ID_BYTES}}})-[A-Za-z0-9_-]{{43}}")
+KEY_PATTERN = re.compile(rf"{PREFIX}-([0-9a-f]{{{2 * ID_BYTES}}})-[A-Za-z0-9_-]{{43}}")
 
 
 def make_key() -> tuple[str, str, str]:
-    """Return a new key, its id, and its digest. Only its owner ever sees the first."""
+    """Return a new key, its id and its digest; only its owner may see the key."""
     key_id = secrets.token_hex(ID_BYTES)
     key = f"{PREFIX}-{key_id}-{secrets.token_urlsafe(SECRET_BYTES)}"
     return key, key_id, digest_of(key)
 
 
 def digest_of(key: str) -> str:
-    """Return what a key is checked with."""
+    """Return the SHA-256 of a key, as hexadecimal digits."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 def parse_key(text: str) -> tuple[str, str]:
-    """Return the id and the digest of what may be a key."""
-    found = FORM.fullmatch(text)
+    """Return the id and the digest of a text; the id is empty if it is not a key."""
+    found = KEY_PATTERN.fullmatch(text)
     return found.group(1) if found else "", digest_of(text)

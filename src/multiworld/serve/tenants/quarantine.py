@@ -1,9 +1,10 @@
-"""Which requests of whom are not tried again, as they kill what computes them. Pure.
+"""Quarantine: refusal of poison requests, and of tenants that send several. Pure.
 
-A router finds out which request kills replicas, at the price of two of them. The same
-request of the same tenant is then refused at once; and a tenant of which several have
-been found in a short time is refused for that model for a while, longer each time. What
-others ask is not touched by it, not even the very same request.
+A poison request kills the replicas that compute it; a router identifies one after it
+has killed two in isolation. From then on the same request of the same tenant is
+refused. A tenant that sends several poison requests to a model within a short time is
+quarantined: all its requests to that model are refused, for longer each time. Requests
+of other tenants are not affected, not even identical ones.
 """
 
 from __future__ import annotations
@@ -11,75 +12,113 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-KNOWN_S = 3600.0
-"""A request that was found poisonous is refused for so long."""
+POISON_S = 3600.0
+"""Seconds for which a poison request is refused."""
 
-KNOWN = 1024
-"""Most of them that are remembered, of one tenant."""
+MAX_POISON = 1024
+"""Most poison requests that are remembered, for each tenant and model."""
 
-FEW, WINDOW_S = 3, 300.0
-"""A tenant of which so many are found in so short a time is refused for a while …"""
+POISON_LIMIT, WINDOW_S = 3, 300.0
+"""This many poison requests within ``WINDOW_S`` seconds quarantine their tenant."""
 
-FIRST_S, LONGEST_S = 30.0, 3600.0
-"""… of this length at first, and twice as long each time."""
+FIRST_QUARANTINE_S, LONGEST_QUARANTINE_S = 30.0, 3600.0
+"""Seconds of a tenant's first quarantine, and of the longest; each doubles the last."""
 
-Post = tuple[str, str]
+TenantModel = tuple[str, str]
 """Tenant and model."""
 
 
 @dataclass(slots=True)
 class _Record:
-    known: OrderedDict[str, float] = field(default_factory=OrderedDict)
+    """History of one tenant at one model.
+
+    Attributes:
+        poison: Digests of its poison requests, with the time of the latest loss.
+        found_at: Times of poison requests that count towards a quarantine.
+        quarantined_until: End of the latest quarantine.
+        quarantines: Quarantines so far.
+    """
+
+    poison: OrderedDict[str, float] = field(default_factory=OrderedDict)
     found_at: list[float] = field(default_factory=list)
-    until: float = 0.0
-    times: int = 0
+    quarantined_until: float = 0.0
+    quarantines: int = 0
 
 
 class Quarantine:
-    """What is known of poisonous requests, by tenant and model."""
+    """Poison requests and quarantines, by tenant and model. Times are in seconds."""
 
     def __init__(self) -> None:
-        self._records: dict[Post, _Record] = {}
+        self._records: dict[TenantModel, _Record] = {}
 
-    def is_suspicious(self, tenant: str, model: str) -> bool:
-        """Return whether anything is known: only then is a digest needed."""
+    def has_records(self, tenant: str, model: str) -> bool:
+        """Tell whether a tenant has sent poison; only then is a digest needed."""
         return (tenant, model) in self._records
 
-    def found(self, tenant: str, model: str, digest: str, now: float) -> float:
-        """Take note of a poisonous request; return for how long its tenant is refused.
+    def add(self, tenant: str, model: str, digest: str, now: float) -> float:
+        """Record a poison request.
 
-        0: it is not; only this request is.
+        Args:
+            tenant: Name of its tenant; empty for clients without a key, who share it
+                and are never quarantined for each other.
+            model: Model and version.
+            digest: Digest of the request.
+            now: Current time.
+
+        Returns:
+            Seconds for which the tenant is now quarantined; 0 if it is not.
         """
         record = self._records.setdefault((tenant, model), _Record())
-        record.known[digest] = now
-        record.known.move_to_end(digest)
-        while len(record.known) > KNOWN:
-            record.known.popitem(last=False)
+        record.poison[digest] = now
+        record.poison.move_to_end(digest)
+        while len(record.poison) > MAX_POISON:
+            record.poison.popitem(last=False)
         record.found_at = [at for at in record.found_at if now - at < WINDOW_S] + [now]
-        # Once it was refused for a while, one more is enough: it was warned.
-        if tenant and (len(record.found_at) >= FEW or record.times):
-            length = min(LONGEST_S, FIRST_S * 2.0**record.times)
-            record.until, record.times = now + length, record.times + 1
+        # After a first quarantine a single poison request causes the next one.
+        if tenant and (len(record.found_at) >= POISON_LIMIT or record.quarantines):
+            length = min(
+                LONGEST_QUARANTINE_S, FIRST_QUARANTINE_S * 2.0**record.quarantines
+            )
+            record.quarantined_until, record.quarantines = (
+                now + length,
+                record.quarantines + 1,
+            )
             record.found_at.clear()
             return length
         return 0.0
 
-    def refused_s(self, tenant: str, model: str, now: float) -> float:
-        """Return for how long all of a tenant's requests for a model are refused."""
-        record = self._records.get((tenant, model))
-        return 0.0 if record is None else max(0.0, record.until - now)
+    def remaining_s(self, tenant: str, model: str, now: float) -> float:
+        """Return the seconds left of a tenant's quarantine; 0 without one.
 
-    def knows(self, tenant: str, model: str, digest: str, now: float) -> bool:
-        """Return whether this request was found poisonous not long ago."""
+        Args:
+            tenant: Name of the tenant.
+            model: Model and version.
+            now: Current time.
+        """
         record = self._records.get((tenant, model))
-        at = None if record is None else record.known.get(digest)
-        return at is not None and now - at < KNOWN_S
+        return 0.0 if record is None else max(0.0, record.quarantined_until - now)
 
-    def forget(self, now: float) -> None:
-        """Forget what is long ago."""
-        for post, record in list(self._records.items()):
-            for digest, at in list(record.known.items()):
-                if now - at >= KNOWN_S:
-                    del record.known[digest]
-            if not record.known and record.until < now - LONGEST_S:
-                del self._records[post]
+    def is_poison(self, tenant: str, model: str, digest: str, now: float) -> bool:
+        """Tell whether a request was found to be poison within ``POISON_S``.
+
+        Args:
+            tenant: Name of its tenant.
+            model: Model and version.
+            digest: Digest of the request.
+            now: Current time.
+        """
+        record = self._records.get((tenant, model))
+        at = None if record is None else record.poison.get(digest)
+        return at is not None and now - at < POISON_S
+
+    def prune(self, now: float) -> None:
+        """Forget poison requests and quarantines that are too old to matter."""
+        for tenant_model, record in list(self._records.items()):
+            for digest, at in list(record.poison.items()):
+                if now - at >= POISON_S:
+                    del record.poison[digest]
+            if (
+                not record.poison
+                and record.quarantined_until < now - LONGEST_QUARANTINE_S
+            ):
+                del self._records[tenant_model]

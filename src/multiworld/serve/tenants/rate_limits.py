@@ -1,4 +1,4 @@
-"""How much a tenant may ask for: requests a minute, at a time, bytes a second. Pure."""
+"""Rate limits of tenants: requests a minute, in parallel, and bytes a second. Pure."""
 
 from __future__ import annotations
 
@@ -9,50 +9,64 @@ from dataclasses import dataclass, field
 from multiworld.serve.tenants.directory import Tenant
 
 MINUTE_S = 60
+"""Seconds of the window for ``rpm_limit``."""
+
 BURST_S = 2.0
-"""Bytes of so many seconds may come at once."""
+"""Seconds of ``bytes_per_s`` that a tenant may use at once after a pause."""
 
 
 @dataclass(frozen=True, slots=True)
 class RateLimited:
-    """Why a request is not taken, and when it may be.
+    """Refusal of a request by a rate limit.
 
     Attributes:
-        what: The name of the limit.
+        limit: Name of the limit.
+        text: Error text for the client.
+        retry_after_s: Seconds after which the client should retry.
     """
 
-    what: str
+    limit: str
     text: str
-    after_s: float
+    retry_after_s: float
 
 
 @dataclass(slots=True)
 class RecentUse:
-    """What a tenant has used lately, at one gateway."""
+    """Recent usage of a tenant at one gateway.
+
+    Attributes:
+        minute: Pairs of a whole second and the requests admitted in it, oldest first.
+        in_flight: Requests under way.
+        bytes_left: Bytes that it may still use; negative: it owes them. None: it has
+            no limit.
+        at: Time of the last update of ``bytes_left``, in seconds.
+    """
 
     minute: deque[list[int]] = field(default_factory=deque)
-    """Seconds, and how many requests came in each."""
     in_flight: int = 0
     bytes_left: float | None = None
     at: float = 0.0
 
 
 class RateLimiter:
-    """The limits of all tenants at one gateway."""
+    """Rate limits of all tenants at one gateway."""
 
     def __init__(self) -> None:
         self._used: dict[str, RecentUse] = {}
 
     def in_flight(self, tenant: str) -> int:
-        """Return how many requests of a tenant are under way."""
+        """Return the number of a tenant's requests under way."""
         used = self._used.get(tenant)
         return 0 if used is None else used.in_flight
 
-    def enter(self, tenant: Tenant, gateways: int, now: float) -> RateLimited | None:
-        """Let a request in, or say why not.
+    def admit(self, tenant: Tenant, gateways: int, now: float) -> RateLimited | None:
+        """Admit a request, or return why not; ``release`` must follow an admission.
 
         Args:
-            gateways: Between which the limits are divided, rounded up.
+            tenant: Its tenant.
+            gateways: Number of gateways that share the limits; each has its part,
+                rounded up.
+            now: Current time, in seconds.
         """
         used = self._used.setdefault(tenant.name, RecentUse(at=now))
         refusal = (
@@ -70,21 +84,21 @@ class RateLimiter:
         return refusal
 
     def spend(self, tenant: Tenant, size: int) -> None:
-        """Take bytes from what a tenant has left; it may owe some afterwards."""
+        """Charge a tenant for bytes; it may owe some afterwards."""
         used = self._used.get(tenant.name)
         if used is not None and used.bytes_left is not None:
             used.bytes_left -= size
 
-    def leave(self, tenant: Tenant) -> None:
-        """Take note that a request has ended, however."""
+    def release(self, tenant: Tenant) -> None:
+        """End an admitted request, whatever its outcome."""
         used = self._used[tenant.name]
         used.in_flight -= 1
         no_limit = tenant.rpm_limit is None and tenant.bytes_per_s is None
         if no_limit and not used.in_flight:
             del self._used[tenant.name]
 
-    def forget(self, now: float) -> None:
-        """Forget the tenants that have asked for nothing lately."""
+    def prune(self, now: float) -> None:
+        """Forget tenants without recent requests or owed bytes."""
         for name, used in list(self._used.items()):
             last = used.minute[-1][0] if used.minute else -math.inf
             is_still = now - max(last, used.at) > MINUTE_S + 1
@@ -93,18 +107,18 @@ class RateLimiter:
                 del self._used[name]
 
 
-def _share(limit: float, gateways: int) -> float:
+def _gateway_part(limit: float, gateways: int) -> float:
     return max(1, math.ceil(limit / max(1, gateways)))
 
 
 def _parallel(tenant: Tenant, used: RecentUse, gateways: int) -> RateLimited | None:
     limit = tenant.max_parallel_requests
-    if limit is None or used.in_flight < _share(limit, gateways):
+    if limit is None or used.in_flight < _gateway_part(limit, gateways):
         return None
     return RateLimited(
         "max_parallel_requests",
-        f"{used.in_flight} requests of yours are under way, and your "
-        f"max_parallel_requests is {limit}; wait for one to end",
+        f"{used.in_flight} of your requests are under way and your "
+        f"max_parallel_requests is {limit}; wait until one is answered",
         1.0,
     )
 
@@ -112,27 +126,27 @@ def _parallel(tenant: Tenant, used: RecentUse, gateways: int) -> RateLimited | N
 def _per_minute(
     tenant: Tenant, used: RecentUse, gateways: int, now: float
 ) -> RateLimited | None:
-    """Count whole seconds: in no 60 s are there more than the limit."""
+    """Refuse above ``rpm_limit``. The window is 60 to 61 s: it counts whole seconds."""
     limit = tenant.rpm_limit
     if limit is None:
         return None
     while used.minute and used.minute[0][0] + 1 + MINUTE_S <= now:
         used.minute.popleft()
-    if sum(count for _, count in used.minute) < _share(limit, gateways):
+    if sum(count for _, count in used.minute) < _gateway_part(limit, gateways):
         return None
-    after_s = used.minute[0][0] + 1 + MINUTE_S - now
+    retry_after_s = used.minute[0][0] + 1 + MINUTE_S - now
     return RateLimited(
         "rpm_limit",
-        f"your rpm_limit of {limit} requests a minute is used up; try again in "
-        f"{after_s:.0f} s",
-        after_s,
+        f"your rpm_limit of {limit} requests a minute is used up; retry in "
+        f"{retry_after_s:.0f} s",
+        retry_after_s,
     )
 
 
 def _bytes(
     tenant: Tenant, used: RecentUse, gateways: int, now: float
 ) -> RateLimited | None:
-    """Let in while anything is left; what a request takes is owed afterwards."""
+    """Refuse while the tenant owes bytes; a large request is admitted and owes them."""
     if tenant.bytes_per_s is None:
         used.bytes_left = None
         return None
@@ -143,10 +157,10 @@ def _bytes(
     used.at = now
     if used.bytes_left > 0:
         return None
-    after_s = -used.bytes_left / rate + 0.001
+    retry_after_s = -used.bytes_left / rate + 0.001
     return RateLimited(
         "bytes_per_s",
-        f"your limit of {tenant.bytes_per_s:g} bytes a second is used up; try again in "
-        f"{after_s:.1f} s",
-        after_s,
+        f"your bytes_per_s limit of {tenant.bytes_per_s:g} is used up; retry in "
+        f"{retry_after_s:.1f} s",
+        retry_after_s,
     )

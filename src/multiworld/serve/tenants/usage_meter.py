@@ -1,8 +1,8 @@
-"""What tenants have used: counted at a gateway, told to the controller. Pure.
+"""Usage metering: counts at a gateway, reported to the controller in batches. Pure.
 
-Every minute of a tenant and a model is one row of sums. What was told is kept, and told
-again, until the controller says that it is written down: neither a controller that is
-lost nor a disk that was full for a while loses any of it.
+Each minute of a tenant and a model is one row of totals. A batch of rows is kept and
+sent again until the controller confirms that it has stored it. So the loss of a
+controller, or a full disk, loses no usage.
 """
 
 from __future__ import annotations
@@ -13,20 +13,28 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 MINUTE_S = 60
+"""Seconds covered by one row."""
 
 MOST_TOLD = 16
-"""Batches that nobody has confirmed before no other is made."""
+"""Most unconfirmed batches; with as many, no new one is made."""
 
-AGAIN_S = 5.0
-"""What is not confirmed in so long is told again."""
+RESEND_S = 5.0
+"""Seconds after which an unconfirmed batch is sent again."""
 
 
 @dataclass(slots=True)
 class UsageTotals:
-    """What was used in a minute.
+    """Usage of one tenant and model in one minute.
 
     Attributes:
-        seconds: How long the answered requests took, together.
+        requests: Admitted requests that ended.
+        answered: Requests answered with status 200.
+        failed: Requests answered with an error.
+        refused: Requests refused by a limit, a quarantine or for lack of permission.
+        rows: Rows of answered requests.
+        bytes_in: Bytes of request bodies.
+        bytes_out: Bytes of answers.
+        seconds: Total duration of the answered requests.
     """
 
     requests: int = 0
@@ -40,7 +48,7 @@ class UsageTotals:
 
 
 FIELDS = tuple(field.name for field in fields(UsageTotals))
-"""Of a row, in order."""
+"""Names of the totals in a row, in order."""
 
 
 class UsageRow(NamedTuple):
@@ -60,49 +68,55 @@ class UsageRow(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Told:
+class _Batch:
     rows: tuple[UsageRow, ...]
     at: float
 
 
 class UsageMeter:
-    """The usage at one gateway that is not written down yet."""
+    """Usage at one gateway that the controller has not confirmed yet."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[int, str, str], UsageTotals] = {}
-        self._told: OrderedDict[int, _Told] = OrderedDict()
+        self._unconfirmed: OrderedDict[int, _Batch] = OrderedDict()
         self._number = 0
 
     def at(self, tenant: str, model: str, wall_s: float) -> UsageTotals:
-        """Return the sums of this minute, to add to."""
+        """Return the totals of the current minute, to add to.
+
+        Args:
+            tenant: Name of the tenant.
+            model: Name of the model.
+            wall_s: Current time, in seconds since the epoch.
+        """
         minute = int(wall_s) // MINUTE_S * MINUTE_S
         return self._open.setdefault((minute, tenant, model), UsageTotals())
 
     def tell(self, now: float) -> list[tuple[int, tuple[UsageRow, ...]]]:
         """Return what is to be told now, each under its number."""
-        if self._open and len(self._told) < MOST_TOLD:
+        if self._open and len(self._unconfirmed) < MOST_TOLD:
             rows = tuple(
                 UsageRow(*post, *(getattr(sums, name) for name in FIELDS))
                 for post, sums in self._open.items()
             )
             self._open.clear()
             self._number += 1
-            self._told[self._number] = _Told(rows, -math.inf)
-        due = [(n, t) for n, t in self._told.items() if now - t.at >= AGAIN_S]
-        for _, told in due:
-            told.at = now
-        return [(number, told.rows) for number, told in due]
+            self._unconfirmed[self._number] = _Batch(rows, -math.inf)
+        due = [(n, t) for n, t in self._unconfirmed.items() if now - t.at >= RESEND_S]
+        for _, batch in due:
+            batch.at = now
+        return [(number, batch.rows) for number, batch in due]
 
     @property
     def is_all_told(self) -> bool:
-        """Whether nothing is left that is not written down."""
-        return not self._told and not self._open
+        """True if all usage was confirmed."""
+        return not self._unconfirmed and not self._open
 
     def tell_again(self) -> None:
-        """Tell all that is not confirmed the next time: the controller is a new one."""
-        for told in self._told.values():
-            told.at = -math.inf
+        """Send all unconfirmed batches again, because the controller is a new one."""
+        for batch in self._unconfirmed.values():
+            batch.at = -math.inf
 
     def confirmed(self, number: int) -> None:
-        """Take note that what was told under a number is written down."""
-        self._told.pop(number, None)
+        """Forget the batch of this number: the controller has stored it."""
+        self._unconfirmed.pop(number, None)

@@ -15,7 +15,7 @@ import msgspec
 from multiworld import errors
 from multiworld.errors import InternalError, ServeError
 from multiworld.serve.tenants.directory import Tenant
-from multiworld.serve.tenants.fair_queue import NOBODYS, Share
+from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.tenants.usage_meter import UsageRow
 from multiworld.serve.transport.routing_table import RoutingTable
 
@@ -383,7 +383,7 @@ class WorkItem(msgspec.Struct, frozen=True, array_like=True):
     is_solo: bool = False
     session: str | None = None
     via: dict[str, str] | None = None
-    share: Share = NOBODYS
+    share: Share = DEFAULT_SHARE
 
 
 class Work(Message, frozen=True):

@@ -1,1 +1,1 @@
-"""One replica of one stage: its queue, its executor and its process."""
+"""Worker: one replica of one stage, with its queue, executor and process."""

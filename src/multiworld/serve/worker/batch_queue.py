@@ -1,10 +1,10 @@
-"""Which pieces of work run together, and when. Pure.
+"""Batching of work at a replica. Pure.
 
-Work waits in arrival order, or in that of fair shares where it is that of several
-tenants. A batch is due when it is full, when its oldest has waited ``max_wait_s``, or
-when the replica would idle otherwise and no wait was asked for. Only work of the same
-group (names, dtypes and shapes but for the batch and the ragged dimension) runs
-together; a suspect runs alone.
+Work of one tenant waits in order of arrival; work of several waits in fair order. A
+batch is due when it is full, or when its oldest work has waited ``max_wait_s``, which
+is 0 by default. Only work of the same group runs together: its tensors agree in names,
+dtypes and shapes, except for the batch and the ragged dimension. A suspect runs in
+isolation.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from multiworld.serve.tenants.fair_queue import NOBODYS, FairQueue, Share
+from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, FairQueue, Share
 from multiworld.serve.transport.protocol import Key
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """One attempt at one request, at one stage.
+    """One attempt of a request, at one stage.
 
     Attributes:
-        key: Whose it is.
-        group: What can run together is equal here.
-        rows: How much of ``max_batch_size`` it takes.
-        deadline_at: When its answer is worth nothing any more.
-        arrived_at: When this replica got it.
-        is_solo: It runs alone.
-        session: What keeps it at one replica of a stateful stage.
-        via: Replicas that a probe must go through, by stage.
-        content: The tensors; not looked at here.
-        share: Whose it is.
+        key: Router, request number and attempt number.
+        group: Equal for work that may share a batch.
+        rows: Rows of the request; they count towards ``max_batch_size``.
+        deadline_at: Time in seconds after which nobody wants the answer.
+        arrived_at: Time in seconds at which this replica received it.
+        is_solo: It runs in isolation: alone in its batch.
+        session: Work of one session goes to the same replica.
+        via: For a probe: replicas by stage that it must go through.
+        content: The tensors; opaque here.
+        share: The tenant, its weight and its priority.
     """
 
     key: Key
@@ -45,15 +45,15 @@ class Work:
     session: str | None = None
     via: dict[str, str] | None = None
     content: Any = None
-    share: Share = NOBODYS
+    share: Share = DEFAULT_SHARE
 
 
 class BatchQueue:
-    """The queue of one replica.
+    """Queue of one replica.
 
     Args:
         max_batch_size: Most rows in a batch.
-        max_wait_s: How long the oldest may wait for company.
+        max_wait_s: Most seconds that the oldest work waits for its batch to fill.
     """
 
     def __init__(self, max_batch_size: int, max_wait_s: float) -> None:
@@ -66,18 +66,18 @@ class BatchQueue:
         return len(self._waiting)
 
     def add(self, work: Work) -> None:
-        """Queue ``work``."""
+        """Queue ``work``; replace work with the same key."""
         self._waiting.pop(work.key, None)
         self._waiting[work.key] = work
         self._fair.put(work.key, work.share, work.rows, next(self._numbers))
 
     @property
     def probes(self) -> int:
-        """How many of those that wait are probes, which nobody asked for."""
+        """Number of waiting probes, which no client sent."""
         return sum(work.via is not None for work in self._waiting.values())
 
     def cancel(self, key: Key) -> Work | None:
-        """Forget work that nobody wants any more; None if it does not wait here."""
+        """Remove and return work; return None if it does not wait here."""
         self._fair.drop(key)
         return self._waiting.pop(key, None)
 
@@ -85,24 +85,24 @@ class BatchQueue:
         return [work for key in keys if (work := self.cancel(key)) is not None]
 
     def cancel_of(self, router: str) -> list[Work]:
-        """Forget all work of one router."""
+        """Remove and return all work of one router."""
         return self._cancel_all([key for key in self._waiting if key[0] == router])
 
     def expired(self, now: float) -> list[Work]:
-        """Take out what is past its deadline."""
+        """Remove and return the work whose deadline has passed."""
         return self._cancel_all(
             [w.key for w in self._waiting.values() if w.deadline_at <= now]
         )
 
     def due_at(self) -> float | None:
-        """Return when the next batch is due if nothing more comes; None if never."""
+        """Return the time at which the next batch is due; None without work."""
         if not self._waiting:
             return None
         oldest = next(iter(self._waiting.values()))
         return oldest.arrived_at + (0.0 if oldest.is_solo else self._max_wait_s)
 
     def take(self, now: float) -> list[Work]:
-        """Return the next batch if one is due; nothing otherwise."""
+        """Remove and return the next batch; return an empty list if none is due."""
         due_at = self.due_at()
         if due_at is None:
             return []
@@ -116,7 +116,7 @@ class BatchQueue:
         return batch
 
     def _fitting(self) -> list[Work]:
-        """Return what would run with the one whose turn it is, in order."""
+        """Return the next batch: the first work, and others that fit, in order."""
         everything: Iterable[Work] = self._waiting.values()
         if self._fair.is_shared:
             everything = [self._waiting[key] for key in self._fair.order()]

@@ -1,4 +1,4 @@
-"""The thread in which a model computes."""
+"""A thread that runs a model, for an event loop. Shell."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _Job = tuple[asyncio.Future[Any], Callable[..., Any], tuple[Any, ...]]
 
 
 class ComputeThread:
-    """Runs functions one after the other, for an event loop.
+    """Runs functions one after the other in a thread of its own.
 
-    Half the cost of a ``ThreadPoolExecutor`` for each call. It is a daemon: a process
-    ends, whatever its model still computes.
+    A call costs half of what it costs in a ``ThreadPoolExecutor``. The thread is a
+    daemon: the process exits even if the model still computes.
     """
 
     def __init__(self) -> None:
@@ -30,21 +30,22 @@ class ComputeThread:
         self._thread.start()
 
     async def call(self, function: Callable[..., T], *args: Any) -> T:
-        """Return what ``function`` returns.
+        """Call ``function`` in the thread and return its result.
 
         Raises:
-            Exception: What it raises.
+            RuntimeError: The thread is closed, or ``function`` raised StopIteration.
+            Exception: Any error that ``function`` raises.
 
-        Cancellation: the function runs to its end, for nobody.
+        Cancellation: Safe. The function still runs to its end; its result is dropped.
         """
         if self._is_closed:
-            raise RuntimeError("the model's thread has ended")
+            raise RuntimeError("compute thread is closed; create a new one")
         future: asyncio.Future[T] = self._loop.create_future()
         self._jobs.put((future, function, args))
         return await future
 
     def close(self) -> None:
-        """End after what runs, without waiting for it."""
+        """Stop the thread after the queued calls, without waiting for it."""
         self._is_closed = True
         self._jobs.put(None)
 
@@ -55,15 +56,15 @@ class ComputeThread:
             error: BaseException | None = None
             try:
                 result = function(*args)
-            except StopIteration as problem:  # a future does not take it
-                error = RuntimeError(f"the model raised StopIteration: {problem}")
+            except StopIteration as problem:  # a future cannot hold it
+                error = RuntimeError(f"model raised StopIteration: {problem}")
             except BaseException as problem:
                 error = problem
             try:
                 self._loop.call_soon_threadsafe(_settle, future, result, error)
             except RuntimeError:  # the loop is closed
                 return
-            # A tensor must not live until the next job comes.
+            # Free tensors now, not when the next job arrives.
             del job, future, function, args, result, error
 
 

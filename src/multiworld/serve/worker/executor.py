@@ -1,4 +1,7 @@
-"""Runs a stage on batches, in a thread of its own. A bad row fails its row only."""
+"""Executor: runs a stage on batches, in its own thread. Shell.
+
+A request that fails does not fail the other requests of its batch.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,15 @@ from multiworld.serve.worker.compute_thread import ComputeThread
 logger = logging.getLogger("multiworld.serve")
 
 Outcome = Tensors | ServeError
+"""Outputs of one request, by name; or its error."""
 
 
 class Executor:
-    """One stage, loaded.
+    """Loads one stage and runs it.
 
     Args:
-        stage: What to load.
-        name: Of the stage, in messages to people.
+        stage: The stage.
+        name: Name of the stage, for errors and logs.
         threads: Threads that torch uses for one operation.
     """
 
@@ -36,16 +40,18 @@ class Executor:
 
     @property
     def stage(self) -> Stage:
-        """What runs here."""
+        """The stage."""
         return self._stage
 
     async def compute(self, batch: Tensors) -> None:
-        """Compute a batch that another rank answers for.
+        """Compute a batch whose answer another rank sends.
 
         Raises:
-            ModelFailedError, InvalidRequestError: The model's own code raised.
+            InvalidRequestError: The model refused the request.
+            ModelFailedError: The model raised another error.
 
-        Cancellation: the computation goes on in its thread, for nobody.
+        Cancellation: Safe. The computation goes on in its thread; its result is
+            dropped.
         """
         assert self._thread is not None
         await self._thread.call(self._compute_shared, batch)
@@ -59,12 +65,12 @@ class Executor:
             raise self._translated(error) from error
 
     async def load(self, context: StageContext) -> None:
-        """Load it.
+        """Load the stage, in its thread.
 
         Raises:
-            Exception: What the model's own code raises.
+            Exception: Any error that the model's code raises.
 
-        Cancellation: loading goes on in its thread.
+        Cancellation: Loading goes on in its thread; call ``close`` afterwards.
         """
         self._thread = ComputeThread()
         await self._thread.call(self._load, context)
@@ -76,9 +82,12 @@ class Executor:
             self._function = self._stage.load(context)
 
     async def run(self, batch: Sequence[Work]) -> list[Outcome]:
-        """Compute a batch; return for each piece of work its outputs, or its error.
+        """Compute a batch; return the outputs or the error of each piece of work.
 
-        Cancellation: the computation goes on in its thread, for nobody.
+        If the batch fails, each of its requests is computed again, alone.
+
+        Cancellation: Safe. The computation goes on in its thread; its result is
+            dropped.
         """
         assert self._thread is not None
         requests = [work.content for work in batch]
@@ -91,7 +100,7 @@ class Executor:
         except Exception as error:
             if len(requests) == 1:
                 return [self._translated(error)]
-        # Somebody's row is bad: see whose.
+        # Compute each request alone to find the ones that fail.
         return [
             outcome
             for request, count in zip(requests, rows, strict=True)
@@ -123,6 +132,6 @@ class Executor:
         )
 
     def close(self) -> None:
-        """End the thread; what it computes is not waited for."""
+        """Stop the thread, without waiting for a running computation."""
         if self._thread is not None:
             self._thread.close()

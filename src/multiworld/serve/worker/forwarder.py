@@ -1,8 +1,9 @@
-"""Handing finished work to the next stage: to whom, how much, what if it is lost. Pure.
+"""Forwarding of finished work to the next stage, with backpressure. Pure.
 
-A replica may have so many pieces of work that a replica of the next stage has not begun
-(its *credit* there). What cannot be handed on waits here, and a replica with much that
-waits begins no new batch: so a slow stage slows the ones before it, up to the gateway.
+A replica may send another replica only a limited number of pieces of work that the
+receiver has not begun: its *credit*. Other work waits here, and a replica with too much
+waiting work begins no new batch. So a slow stage slows the stages before it, up to the
+gateway.
 """
 
 from __future__ import annotations
@@ -14,25 +15,30 @@ from dataclasses import dataclass
 from typing import Any
 
 from multiworld.serve.routing.load_balancer import Chance, choose
-from multiworld.serve.tenants.fair_queue import NOBODYS, FairQueue, Share
+from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, FairQueue, Share
 from multiworld.serve.transport.protocol import Key
 from multiworld.serve.transport.routing_table import Replica, ReplicaState
 
 REFUSED_S = 0.5
-"""How long a router's work is not handed to a replica that refused it."""
+"""Seconds for which a router's work is not sent to a replica that refused it."""
 
 REMEMBERED = 4
-"""Of what a receiver has begun, so many times its credit are remembered."""
+"""Pieces of begun work that are remembered for each receiver, per unit of credit."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FinishedWork:
-    """What one stage made of one request.
+    """Outputs of one stage for one request.
 
     Attributes:
-        content: The outputs; not looked at here.
-        share: Whose it is.
-        rows: How much it takes of that share.
+        key: Router, request number and attempt number.
+        deadline_at: Time in seconds after which nobody wants the answer.
+        is_solo: It runs in isolation: alone in its batch.
+        session: Work of one session goes to the same replica.
+        via: For a probe: replicas by stage that it must go through.
+        content: The outputs; opaque here.
+        share: The tenant, its weight and its priority.
+        rows: Rows of the request; its cost in fair queueing.
     """
 
     key: Key
@@ -41,17 +47,17 @@ class FinishedWork:
     session: str | None
     via: dict[str, str] | None
     content: Any
-    share: Share = NOBODYS
+    share: Share = DEFAULT_SHARE
     rows: int = 1
 
 
 class Forwarder:
-    """What a replica has for the next stage.
+    """Finished work of a replica, on its way to the next stage.
 
     Args:
         stage: Number of the next stage.
-        credit: Pieces of work that one of its replicas may have and not have begun.
-        chance: Where choices are drawn from.
+        credit: Most pieces of work that a replica there may hold without having begun.
+        chance: Source of random numbers in [0, 1) for load balancing.
     """
 
     def __init__(self, stage: int, credit: int, chance: Chance) -> None:
@@ -70,17 +76,18 @@ class Forwarder:
 
     @property
     def handed_count(self) -> int:
-        """How many pieces of work are on their way to be begun."""
+        """Number of pieces of work that were sent and are not begun."""
         return sum(map(len, self._handed.values()))
 
     def table_changed(self, replicas: list[Replica]) -> None:
-        """Take note of the next stage's replicas."""
+        """Apply the next stage's replicas of a new routing table."""
         self._replicas = {replica.name: replica for replica in replicas}
 
     def give_back(self) -> list[Key]:
-        """Return what waits and goes back to its routers, if the next stage has nobody.
+        """Remove and return all waiting work if the next stage has no replicas.
 
-        This version may be on its way out, and nobody ever come for it.
+        It goes back to its routers: if this version is being replaced, the next stage
+        may never have replicas again.
         """
         if self._replicas:
             return []
@@ -90,16 +97,16 @@ class Forwarder:
         return returned
 
     def connected(self, name: str) -> None:
-        """Take note of an edge."""
+        """Record that the edge to a replica is up."""
         self._handed[name] = {}
         self._begun[name] = deque(maxlen=REMEMBERED * self._credit)
 
     def lost(self, name: str) -> list[Key]:
-        """Take note of its end; return what may have been lost with it.
+        """Record that the edge to a replica ended; return work that may be lost.
 
-        Also what it had begun not long ago: it told this process and the routers, and
-        may have been lost between the two. A router knows better which of these got
-        there, and which were answered.
+        This includes work that it began recently: it notifies this process and the
+        routers separately, and may have died between the two. The routers know which of
+        this work was begun or answered.
         """
         self._silent.discard(name)
         for refusal in [r for r in self._refusals if r[0] == name]:
@@ -107,7 +114,12 @@ class Forwarder:
         return [*self._begun.pop(name, ()), *self._handed.pop(name, ())]
 
     def silent(self, name: str, *, is_silent: bool) -> list[Key]:
-        """Take note of silence, or its end; return what is newly stuck."""
+        """Record that a replica fell silent or resumed; return newly stuck work.
+
+        Args:
+            name: Name of the replica.
+            is_silent: Whether it is silent.
+        """
         if not is_silent:
             self._silent.discard(name)
             return []
@@ -131,26 +143,31 @@ class Forwarder:
             self._refusals[name, key[0]] = now + REFUSED_S
 
     def holder(self, key: Key) -> str | None:
-        """Return who was given a piece of work and has it, or had it not long ago."""
+        """Return the replica that holds a piece of work, or held it recently."""
         for name, keys in self._handed.items():
             if key in keys or key in self._begun[name]:
                 return name
         return None
 
     def cancel(self, key: Key) -> None:
-        """Forget what nobody wants any more."""
+        """Remove a piece of waiting work; do nothing if it does not wait."""
         self._waiting.pop(key, None)
         self._fair.drop(key)
 
     def cancel_of(self, router: str) -> None:
-        """Forget all of one router."""
+        """Remove all waiting work of one router."""
         for key in [key for key in self._waiting if key[0] == router]:
             self.cancel(key)
 
     def hand(
         self, finished: list[FinishedWork], now: float
     ) -> dict[str, list[FinishedWork]]:
-        """Return what to send to whom now; the rest waits."""
+        """Queue finished work; return the work to send now, by replica.
+
+        Args:
+            finished: New work.
+            now: Current time, in seconds.
+        """
         for piece in finished:
             self._waiting[piece.key] = piece
             number = next(self._numbers)
@@ -159,7 +176,7 @@ class Forwarder:
         for key in list(self._fair.order()):
             piece = self._waiting[key]
             if piece.deadline_at <= now:
-                self.cancel(key)  # its router has told the client
+                self.cancel(key)  # its router has answered the client
                 continue
             name = self._target(piece, now)
             if name is not None:
@@ -185,8 +202,8 @@ class Forwarder:
             state: [n for n in open_ if self._replicas[n].state is state]
             for state in ReplicaState
         }
-        # A version that is being replaced has draining ones only, at the end; and a
-        # probe of the first replicas finds none that is ready.
+        # A version that is being replaced ends with draining replicas only. A probe of
+        # the first replicas finds none that is ready.
         candidates = by_state[ReplicaState.READY]
         is_any_ready = any(
             r.state is ReplicaState.READY and name in self._handed

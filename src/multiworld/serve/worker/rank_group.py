@@ -1,10 +1,10 @@
-"""Replicas of several ranks: one process leads, the others compute beside it. Shell.
+"""Replicas of several ranks, one process each. Shell.
 
-The leader (rank 0) is the replica that everybody else knows. It forks the others before
-it starts anything, and they meet in a world of their own. Whatever the leader computes,
-it shares first; every rank then runs its part, and they exchange tensors by the group's
-collectives. The loss of any rank is the loss of the replica: the world breaks, the
-leader ends, and the controller starts another one.
+To other processes, the leader (rank 0) is the replica. It forks the other ranks before
+it starts anything else, and they join a world of their own. The leader sends each batch
+to the other ranks; then every rank computes its part, and they exchange tensors by the
+group's collectives. The loss of any rank is the loss of the replica: the world breaks,
+the leader exits, and the controller starts another replica.
 """
 
 from __future__ import annotations
@@ -34,11 +34,14 @@ logger = logging.getLogger("multiworld.serve")
 T = TypeVar("T")
 
 PR_SET_PDEATHSIG = 1
+"""Option of ``prctl``: the signal sent to a process when its parent dies."""
+
 LEADER = 0
+"""Rank of the leader."""
 
 
 class RankGroup:
-    """The collectives of a replica's ranks, for the model's thread; a ``Group``."""
+    """Collectives of a replica's ranks, for the model's thread; a ``Group``."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -51,16 +54,16 @@ class RankGroup:
         return tensor
 
     async def _all_reduce(self, tensor: Tensor) -> Tensor:
-        # The model's thread is in inference mode, the loop's is not, and may write to
-        # no tensor that was made there.
+        # The loop's thread may not write to tensors made in inference mode, which the
+        # model's thread is in.
         return await self._world.all_reduce(tensor.clone())
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return everybody's ``tensor``, by rank."""
+        """Return the ``tensor`` of every rank, in the order of ranks."""
         return self._wait(self._world.all_gather(tensor))
 
     def share(self, batch: Tensors) -> None:
-        """Give a batch to the other ranks; for the leader."""
+        """Send a batch to the other ranks; only the leader may call it."""
         self._wait(self._share(batch))
 
     async def _share(self, batch: Tensors) -> None:
@@ -74,16 +77,16 @@ class RankGroup:
 
 
 def fork_ranks(count: int) -> int:
-    """Fork the other ranks of a replica; return the rank of the process that returns.
+    """Fork the other ranks of a replica; return the rank of the calling process.
 
-    Nothing may run in this process yet: a fork copies no thread.
+    The process must have no other threads yet, because a fork does not copy them.
     """
     leader = os.getpid()
     for rank in range(1, count):
         if os.fork() == 0:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != leader:
-                os._exit(1)  # it was lost before this was said
+                os._exit(1)  # the leader died before prctl
             random.seed()
             torch.seed()
             return rank
@@ -100,10 +103,18 @@ async def join_group(
 ) -> World:
     """Join the world of a replica's ranks.
 
-    Raises:
-        JoinTimeoutError: A rank did not come.
+    Args:
+        manager: Manager that joins the world.
+        name: Name of the replica.
+        rank: Rank of this process.
+        size: Number of ranks.
+        store: Address of the store.
+        config: Configuration of the world.
 
-    Cancellation: safe.
+    Raises:
+        JoinTimeoutError: A rank did not join in time.
+
+    Cancellation: Safe. The join is withdrawn.
     """
     world_name = f"group:{name}"
     return await manager.join(
@@ -112,12 +123,19 @@ async def join_group(
 
 
 async def follow(world: World, runner: Executor, device: str) -> None:
-    """Compute what the leader shares, until it leaves.
+    """Load the stage, and compute the leader's batches until it leaves.
+
+    Args:
+        world: World of the replica's ranks.
+        runner: Executor of this rank.
+        device: Device that the stage is loaded on.
 
     Raises:
         WorldBrokenError: A rank was lost.
+        Exception: Any error that loading the stage raises.
 
-    Cancellation: what is computed goes on in its thread, for nobody.
+    Cancellation: Safe. A running computation goes on in its thread; its result is
+        dropped.
     """
     await runner.load(StageContext(device=device, group=RankGroup(world)))
     with contextlib.suppress(MemberLeftError):
@@ -126,5 +144,5 @@ async def follow(world: World, runner: Executor, device: str) -> None:
             try:
                 await runner.compute(bundle.tensors)
             except ServeError as error:
-                # The leader's part has raised as well, and answers with it.
+                # The leader's part raised, too; it answers with its error.
                 logger.info("rank %d: %s", world.rank, error)

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol: bodies to tensors and back, and bad ones named."""
+"""The Open Inference Protocol: parsing, rendering, and errors."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ ANY = Model(stages=MODEL.stages)
 
 
 def body(**changes: Any) -> dict[str, Any]:
-    """Return a request."""
+    """Return a request, with changes to its first input."""
     x = {"name": "x", "datatype": "FP32", "shape": [2, 2], "data": [1, 2.5, 3, 4]}
     n = {"name": "n", "datatype": "INT64", "shape": [2], "data": [7, 8]}
     return {"inputs": [{**x, **changes}, n]}
 
 
 def test_json_is_read_flat_or_nested() -> None:
-    """Both forms are in the protocol."""
+    """The protocol allows both forms."""
     flat = parse(json.dumps(body()).encode(), None, MODEL)
     nested = parse(json.dumps(body(data=[[1, 2.5], [3, 4]])).encode(), None, MODEL)
     assert torch.equal(flat.tensors["x"], torch.tensor([[1, 2.5], [3, 4]]))
@@ -70,7 +70,7 @@ def test_binary_round_trip(datatype: str, dtype: torch.dtype) -> None:
     assert answer[length:] == raw
 
 
-def test_outputs_are_those_asked_for_each_in_its_form() -> None:
+def test_requested_outputs_are_rendered_each_in_its_form() -> None:
     """JSON by default."""
     asked = body()
     asked["outputs"] = [{"name": "y", "parameters": {"binary_data": False}}]
@@ -92,19 +92,19 @@ def test_outputs_are_those_asked_for_each_in_its_form() -> None:
         ({"datatype": "FP64"}, "must be FP32"),
         ({"shape": [4]}, "must have shape"),
         ({"shape": [4, 1]}, "must have shape"),
-        ({"shape": [3, 2]}, "4 values in data, its shape needs 6"),
+        ({"shape": [3, 2]}, "4 values in data; its shape needs 6"),
         ({"shape": [-1, 2]}, "list of sizes"),
         ({"shape": [True, 4]}, "list of sizes"),
         ({"shape": "2,2"}, "list of sizes"),
         ({"shape": [0, 2], "data": []}, "is empty"),
         ({"data": "1234"}, "must be a list"),
         ({"data": None}, "must be a list"),
-        ({"data": [1, 2, 3, "4"]}, "'4' is no FP32"),
-        ({"data": [1, 2, 3, None]}, "None is no FP32"),
-        ({"data": [1, 2, 3, True]}, "True is no FP32"),
-        ({"name": "z"}, "takes the inputs x, n; given were z, n"),
-        ({"name": 3}, 'needs a "name"'),
-        ({"name": "n"}, "given twice"),
+        ({"data": [1, 2, 3, "4"]}, "'4' is not a valid FP32 value"),
+        ({"data": [1, 2, 3, None]}, "None is not a valid FP32 value"),
+        ({"data": [1, 2, 3, True]}, "True is not a valid FP32 value"),
+        ({"name": "z"}, "takes the inputs x, n; the request has z, n"),
+        ({"name": 3}, 'has no "name"'),
+        ({"name": "n"}, "occurs twice"),
         ({"parameters": [1]}, "must be an object"),
         ({"parameters": {"binary_data_size": 16.0}}, "its shape needs 16"),
         ({"shape": [0, 2**64], "data": []}, "list of sizes"),
@@ -113,8 +113,8 @@ def test_outputs_are_those_asked_for_each_in_its_form() -> None:
         ({"parameters": {"binary_data_size": 5}}, "its shape needs 16"),
     ],
 )
-def test_bad_input_is_named(changes: dict[str, Any], words: str) -> None:
-    """With what to change."""
+def test_bad_input_is_reported(changes: dict[str, Any], words: str) -> None:
+    """The error says what to change."""
     with pytest.raises(InvalidRequestError, match=words.replace("[", r"\[")):
         parse(json.dumps(body(**changes)).encode(), None, MODEL)
 
@@ -122,34 +122,34 @@ def test_bad_input_is_named(changes: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     ("raw", "length", "words"),
     [
-        (b"{", None, "no JSON"),
-        (b"", None, "no JSON"),
+        (b"{", None, "not valid JSON"),
+        (b"", None, "not valid JSON"),
         (b"[]", None, '"inputs"'),
         (b'{"inputs": {}}', None, '"inputs"'),
-        (b'{"inputs": [1]}', None, 'needs a "name"'),
+        (b'{"inputs": [1]}', None, 'has no "name"'),
         (b"{}", "5", "at most 2"),
         (b"{}", "-1", "at most 2"),
         (b"{}", "x", "at most 2"),
-        (b'{"inputs": []}', None, "given were none"),
+        (b'{"inputs": []}', None, "the request has none"),
         (b'{"inputs": [], "parameters": 3}', None, "must be an object"),
         (b"{}", "1" * 5000, "at most 2"),
     ],
 )
-def test_bad_body_is_named(raw: bytes, length: str | None, words: str) -> None:
+def test_bad_body_is_reported(raw: bytes, length: str | None, words: str) -> None:
     """Before anything is computed."""
     with pytest.raises(InvalidRequestError, match=words):
         parse(raw, length, MODEL)
 
 
-def test_bytes_that_belong_to_nothing_are_an_error() -> None:
-    """A client that counts wrongly is told."""
+def test_extra_bytes_are_an_error() -> None:
+    """A client with wrong lengths gets an error."""
     head = json.dumps(body()).encode()
-    with pytest.raises(InvalidRequestError, match="3 bytes of the body"):
+    with pytest.raises(InvalidRequestError, match="3 extra bytes"):
         parse(head + b"abc", str(len(head)), MODEL)
 
 
-def test_rows_must_agree_even_where_nothing_is_said_of_the_inputs() -> None:
-    """A stage could not tell whose row is whose."""
+def test_rows_must_agree_even_without_input_specs() -> None:
+    """Else a stage could not assign rows to requests."""
     n = {"name": "n", "datatype": "INT64", "shape": [3], "data": [7, 8, 9]}
     asked = json.dumps({"inputs": [body()["inputs"][0], n]}).encode()
     for model in (MODEL, ANY):
@@ -158,7 +158,7 @@ def test_rows_must_agree_even_where_nothing_is_said_of_the_inputs() -> None:
 
 
 def test_unknown_outputs_are_an_error() -> None:
-    """With those that there are."""
+    """The error lists the known outputs."""
     asked = {**body(), "outputs": [{"name": "z"}]}
     with pytest.raises(InvalidRequestError, match="has the outputs y"):
         parse(json.dumps(asked).encode(), None, MODEL)

@@ -1,4 +1,4 @@
-"""What counts as in time, as late, and as neither."""
+"""SLO attainment: requests that count as attained, as missed, and as neither."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from multiworld.serve.routing.attainment import Attainment
         (1.5, NoReplicaError("none"), "missed"),
         (1.5, asyncio.CancelledError(), "missed"),
         (1.5, GeneratorExit(), "missed"),
-        # Who wants it sooner than the objective says has nothing promised.
+        # A deadline shorter than the objective is not promised.
         (0.5, DeadlineExceededError("late"), None),
         (0.5, NoReplicaError("none"), None),
         (0.5, asyncio.CancelledError(), None),
-        # More replicas help against none of these.
+        # More replicas would help none of these.
         (1.5, InvalidRequestError("shape"), None),
         (1.5, ModelFailedError("raised"), None),
         (1.5, RequestPoisonedError("kills"), None),
@@ -42,7 +42,7 @@ from multiworld.serve.routing.attainment import Attainment
 def test_requests_are_counted_by_how_they_end(
     took_s: float, error: BaseException | None, counted: str | None
 ) -> None:
-    """Late is what more replicas would have helped against."""
+    """A request is missed if more replicas would have helped it."""
     found = Attainment()
     found.ended("m", took_s, 1.0, error)
     assert found.attained["m"] == (counted == "attained")
@@ -51,7 +51,7 @@ def test_requests_are_counted_by_how_they_end(
 
 
 def test_without_an_objective_every_answer_is_in_time() -> None:
-    """And only what was refused is not."""
+    """Only refused requests are missed."""
     found = Attainment()
     found.ended("m", 100.0, None, None)
     found.ended("m", 100.0, None, DeadlineExceededError("late"))

@@ -9,7 +9,7 @@ from multiworld.serve.routing.load_balancer import choose
 
 
 def test_choose_when_two_then_the_one_with_less_work() -> None:
-    """Whatever is drawn."""
+    """For any random numbers."""
     for seed in range(20):
         assert choose(["a", "b"], {"a": 3, "b": 1}, random.Random(seed).random) == "b"
     assert choose([], {}, random.random) is None
@@ -17,7 +17,7 @@ def test_choose_when_two_then_the_one_with_less_work() -> None:
 
 
 def test_choose_spreads_evenly() -> None:
-    """The fullest has hardly more than the emptiest."""
+    """The fullest replica has little more work than the emptiest."""
     draw = random.Random(7)
     load: Counter[str] = Counter()
     for _ in range(1000):
@@ -28,7 +28,7 @@ def test_choose_spreads_evenly() -> None:
 
 
 def test_choose_when_session_then_it_stays_while_others_come_and_go() -> None:
-    """Only what was at the one that left moves."""
+    """Only sessions of the removed replica move."""
     names = [f"n{number}" for number in range(6)]
     sessions = [f"s{number}" for number in range(200)]
     before = {s: choose(names, {}, random.random, s) for s in sessions}

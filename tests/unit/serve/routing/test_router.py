@@ -1,4 +1,4 @@
-"""What a router does when replicas answer, die, fall silent, or send word too late."""
+"""The router: replicas answer, die, fall silent, or report too late."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from multiworld.serve.routing.actions import (
 )
 from multiworld.serve.routing.events import (
     Answered,
-    Banned,
     Begun,
     Connected,
     Dropped,
@@ -38,6 +37,7 @@ from multiworld.serve.routing.events import (
     Stuck,
     Submitted,
     TableChanged,
+    TenantQuarantined,
     Ticked,
     Withdrawn,
 )
@@ -60,7 +60,7 @@ def table(
     ongoing: int = 100,
     version: str = "1",
 ) -> RoutingTable:
-    """Return a table with these replicas by stage."""
+    """Return a routing table with these replicas, by stage."""
     replicas = {
         name: Replica(
             name,
@@ -77,7 +77,7 @@ def table(
 
 
 class Run:
-    """A router, and what it has done."""
+    """A router under test, with its clock."""
 
     def __init__(self, given: RoutingTable) -> None:
         self.router = Router(random.Random(3).random)
@@ -87,7 +87,7 @@ class Run:
             self.handle(Connected(name))
 
     def handle(self, event: Event) -> list[Action]:
-        """Handle an event, and check what always holds."""
+        """Handle an event, and check the invariants."""
         actions = self.router.handle(event, self.now)
         self.router.validate()
         return actions
@@ -96,60 +96,60 @@ class Run:
         self, number: int, deadline_at: float = 100.0, tenant: str = ""
     ) -> list[Action]:
         """Submit a request."""
-        wish = Submitted(
+        job = Submitted(
             number=number, model="m", deadline_at=deadline_at, share=Share(tenant)
         )
-        return self.handle(wish)
+        return self.handle(job)
 
 
 def dispatched(actions: list[Action]) -> list[tuple[str, int, int, bool]]:
-    """Return what was sent."""
+    """Return the dispatched attempts."""
     return [
         (a.replica, *a.attempt, a.is_solo) for a in actions if isinstance(a, Dispatch)
     ]
 
 
 def rejected(actions: list[Action]) -> dict[int, type[Exception]]:
-    """Return what was refused."""
+    """Return the rejected requests and their errors."""
     return {a.number: type(a.error) for a in actions if isinstance(a, Reject)}
 
 
 def test_request_goes_through_and_is_delivered_once() -> None:
-    """A second answer to it is nobody's."""
+    """A second answer to it is dropped."""
     run = Run(table(["a"], ["b"]))
     assert dispatched(run.submit(1)) == [("a", 1, 1, False)]
     run.handle(Begun("a", ((1, 1),), False))
     run.handle(Begun("b", ((1, 1),), False))
-    assert run.router.place(1) == ["b"]
+    assert run.router.locations(1) == ["b"]
     assert run.handle(Answered((1, 1), True)) == [Deliver(1, True)]
     assert run.handle(Answered((1, 1), True)) == []
     assert len(run.router) == 0
     assert run.router.load() == {"a": 0, "b": 0}
 
 
-def test_what_a_replica_has_ended_is_not_blamed_for_what_it_computes_now() -> None:
-    """Alone there twice, and done both times: others' poison is not this one's."""
+def test_finished_attempt_is_not_suspected_when_its_replica_dies_later() -> None:
+    """Another request's poison does not count against one that was done before."""
     run = Run(table(["a", "b"], ["c"]))
     run.submit(1)
-    for _ in range(2):  # suspected: lost with it in a queue, twice
-        at = run.router.place(1)[0]
+    for _ in range(2):  # now a suspect: two replicas died with it queued
+        at = run.router.locations(1)[0]
         run.handle(Lost(at))
         run.handle(Connected(at))
     attempt = 3
     for poison in (50, 51, 52):
-        at = run.router.place(1)[0]
+        at = run.router.locations(1)[0]
         run.handle(Begun(at, ((1, attempt),), True))
-        # It is done there, and waits for the next stage; now the poison is begun.
+        # It is done there and waits for the next stage; then the poison is begun.
         run.handle(Begun(at, ((poison, 1),), True))
         actions = run.handle(Lost(at))
         assert 1 not in rejected(actions)
         run.handle(Connected(at))
         attempt += 1
-    assert run.router.place(1)
+    assert run.router.locations(1)
 
 
 def _all_suspected(run: Run, deadly: Sequence[int], others: Sequence[int]) -> None:
-    """Have all of these in a batch of "a" when it dies; it is the only replica."""
+    """Kill the only replica, "a", while all of these are in its batch."""
     for number in deadly:
         run.submit(number, tenant="deadly")
     for number in others:
@@ -159,7 +159,7 @@ def _all_suspected(run: Run, deadly: Sequence[int], others: Sequence[int]) -> No
 
 
 def _solos(run: Run, actions: list[Action]) -> list[int]:
-    """Compute what is sent to be alone until nothing is; below 4 it kills."""
+    """Compute isolated requests until none is sent; those below 4 kill the replica."""
     order = []
     while solos := [sent for sent in dispatched(actions) if sent[-1]]:
         ((_, number, attempt, _),) = solos
@@ -173,8 +173,8 @@ def _solos(run: Run, actions: list[Action]) -> list[int]:
     return order
 
 
-def test_what_comes_of_who_has_killed_is_computed_alone_and_last() -> None:
-    """Once one is found poisonous; those that were there by chance go before."""
+def test_tenant_of_a_poison_request_is_isolated_behind_other_suspects() -> None:
+    """Suspects of other tenants go first; isolation ends after ``ISOLATION_S``."""
     run = Run(table(["a"]))
     _all_suspected(run, [1], [10])
     assert sorted(_solos(run, run.handle(Connected("a")))) == [1, 1, 10]
@@ -188,29 +188,29 @@ def test_what_comes_of_who_has_killed_is_computed_alone_and_last() -> None:
     assert order.count(2) == order.count(3) == 2
     run.now += 61.0
     (sent,) = dispatched(run.submit(12, tenant="deadly"))
-    assert not sent[-1], "long ago"
+    assert not sent[-1], "isolation has ended"
 
 
-def test_what_waits_of_a_banned_tenant_is_ended() -> None:
-    """Neither what is under way is, nor what anybody else has."""
+def test_quarantine_rejects_the_waiting_requests_of_a_tenant() -> None:
+    """Requests under way and those of other tenants are untouched."""
     run = Run(table(["a"]))
     _all_suspected(run, [1, 2], [3, 4])
     run.handle(Connected("a"))
     run.handle(Lost("a"))
     run.submit(7, tenant="deadly")
-    assert rejected(run.handle(Banned("deadly", "other model"))) == {}
-    waiting = {n for n in (1, 2, 7) if run.router.place(n) == ["waiting"]}
+    assert rejected(run.handle(TenantQuarantined("deadly", "other model"))) == {}
+    waiting = {n for n in (1, 2, 7) if run.router.locations(n) == ["waiting"]}
     assert waiting
-    found = rejected(run.handle(Banned("deadly", "m")))
+    found = rejected(run.handle(TenantQuarantined("deadly", "m")))
     assert found == dict.fromkeys(waiting, QuarantinedError)
     assert waiting == {1, 2, 7}
-    assert run.router.place(3)
-    assert run.router.place(4)
-    assert rejected(run.handle(Banned("deadly", "m"))) == {}
+    assert run.router.locations(3)
+    assert run.router.locations(4)
+    assert rejected(run.handle(TenantQuarantined("deadly", "m"))) == {}
 
 
 def test_stream_is_delivered_in_parts_of_one_attempt() -> None:
-    """Another attempt's parts are not mixed in."""
+    """Parts of another attempt are dropped."""
     run = Run(table(["a"]))
     run.submit(1)
     assert run.handle(Answered((1, 1), False)) == [Deliver(1, False)]
@@ -218,8 +218,8 @@ def test_stream_is_delivered_in_parts_of_one_attempt() -> None:
     assert run.handle(Answered((1, 1), True)) == [Deliver(1, True)]
 
 
-def test_what_only_waited_at_a_lost_replica_is_replayed_at_once() -> None:
-    """It cannot have been the cause; if it happens again, it is suspected."""
+def test_request_queued_at_a_lost_replica_is_replayed_at_once() -> None:
+    """It did not cause the loss; after a second loss it is a suspect."""
     run = Run(table(["a", "b"], ["c"]))
     first = dispatched(run.submit(1))[0][0]
     other = "b" if first == "a" else "a"
@@ -230,12 +230,12 @@ def test_what_only_waited_at_a_lost_replica_is_replayed_at_once() -> None:
     assert dispatched(run.handle(Lost(other))) == [(first, 1, 3, True)]
 
 
-def test_what_was_computed_is_replayed_alone_one_at_a_time() -> None:
-    """Others go on meanwhile."""
+def test_requests_of_a_lost_batch_are_replayed_in_isolation_one_at_a_time() -> None:
+    """Other requests are dispatched meanwhile."""
     run = Run(table(["a", "b"]))
     for number in (1, 2, 3):
         run.submit(number)
-    held = {n: run.router.place(n)[0] for n in (1, 2, 3)}
+    held = {n: run.router.locations(n)[0] for n in (1, 2, 3)}
     victim = max("ab", key=lambda name: sum(at == name for at in held.values()))
     computed = [n for n, at in held.items() if at == victim]
     assert len(computed) == 2
@@ -248,12 +248,12 @@ def test_what_was_computed_is_replayed_alone_one_at_a_time() -> None:
     assert dispatched(after) == [(other, computed[1], 2, True)]
 
 
-def test_request_that_was_alone_in_two_dying_replicas_is_quarantined() -> None:
-    """And no other, and not before."""
+def test_request_in_isolation_at_two_losses_is_poison() -> None:
+    """Not before the second loss, and no other request."""
     run = Run(table(["a", "b", "c", "d"]))
     run.submit(1)
     for strike in range(3):
-        (at,) = run.router.place(1)
+        (at,) = run.router.locations(1)
         run.handle(Begun(at, ((1, strike + 1),), strike > 0))
         actions = run.handle(Lost(at))
         if strike < 2:
@@ -263,20 +263,20 @@ def test_request_that_was_alone_in_two_dying_replicas_is_quarantined() -> None:
 
 
 def test_queue_is_bounded_and_replays_are_not_refused() -> None:
-    """Only what was never sent counts."""
+    """Only requests that were never sent count."""
     run = Run(table(["a"], queue=1, ongoing=1))
     run.submit(1)
     run.submit(2)
     assert run.router.waiting("m") == 1
     actions = run.submit(3)
     assert rejected(actions) == {3: OverloadedError}
-    run.handle(Lost("a"))  # 1 waits again, and that is no new request
+    run.handle(Lost("a"))  # 1 waits again, but it is not a new request
     assert rejected(run.submit(4)) == {4: OverloadedError}
     assert dispatched(run.handle(Connected("a"))) == [("a", 1, 2, False)]
 
 
 def test_nothing_is_sent_while_a_later_stage_has_no_replica() -> None:
-    """Requests wait for one; at the deadline they get 503, not 504."""
+    """Requests wait for one; at their deadline they get 503, not 504."""
     run = Run(table(["a"], ["b"]))
     run.handle(Lost("b"))
     assert dispatched(run.submit(1, deadline_at=5.0)) == []
@@ -286,8 +286,8 @@ def test_nothing_is_sent_while_a_later_stage_has_no_replica() -> None:
     assert dispatched(run.handle(Connected("b"))) == [("a", 2, 1, False)]
 
 
-def test_deadline_ends_what_is_under_way() -> None:
-    """With a cancel to where it is."""
+def test_deadline_ends_a_request_under_way() -> None:
+    """Its attempt is cancelled."""
     run = Run(table(["a"]))
     run.submit(1, deadline_at=5.0)
     run.now = 5.0
@@ -297,7 +297,7 @@ def test_deadline_ends_what_is_under_way() -> None:
 
 
 def test_withdrawn_request_is_cancelled_where_it_is() -> None:
-    """And leaves nothing."""
+    """The router keeps nothing of it."""
     run = Run(table(["a"], ongoing=1))
     run.submit(1)
     run.submit(2)
@@ -307,32 +307,34 @@ def test_withdrawn_request_is_cancelled_where_it_is() -> None:
 
 
 def test_silent_replica_gets_nothing_and_its_work_is_hedged() -> None:
-    """The first answer counts, the other attempt is cancelled."""
+    """The first answer counts; the other attempt is cancelled."""
     run = Run(table(["a", "b"]))
     run.submit(1)
-    (at,) = run.router.place(1)
+    (at,) = run.router.locations(1)
     other = "b" if at == "a" else "a"
     assert dispatched(run.handle(Silent(at, True))) == [(other, 1, 2, False)]
-    assert dispatched(run.handle(Silent(at, True))) == []  # once is enough
+    assert dispatched(run.handle(Silent(at, True))) == []  # it is hedged already
     assert dispatched(run.submit(2)) == [(other, 2, 1, False)]
     actions = run.handle(Answered((1, 1), True))
     assert actions == [Deliver(1, True), Cancel(other, (1, 2))]
 
 
 def test_hedged_request_outlives_either_replica() -> None:
-    """The loss of one attempt is no reason for a third."""
+    """The loss of one attempt does not cause a third."""
     run = Run(table(["a", "b"]))
     run.submit(1)
-    (at,) = run.router.place(1)
+    (at,) = run.router.locations(1)
     other = "b" if at == "a" else "a"
     run.handle(Silent(at, True))
     assert dispatched(run.handle(Lost(at))) == []
-    assert dispatched(run.handle(Lost(other))) == []  # nobody is left
+    assert dispatched(run.handle(Lost(other))) == []  # no replica is left
     assert dispatched(run.handle(Connected(at))) != []
 
 
-def test_what_is_stuck_behind_another_is_hedged_through_the_same_first_stage() -> None:
-    """A single replica of stage 0 is no obstacle."""
+def test_request_stuck_at_a_later_stage_is_hedged_through_the_same_first_stage() -> (
+    None
+):
+    """A single replica of stage 0 suffices."""
     run = Run(table(["a"], ["b", "c"]))
     run.submit(1)
     run.handle(Begun("a", ((1, 1),), False))
@@ -341,11 +343,11 @@ def test_what_is_stuck_behind_another_is_hedged_through_the_same_first_stage() -
 
 
 def test_dropped_work_is_sent_again_without_suspicion() -> None:
-    """As is what a replica held that left politely."""
+    """So is work of a replica that left."""
     run = Run(table(["a", "b"]))
     run.submit(1)
-    run.handle(Begun(run.router.place(1)[0], ((1, 1),), False))
-    assert run.handle(Dropped(((1, 1),), 0)) == []  # it had got there
+    run.handle(Begun(run.router.locations(1)[0], ((1, 1),), False))
+    assert run.handle(Dropped(((1, 1),), 0)) == []  # it had arrived
     (sent,) = dispatched(run.handle(Dropped(((1, 1),), 1)))
     assert sent[1:] == (1, 2, False)
     run.handle(Begun(sent[0], ((1, 2),), False))
@@ -353,18 +355,18 @@ def test_dropped_work_is_sent_again_without_suspicion() -> None:
     assert again[1:] == (1, 3, False)
 
 
-def test_what_was_only_refused_is_never_suspected() -> None:
-    """However often."""
+def test_returned_work_is_never_suspected() -> None:
+    """However often it comes back."""
     run = Run(table(["a"], ["b"]))
     run.submit(1)
     for attempt in range(1, 6):
         run.handle(Begun("a", ((1, attempt),), False))
-        dropped = Dropped(((1, attempt),), 1, is_innocent=True)
+        dropped = Dropped(((1, attempt),), 1, is_returned=True)
         assert dispatched(run.handle(dropped)) == [("a", 1, attempt + 1, False)]
 
 
-def test_word_of_a_replica_that_is_gone_counts_as_its_loss() -> None:
-    """A note may arrive after the end of the one who is meant."""
+def test_note_of_a_lost_replica_counts_as_its_loss() -> None:
+    """A note may arrive after the loss of the replica that it is about."""
     run = Run(table(["a"], ["b", "c"]))
     run.submit(1)
     run.handle(Lost("b"))
@@ -373,7 +375,7 @@ def test_word_of_a_replica_that_is_gone_counts_as_its_loss() -> None:
 
 
 def test_failure_of_the_model_is_the_answer() -> None:
-    """It is not tried again."""
+    """It is not retried."""
     run = Run(table(["a"]))
     run.submit(1)
     actions = run.handle(Failed((1, 1), ModelFailedError("no")))
@@ -381,16 +383,16 @@ def test_failure_of_the_model_is_the_answer() -> None:
     assert len(run.router) == 0
 
 
-def test_probe_passes_those_that_wait_and_may_use_what_starts() -> None:
-    """Others wait for exactly what it is to find out."""
+def test_probe_skips_the_queue_and_may_use_a_starting_replica() -> None:
+    """Queued requests may wait for the replica that it makes ready."""
     run = Run(table(["a"], ["b"], starting=["a"]))
     assert dispatched(run.submit(1)) == []
     probe = Submitted(number=2, model="m", deadline_at=9.0, via={0: "a"})
     assert dispatched(run.handle(probe)) == [("a", 2, 1, False)]
 
 
-def test_new_version_gets_what_is_not_sent_yet() -> None:
-    """What is under way ends where it is."""
+def test_new_version_gets_unsent_requests() -> None:
+    """Requests under way stay with the old version."""
     run = Run(table(["a"], ongoing=1))
     run.submit(1)
     run.submit(2)
@@ -403,11 +405,11 @@ def test_new_version_gets_what_is_not_sent_yet() -> None:
     assert run.handle(Answered((1, 1), True))[0] == Deliver(1, True)
 
 
-# A simulation: whatever happens in whatever order, everybody gets one answer.
+# A simulation: whatever the order of events, each request gets one answer.
 
 
 class Fleet:
-    """Replicas of two stages that compute when told, and may be lost at any moment."""
+    """Replicas of two stages that compute when told, and may be lost at any time."""
 
     STAGES = (["a0", "a1"], ["b0", "b1"])
 
@@ -420,7 +422,7 @@ class Fleet:
         self.ended: dict[int, list[Action]] = {}
 
     def carry_out(self, actions: list[Action]) -> None:
-        """Do what the router says."""
+        """Carry out the router's actions."""
         for action in actions:
             match action:
                 case Dispatch(replica, (number, attempt), is_solo):
@@ -434,11 +436,11 @@ class Fleet:
                     ]
 
     def handle(self, event: Event) -> None:
-        """Tell the router something."""
+        """Send an event to the router."""
         self.carry_out(self.run.handle(event))
 
     def compute(self, name: str) -> None:
-        """Let a replica do what it has first."""
+        """Let a replica compute its oldest work."""
         if not self.at[name] or name not in self.up:
             return
         number, attempt, is_solo = self.at[name].pop(0)
@@ -455,7 +457,7 @@ class Fleet:
             self.handle(Dropped(((number, attempt),), 1))
 
     def lose(self, name: str) -> None:
-        """Lose a replica; what it has begun or not is decided by the numbers."""
+        """Lose a replica; it has begun its first work if the number is odd."""
         if name not in self.up:
             return
         begun = [w for w in self.at[name][:1] if w[0] % 2]
@@ -464,13 +466,13 @@ class Fleet:
         held = [w[:2] for w in self.at[name]]
         self.at[name] = []
         self.up.discard(name)
-        if name in self.STAGES[1]:  # the sender tells of what was not begun
-            # and of what was, for all it knows
+        if name in self.STAGES[1]:  # the sender reports both begun and
+            # unbegun work: it cannot tell them apart
             self.handle(Dropped(tuple(held), 1))
         self.handle(Lost(name))
 
     def revive(self, name: str) -> None:
-        """Let it come back, empty."""
+        """Bring a replica back, without work."""
         if name not in self.up:
             self.up.add(name)
             self.handle(Connected(name))
@@ -493,7 +495,7 @@ STEPS = st.lists(
 @settings(max_examples=300, deadline=None)
 @given(STEPS)
 def test_every_request_ends_exactly_once(steps: list[tuple[str, str]]) -> None:
-    """With an answer, unless it was alone in two dying replicas."""
+    """With an answer, unless it was in isolation at two losses."""
     fleet = Fleet()
     submitted = 0
     for what, name in steps:
@@ -521,8 +523,8 @@ def test_every_request_ends_exactly_once(steps: list[tuple[str, str]]) -> None:
     assert not any(fleet.run.router.load().values())
 
 
-def test_unknown_requests_are_no_harm() -> None:
-    """Word of what has ended arrives late all the time."""
+def test_events_of_unknown_requests_are_ignored() -> None:
+    """Notes about finished requests often arrive late."""
     run = Run(table(["a"]))
     for event in (
         Begun("a", ((7, 1),), False),

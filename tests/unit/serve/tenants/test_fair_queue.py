@@ -1,4 +1,4 @@
-"""Fair shares: the order of turns, by itself and in every queue that has it."""
+"""Fair queueing: the order by itself, and in every queue that uses it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FLOOD, SELDOM = Share("flood"), Share("seldom")
 
 
 def drained(queue: FairQueue[int]) -> list[int]:
-    """Serve all that waits; return it in that order."""
+    """Serve all waiting work; return it in the order of service."""
     served = []
     while (key := queue.next()) is not None:
         queue.take(key)
@@ -49,7 +49,7 @@ def drained(queue: FairQueue[int]) -> list[int]:
 def test_backlogged_tenants_get_their_weights(
     weights: dict[str, float], costs: list[int]
 ) -> None:
-    """At any moment, nobody is more than a piece or so from its share."""
+    """At any time, no tenant is more than a few pieces from its share."""
     queue: FairQueue[int] = FairQueue()
     pieces: dict[int, tuple[str, int]] = {}
     for number, cost in enumerate(costs * len(weights)):
@@ -71,8 +71,8 @@ def test_backlogged_tenants_get_their_weights(
         assert max(used) - min(used) <= 2 * 5 / min(weights.values())
 
 
-def test_one_tenant_alone_is_a_queue() -> None:
-    """First come, first served, replays among them; the highest priority before all."""
+def test_one_tenant_alone_is_served_in_order() -> None:
+    """First come, first served, replays included; a higher priority goes first."""
     queue: FairQueue[int] = FairQueue()
     for number in (3, 4, 1, 2):
         queue.put(number, FLOOD, 1, number)
@@ -82,8 +82,8 @@ def test_one_tenant_alone_is_a_queue() -> None:
     assert len(queue) == 0
 
 
-def test_who_comes_late_is_next_and_does_not_save_up() -> None:
-    """A tenant that asked for nothing has no claim on the past."""
+def test_idle_tenant_is_next_but_saves_up_nothing() -> None:
+    """A tenant that sent nothing has no claim on the past."""
     queue: FairQueue[int] = FairQueue()
     for number in range(100):
         queue.put(number, FLOOD, 1, number)
@@ -97,8 +97,8 @@ def test_who_comes_late_is_next_and_does_not_save_up() -> None:
     assert places[2] <= 5  # one by one with the flood, not all before it
 
 
-def test_work_that_is_withdrawn_costs_nothing_and_leaves_nothing() -> None:
-    """Neither who gives up is behind for it, nor what it asked before or after."""
+def test_withdrawn_work_costs_nothing() -> None:
+    """It delays neither earlier nor later work of its tenant."""
     queue: FairQueue[int] = FairQueue()
     for number in range(900):
         queue.put(number, FLOOD, 1, number)
@@ -112,7 +112,7 @@ def test_work_that_is_withdrawn_costs_nothing_and_leaves_nothing() -> None:
 
 
 def test_work_of_no_rows_is_not_free() -> None:
-    """Else whoever sends it would always be next."""
+    """Else a tenant that sends it would always be next."""
     queue: FairQueue[int] = FairQueue()
     for number in range(20):
         queue.put(number, FLOOD, 0, number)
@@ -120,15 +120,15 @@ def test_work_of_no_rows_is_not_free() -> None:
     assert 8 <= sum(number >= 100 for number in drained(queue)[:20]) <= 12
 
 
-def test_many_tenants_are_forgotten_when_they_have_no_claim() -> None:
-    """What is remembered is bounded, and not looked through for every piece."""
+def test_finish_tags_of_idle_tenants_are_dropped() -> None:
+    """Memory is bounded, and pruning is not done for every piece."""
     queue: FairQueue[int] = FairQueue()
     for number in range(5000):
         queue.put(number, Share(f"t{number}"), 1, number)
         queue.take(number)
         queue.put(-1, FLOOD, 1, -1)
         queue.take(-1)
-    assert len(queue._ends) < 3000
+    assert len(queue._finish_tags) < 3000
 
 
 # In a router.
@@ -147,13 +147,13 @@ def router(limit: int, window: int) -> Router:
 
 
 def submit(found: Router, number: int, share: Share) -> list[object]:
-    """Hand in one request."""
-    wish = Submitted(number=number, model="m", deadline_at=1e9, share=share)
-    return list(found.handle(wish, 0.0))
+    """Submit one request."""
+    job = Submitted(number=number, model="m", deadline_at=1e9, share=share)
+    return list(found.handle(job, 0.0))
 
 
-def test_flood_waits_behind_a_request_of_somebody_else() -> None:
-    """What is at the replica stays; what waits at the router does not come first."""
+def test_flood_waits_behind_a_request_of_another_tenant() -> None:
+    """Work at the replica stays; work queued at the router does not go first."""
     found = router(limit=100, window=4)
     for number in range(50):
         submit(found, number, FLOOD)
@@ -168,7 +168,7 @@ def test_flood_waits_behind_a_request_of_somebody_else() -> None:
 
 
 def test_full_queue_has_room_for_others_up_to_their_share() -> None:
-    """A flood is refused; who has not had a share is not, until it has."""
+    """A flood is refused; a tenant below its share is not, until it reaches it."""
     found = router(limit=10, window=2)
     refused = [
         a for n in range(20) for a in submit(found, n, FLOOD) if isinstance(a, Reject)
@@ -178,7 +178,7 @@ def test_full_queue_has_room_for_others_up_to_their_share() -> None:
     others = [submit(found, 100 + n, SELDOM) for n in range(20)]
     accepted = [not a for a in others]
     assert accepted == [True] * 5 + [False] * 15
-    # Another weight is not another tenant: it has its share already.
+    # A different weight does not make it a different tenant: its share is used up.
     assert submit(found, 150, Share("seldom", 0.99))
     for number in range(200, 300):  # many tenants, one after the other
         for again in range(3):
@@ -195,8 +195,8 @@ def work(number: int, share: Share, rows: int = 1) -> Work:
     return Work(("r", number, 1), "g", rows, 1e9, float(number), share=share)
 
 
-def test_batch_takes_from_everybody() -> None:
-    """One that came last is in the next batch."""
+def test_batch_takes_work_of_all_tenants() -> None:
+    """A late request of another tenant is in the next batch."""
     batcher = BatchQueue(4, 0.0)
     for number in range(30):
         batcher.add(work(number, FLOOD))
@@ -208,8 +208,8 @@ def test_batch_takes_from_everybody() -> None:
     assert len(batcher) == 0
 
 
-def test_what_is_handed_on_is_in_fair_order() -> None:
-    """Where the next stage has little room, both get some of it."""
+def test_forwarder_sends_in_fair_order() -> None:
+    """If the next stage has little room, both tenants get some of it."""
     forwarding = Forwarder(1, 2, lambda: 0.0)
     forwarding.table_changed([Replica("n", "m", "1", 1, ReplicaState.READY)])
     forwarding.connected("n")
@@ -230,7 +230,7 @@ def test_what_is_handed_on_is_in_fair_order() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_priority_comes_first_in_a_router(seed: int) -> None:
-    """Strictly."""
+    """A higher priority always goes first."""
     found = router(limit=100, window=1)
     submit(found, 0, FLOOD)
     for number in range(1, 5):

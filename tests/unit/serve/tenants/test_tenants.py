@@ -1,4 +1,4 @@
-"""Tenants: keys, limits, quarantine, metering, the database; each by itself."""
+"""Tenants: keys, rate limits, quarantine, metering and the database."""
 
 from __future__ import annotations
 
@@ -40,11 +40,16 @@ from multiworld.serve.tenants.directory import (
 )
 from multiworld.serve.tenants.keys import digest_of as key_digest
 from multiworld.serve.tenants.keys import make_key, parse_key
-from multiworld.serve.tenants.quarantine import FEW, FIRST_S, KNOWN_S, Quarantine
+from multiworld.serve.tenants.quarantine import (
+    FIRST_QUARANTINE_S,
+    POISON_LIMIT,
+    POISON_S,
+    Quarantine,
+)
 from multiworld.serve.tenants.rate_limits import RateLimiter
 from multiworld.serve.tenants.usage_meter import (
-    AGAIN_S,
     MOST_TOLD,
+    RESEND_S,
     UsageMeter,
     UsageRow,
 )
@@ -67,8 +72,8 @@ def keyed(name: str, **more: Any) -> tuple[Tenant, str]:
 # Keys.
 
 
-def test_keys_are_told_apart_and_kept_as_digests() -> None:
-    """Each is another; what is kept does not contain it."""
+def test_keys_are_unique_and_stored_as_digests() -> None:
+    """The stored form does not contain the key."""
     made = [make_key() for _ in range(50)]
     assert len({key for key, _, _ in made}) == 50
     key, key_id, digest = made[0]
@@ -78,8 +83,8 @@ def test_keys_are_told_apart_and_kept_as_digests() -> None:
     assert parse_key("nonsense") == ("", key_digest("nonsense"))
 
 
-def test_book_finds_whose_key_it_is_and_no_other() -> None:
-    """By all of the key, while it is valid, and while its tenant is not suspended."""
+def test_directory_finds_the_tenant_of_a_valid_key_only() -> None:
+    """The whole key must match, be valid, and its tenant must not be suspended."""
     (acme, key), (beta, other) = keyed("acme"), keyed("beta")
     book = TenantDirectory()
     book.put([acme, beta])
@@ -101,8 +106,8 @@ def test_book_finds_whose_key_it_is_and_no_other() -> None:
     assert book.find(*parse_key(other), 0.0) is None
 
 
-def test_unknown_keys_are_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong id costs the same comparison as a wrong secret: nothing to measure."""
+def test_unknown_key_ids_are_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong id costs the same as a wrong secret, so timing reveals nothing."""
     compared: list[tuple[str, str]] = []
 
     def compare(one: str, other: str) -> bool:
@@ -118,8 +123,8 @@ def test_unknown_keys_are_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [len(one) + len(other) for one, other in compared] == [128] * 4
 
 
-def test_ten_thousand_tenants_are_told_in_parts_and_found() -> None:
-    """One message would hold up the gateway's loop; a key is found by its id."""
+def test_ten_thousand_tenants_are_sent_in_chunks_and_found() -> None:
+    """One message would block the gateway's loop; a key is found by its id."""
     everybody = {}
     for number in range(10_000):
         key = Key(id=f"{number:012x}", digest=f"{number:064x}", made_at=0.0)
@@ -143,177 +148,179 @@ def test_ten_thousand_tenants_are_told_in_parts_and_found() -> None:
 
 @given(st.lists(st.floats(0.0, 5.0), min_size=1, max_size=200), st.integers(1, 12))
 def test_no_minute_has_more_than_the_limit(gaps: list[float], limit: int) -> None:
-    """Whenever requests come: in no 60 seconds are more let in."""
+    """No 60 seconds admit more than the limit, however requests arrive."""
     tenant, limiter = Tenant(name="a", rpm_limit=limit), RateLimiter()
     let_in: list[float] = []
     now = 1000.0
     for gap in gaps:
         now += gap
-        refusal = limiter.enter(tenant, 1, now)
+        refusal = limiter.admit(tenant, 1, now)
         if refusal is None:
-            limiter.leave(tenant)
+            limiter.release(tenant)
             let_in.append(now)
         else:
-            assert 0 < refusal.after_s <= 61
+            assert 0 < refusal.retry_after_s <= 61
         assert sum(now - at < 60 for at in let_in) <= limit
     later = now + 62
-    assert limiter.enter(tenant, 1, later) is None
+    assert limiter.admit(tenant, 1, later) is None
 
 
 def test_parallel_requests_are_counted_until_they_end() -> None:
-    """One that ends makes room for one."""
+    """A finished request makes room for another."""
     tenant, limiter = Tenant(name="a", max_parallel_requests=2), RateLimiter()
-    assert limiter.enter(tenant, 1, 0.0) is None
-    assert limiter.enter(tenant, 1, 0.0) is None
-    refused = limiter.enter(tenant, 1, 0.0)
+    assert limiter.admit(tenant, 1, 0.0) is None
+    assert limiter.admit(tenant, 1, 0.0) is None
+    refused = limiter.admit(tenant, 1, 0.0)
     assert refused is not None
-    assert refused.what == "max_parallel_requests"
-    limiter.leave(tenant)
-    assert limiter.enter(tenant, 1, 0.0) is None
+    assert refused.limit == "max_parallel_requests"
+    limiter.release(tenant)
+    assert limiter.admit(tenant, 1, 0.0) is None
     assert limiter.in_flight("a") == 2
 
 
 def test_bytes_are_owed_and_paid_back() -> None:
-    """A large request is let in once, and paid for by waiting."""
+    """A large request is admitted once; its tenant then waits."""
     tenant, limiter = Tenant(name="a", bytes_per_s=100.0), RateLimiter()
-    assert limiter.enter(tenant, 1, 0.0) is None
+    assert limiter.admit(tenant, 1, 0.0) is None
     limiter.spend(tenant, 1200)
-    limiter.leave(tenant)
-    refused = limiter.enter(tenant, 1, 1.0)
+    limiter.release(tenant)
+    refused = limiter.admit(tenant, 1, 1.0)
     assert refused is not None
-    assert refused.after_s == pytest.approx(9.0, abs=0.1)
-    assert limiter.enter(tenant, 1, 1.0 + refused.after_s) is None
+    assert refused.retry_after_s == pytest.approx(9.0, abs=0.1)
+    assert limiter.admit(tenant, 1, 1.0 + refused.retry_after_s) is None
 
 
 def test_limits_are_divided_between_gateways_and_forgotten() -> None:
-    """Two gateways let in as much as one; who asks for nothing costs nothing."""
+    """Two gateways admit as much as one; idle tenants take no memory."""
     tenant, limiter = Tenant(name="a", rpm_limit=10), RateLimiter()
-    let_in = sum(limiter.enter(tenant, 2, 0.5) is None for _ in range(10))
+    let_in = sum(limiter.admit(tenant, 2, 0.5) is None for _ in range(10))
     assert let_in == 5
     for _ in range(let_in):
-        limiter.leave(tenant)
-    limiter.forget(30.0)
-    assert limiter.enter(tenant, 2, 30.0) is not None
-    limiter.forget(200.0)
+        limiter.release(tenant)
+    limiter.prune(30.0)
+    assert limiter.admit(tenant, 2, 30.0) is not None
+    limiter.prune(200.0)
     assert not limiter._used
     free = Tenant(name="b")
-    limiter.enter(free, 1, 0.0)
-    limiter.leave(free)
+    limiter.admit(free, 1, 0.0)
+    limiter.release(free)
     assert not limiter._used
 
 
 # Quarantine.
 
 
-def test_poison_is_refused_for_its_tenant_and_nobody_else() -> None:
-    """The same request of another tenant is another request."""
+def test_poison_request_is_refused_for_its_tenant_only() -> None:
+    """The same request of another tenant is not refused."""
     quarantine = Quarantine()
-    assert quarantine.found("acme", "m", "d1", 0.0) == 0.0
-    assert quarantine.knows("acme", "m", "d1", 1.0)
-    assert not quarantine.knows("acme", "m", "d2", 1.0)
-    assert not quarantine.knows("beta", "m", "d1", 1.0)
-    assert not quarantine.is_suspicious("beta", "m")
-    assert not quarantine.knows("acme", "m", "d1", KNOWN_S + 1)
+    assert quarantine.add("acme", "m", "d1", 0.0) == 0.0
+    assert quarantine.is_poison("acme", "m", "d1", 1.0)
+    assert not quarantine.is_poison("acme", "m", "d2", 1.0)
+    assert not quarantine.is_poison("beta", "m", "d1", 1.0)
+    assert not quarantine.has_records("beta", "m")
+    assert not quarantine.is_poison("acme", "m", "d1", POISON_S + 1)
 
 
-def test_tenant_with_much_poison_is_refused_for_longer_each_time() -> None:
-    """Other models and other tenants are not meant."""
+def test_each_quarantine_of_a_tenant_is_longer() -> None:
+    """Other models and other tenants are not affected."""
     quarantine = Quarantine()
-    lengths = [quarantine.found("acme", "m", f"d{n}", float(n)) for n in range(FEW)]
-    assert lengths == [0.0] * (FEW - 1) + [FIRST_S]
-    assert quarantine.refused_s("acme", "m", 5.0) > 0
-    assert quarantine.refused_s("acme", "other", 5.0) == 0
-    assert quarantine.refused_s("beta", "m", 5.0) == 0
-    after = FEW + FIRST_S + 1
-    assert quarantine.refused_s("acme", "m", after) == 0
-    assert quarantine.found("acme", "m", "more", after) == 2 * FIRST_S
-    quarantine.forget(after + 3 * KNOWN_S)
-    assert not quarantine.is_suspicious("acme", "m")
+    lengths = [
+        quarantine.add("acme", "m", f"d{n}", float(n)) for n in range(POISON_LIMIT)
+    ]
+    assert lengths == [0.0] * (POISON_LIMIT - 1) + [FIRST_QUARANTINE_S]
+    assert quarantine.remaining_s("acme", "m", 5.0) > 0
+    assert quarantine.remaining_s("acme", "other", 5.0) == 0
+    assert quarantine.remaining_s("beta", "m", 5.0) == 0
+    after = POISON_LIMIT + FIRST_QUARANTINE_S + 1
+    assert quarantine.remaining_s("acme", "m", after) == 0
+    assert quarantine.add("acme", "m", "more", after) == 2 * FIRST_QUARANTINE_S
+    quarantine.prune(after + 3 * POISON_S)
+    assert not quarantine.has_records("acme", "m")
 
 
-def test_clients_without_a_key_are_not_refused_for_each_other() -> None:
-    """Nobody knows who they are: only the very request is refused."""
+def test_clients_without_a_key_are_not_quarantined_for_each_other() -> None:
+    """They share a name, so only the poison request itself is refused."""
     quarantine = Quarantine()
     for number in range(10):
-        assert quarantine.found("", "m", f"d{number}", 0.0) == 0.0
-    assert quarantine.refused_s("", "m", 0.1) == 0.0
+        assert quarantine.add("", "m", f"d{number}", 0.0) == 0.0
+    assert quarantine.remaining_s("", "m", 0.1) == 0.0
 
 
-# The door.
+# The authenticator.
 
 
 def headers(key: str) -> dict[str, str]:
-    """Return what a client sends."""
+    """Return the headers of a request with this key."""
     return {"authorization": f"Bearer {key}"}
 
 
-def test_door_lets_in_who_has_a_key() -> None:
-    """Others are refused, and counted."""
-    door = Authenticator(needs_key=True)
+def test_authenticator_admits_requests_with_a_key() -> None:
+    """Other requests are refused and counted."""
+    authenticator = Authenticator(needs_key=True)
     acme, key = keyed("acme", max_parallel_requests=1)
-    door.book.put([acme])
+    authenticator.book.put([acme])
     with pytest.raises(UnauthorizedError, match="needs an API key"):
-        door.enter({})
-    with pytest.raises(UnauthorizedError, match="not known"):
-        door.enter(headers(make_key()[0]))
-    visit = door.enter({"x-api-key": key})
+        authenticator.admit({})
+    with pytest.raises(UnauthorizedError, match="unknown, expired"):
+        authenticator.admit(headers(make_key()[0]))
+    admitted = authenticator.admit({"x-api-key": key})
     with pytest.raises(OverloadedError, match="max_parallel_requests"):
-        door.enter(headers(key))
-    door.took(visit, 10)
-    visit.rows = 3
-    door.leave(visit, "m", 200)
-    assert dict(door.refused) == {
+        authenticator.admit(headers(key))
+    authenticator.count_bytes(admitted, 10)
+    admitted.rows = 3
+    authenticator.finish(admitted, "m", 200)
+    assert dict(authenticator.refused) == {
         ("", "no key"): 1,
         ("", "wrong key"): 1,
         ("acme", "max_parallel_requests"): 1,
     }
-    (told,) = door.meter.tell(0.0)
+    (told,) = authenticator.meter.tell(0.0)
     rows = {(row[1], row[2]): row[3:] for row in told[1]}
     assert rows["acme", "m"][:4] == (1, 1, 0, 0)
     assert rows["acme", ""][3] == 1
     assert rows["", ""][3] == 2
 
 
-def test_door_without_keys_lets_everybody_in() -> None:
-    """OpenAI's clients send one by habit; a wrong one is refused once there are any."""
-    door = Authenticator(needs_key=False)
-    assert door.enter(headers("sk-anything")).tenant.name == ""
-    assert door.enter({}).tenant.name == ""
+def test_authenticator_without_keys_admits_everybody() -> None:
+    """OpenAI's clients always send one; a wrong one is refused once tenants exist."""
+    authenticator = Authenticator(needs_key=False)
+    assert authenticator.admit(headers("sk-anything")).tenant.name == ""
+    assert authenticator.admit({}).tenant.name == ""
     acme, key = keyed("acme")
-    door.book.put([acme])
-    assert door.enter(headers(key)).tenant is acme
-    assert door.enter({}).tenant.name == ""
+    authenticator.book.put([acme])
+    assert authenticator.admit(headers(key)).tenant is acme
+    assert authenticator.admit({}).tenant.name == ""
     with pytest.raises(UnauthorizedError):
-        door.enter(headers("sk-anything"))
+        authenticator.admit(headers("sk-anything"))
 
 
-def test_door_refuses_what_kills() -> None:
-    """The request, and then the tenant; never somebody else."""
-    door = Authenticator(needs_key=False)
+def test_authenticator_refuses_poison_requests() -> None:
+    """First the request, then its tenant; never another tenant."""
+    authenticator = Authenticator(needs_key=False)
     (acme, key), (beta, other) = keyed("acme"), keyed("beta")
-    door.book.put([acme, beta])
-    one, two = door.enter(headers(key)), door.enter(headers(other))
+    authenticator.book.put([acme, beta])
+    one, two = authenticator.admit(headers(key)), authenticator.admit(headers(other))
     post = "m", "1"
-    assert not door.is_suspicious(acme, post)
-    door.poisonous("acme", post, "bad")
-    assert door.is_suspicious(acme, post)
+    assert not authenticator.needs_digest(acme, post)
+    authenticator.add_poison("acme", post, "bad")
+    assert authenticator.needs_digest(acme, post)
     for _ in range(3):  # texts of one call
         with pytest.raises(RequestPoisonedError):
-            door.check(one, post, "bad")
-    assert door.refused["acme", "poisonous"] == 1
-    door.check(one, post, "good")
-    door.check(one, ("m", "2"), "bad")  # another version may not die of it
-    door.check(two, post, "bad")
+            authenticator.check_poison(one, post, "bad")
+    assert authenticator.refused["acme", "poisonous"] == 1
+    authenticator.check_poison(one, post, "good")
+    authenticator.check_poison(one, ("m", "2"), "bad")  # another version may survive it
+    authenticator.check_poison(two, post, "bad")
     for number in range(2):
-        door.poisonous("acme", post, f"d{number}")
+        authenticator.add_poison("acme", post, f"d{number}")
     with pytest.raises(QuarantinedError) as found:
-        door.check(one, post, "good")
+        authenticator.check_poison(one, post, "good")
     assert found.value.retry_after_s > 10
-    door.check(two, post, "good")
+    authenticator.check_poison(two, post, "good")
 
 
-def test_digest_tells_requests_apart() -> None:
-    """By names, kinds, shapes and values."""
+def test_digest_differs_between_requests() -> None:
+    """By names, dtypes, shapes and values."""
     tensors = [
         {"x": torch.zeros(2, 3)},
         {"y": torch.zeros(2, 3)},
@@ -326,11 +333,11 @@ def test_digest_tells_requests_apart() -> None:
     assert digest_of({"x": strided}) == digest_of(tensors[0])
 
 
-# Metering, and what is written down.
+# Usage metering, and the database.
 
 
-def test_usage_is_counted_once_however_often_it_is_told(tmp_path: Path) -> None:
-    """A controller that is lost before it confirms is told again, in whatever order."""
+def test_usage_is_counted_once_however_often_it_is_sent(tmp_path: Path) -> None:
+    """Unconfirmed batches are sent again, and may arrive in any order."""
     registry, meter = TenantDatabase(tmp_path / "r.db"), UsageMeter()
     meter.at("acme", "m", 125.0).requests += 2
     meter.at("acme", "m", 130.0).requests += 1
@@ -342,7 +349,7 @@ def test_usage_is_counted_once_however_often_it_is_told(tmp_path: Path) -> None:
     meter.tell_again()
     assert meter.tell(2.0) == [first, second]
     assert meter.tell(3.0) == []
-    assert meter.tell(2.0 + AGAIN_S) == [first, second]
+    assert meter.tell(2.0 + RESEND_S) == [first, second]
     for told in (second, first, second):
         registry.add_usage("a meter", *told)
         meter.confirmed(told[0])
@@ -357,8 +364,8 @@ def test_usage_is_counted_once_however_often_it_is_told(tmp_path: Path) -> None:
     registry.close()
 
 
-def test_meter_keeps_what_nobody_confirms() -> None:
-    """A disk that is full for a while: it goes on counting, and tells all later."""
+def test_meter_keeps_unconfirmed_usage() -> None:
+    """While nothing is confirmed, it goes on counting and sends the rest later."""
     meter = UsageMeter()
     told: dict[int, Any] = {}
     for number in range(MOST_TOLD + 3):
@@ -372,8 +379,8 @@ def test_meter_keeps_what_nobody_confirms() -> None:
     assert len(rest[1]) == 3
 
 
-def test_registry_survives_and_says_what_is_wrong(tmp_path: Path) -> None:
-    """Tenants are there again; a file that is none is named."""
+def test_database_persists_and_names_a_broken_file(tmp_path: Path) -> None:
+    """Tenants are loaded again; the error names a file that is not a database."""
     path = tmp_path / "r.db"
     registry = TenantDatabase(path)
     acme, _ = keyed("acme", weight=2.0, models=("a*",))
@@ -396,8 +403,8 @@ def test_registry_survives_and_says_what_is_wrong(tmp_path: Path) -> None:
         TenantDatabase(bad)
 
 
-async def test_tenants_are_changed_told_and_written_down(tmp_path: Path) -> None:
-    """Made, changed, rotated, revoked, removed; each gateway hears of each at once."""
+async def test_tenant_changes_are_sent_and_stored(tmp_path: Path) -> None:
+    """Create, change, rotate, revoke, remove; gateways get each change at once."""
     registry = TenantDatabase(tmp_path / "r.db")
     told: list[tuple[str, Any]] = []
     tenanting = TenantManager(
@@ -444,7 +451,7 @@ async def test_tenants_are_changed_told_and_written_down(tmp_path: Path) -> None
     again.close()
 
 
-# Dedicated replicas, and the journal.
+# Dedicated replicas, and the decision log.
 
 SPEC = """
 models:
@@ -458,8 +465,8 @@ models:
 """
 
 
-def test_dedicated_models_are_models_of_their_own() -> None:
-    """As many replicas as the model has, or as it is written."""
+def test_dedicated_models_are_separate_models() -> None:
+    """With the model's numbers of replicas, or with their own."""
     app = parse_spec(SPEC)
     assert list(app.models) == ["m", "m@acme", "m@beta"]
     assert app.models["m@acme"].stages == app.models["m"].stages
@@ -474,8 +481,8 @@ def test_dedicated_models_are_models_of_their_own() -> None:
         parse_spec(SPEC.replace('"m@beta"', '"x@beta"'))
 
 
-def test_journal_keeps_decisions_with_what_they_were_made_from(tmp_path: Path) -> None:
-    """In memory without snapshots if those are not wanted; on disk with them."""
+def test_decision_log_keeps_decisions_with_their_snapshots(tmp_path: Path) -> None:
+    """On disk always; in memory, they can be left out."""
     journal = DecisionLog(tmp_path / "d.jsonl")
     for number in range(3):
         journal.decide("scaling", "m", f"what {number}", {"rate": number}, {"now": 1.0})

@@ -1,4 +1,4 @@
-"""Which work runs together, and when."""
+"""Batching of work at a replica."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def work(
 
 
 def numbers(batch: list[Work]) -> list[int]:
-    """Return whose it is."""
+    """Return the request numbers of a batch."""
     return [w.key[1] for w in batch]
 
 
-def test_batch_when_no_wait_then_what_is_there() -> None:
-    """A replica that is free takes what has arrived."""
+def test_batch_without_wait_takes_all_waiting_work() -> None:
+    """An idle replica takes all work that has arrived."""
     batcher = BatchQueue(4, 0.0)
     for number in range(3):
         batcher.add(work(number))
@@ -40,7 +40,7 @@ def test_batch_when_no_wait_then_what_is_there() -> None:
 
 
 def test_batch_when_full_then_the_rest_waits() -> None:
-    """Rows count, not requests; and the order stays."""
+    """Rows count, not requests; the order is kept."""
     batcher = BatchQueue(4, 0.0)
     for number, rows in enumerate((2, 1, 2, 1)):
         batcher.add(work(number, rows=rows))
@@ -48,8 +48,8 @@ def test_batch_when_full_then_the_rest_waits() -> None:
     assert numbers(batcher.take(0.0)) == [2, 3]
 
 
-def test_batch_when_waiting_is_asked_for_then_due_later_or_when_full() -> None:
-    """The oldest decides."""
+def test_batch_with_wait_is_due_later_or_when_full() -> None:
+    """The oldest work decides."""
     batcher = BatchQueue(2, 0.5)
     batcher.add(work(0, at=1.0))
     assert batcher.take(1.4) == []
@@ -61,7 +61,7 @@ def test_batch_when_waiting_is_asked_for_then_due_later_or_when_full() -> None:
 
 
 def test_batch_when_groups_differ_then_one_at_a_time() -> None:
-    """The oldest's group first; others keep their place."""
+    """The group of the oldest work first; other work keeps its order."""
     batcher = BatchQueue(8, 0.0)
     for number, group in enumerate("abab"):
         batcher.add(work(number, group=group))
@@ -69,8 +69,8 @@ def test_batch_when_groups_differ_then_one_at_a_time() -> None:
     assert numbers(batcher.take(0.0)) == [1, 3]
 
 
-def test_suspect_runs_alone_and_without_waiting() -> None:
-    """Nobody shares its batch, before or after it."""
+def test_suspect_runs_in_isolation_without_waiting() -> None:
+    """No earlier or later work shares its batch."""
     batcher = BatchQueue(8, 10.0)
     batcher.add(work(0, is_solo=True))
     batcher.add(work(1))
@@ -81,7 +81,7 @@ def test_suspect_runs_alone_and_without_waiting() -> None:
     assert numbers(batcher.take(10.0)) == [2]
 
 
-def test_what_nobody_wants_is_forgotten() -> None:
+def test_cancelled_and_expired_work_is_removed() -> None:
     """By key, by router, by deadline."""
     batcher = BatchQueue(8, 0.0)
     batcher.add(work(0))
@@ -105,7 +105,7 @@ def test_what_nobody_wants_is_forgotten() -> None:
 def test_everything_runs_once_within_the_limits(
     wishes: list[tuple[str, int, bool]], limit: int
 ) -> None:
-    """Whatever comes in what order."""
+    """For any order of arrival."""
     batcher = BatchQueue(limit, 0.0)
     for number, (group, rows, is_solo) in enumerate(wishes):
         batcher.add(work(number, group=group, rows=rows, is_solo=is_solo))

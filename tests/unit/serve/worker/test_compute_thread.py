@@ -1,4 +1,4 @@
-"""The model's thread."""
+"""The thread that runs a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Handing work to the next stage."""
+"""Forwarding of work to the next stage."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def key(number: int) -> Key:
 
 
 def forwarding(credit: int = 2, **states: ReplicaState) -> Forwarder:
-    """Return one with these replicas of stage 1, connected."""
+    """Return a forwarder to these connected replicas of stage 1."""
     made = Forwarder(1, credit, lambda: 0.0)
     made.table_changed([Replica(n, "m", "1", 1, s) for n, s in states.items()])
     for name in states:
@@ -29,7 +29,7 @@ def forwarding(credit: int = 2, **states: ReplicaState) -> Forwarder:
 
 
 def sent(found: dict[str, list[FinishedWork]]) -> dict[str, list[int]]:
-    """Return the numbers by receiver."""
+    """Return the request numbers by receiver."""
     return {name: [p.key[1] for p in pieces] for name, pieces in found.items()}
 
 
@@ -38,25 +38,25 @@ DRAINING = ReplicaState.DRAINING
 
 
 def test_hand_when_credit_is_used_up_then_the_rest_waits_in_order() -> None:
-    """And goes when the receiver has begun something."""
+    """It is sent when the receiver begins earlier work."""
     f = forwarding(2, a=READY)
     assert sent(f.hand([piece(n) for n in range(4)], 0.0)) == {"a": [0, 1]}
     assert (len(f), f.handed_count) == (2, 2)
     f.begun("a", [key(0)])
     assert sent(f.hand([], 0.0)) == {"a": [2]}
-    f.begun("a", [key(7)])  # unknown: no harm
+    f.begun("a", [key(7)])  # unknown work is ignored
     assert sent(f.hand([], 0.0)) == {}
 
 
 def test_hand_when_two_then_to_the_emptier_one() -> None:
-    """Each gets its share."""
+    """Both get the same number."""
     f = forwarding(4, a=READY, b=READY)
     found = sent(f.hand([piece(n) for n in range(6)], 0.0))
     assert {name: len(n) for name, n in found.items()} == {"a": 3, "b": 3}
 
 
 def test_hand_when_not_ready_or_silent_then_nothing() -> None:
-    """Draining ones get work only if there is nobody else."""
+    """A draining replica gets work only if no other is ready."""
     f = forwarding(4, a=STARTING)
     assert f.hand([piece(0)], 0.0) == {}
     f = forwarding(4, a=DRAINING, b=READY)
@@ -70,8 +70,8 @@ def test_hand_when_not_ready_or_silent_then_nothing() -> None:
     assert sent(f.hand([], 0.0)) == {"a": [0]}
 
 
-def test_silence_and_loss_tell_what_was_on_its_way_once() -> None:
-    """Silence is told once, a loss for good."""
+def test_silence_and_loss_return_unbegun_work_once() -> None:
+    """Silence returns it once; a loss also returns recently begun work."""
     f = forwarding(4, a=READY)
     f.hand([piece(0), piece(1)], 0.0)
     f.begun("a", [key(0)])
@@ -82,8 +82,8 @@ def test_silence_and_loss_tell_what_was_on_its_way_once() -> None:
     assert f.handed_count == 0
 
 
-def test_probe_goes_where_it_must_or_to_those_that_start() -> None:
-    """No other work does."""
+def test_probe_goes_to_its_replica_or_to_starting_ones() -> None:
+    """No other work goes to starting replicas."""
     f = forwarding(4, a=READY, b=STARTING)
     assert sent(f.hand([piece(0, via={"1": "b"})], 0.0)) == {"b": [0]}
     assert sent(f.hand([piece(1, via={"0": "x"})], 0.0)) == {"a": [1]}
@@ -92,8 +92,8 @@ def test_probe_goes_where_it_must_or_to_those_that_start() -> None:
     assert f.hand([piece(3)], 0.0) == {}
 
 
-def test_what_waits_goes_back_when_the_next_stage_has_nobody() -> None:
-    """A version that is being replaced is not healed any more."""
+def test_waiting_work_goes_back_when_the_next_stage_has_no_replicas() -> None:
+    """Lost replicas of a version that is being replaced are not replaced."""
     f = forwarding(1, a=READY)
     f.hand([piece(0), piece(1), piece(2)], 0.0)
     assert f.give_back() == []
@@ -102,8 +102,8 @@ def test_what_waits_goes_back_when_the_next_stage_has_nobody() -> None:
     assert (len(f), f.handed_count) == (0, 1)
 
 
-def test_who_refused_is_left_alone_for_a_while() -> None:
-    """It does not know the router yet."""
+def test_replica_that_refused_work_gets_none_for_a_while() -> None:
+    """It has no edge to the router yet."""
     f = forwarding(4, a=READY, b=READY)
     (name,) = f.hand([piece(0)], 0.0)
     f.refused(name, [key(0)], 0.0)
@@ -113,8 +113,8 @@ def test_who_refused_is_left_alone_for_a_while() -> None:
     assert name in f.hand([piece(n) for n in range(4, 8)], 1.0)
 
 
-def test_what_is_late_or_unwanted_is_dropped() -> None:
-    """It takes no room."""
+def test_late_and_cancelled_work_is_dropped() -> None:
+    """It takes no credit."""
     f = forwarding(1, a=READY)
     f.hand([piece(0)], 0.0)
     f.hand([piece(1, deadline_at=5.0), piece(2), piece(3)], 0.0)
