@@ -47,7 +47,7 @@ class Announce:
 
 
 @dataclass(frozen=True, slots=True)
-class Say:
+class LogEvent:
     """Something that people want to know."""
 
     kind: str
@@ -55,4 +55,4 @@ class Say:
     name: str = ""
 
 
-Action = Launch | Kill | Probe | Finish | Announce | Say
+Action = Launch | Kill | Probe | Finish | Announce | LogEvent

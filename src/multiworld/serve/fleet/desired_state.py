@@ -11,7 +11,7 @@ from multiworld.serve.fleet.state import DesiredModel, DesiredState
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 
 
-def wanted_of(
+def desired_state_of(
     app: AppSpec, old: Mapping[str, Sequence[int]] | None = None
 ) -> DesiredState:
     """Return what a spec asks for; stages that were scaled within their range stay.
@@ -24,7 +24,7 @@ def wanted_of(
         before = (old or {}).get(name, ())
         replicas = []
         for number, stage in enumerate(model.stages):
-            count = stage.least
+            count = stage.initial_count
             if len(before) == len(model.stages):
                 low, high = bounds_of(model, number)
                 count = min(max(before[number], low), high)
@@ -45,18 +45,18 @@ def wanted_of(
     return DesiredState(models, app.gateway.replicas)
 
 
-def awake(wanted: DesiredState, old: DesiredState) -> DesiredState:
+def with_new_versions_started(desired: DesiredState, old: DesiredState) -> DesiredState:
     """Return what is wanted with one replica at least of all that is new.
 
     A version that nobody has seen running is not one that answers: it is tried first.
     """
-    models = dict(wanted.models)
-    for name, model in wanted.models.items():
+    models = dict(desired.models)
+    for name, model in desired.models.items():
         before = old.models.get(name)
         if before is not None and before.version != model.version:
             counts = tuple(max(1, count) for count in model.replicas)
             models[name] = replace(model, replicas=counts)
-    return replace(wanted, models=models)
+    return replace(desired, models=models)
 
 
 def bounds_of(model: ModelSpec, stage: int) -> tuple[int, int]:
@@ -70,7 +70,7 @@ def bounds_of(model: ModelSpec, stage: int) -> tuple[int, int]:
 
 
 def rescaled(
-    wanted: DesiredState, spec: ModelSpec, model: str, stage: int, replicas: int
+    desired: DesiredState, spec: ModelSpec, model: str, stage: int, replicas: int
 ) -> tuple[int, DesiredState]:
     """Return how many replicas a stage had, and what is wanted with another number.
 
@@ -78,19 +78,19 @@ def rescaled(
         ServeError: The spec's range does not allow it.
     """
     low, high = bounds_of(spec, stage)
-    said = spec.stages[stage]
-    if said.autoscaling_config is None and isinstance(said.replicas, int):
+    stage_spec = spec.stages[stage]
+    if stage_spec.autoscaling_config is None and isinstance(stage_spec.replicas, int):
         low, high = 1, 4096  # a number in the spec is where it begins
     if not low <= replicas <= high:
         raise ServeError(
-            f"stage {said.name or stage} of {model!r} runs in {low} to {high} replicas "
-            f"(its spec), not {replicas}"
+            f"stage {stage_spec.name or stage} of {model!r} runs in {low} to {high} "
+            f"replicas (its spec), not {replicas}"
         )
-    old = wanted.models[model]
+    old = desired.models[model]
     counts = list(old.replicas)
     before, counts[stage] = counts[stage], replicas
-    models = {**wanted.models, model: replace(old, replicas=tuple(counts))}
-    return before, replace(wanted, models=models)
+    models = {**desired.models, model: replace(old, replicas=tuple(counts))}
+    return before, replace(desired, models=models)
 
 
 def stage_number(spec: ModelSpec, model: str, stage: str) -> int:
@@ -141,20 +141,20 @@ def check_update(
         raise ServeError("of the gateway only replicas can be changed while it runs")
     for name, model in new.models.items():
         known = specs.get(name, {}).get(model.version)
-        if known is not None and source_of(known) != source_of(model):
+        if known is not None and version_fields(known) != version_fields(model):
             raise ServeError(
                 f"model {name!r} has changed, but its version is still "
                 f"{model.version!r}; give the new one another version"
             )
 
 
-def source_of(spec: ModelSpec) -> Any:
+def version_fields(spec: ModelSpec) -> Any:
     """Return what makes two versions different: not how often they run."""
-    stages = [s.model_dump(exclude=PLANNED_STAGE) for s in spec.stages]
-    return spec.model_dump(exclude={"stages", *PLANNED}), stages
+    stages = [s.model_dump(exclude=SCALING_STAGE_FIELDS) for s in spec.stages]
+    return spec.model_dump(exclude={"stages", *SCALING_FIELDS}), stages
 
 
-PLANNED = {
+SCALING_FIELDS = {
     "profile",
     "demand",
     "weight",
@@ -164,5 +164,5 @@ PLANNED = {
     "scaling",
     "dedicated",
 }
-PLANNED_STAGE = {"replicas", "autoscaling_config", "item_ms", "out_kb"}
+SCALING_STAGE_FIELDS = {"replicas", "autoscaling_config", "item_ms", "out_kb"}
 """What changes how often and where it runs, and not what runs."""

@@ -11,7 +11,7 @@ from multiworld.serve.fleet.state import DesiredState, Process
 class DesiredStateChanged:
     """Somebody wants something else."""
 
-    wanted: DesiredState
+    desired: DesiredState
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Unplaced:
 
 
 @dataclass(frozen=True, slots=True)
-class PlacesChanged:
+class CapacityChanged:
     """There may be room again for what had no place."""
 
 
@@ -83,14 +83,14 @@ class Ticked:
 
 
 @dataclass(frozen=True, slots=True)
-class DrainAsked:
+class DrainRequested:
     """Somebody wants this process out; it will be replaced."""
 
     name: str
 
 
 Event = (
-    DrainAsked
+    DrainRequested
     | DesiredStateChanged
     | Adopted
     | Joined
@@ -99,6 +99,6 @@ Event = (
     | Applied
     | ProcessGone
     | Unplaced
-    | PlacesChanged
+    | CapacityChanged
     | Ticked
 )

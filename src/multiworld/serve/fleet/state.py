@@ -85,7 +85,7 @@ class Process:
     applied: int = 0
     drain_number: int = 0
     is_joined: bool = False
-    is_unwanted: bool = False
+    is_drain_requested: bool = False
     probe: ProbeState = field(default_factory=lambda: ProbeState())
 
     @property

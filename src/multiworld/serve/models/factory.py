@@ -23,25 +23,25 @@ def build_model(spec: ModelSpec) -> Model:
     Raises:
         SpecError: They cannot be made, or are not as many as the spec has.
     """
-    wanted = len(spec.stages)
+    count = len(spec.stages)
     factory = spec.factory or HUGGINGFACE
     function = import_factory(factory)
-    offered = {"path": spec.path, "stages": wanted, "cut": spec.cut}
+    offered = {"path": spec.path, "stages": count, "cut": spec.cut}
     taken = {k: v for k, v in offered.items() if v is not None and _takes(function, k)}
-    made = _called(function, factory, {**taken, **spec.options})
+    made = _call_factory(function, factory, {**taken, **spec.options})
     if isinstance(made, Module):
-        return cut_module(made, wanted, spec.cut)
+        return cut_module(made, count, spec.cut)
     if spec.cut is not None and "cut" not in taken:
         raise SpecError(
             f"factory {factory!r} makes its stages itself, so `cut:` means nothing; "
             "let it take an argument cut, or leave `cut:` out"
         )
-    model = _model(made, factory)
-    if len(model.stages) != wanted:
+    model = _as_model(made, factory)
+    if len(model.stages) != count:
         names = ", ".join(s.name or str(n) for n, s in enumerate(model.stages))
         raise SpecError(
             f"the model has {len(model.stages)} stages ({names}) and its `stages:` in "
-            f"the spec {wanted}; give as many there"
+            f"the spec {count}; give as many there"
         )
     return model
 
@@ -97,7 +97,7 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
         return False
 
 
-def _called(
+def _call_factory(
     function: Callable[..., Any], factory: str, options: Mapping[str, Any]
 ) -> Any:
     try:
@@ -106,23 +106,23 @@ def _called(
         raise SpecError(f"factory {factory!r} with {dict(options)}: {error}") from error
 
 
-def _model(made: Any, factory: str) -> Model:
-    model = made if isinstance(made, Model) else Model(stages=_stages(made, factory))
+def _as_model(made: Any, factory: str) -> Model:
+    model = made if isinstance(made, Model) else Model(stages=_as_stages(made, factory))
     if not model.stages:
         raise SpecError(f"factory {factory!r} returned no stage")
     return model
 
 
-def _stages(made: Any, factory: str) -> list[Stage]:
+def _as_stages(made: Any, factory: str) -> list[Stage]:
     if not isinstance(made, Sequence):
         raise SpecError(
             f"factory {factory!r} returned a {type(made).__name__}; return a Module, a "
             "Model or a list of stages (multiworld.serve has them)"
         )
-    return [_stage(one, factory) for one in made]
+    return [_as_stage(one, factory) for one in made]
 
 
-def _stage(made: Any, factory: str) -> Stage:
+def _as_stage(made: Any, factory: str) -> Stage:
     if isinstance(made, Stage):
         return made
     if not callable(made):

@@ -99,7 +99,7 @@ def model(
             int(config.get("max_position_embeddings") or 2**31),
         ),
         text=functools.partial(Tokenizer, folder, tokens) if pooling else None,
-        preload=_modules(str(config.get("model_type", ""))),
+        preload=_preloaded_modules(str(config.get("model_type", ""))),
         parts=functools.partial(model, path, layers, max_length, dtype=dtype),
     )
 
@@ -125,7 +125,7 @@ def _check(vocabulary: int, longest: int, tensors: Tensors) -> None:
         )
 
 
-def _modules(model_type: str) -> list[str]:
+def _preloaded_modules(model_type: str) -> list[str]:
     found = [
         "multiworld.serve.models.transformer_stage",
         "safetensors.torch",
@@ -197,21 +197,21 @@ def _pooling(folder: Path) -> str | None:
     path = folder / "1_Pooling" / "config.json"
     if not path.exists():
         return None
-    said = _json(path)
-    if said.get("pooling_mode_mean_tokens"):
+    settings = _json(path)
+    if settings.get("pooling_mode_mean_tokens"):
         return "mean"
-    if said.get("pooling_mode_cls_token"):
+    if settings.get("pooling_mode_cls_token"):
         return "cls"
     raise SpecError(f"{path}: only mean and cls pooling are known")
 
 
 def _max_length(folder: Path, config: dict[str, Any]) -> int:
     path = folder / "sentence_bert_config.json"
-    said = _json(path).get("max_seq_length") if path.exists() else None
-    return int(said or config.get("max_position_embeddings") or 512)
+    length = _json(path).get("max_seq_length") if path.exists() else None
+    return int(length or config.get("max_position_embeddings") or 512)
 
 
-CHARACTERS = 64
+MAX_CHARACTERS_PER_TOKEN = 64
 """So many characters a token are looked at: the tokenizer reads all it is given, and
 throws away what is over the model's length. The longest English words are 45."""
 
@@ -225,11 +225,11 @@ class Tokenizer:
         self._fast = Fast.from_file(str(folder / "tokenizer.json"))
         self._fast.no_padding()
         self._fast.enable_truncation(max_length)
-        self._longest = max_length * CHARACTERS
+        self._max_characters = max_length * MAX_CHARACTERS_PER_TOKEN
 
     def encode(self, text: str) -> Tensors:
         """Return the inputs of one text."""
-        ids = self._fast.encode(text[: self._longest]).ids
+        ids = self._fast.encode(text[: self._max_characters]).ids
         return {
             "input_ids": torch.tensor([ids], dtype=torch.int64),
             "attention_mask": torch.ones((1, len(ids)), dtype=torch.int64),

@@ -42,7 +42,7 @@ def profile_model(
     threads = spec.stages[0].threads
     torch.set_num_threads(threads)
     inputs = {rows: repeated(example_of(model), rows, device) for rows in batches}
-    _tidy()
+    _release_memory()
     base = memory_of(os.getpid())
     found = []
     with torch.inference_mode():
@@ -50,7 +50,7 @@ def profile_model(
             title = spec.stages[number].name or stage.name or str(number)
             measured, inputs = _measure(title, stage, inputs, repeats, device)
             found.append(measured)
-            _tidy()
+            _release_memory()
     return ModelProfile(
         model=name,
         version=spec.version,
@@ -86,7 +86,7 @@ def _measure(
     return measured, outputs
 
 
-def _tidy() -> None:
+def _release_memory() -> None:
     gc.collect()
     try:
         ctypes.CDLL(None).malloc_trim(0)

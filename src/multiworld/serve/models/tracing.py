@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from multiworld.errors import SpecError
 from multiworld.serve.models.chain_partition import chain_partition
 from multiworld.serve.models.weights import read_weights
-from multiworld.serve.models.wiring import StageInterface, wires_of
+from multiworld.serve.models.wiring import StageInterface, interfaces_of
 from multiworld.serve.spec.datatypes import TORCH_OF
 from multiworld.serve.spec.stage import Tensors
 
@@ -64,16 +64,18 @@ class Cutter:
     ) -> None:
         self._module = module
         with _tracing():
-            self._whole = _built(module)
+            self._whole = _build_module(module)
             if stages == 1:
                 self.begins = [""]
                 return
-            costs = _parts(module, self._whole, stages or least)
+            costs = _part_costs(module, self._whole, stages or least)
             if stages is None:
                 stages, cut = len(costs), range(1, len(costs))
             self.begins = [next(iter(costs)), *_begins(costs, stages, cut)]
             if not self._is_chain:
-                self._pipe, self._wires = _traced(module, self._whole, self.begins[1:])
+                self._pipe, self._interfaces = _trace(
+                    module, self._whole, self.begins[1:]
+                )
 
     def load(self, number: int, device: str) -> TracedPart:
         """Return one stage, with its weights.
@@ -83,17 +85,20 @@ class Cutter:
         """
         stages = len(self.begins)
         with _tracing():
-            wire = _straight(self._module, number, stages)
+            interface = _chain_interface(self._module, number, stages)
             if stages == 1:
                 part = self._whole
             elif self._is_chain:
                 assert isinstance(self._whole, nn.Sequential)
                 part = _slice(self._whole, number, self.begins[1:])
             else:
-                part, wire = self._pipe.get_stage_module(number), self._wires[number]
+                part, interface = (
+                    self._pipe.get_stage_module(number),
+                    self._interfaces[number],
+                )
             if self._module.weights is not None:
-                _fill(part, Path(self._module.weights).expanduser())
-            return TracedPart(part.to(device), wire, device).eval()
+                _load_weights(part, Path(self._module.weights).expanduser())
+            return TracedPart(part.to(device), interface, device).eval()
 
     @property
     def _is_chain(self) -> bool:
@@ -114,20 +119,20 @@ def _tracing() -> Iterator[None]:
         yield
 
 
-def _built(module: Module) -> nn.Module:
+def _build_module(module: Module) -> nn.Module:
     if module.weights is None:
         made = module.make()
     else:
         with FakeTensorMode() as mode:
             made = module.make()
             if isinstance(made, nn.Module):
-                _rehome(made, mode)
+                _unify_fake_modes(made, mode)
     if not isinstance(made, nn.Module):
         raise SpecError(f"make() returned a {type(made).__name__}; return an nn.Module")
     return made.eval()
 
 
-def _rehome(made: nn.Module, mode: FakeTensorMode) -> None:
+def _unify_fake_modes(made: nn.Module, mode: FakeTensorMode) -> None:
     """Bring all to one mode: a deep copy of a fake tensor comes with a copy of it."""
     known: dict[Tensor, Any] = {}
     for part in made.modules():
@@ -170,7 +175,7 @@ def _mode_of(whole: nn.Module) -> Any:
 # Where to cut.
 
 
-def _parts(module: Module, whole: nn.Module, least: int) -> dict[str, float]:
+def _part_costs(module: Module, whole: nn.Module, least: int) -> dict[str, float]:
     """Return parts in the order they run, and about how many operations each takes."""
     depth, previous = 0, -1
     while True:
@@ -274,7 +279,7 @@ def _slice(whole: nn.Sequential, number: int, names: Sequence[str]) -> nn.Module
     return part
 
 
-def _straight(module: Module, number: int, stages: int) -> StageInterface:
+def _chain_interface(module: Module, number: int, stages: int) -> StageInterface:
     """Return the wire of a stage of a chain, where one tensor goes on."""
     takes = [s.name for s in module.inputs] if number == 0 else ["value"]
     is_last = number == stages - 1
@@ -282,7 +287,7 @@ def _straight(module: Module, number: int, stages: int) -> StageInterface:
     return StageInterface(takes=tuple(takes), gives=tuple(gives), passes=())
 
 
-def _traced(
+def _trace(
     module: Module, whole: nn.Module, names: Sequence[str]
 ) -> tuple[Pipe, list[StageInterface]]:
     split = dict.fromkeys(names, SplitPoint.BEGINNING)
@@ -294,23 +299,23 @@ def _traced(
             f"{type(whole).__name__} cannot be traced with any number of rows: "
             f"{reason[:600]}; write a factory that returns its stages"
         ) from error
-    wires = wires_of(
+    interfaces = interfaces_of(
         pipe.split_gm,
         [spec.name for spec in module.inputs],
         [spec.name for spec in module.outputs],
     )
-    if len(wires) != len(names) + 1:
+    if len(interfaces) != len(names) + 1:
         raise SpecError(
-            f"{type(whole).__name__} came out in {len(wires)} stages, not "
+            f"{type(whole).__name__} came out in {len(interfaces)} stages, not "
             f"{len(names) + 1}: two cuts with nothing between them; give another cut"
         )
-    return pipe, wires
+    return pipe, interfaces
 
 
 # Weights.
 
 
-def _fill(part: nn.Module, path: Path) -> None:
+def _load_weights(part: nn.Module, path: Path) -> None:
     wanted = dict(itertools.chain(part.named_parameters(), part.named_buffers()))
     found = read_weights(path, set(wanted))
     missing = sorted(set(wanted) - found.keys())
@@ -329,9 +334,9 @@ def _fill(part: nn.Module, path: Path) -> None:
 class TracedPart(nn.Module):
     """A part of a module as a stage: a dict of tensors in, a dict of tensors out."""
 
-    def __init__(self, part: nn.Module, wire: StageInterface, device: str) -> None:
+    def __init__(self, part: nn.Module, interface: StageInterface, device: str) -> None:
         super().__init__()
-        self.part, self._wire = part, wire
+        self.part, self._interface = part, interface
         if isinstance(part, torch.fx.GraphModule) and device != "cpu":
             _move_constants(part, device)
 
@@ -341,10 +346,12 @@ class TracedPart(nn.Module):
 
     def forward(self, tensors: Tensors) -> Tensors:
         """Compute it."""
-        wire = self._wire
-        found = self.part(*(wire.argument(take, tensors) for take in wire.takes))
-        outputs = wire.outputs(found)
-        return {**outputs, **{name: tensors[name] for name in wire.passes}}
+        interface = self._interface
+        found = self.part(
+            *(interface.argument(take, tensors) for take in interface.takes)
+        )
+        outputs = interface.outputs(found)
+        return {**outputs, **{name: tensors[name] for name in interface.passes}}
 
 
 def _move_constants(part: torch.fx.GraphModule, device: str) -> None:

@@ -130,7 +130,7 @@ def load(
     if hasattr(config, "use_cache"):
         config.use_cache = False
     owned = _owned_class(kind, span, folder)
-    whole, said = owned.from_pretrained(
+    whole, info = owned.from_pretrained(
         folder,
         config=config,
         local_files_only=True,
@@ -138,10 +138,10 @@ def load(
         output_loading_info=True,
     )
     # A folder without a pooler's weights is one whose pooler nobody uses.
-    missing = [name for name in said["missing_keys"] if not name.startswith("pooler.")]
+    missing = [name for name in info["missing_keys"] if not name.startswith("pooler.")]
     if missing:
         raise SpecError(f"{folder} lacks the weights of {sorted(missing)[:3]} …")
-    _forget_the_others(whole, span, _anatomy(whole, folder).chain)
+    _drop_other_layers(whole, span, _anatomy(whole, folder).chain)
     return LayerPart(whole, span, pooling).to(device).eval()
 
 
@@ -164,10 +164,10 @@ def _owned_class(kind: Any, span: Span, folder: Path) -> Any:
 
 def _anatomy(whole: nn.Module, folder: Path) -> Anatomy:
     plan = getattr(whole.config, "base_model_pp_plan", None)
-    return planned(plan) if plan else _known(whole, folder)
+    return anatomy_from_plan(plan) if plan else _anatomy_from_tables(whole, folder)
 
 
-def planned(plan: dict[str, Any]) -> Anatomy:
+def anatomy_from_plan(plan: dict[str, Any]) -> Anatomy:
     """Read a ``base_model_pp_plan``: modules in order, with their inputs and outputs.
 
     The chain is what takes the attention mask.
@@ -179,7 +179,7 @@ def planned(plan: dict[str, Any]) -> Anatomy:
     return Anatomy(chain=chain, tokens=tokens, after=names[at + 1 :])
 
 
-def _known(whole: nn.Module, folder: Path) -> Anatomy:
+def _anatomy_from_tables(whole: nn.Module, folder: Path) -> Anatomy:
     present = dict(whole.named_modules())
     for chain in CHAINS:
         if isinstance(present.get(chain), nn.ModuleList):
@@ -220,7 +220,7 @@ def _replace(whole: nn.Module, names: Sequence[str], kind: type[nn.Module]) -> N
             setattr(holder, last, kind())
 
 
-def _forget_the_others(whole: nn.Module, span: Span, name: str) -> None:
+def _drop_other_layers(whole: nn.Module, span: Span, name: str) -> None:
     """Take the layers of other stages out of the chain, and out of what goes by them.
 
     They stay in it until the weights are loaded, whose names have their numbers.

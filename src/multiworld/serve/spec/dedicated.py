@@ -11,7 +11,7 @@ from collections.abc import Container, Mapping
 
 from multiworld.serve.spec.schema import ModelSpec
 
-MARK = "@"
+SEPARATOR = "@"
 
 
 def with_dedicated(models: Mapping[str, ModelSpec]) -> dict[str, ModelSpec]:
@@ -20,7 +20,7 @@ def with_dedicated(models: Mapping[str, ModelSpec]) -> dict[str, ModelSpec]:
     for name, spec in models.items():
         found[name] = spec
         for tenant in spec.dedicated:
-            title = f"{name}{MARK}{tenant}"
+            title = f"{name}{SEPARATOR}{tenant}"
             if title not in models:
                 found[title] = spec.model_copy(update={"dedicated": []})
     return found
@@ -28,10 +28,10 @@ def with_dedicated(models: Mapping[str, ModelSpec]) -> dict[str, ModelSpec]:
 
 def route_of(model: str, tenant: str, routes: Container[str]) -> str:
     """Return the name under which a tenant's requests for a model are served."""
-    own = f"{model}{MARK}{tenant}"
+    own = f"{model}{SEPARATOR}{tenant}"
     return own if tenant and own in routes else model
 
 
 def is_dedicated(name: str) -> bool:
     """Return whether a name is that of a model that one tenant has for itself."""
-    return MARK in name
+    return SEPARATOR in name

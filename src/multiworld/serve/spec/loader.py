@@ -15,7 +15,7 @@ from multiworld.serve.spec.dedicated import with_dedicated
 from multiworld.serve.spec.profiles import with_profiles
 from multiworld.serve.spec.schema import PATTERNS, AppSpec
 
-Path_ = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 
 
 def load_spec(path: Path) -> AppSpec:
@@ -46,30 +46,30 @@ def parse_spec(text: str, where: str = "spec") -> AppSpec:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise _failed(where, [_of_yaml(error)]) from error
+        raise _spec_error(where, [_describe_yaml_error(error)]) from error
     except RecursionError:
         why = "line 1: it is nested too deeply, or refers to itself"
-        raise _failed(where, [why]) from None
+        raise _spec_error(where, [why]) from None
     if not isinstance(root, yaml.MappingNode):
-        raise _failed(where, ["line 1: a spec is a mapping; begin with `models:`"])
-    lines: dict[Path_, int] = {}
+        raise _spec_error(where, ["line 1: a spec is a mapping; begin with `models:`"])
+    lines: dict[KeyPath, int] = {}
     try:
         problems = _walk(root, (), lines)
     except RecursionError:
         why = "line 1: it refers to itself (an alias within its own anchor)"
-        raise _failed(where, [why]) from None
+        raise _spec_error(where, [why]) from None
     try:
         spec = AppSpec.model_validate(data)
     except ValidationError as error:
         found = [
-            (_line(lines, _place(e["loc"])), _of_pydantic(e))
+            (_line(lines, _without_forms(e["loc"])), _describe_validation_error(e))
             for e in error.errors()
             if not _is_of_other_form(e)
         ]
         problems += [f"line {line}: {text}" for line, text in sorted(set(found))]
-        raise _failed(where, problems) from error
+        raise _spec_error(where, problems) from error
     if problems:
-        raise _failed(where, problems)
+        raise _spec_error(where, problems)
     spec = with_profiles(spec, Path(where).parent)
     return spec.model_copy(update={"models": with_dedicated(spec.models)})
 
@@ -82,13 +82,13 @@ def schema() -> dict[str, Any]:
     }
 
 
-def _failed(where: str, problems: list[str]) -> SpecError:
+def _spec_error(where: str, problems: list[str]) -> SpecError:
     count = f"{len(problems)} mistakes" if len(problems) > 1 else "a mistake"
     text = "\n".join(f"  {problem}" for problem in problems)
     return SpecError(f"{where} has {count}:\n{text}", problems=tuple(problems))
 
 
-def _of_yaml(error: yaml.YAMLError) -> str:
+def _describe_yaml_error(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
     what = getattr(error, "problem", None) or str(error)
     if "end of stream" in what:  # where it began says more
@@ -98,7 +98,7 @@ def _of_yaml(error: yaml.YAMLError) -> str:
     return f"line {line}: no YAML: {what}; check indentation, colons and quotes"
 
 
-def _walk(node: yaml.Node, at: Path_, lines: dict[Path_, int]) -> list[str]:
+def _walk(node: yaml.Node, at: KeyPath, lines: dict[KeyPath, int]) -> list[str]:
     """Note the line of every value, and find keys that are given twice."""
     lines[at] = node.start_mark.line + 1
     problems: list[str] = []
@@ -120,14 +120,14 @@ def _walk(node: yaml.Node, at: Path_, lines: dict[Path_, int]) -> list[str]:
     return problems
 
 
-def _line(lines: dict[Path_, int], at: Path_) -> int:
+def _line(lines: dict[KeyPath, int], at: KeyPath) -> int:
     """Return the line of the nearest thing that the spec has."""
     while at not in lines and at:
         at = at[:-1]
     return lines.get(at, 1)
 
 
-def _place(loc: Path_) -> Path_:
+def _without_forms(loc: KeyPath) -> KeyPath:
     """Return where a mistake is, without the forms that pydantic has tried there."""
     return tuple(part for part in loc if not _is_form(part))
 
@@ -145,12 +145,12 @@ def _is_of_other_form(error: Any) -> bool:
     return is_mapping == (str(forms[0]) in ("int", "constrained-int"))
 
 
-def _of_pydantic(error: Any) -> str:
-    at = _place(error["loc"])
+def _describe_validation_error(error: Any) -> str:
+    at = _without_forms(error["loc"])
     name = _dotted(at) or "the spec"
     kind, given = error["type"], error.get("input")
     if kind == "extra_forbidden":
-        return f"{name} is unknown; {_known(at)}"
+        return f"{name} is unknown; {_suggestion(at)}"
     if kind == "missing":
         return f"{name} is missing; add it"
     if kind == "string_pattern_mismatch":
@@ -177,7 +177,7 @@ NUMBERS = {
 }
 
 
-def _known(at: Path_) -> str:
+def _suggestion(at: KeyPath) -> str:
     """Say what could stand there instead of an unknown key."""
     kind: Any = AppSpec
     is_key = False  # of a mapping, or a place in a list: it names no field
@@ -208,7 +208,7 @@ def _model_in(annotation: Any) -> Any:
     return None
 
 
-def _dotted(at: Path_) -> str:
+def _dotted(at: KeyPath) -> str:
     text = ""
     for part in at:
         text += f"[{part}]" if isinstance(part, int) else f".{part}"

@@ -151,7 +151,7 @@ class StageSpec(_Strict):
         return self
 
     @property
-    def least(self) -> int:
+    def initial_count(self) -> int:
         """How many replicas to begin with."""
         if (config := self.autoscaling_config) is not None:
             first = config.initial_replicas

@@ -11,18 +11,18 @@ from multiworld.serve.fleet.actions import (
     Finish,
     Kill,
     Launch,
+    LogEvent,
     Probe,
-    Say,
 )
 from multiworld.serve.fleet.events import (
     Adopted,
     Applied,
+    CapacityChanged,
     DesiredStateChanged,
-    DrainAsked,
+    DrainRequested,
     Event,
     Joined,
     Loaded,
-    PlacesChanged,
     Probed,
     ProcessGone,
     Ticked,
@@ -38,7 +38,7 @@ from multiworld.serve.fleet.state import (
 from multiworld.serve.transport.routing_table import ReplicaState
 
 
-def wanted(*replicas: int, version: str = "1", gateways: int = 1) -> DesiredState:
+def desired(*replicas: int, version: str = "1", gateways: int = 1) -> DesiredState:
     """Return a service with one model."""
     return DesiredState({"m": DesiredModel(version, tuple(replicas))}, gateways)
 
@@ -55,11 +55,11 @@ class Service:
         self.now = 0.0
         self.broken: set[str] = set()
         self.alive: set[str] = set()
-        self.said: list[Say] = []
+        self.logged: list[LogEvent] = []
         self.order: list[str] = []
         self.answers_probes = True
         self.room = 1000
-        self.tell(DesiredStateChanged(wanted(*replicas)))
+        self.tell(DesiredStateChanged(desired(*replicas)))
 
     def tell(self, event: Event) -> None:
         """Tell the fleet something, and carry out what follows."""
@@ -93,8 +93,8 @@ class Service:
                 return [ProcessGone(name, "done", is_clean=True)]
             case Announce(table):
                 return [Applied(name, table.number) for name in sorted(self.alive)]
-            case Say():
-                self.said.append(action)
+            case LogEvent():
+                self.logged.append(action)
         return []
 
     def tick(self, seconds: float) -> None:
@@ -113,7 +113,7 @@ class Service:
 
     def kinds(self) -> list[str]:
         """Return the kinds of what was said."""
-        return [say.kind for say in self.said]
+        return [entry.kind for entry in self.logged]
 
     def a_worker(self, stage: int) -> str:
         """Return a replica of a stage."""
@@ -125,14 +125,14 @@ def test_what_has_no_place_waits_and_is_told_once() -> None:
     """It is no crash: it is tried again, at once when a machine is added."""
     service = Service(1, 1, 1)
     service.room = 1
-    service.tell(DesiredStateChanged(wanted(1, 3, 1)))
+    service.tell(DesiredStateChanged(desired(1, 3, 1)))
     assert service.ready() == [1, 2, 1]
     assert service.fleet.unplaced == {("m", "1", 1): "no machine has 2 cpus"}
     service.tick(10.0)
     assert service.kinds().count("unplaced") == 1
-    assert service.fleet.guard.failures(("m", "1", 1)) == 0
+    assert service.fleet.backoff.failures(("m", "1", 1)) == 0
     service.room = 1
-    service.tell(PlacesChanged())
+    service.tell(CapacityChanged())
     assert service.ready() == [1, 3, 1]
     assert service.fleet.unplaced == {}
 
@@ -142,7 +142,7 @@ def test_drain_that_nothing_can_replace_is_withdrawn() -> None:
     service = Service(1, 1, 1)
     service.room = 0
     name = service.a_worker(1)
-    service.tell(DrainAsked(name))
+    service.tell(DrainRequested(name))
     service.tick(5.0)
     assert name in service.fleet.processes
     assert service.ready() == [1, 1, 1]
@@ -157,7 +157,7 @@ def test_adopted_replica_that_never_comes_is_replaced() -> None:
     service = Service(1, 1, 1)
     ghost = Process("m/1/99", "m", "1", 1, ProcessPhase.READY, since=service.now)
     service.tell(Adopted(ghost))
-    service.tell(DesiredStateChanged(wanted(1, 2, 1)))
+    service.tell(DesiredStateChanged(desired(1, 2, 1)))
     assert service.ready() == [1, 2, 1], "it counts, for the time being"
     service.tick(49.0)
     assert "m/1/99" in service.fleet.processes
@@ -170,7 +170,7 @@ def test_what_has_no_place_gets_one_when_something_leaves() -> None:
     """Within about a second."""
     service = Service(1, 1, 1)
     service.room = 0
-    service.tell(DesiredStateChanged(wanted(1, 2, 1)))
+    service.tell(DesiredStateChanged(desired(1, 2, 1)))
     service.room = 1
     service.tick(2.0)
     assert service.ready() == [1, 2, 1]
@@ -181,7 +181,7 @@ def test_version_without_room_is_rolled_back_when_its_time_is_over() -> None:
     """The old one serves on."""
     service = Service(1, 1, 1)
     service.room = 1
-    service.tell(DesiredStateChanged(wanted(1, 1, 1, version="2")))
+    service.tell(DesiredStateChanged(desired(1, 1, 1, version="2")))
     service.tick(40.0)
     assert service.fleet.active["m"] == "1"
     service.tick(20.0)
@@ -230,7 +230,7 @@ def test_scaling_down_drains_the_newest_and_leaves_the_others() -> None:
     """It is finished when every sender knows."""
     service = Service(1, 3, 1)
     names = sorted(n for n in service.fleet.processes if n.startswith("m/1/"))
-    service.tell(DesiredStateChanged(wanted(1, 1, 1)))
+    service.tell(DesiredStateChanged(desired(1, 1, 1)))
     left = [n for n in service.fleet.processes if n.startswith("m/1/")]
     assert left == names[:1]
     assert sorted(service.order) == names[1:]
@@ -242,7 +242,7 @@ def test_draining_waits_until_every_sender_has_the_table() -> None:
     sender = service.a_worker(0)
     fleet = service.fleet
     table = fleet.table.number
-    actions = fleet.handle(DesiredStateChanged(wanted(1, 1, 1)), 0.0)
+    actions = fleet.handle(DesiredStateChanged(desired(1, 1, 1)), 0.0)
     assert not any(isinstance(a, Finish) for a in actions)
     assert fleet.table.number == table + 1
     gateway = fleet.table.gateways[0]
@@ -266,7 +266,7 @@ def test_asked_for_drain_replaces_the_process() -> None:
     """As many are ready afterwards."""
     service = Service(1, 1, 1)
     name = service.a_worker(2)
-    service.tell(DrainAsked(name))
+    service.tell(DrainRequested(name))
     assert service.ready() == [1, 1, 1]
     assert service.order == [name]
 
@@ -282,14 +282,14 @@ def test_crash_loop_waits_longer_each_time() -> None:
     service.broken.clear()
     service.tick(40)
     assert service.ready() == [1, 1, 1]
-    assert any("waits" in say.text for say in service.said)
+    assert any("waits" in entry.text for entry in service.logged)
 
 
 def test_new_version_takes_over_when_all_of_it_is_ready() -> None:
     """The old one is finished from the first stage on."""
     service = Service(1, 2, 1)
     service.answers_probes = False
-    service.tell(DesiredStateChanged(wanted(1, 2, 1, version="2")))
+    service.tell(DesiredStateChanged(desired(1, 2, 1, version="2")))
     assert service.fleet.table.routes["m"].version == "1"
     assert service.ready("1") == [1, 2, 1]
     service.answers_probes = True
@@ -307,11 +307,11 @@ def test_version_that_crashes_is_rolled_back() -> None:
     """The old one has answered all the while."""
     service = Service(1, 1, 1)
     service.broken.add("2")
-    service.tell(DesiredStateChanged(wanted(1, 1, 1, version="2")))
+    service.tell(DesiredStateChanged(desired(1, 1, 1, version="2")))
     service.tick(10)
     assert "rolled back" in service.kinds()
     assert service.ready("1") == [1, 1, 1]
-    assert service.fleet.wanted.models["m"].version == "1"
+    assert service.fleet.desired.models["m"].version == "1"
     assert {p.version for p in service.fleet.processes.values() if p.model} == {"1"}
     assert service.alive == set(service.fleet.processes)
 
@@ -320,7 +320,7 @@ def test_version_that_is_never_ready_is_rolled_back() -> None:
     """After ready_s."""
     service = Service(1, 1, 1)
     service.answers_probes = False
-    service.tell(DesiredStateChanged(wanted(1, 1, 1, version="2")))
+    service.tell(DesiredStateChanged(desired(1, 1, 1, version="2")))
     service.tick(60)
     assert "rolled back" in service.kinds()
     assert service.ready("1") == [1, 1, 1]
@@ -330,9 +330,9 @@ def test_third_version_replaces_one_that_is_not_ready() -> None:
     """Nothing of the second stays."""
     service = Service(1, 1, 1)
     service.answers_probes = False
-    service.tell(DesiredStateChanged(wanted(1, 1, 1, version="2")))
+    service.tell(DesiredStateChanged(desired(1, 1, 1, version="2")))
     service.answers_probes = True
-    service.tell(DesiredStateChanged(wanted(1, 1, 1, version="3")))
+    service.tell(DesiredStateChanged(desired(1, 1, 1, version="3")))
     assert service.fleet.table.routes["m"].version == "3"
     versions = {p.version for p in service.fleet.processes.values() if p.model}
     assert versions == {"3"}
@@ -368,7 +368,7 @@ def test_adopted_processes_go_on_and_are_not_started_again() -> None:
             ),
             0.0,
         )
-    actions = launched + fleet.handle(DesiredStateChanged(wanted(1, 2, 1)), 0.0)
+    actions = launched + fleet.handle(DesiredStateChanged(desired(1, 2, 1)), 0.0)
     assert not any(isinstance(a, Launch | Kill | Finish | Probe) for a in actions)
     assert fleet.table.number > old.fleet.table.number
 
@@ -408,11 +408,11 @@ def test_what_is_wanted_is_reached_whatever_happened(
             case "lose" if names:
                 service.tell(ProcessGone(names[number % len(names)], "killed"))
             case "drain" if names:
-                service.tell(DrainAsked(names[number % len(names)]))
+                service.tell(DrainRequested(names[number % len(names)]))
             case "scale" | "version":
                 scale = number if what == "scale" else scale
                 version = str(number) if what == "version" else version
-                fresh = wanted(1, scale, 1, version=version)
+                fresh = desired(1, scale, 1, version=version)
                 service.tell(DesiredStateChanged(fresh))
             case "tick":
                 service.tick(number)
@@ -420,7 +420,7 @@ def test_what_is_wanted_is_reached_whatever_happened(
                 service.answers_probes = bool(number)
     service.answers_probes = True
     service.tick(200)
-    final = service.fleet.wanted.models["m"]
+    final = service.fleet.desired.models["m"]
     assert service.ready(final.version) == list(final.replicas)
     assert len(service.fleet.processes) == 1 + sum(final.replicas)
     assert service.alive == set(service.fleet.processes)
@@ -430,12 +430,12 @@ def test_what_is_wanted_is_reached_whatever_happened(
 def test_stage_is_scaled_to_none_and_back_whatever_the_others_do() -> None:
     """Its last replica leaves at once, though one before it stays; nothing is lost."""
     service = Service(1, 2, 1)
-    service.tell(DesiredStateChanged(wanted(1, 0, 1)))
+    service.tell(DesiredStateChanged(desired(1, 0, 1)))
     assert service.ready() == [1, 0, 1]
     assert len(service.order) == 2, "told to finish, not killed for being late"
     assert "lost" not in service.kinds()
-    service.tell(DesiredStateChanged(wanted(0, 0, 0)))
+    service.tell(DesiredStateChanged(desired(0, 0, 0)))
     assert service.ready() == [0, 0, 0]
-    service.tell(DesiredStateChanged(wanted(1, 1, 1)))
+    service.tell(DesiredStateChanged(desired(1, 1, 1)))
     assert service.ready() == [1, 1, 1]
     assert "lost" not in service.kinds()

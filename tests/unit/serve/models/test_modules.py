@@ -111,14 +111,14 @@ def listed(found: Any) -> list[Tensor]:
 CASES = {"skipping": SKIPPING, "text": TEXT, "chain": CHAIN}
 
 
-SELDOM = {("text", 2, False), ("text", 3, False), ("text", 2, True)}
+HEAVY = {("text", 2, False), ("text", 3, False), ("text", 2, True)}
 """Those that are traced for seconds; a neighbour covers most of them."""
 
 
 @pytest.mark.parametrize(
     ("name", "stages", "has_file"),
     [
-        pytest.param(*case, marks=[pytest.mark.heavy] if case in SELDOM else [])
+        pytest.param(*case, marks=[pytest.mark.heavy] if case in HEAVY else [])
         for case in itertools.product(CASES, (1, 2, 3), (True, False))
     ],
 )

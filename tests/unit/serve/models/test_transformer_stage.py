@@ -56,7 +56,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen2": GROUPED,
     "qwen3": WIDE,
 }
-SELDOM = ("electra", "xlm-roberta", "gemma", "gemma2", "mistral", "phi3", "qwen2")
+HEAVY = ("electra", "xlm-roberta", "gemma", "gemma2", "mistral", "phi3", "qwen2")
 """Like others that always run."""
 
 
@@ -73,7 +73,7 @@ def saved(kind: str, folder: Path, **more: Any) -> torch.nn.Module:
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(kind, marks=pytest.mark.heavy) if kind in SELDOM else kind
+        pytest.param(kind, marks=pytest.mark.heavy) if kind in HEAVY else kind
         for kind in ARCHITECTURES
     ],
 )

@@ -30,7 +30,7 @@ def test_good_spec_is_read() -> None:
     spec = parse_spec(GOOD)
     model = spec.models["m"]
     assert model.version == "2"
-    assert [stage.least for stage in model.stages] == [2, 1]
+    assert [stage.initial_count for stage in model.stages] == [2, 1]
     assert spec.gateway.port == 0
 
 
