@@ -1,4 +1,4 @@
-"""Reads a spec, and says of every mistake where it is and what to do."""
+"""Loader for YAML specs: reports every mistake with its line and a remedy. Shell."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from multiworld.serve.spec.profiles import with_profiles
 from multiworld.serve.spec.schema import PATTERNS, AppSpec
 
 KeyPath = tuple[str | int, ...]
+"""Keys and list indices that lead to a value."""
 
 
 def load_spec(path: Path) -> AppSpec:
-    """Read a YAML spec.
+    """Read a YAML spec from a file.
 
     Raises:
-        SpecError: It cannot be read, is no YAML, or says something that cannot be;
-            ``problems`` has a line for each mistake.
+        SpecError: The file cannot be read, is not valid YAML, or breaks a rule of the
+            schema; ``problems`` has one line for each mistake.
     """
     try:
         text = path.read_text()
@@ -37,10 +38,11 @@ def parse_spec(text: str, where: str = "spec") -> AppSpec:
     """Read a YAML spec from text.
 
     Args:
-        where: What to call it in messages; relative paths begin in its folder.
+        text: The YAML text.
+        where: Path of the spec, for messages; relative paths start in its folder.
 
     Raises:
-        SpecError: As ``load_spec``.
+        SpecError: See ``load_spec``.
     """
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -48,15 +50,19 @@ def parse_spec(text: str, where: str = "spec") -> AppSpec:
     except yaml.YAMLError as error:
         raise _spec_error(where, [_describe_yaml_error(error)]) from error
     except RecursionError:
-        why = "line 1: it is nested too deeply, or refers to itself"
+        why = "line 1: the spec is nested too deeply or refers to itself; flatten it"
         raise _spec_error(where, [why]) from None
     if not isinstance(root, yaml.MappingNode):
-        raise _spec_error(where, ["line 1: a spec is a mapping; begin with `models:`"])
+        raise _spec_error(
+            where, ["line 1: a spec must be a mapping; begin with `models:`"]
+        )
     lines: dict[KeyPath, int] = {}
     try:
         problems = _walk(root, (), lines)
     except RecursionError:
-        why = "line 1: it refers to itself (an alias within its own anchor)"
+        why = (
+            "line 1: the spec refers to itself; remove the alias inside its own anchor"
+        )
         raise _spec_error(where, [why]) from None
     try:
         spec = AppSpec.model_validate(data)
@@ -75,7 +81,7 @@ def parse_spec(text: str, where: str = "spec") -> AppSpec:
 
 
 def schema() -> dict[str, Any]:
-    """Return the JSON Schema of a spec, for editors."""
+    """Return the JSON Schema of a spec."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **AppSpec.model_json_schema(),
@@ -91,15 +97,15 @@ def _spec_error(where: str, problems: list[str]) -> SpecError:
 def _describe_yaml_error(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
     what = getattr(error, "problem", None) or str(error)
-    if "end of stream" in what:  # where it began says more
+    if "end of stream" in what:  # the start of the open item is more helpful
         mark = getattr(error, "context_mark", None) or mark
-        what = f"{getattr(error, 'context', None) or 'in the text'}: {what}"
+        what = f"{getattr(error, 'context', None) or 'while parsing'}: {what}"
     line = 1 if mark is None else mark.line + 1
-    return f"line {line}: no YAML: {what}; check indentation, colons and quotes"
+    return f"line {line}: not valid YAML: {what}; check indentation, colons and quotes"
 
 
 def _walk(node: yaml.Node, at: KeyPath, lines: dict[KeyPath, int]) -> list[str]:
-    """Note the line of every value, and find keys that are given twice."""
+    """Record the line of every value; return the keys that occur twice."""
     lines[at] = node.start_mark.line + 1
     problems: list[str] = []
     if isinstance(node, yaml.MappingNode):
@@ -109,7 +115,7 @@ def _walk(node: yaml.Node, at: KeyPath, lines: dict[KeyPath, int]) -> list[str]:
             if key.value in seen:
                 problems.append(
                     f"line {line}: {_dotted((*at, key.value))} is given twice (first "
-                    f"in line {seen[key.value]}); remove one"
+                    f"on line {seen[key.value]}); remove one"
                 )
             seen[key.value] = line
             problems += _walk(value, (*at, key.value), lines)
@@ -121,14 +127,14 @@ def _walk(node: yaml.Node, at: KeyPath, lines: dict[KeyPath, int]) -> list[str]:
 
 
 def _line(lines: dict[KeyPath, int], at: KeyPath) -> int:
-    """Return the line of the nearest thing that the spec has."""
+    """Return the line of a value, or of its nearest ancestor in the text."""
     while at not in lines and at:
         at = at[:-1]
     return lines.get(at, 1)
 
 
 def _without_forms(loc: KeyPath) -> KeyPath:
-    """Return where a mistake is, without the forms that pydantic has tried there."""
+    """Return a location without the union members that pydantic tried there."""
     return tuple(part for part in loc if not _is_form(part))
 
 
@@ -137,7 +143,10 @@ def _is_form(part: str | int) -> bool:
 
 
 def _is_of_other_form(error: Any) -> bool:
-    """Return whether it is about a form that was not meant: a number or a mapping."""
+    """Return whether an error is about the union member that was not meant.
+
+    Pydantic reports one error for each member: the number and the mapping.
+    """
     forms = [part for part in error["loc"] if _is_form(part) or part == "int"]
     if not forms:
         return False
@@ -166,21 +175,24 @@ def _describe_validation_error(error: Any) -> str:
 
 
 FORMS = {
-    "model_type": "write a mapping of its fields, `name: value` each",
-    "dict_type": "write a mapping, `name: value` each",
+    "model_type": "write a mapping of its fields, as `name: value` lines",
+    "dict_type": "write a mapping, as `name: value` lines",
     "list_type": "write a list, each item after `- `",
 }
+"""Remedies for values of the wrong form, by pydantic's error type."""
+
 NUMBERS = {
     "replicas": "write an integer, or {min_replicas: 1, max_replicas: 3}",
     "silence_s": "write seconds as a number, such as 2",
     "deadline_s": "write seconds as a number, such as 30",
 }
+"""Remedies for values that are not numbers, by field."""
 
 
 def _suggestion(at: KeyPath) -> str:
-    """Say what could stand there instead of an unknown key."""
+    """Return the remedy for an unknown key."""
     kind: Any = AppSpec
-    is_key = False  # of a mapping, or a place in a list: it names no field
+    is_key = False  # True where the next part is a map key or a list index
     for part in at[:-1]:
         if is_key:
             is_key = False
@@ -195,7 +207,7 @@ def _suggestion(at: KeyPath) -> str:
     close = close or [name for name in names if str(at[-1]) in name][:1]
     if close:
         return f"did you mean {close[0]}?"
-    return f"known here are {', '.join(names)}"
+    return f"known fields are {', '.join(names)}"
 
 
 def _model_in(annotation: Any) -> Any:
