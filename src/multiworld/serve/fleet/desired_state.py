@@ -1,4 +1,4 @@
-"""What a spec asks for, and what of it can change while a service runs. Pure."""
+"""The desired state that follows from a spec, and the updates that it allows. Pure."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from multiworld.serve.spec.schema import AppSpec, ModelSpec
 def desired_state_of(
     app: AppSpec, old: Mapping[str, Sequence[int]] | None = None
 ) -> DesiredState:
-    """Return what a spec asks for; stages that were scaled within their range stay.
+    """Return the desired state that a spec describes.
+
+    A stage that was scaled keeps its number of replicas, as far as its range allows.
 
     Args:
-        old: How many replicas were wanted, by model and stage.
+        app: The spec.
+        old: Previous numbers of replicas of each stage, by model.
     """
     models = {}
     for name, model in app.models.items():
@@ -46,9 +49,10 @@ def desired_state_of(
 
 
 def with_new_versions_started(desired: DesiredState, old: DesiredState) -> DesiredState:
-    """Return what is wanted with one replica at least of all that is new.
+    """Return a desired state with at least one replica of each stage of new versions.
 
-    A version that nobody has seen running is not one that answers: it is tried first.
+    Without replicas, a new version would go live before a single probe has passed
+    through it.
     """
     models = dict(desired.models)
     for name, model in desired.models.items():
@@ -60,7 +64,7 @@ def with_new_versions_started(desired: DesiredState, old: DesiredState) -> Desir
 
 
 def bounds_of(model: ModelSpec, stage: int) -> tuple[int, int]:
-    """Return the fewest and the most replicas that a spec allows for a stage."""
+    """Return the minimum and maximum number of replicas of a stage in a spec."""
     if (config := model.stages[stage].autoscaling_config) is not None:
         return config.min_replicas, config.max_replicas
     replicas = model.stages[stage].replicas
@@ -72,19 +76,26 @@ def bounds_of(model: ModelSpec, stage: int) -> tuple[int, int]:
 def rescaled(
     desired: DesiredState, spec: ModelSpec, model: str, stage: int, replicas: int
 ) -> tuple[int, DesiredState]:
-    """Return how many replicas a stage had, and what is wanted with another number.
+    """Return a stage's number of replicas so far, and the desired state with a new one.
+
+    Args:
+        desired: The current desired state.
+        spec: Spec of the model's desired version.
+        model: Name of the model.
+        stage: Number of the stage.
+        replicas: The new number of replicas.
 
     Raises:
-        ServeError: The spec's range does not allow it.
+        ServeError: The spec's range does not allow that number.
     """
     low, high = bounds_of(spec, stage)
     stage_spec = spec.stages[stage]
     if stage_spec.autoscaling_config is None and isinstance(stage_spec.replicas, int):
-        low, high = 1, 4096  # a number in the spec is where it begins
+        low, high = 1, 4096  # a fixed number in the spec only sets the start
     if not low <= replicas <= high:
         raise ServeError(
-            f"stage {stage_spec.name or stage} of {model!r} runs in {low} to {high} "
-            f"replicas (its spec), not {replicas}"
+            f"stage {stage_spec.name or stage} of {model!r} may have {low} to "
+            f"{high} replicas (see its spec), not {replicas}"
         )
     old = desired.models[model]
     counts = list(old.replicas)
@@ -94,10 +105,15 @@ def rescaled(
 
 
 def stage_number(spec: ModelSpec, model: str, stage: str) -> int:
-    """Return the number of a stage that is given by number or name.
+    """Return the number of a stage.
+
+    Args:
+        spec: Spec of the model.
+        model: Name of the model, for the error.
+        stage: Name or number of the stage.
 
     Raises:
-        UnknownModelError: There is none.
+        UnknownModelError: The model has no such stage.
     """
     names = [s.name or str(n) for n, s in enumerate(spec.stages)]
     if stage in names:
@@ -105,20 +121,23 @@ def stage_number(spec: ModelSpec, model: str, stage: str) -> int:
     if stage.isdigit() and int(stage) < len(names):
         return int(stage)
     raise UnknownModelError(
-        f"model {model!r} has no stage {stage!r}; there are: {', '.join(names)}"
+        f"model {model!r} has no stage {stage!r}; its stages are {', '.join(names)}"
     )
 
 
 def check_update(
     old: AppSpec, new: AppSpec, specs: Mapping[str, Mapping[str, ModelSpec]]
 ) -> None:
-    """Check that a running service can become what another spec says.
+    """Check that a running service can be updated to another spec.
 
     Args:
-        specs: Every version that is known, by model and version.
+        old: Spec of the running service.
+        new: Spec to update to.
+        specs: Specs of all known versions, by model and version.
 
     Raises:
-        ServeError: It changes what cannot be changed while it runs.
+        ServeError: The new spec changes a field that is fixed while the service runs,
+            or a model without a new version.
     """
     fixed = (
         "app",
@@ -138,18 +157,21 @@ def check_update(
             )
     same = new.gateway.model_copy(update={"replicas": old.gateway.replicas})
     if same != old.gateway:
-        raise ServeError("of the gateway only replicas can be changed while it runs")
+        raise ServeError(
+            "only `replicas` of the gateway can be changed while the service runs; "
+            "shut it down, and serve the new spec"
+        )
     for name, model in new.models.items():
         known = specs.get(name, {}).get(model.version)
         if known is not None and version_fields(known) != version_fields(model):
             raise ServeError(
                 f"model {name!r} has changed, but its version is still "
-                f"{model.version!r}; give the new one another version"
+                f"{model.version!r}; give it a new version"
             )
 
 
 def version_fields(spec: ModelSpec) -> Any:
-    """Return what makes two versions different: not how often they run."""
+    """Return the fields that define a version: all but those that scale or place it."""
     stages = [s.model_dump(exclude=SCALING_STAGE_FIELDS) for s in spec.stages]
     return spec.model_dump(exclude={"stages", *SCALING_FIELDS}), stages
 
@@ -164,5 +186,7 @@ SCALING_FIELDS = {
     "scaling",
     "dedicated",
 }
+"""Fields of a model that affect scaling and placement, not what a replica computes."""
+
 SCALING_STAGE_FIELDS = {"replicas", "autoscaling_config", "item_ms", "out_kb"}
-"""What changes how often and where it runs, and not what runs."""
+"""Fields of a stage that affect scaling and placement, not what a replica computes."""

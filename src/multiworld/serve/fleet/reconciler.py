@@ -1,8 +1,9 @@
-"""What the controller does: reconcile what is wanted with what runs. Pure.
+"""The reconciler: brings the observed state towards the desired state. Pure.
 
-Every version of a model runs as a whole pipeline. A new version is started beside the
-old one; when every stage has all its replicas ready, new requests go to it and the old
-one is drained, stage by stage. One that does not become ready is rolled back.
+Every version of a model runs as a whole pipeline. A rolling update starts the new
+version beside the old one. Once every stage has all its replicas ready, new requests go
+to the new version, and the old one drains, stage by stage. A new version that does not
+become ready is rolled back.
 """
 
 from __future__ import annotations
@@ -51,14 +52,25 @@ from multiworld.serve.transport.routing_table import (
 
 
 class Reconciler:
-    """The account of everything that runs.
+    """Turns events into actions that bring the observed state to the desired state.
 
     Args:
-        ready_s: What a new version gets to become ready.
-        drain_s: What a process gets to end its work.
-        first: The first number for a name; names are never used twice.
-        number: The last number of a table.
-        active: The version that runs, by model, of an earlier controller.
+        ready_s: Seconds that a process, and a new version, has to become ready.
+        drain_s: Seconds that a draining process gets to finish its work.
+        first: First number for the names of processes; names are never reused.
+        number: Number of the last routing table.
+        active: Active version of each model, from an earlier controller.
+
+    Attributes:
+        desired: The desired state.
+        active: Version that gets new requests, by model.
+        processes: Observed state of each process, by name.
+        table: The current routing table.
+        unplaced: Missing resources, by model, version and stage.
+        start_s: Seconds from launch to readiness of the last start, by model, version
+            and stage.
+        backoff: Consecutive crashes, by model, version and stage.
+        next_number: Number for the name of the next process.
     """
 
     def __init__(
@@ -84,13 +96,18 @@ class Reconciler:
         self._retry_at: dict[StageKey, float] = {}
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Take note of ``event`` and return what to do, in order."""
+        """Record an event; return the actions that follow from it, in order.
+
+        Args:
+            event: The event.
+            now: Current time, in monotonic seconds.
+        """
         actions = list(self._observe(event, now))
         if isinstance(event, Adopted):
-            return actions  # what is wanted is said when all are adopted
+            return actions  # the desired state is set once all processes are adopted
         return [*actions, *self._reconcile(now)]
 
-    # Taking note.
+    # Observing.
 
     def _observe(self, event: Event, now: float) -> Iterator[Action]:
         match event:
@@ -122,7 +139,7 @@ class Reconciler:
                 yield from self._check_deadlines(now)
 
     def _advance(self, name: str, before: ProcessPhase, after: ProcessPhase) -> bool:
-        """Take a process one phase on; False if that is not where it is."""
+        """Move a process to the next phase; return False if it is in another phase."""
         process = self.processes.get(name)
         if process is None or process.phase is not before:
             return False
@@ -133,13 +150,18 @@ class Reconciler:
         self._advance(process.name, ProcessPhase.LAUNCHING, ProcessPhase.JOINED)
         process.is_joined = True
         if process.phase is ProcessPhase.FINISHING:
-            yield Finish(process.name)  # it may never have heard of it
+            yield Finish(process.name)  # the first order may be lost
         for other in self.processes.values():
             if other.probe.gateway == process.name:
                 other.probe.gateway = ""
 
     def remember(self, name: str, model: DesiredModel) -> None:
-        """Learn how a version is that is not wanted any more, but may run."""
+        """Record a version that is no longer desired but may still run.
+
+        Args:
+            name: Name of the model.
+            model: Definition of the version.
+        """
         self._versions[name, model.version] = model
 
     def _set_desired(self, desired: DesiredState, now: float) -> Iterator[Action]:
@@ -170,7 +192,7 @@ class Reconciler:
             probe.failures += 1
             yield LogEvent("probe failed", f"{name}: {error}", name)
             if probe.failures >= PROBE_FAILURES:
-                why = f"{probe.failures} forward passes failed, the last: {error}"
+                why = f"{probe.failures} probes failed in a row, the last: {error}"
                 yield from self._gone(ProcessGone(name, why), now)
         elif process.phase is ProcessPhase.LOADED:
             process.phase = ProcessPhase.READY
@@ -195,37 +217,41 @@ class Reconciler:
         pause_s = self.backoff.record_failure(_key_of(process), ready_s, now)
         text = f"{event.name}: {event.why}"
         if pause_s:
-            text += f"; its replacement waits {pause_s:.1f} s"
+            text += f"; its replacement starts in {pause_s:.1f} s"
         yield LogEvent("lost", text, event.name)
 
     def _unplaced(self, process: Process, why: str, now: float) -> Iterator[Action]:
-        """Try again later: something may leave, or a machine be added."""
+        """Retry later: a replica may exit, or a machine may be added."""
         key = _key_of(process)
         self._retry_at[key] = now + PLACEMENT_RETRY_S
         if self.unplaced.get(key) != why:
             self.unplaced[key] = why
-            text = f"{key[0]}/{key[2]} ({key[1]}) has no place: {why}"
+            text = f"{key[0]}/{key[2]} (version {key[1]}) cannot be placed: {why}"
             yield LogEvent("unplaced", text)
         for other in self._processes_of(key):
-            if other.is_drain_requested:  # it stays: nothing can take its place
+            if other.is_drain_requested:  # nothing could replace it
                 other.is_drain_requested = False
-                yield LogEvent("kept", f"{other.name}: there is no place for another")
+                yield LogEvent(
+                    "kept", f"{other.name} stays: there is no room for another"
+                )
 
     def _check_deadlines(self, now: float) -> Iterator[Action]:
         for process in list(self.processes.values()):
             late_s = now - process.since
             if process.is_going and late_s > self._drain_s:
                 yield from self._gone(
-                    ProcessGone(process.name, f"not drained in {self._drain_s:g} s"),
+                    ProcessGone(
+                        process.name, f"not drained within {self._drain_s:g} s"
+                    ),
                     now,
                 )
             is_starting = STATE_OF[process.phase] is ReplicaState.STARTING
             if is_starting and late_s > self._ready_s:
-                why = f"not ready in {self._ready_s:g} s"
+                why = f"not ready within {self._ready_s:g} s"
                 yield from self._gone(ProcessGone(process.name, why), now)
             was_adopted = process.phase is ProcessPhase.READY and not process.is_joined
             if was_adopted and late_s > self._ready_s:
-                why = f"adopted, and not heard of in {self._ready_s:g} s"
+                why = f"adopted, but did not join within {self._ready_s:g} s"
                 yield from self._gone(ProcessGone(process.name, why), now)
         for name, (_, began) in list(self._updates.items()):
             model = self.desired.models[name]
@@ -240,7 +266,7 @@ class Reconciler:
         del self._updates[name]
         old = self._versions[name, self.active[name]]
         self.desired = replace(self.desired, models={**self.desired.models, name: old})
-        text = f"{name}: version {version} did not become ready; {old.version} goes on"
+        text = f"{name}: version {version} is not ready; {old.version} stays active"
         yield LogEvent("rolled back", text)
         for process in list(self.processes.values()):
             if (process.model, process.version) == (name, version):
@@ -275,7 +301,7 @@ class Reconciler:
         kept = [p for p in staying if not p.is_drain_requested]
         if sum(p.phase is ProcessPhase.READY for p in kept) >= count:
             for process in staying:
-                if process.is_drain_requested:  # others have taken its place
+                if process.is_drain_requested:  # its replacement is ready
                     yield from self._drain(process, now)
         missing = count - len(kept)
         if missing <= 0 and all(p.phase is not ProcessPhase.LAUNCHING for p in kept):
@@ -291,10 +317,14 @@ class Reconciler:
             yield from self._drain(process, now)
 
     def ready_at(self, model: str, stage: int) -> list[str]:
-        """Return the ready replicas of a stage, of whatever version.
+        """Return the names of the ready replicas of a stage, of any version.
+
+        Args:
+            model: Name of the model.
+            stage: Number of the stage.
 
         Raises:
-            ServeError: There is none.
+            ServeError: The stage has no ready replica.
         """
         names = [
             p.name
@@ -302,7 +332,9 @@ class Reconciler:
             if (p.model, p.stage, p.phase) == (model, stage, ProcessPhase.READY)
         ]
         if not names:
-            raise ServeError(f"stage {stage} of {model!r} has no ready replica")
+            raise ServeError(
+                f"stage {stage} of {model!r} has no ready replica; wait for one"
+            )
         return names
 
     def _launch(self, key: StageKey, now: float) -> Launch:
@@ -316,14 +348,14 @@ class Reconciler:
     def _drain(self, process: Process, now: float) -> Iterator[Action]:
         if process.phase is ProcessPhase.LAUNCHING:
             del self.processes[process.name]
-            yield Kill(process.name)  # nobody has sent it anything
+            yield Kill(process.name)  # it has no work yet
             return
         process.phase, process.since = ProcessPhase.DRAINING, now
         process.drain_number = self.table.number + 1
         yield LogEvent("drain", f"{process.name} gets no new work", process.name)
 
     def _switch(self) -> Iterator[Action]:
-        """Send new requests to a version that is ready."""
+        """Activate new versions of which all replicas are ready."""
         for name, model in self.desired.models.items():
             old = self.active[name]
             if old == model.version:
@@ -338,7 +370,7 @@ class Reconciler:
             ):
                 self.active[name] = model.version
                 self._updates.pop(name, None)
-                text = f"{name}: version {model.version} answers, {old} is drained"
+                text = f"{name}: version {model.version} is active, {old} drains"
                 yield LogEvent("updated", text)
 
     def _drain_undesired(self, now: float) -> Iterator[Action]:
@@ -348,7 +380,7 @@ class Reconciler:
                 yield from self._drain(process, now)
 
     def _forget_versions(self) -> None:
-        """Forget how versions are that are not wanted and of which nothing running."""
+        """Forget versions that are not desired and have no process left."""
         needed = {key[:2] for key, _ in self._desired_counts()}
         running = {(p.model, p.version) for p in self.processes.values()}
         for version in self._versions.keys() - needed - running:
@@ -374,7 +406,7 @@ class Reconciler:
             yield Announce(self.table)
 
     def _is_placement_attempt(self, process: Process) -> bool:
-        """Tell whether it is one try of many; nobody needs to hear of each."""
+        """Return whether a process repeats a failed placement; tables leave it out."""
         return (
             process.phase is ProcessPhase.LAUNCHING
             and _key_of(process) in self.unplaced
@@ -422,7 +454,7 @@ class Reconciler:
             yield Probe(process.name, probe.gateway)
 
     def _finish(self) -> Iterator[Action]:
-        """Let those end that nobody sends to any more, the first stage first."""
+        """Finish draining processes that get no more work, the first stage first."""
         for process in self.processes.values():
             if process.phase is not ProcessPhase.DRAINING:
                 continue
@@ -437,8 +469,8 @@ class Reconciler:
             has_every_sender_applied = all(
                 s.applied >= process.drain_number for s in senders
             )
-            # What is going: its earlier stages still send what they have. Those that
-            # stay, of a stage that is scaled to none, get back what they would send.
+            # If a whole stage goes, earlier stages that also go still send it what they
+            # have. Earlier stages that stay get back what they cannot send.
             is_last_of_stage = not any(
                 not p.is_going for p in self._processes_of(_key_of(process))
             )
@@ -455,21 +487,23 @@ class Reconciler:
 
 
 PLACEMENT_RETRY_S = 1.0
-"""What has no place is tried again after so long, and when a machine is added."""
+"""Seconds until an unplaced replica is tried again; a new machine ends the wait."""
 
 PROBE_PAUSE_S = 0.1
+"""Seconds until a failed probe is repeated; doubles with each failure, to 3.2 s."""
+
 PROBE_FAILURES = 5
-"""Probes of one replica that fail in a row until it is given up: what it computes is
-wrong, or nothing gets to it."""
+"""Consecutive failed probes after which a replica is replaced: it computes wrong
+results, or cannot be reached."""
 
 PROBE_LIMIT_S = 15.0
-"""A probe that nobody has told of for so long was lost with its order."""
+"""Seconds without an outcome after which a probe counts as lost and is repeated."""
 
 ROLL_BACK_FAILURES = 3
-"""Crashes of one stage of a new version until it is rolled back."""
+"""Consecutive crashes of one stage after which a new version is rolled back."""
 
 StageKey = tuple[str, str, int]
-"""Model, version and stage; a gateway's are empty."""
+"""Model, version and stage; model and version are empty for gateways."""
 
 
 def _key_of(process: Process) -> StageKey:

@@ -282,7 +282,7 @@ def test_crash_loop_waits_longer_each_time() -> None:
     service.broken.clear()
     service.tick(40)
     assert service.ready() == [1, 1, 1]
-    assert any("waits" in entry.text for entry in service.logged)
+    assert any("its replacement starts in" in entry.text for entry in service.logged)
 
 
 def test_new_version_takes_over_when_all_of_it_is_ready() -> None:
