@@ -10,8 +10,8 @@ from multiworld.serve.fleet.backoff import (
 )
 
 
-def test_crash_guard_waits_longer_each_time_and_forgets_what_was_sound() -> None:
-    """A fault is replaced at once, a loop is not."""
+def test_backoff_grows_with_crashes_and_resets_after_stable_runs() -> None:
+    """A single fault is replaced at once, a crash loop is not."""
     backoff = CrashBackoff()
     pauses = [backoff.record_failure("p", None, 10.0) for _ in range(FREE_FAILURES + 9)]
     assert pauses[:FREE_FAILURES] == [0.0] * FREE_FAILURES
