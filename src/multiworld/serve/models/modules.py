@@ -1,4 +1,4 @@
-"""An ``nn.Module`` as a model: described here, cut by ``tracing``.
+"""An ``nn.Module`` as a model: its description; ``tracing`` cuts it. Shell.
 
 ::
 
@@ -40,27 +40,28 @@ __all__ = ["Module", "cut_module"]
 class Module:
     """An ``nn.Module`` that is cut into as many stages as the spec has.
 
-    An ``nn.Sequential`` is cut between its children. Anything else is traced by
-    ``torch.distributed.pipelining`` and cut where a submodule begins, so ``forward``
-    must be something that ``torch.export`` can trace with any number of rows. Where,
-    the spec's ``cut`` says; by default stages get about equally many operations.
+    An ``nn.Sequential`` is cut between its children. Any other module is traced by
+    ``torch.distributed.pipelining`` and cut where a submodule begins, so
+    ``torch.export`` must be able to trace its ``forward`` with any number of rows. The
+    spec's ``cut`` sets the places; by default the stages have about equal numbers of
+    operations.
 
     Attributes:
-        make: Builds the module; the same one every time.
-        inputs: What ``forward`` takes, in its order; rows in dimension 0.
-        outputs: What it returns, in order (of a dict: in the order of its keys).
-        weights: A safetensors file, or a folder with such files and their index. A
-            replica then reads only what its stage owns, and ``make`` costs no memory.
-            By default weights are what ``make`` leaves in the module; every replica
-            builds it whole, and drops what it does not own.
-        example: As of ``Model``. Its sizes are those it is traced with, where a size of
-            1 stands for 1 only.
-        ragged: Inputs of different lengths in dimension 1, which are padded; only for
-            models of a single stage. With more, requests of equal length run together.
-        text: As of ``Model``.
-        embedding: As of ``Model``.
-        check: As of ``Model``.
-        preload: As of ``Model``.
+        make: Builds the module, the same one at every call.
+        inputs: Arguments of ``forward``, in order; dimension 0 holds the rows.
+        outputs: Results of ``forward``, in order (of the keys, for a dict).
+        weights: Safetensors file, or folder with such files and their index. Each
+            replica then reads the weights of its own stage only, and ``make`` uses no
+            memory for weights. By default the weights are those that ``make`` returns;
+            every replica then builds the whole module and drops the other stages.
+        example: As in ``Model``. Its sizes are used for tracing; a size of 1 is then
+            fixed to 1.
+        ragged: Padding values as in ``Stage``, for a single stage only. With more
+            stages, only requests of equal length share a batch.
+        text: As in ``Model``.
+        embedding: As in ``Model``.
+        check: As in ``Model``.
+        preload: As in ``Model``.
     """
 
     make: Callable[[], nn.Module]
@@ -76,25 +77,26 @@ class Module:
 
 
 def cut_module(module: Module, stages: int, cut: Sequence[int] | None = None) -> Model:
-    """Return a module as a model of so many stages.
+    """Return a module as a model with a number of stages.
 
     Args:
-        stages: How many.
-        cut: The first part of every stage after the first, by number, as ``multiworld
-            partition`` proposes.
+        module: The description of the module.
+        stages: Number of stages.
+        cut: Number of the first part of every stage but the first; ``multiworld
+            partition`` proposes it.
 
     Raises:
-        SpecError: The description cannot be right. What only shows when it is traced
-            is raised by the ``load`` of its stages.
+        SpecError: The description is inconsistent. Mistakes that only tracing finds are
+            raised by the ``load`` of the stages.
     """
     if not module.inputs or not module.outputs:
         raise SpecError(
-            "a Module needs inputs= and outputs=: what forward takes and gives"
+            "a Module needs inputs= and outputs=: add what forward takes and returns"
         )
     if module.ragged and stages > 1:
         raise SpecError(
-            "ragged= is for a Module of one stage; what goes between stages is not "
-            "padded, so leave it out, and requests of equal length run together"
+            "ragged= is for a Module of one stage, because tensors between stages are "
+            "not padded; remove it, and requests of equal length share a batch"
         )
     check_cut(cut, stages)
     made = [
@@ -118,7 +120,16 @@ def cut_module(module: Module, stages: int, cut: Sequence[int] | None = None) ->
 
 
 def check_cut(cut: Sequence[int] | None, stages: int) -> None:
-    """Raise ``SpecError`` unless ``cut`` can be where so many stages begin."""
+    """Check that a cut fits a number of stages.
+
+    Args:
+        cut: Number of the first part of every stage but the first; None for the
+            default.
+        stages: Number of stages.
+
+    Raises:
+        SpecError: The cut has another length, is not ascending, or is less than 1.
+    """
     if cut is None:
         return
     if (
@@ -149,7 +160,7 @@ def _part(cutter: Cutter, number: int, context: StageContext) -> TracedPart:
 
 
 def _in_parts(module: Module, stages: int) -> Model:
-    """Return it in as many stages as it can be cut into."""
+    """Return the module in as many stages as it can be cut into."""
     from multiworld.serve.models import tracing
 
     cutter = tracing.Cutter(module, None, least=stages)

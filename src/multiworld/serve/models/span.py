@@ -1,4 +1,4 @@
-"""Which part of a folder a stage loads. Imports nothing heavy."""
+"""The span of layers that a stage loads; imports nothing heavy. Shell."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from multiworld.serve.spec.stage import StageContext, Tensors
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Layers from ``begin`` to before ``end``, of ``count``."""
+    """A contiguous span of a model's layers.
+
+    Attributes:
+        begin: Number of the first layer.
+        end: Number of the layer after the last.
+        count: Number of layers of the whole model.
+    """
 
     begin: int
     end: int
@@ -19,19 +25,27 @@ class Span:
 
     @property
     def is_first(self) -> bool:
-        """Whether the embeddings belong to it."""
+        """True if the span includes the embeddings."""
         return self.begin == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether what comes after the layers belongs to it."""
+        """True if the span includes the modules after the last layer."""
         return self.end == self.count
 
 
 def load_stage(
     folder: Path, span: Span, dtype: str, pooling: str | None, context: StageContext
 ) -> Callable[[Tensors], Tensors]:
-    """Load one stage of the model in a folder; see ``transformer_stage.load``."""
+    """Load one stage of the model in a folder; see ``transformer_stage.load``.
+
+    Args:
+        folder: Hugging Face folder of the model.
+        span: Layers of the stage.
+        dtype: Name of the torch dtype to compute in.
+        pooling: ``mean`` or ``cls`` for a sentence encoder; None for other models.
+        context: Device and ranks of the replica.
+    """
     from multiworld.serve.models import transformer_stage
 
     return transformer_stage.load(folder, span, dtype, pooling, context.device)

@@ -1,4 +1,4 @@
-"""What goes from stage to stage of a module that was cut by tracing it."""
+"""The tensors and sizes that go from stage to stage of a traced module. Shell."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from multiworld.serve.spec.stage import Tensors
 
 @dataclass(frozen=True, slots=True)
 class SizeOf:
-    """An argument that is a number: computed from sizes of tensors that come in too.
+    """An argument that is a number, computed from the sizes of incoming tensors.
 
     Attributes:
-        compute: Of the sizes, in order.
-        sizes: Name and dimension of each.
+        compute: Returns the number for the sizes, in order.
+        sizes: Name of the tensor and dimension of each size.
     """
 
     compute: Callable[..., int]
@@ -37,12 +37,13 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class StageInterface:
-    """What one stage takes, gives, and passes on untouched for a later one.
+    """Inputs, outputs and pass-through tensors of one stage.
 
     Attributes:
-        takes: Arguments of its module, in order: a tensor's name, a size or a constant.
-        gives: Names of what it returns, in order; empty for what nobody needs.
-        passes: Names of what goes through.
+        takes: Arguments of the stage's module, in order: the name of a tensor, a size
+            or a constant.
+        gives: Names of the results, in order; empty for results that nothing uses.
+        passes: Names of the tensors that pass through to later stages.
     """
 
     takes: tuple[str | SizeOf | Constant, ...]
@@ -50,24 +51,24 @@ class StageInterface:
     passes: tuple[str, ...]
 
     def argument(self, take: str | SizeOf | Constant, tensors: Tensors) -> Any:
-        """Return one argument."""
+        """Return the value of one argument."""
         if isinstance(take, SizeOf):
             sizes = (tensors[name].shape[at] for name, at in take.sizes)
             return int(take.compute(*sizes))
         return take.value if isinstance(take, Constant) else tensors[take]
 
     def outputs(self, found: Any) -> Tensors:
-        """Name what the module returned.
+        """Return the results of the stage's module by name.
 
         Raises:
-            TypeError: It is not as many tensors as there are names.
+            TypeError: The numbers of results and names differ.
         """
         if isinstance(found, Mapping):
             found = tuple(found.values())
         values = found if isinstance(found, tuple | list) else (found,)
         if len(values) != len(self.gives):
             raise TypeError(
-                f"the module returned {len(values)} values and outputs= names "
+                f"the module returned {len(values)} values, but outputs= names "
                 f"{len(self.gives)}: {', '.join(self.gives)}"
             )
         return {
@@ -78,15 +79,16 @@ class StageInterface:
 def interfaces_of(
     split: GraphModule, inputs: Sequence[str], outputs: Sequence[str]
 ) -> list[StageInterface]:
-    """Read the wires out of the graph whose calls are the stages.
+    """Return the interface of each stage of a split graph.
 
     Args:
+        split: Graph whose calls are the stages.
         inputs: Names of the graph's inputs, in order.
-        outputs: Names of what it returns, in order.
+        outputs: Names of the graph's results, in order.
 
     Raises:
         SpecError: Something other than tensors with rows would go between stages, or
-            there are not as many inputs and outputs as were named.
+            the numbers of inputs or outputs differ from the names.
     """
     nodes = list(split.graph.nodes)
     graph_inputs = [node for node in nodes if node.op == "placeholder"]
@@ -127,7 +129,7 @@ def interfaces_of(
             _check_rows(placeholder, rows)
 
     def crosses(node: Node, number: int) -> bool:
-        """Whether a stage passes it on for a later one."""
+        """Return whether a stage passes a value through to a later one."""
         return made_by[node] < number < last_use.get(node, -1) and node not in sizes
 
     return [
@@ -150,14 +152,18 @@ def _returned(output: Node) -> list[Node]:
     found: Any = output.args[0]
     values = list(found) if isinstance(found, tuple | list) else [found]
     if not all(isinstance(value, Node) for value in values):
-        raise SpecError("the module returns something other than tensors")
+        raise SpecError(
+            "the module returns something other than tensors; return tensors"
+        )
     if len(set(values)) < len(values) or any(v.op == "placeholder" for v in values):
-        raise SpecError("the module returns an input, or one tensor twice; clone it")
+        raise SpecError(
+            "the module returns an input, or one tensor twice; return a clone"
+        )
     return values
 
 
 def _results(call: Node) -> list[Node]:
-    """Return the nodes of what a stage returns, in order."""
+    """Return the nodes of a stage's results, in order."""
     items = [user for user in call.users if user.target is operator.getitem]
     return sorted(items, key=_index) or [call]
 
@@ -188,7 +194,7 @@ def _check_rows(placeholder: Node, rows: str) -> None:
     if not shape or str(shape[0]) != rows:
         raise SpecError(
             f"{placeholder.name}, of shape {tuple(map(str, shape))}, would go between "
-            "stages and has no row for each row that came in; give another cut, or "
+            "stages, but has no row for each row that came in; give another cut, or "
             "write a factory that returns its stages"
         )
 
@@ -218,7 +224,7 @@ def _take(
 
 
 def _size(placeholder: Node, tensors: Sequence[tuple[str, Node]]) -> SizeOf:
-    """Say how a number follows from the sizes of tensors."""
+    """Return how to compute a number from the sizes of tensors."""
     expression = placeholder.meta["val"].node.expr
     known = {
         size.node.expr: (name, at)
