@@ -128,7 +128,8 @@ class StageSpec(_Strict):
     """Main memory to book for each rank, in MiB. A replica that uses more is killed,
     and an event names it. By default no memory is booked, and there is no limit."""
     gpu_memory_mb: Annotated[float, Field(gt=0, le=1e8)] | None = None
-    """GPU memory to book for each rank, in MiB; needs `device: cuda`."""
+    """GPU memory to book for each rank, in MiB; torch can allocate no more than this.
+    Needs a GPU as `device`."""
     item_ms: Annotated[float, Field(ge=0)] | None = None
     """Milliseconds that a replica takes to compute one row of a full batch. Placement
     and autoscaling plan with it; `multiworld profile` measures it."""
