@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from multiworld.serve.fleet.desired_state import wanted_of
+from multiworld.serve.fleet.desired_state import desired_state_of
 from multiworld.serve.launchers.base import began_at
 from multiworld.serve.models.factory import build_model
 from multiworld.serve.spec.loader import load_spec
@@ -32,7 +32,7 @@ def test_example_spec_is_right(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     app = load_spec(path)
     for name, spec in app.models.items():
         assert len(build_model(spec).stages) == len(
-            wanted_of(app).models[name].replicas
+            desired_state_of(app).models[name].replicas
         )
 
 

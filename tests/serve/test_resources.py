@@ -178,7 +178,7 @@ def test_profile_is_measured_and_then_booked(tmp_path: Path) -> None:
     plan = json.loads(_multiworld("plan", str(path), "--json").stdout)
     assert all(stage["memory_mb"] > 10 for stage in plan["stages"])
     out.write_text("{}")
-    assert "is no profile" in _multiworld("plan", str(path)).stderr
+    assert "is not a profile" in _multiworld("plan", str(path)).stderr
 
 
 def _multiworld(*words: str) -> subprocess.CompletedProcess[str]:

@@ -48,11 +48,13 @@ def chosen_model(app: AppSpec, name: str | None, path: Path) -> tuple[str, Model
 def _measured(spec: ModelSpec, rows: int, repeats: int) -> dict[str, Any]:
     model = build_model(spec)
     stages = profile(model, rows=rows, repeats=repeats)
-    loads = [p.seconds / s.least for p, s in zip(stages, spec.stages, strict=True)]
+    loads = [
+        p.seconds / s.initial_count for p, s in zip(stages, spec.stages, strict=True)
+    ]
     slowest = max(range(len(loads)), key=loads.__getitem__)
     found: dict[str, Any] = {
         "stages": [asdict(part) for part in stages],
-        "replicas": [stage.least for stage in spec.stages],
+        "replicas": [stage.initial_count for stage in spec.stages],
         "bottleneck": slowest,
         "rows_per_s": rows / loads[slowest],
     }

@@ -98,7 +98,7 @@ def _rows(app: AppSpec) -> list[dict[str, Any]]:
                     "version": spec.version,
                     "stage": number,
                     "name": stage_name(spec, model, number),
-                    "replicas": stage.least,
+                    "replicas": stage.initial_count,
                     "min_replicas": low,
                     "max_replicas": high,
                     "max_batch_size": stage.max_batch_size,

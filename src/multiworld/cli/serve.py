@@ -32,7 +32,7 @@ def run(path: Path, state: Path | None, *, as_json: bool, is_verbose: bool) -> i
             return
         console.print(f"[green]{app.app} is ready[/] at {controller.url}")
         for name, model in app.models.items():
-            counts = controller.fleet.wanted.models[name].replicas
+            counts = controller.fleet.desired.models[name].replicas
             stages = " → ".join(
                 f"{s.name or n} x{counts[n]}" for n, s in enumerate(model.stages)
             )

@@ -98,7 +98,7 @@ def make_admin(controller: Controller, ended: asyncio.Event) -> FastAPI:
     @app.post("/update")
     async def update(asked: Update) -> dict[str, Any]:
         controller.update(parse_spec(asked.text, asked.where))
-        wanted = controller.fleet.wanted.models
+        wanted = controller.fleet.desired.models
         return {"versions": {name: model.version for name, model in wanted.items()}}
 
     @app.post("/drain")

@@ -32,11 +32,11 @@ from multiworld.serve.control.tenant_manager import TenantManager
 from multiworld.serve.fleet import actions, events
 from multiworld.serve.fleet.decision_log import DecisionLog
 from multiworld.serve.fleet.desired_state import (
-    awake,
     check_update,
+    desired_state_of,
     rescaled,
     stage_number,
-    wanted_of,
+    with_new_versions_started,
 )
 from multiworld.serve.fleet.history import History
 from multiworld.serve.fleet.reconciler import Reconciler
@@ -143,7 +143,7 @@ class Controller:
         self._is_started = True
         adopted = [] if old is None else self._adopt(old)
         self._launcher.settle()
-        wanted = wanted_of(self.app, None if old is None else old.replicas)
+        wanted = desired_state_of(self.app, None if old is None else old.replicas)
         if old is not None:
             for name, versions in old.specs.items():
                 for version, spec in versions.items():
@@ -163,7 +163,7 @@ class Controller:
     def _remember_want(self, name: str, spec: ModelSpec) -> None:
         """Tell the fleet how a version is that is not wanted any more but runs."""
         old_app = AppSpec(app=self.app.app, models={name: spec})
-        self.fleet.remember(name, wanted_of(old_app).models[name])
+        self.fleet.remember(name, desired_state_of(old_app).models[name])
 
     def _adopt(self, old: Record) -> list[Process]:
         found = []
@@ -286,7 +286,7 @@ class Controller:
         """
         spec = self._running_spec(model)
         number = stage_number(spec, model, stage)
-        before, wanted = rescaled(self.fleet.wanted, spec, model, number, replicas)
+        before, wanted = rescaled(self.fleet.desired, spec, model, number, replicas)
         if replicas > before:
             self.placer.admit(wanted)
         self._say("scale", f"{model}/{number}: from {before} to {replicas}")
@@ -295,9 +295,9 @@ class Controller:
 
     def _running_spec(self, model: str) -> ModelSpec:
         """Return the spec of the version that is wanted; after a roll-back, the old."""
-        wanted = self.fleet.wanted.models.get(model)
+        wanted = self.fleet.desired.models.get(model)
         if wanted is None:
-            known = ", ".join(self.fleet.wanted.models)
+            known = ", ".join(self.fleet.desired.models)
             raise UnknownModelError(f"no model {model!r}; there are: {known}")
         return self._specs[model][wanted.version]
 
@@ -311,9 +311,11 @@ class Controller:
         if app.host == "auto":
             app = app.model_copy(update={"host": self.app.host})
         check_update(self.app, app, self._specs)
-        counts = {n: list(m.replicas) for n, m in self.fleet.wanted.models.items()}
+        counts = {n: list(m.replicas) for n, m in self.fleet.desired.models.items()}
         check_policies(app)
-        wanted = awake(wanted_of(app, counts), self.fleet.wanted)
+        wanted = with_new_versions_started(
+            desired_state_of(app, counts), self.fleet.desired
+        )
         before, self.app = self.app, app
         specs = {name: dict(versions) for name, versions in self._specs.items()}
         self._set_specs()
@@ -339,7 +341,7 @@ class Controller:
         if name not in self.fleet.processes:
             known = ", ".join(sorted(self.fleet.processes))
             raise UnknownModelError(f"no process {name!r}; there are: {known}")
-        self._handle(events.DrainAsked(name))
+        self._handle(events.DrainRequested(name))
 
     def harm(
         self, action: str, model: str, stage: str, seconds: float
@@ -438,7 +440,7 @@ class Controller:
                 order = TableChanged(table)
                 for name in self._links.names:
                     self._links.send(name, order)
-            case actions.Say(kind, text, name):
+            case actions.LogEvent(kind, text, name):
                 self._say(kind, text, name)
 
     def _spawn(self, tasks: set[asyncio.Task[None]], body: Any) -> None:
@@ -459,7 +461,7 @@ class Controller:
         Cancellation: safe.
         """
         self._set_specs()
-        await self.placer.plan_first(wanted_of(self.app))
+        await self.placer.plan_first(desired_state_of(self.app))
 
     def _want(self, wanted: DesiredState) -> None:
         self._handle(events.DesiredStateChanged(wanted))
@@ -588,7 +590,7 @@ class Controller:
         runs = {(p.model, p.version) for p in self.fleet.processes.values()}
         runs |= {(name, model.version) for name, model in self.app.models.items()}
         runs |= set(self.fleet.active.items())
-        runs |= {(n, m.version) for n, m in self.fleet.wanted.models.items()}
+        runs |= {(n, m.version) for n, m in self.fleet.desired.models.items()}
         self._specs = {
             name: {v: spec for v, spec in versions.items() if (name, v) in runs}
             for name, versions in self._specs.items()

@@ -23,12 +23,12 @@ LAST_WORDS = 300
 def is_ready(fleet: Reconciler) -> bool:
     """Return whether everything that is wanted is ready."""
     ready = [p for p in fleet.processes.values() if p.phase is ProcessPhase.READY]
-    if sum(p.is_gateway for p in ready) < fleet.wanted.gateways:
+    if sum(p.is_gateway for p in ready) < fleet.desired.gateways:
         return False
     return all(
         sum((p.model, p.version, p.stage) == (name, model.version, k) for p in ready)
         >= count
-        for name, model in fleet.wanted.models.items()
+        for name, model in fleet.desired.models.items()
         for k, count in enumerate(model.replicas)
     )
 
@@ -44,7 +44,7 @@ def status_of(
     return {
         "is_ready": is_ready(fleet),
         "controller": os.getpid(),
-        "wanted": asdict(fleet.wanted),
+        "wanted": asdict(fleet.desired),
         "active": dict(fleet.active),
         "table": fleet.table.number,
         "unplaced": {
@@ -62,7 +62,7 @@ def status_of(
                 "pid": running[p.name].pid if p.name in running else None,
                 "node": places.node_of(p.name),
                 **places.booked(p.name),
-                "crashes": fleet.guard.failures((p.model, p.version, p.stage)),
+                "crashes": fleet.backoff.failures((p.model, p.version, p.stage)),
                 "log": str(log_of(p.name)),
             }
             for p in fleet.processes.values()
@@ -88,7 +88,7 @@ def record_of(
         number=fleet.table.number,
         next_number=fleet.next_number,
         replicas={
-            name: list(model.replicas) for name, model in fleet.wanted.models.items()
+            name: list(model.replicas) for name, model in fleet.desired.models.items()
         },
         processes=processes,
     )

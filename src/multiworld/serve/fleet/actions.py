@@ -1,4 +1,4 @@
-"""What the controller does about what has happened. Pure."""
+"""Actions that the reconciler asks the controller to carry out. Pure."""
 
 from __future__ import annotations
 
@@ -19,14 +19,19 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """End a process now, whatever it does; it may be gone already."""
+    """Kill a process now; it may have exited already."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Send one request through a replica."""
+    """Send one request through a replica.
+
+    Attributes:
+        name: Name of the replica.
+        gateway: Name of the gateway that sends the request.
+    """
 
     name: str
     gateway: str
@@ -34,25 +39,31 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Tell a process to end when it has nothing left to do."""
+    """Tell a process to exit once it has no work left."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Tell everybody the new table."""
+    """Send a new routing table to every process."""
 
     table: RoutingTable
 
 
 @dataclass(frozen=True, slots=True)
-class Say:
-    """Something that people want to know."""
+class LogEvent:
+    """Add an entry to the event log.
+
+    Attributes:
+        kind: Kind of the event, such as "ready" or "rolled back".
+        text: One line for people.
+        name: Name of the process; empty if the event is about no single process.
+    """
 
     kind: str
     text: str
     name: str = ""
 
 
-Action = Launch | Kill | Probe | Finish | Announce | Say
+Action = Launch | Kill | Probe | Finish | Announce | LogEvent

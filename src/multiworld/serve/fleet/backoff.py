@@ -1,23 +1,24 @@
-"""How long to wait before something that crashed is started again. Pure."""
+"""Backoff before a crashed process is started again. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-FREE = 2
-"""Failures in a row that cost no wait: a fault is replaced at once, a loop is not."""
+FREE_FAILURES = 2
+"""Consecutive failures without backoff: a single fault is replaced at once, a crash
+loop is not."""
 
 FIRST_S = 0.5
 LAST_S = 30.0
-"""The waits double from the first to the last."""
+"""First and longest backoff, in seconds; it doubles in between."""
 
 LAST_READY_S = 2.0
-"""The last for what was ready: it may have been killed from outside, and requests wait
-for its replacement."""
+"""Longest backoff, in seconds, after a process that had been ready: something outside
+may have killed it, and requests wait for its replacement."""
 
-SOUND_S = 10.0
-"""What was ready for that long has not crashed because of what it is."""
+STABLE_S = 10.0
+"""Seconds of readiness after which a crash does not count as part of a crash loop."""
 
 
 @dataclass(slots=True)
@@ -27,40 +28,42 @@ class _Count:
 
 
 class CrashBackoff:
-    """Counts the failures of each post."""
+    """Tracks consecutive failures and backoff for each stage of a version."""
 
     def __init__(self) -> None:
         self._counts: dict[Hashable, _Count] = {}
 
-    def failed(self, post: Hashable, ready_s: float | None, now: float) -> float:
-        """Take note of a crash; return how long its replacement waits, in seconds.
+    def record_failure(self, key: Hashable, ready_s: float | None, now: float) -> float:
+        """Record a crash; return the backoff of the replacement in seconds.
 
         Args:
-            post: What crashed.
-            ready_s: For how long it had been ready; None if it never was.
-            now: Monotonic seconds.
+            key: Stage and version that crashed.
+            ready_s: Seconds for which the process had been ready; None if it never was.
+            now: Current time, in monotonic seconds.
         """
-        count = self._counts.setdefault(post, _Count())
-        if ready_s is not None and ready_s >= SOUND_S:
+        count = self._counts.setdefault(key, _Count())
+        if ready_s is not None and ready_s >= STABLE_S:
             count.failures = 0
         count.failures += 1
         pause_s = 0.0
-        if count.failures > FREE:
+        if count.failures > FREE_FAILURES:
             last_s = LAST_S if ready_s is None else LAST_READY_S
-            pause_s = min(last_s, FIRST_S * 2.0 ** min(count.failures - FREE - 1, 10))
+            pause_s = min(
+                last_s, FIRST_S * 2.0 ** min(count.failures - FREE_FAILURES - 1, 10)
+            )
         count.not_before = now + pause_s
         return pause_s
 
-    def forget(self, post: Hashable) -> None:
-        """Forget the failures of a post."""
-        self._counts.pop(post, None)
+    def forget(self, key: Hashable) -> None:
+        """Reset the failures of a key."""
+        self._counts.pop(key, None)
 
-    def failures(self, post: Hashable) -> int:
-        """Return how often in a row it has crashed."""
-        count = self._counts.get(post)
+    def failures(self, key: Hashable) -> int:
+        """Return the number of consecutive failures."""
+        count = self._counts.get(key)
         return 0 if count is None else count.failures
 
-    def not_before(self, post: Hashable) -> float:
-        """Return when it may be started again."""
-        count = self._counts.get(post)
+    def not_before(self, key: Hashable) -> float:
+        """Return the earliest time to start a replacement, in monotonic seconds."""
+        count = self._counts.get(key)
         return 0.0 if count is None else count.not_before

@@ -1,4 +1,4 @@
-"""What a spec asks for, and what of it can change while a service runs. Pure."""
+"""The desired state that follows from a spec, and the updates that it allows. Pure."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from multiworld.serve.fleet.state import DesiredModel, DesiredState
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 
 
-def wanted_of(
+def desired_state_of(
     app: AppSpec, old: Mapping[str, Sequence[int]] | None = None
 ) -> DesiredState:
-    """Return what a spec asks for; stages that were scaled within their range stay.
+    """Return the desired state that a spec describes.
+
+    A stage that was scaled keeps its number of replicas, as far as its range allows.
 
     Args:
-        old: How many replicas were wanted, by model and stage.
+        app: The spec.
+        old: Previous numbers of replicas of each stage, by model.
     """
     models = {}
     for name, model in app.models.items():
         before = (old or {}).get(name, ())
         replicas = []
         for number, stage in enumerate(model.stages):
-            count = stage.least
+            count = stage.initial_count
             if len(before) == len(model.stages):
                 low, high = bounds_of(model, number)
                 count = min(max(before[number], low), high)
@@ -45,22 +48,23 @@ def wanted_of(
     return DesiredState(models, app.gateway.replicas)
 
 
-def awake(wanted: DesiredState, old: DesiredState) -> DesiredState:
-    """Return what is wanted with one replica at least of all that is new.
+def with_new_versions_started(desired: DesiredState, old: DesiredState) -> DesiredState:
+    """Return a desired state with at least one replica of each stage of new versions.
 
-    A version that nobody has seen running is not one that answers: it is tried first.
+    Without replicas, a new version would go live before a single probe has passed
+    through it.
     """
-    models = dict(wanted.models)
-    for name, model in wanted.models.items():
+    models = dict(desired.models)
+    for name, model in desired.models.items():
         before = old.models.get(name)
         if before is not None and before.version != model.version:
             counts = tuple(max(1, count) for count in model.replicas)
             models[name] = replace(model, replicas=counts)
-    return replace(wanted, models=models)
+    return replace(desired, models=models)
 
 
 def bounds_of(model: ModelSpec, stage: int) -> tuple[int, int]:
-    """Return the fewest and the most replicas that a spec allows for a stage."""
+    """Return the minimum and maximum number of replicas of a stage in a spec."""
     if (config := model.stages[stage].autoscaling_config) is not None:
         return config.min_replicas, config.max_replicas
     replicas = model.stages[stage].replicas
@@ -70,34 +74,46 @@ def bounds_of(model: ModelSpec, stage: int) -> tuple[int, int]:
 
 
 def rescaled(
-    wanted: DesiredState, spec: ModelSpec, model: str, stage: int, replicas: int
+    desired: DesiredState, spec: ModelSpec, model: str, stage: int, replicas: int
 ) -> tuple[int, DesiredState]:
-    """Return how many replicas a stage had, and what is wanted with another number.
+    """Return a stage's number of replicas so far, and the desired state with a new one.
+
+    Args:
+        desired: The current desired state.
+        spec: Spec of the model's desired version.
+        model: Name of the model.
+        stage: Number of the stage.
+        replicas: The new number of replicas.
 
     Raises:
-        ServeError: The spec's range does not allow it.
+        ServeError: The spec's range does not allow that number.
     """
     low, high = bounds_of(spec, stage)
-    said = spec.stages[stage]
-    if said.autoscaling_config is None and isinstance(said.replicas, int):
-        low, high = 1, 4096  # a number in the spec is where it begins
+    stage_spec = spec.stages[stage]
+    if stage_spec.autoscaling_config is None and isinstance(stage_spec.replicas, int):
+        low, high = 1, 4096  # a fixed number in the spec only sets the start
     if not low <= replicas <= high:
         raise ServeError(
-            f"stage {said.name or stage} of {model!r} runs in {low} to {high} replicas "
-            f"(its spec), not {replicas}"
+            f"stage {stage_spec.name or stage} of {model!r} may have {low} to "
+            f"{high} replicas (see its spec), not {replicas}"
         )
-    old = wanted.models[model]
+    old = desired.models[model]
     counts = list(old.replicas)
     before, counts[stage] = counts[stage], replicas
-    models = {**wanted.models, model: replace(old, replicas=tuple(counts))}
-    return before, replace(wanted, models=models)
+    models = {**desired.models, model: replace(old, replicas=tuple(counts))}
+    return before, replace(desired, models=models)
 
 
 def stage_number(spec: ModelSpec, model: str, stage: str) -> int:
-    """Return the number of a stage that is given by number or name.
+    """Return the number of a stage.
+
+    Args:
+        spec: Spec of the model.
+        model: Name of the model, for the error.
+        stage: Name or number of the stage.
 
     Raises:
-        UnknownModelError: There is none.
+        UnknownModelError: The model has no such stage.
     """
     names = [s.name or str(n) for n, s in enumerate(spec.stages)]
     if stage in names:
@@ -105,20 +121,23 @@ def stage_number(spec: ModelSpec, model: str, stage: str) -> int:
     if stage.isdigit() and int(stage) < len(names):
         return int(stage)
     raise UnknownModelError(
-        f"model {model!r} has no stage {stage!r}; there are: {', '.join(names)}"
+        f"model {model!r} has no stage {stage!r}; its stages are {', '.join(names)}"
     )
 
 
 def check_update(
     old: AppSpec, new: AppSpec, specs: Mapping[str, Mapping[str, ModelSpec]]
 ) -> None:
-    """Check that a running service can become what another spec says.
+    """Check that a running service can be updated to another spec.
 
     Args:
-        specs: Every version that is known, by model and version.
+        old: Spec of the running service.
+        new: Spec to update to.
+        specs: Specs of all known versions, by model and version.
 
     Raises:
-        ServeError: It changes what cannot be changed while it runs.
+        ServeError: The new spec changes a field that is fixed while the service runs,
+            or a model without a new version.
     """
     fixed = (
         "app",
@@ -138,23 +157,26 @@ def check_update(
             )
     same = new.gateway.model_copy(update={"replicas": old.gateway.replicas})
     if same != old.gateway:
-        raise ServeError("of the gateway only replicas can be changed while it runs")
+        raise ServeError(
+            "only `replicas` of the gateway can be changed while the service runs; "
+            "shut it down, and serve the new spec"
+        )
     for name, model in new.models.items():
         known = specs.get(name, {}).get(model.version)
-        if known is not None and source_of(known) != source_of(model):
+        if known is not None and version_fields(known) != version_fields(model):
             raise ServeError(
                 f"model {name!r} has changed, but its version is still "
-                f"{model.version!r}; give the new one another version"
+                f"{model.version!r}; give it a new version"
             )
 
 
-def source_of(spec: ModelSpec) -> Any:
-    """Return what makes two versions different: not how often they run."""
-    stages = [s.model_dump(exclude=PLANNED_STAGE) for s in spec.stages]
-    return spec.model_dump(exclude={"stages", *PLANNED}), stages
+def version_fields(spec: ModelSpec) -> Any:
+    """Return the fields that define a version: all but those that scale or place it."""
+    stages = [s.model_dump(exclude=SCALING_STAGE_FIELDS) for s in spec.stages]
+    return spec.model_dump(exclude={"stages", *SCALING_FIELDS}), stages
 
 
-PLANNED = {
+SCALING_FIELDS = {
     "profile",
     "demand",
     "weight",
@@ -164,5 +186,7 @@ PLANNED = {
     "scaling",
     "dedicated",
 }
-PLANNED_STAGE = {"replicas", "autoscaling_config", "item_ms", "out_kb"}
-"""What changes how often and where it runs, and not what runs."""
+"""Fields of a model that affect scaling and placement, not what a replica computes."""
+
+SCALING_STAGE_FIELDS = {"replicas", "autoscaling_config", "item_ms", "out_kb"}
+"""Fields of a stage that affect scaling and placement, not what a replica computes."""

@@ -1,4 +1,4 @@
-"""What can happen to a service, as the controller sees it. Pure."""
+"""Events that the reconciler handles. Pure."""
 
 from __future__ import annotations
 
@@ -9,35 +9,40 @@ from multiworld.serve.fleet.state import DesiredState, Process
 
 @dataclass(frozen=True, slots=True)
 class DesiredStateChanged:
-    """Somebody wants something else."""
+    """The desired state has changed."""
 
-    wanted: DesiredState
+    desired: DesiredState
 
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """A process of an earlier controller lives; it will join."""
+    """A process of an earlier controller is still alive; it is expected to join."""
 
     process: Process
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """The control world with a process is up."""
+    """The control world with a process is ready."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A worker has its weights, or a gateway listens."""
+    """A worker has loaded its weights, or a gateway listens."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """A probe came back, or did not: ``error`` says why."""
+    """A probe of a replica has ended.
+
+    Attributes:
+        name: Name of the replica.
+        error: Cause of the failure; None if the probe succeeded.
+    """
 
     name: str
     error: str | None = None
@@ -45,7 +50,7 @@ class Probed:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """A process goes by the table of this number."""
+    """A process has applied the routing table of a number."""
 
     name: str
     number: int
@@ -53,10 +58,12 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class ProcessGone:
-    """A process has ended, or is given up.
+    """A process has exited, or counts as lost.
 
     Attributes:
-        is_clean: It did what it was told.
+        name: Name of the process.
+        why: Cause, for people.
+        is_clean: True if the process exited because it was told to.
     """
 
     name: str
@@ -66,31 +73,36 @@ class ProcessGone:
 
 @dataclass(frozen=True, slots=True)
 class Unplaced:
-    """No machine has room for a process that was to be launched."""
+    """No machine has room for a process that was to be launched.
+
+    Attributes:
+        name: Name of the process.
+        why: Missing resources, for people.
+    """
 
     name: str
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class PlacesChanged:
-    """There may be room again for what had no place."""
+class CapacityChanged:
+    """Machines have changed; there may be room for unplaced replicas."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ticked:
-    """Time to look at deadlines."""
+    """A clock tick: deadlines may have passed."""
 
 
 @dataclass(frozen=True, slots=True)
-class DrainAsked:
-    """Somebody wants this process out; it will be replaced."""
+class DrainRequested:
+    """A process is to be drained once a replacement is ready."""
 
     name: str
 
 
 Event = (
-    DrainAsked
+    DrainRequested
     | DesiredStateChanged
     | Adopted
     | Joined
@@ -99,6 +111,6 @@ Event = (
     | Applied
     | ProcessGone
     | Unplaced
-    | PlacesChanged
+    | CapacityChanged
     | Ticked
 )

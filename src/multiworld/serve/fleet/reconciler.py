@@ -1,8 +1,9 @@
-"""What the controller does: reconcile what is wanted with what runs. Pure.
+"""The reconciler: brings the observed state towards the desired state. Pure.
 
-Every version of a model runs as a whole pipeline. A new version is started beside the
-old one; when every stage has all its replicas ready, new requests go to it and the old
-one is drained, stage by stage. One that does not become ready is rolled back.
+Every version of a model runs as a whole pipeline. A rolling update starts the new
+version beside the old one. Once every stage has all its replicas ready, new requests go
+to the new version, and the old one drains, stage by stage. A new version that does not
+become ready is rolled back.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from multiworld.serve.fleet.actions import (
     Finish,
     Kill,
     Launch,
+    LogEvent,
     Probe,
-    Say,
 )
 from multiworld.serve.fleet.backoff import CrashBackoff
 from multiworld.serve.fleet.events import (
     Adopted,
     Applied,
+    CapacityChanged,
     DesiredStateChanged,
-    DrainAsked,
+    DrainRequested,
     Event,
     Joined,
     Loaded,
-    PlacesChanged,
     Probed,
     ProcessGone,
     Ticked,
@@ -51,14 +52,25 @@ from multiworld.serve.transport.routing_table import (
 
 
 class Reconciler:
-    """The account of everything that runs.
+    """Turns events into actions that bring the observed state to the desired state.
 
     Args:
-        ready_s: What a new version gets to become ready.
-        drain_s: What a process gets to end its work.
-        first: The first number for a name; names are never used twice.
-        number: The last number of a table.
-        active: The version that runs, by model, of an earlier controller.
+        ready_s: Seconds that a process, and a new version, has to become ready.
+        drain_s: Seconds that a draining process gets to finish its work.
+        first: First number for the names of processes; names are never reused.
+        number: Number of the last routing table.
+        active: Active version of each model, from an earlier controller.
+
+    Attributes:
+        desired: The desired state.
+        active: Version that gets new requests, by model.
+        processes: Observed state of each process, by name.
+        table: The current routing table.
+        unplaced: Missing resources, by model, version and stage.
+        start_s: Seconds from launch to readiness of the last start, by model, version
+            and stage.
+        backoff: Consecutive crashes, by model, version and stage.
+        next_number: Number for the name of the next process.
     """
 
     def __init__(
@@ -73,38 +85,43 @@ class Reconciler:
         self._ready_s, self._drain_s = ready_s, drain_s
         self.next_number = first
         self.table = RoutingTable(number=number)
-        self.wanted = DesiredState()
+        self.desired = DesiredState()
         self.active: dict[str, str] = dict(active or {})
         self.processes: dict[str, Process] = {}
-        self.guard = CrashBackoff()
-        self._wants: dict[tuple[str, str], DesiredModel] = {}
+        self.backoff = CrashBackoff()
+        self._versions: dict[tuple[str, str], DesiredModel] = {}
         self._updates: dict[str, tuple[str, float]] = {}
-        self.unplaced: dict[Post, str] = {}
-        self.start_s: dict[Post, float] = {}
-        self._retry_at: dict[Post, float] = {}
+        self.unplaced: dict[StageKey, str] = {}
+        self.start_s: dict[StageKey, float] = {}
+        self._retry_at: dict[StageKey, float] = {}
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Take note of ``event`` and return what to do, in order."""
-        actions = list(self._note(event, now))
+        """Record an event; return the actions that follow from it, in order.
+
+        Args:
+            event: The event.
+            now: Current time, in monotonic seconds.
+        """
+        actions = list(self._observe(event, now))
         if isinstance(event, Adopted):
-            return actions  # what is wanted is said when all are adopted
+            return actions  # the desired state is set once all processes are adopted
         return [*actions, *self._reconcile(now)]
 
-    # Taking note.
+    # Observing.
 
-    def _note(self, event: Event, now: float) -> Iterator[Action]:
+    def _observe(self, event: Event, now: float) -> Iterator[Action]:
         match event:
-            case DesiredStateChanged(wanted):
-                yield from self._want(wanted, now)
+            case DesiredStateChanged(desired):
+                yield from self._set_desired(desired, now)
             case Adopted(process):
                 self.processes[process.name] = process
             case Joined(name) if name in self.processes:
                 yield from self._joined(self.processes[name])
             case Loaded(name) if name in self.processes:
                 if not self.processes[name].is_gateway:
-                    self._step(name, ProcessPhase.JOINED, ProcessPhase.LOADED)
-                elif self._step(name, ProcessPhase.JOINED, ProcessPhase.READY):
-                    yield Say("ready", f"{name} listens", name)
+                    self._advance(name, ProcessPhase.JOINED, ProcessPhase.LOADED)
+                elif self._advance(name, ProcessPhase.JOINED, ProcessPhase.READY):
+                    yield LogEvent("ready", f"{name} listens", name)
             case Probed(name, error):
                 yield from self._probed(name, error, now)
             case Applied(name, number):
@@ -114,15 +131,15 @@ class Reconciler:
                 yield from self._gone(event, now)
             case Unplaced(name, why) if name in self.processes:
                 yield from self._unplaced(self.processes.pop(name), why, now)
-            case PlacesChanged():
+            case CapacityChanged():
                 self._retry_at.clear()
-            case DrainAsked(name) if name in self.processes:
-                self.processes[name].is_unwanted = True
+            case DrainRequested(name) if name in self.processes:
+                self.processes[name].is_drain_requested = True
             case Ticked():
-                yield from self._overdue(now)
+                yield from self._check_deadlines(now)
 
-    def _step(self, name: str, before: ProcessPhase, after: ProcessPhase) -> bool:
-        """Take a process one phase on; False if that is not where it is."""
+    def _advance(self, name: str, before: ProcessPhase, after: ProcessPhase) -> bool:
+        """Move a process to the next phase; return False if it is in another phase."""
         process = self.processes.get(name)
         if process is None or process.phase is not before:
             return False
@@ -130,34 +147,39 @@ class Reconciler:
         return True
 
     def _joined(self, process: Process) -> Iterator[Action]:
-        self._step(process.name, ProcessPhase.LAUNCHING, ProcessPhase.JOINED)
+        self._advance(process.name, ProcessPhase.LAUNCHING, ProcessPhase.JOINED)
         process.is_joined = True
         if process.phase is ProcessPhase.FINISHING:
-            yield Finish(process.name)  # it may never have heard of it
+            yield Finish(process.name)  # the first order may be lost
         for other in self.processes.values():
             if other.probe.gateway == process.name:
                 other.probe.gateway = ""
 
-    def remember(self, name: str, want: DesiredModel) -> None:
-        """Learn how a version is that is not wanted any more, but may run."""
-        self._wants[name, want.version] = want
+    def remember(self, name: str, model: DesiredModel) -> None:
+        """Record a version that is no longer desired but may still run.
 
-    def _want(self, wanted: DesiredState, now: float) -> Iterator[Action]:
-        self.wanted = wanted
-        for name in self.active.keys() - wanted.models.keys():
+        Args:
+            name: Name of the model.
+            model: Definition of the version.
+        """
+        self._versions[name, model.version] = model
+
+    def _set_desired(self, desired: DesiredState, now: float) -> Iterator[Action]:
+        self.desired = desired
+        for name in self.active.keys() - desired.models.keys():
             del self.active[name]
             self._updates.pop(name, None)
-        for name, model in wanted.models.items():
-            self._wants[name, model.version] = model
+        for name, model in desired.models.items():
+            self._versions[name, model.version] = model
             active = self.active.setdefault(name, model.version)
             if active == model.version:
                 self._updates.pop(name, None)
             elif self._updates.get(name, ("", 0.0))[0] != model.version:
                 self._updates[name] = model.version, now
                 for stage in range(len(model.replicas)):
-                    self.guard.forget((name, model.version, stage))
+                    self.backoff.forget((name, model.version, stage))
                 text = f"{name}: from version {active} to {model.version}"
-                yield Say("update", text)
+                yield LogEvent("update", text)
 
     def _probed(self, name: str, error: str | None, now: float) -> Iterator[Action]:
         process = self.processes.get(name)
@@ -168,17 +190,17 @@ class Reconciler:
         if error is not None:
             probe.not_before = now + PROBE_PAUSE_S * 2.0 ** min(probe.failures, 5)
             probe.failures += 1
-            yield Say("probe failed", f"{name}: {error}", name)
+            yield LogEvent("probe failed", f"{name}: {error}", name)
             if probe.failures >= PROBE_FAILURES:
-                why = f"{probe.failures} forward passes failed, the last: {error}"
+                why = f"{probe.failures} probes failed in a row, the last: {error}"
                 yield from self._gone(ProcessGone(name, why), now)
         elif process.phase is ProcessPhase.LOADED:
             process.phase = ProcessPhase.READY
             took_s = now - process.since
             process.since = now
-            self.start_s[_post(process)] = took_s
+            self.start_s[_key_of(process)] = took_s
             text = f"{name} is ready, {took_s:.2f} s after its launch"
-            yield Say("ready", text, name)
+            yield LogEvent("ready", text, name)
 
     def _gone(self, event: ProcessGone, now: float) -> Iterator[Action]:
         process = self.processes.pop(event.name, None)
@@ -189,59 +211,63 @@ class Reconciler:
                 other.probe.gateway = ""
         yield Kill(event.name)
         if process.is_going or event.is_clean:
-            yield Say("left", f"{event.name}: {event.why}", event.name)
+            yield LogEvent("left", f"{event.name}: {event.why}", event.name)
             return
         ready_s = now - process.since if process.phase is ProcessPhase.READY else None
-        pause_s = self.guard.failed(_post(process), ready_s, now)
+        pause_s = self.backoff.record_failure(_key_of(process), ready_s, now)
         text = f"{event.name}: {event.why}"
         if pause_s:
-            text += f"; its replacement waits {pause_s:.1f} s"
-        yield Say("lost", text, event.name)
+            text += f"; its replacement starts in {pause_s:.1f} s"
+        yield LogEvent("lost", text, event.name)
 
     def _unplaced(self, process: Process, why: str, now: float) -> Iterator[Action]:
-        """Try again later: something may leave, or a machine be added."""
-        post = _post(process)
-        self._retry_at[post] = now + UNPLACED_S
-        if self.unplaced.get(post) != why:
-            self.unplaced[post] = why
-            text = f"{post[0]}/{post[2]} ({post[1]}) has no place: {why}"
-            yield Say("unplaced", text)
-        for other in self._at(post):
-            if other.is_unwanted:  # it stays: nothing can take its place
-                other.is_unwanted = False
-                yield Say("kept", f"{other.name}: there is no place for another")
+        """Retry later: a replica may exit, or a machine may be added."""
+        key = _key_of(process)
+        self._retry_at[key] = now + PLACEMENT_RETRY_S
+        if self.unplaced.get(key) != why:
+            self.unplaced[key] = why
+            text = f"{key[0]}/{key[2]} (version {key[1]}) cannot be placed: {why}"
+            yield LogEvent("unplaced", text)
+        for other in self._processes_of(key):
+            if other.is_drain_requested:  # nothing could replace it
+                other.is_drain_requested = False
+                yield LogEvent(
+                    "kept", f"{other.name} stays: there is no room for another"
+                )
 
-    def _overdue(self, now: float) -> Iterator[Action]:
+    def _check_deadlines(self, now: float) -> Iterator[Action]:
         for process in list(self.processes.values()):
             late_s = now - process.since
             if process.is_going and late_s > self._drain_s:
                 yield from self._gone(
-                    ProcessGone(process.name, f"not drained in {self._drain_s:g} s"),
+                    ProcessGone(
+                        process.name, f"not drained within {self._drain_s:g} s"
+                    ),
                     now,
                 )
             is_starting = STATE_OF[process.phase] is ReplicaState.STARTING
             if is_starting and late_s > self._ready_s:
-                why = f"not ready in {self._ready_s:g} s"
+                why = f"not ready within {self._ready_s:g} s"
                 yield from self._gone(ProcessGone(process.name, why), now)
             was_adopted = process.phase is ProcessPhase.READY and not process.is_joined
             if was_adopted and late_s > self._ready_s:
-                why = f"adopted, and not heard of in {self._ready_s:g} s"
+                why = f"adopted, but did not join within {self._ready_s:g} s"
                 yield from self._gone(ProcessGone(process.name, why), now)
         for name, (_, began) in list(self._updates.items()):
-            wanted = self.wanted.models[name]
+            model = self.desired.models[name]
             failures = max(
-                self.guard.failures((name, wanted.version, stage))
-                for stage in range(len(wanted.replicas))
+                self.backoff.failures((name, model.version, stage))
+                for stage in range(len(model.replicas))
             )
             if now - began > self._ready_s or failures >= ROLL_BACK_FAILURES:
-                yield from self._roll_back(name, wanted.version)
+                yield from self._roll_back(name, model.version)
 
     def _roll_back(self, name: str, version: str) -> Iterator[Action]:
         del self._updates[name]
-        old = self._wants[name, self.active[name]]
-        self.wanted = replace(self.wanted, models={**self.wanted.models, name: old})
-        text = f"{name}: version {version} did not become ready; {old.version} goes on"
-        yield Say("rolled back", text)
+        old = self._versions[name, self.active[name]]
+        self.desired = replace(self.desired, models={**self.desired.models, name: old})
+        text = f"{name}: version {version} is not ready; {old.version} stays active"
+        yield LogEvent("rolled back", text)
         for process in list(self.processes.values()):
             if (process.model, process.version) == (name, version):
                 del self.processes[process.name]
@@ -251,50 +277,54 @@ class Reconciler:
 
     def _reconcile(self, now: float) -> Iterator[Action]:
         yield from self._switch()
-        for post, want in self._posts():
-            yield from self._fill(post, want, now)
-        yield from self._drain_rest(now)
+        for key, count in self._desired_counts():
+            yield from self._scale_stage(key, count, now)
+        yield from self._drain_undesired(now)
         self._forget_versions()
         yield from self._announce()
         yield from self._probes(now)
         yield from self._finish()
 
-    def _posts(self) -> Iterator[tuple[Post, int]]:
-        yield ("", "", 0), self.wanted.gateways
-        for name, model in self.wanted.models.items():
+    def _desired_counts(self) -> Iterator[tuple[StageKey, int]]:
+        yield ("", "", 0), self.desired.gateways
+        for name, model in self.desired.models.items():
             for version in {self.active[name], model.version}:
-                want = self._wants.get((name, version))
-                for stage, count in enumerate(want.replicas if want else ()):
+                known = self._versions.get((name, version))
+                for stage, count in enumerate(known.replicas if known else ()):
                     yield (name, version, stage), count
 
-    def _at(self, post: Post) -> list[Process]:
-        return [p for p in self.processes.values() if _post(p) == post]
+    def _processes_of(self, key: StageKey) -> list[Process]:
+        return [p for p in self.processes.values() if _key_of(p) == key]
 
-    def _fill(self, post: Post, want: int, now: float) -> Iterator[Action]:
-        everybody = [p for p in self._at(post) if not p.is_going]
-        here = [p for p in everybody if not p.is_unwanted]
-        if sum(p.phase is ProcessPhase.READY for p in here) >= want:
-            for process in everybody:
-                if process.is_unwanted:  # others have taken its place
+    def _scale_stage(self, key: StageKey, count: int, now: float) -> Iterator[Action]:
+        staying = [p for p in self._processes_of(key) if not p.is_going]
+        kept = [p for p in staying if not p.is_drain_requested]
+        if sum(p.phase is ProcessPhase.READY for p in kept) >= count:
+            for process in staying:
+                if process.is_drain_requested:  # its replacement is ready
                     yield from self._drain(process, now)
-        missing = want - len(here)
-        if missing <= 0 and all(p.phase is not ProcessPhase.LAUNCHING for p in here):
-            self.unplaced.pop(post, None)
-        not_before = max(self.guard.not_before(post), self._retry_at.get(post, 0.0))
+        missing = count - len(kept)
+        if missing <= 0 and all(p.phase is not ProcessPhase.LAUNCHING for p in kept):
+            self.unplaced.pop(key, None)
+        not_before = max(self.backoff.not_before(key), self._retry_at.get(key, 0.0))
         if missing > 0 and now >= not_before:
             for _ in range(missing):
-                yield self._launch(post, now)
+                yield self._launch(key, now)
         surplus = sorted(
-            here, key=lambda p: (p.phase is ProcessPhase.READY, -_number(p.name))
+            kept, key=lambda p: (p.phase is ProcessPhase.READY, -_number(p.name))
         )
         for process in surplus[: max(0, -missing)]:
             yield from self._drain(process, now)
 
     def ready_at(self, model: str, stage: int) -> list[str]:
-        """Return the ready replicas of a stage, of whatever version.
+        """Return the names of the ready replicas of a stage, of any version.
+
+        Args:
+            model: Name of the model.
+            stage: Number of the stage.
 
         Raises:
-            ServeError: There is none.
+            ServeError: The stage has no ready replica.
         """
         names = [
             p.name
@@ -302,11 +332,13 @@ class Reconciler:
             if (p.model, p.stage, p.phase) == (model, stage, ProcessPhase.READY)
         ]
         if not names:
-            raise ServeError(f"stage {stage} of {model!r} has no ready replica")
+            raise ServeError(
+                f"stage {stage} of {model!r} has no ready replica; wait for one"
+            )
         return names
 
-    def _launch(self, post: Post, now: float) -> Launch:
-        model, version, stage = post
+    def _launch(self, key: StageKey, now: float) -> Launch:
+        model, version, stage = key
         prefix = f"{model}/{stage}" if model else "gateway"
         name = f"{prefix}/{self.next_number}"
         self.next_number += 1
@@ -316,67 +348,68 @@ class Reconciler:
     def _drain(self, process: Process, now: float) -> Iterator[Action]:
         if process.phase is ProcessPhase.LAUNCHING:
             del self.processes[process.name]
-            yield Kill(process.name)  # nobody has sent it anything
+            yield Kill(process.name)  # it has no work yet
             return
         process.phase, process.since = ProcessPhase.DRAINING, now
         process.drain_number = self.table.number + 1
-        yield Say("drain", f"{process.name} gets no new work", process.name)
+        yield LogEvent("drain", f"{process.name} gets no new work", process.name)
 
     def _switch(self) -> Iterator[Action]:
-        """Send new requests to a version that is ready."""
-        for name, model in self.wanted.models.items():
+        """Activate new versions of which all replicas are ready."""
+        for name, model in self.desired.models.items():
             old = self.active[name]
             if old == model.version:
                 continue
             if all(
                 sum(
                     p.phase is ProcessPhase.READY
-                    for p in self._at((name, model.version, s))
+                    for p in self._processes_of((name, model.version, s))
                 )
                 >= count
                 for s, count in enumerate(model.replicas)
             ):
                 self.active[name] = model.version
                 self._updates.pop(name, None)
-                text = f"{name}: version {model.version} answers, {old} is drained"
-                yield Say("updated", text)
+                text = f"{name}: version {model.version} is active, {old} drains"
+                yield LogEvent("updated", text)
 
-    def _drain_rest(self, now: float) -> Iterator[Action]:
-        posts = {post for post, _ in self._posts()}
+    def _drain_undesired(self, now: float) -> Iterator[Action]:
+        keys = {key for key, _ in self._desired_counts()}
         for process in list(self.processes.values()):
-            if _post(process) not in posts and not process.is_going:
+            if _key_of(process) not in keys and not process.is_going:
                 yield from self._drain(process, now)
 
     def _forget_versions(self) -> None:
-        """Forget how versions are that are not wanted and of which nothing runs."""
-        posts = {post[:2] for post, _ in self._posts()}
-        runs = {(p.model, p.version) for p in self.processes.values()}
-        for key in self._wants.keys() - posts - runs:
-            del self._wants[key]
-        for post in [post for post in self.unplaced if post[:2] not in posts]:
-            del self.unplaced[post]
-        for post in [post for post in self.start_s if post[:2] not in posts]:
-            del self.start_s[post]
+        """Forget versions that are not desired and have no process left."""
+        needed = {key[:2] for key, _ in self._desired_counts()}
+        running = {(p.model, p.version) for p in self.processes.values()}
+        for version in self._versions.keys() - needed - running:
+            del self._versions[version]
+        for key in [key for key in self.unplaced if key[:2] not in needed]:
+            del self.unplaced[key]
+        for key in [key for key in self.start_s if key[:2] not in needed]:
+            del self.start_s[key]
 
     def _announce(self) -> Iterator[Action]:
         table = RoutingTable(
             number=self.table.number,
             gateways=tuple(sorted(p.name for p in self._gateways())),
-            routes={name: self._route(name) for name in self.wanted.models},
+            routes={name: self._route(name) for name in self.desired.models},
             replicas={
                 p.name: Replica(p.name, p.model, p.version, p.stage, STATE_OF[p.phase])
                 for p in self.processes.values()
-                if not p.is_gateway and not self._may_have_no_place(p)
+                if not p.is_gateway and not self._is_placement_attempt(p)
             },
         )
         if table != self.table:
             self.table = replace(table, number=self.table.number + 1)
             yield Announce(self.table)
 
-    def _may_have_no_place(self, process: Process) -> bool:
-        """Tell whether it is one try of many; nobody needs to hear of each."""
+    def _is_placement_attempt(self, process: Process) -> bool:
+        """Return whether a process repeats a failed placement; tables leave it out."""
         return (
-            process.phase is ProcessPhase.LAUNCHING and _post(process) in self.unplaced
+            process.phase is ProcessPhase.LAUNCHING
+            and _key_of(process) in self.unplaced
         )
 
     def _gateways(self) -> list[Process]:
@@ -384,12 +417,12 @@ class Reconciler:
 
     def _route(self, name: str) -> Route:
         active = self.active[name]
-        model = self._wants.get((name, active), self.wanted.models[name])
+        model = self._versions.get((name, active), self.desired.models[name])
         return Route(
             version=active,
             stages={
-                version: len(want.replicas)
-                for (other, version), want in self._wants.items()
+                version: len(known.replicas)
+                for (other, version), known in self._versions.items()
                 if other == name
             },
             max_queued_requests=model.max_queued_requests,
@@ -421,7 +454,7 @@ class Reconciler:
             yield Probe(process.name, probe.gateway)
 
     def _finish(self) -> Iterator[Action]:
-        """Let those end that nobody sends to any more, the first stage first."""
+        """Finish draining processes that get no more work, the first stage first."""
         for process in self.processes.values():
             if process.phase is not ProcessPhase.DRAINING:
                 continue
@@ -430,11 +463,17 @@ class Reconciler:
                 yield Finish(process.name)
                 continue
             senders = self._gateways()
-            senders += self._at((process.model, process.version, process.stage - 1))
-            knows = all(s.applied >= process.drain_number for s in senders)
-            # What is going: its earlier stages still send what they have. Those that
-            # stay, of a stage that is scaled to none, get back what they would send.
-            is_last_of_stage = not any(not p.is_going for p in self._at(_post(process)))
+            senders += self._processes_of(
+                (process.model, process.version, process.stage - 1)
+            )
+            has_every_sender_applied = all(
+                s.applied >= process.drain_number for s in senders
+            )
+            # If a whole stage goes, earlier stages that also go still send it what they
+            # have. Earlier stages that stay get back what they cannot send.
+            is_last_of_stage = not any(
+                not p.is_going for p in self._processes_of(_key_of(process))
+            )
             before = [
                 p
                 for p in self.processes.values()
@@ -442,30 +481,32 @@ class Reconciler:
                 and p.stage < process.stage
                 and p.is_going
             ]
-            if knows and not (is_last_of_stage and before):
+            if has_every_sender_applied and not (is_last_of_stage and before):
                 process.phase = ProcessPhase.FINISHING
                 yield Finish(process.name)
 
 
-UNPLACED_S = 1.0
-"""What has no place is tried again after so long, and when a machine is added."""
+PLACEMENT_RETRY_S = 1.0
+"""Seconds until an unplaced replica is tried again; a new machine ends the wait."""
 
 PROBE_PAUSE_S = 0.1
+"""Seconds until a failed probe is repeated; doubles with each failure, to 3.2 s."""
+
 PROBE_FAILURES = 5
-"""Probes of one replica that fail in a row until it is given up: what it computes is
-wrong, or nothing gets to it."""
+"""Consecutive failed probes after which a replica is replaced: it computes wrong
+results, or cannot be reached."""
 
 PROBE_LIMIT_S = 15.0
-"""A probe that nobody has told of for so long was lost with its order."""
+"""Seconds without an outcome after which a probe counts as lost and is repeated."""
 
 ROLL_BACK_FAILURES = 3
-"""Crashes of one stage of a new version until it is rolled back."""
+"""Consecutive crashes of one stage after which a new version is rolled back."""
 
-Post = tuple[str, str, int]
-"""Model, version and stage; a gateway's are empty."""
+StageKey = tuple[str, str, int]
+"""Model, version and stage; model and version are empty for gateways."""
 
 
-def _post(process: Process) -> Post:
+def _key_of(process: Process) -> StageKey:
     return process.model, process.version, process.stage
 
 

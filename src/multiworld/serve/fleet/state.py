@@ -1,4 +1,4 @@
-"""What is wanted of a service, and what is known of its processes. Pure."""
+"""Desired and observed state of a service. Pure."""
 
 from __future__ import annotations
 
@@ -10,11 +10,17 @@ from multiworld.serve.transport.routing_table import ReplicaState
 
 @dataclass(frozen=True, slots=True)
 class DesiredModel:
-    """One model, as it should be.
+    """Desired state of one model.
 
     Attributes:
-        replicas: How many, by stage.
-        on_demand: The stages that may have none while nobody asks.
+        version: The version that should serve.
+        replicas: Number of replicas of each stage.
+        max_queued_requests: Maximum number of requests that wait at a gateway.
+        max_ongoing_requests: Maximum number of requests that a gateway may have
+            outstanding at a replica of stage 0.
+        deadline_s: Seconds that a request may take, unless it sets its own deadline.
+        objective_s: Latency objective, in seconds; None without one.
+        on_demand: Numbers of the stages that scale to zero.
     """
 
     version: str
@@ -28,14 +34,19 @@ class DesiredModel:
 
 @dataclass(frozen=True, slots=True)
 class DesiredState:
-    """The service, as it should be."""
+    """Desired state of the service.
+
+    Attributes:
+        models: Desired state of each model, by name.
+        gateways: Number of gateway processes.
+    """
 
     models: dict[str, DesiredModel] = field(default_factory=dict)
     gateways: int = 1
 
 
 class ProcessPhase(enum.StrEnum):
-    """How far a process is, as the controller sees it."""
+    """The phase of a process in its life, as observed by the controller."""
 
     LAUNCHING = "launching"
     JOINED = "joined"
@@ -53,17 +64,18 @@ STATE_OF = {
     ProcessPhase.DRAINING: ReplicaState.DRAINING,
     ProcessPhase.FINISHING: ReplicaState.DRAINING,
 }
+"""State in the routing table, by phase."""
 
 
 @dataclass(slots=True)
 class ProbeState:
-    """Where the probing of a replica is.
+    """Progress of the probes of a replica. Times are monotonic seconds.
 
     Attributes:
-        gateway: Who was asked to send one; empty if nobody is.
-        asked_at: When.
-        not_before: When the next one may be sent.
-        failures: In a row.
+        gateway: Gateway that was asked to send the current probe; empty if none was.
+        asked_at: Time of that request.
+        not_before: Earliest time for the next probe.
+        failures: Number of consecutive failures.
     """
 
     gateway: str = ""
@@ -74,7 +86,23 @@ class ProbeState:
 
 @dataclass(slots=True)
 class Process:
-    """A worker (of a model) or a gateway (``model`` is empty)."""
+    """Observed state of a worker, or of a gateway (with an empty ``model``).
+
+    Attributes:
+        name: Unique name, never reused.
+        model: Name of the model.
+        version: Version of the model.
+        stage: Number of the stage.
+        phase: Current phase.
+        since: Time of launch, readiness or start of draining, whichever was last, in
+            monotonic seconds.
+        applied: Number of the last routing table that the process has applied.
+        drain_number: Number of the first routing table without this process as a
+            target; senders that have applied it send nothing more.
+        is_joined: True once the control world with the process is ready.
+        is_drain_requested: True if the process is to be replaced, then drained.
+        probe: Progress of its probes.
+    """
 
     name: str
     model: str = ""
@@ -85,15 +113,15 @@ class Process:
     applied: int = 0
     drain_number: int = 0
     is_joined: bool = False
-    is_unwanted: bool = False
+    is_drain_requested: bool = False
     probe: ProbeState = field(default_factory=lambda: ProbeState())
 
     @property
     def is_gateway(self) -> bool:
-        """Whether it is a gateway."""
+        """True for a gateway."""
         return not self.model
 
     @property
     def is_going(self) -> bool:
-        """Whether it is on its way out."""
+        """True while the process drains or finishes."""
         return self.phase in (ProcessPhase.DRAINING, ProcessPhase.FINISHING)

@@ -1,1 +1,1 @@
-"""Models from elsewhere, cut into stages."""
+"""Model factories: existing models, cut into stages."""

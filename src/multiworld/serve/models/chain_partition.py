@@ -1,4 +1,4 @@
-"""Which layers a stage owns. Pure."""
+"""Partition of a chain of layers into stages. Pure."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from collections.abc import Sequence
 
 
 def chain_partition(costs: Sequence[float], parts: int) -> list[tuple[int, int]]:
-    """Cut a chain into contiguous parts so that the most expensive one is cheapest.
+    """Cut a chain into contiguous parts so that the largest cost of a part is minimal.
 
-    Min-max chain partition by dynamic programming over (items, parts), O(L² K).
+    Min-max chain partition by dynamic programming over (items, parts), in O(L² K) for L
+    items and K parts.
 
     Args:
-        costs: Of each item, in order.
-        parts: How many; no more than there are items.
+        costs: Cost of each item, in order.
+        parts: Number of parts, from 1 to the number of items.
 
     Returns:
-        Begin and end of each part.
+        First item and end (exclusive) of each part.
 
     Raises:
-        ValueError: There are fewer items than parts.
+        ValueError: The number of parts is less than 1 or exceeds that of the items.
     """
     count = len(costs)
     if not 1 <= parts <= count:
@@ -26,7 +27,7 @@ def chain_partition(costs: Sequence[float], parts: int) -> list[tuple[int, int]]
     total = [0.0]
     for cost in costs:
         total.append(total[-1] + cost)
-    # best[i]: the least maximum for the first i items in so many parts
+    # best[i]: the minimal largest cost for the first i items, in the parts so far
     best = [0.0] + [float("inf")] * count
     cuts: list[list[int]] = []
     for _ in range(parts):

@@ -1,4 +1,4 @@
-"""From a model's spec to its stages."""
+"""The model factory: builds a model and its stages from a spec. Shell."""
 
 from __future__ import annotations
 
@@ -13,66 +13,75 @@ from multiworld.serve.spec.schema import AppSpec, ModelSpec
 from multiworld.serve.spec.stage import Model, Stage
 
 HUGGINGFACE = "multiworld.serve.models.huggingface:model"
+"""Factory of models that are given by ``path``."""
 
 
 def build_model(spec: ModelSpec) -> Model:
-    """Return the stages of a model.
+    """Build the model that a spec describes.
 
-    A factory that has a parameter ``stages`` or ``cut`` gets what the spec says.
+    A factory with a parameter named ``path``, ``stages`` or ``cut`` gets the spec's
+    value for it, besides the spec's ``options``.
 
     Raises:
-        SpecError: They cannot be made, or are not as many as the spec has.
+        SpecError: The factory cannot be imported or called, or the number of stages
+            differs from the spec.
     """
-    wanted = len(spec.stages)
+    count = len(spec.stages)
     factory = spec.factory or HUGGINGFACE
     function = import_factory(factory)
-    offered = {"path": spec.path, "stages": wanted, "cut": spec.cut}
+    offered = {"path": spec.path, "stages": count, "cut": spec.cut}
     taken = {k: v for k, v in offered.items() if v is not None and _takes(function, k)}
-    made = _called(function, factory, {**taken, **spec.options})
+    made = _call_factory(function, factory, {**taken, **spec.options})
     if isinstance(made, Module):
-        return cut_module(made, wanted, spec.cut)
+        return cut_module(made, count, spec.cut)
     if spec.cut is not None and "cut" not in taken:
         raise SpecError(
-            f"factory {factory!r} makes its stages itself, so `cut:` means nothing; "
-            "let it take an argument cut, or leave `cut:` out"
+            f"factory {factory!r} makes its stages itself, so `cut:` has no effect; "
+            "give the factory a parameter cut, or remove `cut:` from the spec"
         )
-    model = _model(made, factory)
-    if len(model.stages) != wanted:
+    model = _as_model(made, factory)
+    if len(model.stages) != count:
         names = ", ".join(s.name or str(n) for n, s in enumerate(model.stages))
         raise SpecError(
-            f"the model has {len(model.stages)} stages ({names}) and its `stages:` in "
-            f"the spec {wanted}; give as many there"
+            f"the model has {len(model.stages)} stages ({names}), but `stages:` in the "
+            f"spec has {count}; list as many there"
         )
     return model
 
 
 def modules_of(spec: ModelSpec, model: Model) -> list[str]:
-    """Return the modules that a warm process has imported for this model."""
+    """Return the modules that the fork server imports for this model."""
     factory = spec.factory or HUGGINGFACE
     return [factory.partition(":")[0], *model.preload]
 
 
 def stage_name(spec: ModelSpec, model: Model, number: int) -> str:
-    """Return what to call a stage before people."""
+    """Return the display name of a stage.
+
+    Args:
+        spec: Spec of the model.
+        model: The model.
+        number: Number of the stage.
+    """
     return spec.stages[number].name or model.stages[number].name or str(number)
 
 
 def import_factory(factory: str) -> Callable[..., Any]:
-    """Return the function that is called ``package.module:function``.
+    """Import a function by its name, ``package.module:function``.
 
     Raises:
-        SpecError: There is none.
+        SpecError: The module cannot be imported, or has no such function.
     """
     module, _, name = factory.partition(":")
     try:
         found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    except Exception as error:  # whatever the module does when it is imported
+    except Exception as error:  # importing runs the user's code
         raise SpecError(
             f"factory {factory!r} cannot be imported: {error}; give "
             "package.module:function, importable from where the service is started"
         ) from error
     if not callable(found):
-        raise SpecError(f"factory {factory!r} is no function")
+        raise SpecError(f"factory {factory!r} is not a function; name one")
     return found
 
 
@@ -80,7 +89,7 @@ def check_policies(app: AppSpec) -> None:
     """Check that every policy that a spec names can be imported.
 
     Raises:
-        SpecError: One cannot.
+        SpecError: A policy cannot be imported.
     """
     if app.placement is not None:
         import_factory(app.placement)
@@ -90,41 +99,46 @@ def check_policies(app: AppSpec) -> None:
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether a factory has a parameter of this name, and so wants it of the spec."""
+    """Return whether a factory has a parameter of this name."""
     try:
         return name in inspect.signature(function).parameters
     except (TypeError, ValueError):
         return False
 
 
-def _called(
+def _call_factory(
     function: Callable[..., Any], factory: str, options: Mapping[str, Any]
 ) -> Any:
     try:
         return function(**options)
     except TypeError as error:
-        raise SpecError(f"factory {factory!r} with {dict(options)}: {error}") from error
+        raise SpecError(
+            f"factory {factory!r} failed with {dict(options)}: {error}"
+        ) from error
 
 
-def _model(made: Any, factory: str) -> Model:
-    model = made if isinstance(made, Model) else Model(stages=_stages(made, factory))
+def _as_model(made: Any, factory: str) -> Model:
+    model = made if isinstance(made, Model) else Model(stages=_as_stages(made, factory))
     if not model.stages:
-        raise SpecError(f"factory {factory!r} returned no stage")
+        raise SpecError(f"factory {factory!r} returned no stage; return at least one")
     return model
 
 
-def _stages(made: Any, factory: str) -> list[Stage]:
+def _as_stages(made: Any, factory: str) -> list[Stage]:
     if not isinstance(made, Sequence):
         raise SpecError(
-            f"factory {factory!r} returned a {type(made).__name__}; return a Module, a "
-            "Model or a list of stages (multiworld.serve has them)"
+            f"factory {factory!r} returned a {type(made).__name__}; return a "
+            "multiworld.serve.Module, a multiworld.serve.Model or a list of stages"
         )
-    return [_stage(one, factory) for one in made]
+    return [_as_stage(one, factory) for one in made]
 
 
-def _stage(made: Any, factory: str) -> Stage:
+def _as_stage(made: Any, factory: str) -> Stage:
     if isinstance(made, Stage):
         return made
     if not callable(made):
-        raise SpecError(f"factory {factory!r} returned a stage that cannot be called")
+        raise SpecError(
+            f"factory {factory!r} returned a stage that cannot be called; return "
+            "functions or multiworld.serve.Stage objects"
+        )
     return Stage(load=lambda context: made, name=getattr(made, "__name__", ""))

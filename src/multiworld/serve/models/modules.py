@@ -22,25 +22,26 @@ __all__ = ["Module", "check_cut", "cut_module"]
 
 
 def cut_module(module: Module, stages: int, cut: Sequence[int] | None = None) -> Model:
-    """Return a module as a model of so many stages.
+    """Return a module as a model with a number of stages.
 
     Args:
-        stages: How many.
-        cut: The first part of every stage after the first, by number, as ``multiworld
-            partition`` proposes.
+        module: The description of the module.
+        stages: Number of stages.
+        cut: Number of the first part of every stage but the first; ``multiworld
+            partition`` proposes it.
 
     Raises:
-        SpecError: The description cannot be right. What only shows when it is traced
-            is raised by the ``load`` of its stages.
+        SpecError: The description is inconsistent. Mistakes that only tracing finds are
+            raised by the ``load`` of the stages.
     """
     if not module.inputs or not module.outputs:
         raise SpecError(
-            "a Module needs inputs= and outputs=: what forward takes and gives"
+            "a Module needs inputs= and outputs=: add what forward takes and returns"
         )
     if module.ragged and stages > 1:
         raise SpecError(
-            "ragged= is for a Module of one stage; what goes between stages is not "
-            "padded, so leave it out, and requests of equal length run together"
+            "ragged= is for a Module of one stage, because tensors between stages are "
+            "not padded; remove it, and requests of equal length share a batch"
         )
     check_cut(cut, stages)
     made = [
@@ -64,7 +65,16 @@ def cut_module(module: Module, stages: int, cut: Sequence[int] | None = None) ->
 
 
 def check_cut(cut: Sequence[int] | None, stages: int) -> None:
-    """Raise ``SpecError`` unless ``cut`` can be where so many stages begin."""
+    """Check that a cut fits a number of stages.
+
+    Args:
+        cut: Number of the first part of every stage but the first; None for the
+            default.
+        stages: Number of stages.
+
+    Raises:
+        SpecError: The cut has another length, is not ascending, or is less than 1.
+    """
     if cut is None:
         return
     if (
@@ -95,7 +105,7 @@ def _part(cutter: Cutter, number: int, context: StageContext) -> TracedPart:
 
 
 def _in_parts(module: Module, stages: int) -> Model:
-    """Return it in as many stages as it can be cut into."""
+    """Return the module in as many stages as it can be cut into."""
     from multiworld.serve.models import tracing
 
     cutter = tracing.Cutter(module, None, least=stages)

@@ -1,4 +1,4 @@
-"""How long each part of a model takes, what it holds, and where to cut it."""
+"""Measurement of the parts of a model, and the best cut into stages. Shell."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from multiworld.serve.spec.datatypes import example_of
 from multiworld.serve.spec.stage import Model, StageContext, Tensors
 
 WARM_UP = 3
+"""Runs of a part before those that are timed."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartProfile:
-    """One part, measured.
+    """Measured costs of one part.
 
     Attributes:
-        seconds: For one batch, median.
-        parameter_bytes: Of its weights; 0 where the part is no ``nn.Module``.
-        output_bytes: What goes to the next part.
+        name: Name of the part.
+        seconds: Median seconds for one batch.
+        parameter_bytes: Size of the parameters; 0 if the part is not an ``nn.Module``.
+        output_bytes: Size of the outputs for one batch.
     """
 
     name: str
@@ -35,15 +37,16 @@ class PartProfile:
 def profile(
     model: Model, *, rows: int = 1, repeats: int = 20, device: str = "cpu"
 ) -> list[PartProfile]:
-    """Run the example through every stage in turn, and measure each.
+    """Run the example through every stage in turn, and measure each stage.
 
     Args:
-        rows: So many copies of the example make the batch.
-        repeats: Times that each stage is run, after three that do not count.
-        device: Where it runs.
+        model: The model.
+        rows: Number of copies of the example in the batch.
+        repeats: Timed runs of each stage, after ``WARM_UP`` others.
+        device: Torch device to run on.
 
     Raises:
-        SpecError: The model has no example.
+        SpecError: The model has neither ``example`` nor ``inputs``.
     """
     tensors = repeated(example_of(model), rows, device)
     found: list[PartProfile] = []
@@ -65,7 +68,13 @@ def profile(
 
 
 def repeated(tensors: Tensors, rows: int, device: str) -> Tensors:
-    """Return so many copies of a batch as one, on a device."""
+    """Return copies of a batch as one batch.
+
+    Args:
+        tensors: The batch; dimension 0 holds the rows.
+        rows: Number of copies.
+        device: Torch device of the result.
+    """
     return {
         name: tensor.repeat(rows, *[1] * (tensor.dim() - 1)).to(device)
         for name, tensor in tensors.items()
@@ -73,7 +82,13 @@ def repeated(tensors: Tensors, rows: int, device: str) -> Tensors:
 
 
 def timed(function: object, tensors: Tensors, repeats: int) -> tuple[float, Tensors]:
-    """Run a stage on a batch; return its median seconds, and its outputs."""
+    """Run a stage on a batch; return its median seconds and its outputs.
+
+    Args:
+        function: Function of the stage.
+        tensors: Inputs of one batch.
+        repeats: Timed runs, after ``WARM_UP`` others.
+    """
     assert callable(function)
     outputs: Tensors = {}
     times: list[float] = []
@@ -89,7 +104,7 @@ def timed(function: object, tensors: Tensors, repeats: int) -> tuple[float, Tens
 
 
 def parameter_bytes(function: object) -> int:
-    """Return the size of a stage's parameters; 0 if it is no ``nn.Module``."""
+    """Return the size of a stage's parameters; 0 if it is not an ``nn.Module``."""
     if not isinstance(function, torch.nn.Module):
         return 0
     return sum(p.numel() * p.element_size() for p in function.parameters())
@@ -100,8 +115,8 @@ class Cut:
     """A chain of parts, cut into stages.
 
     Attributes:
-        begins: The first part of every stage.
-        seconds: Of each stage.
+        begins: Number of the first part of each stage.
+        seconds: Seconds for one batch in each stage.
     """
 
     begins: tuple[int, ...]
@@ -109,12 +124,12 @@ class Cut:
 
     @property
     def bottleneck(self) -> int:
-        """The stage that takes longest."""
+        """The number of the slowest stage."""
         return max(range(len(self.seconds)), key=self.seconds.__getitem__)
 
 
 def cut(parts: Sequence[PartProfile], stages: int) -> Cut:
-    """Cut a chain so that the longest stage is as short as can be.
+    """Cut a chain of parts so that the slowest stage is as fast as possible.
 
     Raises:
         ValueError: There are fewer parts than stages.

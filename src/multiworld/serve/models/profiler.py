@@ -1,8 +1,8 @@
-"""What the stages of a model need, measured: time, memory, bytes per hop. Shell.
+"""Profiler of the stages of a model: time, memory and bytes per hop. Shell.
 
-Runs in a process that does nothing else: ``multiworld profile``. Memory is what the
-process grows by, after the allocator was asked to give back what it kept of the stage
-before.
+It runs in a process of its own (``multiworld profile``) and measures memory as the
+growth of that process. Before each stage, the allocator returns the memory that it kept
+from the previous one.
 """
 
 from __future__ import annotations
@@ -31,18 +31,23 @@ def profile_model(
     repeats: int,
     device: str = "cpu",
 ) -> ModelProfile:
-    """Measure every stage of a model with its own example, in this process.
+    """Measure every stage of a model with its example, in this process.
 
     Args:
-        batches: Rows of the batches, each a number of copies of the example.
+        name: Name of the model.
+        spec: Spec of the model.
+        model: The model.
+        batches: Batch sizes, as numbers of copies of the example.
+        repeats: Timed runs of each stage and batch size.
+        device: Torch device to run on.
 
     Raises:
-        SpecError: The model has no example.
+        SpecError: The model has neither ``example`` nor ``inputs``.
     """
     threads = spec.stages[0].threads
     torch.set_num_threads(threads)
     inputs = {rows: repeated(example_of(model), rows, device) for rows in batches}
-    _tidy()
+    _release_memory()
     base = memory_of(os.getpid())
     found = []
     with torch.inference_mode():
@@ -50,7 +55,7 @@ def profile_model(
             title = spec.stages[number].name or stage.name or str(number)
             measured, inputs = _measure(title, stage, inputs, repeats, device)
             found.append(measured)
-            _tidy()
+            _release_memory()
     return ModelProfile(
         model=name,
         version=spec.version,
@@ -86,19 +91,19 @@ def _measure(
     return measured, outputs
 
 
-def _tidy() -> None:
+def _release_memory() -> None:
     gc.collect()
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except AttributeError:
-        pass  # another C library
+        pass  # the C library is not glibc
 
 
 def _reset_peak() -> None:
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
-        pass  # the peak is then the largest of all stages
+        pass  # the peak then includes earlier stages
 
 
 def _resident(name: str) -> int:

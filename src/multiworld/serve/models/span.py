@@ -7,7 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Layers from ``begin`` to before ``end``, of ``count``."""
+    """A contiguous span of a model's layers.
+
+    Attributes:
+        begin: Number of the first layer.
+        end: Number of the layer after the last.
+        count: Number of layers of the whole model.
+    """
 
     begin: int
     end: int
@@ -15,10 +21,10 @@ class Span:
 
     @property
     def is_first(self) -> bool:
-        """Whether the embeddings belong to it."""
+        """True if the span includes the embeddings."""
         return self.begin == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether what comes after the layers belongs to it."""
+        """True if the span includes the modules after the last layer."""
         return self.end == self.count

@@ -1,8 +1,8 @@
-"""Cutting an ``nn.Module``: where it can be cut, what flows between its parts.
+"""The cutter of an ``nn.Module``: finds the parts, traces, and loads one stage. Shell.
 
-The module is built without memory (on fake tensors) when its weights are in a file,
-traced once by ``torch.distributed.pipelining``, and the graph of one stage is kept.
-Rows are marked as dynamic before it is traced, so that a batch may have any number.
+If the weights are in a file, the module is built on fake tensors, which use no memory.
+``torch.distributed.pipelining`` traces it once, and the graph of one stage is kept.
+The rows are a dynamic dimension, so that a batch may have any number of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from multiworld.errors import SpecError
 from multiworld.serve.models.chain_partition import chain_partition
 from multiworld.serve.models.weights import read_weights
-from multiworld.serve.models.wiring import StageInterface, wires_of
+from multiworld.serve.models.wiring import StageInterface, interfaces_of
 from multiworld.serve.spec.datatypes import TORCH_OF
 from multiworld.serve.spec.stage import Tensors
 
@@ -31,28 +31,29 @@ if TYPE_CHECKING:
     from multiworld.serve.spec.module import Module
 
 ROWS, SIZE = 3, 4
-"""Sizes that are traced with: of the rows, and of other dimensions of any size. Not 0
-or 1, which ``torch.export`` takes for constants."""
+"""Sizes for tracing: number of rows, and size of other dimensions of any size. Sizes 0
+and 1 would not do: ``torch.export`` treats them as constants."""
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+"""Modules whose children are candidates for parts."""
 
 
 class Cutter:
-    """A module, and where it is cut.
+    """Cuts a module into stages and loads them.
 
     Args:
-        module: The description.
-        stages: How many; None for as many as there are parts, and at least ``least``.
-        cut: The first part of every stage after the first; about equal operations by
-            default.
-        least: See ``stages``.
+        module: The description of the module.
+        stages: Number of stages; None for one stage for each part.
+        cut: Number of the first part of every stage but the first. By default the
+            stages have about equal numbers of operations.
+        least: Minimum number of parts, if ``stages`` is None.
 
     Attributes:
-        begins: Names of the submodules that stages begin with; the first one is where
-            the module itself begins.
+        begins: Names of the submodules that the stages begin with; the first one is
+            the first part of the module.
 
     Raises:
-        SpecError: It cannot be built, run, traced or cut so.
+        SpecError: The module cannot be built, run, traced, or cut into these stages.
     """
 
     def __init__(
@@ -64,40 +65,49 @@ class Cutter:
     ) -> None:
         self._module = module
         with _tracing():
-            self._whole = _built(module)
+            self._whole = _build_module(module)
             if stages == 1:
                 self.begins = [""]
                 return
-            costs = _parts(module, self._whole, stages or least)
+            costs = _part_costs(module, self._whole, stages or least)
             if stages is None:
                 stages, cut = len(costs), range(1, len(costs))
             self.begins = [next(iter(costs)), *_begins(costs, stages, cut)]
             if not self._is_chain:
-                self._pipe, self._wires = _traced(module, self._whole, self.begins[1:])
+                self._pipe, self._interfaces = _trace(
+                    module, self._whole, self.begins[1:]
+                )
 
     def load(self, number: int, device: str) -> TracedPart:
-        """Return one stage, with its weights.
+        """Return one stage with its weights, on a device.
+
+        Args:
+            number: Number of the stage.
+            device: Torch device of the stage.
 
         Raises:
-            SpecError: Weights are missing.
+            SpecError: The file lacks weights, or has weights of other shapes.
         """
         stages = len(self.begins)
         with _tracing():
-            wire = _straight(self._module, number, stages)
+            interface = _chain_interface(self._module, number, stages)
             if stages == 1:
                 part = self._whole
             elif self._is_chain:
                 assert isinstance(self._whole, nn.Sequential)
                 part = _slice(self._whole, number, self.begins[1:])
             else:
-                part, wire = self._pipe.get_stage_module(number), self._wires[number]
+                part, interface = (
+                    self._pipe.get_stage_module(number),
+                    self._interfaces[number],
+                )
             if self._module.weights is not None:
-                _fill(part, Path(self._module.weights).expanduser())
-            return TracedPart(part.to(device), wire, device).eval()
+                _load_weights(part, Path(self._module.weights).expanduser())
+            return TracedPart(part.to(device), interface, device).eval()
 
     @property
     def _is_chain(self) -> bool:
-        """Whether it needs no tracing: children that run one after the other."""
+        """True for a sequential module cut between children, which needs no tracing."""
         is_flat = all("." not in name for name in self.begins[1:])
         return isinstance(self._whole, nn.Sequential) and is_flat
 
@@ -109,26 +119,26 @@ def _tracing() -> Iterator[None]:
         torch.no_grad(),
         warnings.catch_warnings(),
     ):
-        # What torch has to say of its own tracing helps nobody here.
+        # Torch's warnings about its own tracing do not help users.
         warnings.simplefilter("ignore")
         yield
 
 
-def _built(module: Module) -> nn.Module:
+def _build_module(module: Module) -> nn.Module:
     if module.weights is None:
         made = module.make()
     else:
         with FakeTensorMode() as mode:
             made = module.make()
             if isinstance(made, nn.Module):
-                _rehome(made, mode)
+                _unify_fake_modes(made, mode)
     if not isinstance(made, nn.Module):
         raise SpecError(f"make() returned a {type(made).__name__}; return an nn.Module")
     return made.eval()
 
 
-def _rehome(made: nn.Module, mode: FakeTensorMode) -> None:
-    """Bring all to one mode: a deep copy of a fake tensor comes with a copy of it."""
+def _unify_fake_modes(made: nn.Module, mode: FakeTensorMode) -> None:
+    """Move all fake tensors to one mode: deep copies come with a mode of their own."""
     known: dict[Tensor, Any] = {}
     for part in made.modules():
         for held in (part._parameters, part._buffers):
@@ -143,7 +153,7 @@ def _rehome(made: nn.Module, mode: FakeTensorMode) -> None:
 
 
 def _inputs(module: Module, whole: nn.Module) -> list[Tensor]:
-    """Return inputs to trace with: the example's sizes, but with several rows."""
+    """Return inputs for tracing: the example's sizes, but with several rows."""
     given = module.example() if module.example is not None else None
     found = []
     with _mode_of(whole):
@@ -167,11 +177,11 @@ def _mode_of(whole: nn.Module) -> Any:
     return contextlib.nullcontext()
 
 
-# Where to cut.
+# Finding parts.
 
 
-def _parts(module: Module, whole: nn.Module, least: int) -> dict[str, float]:
-    """Return parts in the order they run, and about how many operations each takes."""
+def _part_costs(module: Module, whole: nn.Module, least: int) -> dict[str, float]:
+    """Return the approximate number of operations of each part, in running order."""
     depth, previous = 0, -1
     while True:
         names = list(_candidates(whole, depth))
@@ -182,7 +192,7 @@ def _parts(module: Module, whole: nn.Module, least: int) -> dict[str, float]:
             raise SpecError(
                 f"{type(whole).__name__} has {len(found)} parts that run once each "
                 f"({', '.join(found) or 'none'}), so it cannot be cut into {least} "
-                "stages"
+                "stages; use fewer stages"
             )
         depth, previous = depth + 1, len(names)
 
@@ -224,7 +234,7 @@ def _run(module: Module, whole: nn.Module, names: Sequence[str]) -> dict[str, fl
     except Exception as error:
         raise SpecError(
             f"{type(whole).__name__} cannot be run on its example: {error}; inputs= "
-            "must be what forward takes, in its order"
+            "must match the arguments of forward, in order"
         ) from error
     finally:
         for hook in hooks:
@@ -256,7 +266,8 @@ def _begins(
         cut = [begin for begin, _ in spans[1:]]
     if cut and cut[-1] >= len(names):
         raise SpecError(
-            f"cut={list(cut)}, and there are {len(names)} parts: {', '.join(names)}"
+            f"cut={list(cut)} is out of range; there are {len(names)} parts: "
+            f"{', '.join(names)}"
         )
     return [names[number] for number in cut]
 
@@ -274,15 +285,15 @@ def _slice(whole: nn.Sequential, number: int, names: Sequence[str]) -> nn.Module
     return part
 
 
-def _straight(module: Module, number: int, stages: int) -> StageInterface:
-    """Return the wire of a stage of a chain, where one tensor goes on."""
+def _chain_interface(module: Module, number: int, stages: int) -> StageInterface:
+    """Return the interface of a stage of a sequential module: one tensor goes on."""
     takes = [s.name for s in module.inputs] if number == 0 else ["value"]
     is_last = number == stages - 1
     gives = [s.name for s in module.outputs] if is_last else ["value"]
     return StageInterface(takes=tuple(takes), gives=tuple(gives), passes=())
 
 
-def _traced(
+def _trace(
     module: Module, whole: nn.Module, names: Sequence[str]
 ) -> tuple[Pipe, list[StageInterface]]:
     split = dict.fromkeys(names, SplitPoint.BEGINNING)
@@ -294,61 +305,71 @@ def _traced(
             f"{type(whole).__name__} cannot be traced with any number of rows: "
             f"{reason[:600]}; write a factory that returns its stages"
         ) from error
-    wires = wires_of(
+    interfaces = interfaces_of(
         pipe.split_gm,
         [spec.name for spec in module.inputs],
         [spec.name for spec in module.outputs],
     )
-    if len(wires) != len(names) + 1:
+    if len(interfaces) != len(names) + 1:
         raise SpecError(
-            f"{type(whole).__name__} came out in {len(wires)} stages, not "
-            f"{len(names) + 1}: two cuts with nothing between them; give another cut"
+            f"{type(whole).__name__} was cut into {len(interfaces)} stages, not "
+            f"{len(names) + 1}: nothing runs between two cuts; give another cut"
         )
-    return pipe, wires
+    return pipe, interfaces
 
 
 # Weights.
 
 
-def _fill(part: nn.Module, path: Path) -> None:
+def _load_weights(part: nn.Module, path: Path) -> None:
     wanted = dict(itertools.chain(part.named_parameters(), part.named_buffers()))
     found = read_weights(path, set(wanted))
     missing = sorted(set(wanted) - found.keys())
     if missing:
         raise SpecError(
             f"{path} lacks {missing[:3]}; save the module's whole state_dict, and "
-            "register as buffers what it computes with"
+            "register all tensors that forward uses as parameters or buffers"
         )
     state = {name: found[name].to(tensor.dtype) for name, tensor in wanted.items()}
     try:
         part.load_state_dict(state, strict=False, assign=True)
     except RuntimeError as error:
-        raise SpecError(f"{path}: {error}") from error
+        raise SpecError(
+            f"{path} does not fit: {error}; save the weights again"
+        ) from error
 
 
 class TracedPart(nn.Module):
-    """A part of a module as a stage: a dict of tensors in, a dict of tensors out."""
+    """A part of a module as a stage: takes and returns a dict of tensors.
 
-    def __init__(self, part: nn.Module, wire: StageInterface, device: str) -> None:
+    Args:
+        part: The submodule or traced graph.
+        interface: Inputs and outputs of the stage.
+        device: Torch device of the stage.
+    """
+
+    def __init__(self, part: nn.Module, interface: StageInterface, device: str) -> None:
         super().__init__()
-        self.part, self._wire = part, wire
+        self.part, self._interface = part, interface
         if isinstance(part, torch.fx.GraphModule) and device != "cpu":
             _move_constants(part, device)
 
     def train(self, mode: bool = True) -> TracedPart:
-        """Do nothing: a traced module is in the mode it was traced in."""
+        """Do nothing: a traced module stays in the mode in which it was traced."""
         return self
 
     def forward(self, tensors: Tensors) -> Tensors:
-        """Compute it."""
-        wire = self._wire
-        found = self.part(*(wire.argument(take, tensors) for take in wire.takes))
-        outputs = wire.outputs(found)
-        return {**outputs, **{name: tensors[name] for name in wire.passes}}
+        """Compute the stage; tensors for later stages pass through unchanged."""
+        interface = self._interface
+        found = self.part(
+            *(interface.argument(take, tensors) for take in interface.takes)
+        )
+        outputs = interface.outputs(found)
+        return {**outputs, **{name: tensors[name] for name in interface.passes}}
 
 
 def _move_constants(part: torch.fx.GraphModule, device: str) -> None:
-    """Let what the graph itself makes (positions, masks) be made on the device."""
+    """Create the constants of the graph (positions, masks) on a device."""
     for module in part.modules():
         if not isinstance(module, torch.fx.GraphModule):
             continue

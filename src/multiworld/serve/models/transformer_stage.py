@@ -1,12 +1,12 @@
-"""One stage of a transformers model: by layer ownership, on transformers' own loader.
+"""One stage of a transformers model, loaded by transformers' own loader. Shell.
 
-The model's class is derived from: what another stage owns is replaced in ``__init__``
-by something without weights. ``from_pretrained`` then builds it on ``meta`` and reads
-what is left, and nothing else, with all that it knows of renamed and fused weights and
-of buffers that are in no file.
+A subclass of the model's class replaces, in ``__init__``, the modules of other stages
+with modules without weights. ``from_pretrained`` then builds the rest on ``meta`` and
+reads the weights of the rest only. So its handling of renamed and fused weights, and of
+buffers that are in no file, still applies.
 
-What stands before, in and after the chain of layers is named by the model's
-``base_model_pp_plan``, where it has one, and by tables here for older architectures.
+The model's ``base_model_pp_plan`` names the modules before, in and after the chain of
+layers. Tables in this module name them for older architectures, which have no plan.
 """
 
 from __future__ import annotations
@@ -31,11 +31,17 @@ TESTED = (
     "falcon, gemma, gemma2, gemma3_text, gpt2, gpt_neox, llama, mistral, mixtral, "
     "opt, phi3, qwen2, qwen3"
 )
-"""Architectures (``model_type``) that tests compare with the whole model."""
+"""Architectures (``model_type``) whose stages tests compare with the whole model."""
 
 CHAINS = ("encoder.layer", "layers", "h", "transformer.layer", "decoder.layers")
+"""Names of the chain of layers in architectures without a plan."""
+
 EMBEDDINGS = ("embeddings",)
+"""Names of embedding modules that take ``inputs_embeds`` themselves."""
+
 POSITIONS = ("wpe", "decoder.embed_positions")
+"""Names of position embeddings, which are added to the token embeddings."""
+
 TOKENS = (
     "wte",
     "word_embeddings",
@@ -43,6 +49,8 @@ TOKENS = (
     "decoder.project_in",
     "embeddings_project",
 )
+"""Names of token embeddings and projections, which precede ``inputs_embeds``."""
+
 AFTER = (
     "ln_f",
     "final_norm",
@@ -50,14 +58,20 @@ AFTER = (
     "decoder.final_layer_norm",
     "decoder.project_out",
 )
-"""Where architectures without a plan keep their layers; what embeds (and takes
-``inputs_embeds`` itself); what is added to what was embedded; what comes in has
-been through; and what comes after the last layer."""
+"""Names of modules after the last layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Anatomy:
-    """Names of modules."""
+    """Names of the modules before, in and after the chain of layers.
+
+    Attributes:
+        chain: The list of layers.
+        embeddings: Embedding modules that take ``inputs_embeds`` themselves.
+        positions: Position embeddings, added to the token embeddings.
+        tokens: Token embeddings and projections.
+        after: Modules after the last layer.
+    """
 
     chain: str
     embeddings: Sequence[str] = ()
@@ -67,7 +81,7 @@ class Anatomy:
 
 
 class PassEmbeddings(nn.Module):
-    """Stands where the embeddings were: what comes in has been embedded."""
+    """Replaces the embeddings of another stage; the input is embedded already."""
 
     def forward(
         self,
@@ -76,40 +90,50 @@ class PassEmbeddings(nn.Module):
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """Return what came in."""
+        """Return ``inputs_embeds`` unchanged.
+
+        Args:
+            input_ids: Ignored.
+            inputs_embeds: Embeddings, of shape [rows, length, hidden].
+            args: Ignored.
+            kwargs: Ignored.
+        """
         assert inputs_embeds is not None
         return inputs_embeds
 
 
 class NoPositions(nn.Module):
-    """Stands where positions were looked up: they have been added."""
+    """Replaces the position embeddings of another stage; they are added already."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return what changes nothing when it is added."""
+        """Return a scalar zero, which changes nothing when it is added."""
         return torch.zeros(())
 
 
 class Identity(nn.Module):
-    """Stands where something was that another stage does."""
+    """Replaces a module of another stage."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return what came in."""
+        """Return the input unchanged."""
         return hidden
 
 
 def load(
     folder: Path, span: Span, dtype: str, pooling: str | None, device: str
 ) -> LayerPart:
-    """Build and load the part of a model that has the layers of ``span``.
+    """Build and load the part of a model that has the layers of a span.
 
     Args:
-        dtype: What it computes in.
-        pooling: ``mean`` or ``cls``: how the rows of a sentence become one.
-        device: Where to.
+        folder: Hugging Face folder of the model.
+        span: Layers of the stage.
+        dtype: Name of the torch dtype to compute in.
+        pooling: ``mean`` or ``cls``, how a sentence encoder pools its tokens; None for
+            other models.
+        device: Torch device of the stage.
 
     Raises:
-        SpecError: transformers does not know the architecture, it has no chain of
-            layers that is known here, or the folder lacks weights.
+        SpecError: transformers does not know the architecture, the model has no known
+            chain of layers, or the folder lacks weights.
     """
     from transformers import MODEL_MAPPING, AutoConfig
     from transformers.utils import logging
@@ -118,30 +142,33 @@ def load(
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     if config.is_encoder_decoder:
         raise SpecError(
-            f"{folder}: {config.model_type} has an encoder and a decoder, which is no "
-            "chain; write a factory that returns its stages"
+            f"{folder}: {config.model_type} has an encoder and a decoder, not one "
+            "chain of layers; write a factory that returns its stages"
         )
     try:
         kind = MODEL_MAPPING[type(config)]
     except KeyError as error:
         raise SpecError(
-            f"{folder}: transformers has no plain model for {config.model_type}"
+            f"{folder}: transformers has no base model for {config.model_type}; "
+            "write a factory that returns its stages"
         ) from error
     if hasattr(config, "use_cache"):
         config.use_cache = False
     owned = _owned_class(kind, span, folder)
-    whole, said = owned.from_pretrained(
+    whole, info = owned.from_pretrained(
         folder,
         config=config,
         local_files_only=True,
         dtype=getattr(torch, dtype),
         output_loading_info=True,
     )
-    # A folder without a pooler's weights is one whose pooler nobody uses.
-    missing = [name for name in said["missing_keys"] if not name.startswith("pooler.")]
+    # If a folder has no weights for the pooler, its output is not used.
+    missing = [name for name in info["missing_keys"] if not name.startswith("pooler.")]
     if missing:
-        raise SpecError(f"{folder} lacks the weights of {sorted(missing)[:3]} …")
-    _forget_the_others(whole, span, _anatomy(whole, folder).chain)
+        raise SpecError(
+            f"{folder} lacks the weights of {sorted(missing)[:3]} …; save it again"
+        )
+    _drop_other_layers(whole, span, _anatomy(whole, folder).chain)
     return LayerPart(whole, span, pooling).to(device).eval()
 
 
@@ -149,14 +176,14 @@ def _owned_class(kind: Any, span: Span, folder: Path) -> Any:
     class Owned(kind):  # type: ignore[misc]
         """The model, without the weights of other stages."""
 
-        # Those are what is left in the files.
+        # The weights of other stages are in the files, too.
         _keys_to_ignore_on_load_unexpected = (r".*",)
 
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, *args, **kwargs)
             strip(self, span, _anatomy(self, folder))
 
-    # transformers looks by these for what it knows of a model's weights.
+    # transformers finds its conversions of weights by these names.
     Owned.__name__ = Owned.__qualname__ = kind.__name__
     Owned.__module__ = kind.__module__
     return Owned
@@ -164,13 +191,14 @@ def _owned_class(kind: Any, span: Span, folder: Path) -> Any:
 
 def _anatomy(whole: nn.Module, folder: Path) -> Anatomy:
     plan = getattr(whole.config, "base_model_pp_plan", None)
-    return planned(plan) if plan else _known(whole, folder)
+    return anatomy_from_plan(plan) if plan else _anatomy_from_tables(whole, folder)
 
 
-def planned(plan: dict[str, Any]) -> Anatomy:
-    """Read a ``base_model_pp_plan``: modules in order, with their inputs and outputs.
+def anatomy_from_plan(plan: dict[str, Any]) -> Anatomy:
+    """Return the anatomy that a ``base_model_pp_plan`` describes.
 
-    The chain is what takes the attention mask.
+    The plan lists modules in order, with their inputs and outputs. The chain of layers
+    is the first module that takes the attention mask.
     """
     names = list(plan)
     chain = next(n for n in names if "attention_mask" in plan[n][0])
@@ -179,7 +207,7 @@ def planned(plan: dict[str, Any]) -> Anatomy:
     return Anatomy(chain=chain, tokens=tokens, after=names[at + 1 :])
 
 
-def _known(whole: nn.Module, folder: Path) -> Anatomy:
+def _anatomy_from_tables(whole: nn.Module, folder: Path) -> Anatomy:
     present = dict(whole.named_modules())
     for chain in CHAINS:
         if isinstance(present.get(chain), nn.ModuleList):
@@ -191,14 +219,22 @@ def _known(whole: nn.Module, folder: Path) -> Anatomy:
                 ),
             )
     raise SpecError(
-        f"{folder}: {type(whole).__name__} has no chain of layers that is known here "
+        f"{folder}: {type(whole).__name__} has no chain of layers that is known "
         f"({', '.join(CHAINS)}; tested are {TESTED}); write a factory that returns its "
         "stages"
     )
 
 
 def strip(whole: nn.Module, span: Span, anatomy: Anatomy) -> None:
-    """Replace what other stages own by modules without weights; numbers stay."""
+    """Replace the modules of other stages with modules without weights.
+
+    The remaining layers keep their numbers, which are part of the names of weights.
+
+    Args:
+        whole: The model; changed in place.
+        span: Layers of this stage.
+        anatomy: Names of the model's modules.
+    """
     chain = whole.get_submodule(anatomy.chain)
     assert isinstance(chain, nn.ModuleList)
     for number in range(span.count):
@@ -220,10 +256,11 @@ def _replace(whole: nn.Module, names: Sequence[str], kind: type[nn.Module]) -> N
             setattr(holder, last, kind())
 
 
-def _forget_the_others(whole: nn.Module, span: Span, name: str) -> None:
-    """Take the layers of other stages out of the chain, and out of what goes by them.
+def _drop_other_layers(whole: nn.Module, span: Span, name: str) -> None:
+    """Remove the layers of other stages from the chain and from the config.
 
-    They stay in it until the weights are loaded, whose names have their numbers.
+    This must wait until the weights are loaded, because their names have the numbers of
+    the layers.
     """
     chain = whole.get_submodule(name)
     assert isinstance(chain, nn.ModuleList)
@@ -238,14 +275,30 @@ def _forget_the_others(whole: nn.Module, span: Span, name: str) -> None:
 
 
 class LayerPart(nn.Module):
-    """A part of a model as a stage: a dict of tensors in, a dict of tensors out."""
+    """A part of a model as a stage: takes and returns a dict of tensors.
+
+    Args:
+        whole: The model, reduced to the layers of this stage.
+        span: Layers of this stage.
+        pooling: ``mean`` or ``cls`` for a sentence encoder; None for other models.
+    """
 
     def __init__(self, whole: nn.Module, span: Span, pooling: str | None) -> None:
         super().__init__()
         self.whole, self._span, self._pooling = whole, span, pooling
 
     def forward(self, tensors: Tensors) -> Tensors:
-        """Compute the layers."""
+        """Compute the layers of this stage.
+
+        Args:
+            tensors: ``attention_mask``, of shape [rows, length], int64, and either
+                ``input_ids``, of the same shape and dtype (first stage), or ``hidden``,
+                of shape [rows, length, hidden].
+
+        Returns:
+            ``hidden`` and ``attention_mask``. The last stage returns ``embedding``, of
+            shape [rows, hidden], or ``last_hidden_state``.
+        """
         mask = tensors["attention_mask"]
         if self._span.is_first:
             given = {"input_ids": tensors["input_ids"]}

@@ -1,4 +1,4 @@
-"""Reading some of the tensors in safetensors files."""
+"""Reader for single tensors in safetensors files. Shell."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from torch import Tensor
 from multiworld.errors import SpecError
 
 INDEX = "model.safetensors.index.json"
+"""Name of the index of several files."""
 
 
 def read_weights(path: Path, wanted: Set[str]) -> dict[str, Tensor]:
-    """Return those of the ``wanted`` tensors that are there; nothing else is read.
+    """Read named tensors; others are not read, and missing ones are left out.
 
     Args:
-        path: A file, or a folder with ``model.safetensors`` or an index of several.
+        path: A file, or a folder with ``model.safetensors`` or with an index.
+        wanted: Names of the tensors.
 
     Raises:
-        SpecError: There is no such file, or it is none of that kind.
+        SpecError: A file is missing, or is not a safetensors file.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -36,10 +38,10 @@ def read_weights(path: Path, wanted: Set[str]) -> dict[str, Tensor]:
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return the files with weights.
+    """Return the safetensors files at a path, a file or a folder.
 
     Raises:
-        SpecError: There are none.
+        SpecError: The folder has no such files, or its index cannot be read.
     """
     if not path.is_dir():
         return [path]
@@ -48,9 +50,13 @@ def files_of(path: Path) -> list[Path]:
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         except (OSError, ValueError, KeyError) as error:
-            raise SpecError(f"{index}: {error}") from error
+            raise SpecError(
+                f"cannot read {index}: {error}; save the model again"
+            ) from error
         return [path / name for name in names]
     single = path / "model.safetensors"
     if not single.exists():
-        raise SpecError(f"{path} has no model.safetensors; save the model with it")
+        raise SpecError(
+            f"{path} has no model.safetensors; save the weights as safetensors"
+        )
     return [single]

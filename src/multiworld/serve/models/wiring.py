@@ -1,4 +1,4 @@
-"""What goes from stage to stage of a module that was cut by tracing it."""
+"""The tensors and sizes that go from stage to stage of a traced module. Shell."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from multiworld.serve.spec.stage import Tensors
 
 @dataclass(frozen=True, slots=True)
 class SizeOf:
-    """An argument that is a number: computed from sizes of tensors that come in too.
+    """An argument that is a number, computed from the sizes of incoming tensors.
 
     Attributes:
-        compute: Of the sizes, in order.
-        sizes: Name and dimension of each.
+        compute: Returns the number for the sizes, in order.
+        sizes: Name of the tensor and dimension of each size.
     """
 
     compute: Callable[..., int]
@@ -37,12 +37,13 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class StageInterface:
-    """What one stage takes, gives, and passes on untouched for a later one.
+    """Inputs, outputs and pass-through tensors of one stage.
 
     Attributes:
-        takes: Arguments of its module, in order: a tensor's name, a size or a constant.
-        gives: Names of what it returns, in order; empty for what nobody needs.
-        passes: Names of what goes through.
+        takes: Arguments of the stage's module, in order: the name of a tensor, a size
+            or a constant.
+        gives: Names of the results, in order; empty for results that nothing uses.
+        passes: Names of the tensors that pass through to later stages.
     """
 
     takes: tuple[str | SizeOf | Constant, ...]
@@ -50,24 +51,24 @@ class StageInterface:
     passes: tuple[str, ...]
 
     def argument(self, take: str | SizeOf | Constant, tensors: Tensors) -> Any:
-        """Return one argument."""
+        """Return the value of one argument."""
         if isinstance(take, SizeOf):
             sizes = (tensors[name].shape[at] for name, at in take.sizes)
             return int(take.compute(*sizes))
         return take.value if isinstance(take, Constant) else tensors[take]
 
     def outputs(self, found: Any) -> Tensors:
-        """Name what the module returned.
+        """Return the results of the stage's module by name.
 
         Raises:
-            TypeError: It is not as many tensors as there are names.
+            TypeError: The numbers of results and names differ.
         """
         if isinstance(found, Mapping):
             found = tuple(found.values())
         values = found if isinstance(found, tuple | list) else (found,)
         if len(values) != len(self.gives):
             raise TypeError(
-                f"the module returned {len(values)} values and outputs= names "
+                f"the module returned {len(values)} values, but outputs= names "
                 f"{len(self.gives)}: {', '.join(self.gives)}"
             )
         return {
@@ -75,29 +76,30 @@ class StageInterface:
         }
 
 
-def wires_of(
+def interfaces_of(
     split: GraphModule, inputs: Sequence[str], outputs: Sequence[str]
 ) -> list[StageInterface]:
-    """Read the wires out of the graph whose calls are the stages.
+    """Return the interface of each stage of a split graph.
 
     Args:
+        split: Graph whose calls are the stages.
         inputs: Names of the graph's inputs, in order.
-        outputs: Names of what it returns, in order.
+        outputs: Names of the graph's results, in order.
 
     Raises:
         SpecError: Something other than tensors with rows would go between stages, or
-            there are not as many inputs and outputs as were named.
+            the numbers of inputs or outputs differ from the names.
     """
     nodes = list(split.graph.nodes)
-    placed = [node for node in nodes if node.op == "placeholder"]
+    graph_inputs = [node for node in nodes if node.op == "placeholder"]
     calls = [node for node in nodes if node.op == "call_module"]
     returned = _returned(nodes[-1])
-    if len(placed) != len(inputs) or len(returned) != len(outputs):
+    if len(graph_inputs) != len(inputs) or len(returned) != len(outputs):
         raise SpecError(
-            f"the module takes {len(placed)} tensors and returns {len(returned)}; "
-            f"inputs= names {len(inputs)} and outputs= {len(outputs)}"
+            f"the module takes {len(graph_inputs)} tensors and returns "
+            f"{len(returned)}; inputs= names {len(inputs)} and outputs= {len(outputs)}"
         )
-    names = dict(zip(placed, inputs, strict=True))
+    names = dict(zip(graph_inputs, inputs, strict=True))
     last_use = {
         arg: number
         for number, call in enumerate(calls)
@@ -109,37 +111,40 @@ def wires_of(
     names.update(
         {n: ends.get(n, f"value.{n.name}") for c in calls for n in _results(c)}
     )
-    made = dict.fromkeys(placed, -1)
-    made.update({n: i for i, call in enumerate(calls) for n in _results(call)})
+    made_by = dict.fromkeys(graph_inputs, -1)
+    made_by.update({n: i for i, call in enumerate(calls) for n in _results(call)})
     inside = [_placeholders(split, call) for call in calls]
     shaped = {
-        arg: place
-        for call, places in zip(calls, inside, strict=True)
-        for arg, place in zip(call.args, places, strict=True)
+        arg: placeholder
+        for call, placeholders in zip(calls, inside, strict=True)
+        for arg, placeholder in zip(call.args, placeholders, strict=True)
         if isinstance(arg, Node)
     }
-    is_size = {node for node, place in shaped.items() if not _is_tensor(place)}
-    rows = _rows(shaped, placed)
-    for node, place in shaped.items():
-        if made[node] >= 0 and node not in is_size:
-            _check_rows(place, rows)
+    sizes = {
+        node for node, placeholder in shaped.items() if not _is_tensor(placeholder)
+    }
+    rows = _rows(shaped, graph_inputs)
+    for node, placeholder in shaped.items():
+        if made_by[node] >= 0 and node not in sizes:
+            _check_rows(placeholder, rows)
 
     def crosses(node: Node, number: int) -> bool:
-        """Whether a stage passes it on for a later one."""
-        return made[node] < number < last_use.get(node, -1) and node not in is_size
+        """Return whether a stage passes a value through to a later one."""
+        return made_by[node] < number < last_use.get(node, -1) and node not in sizes
 
     return [
         StageInterface(
             takes=tuple(
-                _take(call, places, n, names, is_size) for n in range(len(places))
+                _take(call, placeholders, n, names, sizes)
+                for n in range(len(placeholders))
             ),
             gives=tuple(
-                names[n] if n in last_use and n not in is_size else ""
+                names[n] if n in last_use and n not in sizes else ""
                 for n in _results(call)
             ),
-            passes=tuple(names[n] for n in made if crosses(n, number)),
+            passes=tuple(names[n] for n in made_by if crosses(n, number)),
         )
-        for number, (call, places) in enumerate(zip(calls, inside, strict=True))
+        for number, (call, placeholders) in enumerate(zip(calls, inside, strict=True))
     ]
 
 
@@ -147,14 +152,18 @@ def _returned(output: Node) -> list[Node]:
     found: Any = output.args[0]
     values = list(found) if isinstance(found, tuple | list) else [found]
     if not all(isinstance(value, Node) for value in values):
-        raise SpecError("the module returns something other than tensors")
+        raise SpecError(
+            "the module returns something other than tensors; return tensors"
+        )
     if len(set(values)) < len(values) or any(v.op == "placeholder" for v in values):
-        raise SpecError("the module returns an input, or one tensor twice; clone it")
+        raise SpecError(
+            "the module returns an input, or one tensor twice; return a clone"
+        )
     return values
 
 
 def _results(call: Node) -> list[Node]:
-    """Return the nodes of what a stage returns, in order."""
+    """Return the nodes of a stage's results, in order."""
     items = [user for user in call.users if user.target is operator.getitem]
     return sorted(items, key=_index) or [call]
 
@@ -171,66 +180,66 @@ def _placeholders(split: GraphModule, call: Node) -> list[Node]:
     return [node for node in stage.graph.nodes if node.op == "placeholder"]
 
 
-def _is_tensor(place: Node) -> bool:
-    return isinstance(place.meta.get("val"), Tensor)
+def _is_tensor(placeholder: Node) -> bool:
+    return isinstance(placeholder.meta.get("val"), Tensor)
 
 
-def _rows(shaped: Mapping[Node, Node], placed: Sequence[Node]) -> str:
-    first = next(shaped[node] for node in placed if node in shaped)
+def _rows(shaped: Mapping[Node, Node], graph_inputs: Sequence[Node]) -> str:
+    first = next(shaped[node] for node in graph_inputs if node in shaped)
     return str(first.meta["val"].shape[0])
 
 
-def _check_rows(place: Node, rows: str) -> None:
-    shape = place.meta["val"].shape
+def _check_rows(placeholder: Node, rows: str) -> None:
+    shape = placeholder.meta["val"].shape
     if not shape or str(shape[0]) != rows:
         raise SpecError(
-            f"{place.name}, of shape {tuple(map(str, shape))}, would go between stages "
-            "and has no row for each row that came in; give another cut, or write a "
-            "factory that returns its stages"
+            f"{placeholder.name}, of shape {tuple(map(str, shape))}, would go between "
+            "stages, but has no row for each row that came in; give another cut, or "
+            "write a factory that returns its stages"
         )
 
 
 def _take(
     call: Node,
-    places: Sequence[Node],
+    placeholders: Sequence[Node],
     at: int,
     names: Mapping[Node, str],
-    is_size: set[Node],
+    sizes: set[Node],
 ) -> str | SizeOf | Constant:
-    arg, place = call.args[at], places[at]
+    arg, placeholder = call.args[at], placeholders[at]
     if not isinstance(arg, Node):
         return Constant(arg)
     if arg.op == "get_attr":
         raise SpecError(f"{arg.target} is used by several stages; give another cut")
-    if arg not in is_size:
+    if arg not in sizes:
         return names[arg]
     return _size(
-        place,
+        placeholder,
         [
             (names[a], p)
-            for a, p in zip(call.args, places, strict=True)
+            for a, p in zip(call.args, placeholders, strict=True)
             if isinstance(a, Node) and _is_tensor(p)
         ],
     )
 
 
-def _size(place: Node, tensors: Sequence[tuple[str, Node]]) -> SizeOf:
-    """Say how a number follows from the sizes of tensors."""
-    wanted = place.meta["val"].node.expr
+def _size(placeholder: Node, tensors: Sequence[tuple[str, Node]]) -> SizeOf:
+    """Return how to compute a number from the sizes of tensors."""
+    expression = placeholder.meta["val"].node.expr
     known = {
         size.node.expr: (name, at)
         for name, tensor in tensors
         for at, size in enumerate(tensor.meta["val"].shape)
         if isinstance(size, SymInt) and size.node.expr.is_symbol
     }
-    symbols = sorted(wanted.free_symbols, key=str)
+    symbols = sorted(expression.free_symbols, key=str)
     if not set(symbols) <= known.keys():
         raise SpecError(
-            f"{place.name} (a number, {wanted}) would go between stages; give another "
-            "cut, or write a factory that returns its stages"
+            f"{placeholder.name} (a number, {expression}) would go between stages; "
+            "give another cut, or write a factory that returns its stages"
         )
-    compute = sympy.lambdify(symbols, wanted, modules="math")
+    compute = sympy.lambdify(symbols, expression, modules="math")
     return SizeOf(compute, tuple(known[symbol] for symbol in symbols))
 
 
-__all__ = ["Constant", "SizeOf", "StageInterface", "wires_of"]
+__all__ = ["Constant", "SizeOf", "StageInterface", "interfaces_of"]

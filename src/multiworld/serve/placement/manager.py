@@ -113,7 +113,7 @@ class PlacementManager:
         await self._planner.close()
 
     def _snapshot(self, wanted: DesiredState | None = None) -> PlacementSnapshot:
-        models = (wanted or self._fleet.wanted).models
+        models = (wanted or self._fleet.desired).models
         asks = [
             ReplicaRequest(
                 name, self._owner.specs[name][w.version], [(n, n) for n in w.replicas]
@@ -124,7 +124,7 @@ class PlacementManager:
         stays = [
             p.name
             for p in self._fleet.processes.values()
-            if not p.is_going and not p.is_unwanted
+            if not p.is_going and not p.is_drain_requested
         ]
         running = self.places.runs(versions, stays)
         return PlacementSnapshot(self._launcher.nodes(), asks, running)
@@ -144,12 +144,12 @@ class PlacementManager:
             p.name
             for p in self._fleet.processes.values()
             if p.phase is ProcessPhase.READY
-            and not p.is_unwanted
+            and not p.is_drain_requested
             and p.name in self.places.ledger.bookings
         ]
         for name in self.places.moves(ready):
             self._history.say("move", f"{name}: the plan has it elsewhere", name)
-            self._owner.happened(events.DrainAsked(name))
+            self._owner.happened(events.DrainRequested(name))
 
     # Machines.
 
@@ -166,7 +166,7 @@ class PlacementManager:
             self._trouble = trouble
             text = trouble or "replicas can be started again"
             self._history.say("launcher", text)
-        self._owner.happened(events.PlacesChanged())
+        self._owner.happened(events.CapacityChanged())
         self.wake()
 
     def check_memory(self) -> None:

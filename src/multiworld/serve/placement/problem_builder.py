@@ -83,7 +83,7 @@ def _range(stage: StageSpec, demand: float | None) -> tuple[int, int]:
     config = stage.autoscaling_config or stage.replicas
     if isinstance(config, AutoscalingConfig | ReplicaRange) and demand is not None:
         return max(1, config.min_replicas), config.max_replicas
-    least = max(1, stage.least)  # a stage at zero needs a place, too
+    least = max(1, stage.initial_count)  # one that runs on demand needs a place, too
     return least, least
 
 

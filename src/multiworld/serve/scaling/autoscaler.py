@@ -103,7 +103,7 @@ class Autoscaler:
     def wake(self, model: str) -> None:
         """Ask at once: somebody wants what nothing runs of."""
         known = self._models.get(model)
-        wanted = self._fleet.wanted.models.get(model)
+        wanted = self._fleet.desired.models.get(model)
         if known is not None and wanted is not None and 0 in wanted.replicas:
             known.due_at = 0.0
             self._woken.set()
@@ -151,7 +151,7 @@ class Autoscaler:
         """Follow what is wanted: models come, go, and change their versions."""
         specs = {
             name: self._owner.specs[name][wanted.version]
-            for name, wanted in self._fleet.wanted.models.items()
+            for name, wanted in self._fleet.desired.models.items()
         }
         for name in self._models.keys() - specs.keys():
             del self._models[name]
@@ -168,7 +168,7 @@ class Autoscaler:
 
     def _decide(self, name: str, reports: Reports) -> None:
         known, now = self._models[name], time.monotonic()
-        wanted = self._fleet.wanted.models.get(name)
+        wanted = self._fleet.desired.models.get(name)
         if wanted is None or self._fleet.active.get(name) != wanted.version:
             return  # a new version is on its way: nothing is scaled meanwhile
         replicas = self._replicas(name, wanted.version)
@@ -254,6 +254,6 @@ class Autoscaler:
         return self._with(name, counts), short
 
     def _with(self, name: str, replicas: Sequence[int]) -> DesiredState:
-        wanted = self._fleet.wanted
+        wanted = self._fleet.desired
         model = replace(wanted.models[name], replicas=tuple(replicas))
         return replace(wanted, models={**wanted.models, name: model})

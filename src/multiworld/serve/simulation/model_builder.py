@@ -75,7 +75,7 @@ def pipeline_of(
                 max_batch_size=stage.max_batch_size,
                 max_wait_s=stage.max_wait_ms / 1000,
                 window=stage.max_ongoing_requests,
-                replicas=stage.least,
+                replicas=stage.initial_count,
                 limits=limits_of(stage),
                 item_s=min(took / rows for rows, took in curve.items()),
             )

@@ -1,4 +1,4 @@
-"""Names of dtypes in the Open Inference Protocol, and examples made from specs."""
+"""The dtype names of the Open Inference Protocol, and example inputs. Shell."""
 
 from __future__ import annotations
 
@@ -22,21 +22,27 @@ TORCH_OF = {
     "FP32": torch.float32,
     "FP64": torch.float64,
 }
+"""Torch dtypes by the names of the Open Inference Protocol."""
+
 NAME_OF = {dtype: name for name, dtype in TORCH_OF.items()}
+"""Names of the Open Inference Protocol by torch dtype."""
 
 
 def example_of(model: Model) -> Tensors:
-    """Return the inputs of one request.
+    """Return example inputs for one request.
+
+    They come from ``model.example``, or are zeros of the shapes in ``model.inputs``,
+    with size 1 for every dimension of any size.
 
     Raises:
-        SpecError: The model says neither how to make one nor what its inputs are.
+        SpecError: The model has neither ``example`` nor ``inputs``.
     """
     if model.example is not None:
         return model.example()
     if not model.inputs:
         raise SpecError(
-            "the model gives no example and no inputs, so nothing can be sent through "
-            "it to see that it is ready; return a Model with inputs= or example="
+            "the model has neither an example nor inputs, so no probe can be sent "
+            "through it; return a Model with inputs= or example="
         )
     return {spec.name: _zeros(spec) for spec in model.inputs}
 

@@ -1,8 +1,8 @@
-"""Replicas of a model for one tenant only. Pure.
+"""Copies of a model for one tenant. Pure.
 
-``dedicated: [acme]`` of a model makes a second one, ``model@acme``, with processes of
-its own, which nobody else's requests get to. Everything that scales, heals and places
-models does the same for it.
+``dedicated: [acme]`` adds a second model, ``model@acme``, with processes of its own
+that serve the requests of this tenant only. Scaling, recovery and placement treat it
+like any other model.
 """
 
 from __future__ import annotations
@@ -11,27 +11,34 @@ from collections.abc import Container, Mapping
 
 from multiworld.serve.spec.schema import ModelSpec
 
-MARK = "@"
+SEPARATOR = "@"
+"""Separator between the name of a model and that of its tenant."""
 
 
 def with_dedicated(models: Mapping[str, ModelSpec]) -> dict[str, ModelSpec]:
-    """Return models, and those that tenants have for themselves."""
+    """Return the models and the dedicated copies that they declare."""
     found: dict[str, ModelSpec] = {}
     for name, spec in models.items():
         found[name] = spec
         for tenant in spec.dedicated:
-            title = f"{name}{MARK}{tenant}"
+            title = f"{name}{SEPARATOR}{tenant}"
             if title not in models:
                 found[title] = spec.model_copy(update={"dedicated": []})
     return found
 
 
 def route_of(model: str, tenant: str, routes: Container[str]) -> str:
-    """Return the name under which a tenant's requests for a model are served."""
-    own = f"{model}{MARK}{tenant}"
+    """Return the name of the model that serves a tenant's requests.
+
+    Args:
+        model: Name of the model that the request asks for.
+        tenant: Name of the tenant; empty without authentication.
+        routes: Names of all models that are served.
+    """
+    own = f"{model}{SEPARATOR}{tenant}"
     return own if tenant and own in routes else model
 
 
 def is_dedicated(name: str) -> bool:
-    """Return whether a name is that of a model that one tenant has for itself."""
-    return MARK in name
+    """Return whether a name is that of a dedicated copy."""
+    return SEPARATOR in name

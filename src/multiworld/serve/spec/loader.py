@@ -1,4 +1,4 @@
-"""Reads a spec, and says of every mistake where it is and what to do."""
+"""Loader for YAML specs: reports every mistake with its line and a remedy. Shell."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from multiworld.serve.spec.dedicated import with_dedicated
 from multiworld.serve.spec.profiles import with_profiles
 from multiworld.serve.spec.schema import PATTERNS, AppSpec
 
-Path_ = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
+"""Keys and list indices that lead to a value."""
 
 
 def load_spec(path: Path) -> AppSpec:
-    """Read a YAML spec.
+    """Read a YAML spec from a file.
 
     Raises:
-        SpecError: It cannot be read, is no YAML, or says something that cannot be;
-            ``problems`` has a line for each mistake.
+        SpecError: The file cannot be read, is not valid YAML, or breaks a rule of the
+            schema; ``problems`` has one line for each mistake.
     """
     try:
         text = path.read_text()
@@ -37,69 +38,74 @@ def parse_spec(text: str, where: str = "spec") -> AppSpec:
     """Read a YAML spec from text.
 
     Args:
-        where: What to call it in messages; relative paths begin in its folder.
+        text: The YAML text.
+        where: Path of the spec, for messages; relative paths start in its folder.
 
     Raises:
-        SpecError: As ``load_spec``.
+        SpecError: See ``load_spec``.
     """
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise _failed(where, [_of_yaml(error)]) from error
+        raise _spec_error(where, [_describe_yaml_error(error)]) from error
     except RecursionError:
-        why = "line 1: it is nested too deeply, or refers to itself"
-        raise _failed(where, [why]) from None
+        why = "line 1: the spec is nested too deeply or refers to itself; flatten it"
+        raise _spec_error(where, [why]) from None
     if not isinstance(root, yaml.MappingNode):
-        raise _failed(where, ["line 1: a spec is a mapping; begin with `models:`"])
-    lines: dict[Path_, int] = {}
+        raise _spec_error(
+            where, ["line 1: a spec must be a mapping; begin with `models:`"]
+        )
+    lines: dict[KeyPath, int] = {}
     try:
         problems = _walk(root, (), lines)
     except RecursionError:
-        why = "line 1: it refers to itself (an alias within its own anchor)"
-        raise _failed(where, [why]) from None
+        why = (
+            "line 1: the spec refers to itself; remove the alias inside its own anchor"
+        )
+        raise _spec_error(where, [why]) from None
     try:
         spec = AppSpec.model_validate(data)
     except ValidationError as error:
         found = [
-            (_line(lines, _place(e["loc"])), _of_pydantic(e))
+            (_line(lines, _without_forms(e["loc"])), _describe_validation_error(e))
             for e in error.errors()
             if not _is_of_other_form(e)
         ]
         problems += [f"line {line}: {text}" for line, text in sorted(set(found))]
-        raise _failed(where, problems) from error
+        raise _spec_error(where, problems) from error
     if problems:
-        raise _failed(where, problems)
+        raise _spec_error(where, problems)
     spec = with_profiles(spec, Path(where).parent)
     return spec.model_copy(update={"models": with_dedicated(spec.models)})
 
 
 def schema() -> dict[str, Any]:
-    """Return the JSON Schema of a spec, for editors."""
+    """Return the JSON Schema of a spec."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **AppSpec.model_json_schema(),
     }
 
 
-def _failed(where: str, problems: list[str]) -> SpecError:
+def _spec_error(where: str, problems: list[str]) -> SpecError:
     count = f"{len(problems)} mistakes" if len(problems) > 1 else "a mistake"
     text = "\n".join(f"  {problem}" for problem in problems)
     return SpecError(f"{where} has {count}:\n{text}", problems=tuple(problems))
 
 
-def _of_yaml(error: yaml.YAMLError) -> str:
+def _describe_yaml_error(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
     what = getattr(error, "problem", None) or str(error)
-    if "end of stream" in what:  # where it began says more
+    if "end of stream" in what:  # the start of the open item is more helpful
         mark = getattr(error, "context_mark", None) or mark
-        what = f"{getattr(error, 'context', None) or 'in the text'}: {what}"
+        what = f"{getattr(error, 'context', None) or 'while parsing'}: {what}"
     line = 1 if mark is None else mark.line + 1
-    return f"line {line}: no YAML: {what}; check indentation, colons and quotes"
+    return f"line {line}: not valid YAML: {what}; check indentation, colons and quotes"
 
 
-def _walk(node: yaml.Node, at: Path_, lines: dict[Path_, int]) -> list[str]:
-    """Note the line of every value, and find keys that are given twice."""
+def _walk(node: yaml.Node, at: KeyPath, lines: dict[KeyPath, int]) -> list[str]:
+    """Record the line of every value; return the keys that occur twice."""
     lines[at] = node.start_mark.line + 1
     problems: list[str] = []
     if isinstance(node, yaml.MappingNode):
@@ -109,7 +115,7 @@ def _walk(node: yaml.Node, at: Path_, lines: dict[Path_, int]) -> list[str]:
             if key.value in seen:
                 problems.append(
                     f"line {line}: {_dotted((*at, key.value))} is given twice (first "
-                    f"in line {seen[key.value]}); remove one"
+                    f"on line {seen[key.value]}); remove one"
                 )
             seen[key.value] = line
             problems += _walk(value, (*at, key.value), lines)
@@ -120,15 +126,15 @@ def _walk(node: yaml.Node, at: Path_, lines: dict[Path_, int]) -> list[str]:
     return problems
 
 
-def _line(lines: dict[Path_, int], at: Path_) -> int:
-    """Return the line of the nearest thing that the spec has."""
+def _line(lines: dict[KeyPath, int], at: KeyPath) -> int:
+    """Return the line of a value, or of its nearest ancestor in the text."""
     while at not in lines and at:
         at = at[:-1]
     return lines.get(at, 1)
 
 
-def _place(loc: Path_) -> Path_:
-    """Return where a mistake is, without the forms that pydantic has tried there."""
+def _without_forms(loc: KeyPath) -> KeyPath:
+    """Return a location without the union members that pydantic tried there."""
     return tuple(part for part in loc if not _is_form(part))
 
 
@@ -137,7 +143,10 @@ def _is_form(part: str | int) -> bool:
 
 
 def _is_of_other_form(error: Any) -> bool:
-    """Return whether it is about a form that was not meant: a number or a mapping."""
+    """Return whether an error is about the union member that was not meant.
+
+    Pydantic reports one error for each member: the number and the mapping.
+    """
     forms = [part for part in error["loc"] if _is_form(part) or part == "int"]
     if not forms:
         return False
@@ -145,12 +154,12 @@ def _is_of_other_form(error: Any) -> bool:
     return is_mapping == (str(forms[0]) in ("int", "constrained-int"))
 
 
-def _of_pydantic(error: Any) -> str:
-    at = _place(error["loc"])
+def _describe_validation_error(error: Any) -> str:
+    at = _without_forms(error["loc"])
     name = _dotted(at) or "the spec"
     kind, given = error["type"], error.get("input")
     if kind == "extra_forbidden":
-        return f"{name} is unknown; {_known(at)}"
+        return f"{name} is unknown; {_suggestion(at)}"
     if kind == "missing":
         return f"{name} is missing; add it"
     if kind == "string_pattern_mismatch":
@@ -166,21 +175,24 @@ def _of_pydantic(error: Any) -> str:
 
 
 FORMS = {
-    "model_type": "write a mapping of its fields, `name: value` each",
-    "dict_type": "write a mapping, `name: value` each",
+    "model_type": "write a mapping of its fields, as `name: value` lines",
+    "dict_type": "write a mapping, as `name: value` lines",
     "list_type": "write a list, each item after `- `",
 }
+"""Remedies for values of the wrong form, by pydantic's error type."""
+
 NUMBERS = {
     "replicas": "write an integer, or {min_replicas: 1, max_replicas: 3}",
     "silence_s": "write seconds as a number, such as 2",
     "deadline_s": "write seconds as a number, such as 30",
 }
+"""Remedies for values that are not numbers, by field."""
 
 
-def _known(at: Path_) -> str:
-    """Say what could stand there instead of an unknown key."""
+def _suggestion(at: KeyPath) -> str:
+    """Return the remedy for an unknown key."""
     kind: Any = AppSpec
-    is_key = False  # of a mapping, or a place in a list: it names no field
+    is_key = False  # True where the next part is a map key or a list index
     for part in at[:-1]:
         if is_key:
             is_key = False
@@ -195,7 +207,7 @@ def _known(at: Path_) -> str:
     close = close or [name for name in names if str(at[-1]) in name][:1]
     if close:
         return f"did you mean {close[0]}?"
-    return f"known here are {', '.join(names)}"
+    return f"known fields are {', '.join(names)}"
 
 
 def _model_in(annotation: Any) -> Any:
@@ -208,7 +220,7 @@ def _model_in(annotation: Any) -> Any:
     return None
 
 
-def _dotted(at: Path_) -> str:
+def _dotted(at: KeyPath) -> str:
     text = ""
     for part in at:
         text += f"[{part}]" if isinstance(part, int) else f".{part}"

@@ -29,27 +29,28 @@ __all__ = ["Module"]
 class Module:
     """An ``nn.Module`` that is cut into as many stages as the spec has.
 
-    An ``nn.Sequential`` is cut between its children. Anything else is traced by
-    ``torch.distributed.pipelining`` and cut where a submodule begins, so ``forward``
-    must be something that ``torch.export`` can trace with any number of rows. Where,
-    the spec's ``cut`` says; by default stages get about equally many operations.
+    An ``nn.Sequential`` is cut between its children. Any other module is traced by
+    ``torch.distributed.pipelining`` and cut where a submodule begins, so
+    ``torch.export`` must be able to trace its ``forward`` with any number of rows. The
+    spec's ``cut`` sets the places; by default the stages have about equal numbers of
+    operations.
 
     Attributes:
-        make: Builds the module; the same one every time.
-        inputs: What ``forward`` takes, in its order; rows in dimension 0.
-        outputs: What it returns, in order (of a dict: in the order of its keys).
-        weights: A safetensors file, or a folder with such files and their index. A
-            replica then reads only what its stage owns, and ``make`` costs no memory.
-            By default weights are what ``make`` leaves in the module; every replica
-            builds it whole, and drops what it does not own.
-        example: As of ``Model``. Its sizes are those it is traced with, where a size of
-            1 stands for 1 only.
-        ragged: Inputs of different lengths in dimension 1, which are padded; only for
-            models of a single stage. With more, requests of equal length run together.
-        text: As of ``Model``.
-        embedding: As of ``Model``.
-        check: As of ``Model``.
-        preload: As of ``Model``.
+        make: Builds the module, the same one at every call.
+        inputs: Arguments of ``forward``, in order; dimension 0 holds the rows.
+        outputs: Results of ``forward``, in order (of the keys, for a dict).
+        weights: Safetensors file, or folder with such files and their index. Each
+            replica then reads the weights of its own stage only, and ``make`` uses no
+            memory for weights. By default the weights are those that ``make`` returns;
+            every replica then builds the whole module and drops the other stages.
+        example: As in ``Model``. Its sizes are used for tracing; a size of 1 is then
+            fixed to 1.
+        ragged: Padding values as in ``Stage``, for a single stage only. With more
+            stages, only requests of equal length share a batch.
+        text: As in ``Model``.
+        embedding: As in ``Model``.
+        check: As in ``Model``.
+        preload: As in ``Model``.
     """
 
     make: Callable[[], nn.Module]

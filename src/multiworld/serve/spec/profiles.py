@@ -1,4 +1,4 @@
-"""What was measured of a model, as a file; and a spec completed with it."""
+"""Profiles: measured costs of a model, and how they complete a spec. Shell."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from multiworld.serve.spec.schema import AppSpec, ModelSpec, StageSpec
 MIB = 2**20
 
 MARGIN = 1.25
-"""What is booked for each byte that was measured: requests differ."""
+"""Bytes booked for each byte measured: other requests may need more memory."""
 
 
 class StageProfile(BaseModel):
-    """One stage, measured.
+    """Measured costs of one stage.
 
     Attributes:
-        weight_bytes: Of its parameters; 0 where it is no ``nn.Module``.
-        loaded_bytes: What the process grew by when it was loaded.
-        peak_bytes: The most that it grew by while it computed, loading included.
-        out_bytes: What goes to the next stage for an item (a row).
-        seconds: Of one batch, median, by batch size.
+        name: Name of the stage.
+        weight_bytes: Size of the parameters; 0 if the stage is not an ``nn.Module``.
+        loaded_bytes: Growth of the process when it loaded the stage.
+        peak_bytes: Largest growth of the process while it computed, loading included.
+        out_bytes: Bytes sent to the next stage for one item (a row).
+        seconds: Median seconds for one batch, by batch size in rows.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -38,16 +39,20 @@ class StageProfile(BaseModel):
 
     @property
     def item_s(self) -> float:
-        """Seconds for an item in the batch size that is best for it."""
+        """Seconds for one item in the most efficient batch size."""
         return min(seconds / rows for rows, seconds in self.seconds.items())
 
 
 class ModelProfile(BaseModel):
-    """A model, measured.
+    """Measured costs of a model.
 
     Attributes:
-        base_bytes: What a process takes that has loaded no stage.
-        threads: Of torch, for one operation.
+        model: Name of the model in the spec.
+        version: Version of the model in the spec.
+        device: Device on which the stages ran.
+        threads: Threads that torch used for one operation.
+        base_bytes: Memory of the process before it loaded any stage.
+        stages: Costs of each stage, in order.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -60,15 +65,15 @@ class ModelProfile(BaseModel):
     stages: list[StageProfile]
 
     def memory_mb(self, stage: int) -> float:
-        """Return what to book for a replica of a stage, in MiB."""
+        """Return the memory to book for a replica of a stage, in MiB."""
         return round((self.base_bytes + self.stages[stage].peak_bytes) * MARGIN / MIB)
 
 
 def load_profile(path: Path) -> ModelProfile:
-    """Read what ``multiworld profile`` has written.
+    """Read a file that ``multiworld profile`` wrote.
 
     Raises:
-        SpecError: It cannot be read, or is something else.
+        SpecError: The file cannot be read or is not a profile.
     """
     try:
         return ModelProfile.model_validate(json.loads(path.read_text()))
@@ -76,18 +81,20 @@ def load_profile(path: Path) -> ModelProfile:
         raise SpecError(f"cannot read profile {path}: {error.strerror}") from error
     except ValueError as error:
         raise SpecError(
-            f"{path} is no profile; write one with `multiworld profile --out {path}`"
+            f"{path} is not a profile; write one with `multiworld profile --out {path}`"
         ) from error
 
 
 def with_profiles(app: AppSpec, folder: Path) -> AppSpec:
-    """Return a spec whose stages have what was measured, where they declare nothing.
+    """Return a spec whose stages take from profiles what they do not declare.
 
     Args:
-        folder: Where relative paths of profiles begin.
+        app: The spec.
+        folder: Folder in which relative paths of profiles start.
 
     Raises:
-        SpecError: A profile cannot be read, or has another number of stages.
+        SpecError: A profile cannot be read, or differs from its model in the number of
+            stages.
     """
     models = {
         name: _with_profile(name, spec, folder) for name, spec in app.models.items()
@@ -102,7 +109,8 @@ def _with_profile(name: str, spec: ModelSpec, folder: Path) -> ModelSpec:
     if len(found.stages) != len(spec.stages):
         raise SpecError(
             f"models.{name}.profile: {spec.profile} has {len(found.stages)} stages, "
-            f"the model {len(spec.stages)}; measure it again"
+            f"but the model has {len(spec.stages)}; measure it again with "
+            "`multiworld profile`"
         )
     stages = [_declared(stage, found, k) for k, stage in enumerate(spec.stages)]
     return spec.model_copy(update={"stages": stages})

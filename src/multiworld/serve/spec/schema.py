@@ -1,4 +1,8 @@
-"""What a YAML spec may say. Every field has a meaning, a unit and a default."""
+"""The fields of a YAML spec, each with its meaning, unit and default. Pure.
+
+The docstrings of the fields are their reference: editors show them through the JSON
+Schema, and ``docs/serve/spec.md`` is generated from them.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +23,14 @@ PATTERNS = {
     LAUNCHER: "write local, ray, or package.module:function",
     DEVICE: "write cpu, cuda or cuda:N",
 }
-"""What to do about a text that does not match."""
+"""Remedies for a text that does not match a pattern."""
 
 Seconds = Annotated[float, Field(gt=0, le=86400, strict=True)]
 Count = Annotated[int, Field(ge=1, le=4096, strict=True)]
 
 
 class _Strict(BaseModel):
-    """Unknown keys are errors; a value of the wrong type is not guessed at."""
+    """A model that rejects unknown keys."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True
@@ -34,59 +38,59 @@ class _Strict(BaseModel):
 
 
 class ReplicaRange(_Strict):
-    """A range within which `multiworld scale` moves a stage."""
+    """The range within which `multiworld scale` changes the replicas of a stage."""
 
     min_replicas: Count = 1
-    """Fewest."""
+    """Minimum number of replicas."""
     max_replicas: Count
-    """Most."""
+    """Maximum number of replicas."""
 
     @model_validator(mode="after")
     def _ordered(self) -> ReplicaRange:
         if self.min_replicas > self.max_replicas:
-            raise ValueError("min_replicas is more than max_replicas; swap them")
+            raise ValueError("min_replicas is greater than max_replicas; swap them")
         return self
 
 
 class AutoscalingConfig(_Strict):
-    """How a stage is scaled by itself; names and meanings are Ray Serve's."""
+    """Autoscaling of a stage; names and meanings are those of Ray Serve."""
 
     min_replicas: Annotated[int, Field(ge=0, le=4096, strict=True)] = 1
-    """Fewest. 0: none runs while nobody asks; the first request then waits for a
-    start."""
+    """Minimum number of replicas. 0: none runs while there is no traffic, and the
+    first request then waits until a replica has started."""
     max_replicas: Count
-    """Most."""
+    """Maximum number of replicas."""
     initial_replicas: Annotated[int, Field(ge=0, le=4096, strict=True)] | None = None
-    """How many to begin with; `min_replicas` by default."""
+    """Number of replicas at the start; `min_replicas` by default."""
     target_ongoing_requests: Annotated[float, Field(gt=0, le=1e6)] = 2.0
-    """Requests that are queued for or computed by a replica, on average, when there are
-    as many as there should be. With `objective_ms` the objective counts instead."""
+    """Target for the average number of requests that a replica has queued or computes.
+    With `objective_ms`, autoscaling works towards that objective instead."""
     upscale_delay_s: Annotated[float, Field(ge=0, le=86400)] = 30.0
-    """Seconds for which more must be needed before more are started. Not waited for
-    where none runs, or where what waits already misses the objective."""
+    """Seconds for which more replicas must be needed before any are started. There is
+    no delay if no replica runs, or if the queue already misses the objective."""
     downscale_delay_s: Annotated[float, Field(ge=0, le=86400)] = 600.0
-    """Seconds for which fewer must do before some are drained."""
+    """Seconds for which fewer replicas must suffice before any are drained."""
     downscale_to_zero_delay_s: Annotated[float, Field(ge=0, le=86400)] | None = None
-    """The same for the last one; `downscale_delay_s` by default."""
+    """The same delay for the last replica; `downscale_delay_s` by default."""
     look_back_period_s: Seconds = 30.0
-    """Seconds over which what arrives is averaged."""
+    """Seconds over which arrivals are averaged."""
     upscaling_factor: Annotated[float, Field(gt=0, le=100)] = 1.0
-    """Of the replicas that are missing, how many are started at a time."""
+    """Replicas to start at a time, as a multiple of the missing ones (rounded up)."""
     downscaling_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Of those that are too many, how many are drained at a time."""
+    """Share of the surplus replicas to drain at a time (at least one)."""
     metrics_interval_s: Annotated[float, Field(ge=0.1, le=86400)] = 1.0
-    """Seconds between two decisions; of a model, the least of its stages'. (Ray Serve's
-    default is 10.)"""
+    """Seconds between scaling decisions. A model uses the smallest value among its
+    stages. (Ray Serve's default is 10.)"""
 
     @model_validator(mode="after")
     def _ordered(self) -> AutoscalingConfig:
         if self.min_replicas > self.max_replicas:
-            raise ValueError("min_replicas is more than max_replicas; swap them")
+            raise ValueError("min_replicas is greater than max_replicas; swap them")
         first = self.initial_replicas
         if first is not None and not self.min_replicas <= first <= self.max_replicas:
             raise ValueError(
-                f"initial_replicas must be from {self.min_replicas} to "
-                f"{self.max_replicas}, as min_replicas and max_replicas say"
+                f"initial_replicas must be from {self.min_replicas} (min_replicas) to "
+                f"{self.max_replicas} (max_replicas)"
             )
         return self
 
@@ -95,66 +99,69 @@ class StageSpec(_Strict):
     """One stage of a model."""
 
     name: str = Field(default="", max_length=64)
-    """For people; the model's own name of the stage by default."""
+    """Display name; by default the name that the model gives the stage."""
     replicas: Count | ReplicaRange = 1
-    """How many copies run: a number, or a range that starts with its least, within
-    which `multiworld scale` moves it."""
+    """Number of replicas, or a range. A range starts with its minimum, and `multiworld
+    scale` changes the number within it."""
     autoscaling_config: AutoscalingConfig | None = None
-    """Instead of `replicas`: the load decides how many run."""
+    """Autoscaling, in place of `replicas`: the number of replicas follows the load."""
     max_batch_size: Count = 16
-    """Most rows that are computed together."""
+    """Maximum number of rows in a batch."""
     max_wait_ms: Annotated[float, Field(ge=0, le=10_000)] = 0.0
-    """Milliseconds that the oldest request waits for company. 0: a batch is what has
-    arrived while the one before it was computed."""
+    """Milliseconds that the oldest request may wait for others to fill its batch. 0: a
+    batch takes what has arrived while the previous one was computed."""
     compute_s: Seconds | None = None
-    """Seconds that one batch may be computed for; a replica that takes longer is ended
-    and replaced. By default one is ended that computes for half a minute, and ten
-    seconds after the last deadline of its requests."""
+    """Seconds that one batch may take to compute; a replica that takes longer exits and
+    is replaced. By default a replica exits once a batch has taken 30 s and all its
+    requests are more than 10 s past their deadlines."""
     max_ongoing_requests: Count = 32
-    """Most requests that a sender may have at a replica and not begun."""
+    """Maximum number of requests that one sender (a gateway, or a replica of the
+    previous stage) may have outstanding at a replica."""
     threads: Count = 1
     """Threads that torch uses for one operation, in each replica."""
     ranks: Annotated[int, Field(ge=1, le=64, strict=True)] = 1
-    """Processes that one replica consists of, for stages that compute together
-    (tensor-parallel ones); the stage's `load` gets them as `context.group`."""
+    """Processes of one replica, for stages that compute together (tensor parallelism).
+    The stage's `load` gets them as `context.group`."""
     device: str = Field(default="cpu", pattern=DEVICE)
-    """Where its tensors are: `cpu`, `cuda` (a GPU is chosen) or `cuda:N`."""
+    """Device of the stage's tensors: `cpu`, `cuda` (a GPU is chosen) or `cuda:N`."""
     cpus: Annotated[float, Field(gt=0, le=4096)] | None = None
-    """Cores that are booked for each rank. By default none: it takes what is free."""
+    """Cores to book for each rank. By default none; the rank uses what is free."""
     memory_mb: Annotated[float, Field(gt=0, le=1e8)] | None = None
-    """Main memory that is booked for each rank, in MiB; a replica that uses more is
-    ended, and named. By default none is booked, and nothing limits it."""
+    """Main memory to book for each rank, in MiB. A replica that uses more is killed,
+    and an event names it. By default no memory is booked, and there is no limit."""
     gpu_memory_mb: Annotated[float, Field(gt=0, le=1e8)] | None = None
-    """The same for memory of its GPU."""
+    """GPU memory to book for each rank, in MiB; torch can allocate no more than this.
+    Needs a GPU as `device`."""
     item_ms: Annotated[float, Field(ge=0)] | None = None
-    """Milliseconds that a replica computes for one row of a full batch; a placement is
-    planned with it. `multiworld profile` measures it."""
+    """Milliseconds that a replica takes to compute one row of a full batch. Placement
+    and autoscaling plan with it; `multiworld profile` measures it."""
     out_kb: Annotated[float, Field(ge=0)] | None = None
-    """What it hands to the next stage for a row, in KiB; planned with, too."""
+    """Size of what the stage sends to the next one for a row, in KiB. Placement plans
+    with it; `multiworld profile` measures it."""
     nodes: list[Annotated[str, Field(min_length=1, max_length=253)]] = Field(
         default_factory=list
     )
-    """The machines that it may run on, by name (`*` and `?` stand for any characters);
-    by default any."""
+    """Names of the machines that the stage may run on; any machine by default. `*`
+    matches any characters, `?` one."""
 
     @model_validator(mode="after")
     def _gpu_memory_on_gpu(self) -> StageSpec:
         if self.gpu_memory_mb is not None and self.device == "cpu":
-            raise ValueError("gpu_memory_mb is for a GPU; add `device: cuda`")
+            raise ValueError("gpu_memory_mb needs a GPU; add `device: cuda`")
         return self
 
     @model_validator(mode="after")
     def _one_number(self) -> StageSpec:
         if self.autoscaling_config is not None and self.replicas != 1:
             raise ValueError(
-                "give replicas or autoscaling_config, not both; initial_replicas says "
-                "how many to begin with"
+                "give either replicas or autoscaling_config, not both; "
+                "initial_replicas sets the number at the start of autoscaling"
             )
         return self
 
     @property
-    def least(self) -> int:
-        """How many replicas to begin with."""
+    def initial_count(self) -> int:
+        """The number of replicas at the start."""
         if (config := self.autoscaling_config) is not None:
             first = config.initial_replicas
             return config.min_replicas if first is None else first
@@ -167,45 +174,49 @@ class ModelSpec(_Strict):
     """One model."""
 
     version: str = Field(default="1", pattern=VERSION)
-    """A new one makes `multiworld update` replace the running one without a pause."""
+    """Version of the model. If it changes, `multiworld update` replaces the running
+    version with a rolling update, without a pause."""
     factory: str | None = Field(default=None, pattern=FACTORY)
     """`package.module:function` that returns a multiworld.serve.Model, a list of
-    stages, or a multiworld.serve.Module to be cut."""
+    stages, or a multiworld.serve.Module to cut."""
     path: str | None = None
-    """A Hugging Face model folder on disk; it is cut by layers."""
+    """Folder of a Hugging Face model on disk; the model is cut between layers."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the factory."""
+    """Keyword arguments for the factory."""
     stages: Annotated[list[StageSpec], Field(min_length=1, max_length=64)]
-    """In order; as many as the factory returns."""
+    """The stages in order, as many as the factory returns."""
     cut: list[Annotated[int, Field(ge=1, strict=True)]] | None = None
-    """Where a `path` or a Module is cut: the first layer or part of every stage after
-    the first, as `multiworld partition` proposes. By default stages are about equal."""
+    """Numbers of the first layer (of a `path`) or part (of a Module) of every stage but
+    the first; `multiworld partition` proposes them. By default the model is cut into
+    stages of about equal cost."""
     deadline_s: Seconds = 30.0
-    """Seconds that a request may take if it names no deadline itself."""
+    """Seconds that a request may take, unless it sets its own deadline."""
     max_queued_requests: Annotated[int, Field(ge=0, le=1_000_000)] = 512
-    """Most requests that wait at a gateway; more are answered with 429."""
+    """Maximum number of requests waiting at a gateway; others are answered with 429."""
     profile: str | None = None
-    """A file that `multiworld profile` has written, relative to the spec: what its
-    stages need where they do not declare it."""
+    """File written by `multiworld profile`, relative to the spec. It supplies
+    `memory_mb`, `item_ms` and `out_kb` where a stage does not declare them."""
     demand: Annotated[float, Field(gt=0)] | None = None
-    """Rows a second that a placement is planned for; how many replicas a stage has is
-    still what `replicas` says, within its range. By default just the replicas."""
+    """Rows per second to plan the placement for. The number of replicas still follows
+    `replicas`; only `multiworld plan` proposes one, within the range. By default
+    placement plans for the replicas alone."""
     weight: Annotated[float, Field(gt=0, le=1e6)] = 1.0
-    """What its demand counts beside that of others, where not all of it can be met."""
+    """Weight of this model against the others where not all demand can be met."""
     dedicated: list[Annotated[str, Field(pattern=NAME)]] = Field(default_factory=list)
-    """Tenants that have replicas of this model for themselves, as many as the stages
-    say; it is served to each of them as `NAME@TENANT`, a model of its own."""
+    """Tenants that get replicas of this model for themselves, as many as the stages
+    declare. Each copy is a model of its own, named `NAME@TENANT`."""
     objective_ms: Annotated[float, Field(gt=0, le=8.64e7)] | None = None
-    """Milliseconds within which answers should come, waiting included: what scaling
-    works towards, and what attainment is counted by."""
+    """Latency objective: milliseconds within which an answer should come, queueing
+    included. Autoscaling works towards it; SLO attainment is measured against it."""
     objective_share: Annotated[float, Field(ge=0.5, lt=1)] = 0.99
-    """Of the answers, that should: with fewer, fewer replicas are kept for bursts."""
+    """Share of answers that should meet `objective_ms`. A lower share needs a smaller
+    burst reserve."""
     scaling: str | None = Field(default=None, pattern=FACTORY)
-    """`package.module:function` that decides how many replicas its stages have, in
+    """`package.module:function` that decides the number of replicas of each stage, in
     place of `multiworld.serve.scaling.default_policy:decide`."""
     latency_ms: Annotated[float, Field(gt=0)] | None = None
-    """Milliseconds that a row may take through all stages, without waiting, as it is
-    planned."""
+    """Milliseconds that a row may take through all stages, without queueing: a limit
+    for the placement."""
 
     @field_validator("version", mode="before")
     @classmethod
@@ -228,48 +239,49 @@ class ModelSpec(_Strict):
     @model_validator(mode="after")
     def _one_source(self) -> ModelSpec:
         if (self.factory is None) == (self.path is None):
-            raise ValueError("give either factory or path, not both and not neither")
+            raise ValueError("give either factory or path, and not both")
         return self
 
 
 class GatewaySpec(_Strict):
-    """The HTTP side."""
+    """The HTTP gateway."""
 
     host: str = "127.0.0.1"
-    """The address to listen on."""
+    """Address to listen on."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
-    """0 takes a free one."""
+    """Port to listen on; 0 picks a free one."""
     replicas: Annotated[int, Field(ge=1, le=64)] = 1
-    """Processes that share the port."""
+    """Number of gateway processes; they share the port."""
     authentication: Literal["none", "keys"] = "none"
     """`keys`: every request needs the API key of a tenant (`multiworld tenants`)."""
     max_body_mb: Annotated[float, Field(gt=0, le=4096)] = 64.0
-    """Largest request body, in MiB; a larger one is answered with 413."""
+    """Maximum size of a request body, in MiB; a larger one is answered with 413."""
     max_connections: Annotated[int, Field(ge=1, le=1_000_000, strict=True)] = 4096
-    """Most connections of a gateway at a time; one more is answered with 503."""
+    """Maximum number of connections to a gateway; others are answered with 503."""
     head_s: Seconds = 10.0
-    """Seconds that a client may take to send a request's headers; then 408."""
+    """Seconds that a client may take to send the headers of a request; a slower one is
+    answered with 408."""
     shutdown_s: Seconds = 30.0
-    """Seconds that accepted requests get to end at a shutdown."""
+    """Seconds that accepted requests get to finish at a shutdown."""
     tls_certificate: str | None = None
-    """PEM file with the certificate chain: HTTPS. With tls_key."""
+    """PEM file with the certificate chain; turns HTTPS on. Needs `tls_key`."""
     tls_key: str | None = None
-    """PEM file with the key of the certificate."""
+    """PEM file with the private key of the certificate."""
 
     @model_validator(mode="after")
     def _both(self) -> GatewaySpec:
         if (self.tls_certificate is None) != (self.tls_key is None):
-            raise ValueError("give tls_certificate and tls_key together")
+            raise ValueError("give tls_certificate and tls_key together, or neither")
         return self
 
 
 class MachineSpec(_Strict):
-    """What may be booked of this machine; what is not declared is not booked."""
+    """Resources of this machine that replicas may book."""
 
     name: str = Field(default="", max_length=253)
-    """What `nodes:` calls it; the host's name by default."""
+    """Name of this machine in `nodes`; the host name by default."""
     cpus: Annotated[float, Field(gt=0)] | None = None
-    """Cores; all by default."""
+    """Number of cores; all by default."""
     memory_mb: Annotated[float, Field(gt=0)] | None = None
     """Main memory, in MiB; all by default."""
 
@@ -278,47 +290,51 @@ class RaySpec(_Strict):
     """A Ray cluster, on which every replica is an actor in a placement group."""
 
     address: str = "auto"
-    """`auto`: the cluster that this machine is part of; `local`: one that is started on
-    this machine, and ends with the service; or HOST:PORT of the head."""
+    """`auto`: the cluster that this machine belongs to; `local`: a cluster that starts
+    on this machine and stops with the service; or HOST:PORT of the head node."""
     namespace: str = Field(default="multiworld", min_length=1, max_length=64)
-    """The Ray namespace of the actors."""
+    """Ray namespace of the actors."""
 
 
 class AppSpec(_Strict):
-    """A service: models, and how they are reached."""
+    """A service: its models, its gateway, and where its replicas run."""
 
     app: str = Field(default="app", pattern=NAME)
-    """Name of the service; the commands find it by this."""
+    """Name of the service; commands find the service by this name."""
     models: Annotated[dict[str, ModelSpec], Field(min_length=1)]
-    """By name. `NAME@TENANT`: the same for this tenant only, see `dedicated`."""
+    """Models by name. `NAME@TENANT` is the copy for one tenant (see `dedicated`)."""
     gateway: GatewaySpec = GatewaySpec()
-    """The HTTP side."""
+    """HTTP: address, limits and TLS."""
     launcher: str = Field(default="local", pattern=LAUNCHER)
     """Where replicas run: `local` (this machine), `ray` (nodes of a Ray cluster), or
     `package.module:function` that makes another launcher."""
     ray: RaySpec | None = None
-    """The Ray cluster, with `launcher: ray`."""
+    """The Ray cluster; needs `launcher: ray`."""
     machine: MachineSpec = MachineSpec()
-    """What replicas may book of this machine, with `launcher: local`."""
+    """Resources of this machine that replicas may book, with `launcher: local`."""
     host: str = Field(default="127.0.0.1", min_length=1)
-    """The address of this machine at which its replicas reach the store; one that other
-    machines know if replicas run there. `auto`: that of its way out."""
+    """Address of this machine at which replicas reach the store. If replicas run on
+    other machines, these must be able to reach it. `auto`: the address from which this
+    machine reaches other networks."""
     placement: str | None = Field(default=None, pattern=FACTORY)
-    """`package.module:function` that chooses the machine of the next replica, in place
+    """`package.module:function` that chooses the machine for the next replica, in place
     of `multiworld.serve.resources.assignment:assign`."""
     silence_s: Seconds = 2.0
-    """Seconds of silence after which a process is given up and replaced."""
+    """Seconds of silence after which a process counts as lost and is replaced."""
     ready_s: Seconds = 120.0
-    """Seconds that a new version gets to become ready before it is rolled back."""
+    """Seconds that a process has to become ready; it is replaced after that. A new
+    version that is not ready in that time is rolled back."""
     drain_s: Seconds = 60.0
-    """Seconds that a replica gets to end its work before it is stopped."""
+    """Seconds that a draining process gets to finish its work before it is killed."""
     orphan_s: Seconds = 10.0
-    """Seconds after which a worker with neither controller nor gateway ends itself."""
+    """Seconds after which a worker with neither controller nor gateway exits."""
 
     @model_validator(mode="after")
     def _ray(self) -> AppSpec:
         if self.ray is not None and self.launcher != "ray":
-            raise ValueError("ray: says how; add `launcher: ray`, or remove it")
+            raise ValueError(
+                "`ray` is for the Ray launcher; add `launcher: ray`, or remove `ray`"
+            )
         return self
 
     @field_validator("models")
@@ -330,7 +346,7 @@ class AppSpec(_Strict):
                 raise ValueError(f"model name {name!r}: {PATTERNS[NAME]}")
             if mark and base not in models:
                 raise ValueError(
-                    f"model name {name!r}: what stands before the @ is a model, and "
-                    f"there is no {base!r}"
+                    f"model name {name!r}: there is no model {base!r}; write the name "
+                    "of a model before the @"
                 )
         return models

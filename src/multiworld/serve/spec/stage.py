@@ -1,8 +1,8 @@
-"""What a model is to the service: stages, inputs and outputs, how rows are joined.
+"""The description of a model: its stages, inputs and outputs, and batching. Shell.
 
-A factory returns a ``Model`` (or just a list of stages). It runs in every process of
-the service, so it is cheap: weights are loaded by the ``load`` of a stage, in the
-processes that run this stage.
+A factory returns a ``Model`` (or just a list of stages). The factory runs in every
+process of the service, so it must be cheap: it does not load weights. The ``load`` of a
+stage does, in the processes that run this stage.
 
 ::
 
@@ -29,16 +29,21 @@ if TYPE_CHECKING:
 __all__ = ["Model", "Stage", "StageContext", "TensorSpec", "Tensors", "TextFrontend"]
 
 Tensors = dict[str, "Tensor"]
+"""Tensors by name; dimension 0 of each holds the rows."""
+
 StageFunction = Callable[[Tensors], Tensors]
+"""The computation of a stage: inputs to outputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One input or output, in the words of the Open Inference Protocol.
+    """Name, datatype and shape of one input or output.
 
     Attributes:
-        datatype: BOOL, UINT8 … INT64, FP16, BF16, FP32, FP64.
-        shape: -1 for a dimension of any size; the first one is the rows.
+        name: Name of the tensor.
+        datatype: Datatype of the Open Inference Protocol: BOOL, UINT8 … UINT64,
+            INT8 … INT64, FP16, BF16, FP32 or FP64.
+        shape: Sizes; -1 for a dimension of any size. Dimension 0 holds the rows.
     """
 
     name: str
@@ -47,28 +52,46 @@ class TensorSpec:
 
 
 class Group(Protocol):
-    """The ranks of one replica, for stages of several; called from the model's thread.
+    """Collectives among the ranks of one replica, called from the model's thread.
 
-    Every rank calls the same operations in the same order.
+    Every rank must call the same operations in the same order.
+
+    Attributes:
+        rank: Rank of this process in the replica, from 0.
+        size: Number of ranks.
     """
 
     rank: int
     size: int
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum ``tensor`` over all ranks, in place, and return it."""
+        """Sum a tensor over all ranks in place.
+
+        Args:
+            tensor: Summand; same shape and dtype on every rank.
+
+        Returns:
+            The same tensor, which now holds the sum.
+        """
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return everybody's ``tensor``, by rank."""
+        """Gather the tensors of all ranks.
+
+        Args:
+            tensor: Contribution of this rank; same shape and dtype on every rank.
+
+        Returns:
+            The tensors of all ranks, in rank order.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class StageContext:
-    """Where a stage is loaded.
+    """The process in which a stage is loaded.
 
     Attributes:
-        device: The device of its tensors.
-        group: The ranks of this replica; None if there is one only.
+        device: Torch device of the stage's tensors, such as ``cuda:0``.
+        group: Collectives among the ranks of this replica; None if it has one rank.
     """
 
     device: str = "cpu"
@@ -80,16 +103,17 @@ class Stage:
     """One part of a model.
 
     Attributes:
-        load: Loads what this stage owns, and returns the function that computes it: a
-            dict of tensors in, a dict of tensors out, rows in dimension 0 of each. It
-            runs in a thread of its own, under ``torch.inference_mode``.
-        name: For people.
-        ragged: Tensors, of what comes in and goes out, whose dimension 1 differs from
-            request to request, and the value they are padded with. In a batch they are
-            padded to the longest; outputs named here are cut to what came in.
-        buckets: Lengths to pad to, ascending, where few lengths are better than the
-            exact one (compiled models).
-        is_batched: False if requests may never run together.
+        load: Loads the weights of this stage and returns the function that computes
+            it. That function takes and returns a dict of tensors, each with the rows
+            in dimension 0. It runs in a thread of its own, under
+            ``torch.inference_mode``.
+        name: Display name.
+        ragged: Padding values of inputs and outputs whose dimension 1 differs between
+            requests. A batch pads such inputs to the longest, and cuts such outputs
+            back to the length of their request.
+        buckets: Lengths to pad to, ascending, for models that should see few distinct
+            lengths (compiled ones). Empty: pad to the longest request.
+        is_batched: False if the stage must compute one request at a time.
     """
 
     load: Callable[[StageContext], StageFunction]
@@ -100,10 +124,20 @@ class Stage:
 
 
 class TextFrontend(Protocol):
-    """Turns text into the inputs of stage 0, for ``/v1/embeddings``; in the gateway."""
+    """Tokenizer for ``/v1/embeddings``: turns text into the inputs of stage 0.
+
+    It runs in the gateway.
+    """
 
     def encode(self, text: str) -> Tensors:
-        """Return the inputs, one row each."""
+        """Return the inputs of stage 0 for one text.
+
+        Args:
+            text: The text to encode.
+
+        Returns:
+            The inputs, with one row each.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,19 +145,20 @@ class Model:
     """A model, cut into stages.
 
     Attributes:
-        stages: In order.
-        inputs: What stage 0 takes.
-        outputs: What the last stage gives.
-        example: Makes the inputs of one request; a replica is ready when this has gone
-            through it. Zeros of the inputs' shapes by default (with 1 for each -1).
-        text: Loads what turns text into inputs; None if there is no such thing.
-        embedding: The output that ``/v1/embeddings`` answers with.
-        check: Looks at the inputs of a request, in the gateway, and raises
-            ``InvalidRequestError`` for values that the model cannot take; names,
-            datatypes and shapes have been compared with ``inputs`` by then.
-        preload: Modules that its stages need and that take long to import.
-        parts: Makes the same model in as many stages as it can be cut into, for
-            ``multiworld partition``; None if it is cut by hand.
+        stages: The stages in order.
+        inputs: Inputs of stage 0.
+        outputs: Outputs of the last stage.
+        example: Returns the inputs of one request. A replica is ready once a probe with
+            them has passed through it. By default zeros of the inputs' shapes, with
+            size 1 for each -1.
+        text: Loads the tokenizer for ``/v1/embeddings``; None if the model has none.
+        embedding: Output that ``/v1/embeddings`` answers with.
+        check: Validates the inputs of a request in the gateway, once their names,
+            datatypes and shapes match ``inputs``. Raises ``InvalidRequestError`` for
+            values that the model cannot take.
+        preload: Modules that the stages need and that take long to import.
+        parts: Returns the same model in as many stages as possible, for ``multiworld
+            partition``; None if the model is cut by hand.
     """
 
     stages: Sequence[Stage]

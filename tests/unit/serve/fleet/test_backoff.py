@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from multiworld.serve.fleet.backoff import (
-    FREE,
+    FREE_FAILURES,
     LAST_READY_S,
     LAST_S,
     CrashBackoff,
 )
 
 
-def test_crash_guard_waits_longer_each_time_and_forgets_what_was_sound() -> None:
-    """A fault is replaced at once, a loop is not."""
-    guard = CrashBackoff()
-    pauses = [guard.failed("p", None, 10.0) for _ in range(FREE + 9)]
-    assert pauses[:FREE] == [0.0] * FREE
-    assert pauses[FREE : FREE + 3] == [0.5, 1.0, 2.0]
+def test_backoff_grows_with_crashes_and_resets_after_stable_runs() -> None:
+    """A single fault is replaced at once, a crash loop is not."""
+    backoff = CrashBackoff()
+    pauses = [backoff.record_failure("p", None, 10.0) for _ in range(FREE_FAILURES + 9)]
+    assert pauses[:FREE_FAILURES] == [0.0] * FREE_FAILURES
+    assert pauses[FREE_FAILURES : FREE_FAILURES + 3] == [0.5, 1.0, 2.0]
     assert max(pauses) == LAST_S
-    assert guard.not_before("p") == 10.0 + LAST_S
-    assert guard.not_before("other") == 0.0
-    assert guard.failed("p", 1.0, 50.0) == LAST_READY_S
-    assert guard.failed("p", 60.0, 100.0) == 0.0
-    assert guard.failures("p") == 1
+    assert backoff.not_before("p") == 10.0 + LAST_S
+    assert backoff.not_before("other") == 0.0
+    assert backoff.record_failure("p", 1.0, 50.0) == LAST_READY_S
+    assert backoff.record_failure("p", 60.0, 100.0) == 0.0
+    assert backoff.failures("p") == 1

@@ -1,4 +1,4 @@
-"""What the controller does about the difference between wanted and observed."""
+"""The reconciler: from the observed state to the desired state."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from multiworld.serve.fleet.actions import (
     Finish,
     Kill,
     Launch,
+    LogEvent,
     Probe,
-    Say,
 )
 from multiworld.serve.fleet.events import (
     Adopted,
     Applied,
+    CapacityChanged,
     DesiredStateChanged,
-    DrainAsked,
+    DrainRequested,
     Event,
     Joined,
     Loaded,
-    PlacesChanged,
     Probed,
     ProcessGone,
     Ticked,
@@ -38,13 +38,13 @@ from multiworld.serve.fleet.state import (
 from multiworld.serve.transport.routing_table import ReplicaState
 
 
-def wanted(*replicas: int, version: str = "1", gateways: int = 1) -> DesiredState:
+def desired(*replicas: int, version: str = "1", gateways: int = 1) -> DesiredState:
     """Return a service with one model."""
     return DesiredState({"m": DesiredModel(version, tuple(replicas))}, gateways)
 
 
 class Service:
-    """A fleet whose processes do at once what they are told, unless they are broken.
+    """A fleet whose processes carry out orders at once, unless they are broken.
 
     Attributes:
         broken: Versions whose workers die while they load.
@@ -55,24 +55,24 @@ class Service:
         self.now = 0.0
         self.broken: set[str] = set()
         self.alive: set[str] = set()
-        self.said: list[Say] = []
+        self.logged: list[LogEvent] = []
         self.order: list[str] = []
         self.answers_probes = True
         self.room = 1000
-        self.tell(DesiredStateChanged(wanted(*replicas)))
+        self.tell(DesiredStateChanged(desired(*replicas)))
 
     def tell(self, event: Event) -> None:
-        """Tell the fleet something, and carry out what follows."""
+        """Pass an event to the reconciler, and carry out the actions that follow."""
         waiting: list[Event] = [event]
         for _ in range(10_000):
             if not waiting:
                 return
             for action in self.fleet.handle(waiting.pop(0), self.now):
                 waiting += self.carry_out(action)
-        raise AssertionError("the fleet never comes to rest")
+        raise AssertionError("the reconciler never converges")
 
     def carry_out(self, action: Action) -> list[Event]:
-        """Return what follows of an action."""
+        """Carry out an action; return the events that follow."""
         match action:
             case Launch(name, _, version, _):
                 assert name not in self.alive
@@ -93,8 +93,8 @@ class Service:
                 return [ProcessGone(name, "done", is_clean=True)]
             case Announce(table):
                 return [Applied(name, table.number) for name in sorted(self.alive)]
-            case Say():
-                self.said.append(action)
+            case LogEvent():
+                self.logged.append(action)
         return []
 
     def tick(self, seconds: float) -> None:
@@ -112,53 +112,53 @@ class Service:
         return stages
 
     def kinds(self) -> list[str]:
-        """Return the kinds of what was said."""
-        return [say.kind for say in self.said]
+        """Return the kinds of the logged events."""
+        return [entry.kind for entry in self.logged]
 
     def a_worker(self, stage: int) -> str:
-        """Return a replica of a stage."""
+        """Return the name of a replica of a stage."""
         names = self.fleet.processes
         return next(n for n in names if n.startswith(f"m/{stage}/"))
 
 
-def test_what_has_no_place_waits_and_is_told_once() -> None:
-    """It is no crash: it is tried again, at once when a machine is added."""
+def test_unplaced_replica_waits_and_is_reported_once() -> None:
+    """It does not count as a crash, and is retried at once when a machine is added."""
     service = Service(1, 1, 1)
     service.room = 1
-    service.tell(DesiredStateChanged(wanted(1, 3, 1)))
+    service.tell(DesiredStateChanged(desired(1, 3, 1)))
     assert service.ready() == [1, 2, 1]
     assert service.fleet.unplaced == {("m", "1", 1): "no machine has 2 cpus"}
     service.tick(10.0)
     assert service.kinds().count("unplaced") == 1
-    assert service.fleet.guard.failures(("m", "1", 1)) == 0
+    assert service.fleet.backoff.failures(("m", "1", 1)) == 0
     service.room = 1
-    service.tell(PlacesChanged())
+    service.tell(CapacityChanged())
     assert service.ready() == [1, 3, 1]
     assert service.fleet.unplaced == {}
 
 
-def test_drain_that_nothing_can_replace_is_withdrawn() -> None:
-    """The replica stays: fewer would serve, for good."""
+def test_drain_is_withdrawn_without_room_for_a_replacement() -> None:
+    """The replica stays; otherwise the stage would be one short for good."""
     service = Service(1, 1, 1)
     service.room = 0
     name = service.a_worker(1)
-    service.tell(DrainAsked(name))
+    service.tell(DrainRequested(name))
     service.tick(5.0)
     assert name in service.fleet.processes
     assert service.ready() == [1, 1, 1]
     assert service.kinds().count("kept") == 1
     number = service.fleet.table.number
     service.tick(5.0)
-    assert service.fleet.table.number == number, "nothing is announced any more"
+    assert service.fleet.table.number == number, "the table stays as it is"
 
 
-def test_adopted_replica_that_never_comes_is_replaced() -> None:
-    """It was on a machine that nobody can ask, and may be gone with it."""
+def test_adopted_replica_that_never_joins_is_replaced() -> None:
+    """Its machine cannot be reached, and the replica may be gone with it."""
     service = Service(1, 1, 1)
     ghost = Process("m/1/99", "m", "1", 1, ProcessPhase.READY, since=service.now)
     service.tell(Adopted(ghost))
-    service.tell(DesiredStateChanged(wanted(1, 2, 1)))
-    assert service.ready() == [1, 2, 1], "it counts, for the time being"
+    service.tell(DesiredStateChanged(desired(1, 2, 1)))
+    assert service.ready() == [1, 2, 1], "it counts until it is overdue"
     service.tick(49.0)
     assert "m/1/99" in service.fleet.processes
     service.tick(3.0)
@@ -166,22 +166,22 @@ def test_adopted_replica_that_never_comes_is_replaced() -> None:
     assert service.ready() == [1, 2, 1]
 
 
-def test_what_has_no_place_gets_one_when_something_leaves() -> None:
+def test_unplaced_replica_starts_when_another_leaves() -> None:
     """Within about a second."""
     service = Service(1, 1, 1)
     service.room = 0
-    service.tell(DesiredStateChanged(wanted(1, 2, 1)))
+    service.tell(DesiredStateChanged(desired(1, 2, 1)))
     service.room = 1
     service.tick(2.0)
     assert service.ready() == [1, 2, 1]
     assert "lost" not in service.kinds()
 
 
-def test_version_without_room_is_rolled_back_when_its_time_is_over() -> None:
-    """The old one serves on."""
+def test_version_without_room_is_rolled_back_after_its_deadline() -> None:
+    """The old version keeps serving."""
     service = Service(1, 1, 1)
     service.room = 1
-    service.tell(DesiredStateChanged(wanted(1, 1, 1, version="2")))
+    service.tell(DesiredStateChanged(desired(1, 1, 1, version="2")))
     service.tick(40.0)
     assert service.fleet.active["m"] == "1"
     service.tick(20.0)
@@ -190,8 +190,8 @@ def test_version_without_room_is_rolled_back_when_its_time_is_over() -> None:
     assert service.fleet.unplaced == {}
 
 
-def test_everything_is_started_and_ready_after_a_probe() -> None:
-    """The table says so."""
+def test_replicas_are_started_and_ready_after_a_probe() -> None:
+    """The routing table shows them as ready."""
     service = Service(1, 2, 1)
     assert service.ready() == [1, 2, 1]
     table = service.fleet.table
@@ -200,8 +200,8 @@ def test_everything_is_started_and_ready_after_a_probe() -> None:
     assert table.routes["m"].stages == {"1": 3}
 
 
-def test_nothing_is_ready_without_a_probe_that_came_back() -> None:
-    """And a failed one is repeated."""
+def test_replica_is_not_ready_without_a_successful_probe() -> None:
+    """A failed probe is repeated."""
     service = Service(1, 1, 1)
     service.answers_probes = False
     name = service.a_worker(1)
@@ -215,34 +215,34 @@ def test_nothing_is_ready_without_a_probe_that_came_back() -> None:
 
 
 def test_lost_replica_is_replaced_at_once_under_a_new_name() -> None:
-    """What is left of it is killed."""
+    """The rest of the old process is killed."""
     service = Service(1, 2, 1)
     name = service.a_worker(1)
     service.tell(ProcessGone(name, "silent"))
     assert service.ready() == [1, 2, 1]
     assert name not in service.fleet.processes
     assert name not in service.alive
-    service.tell(ProcessGone(name, "again"))  # word of it twice
+    service.tell(ProcessGone(name, "again"))  # the loss is reported twice
     assert service.ready() == [1, 2, 1]
 
 
-def test_scaling_down_drains_the_newest_and_leaves_the_others() -> None:
-    """It is finished when every sender knows."""
+def test_scaling_down_drains_the_newest_and_keeps_the_others() -> None:
+    """A drained replica finishes once every sender has the new table."""
     service = Service(1, 3, 1)
     names = sorted(n for n in service.fleet.processes if n.startswith("m/1/"))
-    service.tell(DesiredStateChanged(wanted(1, 1, 1)))
+    service.tell(DesiredStateChanged(desired(1, 1, 1)))
     left = [n for n in service.fleet.processes if n.startswith("m/1/")]
     assert left == names[:1]
     assert sorted(service.order) == names[1:]
 
 
 def test_draining_waits_until_every_sender_has_the_table() -> None:
-    """Who still sends to it would lose what it sends."""
+    """A sender with the old table would lose the requests that it still sends."""
     service = Service(1, 2, 1)
     sender = service.a_worker(0)
     fleet = service.fleet
     table = fleet.table.number
-    actions = fleet.handle(DesiredStateChanged(wanted(1, 1, 1)), 0.0)
+    actions = fleet.handle(DesiredStateChanged(desired(1, 1, 1)), 0.0)
     assert not any(isinstance(a, Finish) for a in actions)
     assert fleet.table.number == table + 1
     gateway = fleet.table.gateways[0]
@@ -251,8 +251,8 @@ def test_draining_waits_until_every_sender_has_the_table() -> None:
     assert [type(a) for a in actions] == [Finish]
 
 
-def test_drained_process_that_does_not_end_is_killed() -> None:
-    """After drain_s."""
+def test_draining_process_that_does_not_exit_is_killed() -> None:
+    """It has ``drain_s`` to finish."""
     service = Service(1, 2, 1)
     name = service.a_worker(1)
     service.fleet.processes[name].phase = ProcessPhase.FINISHING
@@ -262,17 +262,17 @@ def test_drained_process_that_does_not_end_is_killed() -> None:
     assert service.ready() == [1, 2, 1]
 
 
-def test_asked_for_drain_replaces_the_process() -> None:
-    """As many are ready afterwards."""
+def test_requested_drain_replaces_the_process() -> None:
+    """The number of ready replicas is the same afterwards."""
     service = Service(1, 1, 1)
     name = service.a_worker(2)
-    service.tell(DrainAsked(name))
+    service.tell(DrainRequested(name))
     assert service.ready() == [1, 1, 1]
     assert service.order == [name]
 
 
-def test_crash_loop_waits_longer_each_time() -> None:
-    """And is told."""
+def test_crash_loop_is_slowed_down_by_backoff() -> None:
+    """The event log shows the backoff."""
     service = Service(1, 1, 1)
     service.broken.add("1")
     service.tell(ProcessGone(service.a_worker(0), "killed"))
@@ -282,14 +282,14 @@ def test_crash_loop_waits_longer_each_time() -> None:
     service.broken.clear()
     service.tick(40)
     assert service.ready() == [1, 1, 1]
-    assert any("waits" in say.text for say in service.said)
+    assert any("its replacement starts in" in entry.text for entry in service.logged)
 
 
 def test_new_version_takes_over_when_all_of_it_is_ready() -> None:
-    """The old one is finished from the first stage on."""
+    """The old version finishes stage by stage, the first one first."""
     service = Service(1, 2, 1)
     service.answers_probes = False
-    service.tell(DesiredStateChanged(wanted(1, 2, 1, version="2")))
+    service.tell(DesiredStateChanged(desired(1, 2, 1, version="2")))
     assert service.fleet.table.routes["m"].version == "1"
     assert service.ready("1") == [1, 2, 1]
     service.answers_probes = True
@@ -304,42 +304,42 @@ def test_new_version_takes_over_when_all_of_it_is_ready() -> None:
 
 
 def test_version_that_crashes_is_rolled_back() -> None:
-    """The old one has answered all the while."""
+    """The old version serves all the time."""
     service = Service(1, 1, 1)
     service.broken.add("2")
-    service.tell(DesiredStateChanged(wanted(1, 1, 1, version="2")))
+    service.tell(DesiredStateChanged(desired(1, 1, 1, version="2")))
     service.tick(10)
     assert "rolled back" in service.kinds()
     assert service.ready("1") == [1, 1, 1]
-    assert service.fleet.wanted.models["m"].version == "1"
+    assert service.fleet.desired.models["m"].version == "1"
     assert {p.version for p in service.fleet.processes.values() if p.model} == {"1"}
     assert service.alive == set(service.fleet.processes)
 
 
 def test_version_that_is_never_ready_is_rolled_back() -> None:
-    """After ready_s."""
+    """It has ``ready_s`` to become ready."""
     service = Service(1, 1, 1)
     service.answers_probes = False
-    service.tell(DesiredStateChanged(wanted(1, 1, 1, version="2")))
+    service.tell(DesiredStateChanged(desired(1, 1, 1, version="2")))
     service.tick(60)
     assert "rolled back" in service.kinds()
     assert service.ready("1") == [1, 1, 1]
 
 
 def test_third_version_replaces_one_that_is_not_ready() -> None:
-    """Nothing of the second stays."""
+    """Nothing of the second version is left."""
     service = Service(1, 1, 1)
     service.answers_probes = False
-    service.tell(DesiredStateChanged(wanted(1, 1, 1, version="2")))
+    service.tell(DesiredStateChanged(desired(1, 1, 1, version="2")))
     service.answers_probes = True
-    service.tell(DesiredStateChanged(wanted(1, 1, 1, version="3")))
+    service.tell(DesiredStateChanged(desired(1, 1, 1, version="3")))
     assert service.fleet.table.routes["m"].version == "3"
     versions = {p.version for p in service.fleet.processes.values() if p.model}
     assert versions == {"3"}
 
 
 def test_gateway_is_replaced_and_probes_go_to_another() -> None:
-    """A probe that it was asked for is asked again."""
+    """A probe that the lost gateway was asked for is repeated."""
     service = Service(1, 1, 1)
     service.answers_probes = False
     service.tell(ProcessGone(service.a_worker(0), "killed"))
@@ -350,8 +350,8 @@ def test_gateway_is_replaced_and_probes_go_to_another() -> None:
     assert service.ready() == [1, 1, 1]
 
 
-def test_adopted_processes_go_on_and_are_not_started_again() -> None:
-    """A new controller finds everything as it was."""
+def test_adopted_processes_are_kept_and_not_started_again() -> None:
+    """A new controller takes over the processes as they are."""
     old = Service(1, 2, 1)
     fleet = Reconciler(first=old.fleet.next_number, number=old.fleet.table.number)
     launched: list[Action] = []
@@ -368,13 +368,13 @@ def test_adopted_processes_go_on_and_are_not_started_again() -> None:
             ),
             0.0,
         )
-    actions = launched + fleet.handle(DesiredStateChanged(wanted(1, 2, 1)), 0.0)
+    actions = launched + fleet.handle(DesiredStateChanged(desired(1, 2, 1)), 0.0)
     assert not any(isinstance(a, Launch | Kill | Finish | Probe) for a in actions)
     assert fleet.table.number > old.fleet.table.number
 
 
-def test_model_that_is_not_wanted_any_more_is_drained() -> None:
-    """And forgotten."""
+def test_model_that_is_no_longer_desired_is_drained() -> None:
+    """Its route disappears from the table."""
     service = Service(1, 1, 1)
     service.tell(DesiredStateChanged(DesiredState({}, 1)))
     assert service.ready() == [0, 0, 0]
@@ -396,10 +396,10 @@ STEPS = st.lists(
 
 @settings(max_examples=100, deadline=None)
 @given(STEPS)
-def test_what_is_wanted_is_reached_whatever_happened(
+def test_desired_state_is_reached_whatever_happens(
     steps: list[tuple[str, int]],
 ) -> None:
-    """Given time, and nothing else runs."""
+    """Given time, exactly the desired processes run."""
     service = Service(1, 2, 1)
     scale, version = 2, "1"
     for what, number in steps:
@@ -408,11 +408,11 @@ def test_what_is_wanted_is_reached_whatever_happened(
             case "lose" if names:
                 service.tell(ProcessGone(names[number % len(names)], "killed"))
             case "drain" if names:
-                service.tell(DrainAsked(names[number % len(names)]))
+                service.tell(DrainRequested(names[number % len(names)]))
             case "scale" | "version":
                 scale = number if what == "scale" else scale
                 version = str(number) if what == "version" else version
-                fresh = wanted(1, scale, 1, version=version)
+                fresh = desired(1, scale, 1, version=version)
                 service.tell(DesiredStateChanged(fresh))
             case "tick":
                 service.tick(number)
@@ -420,22 +420,22 @@ def test_what_is_wanted_is_reached_whatever_happened(
                 service.answers_probes = bool(number)
     service.answers_probes = True
     service.tick(200)
-    final = service.fleet.wanted.models["m"]
+    final = service.fleet.desired.models["m"]
     assert service.ready(final.version) == list(final.replicas)
     assert len(service.fleet.processes) == 1 + sum(final.replicas)
     assert service.alive == set(service.fleet.processes)
     assert service.fleet.table.routes["m"].version == final.version
 
 
-def test_stage_is_scaled_to_none_and_back_whatever_the_others_do() -> None:
-    """Its last replica leaves at once, though one before it stays; nothing is lost."""
+def test_stage_scales_to_zero_and_back_whatever_the_others_do() -> None:
+    """Its last replica finishes at once, though earlier stages stay; no loss."""
     service = Service(1, 2, 1)
-    service.tell(DesiredStateChanged(wanted(1, 0, 1)))
+    service.tell(DesiredStateChanged(desired(1, 0, 1)))
     assert service.ready() == [1, 0, 1]
     assert len(service.order) == 2, "told to finish, not killed for being late"
     assert "lost" not in service.kinds()
-    service.tell(DesiredStateChanged(wanted(0, 0, 0)))
+    service.tell(DesiredStateChanged(desired(0, 0, 0)))
     assert service.ready() == [0, 0, 0]
-    service.tell(DesiredStateChanged(wanted(1, 1, 1)))
+    service.tell(DesiredStateChanged(desired(1, 1, 1)))
     assert service.ready() == [1, 1, 1]
     assert "lost" not in service.kinds()

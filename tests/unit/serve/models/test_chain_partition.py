@@ -1,4 +1,4 @@
-"""Cutting a chain of layers into parts of equal cost."""
+"""Partition of a chain of layers into parts of about equal cost."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from multiworld.serve.models.chain_partition import chain_partition
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=9), st.integers(1, 4))
-def test_chain_partition_is_as_good_as_trying_all(
+def test_chain_partition_is_as_good_as_exhaustive_search(
     costs: list[float], parts: int
 ) -> None:
-    """Contiguous, complete, and no other cut has a cheaper worst part."""
+    """The parts are contiguous and complete; no other cut has a cheaper worst part."""
     if parts > len(costs):
         with pytest.raises(ValueError, match="cannot be cut"):
             chain_partition(costs, parts)

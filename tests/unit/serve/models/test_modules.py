@@ -1,4 +1,4 @@
-"""An ``nn.Module`` that was cut computes what it computed whole."""
+"""The stages of a cut ``nn.Module`` together compute what the whole module does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from multiworld.serve.models.partition import profile
 
 
 class Block(nn.Module):
-    """Two convolutions and what goes around them."""
+    """Two convolutions with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class Skipping(nn.Module):
-    """What goes over a cut: a number of rows, a skip, and an output made early."""
+    """A module with a row count, a skip and an early output that cross cuts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Skipping(nn.Module):
 
 
 class Text(nn.Module):
-    """Of any length, with two inputs, and a dict for an output."""
+    """A module for rows of any length, with two inputs and a dict as output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,14 +111,14 @@ def listed(found: Any) -> list[Tensor]:
 CASES = {"skipping": SKIPPING, "text": TEXT, "chain": CHAIN}
 
 
-SELDOM = {("text", 2, False), ("text", 3, False), ("text", 2, True)}
-"""Those that are traced for seconds; a neighbour covers most of them."""
+HEAVY = {("text", 2, False), ("text", 3, False), ("text", 2, True)}
+"""Cases whose tracing takes seconds; similar cases cover most of them."""
 
 
 @pytest.mark.parametrize(
     ("name", "stages", "has_file"),
     [
-        pytest.param(*case, marks=[pytest.mark.heavy] if case in SELDOM else [])
+        pytest.param(*case, marks=[pytest.mark.heavy] if case in HEAVY else [])
         for case in itertools.product(CASES, (1, 2, 3), (True, False))
     ],
 )
@@ -159,7 +159,7 @@ def test_stages_together_are_the_module(
                 torch.testing.assert_close(value, right, atol=1e-5, rtol=1e-5)
 
 
-def test_parts_are_measured_and_the_cut_is_taken() -> None:
+def test_parts_are_measured_and_the_cut_is_applied() -> None:
     model = cut_module(Module(**SKIPPING), 2)
     assert model.parts is not None
     parts = profile(model.parts(), repeats=2)
@@ -176,7 +176,7 @@ def test_parts_are_measured_and_the_cut_is_taken() -> None:
 
 
 class Deciding(nn.Module):
-    """Looks at its values, so that it cannot be traced."""
+    """A module that branches on values, so that it cannot be traced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class Deciding(nn.Module):
 
 
 class Totalling(Deciding):
-    """What goes over its cut has no rows."""
+    """A module with a tensor without rows that crosses the cut."""
 
     def forward(self, x: Tensor) -> Tensor:
         total = self.layers[0](x).sum()
@@ -198,7 +198,7 @@ class Totalling(Deciding):
 
 
 class Twice(Deciding):
-    """Returns one tensor twice."""
+    """A module that returns one tensor twice."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.layers[1](self.layers[0](x))
@@ -221,7 +221,7 @@ ROW = TensorSpec("x", "FP32", (-1, 4))
         ({"make": chain, "weights": "/nowhere"}, 2, None, "/nowhere"),
     ],
 )
-def test_what_cannot_be_cut(
+def test_module_that_cannot_be_cut_is_reported(
     options: dict[str, Any], stages: int, cut: list[int] | None, reason: str
 ) -> None:
     made = Module(**{"inputs": [ROW], "outputs": [ROW], **options})
@@ -230,7 +230,7 @@ def test_what_cannot_be_cut(
         stage.load(StageContext())
 
 
-def test_descriptions_that_cannot_be_right() -> None:
+def test_inconsistent_descriptions_are_reported() -> None:
     with pytest.raises(SpecError, match="needs inputs= and outputs="):
         cut_module(Module(make=chain, inputs=[], outputs=[ROW]), 2)
     with pytest.raises(SpecError, match="ragged= is for a Module of one stage"):
@@ -240,7 +240,7 @@ def test_descriptions_that_cannot_be_right() -> None:
             cut_module(Module(**CHAIN), len(wrong) + 1, wrong)
 
 
-def test_a_weight_that_the_file_lacks(tmp_path: Path) -> None:
+def test_weight_missing_in_the_file_is_reported(tmp_path: Path) -> None:
     state = chain().state_dict()
     del state["2.bias"]
     save_file(state, tmp_path / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Measuring the parts of a model, and cutting it where it costs least."""
+"""Measurement of the parts of a model, and the best cut into stages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from multiworld.serve.spec.stage import Tensors
 
 
 def sleeper(seconds: float) -> Stage:
-    """Return a stage that takes that long."""
+    """Return a stage that takes this many seconds."""
 
     def run(tensors: Tensors) -> Tensors:
         time.sleep(seconds)
@@ -28,8 +28,8 @@ def sleeper(seconds: float) -> Stage:
     return Stage(load=lambda context: run, name=str(seconds))
 
 
-def test_profile_finds_what_is_slow_and_what_it_sends() -> None:
-    """Bytes are those of the rows that were asked for."""
+def test_profile_measures_time_and_output_size() -> None:
+    """Bytes are those of the requested number of rows."""
     model = Model(
         stages=[sleeper(0.001), sleeper(0.02)],
         inputs=[TensorSpec("x", "FP32", (-1, 8))],
@@ -40,8 +40,8 @@ def test_profile_finds_what_is_slow_and_what_it_sends() -> None:
     assert fast.parameter_bytes == 0
 
 
-def test_cut_makes_the_longest_stage_short() -> None:
-    """Not the same number of parts each."""
+def test_cut_makes_the_slowest_stage_fast() -> None:
+    """The stages have different numbers of parts."""
     parts = [PartProfile(str(n), s, 0, 0) for n, s in enumerate((5, 1, 1, 1, 1, 1))]
     found = cut(parts, 2)
     assert found.begins == (0, 1)
@@ -49,8 +49,8 @@ def test_cut_makes_the_longest_stage_short() -> None:
     assert cut(parts, 3).bottleneck == 0
 
 
-def test_minilm_gives_the_same_however_it_is_cut() -> None:
-    """And each stage holds only what it owns."""
+def test_minilm_computes_the_same_however_it_is_cut() -> None:
+    """Each stage holds only its own weights."""
     whole = minilm.model(1)
     assert whole.text is not None
     tensors = whole.text().encode("one sentence, cut in every way")
@@ -70,14 +70,14 @@ def test_minilm_gives_the_same_however_it_is_cut() -> None:
 
 
 @pytest.mark.parametrize("where", [[2], [4, 2], [0, 3], [3, 6]])
-def test_cut_that_cannot_be_is_named(where: list[int]) -> None:
-    """With what it must be."""
+def test_impossible_cut_is_reported(where: list[int]) -> None:
+    """The error has the rule for cuts."""
     with pytest.raises(SpecError, match="first layers of stages 1 to 2"):
         minilm.model(3, cut=where)
 
 
 def test_command_prints_profile_cut_and_bottleneck(tmp_path: Path) -> None:
-    """Of the model of a spec."""
+    """The command measures the model of a spec."""
     path = tmp_path / "app.yaml"
     path.write_text(
         "models:\n  minilm:\n    factory: multiworld.serve.models.minilm:model\n"

@@ -1,4 +1,4 @@
-"""Stages of a Hugging Face folder together are the whole model."""
+"""The stages of a Hugging Face model together compute what the whole model does."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen2": GROUPED,
     "qwen3": WIDE,
 }
-SELDOM = ("electra", "xlm-roberta", "gemma", "gemma2", "mistral", "phi3", "qwen2")
-"""Like others that always run."""
+HEAVY = ("electra", "xlm-roberta", "gemma", "gemma2", "mistral", "phi3", "qwen2")
+"""Architectures that are similar to others, which always run."""
 
 
 def saved(kind: str, folder: Path, **more: Any) -> torch.nn.Module:
-    """Save a small random model of a kind, and return it."""
+    """Save a small random model of an architecture, and return it."""
     torch.manual_seed(7)
     config = transformers.AutoConfig.for_model(kind, **ARCHITECTURES[kind], **more)
     kind_of: Any = transformers.AutoModel
@@ -73,7 +73,7 @@ def saved(kind: str, folder: Path, **more: Any) -> torch.nn.Module:
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(kind, marks=pytest.mark.heavy) if kind in SELDOM else kind
+        pytest.param(kind, marks=pytest.mark.heavy) if kind in HEAVY else kind
         for kind in ARCHITECTURES
     ],
 )
@@ -102,12 +102,12 @@ def test_three_stages_are_the_whole_model(kind: str, tmp_path: Path) -> None:
     assert weights >= total
 
 
-def test_every_architecture_that_is_named_is_tested() -> None:
+def test_every_listed_architecture_is_tested() -> None:
     named = set(transformer_stage.TESTED.replace(";", ",").replace(" ", "").split(","))
     assert named == ARCHITECTURES.keys()
 
 
-def test_computes_in_what_the_folder_says(tmp_path: Path) -> None:
+def test_dtype_defaults_to_that_of_the_folder(tmp_path: Path) -> None:
     saved("llama", tmp_path).to(torch.bfloat16).save_pretrained(tmp_path)  # type: ignore[operator]
     model = huggingface.model(str(tmp_path), stages=2)
     assert model.outputs[0].datatype == "BF16"
@@ -119,7 +119,7 @@ def test_computes_in_what_the_folder_says(tmp_path: Path) -> None:
         huggingface.model(str(tmp_path), dtype="int8")
 
 
-def test_weights_that_are_not_there(tmp_path: Path) -> None:
+def test_missing_weights_are_reported(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     saved("llama", tmp_path)
@@ -140,7 +140,7 @@ def test_weights_that_are_not_there(tmp_path: Path) -> None:
         ("albert", {"num_hidden_layers": 2}, "no chain of layers that is known"),
     ],
 )
-def test_what_is_no_chain(
+def test_model_without_a_chain_of_layers_is_reported(
     kind: str, options: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     transformers.AutoConfig.for_model(kind, **options).save_pretrained(tmp_path)

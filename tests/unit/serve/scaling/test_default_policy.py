@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from multiworld.errors import SpecError
-from multiworld.serve.fleet.desired_state import awake
+from multiworld.serve.fleet.desired_state import with_new_versions_started
 from multiworld.serve.fleet.state import DesiredModel, DesiredState
 from multiworld.serve.models.factory import check_policies
 from multiworld.serve.scaling import default_policy, queue_model, reference_policies
@@ -502,7 +502,7 @@ def test_new_version_is_tried_before_it_is_let_sleep() -> None:
     """Otherwise the first request would find a broken version."""
     old = DesiredState({"m": DesiredModel("1", (0, 0)), "n": DesiredModel("1", (0,))})
     new = DesiredState({"m": DesiredModel("2", (0, 3)), "n": DesiredModel("1", (0,))})
-    found = awake(new, old).models
+    found = with_new_versions_started(new, old).models
     assert found["m"].replicas == (1, 3)
     assert found["n"].replicas == (0,)
 

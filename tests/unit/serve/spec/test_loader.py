@@ -1,4 +1,4 @@
-"""A spec with the mistakes that people make: each is named with line and remedy."""
+"""Mistakes in specs: the error names each with its line and a remedy."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ gateway:
 
 
 def test_good_spec_is_read() -> None:
-    """Numbers may be versions; ranges start with their least."""
+    """A version may be a number; a range starts with its minimum."""
     spec = parse_spec(GOOD)
     model = spec.models["m"]
     assert model.version == "2"
-    assert [stage.least for stage in model.stages] == [2, 1]
+    assert [stage.initial_count for stage in model.stages] == [2, 1]
     assert spec.gateway.port == 0
 
 
@@ -73,23 +73,25 @@ def test_good_spec_is_read() -> None:
         ("port: 0", "tls_key: k.pem", 11, "tls_certificate and tls_key together"),
         ("  m:\n", "  Mo del:\n", 2, "model name 'Mo del'"),
         ("gateway:\n", "gateway\n", 12, "check indentation"),
-        ("app: demo", "app: 'demo", 1, "no YAML"),
-        ("    stages:\n", "   stages:\n", 6, "no YAML"),
+        ("app: demo", "app: 'demo", 1, "not valid YAML"),
+        ("    stages:\n", "   stages:\n", 6, "not valid YAML"),
         (
             GOOD[GOOD.index("    stages") : GOOD.index("gateway")],
             "",
             3,
             "stages is missing",
         ),
-        (GOOD, "- a\n- b\n", 1, "a spec is a mapping"),
-        (GOOD, "", 1, "a spec is a mapping"),
+        (GOOD, "- a\n- b\n", 1, "a spec must be a mapping"),
+        (GOOD, "", 1, "a spec must be a mapping"),
         ("app: demo", "app: demo\nsilence_s: 0", 2, "greater than 0"),
         ("app: demo", "app: demo\nlauncher: /x", 2, "local, ray, or package"),
         ("app: demo", "app: demo\nray: {}", 1, "add `launcher: ray`"),
     ],
 )
-def test_mistake_is_named(old: str, new: str, line: int, words: str) -> None:
-    """Line, field and what to do."""
+def test_mistake_is_reported_with_line_and_remedy(
+    old: str, new: str, line: int, words: str
+) -> None:
+    """The error has line, field and remedy."""
     text = GOOD.replace(old, new)
     assert text != GOOD
     with pytest.raises(SpecError) as caught:
@@ -101,16 +103,16 @@ def test_mistake_is_named(old: str, new: str, line: int, words: str) -> None:
     assert "app.yaml" in str(caught.value)
 
 
-def test_all_mistakes_are_named_at_once() -> None:
-    """One run of the editor mends them all."""
+def test_all_mistakes_are_reported_at_once() -> None:
+    """The user can fix them all in one go."""
     text = GOOD.replace("app: demo", "ap: demo").replace("port: 0", "port: -1")
     with pytest.raises(SpecError) as caught:
         parse_spec(text)
     assert len(caught.value.problems) == 2
 
 
-def test_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    """With the system's reason."""
+def test_unreadable_file_is_reported(tmp_path: Path) -> None:
+    """The error has the reason that the operating system gives."""
     with pytest.raises(SpecError, match="No such file"):
         load_spec(tmp_path / "none.yaml")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
@@ -119,7 +121,7 @@ def test_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_schema_describes_every_field() -> None:
-    """Editors show it."""
+    """Editors show the descriptions."""
     found = schema()
     assert found["properties"]["models"]
     for definition in found["$defs"].values():
