@@ -240,7 +240,8 @@ def simulate(spec: Path, policies: tuple[str, ...], **options: Any) -> None:
     """
     module = need("multiworld.cli.simulate")
     chosen = policies or module.COMPARED
-    sys.exit(module.run(module.Wish(spec=spec, policies=chosen, **options)))
+    wanted = module.SimulationOptions(spec=spec, policies=chosen, **options)
+    sys.exit(module.run(wanted))
 
 
 @click.command()
