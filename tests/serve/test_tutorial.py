@@ -1,4 +1,9 @@
-"""The tutorial runs as it stands, command by command."""
+"""The tutorial and the how-to run as they stand, command by command.
+
+Blocks of ``sh`` are run, a block of ``text`` is the output of the one before it, and a
+block of any other kind that begins with ``# NAME`` is a file that the reader writes.
+Commands that cannot run here (they need what the machine may lack) stand in ``bash``.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,7 @@ import pytest
 from tests.ports import free_port
 from tests.serve.harness import ROOT
 
-TUTORIAL = ROOT / "docs" / "serve" / "tutorial.md"
+PAGES = {name: ROOT / "docs" / "serve" / f"{name}.md" for name in ("tutorial", "howto")}
 PORT = "8000"
 """The port of the page; each run takes a free one instead."""
 
@@ -31,7 +36,8 @@ END_S = 30.0
 
 LOOK_S = 0.05
 
-FENCE = re.compile(r"^```(sh|text)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+FILE = re.compile(r"# (\w+\.\w+)\n")
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 FRAME = str.maketrans(dict.fromkeys("│┃┌┐└┘├┤┬┴┼─━┏┓┗┛┡┩╇┳", " "))
 """What tables are drawn with."""
@@ -48,14 +54,18 @@ class Step:
 
 
 def steps_of(page: str) -> list[Step]:
-    """Return the ``sh`` blocks of a page, each with the ``text`` block after it."""
+    """Return what the reader of a page does, each step with the output shown for it."""
     steps: list[Step] = []
     for kind, content in FENCE.findall(page):
         if kind == "sh":
             steps.append(Step(content, ()))
-        else:
+        elif kind == "text":
             assert steps, f"output of no command: {content}"
             steps[-1] = Step(steps[-1].commands, tuple(content.splitlines()))
+        elif (name := FILE.match(content)) is not None:
+            steps.append(
+                Step(f"cat > {name[1]} <<'END OF FILE'\n{content}END OF FILE\n", ())
+            )
     return steps
 
 
@@ -97,6 +107,7 @@ class Terminal:
             f'exec "{sys.executable}" -m multiworld.cli.main "$@"',
         )
         # What the page installs is what is tested; nothing is fetched.
+        _program(tools / "python", f'exec "{sys.executable}" "$@"')
         _program(tools / "pip", "test \"$*\" = 'install multiworld-elastic[demo]'")
         name, _, state = self._mark.partition("=")
         self._log = (folder / "terminal.txt").open("wb")
@@ -199,9 +210,10 @@ def _program(path: Path, command: str) -> None:
     path.chmod(0o755)
 
 
-def test_tutorial_runs(tmp_path: Path) -> None:
-    """In order, in one terminal; it shows what the page shows, and leaves nothing."""
-    page = TUTORIAL.read_text().replace(PORT, str(free_port()))
+@pytest.mark.parametrize("name", PAGES)
+def test_page_runs(name: str, tmp_path: Path) -> None:
+    """In order, in one terminal; it prints what the page shows, and leaves nothing."""
+    page = PAGES[name].read_text().replace(PORT, str(free_port()))
     steps = steps_of(page)
     assert len(steps) > 10
     with Terminal(tmp_path) as terminal:
@@ -211,11 +223,11 @@ def test_tutorial_runs(tmp_path: Path) -> None:
 
 
 def test_every_command_of_the_tutorial_is_run() -> None:
-    """Blocks are of a kind that is run, or are output."""
-    kinds = re.findall(r"^```(\w*)$", TUTORIAL.read_text(), re.MULTILINE)
-    assert set(kinds) == {"sh", "text", ""}
-    assert kinds.count("") == len(kinds) / 2
-    assert not re.findall(r"^ {4}\S*multiworld", TUTORIAL.read_text(), re.MULTILINE)
+    """Each of its blocks is run, or is output."""
+    page = PAGES["tutorial"].read_text()
+    assert {kind for kind, _ in FENCE.findall(page)} == {"sh", "text"}
+    assert page.count("```") == 2 * len(FENCE.findall(page))
+    assert not re.findall(r"^ {4}\S", FENCE.sub("", page), re.MULTILINE)
 
 
 @pytest.mark.parametrize(
