@@ -28,7 +28,7 @@ PAGES = {name: ROOT / "docs" / "serve" / f"{name}.md" for name in ("tutorial", "
 PORT = "8000"
 """The port of the page; each run takes a free one instead."""
 
-BLOCK_S = 60.0
+BLOCK_S = 90.0
 """Seconds that the commands of one block, and then their output, may take."""
 
 END_S = 30.0
