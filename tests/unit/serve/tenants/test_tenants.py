@@ -477,7 +477,7 @@ def test_dedicated_models_are_separate_models() -> None:
     assert route_of("m", "gamma", app.models) == "m"
     assert route_of("m", "", app.models) == "m"
     assert is_dedicated("m@acme")
-    with pytest.raises(ServeError, match="there is no 'x'"):
+    with pytest.raises(ServeError, match="there is no model 'x'"):
         parse_spec(SPEC.replace('"m@beta"', '"x@beta"'))
 
 
