@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed import ProcessGroup
 
+from multiworld.backends.collective import Collectives
 from multiworld.config import WorldConfig
 from multiworld.incarnation.lifecycle import Happening
 from multiworld.net.security import Security
@@ -108,46 +109,6 @@ class WorldView(Protocol):
         """Return a fresh error for an operation that needs a member that left."""
 
 
-class CollectiveOperations(Protocol):
-    """What all members of one world do together; each calls the same.
-
-    Raises ``TensorMismatchError`` where they do not. Cancelling one breaks the world.
-    """
-
-    async def broadcast(self, tensor: Tensor, src: int) -> None:
-        """Copy ``tensor`` of ``src`` into everybody's."""
-
-    async def all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
-        """Reduce into everybody's ``tensor``."""
-
-    async def reduce(self, tensor: Tensor, dst: int, op: ReduceOp) -> None:
-        """Reduce into ``tensor`` of ``dst``."""
-
-    async def all_gather(self, outs: Sequence[Tensor], tensor: Tensor) -> None:
-        """Put every member's tensor into ``outs``, by rank."""
-
-    async def gather(
-        self, tensor: Tensor, outs: Sequence[Tensor] | None, dst: int
-    ) -> None:
-        """Put every member's tensor into ``outs`` of ``dst``."""
-
-    async def scatter(
-        self, out: Tensor, tensors: Sequence[Tensor] | None, src: int
-    ) -> None:
-        """Put ``tensors[rank]`` of ``src`` into ``out``."""
-
-    async def reduce_scatter(
-        self, out: Tensor, tensors: Sequence[Tensor], op: ReduceOp
-    ) -> None:
-        """Reduce ``tensors[i]`` of all into ``out`` of member i."""
-
-    async def all_to_all(self, outs: Sequence[Tensor], ins: Sequence[Tensor]) -> None:
-        """Send ``ins[i]`` to member i, and put what it sent into ``outs[i]``."""
-
-    async def barrier(self) -> None:
-        """Wait until every member is here."""
-
-
 class Backend(Protocol):
     """One world's way of moving tensors.
 
@@ -180,7 +141,7 @@ class Backend(Protocol):
         """Receive plain data."""
 
     @property
-    def collectives(self) -> CollectiveOperations:
+    def collectives(self) -> Collectives:
         """The operations of all members together."""
 
     def on_message(self, rank: int, message: dict[str, Any]) -> None:

@@ -15,7 +15,6 @@ from torch.distributed import ProcessGroup
 
 from multiworld.backends.base import Bundle, Meta, Received, WorldView
 from multiworld.backends.channel import Channel, Lane
-from multiworld.backends.collectives import Collectives
 from multiworld.backends.direct import header as wire
 from multiworld.backends.dtypes import (
     DTYPES,
@@ -26,6 +25,7 @@ from multiworld.backends.dtypes import (
     plain,
     require_host,
 )
+from multiworld.backends.lane_collectives import LaneCollectives
 from multiworld.backends.mailbox import Description, allocate
 from multiworld.backends.offload import offload, size_of
 from multiworld.errors import (
@@ -52,7 +52,9 @@ class MessageBackend:
         self._others = others
         self._p2p = Channel(others, budget)
         self._collective = Channel(others, budget)
-        self.collectives = Collectives(view, self._collective, self._collective_lane)
+        self.collectives = LaneCollectives(
+            view, self._collective, self._collective_lane
+        )
         self._opening: dict[int, asyncio.Task[Lane]] = {}
         self._turns: dict[int, asyncio.Lock] = {}
         self._in_turn: dict[int, int] = {}

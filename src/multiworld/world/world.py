@@ -6,16 +6,17 @@ is another ``World``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed import ProcessGroup
 
 from multiworld.backends.base import Bundle
+from multiworld.backends.collective import Call
+from multiworld.backends.collectives import CollectiveMethods
 from multiworld.errors import ConfigError
 from multiworld.incarnation.lifecycle import Phase
 from multiworld.world.local_member import LocalMember
@@ -80,7 +81,7 @@ class Changes(Protocol):
         """Let newcomers in."""
 
 
-class World:
+class World(CollectiveMethods):
     """One incarnation of a world, seen by one member. Made by ``WorldManager.join``.
 
     All methods are for the manager's event loop only (``multiworld.blocking`` is for
@@ -302,130 +303,10 @@ class World:
         with self._operation(src, tag):
             return await self._life.backend.recv_object(src, tag)
 
-    # Collectives.
-
-    async def broadcast(self, tensor: Tensor, *, src: int) -> Tensor:
-        """Copy ``tensor`` of ``src`` into everybody's ``tensor``, and return it.
-
-        Every member calls it with equal dtype and number of elements.
-
-        Raises:
-            TensorMismatchError: The members called different things; the world breaks.
-
-        Cancellation: cannot be withdrawn, since the others count on this member: the
-        world breaks, and no other. So for every collective.
-        """
-        with self._operation(src, self_too=True):
-            await self._collectives.broadcast(tensor, src)
-        return tensor
-
-    async def all_reduce(self, tensor: Tensor, op: Any = ReduceOp.SUM) -> Tensor:
-        """Reduce everybody's ``tensor`` into everybody's ``tensor``, and return it.
-
-        Args:
-            tensor: Of equal dtype and number of elements on every member.
-            op: A ``torch.distributed.ReduceOp``.
-
-        Raises:
-            UnsupportedOperationError: ``op`` does not exist for the dtype.
-
-        Cancellation: as for ``broadcast``.
-        """
-        with self._operation():
-            await self._collectives.all_reduce(tensor, op)
-        return tensor
-
-    async def reduce(
-        self, tensor: Tensor, *, dst: int, op: Any = ReduceOp.SUM
-    ) -> Tensor:
-        """Reduce everybody's ``tensor`` into that of ``dst``, and return it.
-
-        The other members' tensors stay as they are.
-
-        Cancellation: as for ``broadcast``.
-        """
-        with self._operation(dst, self_too=True):
-            await self._collectives.reduce(tensor, dst, op)
-        return tensor
-
-    async def all_gather(
-        self, tensor: Tensor, outs: Sequence[Tensor] | None = None
-    ) -> list[Tensor]:
-        """Return every member's tensor, by rank (in ``outs`` if given).
-
-        Cancellation: as for ``broadcast``.
-        """
-        with self._operation():
-            outs = self._like(tensor) if outs is None else outs
-            await self._collectives.all_gather(outs, tensor)
-        return list(outs)
-
-    async def gather(
-        self, tensor: Tensor, *, dst: int, outs: Sequence[Tensor] | None = None
-    ) -> list[Tensor] | None:
-        """Return every member's tensor, by rank, at ``dst``; None elsewhere.
-
-        Cancellation: as for ``broadcast``.
-        """
-        with self._operation(dst, self_too=True):
-            if self.rank != dst:
-                outs = None
-            elif outs is None:
-                outs = self._like(tensor)
-            await self._collectives.gather(tensor, outs, dst)
-        return None if outs is None else list(outs)
-
-    async def scatter(
-        self, out: Tensor, tensors: Sequence[Tensor] | None = None, *, src: int
-    ) -> Tensor:
-        """Receive into ``out`` this rank's element of ``tensors`` of ``src``.
-
-        Args:
-            out: Of the dtype and number of elements of each of ``tensors``.
-            tensors: One for each rank; at ``src`` only.
-            src: The rank that gives.
-
-        Cancellation: as for ``broadcast``.
-        """
-        with self._operation(src, self_too=True):
-            await self._collectives.scatter(
-                out, tensors if self.rank == src else None, src
-            )
-        return out
-
-    async def reduce_scatter(
-        self, out: Tensor, tensors: Sequence[Tensor], op: Any = ReduceOp.SUM
-    ) -> Tensor:
-        """Reduce ``tensors[i]`` of all members into ``out`` of member i.
-
-        Cancellation: as for ``broadcast``.
-        """
-        with self._operation():
-            await self._collectives.reduce_scatter(out, tensors, op)
-        return out
-
-    async def all_to_all(
-        self, outs: Sequence[Tensor], ins: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """Send ``ins[i]`` to member i; return what each sent here, in ``outs``.
-
-        Args:
-            outs: One for each rank, all of one dtype and number of elements.
-            ins: Likewise.
-
-        Cancellation: as for ``broadcast``.
-        """
-        with self._operation():
-            await self._collectives.all_to_all(outs, ins)
-        return list(outs)
-
-    async def barrier(self) -> None:
-        """Wait until every member has called it.
-
-        Cancellation: as for ``broadcast``.
-        """
-        with self._operation():
-            await self._collectives.barrier()
+    async def _call(self, call: Call) -> None:
+        root = call.root if call.collective.has_root else None
+        with self._operation(root, self_too=True):
+            await self._collectives.run(call)
 
     # c10d.
 
@@ -542,6 +423,3 @@ class World:
         if rank == self.rank and not self_too:
             rule = f"this is rank {rank} of world {self.name!r} itself"
             raise ConfigError("rank", rank, rule)
-
-    def _like(self, tensor: Tensor) -> list[Tensor]:
-        return [torch.empty_like(tensor) for _ in range(self.size)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
-from torch.distributed import ReduceOp
 
 from multiworld.backends.base import WorldView
 from multiworld.backends.c10d.flat import (
@@ -27,13 +27,29 @@ from multiworld.backends.c10d.flat import (
 )
 from multiworld.backends.c10d.gloo_reduction import Reduction
 from multiworld.backends.c10d.work_runner import WorkRunner
-from multiworld.backends.collectives import KINDS
+from multiworld.backends.collective import Call, name_of
+from multiworld.backends.collectives import ALL_GATHER
 from multiworld.backends.direct.backend import DirectBackend
 from multiworld.backends.dtypes import CODES, DTYPES, require_alike
 from multiworld.backends.offload import offload, size_of
 from multiworld.backends.reduction import OP_CODES, OP_NAMES, op_name
 from multiworld.errors import TensorMismatchError
 from multiworld.incarnation.lifecycle import Failed
+
+
+@dataclass(frozen=True, slots=True)
+class Native:
+    """How the group carries out one call.
+
+    Attributes:
+        prepare: Returns the tensors that the group works on.
+        start: Starts the work on the group with them; returns the work.
+        finish: Brings the results to the caller's tensors.
+    """
+
+    prepare: Callable[[], list[Tensor]]
+    start: Callable[[Any, list[Tensor]], Any]
+    finish: Callable[[list[Tensor]], None]
 
 
 class GroupCollectives:
@@ -59,27 +75,37 @@ class GroupCollectives:
     # Arguments are checked when a collective is called. It is prepared, run and
     # finished in its turn; large copies run in a thread.
 
-    async def broadcast(self, tensor: Tensor, src: int) -> None:
-        """Copy the ``tensor`` of rank ``src`` into the ``tensor`` of every member.
+    async def run(self, call: Call) -> None:
+        """Carry out a call; over lanes, if the group has nothing for it.
 
-        Cancellation: breaks the world.
+        Raises:
+            TensorMismatchError: The tensors cannot be used, or the members did not call
+                the same; in the latter case the world breaks.
+
+        Cancellation: breaks the world, since the others count on this member.
         """
+        prepare_native = getattr(self, f"_{call.collective.name}", None)
+        if prepare_native is None:
+            async with self._turn:
+                await self._direct.collectives.run(call)
+        else:
+            await self._run_native(call, prepare_native(call))
+
+    # What the group does for each. A call is checked at once, and prepared, run and
+    # finished when it is its turn; what copies much does so in a thread.
+
+    def _broadcast(self, call: Call) -> Native:
+        tensor, src = call.tensor, call.root
         options = self._options(dist.BroadcastOptions())
         options.rootRank = src
-        await self._collective(
-            "broadcast",
-            self._checked(tensor),
+        return Native(
             prepare=lambda: [flat_of(tensor)],
             start=lambda pg, work: pg.broadcast([as_bytes(work[0])], options),
             finish=lambda work: write_back(tensor, work[0]),
-            root=src,
         )
 
-    async def all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
-        """Reduce the tensors of all members into the ``tensor`` of every member.
-
-        Cancellation: breaks the world.
-        """
+    def _all_reduce(self, call: Call) -> Native:
+        tensor, op = call.tensor, call.op
         plan = Reduction(self._checked(tensor), op, self._size)
         options = self._options(dist.AllreduceOptions())
         options.reduceOp = plan.native_op
@@ -88,25 +114,14 @@ class GroupCollectives:
             plan.finish(work[1], work[0])
             write_back(tensor, work[0])
 
-        await self._collective(
-            "all_reduce",
-            tensor,
+        return Native(
             prepare=lambda: plan.prepare(flat_of(tensor)),
             start=lambda pg, work: pg.allreduce([work[1]], options),
             finish=finish,
-            op=op,
         )
 
-    async def reduce(self, tensor: Tensor, dst: int, op: ReduceOp) -> None:
-        """Reduce the tensors of all members into the ``tensor`` of rank ``dst``.
-
-        Args:
-            tensor: This member's tensor; unchanged on members other than ``dst``.
-            dst: Rank that gets the result.
-            op: The reduce operation.
-
-        Cancellation: breaks the world.
-        """
+    def _reduce(self, call: Call) -> Native:
+        tensor, dst, op = call.tensor, call.root, call.op
         plan = Reduction(self._checked(tensor), op, self._size)
         options = self._options(dist.ReduceOptions())
         options.reduceOp, options.rootRank = plan.native_op, dst
@@ -122,26 +137,17 @@ class GroupCollectives:
                 plan.finish(work[1], work[0])
                 write_back(tensor, work[0])
 
-        await self._collective(
-            "reduce",
-            tensor,
+        return Native(
             prepare=prepare,
             start=lambda pg, work: pg.reduce([work[1]], options),
             finish=finish,
-            root=dst,
-            op=op,
         )
 
-    async def all_gather(self, outs: Sequence[Tensor], tensor: Tensor) -> None:
-        """Copy every member's ``tensor`` into ``outs[rank]`` of every member.
-
-        Cancellation: breaks the world.
-        """
+    def _all_gather(self, call: Call) -> Native:
+        tensor, outs = call.tensor, call.tensors or ()
         self._alike(outs, self._checked(tensor), "outs")
         options = self._options(AllgatherOptions())
-        await self._collective(
-            "all_gather",
-            tensor,
+        return Native(
             prepare=lambda: [flat_of(tensor), *map(flat_of, outs)],
             start=lambda pg, work: pg.allgather(
                 [[as_bytes(flat) for flat in work[1:]]], [as_bytes(work[0])], options
@@ -149,18 +155,8 @@ class GroupCollectives:
             finish=lambda work: write_back_all(outs, work[1:]),
         )
 
-    async def gather(
-        self, tensor: Tensor, outs: Sequence[Tensor] | None, dst: int
-    ) -> None:
-        """Copy every member's ``tensor`` into ``outs[rank]`` of rank ``dst``.
-
-        Args:
-            tensor: This member's tensor.
-            outs: Tensors to receive into, one for each rank; used on ``dst`` only.
-            dst: Rank that gets the tensors.
-
-        Cancellation: breaks the world.
-        """
+    def _gather(self, call: Call) -> Native:
+        tensor, outs, dst = call.tensor, call.tensors, call.root
         self._checked(tensor)
         is_root = self._rank == dst
         targets = self._alike(outs, tensor, "outs") if is_root else []
@@ -171,27 +167,14 @@ class GroupCollectives:
             views = [[as_bytes(flat) for flat in work[1:]]] if is_root else []
             return pg.gather(views, [as_bytes(work[0])], options)
 
-        await self._collective(
-            "gather",
-            tensor,
+        return Native(
             prepare=lambda: [flat_of(tensor), *map(flat_of, targets)],
             start=start,
             finish=lambda work: write_back_all(targets, work[1:]),
-            root=dst,
         )
 
-    async def scatter(
-        self, out: Tensor, tensors: Sequence[Tensor] | None, src: int
-    ) -> None:
-        """Copy ``tensors[rank]`` of rank ``src`` into the ``out`` of every member.
-
-        Args:
-            out: Tensor to receive into.
-            tensors: Tensors to send, one for each rank; used on ``src`` only.
-            src: Rank that sends.
-
-        Cancellation: breaks the world.
-        """
+    def _scatter(self, call: Call) -> Native:
+        out, tensors, src = call.tensor, call.tensors, call.root
         self._checked(out)
         is_root = self._rank == src
         parts = self._alike(tensors, out, "tensors") if is_root else []
@@ -202,29 +185,14 @@ class GroupCollectives:
             views = [[as_bytes(flat) for flat in work[1:]]] if is_root else []
             return pg.scatter([as_bytes(work[0])], views, options)
 
-        await self._collective(
-            "scatter",
-            out,
+        return Native(
             prepare=lambda: [flat_of(out), *map(flat_of, parts)],
             start=start,
             finish=lambda work: write_back(out, work[0]),
-            root=src,
         )
 
-    async def reduce_scatter(
-        self, out: Tensor, tensors: Sequence[Tensor], op: ReduceOp
-    ) -> None:
-        """Reduce ``tensors[i]`` of all members into the ``out`` of rank i.
-
-        Runs an all-reduce, because Gloo's reduce-scatter cannot report completion.
-
-        Args:
-            out: Tensor for the result.
-            tensors: Tensors to reduce, one for each rank.
-            op: The reduce operation.
-
-        Cancellation: breaks the world.
-        """
+    def _reduce_scatter(self, call: Call) -> Native:
+        out, tensors, op = call.tensor, call.tensors, call.op
         plan = Reduction(self._checked(out), op, self._size)
         parts = self._alike(tensors, out, "tensors")
         options = self._options(dist.AllreduceOptions())
@@ -235,20 +203,14 @@ class GroupCollectives:
             mine = work[0].view(self._size, -1)[self._rank]
             out.detach().copy_(mine.view(out.shape))
 
-        await self._collective(
-            "reduce_scatter",
-            out,
+        return Native(
             prepare=lambda: plan.prepare(torch.cat([flat_of(part) for part in parts])),
             start=lambda pg, work: pg.allreduce([work[1]], options),
             finish=finish,
-            op=op,
         )
 
-    async def all_to_all(self, outs: Sequence[Tensor], ins: Sequence[Tensor]) -> None:
-        """Send ``ins[i]`` to rank i; receive its tensor for this rank in ``outs[i]``.
-
-        Cancellation: breaks the world.
-        """
+    def _all_to_all(self, call: Call) -> Native:
+        outs, ins = call.tensors or (), call.more or ()
         like = self._checked(ins[0]) if len(ins) else torch.empty(0)
         self._alike(ins, like, "ins")
         self._alike(outs, like, "outs")
@@ -262,24 +224,15 @@ class GroupCollectives:
             for out, part in zip(outs, work[1].view(self._size, -1), strict=True):
                 out.detach().copy_(part.view(out.dtype).view(out.shape))
 
-        await self._collective(
-            "all_to_all",
-            like,
+        return Native(
             prepare=prepare,
             start=lambda pg, work: pg.alltoall_base(work[1], work[0], [], [], options),
             finish=finish,
         )
 
-    async def barrier(self) -> None:
-        """Wait until every member has called ``barrier``.
-
-        Cancellation: breaks the world.
-        """
-        nothing = torch.empty(0, dtype=torch.uint8, device=self._view.device)
+    def _barrier(self, call: Call) -> Native:
         options = self._options(dist.BarrierOptions())
-        await self._collective(
-            "barrier",
-            nothing,
+        return Native(
             prepare=list,
             start=lambda pg, _: pg.barrier(options),
             finish=lambda _: None,
@@ -300,36 +253,29 @@ class GroupCollectives:
     ) -> list[Tensor]:
         return require_alike(tensors, like, self._size, what, self._checked)
 
-    async def _collective(
-        self,
-        kind: str,
-        like: Tensor,
-        *,
-        prepare: Callable[[], list[Tensor]],
-        start: Callable[[Any, list[Tensor]], Any],
-        finish: Callable[[list[Tensor]], None],
-        root: int = 0,
-        op: ReduceOp | None = None,
-    ) -> None:
-        """Compare the call with the other members', then prepare, run and finish it."""
-        op_code = 0 if op is None else OP_CODES[op_name(op)]
-        terms = [KINDS.index(kind), CODES[like.dtype], like.numel(), root, op_code]
+    async def _run_native(self, call: Call, native: Native) -> None:
+        """Agree on the operation, then prepare, start, await and finish it."""
+        like = call.tensor
+        op_code = 0 if call.op is None else OP_CODES[op_name(call.op)]
+        code = call.collective.code
+        terms = [code, CODES[like.dtype], like.numel(), call.root, op_code]
         size = size_of(like) * self._size
         try:
             async with self._turn:
                 await self._agree(terms)
-                work = await offload(size, prepare)
-                await self._runner.carry_out(lambda native: start(native, work))
-                await offload(size, finish, work)
+                work = await offload(size, native.prepare)
+                await self._runner.carry_out(lambda group: native.start(group, work))
+                await offload(size, native.finish, work)
         except asyncio.CancelledError:
-            reason = f"rank {self._rank} cancelled {kind} before it was complete"
+            name = call.collective.name
+            reason = f"rank {self._rank} cancelled {name} before it was complete"
             self._view.report(Failed(reason))
             raise
 
     async def _agree(self, terms: list[int]) -> None:
         mine = torch.tensor(terms)
         outs = [torch.empty_like(mine) for _ in range(self._size)]
-        await self._direct.collectives.all_gather(outs, mine)
+        await self._direct.collectives.run(Call(ALL_GATHER, mine, outs))
         for rank, theirs in enumerate(outs):
             if theirs.tolist() != terms:
                 raise TensorMismatchError(
@@ -343,4 +289,4 @@ def _describe(terms: list[int]) -> str:
     kind, code, count, root, op = terms
     operation = f", {OP_NAMES[op]}" if op in OP_NAMES else ""
     dtype = str(DTYPES.get(code, code)).removeprefix("torch.")
-    return f"{KINDS[kind]} of {count} {dtype}, root {root}{operation}"
+    return f"{name_of(kind)} of {count} {dtype}, root {root}{operation}"

@@ -1,0 +1,406 @@
+"""The steps that collectives over lanes are made of, and their order. Shell.
+
+Sources: binomial trees for broadcast and reduce, recursive doubling for short
+all-reduces, pairwise exchange for reduce-scatter, all-gather and all-to-all, and for
+long all-reduces as the first two in turn: R. Thakur, R. Rabenseifner, W. Gropp,
+"Optimization of Collective Communication Operations in MPICH", IJHPCA 19(1), 2005;
+dissemination barrier: D. Hensgen, R. Finkel, U. Manber, IJPP 17(1), 1988.
+
+Collectives of one world run one after the other, in the order in which they were
+called. Every message says which operation it belongs to; the first that does not fit
+breaks the world with an error that names both sides' operation, because nobody knows
+what the other members made of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from multiworld.backends.base import WorldView
+from multiworld.backends.channel import Channel
+from multiworld.backends.collective import Call, Operation
+from multiworld.backends.direct import header as wire
+from multiworld.backends.dtypes import (
+    code_of,
+    is_plain,
+    memory_of,
+    plain,
+    require_alike,
+    require_host,
+)
+from multiworld.backends.eager import begin
+from multiworld.backends.mailbox import Description, Receive
+from multiworld.backends.offload import offload, size_of
+from multiworld.backends.reduction import (
+    OP_CODES,
+    Combine,
+    finish_average,
+    op_name,
+)
+from multiworld.errors import MemberLeftError, TensorMismatchError
+from multiworld.incarnation.lifecycle import Failed
+
+CHUNK_BYTES = 2 * 1024 * 1024
+"""Most bytes that a member reduces before it passes the result on: both fit into the
+shared memory of a lane (``WorldConfig.shared_memory_bytes``), and stay in the cache."""
+
+
+def operation_of(found: Description) -> Operation:
+    """Return the operation that a message belongs to."""
+    number, count = found.shape if len(found.shape) == 2 else (0, 0)
+    label = found.label
+    code, op, root = label >> 24, label >> 16 & 0xFF, label & 0xFFFF
+    return Operation(number, code, found.dtype, count, root, op)
+
+
+class LaneCollectives:
+    """The collectives of one world over its lanes.
+
+    Args:
+        view: The world.
+        channel: The lanes.
+        open_lane: Opens the lane to a rank, at the first need.
+
+    Attributes:
+        rank: This member.
+        size: World size.
+    """
+
+    def __init__(
+        self,
+        view: WorldView,
+        channel: Channel,
+        open_lane: Callable[[int], Awaitable[None]],
+    ) -> None:
+        self._view, self._channel, self._open_lane = view, channel, open_lane
+        self.rank, self.size = view.rank, view.incarnation.size
+        self._turn = asyncio.Lock()
+        self._number = self._running = 0
+        self._ends_at: tuple[int, int] | None = None
+
+    # Algorithms.
+
+    async def binomial_down(
+        self, operation: Operation, flat: Tensor, root: int
+    ) -> None:
+        relative = (self.rank - root) % self.size
+        mask = 1
+        while mask < self.size and not relative & mask:
+            mask *= 2
+        if relative:
+            parent = (relative - mask + root) % self.size
+            await self.receive_into(operation, parent, flat)
+        mask //= 2
+        while mask:
+            if relative + mask < self.size:
+                child = (relative + mask + root) % self.size
+                await self.send(operation, child, flat)
+            mask //= 2
+
+    async def binomial_up(
+        self, operation: Operation, total: Tensor, root: int, combine: Combine
+    ) -> None:
+        relative = (self.rank - root) % self.size
+        arrived = torch.empty_like(total)
+        mask = 1
+        while mask < self.size:
+            if relative & mask:
+                parent = (relative - mask + root) % self.size
+                await self.send(operation, parent, total)
+                return
+            if relative + mask < self.size:
+                child = (relative + mask + root) % self.size
+                sum_up = Sum(combine, total, arrived)
+                await self.receive_into(operation, child, sum_up)
+            mask *= 2
+
+    async def recursive_doubling(
+        self, operation: Operation, flat: Tensor, combine: Combine
+    ) -> None:
+        """Reduce among the largest power of two; the rest hands in, and gets."""
+        power = 1 << (self.size.bit_length() - 1)
+        extra = self.size - power
+        arrived = torch.empty_like(flat)
+        if self.rank >= power:
+            partner = self.rank - power
+            await self.send(operation, partner, flat)
+            await self.receive_into(operation, partner, flat)
+            return
+        if self.rank < extra:
+            await self.receive_into(operation, self.rank + power, arrived)
+            await self._combine(combine, flat, arrived)
+        mask = 1
+        while mask < power:
+            partner = self.rank ^ mask
+            await self.exchange(operation, partner, flat, partner, arrived)
+            await self._combine(combine, flat, arrived)
+            mask *= 2
+        if self.rank < extra:
+            await self.send(operation, self.rank + power, flat)
+
+    async def long_all_reduce(
+        self, operation: Operation, flat: Tensor, combine: Combine, op: ReduceOp
+    ) -> None:
+        """Let each member reduce a chunk and give it to all, a segment at a time."""
+        segments = -(-size_of(flat) // (self.size * CHUNK_BYTES))
+        for segment in flat.tensor_split(segments):
+            chunks = list(segment.tensor_split(self.size))
+            await self.reduce_mine(operation, chunks, combine)
+            finish_average(op, chunks[self.rank], self.size)
+            await self.gather_all(operation, chunks)
+
+    async def reduce_mine(
+        self, operation: Operation, chunks: Sequence[Tensor], combine: Combine
+    ) -> None:
+        """Reduce everybody's chunk of this rank's number, always in the same order."""
+        mine = chunks[self.rank]
+        sum_up = Sum(combine, mine, torch.empty_like(mine))
+        gives = {dst: chunks[dst] for dst, _ in self.pairs()}
+        takes: dict[int, Target] = {src: sum_up for _, src in self.pairs()}
+        await self._swap(operation, gives, takes)
+
+    async def gather_all(self, operation: Operation, chunks: Sequence[Tensor]) -> None:
+        """Give this rank's chunk to all others, and take theirs."""
+        gives = {dst: chunks[self.rank] for dst, _ in self.pairs()}
+        takes: dict[int, Target] = {src: chunks[src] for _, src in self.pairs()}
+        await self._swap(operation, gives, takes)
+
+    # Steps.
+
+    async def run(self, call: Call) -> None:
+        """Number a call, wait for its turn, and carry it out.
+
+        Everything is checked before the call gets its number, and copied only when it
+        is its turn: concurrent calls stay in the order in which they were made.
+
+        Raises:
+            TensorMismatchError: The tensors cannot be used, or the members did not call
+                the same; in the latter case the world breaks.
+            MemberLeftError: A member has left that it needs.
+
+        Cancellation: breaks the world, since the others count on this member.
+        """
+        steps = call.collective.start(self, call)
+        self._number += 1
+        operation = Operation(
+            self._number,
+            call.collective.code,
+            code_of(call.tensor),
+            call.tensor.numel(),
+            call.root,
+            0 if call.op is None else OP_CODES[op_name(call.op)],
+        )
+        try:
+            async with self._turn:
+                self._check_end(operation.number)
+                self._running = operation.number
+                for rank in self.others():
+                    await self._open_lane(rank)
+                await steps(operation)
+        except asyncio.CancelledError:
+            self._view.report(
+                Failed(f"rank {self.rank} cancelled {operation} before it was complete")
+            )
+            raise
+        except MemberLeftError as error:
+            # Members that wait for this one, not for the one that left, must hear.
+            self.end_from(operation.number, error.rank)
+            for rank in self.others():
+                note = {"op": "uncollective", "number": operation.number}
+                self._view.tell(rank, {**note, "left": error.rank})
+            raise
+
+    def end_from(self, number: int, left: int) -> None:
+        """Fail collective ``number`` and all after it: member ``left`` is not there."""
+        if self._ends_at is None or number < self._ends_at[0]:
+            self._ends_at = number, left
+        if self._running >= number:
+            self._channel.end(lambda: self._view.left_error(left))
+
+    def _check_end(self, number: int) -> None:
+        if self._ends_at is not None and number >= self._ends_at[0]:
+            raise self._view.left_error(self._ends_at[1])
+
+    def _disagree(self, error: TensorMismatchError) -> None:
+        self._view.report(Failed(f"the members do not agree: {error}"))
+
+    def others(self) -> list[int]:
+        """The other ranks, this one's successors first, so that not all begin at 0."""
+        return [(self.rank + i) % self.size for i in range(1, self.size)]
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """Whom to send to and whom to receive from, step by step: all are busy."""
+        size, rank = self.size, self.rank
+        return [((rank + i) % size, (rank - i) % size) for i in range(1, size)]
+
+    async def send(self, operation: Operation, dst: int, flat: Tensor) -> None:
+        memory = memory_of(flat)
+        description = Description(
+            wire.COLLECTIVE,
+            operation.dtype,
+            (operation.number, operation.elements),
+            len(memory),
+            0,
+            operation.label(),
+        )
+        await self._channel.lanes[dst].send(description, memory, flat)
+
+    def _post(self, operation: Operation, src: int, target: Target) -> Receive:
+        flat = target.scratch if isinstance(target, Sum) else target
+        merge = target.merge if isinstance(target, Sum) else None
+        size = size_of(flat)
+
+        def check(source: int, found: Description) -> Exception | None:
+            theirs = operation_of(found)
+            if theirs == operation and found.size == size:
+                return None
+            error = TensorMismatchError(
+                f"rank {self.rank} is in {operation}, rank {source} in {theirs}; all "
+                "members must call the same collectives in the same order, with equal "
+                "dtypes and sizes"
+            )
+            # At once, and not when somebody looks at the receive: this member may be
+            # in a send that the other will never take.
+            asyncio.get_running_loop().call_soon(self._disagree, error)
+            return error
+
+        return self._channel.post(src, 0, check, lambda _: flat, merge)
+
+    async def _finish(self, receive: Receive, target: Target) -> None:
+        arrival = await self._channel.wait(receive)
+        source = arrival.tensor.view(-1).view(torch.uint8)
+        if isinstance(target, Sum):
+            if not arrival.is_merged:
+                await offload(source.numel(), target.add, 0, source)
+        elif not arrival.is_borrowed:
+            await offload(source.numel(), target.view(torch.uint8).copy_, source)
+
+    async def receive_into(
+        self, operation: Operation, src: int, target: Target
+    ) -> None:
+        await self._finish(self._post(operation, src, target), target)
+
+    async def receive_all(self, operation: Operation, flats: Sequence[Tensor]) -> None:
+        posted = {
+            rank: self._post(operation, rank, flats[rank]) for rank in self.others()
+        }
+        for rank, receive in posted.items():
+            await self._finish(receive, flats[rank])
+
+    async def exchange(
+        self, operation: Operation, dst: int, give: Tensor, src: int, take: Target
+    ) -> None:
+        receive = self._post(operation, src, take)
+        try:
+            await self.send(operation, dst, give)
+        except BaseException:
+            self._channel.mailbox.cancel(receive)
+            if receive.future.done() and not receive.future.cancelled():
+                error = receive.future.exception()
+                if isinstance(error, TensorMismatchError):
+                    raise error from None
+            raise
+        await self._finish(receive, take)
+
+    async def _swap(
+        self,
+        operation: Operation,
+        gives: Mapping[int, Tensor],
+        takes: Mapping[int, Target],
+    ) -> None:
+        """Send to many at once, and take what they send one after the other.
+
+        Whatever the transport holds, somebody can always go on: all sends are under way
+        while any receive is waited for.
+        """
+        sending: list[asyncio.Future[None]] = []
+        try:
+            for dst, give in gives.items():
+                rest = begin(self.send(operation, dst, give))
+                if rest is not None:
+                    sending.append(asyncio.ensure_future(rest))
+            for src, take in takes.items():
+                await self.receive_into(operation, src, take)
+            for task in sending:
+                await task
+        finally:
+            for task in sending:
+                task.cancel()
+            await asyncio.gather(*sending, return_exceptions=True)
+
+    async def _combine(self, combine: Combine, total: Tensor, arrived: Tensor) -> None:
+        await offload(size_of(total), combine, total, arrived)
+
+    def alike(
+        self, tensors: Sequence[Tensor] | None, like: Tensor, what: str
+    ) -> list[Tensor]:
+        """Return ``tensors`` if there is one like ``like`` for each rank."""
+        return require_alike(tensors, like, self.size, what, checked)
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """A target that what arrives is combined with, straight out of shared memory.
+
+    Nothing of ``total`` may be on its way to somebody else meanwhile. What comes over a
+    socket goes to ``scratch``, of the same size, first.
+    """
+
+    combine: Combine
+    total: Tensor
+    scratch: Tensor
+
+    def merge(self, begin: int, payload: memoryview) -> None:
+        """Combine with the bytes from ``begin`` on: a fragment has whole elements."""
+        self.add(begin, torch.frombuffer(payload, dtype=torch.uint8))
+
+    def add(self, begin: int, part: Tensor) -> None:
+        """Combine with a part that is given as bytes."""
+        first = begin // self.total.element_size()
+        other = part.view(self.total.dtype)
+        self.combine(self.total[first : first + other.numel()], other)
+
+
+Target = Tensor | Sum
+"""Where what arrives goes; a plain tensor is overwritten."""
+
+
+def checked(tensor: Tensor) -> Tensor:
+    tensor = require_host(tensor, "a collective's tensor")
+    code_of(tensor)
+    return tensor
+
+
+def flat_copy(tensor: Tensor) -> Tensor:
+    return plain(tensor).view(-1).clone()
+
+
+async def copy_into(target: Tensor, source: Tensor) -> None:
+    await offload(size_of(target), target.copy_, source.reshape(target.shape))
+
+
+class Buffer:
+    """A tensor as flat, contiguous memory, and the way back if that is a copy."""
+
+    def __init__(self, tensor: Tensor, whole: Tensor) -> None:
+        self._tensor = tensor
+        self.flat = whole.view(-1)
+        self._is_copy = whole is not tensor
+
+    @classmethod
+    async def of(cls, tensor: Tensor) -> Buffer:
+        """Return the tensor's own memory, or a copy of it."""
+        if is_plain(tensor):
+            return cls(tensor, tensor)
+        return cls(tensor, await offload(size_of(tensor), plain, tensor))
+
+    async def write_back(self) -> None:
+        """Bring the tensor up to date."""
+        if self._is_copy:
+            await copy_into(self._tensor, self.flat)
