@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import pkgutil
@@ -14,6 +15,7 @@ import pytest
 
 import multiworld
 from multiworld import errors
+from tests.meta.blocking_facade import FACADE, facade
 
 ROOT = Path(__file__).parents[2]
 MODULES = [
@@ -104,3 +106,9 @@ def test_blocking_facade_has_every_operation() -> None:
         if inspect.iscoroutinefunction(method) and not name.startswith("_"):
             assert hasattr(blocking.World, name), name
     assert hasattr(blocking.WorldManager, "keep")
+
+
+def test_blocking_collectives_follow_from_the_declarations() -> None:
+    """Otherwise run ``python -m tests.meta.blocking_facade``."""
+    written = ast.parse(FACADE.read_text())
+    assert ast.dump(written) == ast.dump(ast.parse(facade()))

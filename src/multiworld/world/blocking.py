@@ -23,14 +23,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed import ProcessGroup
 
 from multiworld.backends.base import Bundle
 from multiworld.config import WorldConfig
@@ -39,6 +39,7 @@ from multiworld.incarnation.events import Event
 from multiworld.net.security import Security
 from multiworld.world import manager as _manager
 from multiworld.world import world as _world
+from multiworld.world.blocking_collectives import BlockingCollectives
 from multiworld.world.world import WorldStatistics
 
 __all__ = ["World", "WorldManager"]
@@ -102,7 +103,7 @@ def _check_outside_a_loop() -> None:
     raise ConfigError(
         "thread",
         threading.current_thread().name,
-        "multiworld.world.blocking must not be called from inside an event loop; use "
+        "multiworld.blocking must not be called from inside an event loop; use "
         "multiworld.WorldManager there",
     )
 
@@ -111,7 +112,7 @@ async def _next(items: AsyncIterator[T]) -> T:
     return await anext(items)
 
 
-class World:
+class World(BlockingCollectives):
     """A world for threads; see ``multiworld.World`` for what each method does."""
 
     def __init__(self, world: _world.World, loop: _Loop) -> None:
@@ -121,6 +122,9 @@ class World:
 
     def __repr__(self) -> str:
         return repr(self._world).replace("<World", "<blocking.World", 1)
+
+    def _wait(self, step: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
+        return self._loop.call(step, timeout_s)
 
     @property
     def is_ready(self) -> bool:
@@ -215,87 +219,6 @@ class World:
     ) -> Any:
         """Receive what ``send_object`` sent."""
         return self._loop.call(self._world.recv_object(src=src, tag=tag), timeout_s)
-
-    def broadcast(
-        self, tensor: Tensor, *, src: int, timeout_s: float | None = None
-    ) -> Tensor:
-        """Copy ``tensor`` of ``src`` into everybody's."""
-        return self._loop.call(self._world.broadcast(tensor, src=src), timeout_s)
-
-    def all_reduce(
-        self, tensor: Tensor, op: Any = ReduceOp.SUM, *, timeout_s: float | None = None
-    ) -> Tensor:
-        """Reduce into everybody's ``tensor``."""
-        return self._loop.call(self._world.all_reduce(tensor, op), timeout_s)
-
-    def reduce(
-        self,
-        tensor: Tensor,
-        *,
-        dst: int,
-        op: Any = ReduceOp.SUM,
-        timeout_s: float | None = None,
-    ) -> Tensor:
-        """Reduce into ``tensor`` of ``dst``."""
-        return self._loop.call(self._world.reduce(tensor, dst=dst, op=op), timeout_s)
-
-    def all_gather(
-        self,
-        tensor: Tensor,
-        outs: Sequence[Tensor] | None = None,
-        *,
-        timeout_s: float | None = None,
-    ) -> list[Tensor]:
-        """Return every member's tensor, by rank."""
-        return self._loop.call(self._world.all_gather(tensor, outs), timeout_s)
-
-    def gather(
-        self,
-        tensor: Tensor,
-        *,
-        dst: int,
-        outs: Sequence[Tensor] | None = None,
-        timeout_s: float | None = None,
-    ) -> list[Tensor] | None:
-        """Return every member's tensor at ``dst``; None elsewhere."""
-        step = self._world.gather(tensor, dst=dst, outs=outs)
-        return self._loop.call(step, timeout_s)
-
-    def scatter(
-        self,
-        out: Tensor,
-        tensors: Sequence[Tensor] | None = None,
-        *,
-        src: int,
-        timeout_s: float | None = None,
-    ) -> Tensor:
-        """Receive into ``out`` this rank's element of ``tensors`` of ``src``."""
-        return self._loop.call(self._world.scatter(out, tensors, src=src), timeout_s)
-
-    def reduce_scatter(
-        self,
-        out: Tensor,
-        tensors: Sequence[Tensor],
-        op: Any = ReduceOp.SUM,
-        *,
-        timeout_s: float | None = None,
-    ) -> Tensor:
-        """Reduce ``tensors[i]`` of all into ``out`` of member i."""
-        return self._loop.call(self._world.reduce_scatter(out, tensors, op), timeout_s)
-
-    def all_to_all(
-        self,
-        outs: Sequence[Tensor],
-        ins: Sequence[Tensor],
-        *,
-        timeout_s: float | None = None,
-    ) -> list[Tensor]:
-        """Send ``ins[i]`` to member i; return what each sent here."""
-        return self._loop.call(self._world.all_to_all(outs, ins), timeout_s)
-
-    def barrier(self, *, timeout_s: float | None = None) -> None:
-        """Wait until every member has called it."""
-        self._loop.call(self._world.barrier(), timeout_s)
 
     @property
     def lost(self) -> frozenset[int]:
