@@ -1,8 +1,8 @@
-"""What a manager reports of its worlds, and the hub that hands it out.
+"""Events of a manager's worlds, and the hub that distributes them. Shell.
 
-The events are frozen values in the past tense. The hub keeps a bounded queue for each
-subscriber: a subscriber that does not read loses the oldest events (and is told how
-many), and never slows a world down.
+The events are frozen values, named in the past tense. The hub keeps a bounded queue for
+each subscriber. A subscriber that does not read loses the oldest events, learns how
+many it lost, and never slows a world down.
 """
 
 from __future__ import annotations
@@ -26,11 +26,17 @@ __all__ = [
 ]
 
 QUEUE_LIMIT = 1024
+"""Events in a subscriber's queue, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Something that happened to one incarnation of a world."""
+    """Base of the events of one incarnation of a world.
+
+    Attributes:
+        world: The world's name.
+        epoch: The incarnation's epoch.
+    """
 
     world: str
     epoch: int
@@ -38,7 +44,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldReady(Event):
-    """Every member has joined; traffic may flow."""
+    """Every member has joined, and traffic may flow."""
 
     rank: int
     size: int
@@ -46,14 +52,21 @@ class WorldReady(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberLeft(Event):
-    """A member left politely, behind all that it had sent."""
+    """A member left politely, after everything it had sent."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberLost(Event):
-    """A member was declared lost; ``WorldBroken`` follows."""
+    """A member was declared lost; ``WorldBroken`` follows.
+
+    Attributes:
+        rank: The member's rank.
+        reason: What happened, in words.
+        evidence: The observation that led to the verdict.
+        silent_s: Seconds since the member's last sign of life.
+    """
 
     rank: int
     reason: str
@@ -66,9 +79,9 @@ class MemberStalled(Event):
     """A member's process runs, but its event loop gives no sign; the world lives on.
 
     Attributes:
-        rank: The member.
-        stalled_s: For how long.
-        evidence: What its loop's thread seems to do.
+        rank: The member's rank.
+        stalled_s: Seconds since its event loop last gave a sign.
+        evidence: What the thread of that loop seems to be doing.
     """
 
     rank: int
@@ -78,21 +91,21 @@ class MemberStalled(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberResumed(Event):
-    """The event loop of a stalled member turns again."""
+    """The event loop of a stalled member runs again."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberWaiting(Event):
-    """A process claims a rank of the next incarnation of a world that lives.
+    """A process claims a rank in the next incarnation of a living world.
 
-    ``World.grow`` (or ``reform``, if the world is broken) lets it in.
+    ``World.grow`` lets it in (``reform``, if the world is broken).
 
     Attributes:
         rank: The rank it claims.
         size: The world size it expects.
-        is_gone: True if it has given up waiting.
+        is_gone: True if it has stopped waiting.
     """
 
     rank: int
@@ -102,7 +115,13 @@ class MemberWaiting(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldBroken(Event):
-    """The world is unusable; every pending operation of it has failed."""
+    """The world is unusable; every pending operation on it has failed.
+
+    Attributes:
+        reason: What happened, in words.
+        evidence: The observation that led to the verdict.
+        lost: Ranks known to be lost.
+    """
 
     reason: str
     evidence: str
@@ -116,7 +135,11 @@ class WorldClosed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventsDropped(Event):
-    """This subscriber read too slowly: so many of the oldest events are gone."""
+    """This subscriber read too slowly and lost its oldest events.
+
+    Attributes:
+        count: Number of events lost.
+    """
 
     count: int
 
@@ -131,7 +154,11 @@ class Subscription:
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, event: Event) -> None:
-        """Append ``event``; drop the oldest one if the queue is full."""
+        """Append an event; drop the oldest one if the queue is full.
+
+        Args:
+            event: The event to append.
+        """
         if len(self._queue) >= QUEUE_LIMIT:
             self._queue.popleft()
             self._dropped += 1
@@ -139,12 +166,15 @@ class Subscription:
         self.wake()
 
     def wake(self) -> None:
-        """Let the reader look again."""
+        """Wake the reader, so that it checks the queue and the hub again."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def get_nowait(self) -> Event | None:
-        """Return the next event, or None."""
+        """Return the next event, or None if there is none.
+
+        Returns ``EventsDropped`` first if events were lost.
+        """
         if self._dropped:
             dropped, self._dropped = self._dropped, 0
             return EventsDropped(world="", epoch=0, count=dropped)
@@ -153,7 +183,8 @@ class Subscription:
     async def events(self) -> AsyncIterator[Event]:
         """Yield events until the hub closes.
 
-        Cancellation: safe; no event is lost but those not yet read.
+        Cancellation:
+            Ends the subscription; events that were not read are lost.
         """
         try:
             while True:
@@ -170,29 +201,37 @@ class Subscription:
 
 
 class EventHub:
-    """Hands every published event to every subscriber."""
+    """Distributor of every published event to every subscriber."""
 
     def __init__(self) -> None:
         self._subscriptions: set[Subscription] = set()
         self.is_closed = False
 
     def subscribe(self) -> Subscription:
-        """Start a queue; it holds events published from now on."""
+        """Return a new subscription to the events published from now on."""
         subscription = Subscription(self)
         self._subscriptions.add(subscription)
         return subscription
 
     def unsubscribe(self, subscription: Subscription) -> None:
-        """Forget a queue."""
+        """Remove a subscription; safe to repeat.
+
+        Args:
+            subscription: The subscription to remove.
+        """
         self._subscriptions.discard(subscription)
 
     def publish(self, event: Event) -> None:
-        """Append ``event`` to every queue."""
+        """Append an event to the queue of every subscription.
+
+        Args:
+            event: The event to append.
+        """
         for subscription in self._subscriptions:
             subscription.put(event)
 
     def close(self) -> None:
-        """End every subscriber's iteration once it has read what is queued."""
+        """End every subscriber's iteration once it has read its queue."""
         self.is_closed = True
         for subscription in self._subscriptions:
             subscription.wake()
