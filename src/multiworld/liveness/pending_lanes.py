@@ -1,4 +1,4 @@
-"""Data connections that wait for their world, and worlds that wait for them. Shell."""
+"""Data connections that wait for a world, and worlds that wait for them. Shell."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from multiworld.net.streams import Stream
 
 LIMIT = 1024
-"""Most connections that wait for incarnations which nobody here has heard of yet."""
+"""Pending lanes, at most, before connections for unknown incarnations are refused."""
 
 KEPT_S = 60.0
-"""Seconds that they wait."""
+"""Seconds that a connection waits for an unknown incarnation."""
 
 LaneKey = tuple[int, int, str]
 """Nonce of the incarnation, rank of the member, channel."""
@@ -27,36 +27,37 @@ class _Place:
 
 
 class PendingLanes:
-    """Where a connection and whoever waits for it meet."""
+    """Meeting point of data connections and the worlds that wait for them."""
 
     def __init__(self) -> None:
         self._places: dict[LaneKey, _Place] = {}
 
     @property
     def is_full(self) -> bool:
-        """True while no more strangers can be kept."""
+        """True while connections for unknown incarnations must be refused."""
         return len(self._places) >= LIMIT
 
     def put(self, key: LaneKey, stream: Stream) -> None:
-        """Keep a connection until it is asked for.
+        """Keep a connection until a world takes it.
 
         Raises:
-            ValueError: It is there already.
+            ValueError: A connection for this lane is already waiting.
         """
         future = self._place(key).future
         if future.done():
-            raise ValueError("that lane is there already")
+            raise ValueError("the lane already has a connection")
         future.set_result(stream)
 
     def has(self, key: LaneKey) -> bool:
-        """Tell whether a connection waits to be taken."""
+        """Tell whether a connection is waiting for this lane."""
         place = self._places.get(key)
         return place is not None and _is_there(place.future)
 
     async def get(self, key: LaneKey) -> Stream:
         """Wait for a connection and take it.
 
-        Cancellation: safe; nothing stays open.
+        Cancellation:
+            Safe; nothing stays open. ``drop`` and ``close`` cancel the wait.
         """
         future = self._place(key).future
         try:
@@ -74,13 +75,20 @@ class PendingLanes:
         return self._places[key]
 
     def drop(self, nonce: int) -> None:
-        """Hang up on what waits for an incarnation that is over."""
+        """Close connections and cancel waits for an incarnation that has ended."""
         for key in [key for key in self._places if key[0] == nonce]:
             _discard(self._places.pop(key).future)
 
     def purge(self, known: Collection[int], now: float) -> None:
-        """Hang up on what has waited too long for incarnations nobody knows, and on
-        what the other side has given up."""
+        """Close connections that nobody will use.
+
+        These are connections that have waited over ``KEPT_S`` for an unknown
+        incarnation, and connections that the other side has closed.
+
+        Args:
+            known: Nonces of the incarnations that are known.
+            now: Current time, in seconds on the monotonic clock.
+        """
         for key, place in list(self._places.items()):
             is_late = key[0] not in known and now - place.since > KEPT_S
             if is_late or (_is_there(place.future) and _is_given_up(place.future)):
@@ -92,7 +100,7 @@ class PendingLanes:
         return [f.result().fileno() for f in futures if _is_there(f)]
 
     def close(self) -> None:
-        """Hang up on everything."""
+        """Close every connection and cancel every wait."""
         for place in self._places.values():
             _discard(place.future)
         self._places.clear()
@@ -103,10 +111,10 @@ def _is_there(future: asyncio.Future[Stream]) -> bool:
 
 
 def _is_given_up(future: asyncio.Future[Stream]) -> bool:
-    """Tell whether the other side hung up before it sent anything."""
+    """Tell whether the other side closed the connection without sending anything."""
     stream = future.result()
     if not isinstance(stream, socket.socket):
-        return False  # under TLS a look takes what it sees
+        return False  # TLS cannot peek: a read would consume the bytes
     try:
         return not stream.recv(1, socket.MSG_PEEK)
     except (BlockingIOError, InterruptedError):
