@@ -1,9 +1,9 @@
-"""How a process comes into its worlds, and how they change size. Shell.
+"""Admission to worlds: joining them and changing their size. Shell.
 
 ``Admission`` keeps the incarnations of one manager, meets the other members at the
-store and opens what it was admitted to. Who is admitted is decided at the store, once
-and for all; from then on the new incarnation has the name, whatever becomes of it, so
-that the members can never disagree about which one is current.
+store, and opens each incarnation that it was admitted to. The store alone decides about
+admission. From then on the name belongs to the new incarnation, even if it cannot be
+opened, so that members never disagree about which incarnation is current.
 """
 
 from __future__ import annotations
@@ -30,7 +30,14 @@ from multiworld.world.world import Changes, World
 
 
 class Admission:
-    """The incarnations that one manager is in, or was in last."""
+    """The newest incarnation of every world of one manager.
+
+    Args:
+        uid: Random name of the manager.
+        watchdog: The manager's watchdog.
+        around: Services that the manager gives its worlds.
+        changes: Implementation of ``World.reform`` and ``World.grow``.
+    """
 
     def __init__(
         self, uid: str, watchdog: WatchDog, around: ManagerServices, changes: Changes
@@ -41,7 +48,7 @@ class Admission:
         self.meeting = Joiner(self, watchdog.security)
         self._worlds: dict[str, World] = {}
         self._lives: dict[str, LocalMember] = {}
-        self._met: set[LocalMember] = set()  # those that use a session with a store
+        self._met: set[LocalMember] = set()  # those that count as users of a session
         self._seen: dict[str, int] = {}
         around.over = self._over
 
@@ -51,7 +58,7 @@ class Admission:
         return dict(self._worlds)
 
     def lives(self) -> list[LocalMember]:
-        """Return every incarnation that has not been given back."""
+        """Return every incarnation that has not been released."""
         return list(self._met)
 
     # Joining.
@@ -60,9 +67,10 @@ class Admission:
         """Claim a rank, wait for the other members and open the incarnation.
 
         Raises:
-            As ``WorldManager.join``.
+            MultiWorldError: As for ``WorldManager.join``.
 
-        Cancellation: the claim is withdrawn and nothing stays behind.
+        Cancellation:
+            Withdraws the claim; nothing stays behind.
         """
         name, where = wish.name, wish.where
         deadline = self._loop.time() + wish.config.join_s
@@ -72,7 +80,7 @@ class Admission:
         )
         life: LocalMember | None = None
         try:
-            if name in self._lives:  # spent: its next epoch takes its place
+            if name in self._lives:  # broken or left: its next epoch replaces it
                 await self.end(self._lives[name])
             claim = Claim(
                 world=name,
@@ -103,7 +111,7 @@ class Admission:
     def _begin(
         self, wish: JoinRequest, session: StoreSession, incarnation: Incarnation
     ) -> LocalMember:
-        """Take the place in an incarnation that the store has admitted."""
+        """Create this member's side of an incarnation that the store has admitted."""
         name = incarnation.world
         self._seen[name] = incarnation.epoch
         (rank,) = (m.rank for m in incarnation.members if m.uid == self._uid)
@@ -125,12 +133,15 @@ class Admission:
         except TimeoutError as error:
             raise _not_connected(life) from error
         except MemberUnreachableError as error:
-            # To the others, too: none of them can do without it.
+            # Report it to the others too: none of them can go on without it.
             life.report(WasLost(error.rank, "it was lost while joining", str(error)))
             raise life.broken_error() from error
         except OSError as error:
             raise WorldBrokenError(
-                name, "it could not be opened", epoch=epoch, evidence=str(error)
+                name,
+                "this member could not open it",
+                epoch=epoch,
+                evidence=str(error),
             ) from error
 
     # Changing size.
@@ -138,7 +149,13 @@ class Admission:
     async def reform(self, name: str) -> World:
         """Go on without the members that are lost or have left; see ``World.reform``.
 
-        Cancellation: the claim is withdrawn; the world stays as it is.
+        Raises:
+            MultiWorldError: As for ``World.reform``.
+
+        Cancellation:
+            Withdraws the claim; the world stays as it is. If the store has already
+            admitted the next incarnation, the old one is closed, and the new one is
+            closed or kept as broken.
         """
         life = self._reformable(name)
         deadline = self._loop.time() + life.wish.config.join_s
@@ -153,7 +170,7 @@ class Admission:
             try:
                 await self._open(life, deadline)
             except WorldBrokenError:
-                # One more was lost meanwhile: go on without that one too.
+                # Another member was lost meanwhile: go on without that one too.
                 if life.phase is not Phase.BROKEN or not life.lost or life.is_stale:
                     self._give_up(life)
                     raise
@@ -172,20 +189,20 @@ class Admission:
         if life.is_stale:
             raise life.broken_error()
         if life.phase is not Phase.BROKEN and not life.left:
-            rule = "only a world that is broken or that a member has left is reformed"
+            rule = "reform() needs a world that is broken or that a member has left"
             raise ConfigError("world", name, rule)
         return life
 
     async def _gather_survivors(
         self, life: LocalMember, deadline: float
     ) -> tuple[StoreSession, Incarnation]:
-        """Wait for the other survivors, while the lost may become more."""
+        """Wait for the other survivors, while more members may be lost."""
         claims: list[asyncio.Task[tuple[StoreSession, Incarnation]]] = []
         try:
             while True:
                 lost = life.lost | life.left
-                # A claim with more lost takes the place of the one before it; that one
-                # is not withdrawn, as it may have been granted already.
+                # A claim with more lost members replaces the previous one. That one is
+                # not withdrawn, because it may already have been granted.
                 claims.append(self._loop.create_task(self._survive(life, deadline)))
                 grows = self._loop.create_task(life.wait_more_lost(lost))
                 try:
@@ -223,19 +240,25 @@ class Admission:
         )
 
     async def grow(self, name: str, to: int) -> World:
-        """Let newcomers in; see ``World.grow``.
+        """Let newcomers into a living world; see ``World.grow``.
 
-        Cancellation: the claim is withdrawn; the world stays as it is.
+        Raises:
+            MultiWorldError: As for ``World.grow``.
+
+        Cancellation:
+            Withdraws the claim; the world stays as it is. If the store has already
+            admitted the next incarnation, the old one is closed, and the new one is
+            closed or kept as broken.
         """
         life = self._lives.get(name)
         if life is None:
             raise WorldClosedError(
-                f"world {name!r} was closed by this process", world=name
+                f"world {name!r} was closed by this process; join it again", world=name
             )
         life.check()
         size = life.incarnation.size
         if not isinstance(to, int) or not size < to <= MAX_SIZE:
-            rule = f"an int from {size + 1} to {MAX_SIZE}: the present size is {size}"
+            rule = f"an int from {size + 1} to {MAX_SIZE}; the present size is {size}"
             raise ConfigError("to", to, rule)
         deadline = self._loop.time() + life.wish.config.join_s
         await self._enter_again(life, deadline)
@@ -274,7 +297,7 @@ class Admission:
         )
 
     async def _enter_again(self, life: LocalMember, deadline: float) -> None:
-        """Count one more user of the session, for the incarnation to come."""
+        """Count the next incarnation as a user of the session."""
         await self.meeting.enter(
             life.wish.where,
             may_host=False,
@@ -285,10 +308,10 @@ class Admission:
     async def _replace(
         self, old: LocalMember, session: StoreSession, incarnation: Incarnation
     ) -> LocalMember:
-        """Take the place in the next incarnation, and leave the old one behind it."""
+        """Enter the next incarnation and close the old one in the background."""
         new = self._begin(old.wish, session, incarnation)
         old.supersede()
-        # In the background: the others may wait for this member in the new one first.
+        # In the background, because the others may be waiting in the new incarnation.
         ending = self._loop.create_task(
             self.end(old), name=f"multiworld leave {incarnation.world}"
         )
@@ -297,7 +320,10 @@ class Admission:
         return new
 
     def _give_up(self, life: LocalMember) -> None:
-        """Keep an incarnation that could not be opened, for ``reform`` and ``join``."""
+        """Settle an incarnation that could not be opened.
+
+        Close it if it is still joining; otherwise keep it for ``reform`` and ``join``.
+        """
         for rank in life.unlinked if life.phase is Phase.JOINING else ():
             life.report(WasLost(rank, "it was admitted and did not connect in time"))
         if life.phase is Phase.JOINING:
@@ -309,14 +335,18 @@ class Admission:
     # The end.
 
     async def end(self, life: LocalMember) -> None:
-        """Close an incarnation politely and forget it."""
+        """Close an incarnation politely and release it.
+
+        Cancellation:
+            The incarnation is closed at once and released.
+        """
         try:
             await life.close()
         finally:
             self.release(life)
 
     def take_out(self, name: str) -> LocalMember:
-        """Forget a name at once; the caller ends what is returned."""
+        """Remove a name and return its incarnation, which the caller must ``end``."""
         self._worlds.pop(name, None)
         return self._lives.pop(name)
 
@@ -325,7 +355,7 @@ class Admission:
         return self._lives[name]
 
     def release(self, life: LocalMember) -> None:
-        """Drop an incarnation that is closed; safe to repeat."""
+        """Remove a closed incarnation and its use of a session; safe to repeat."""
         name = life.incarnation.world
         if self._lives.get(name) is life:
             del self._lives[name]
@@ -335,7 +365,7 @@ class Admission:
             self.meeting.leave(life.wish.where)
 
     def _over(self, life: LocalMember) -> None:
-        """Tell the store that an incarnation is over; forget it if it was closed."""
+        """Tell the store that an incarnation has ended; release it if it is closed."""
         session = self.meeting.session(life.wish.where)
         if session is not None:
             where = life.incarnation
@@ -344,24 +374,30 @@ class Admission:
             self.release(life)
 
     def close_nowait(self) -> None:
-        """Close everything."""
+        """Close every incarnation and every session, without waiting."""
         for life in self.lives():
             life.close_nowait()
         self._worlds.clear()
         self._lives.clear()
         self.meeting.close_nowait()
 
-    # SessionOwner: what a store asks and tells.
+    # SessionOwner: questions and notices of a store.
 
     def holds(self, world: str, epoch: int, rank: int) -> bool:
-        """Answer the store: does this process hold that rank?"""
+        """Tell whether this process holds a rank.
+
+        Args:
+            world: The world's name.
+            epoch: The incarnation's epoch.
+            rank: The rank.
+        """
         life = self._lives.get(world)
         if life is None or life.phase in (Phase.BROKEN, Phase.CLOSED):
             return False
         return (life.incarnation.epoch, life.rank) == (epoch, rank)
 
     def holdings(self, where: StoreAddresses) -> list[dict[str, Any]]:
-        """Return what this process holds of the worlds that met there."""
+        """Return world, epoch, rank and uid of each rank held in worlds of a store."""
         return [
             {
                 "world": life.incarnation.world,
@@ -374,14 +410,14 @@ class Admission:
         ]
 
     def member_gave_up(self, note: dict[str, Any]) -> None:
-        """Break an incarnation that a member was admitted to and does not come to."""
+        """Break an incarnation whose admitted member has withdrawn its claim."""
         life = self._lives.get(note["world"])
         if life is not None and life.incarnation.epoch == note["epoch"]:
-            why = "it gave up in the instant of its admission"
-            life.report(WasLost(int(note["rank"]), why, "the store says so"))
+            why = "it gave up while it was being admitted"
+            life.report(WasLost(int(note["rank"]), why, "the store reports it"))
 
     def member_waits(self, note: dict[str, Any]) -> None:
-        """Tell a world that a stranger wants in, or no longer."""
+        """Tell a world that a newcomer waits, or has stopped waiting."""
         life = self._lives.get(note["world"])
         if life is not None and life.incarnation.epoch == note["epoch"]:
             life.member_waits(note["rank"], note["size"], is_gone=note["is_gone"])
@@ -393,7 +429,7 @@ def _not_connected(life: LocalMember) -> JoinTimeoutError:
     name = life.incarnation.world
     return JoinTimeoutError(
         f"world {name!r}: rank {', '.join(map(str, missing))} was admitted but did not "
-        "connect in time; its process may be gone, or a firewall is in the way",
+        "connect in time; check that its process runs, and the firewall",
         world=name,
         epoch=life.incarnation.epoch,
         present=present,
