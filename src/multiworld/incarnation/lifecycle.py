@@ -113,7 +113,7 @@ class Life:
     finished: frozenset[int] = frozenset()
     """Ranks whose data connection has ended in order; their notice of leaving may still
     be on its way."""
-    deserted: frozenset[int] = frozenset()
+    closed_as_broken: frozenset[int] = frozenset()
     """Ranks that closed the world as broken before this member knew of the breakage."""
     breakage: Breakage | None = None
 
@@ -304,7 +304,9 @@ def handle(life: Life, happening: Happening) -> tuple[Life, tuple[Action, ...]]:
         case Opened():
             return _opened(life)
         case SaidLeft(rank, is_broken):
-            return _deserted(life, rank) if is_broken else _said_left(life, rank)
+            return (
+                _closed_as_broken(life, rank) if is_broken else _said_left(life, rank)
+            )
         case Finished(rank):
             return _finished(life, rank), ()
         case WasLost():
@@ -332,7 +334,7 @@ def _opened(life: Life) -> tuple[Life, tuple[Action, ...]]:
     return replace(life, phase=Phase.READY), (Publish(ready),)
 
 
-def _deserted(life: Life, rank: int) -> tuple[Life, tuple[Action, ...]]:
+def _closed_as_broken(life: Life, rank: int) -> tuple[Life, tuple[Action, ...]]:
     """Record that a member closed a broken world, so that ``reform`` need not wait.
 
     This is neither a polite leave nor a verdict: the member that broke the world sends
@@ -342,7 +344,7 @@ def _deserted(life: Life, rank: int) -> tuple[Life, tuple[Action, ...]]:
         return life, ()
     if life.phase is Phase.BROKEN:
         return replace(life, left=life.left | {rank}), ()
-    return replace(life, deserted=life.deserted | {rank}), ()
+    return replace(life, closed_as_broken=life.closed_as_broken | {rank}), ()
 
 
 def _said_left(life: Life, rank: int) -> tuple[Life, tuple[Action, ...]]:
@@ -458,7 +460,7 @@ def _break(life: Life, breakage: Breakage) -> tuple[Life, tuple[Action, ...]]:
         evidence=breakage.evidence,
         lost=breakage.lost,
     )
-    left = life.left | life.deserted
+    left = life.left | life.closed_as_broken
     life = replace(life, phase=Phase.BROKEN, breakage=breakage, left=left)
     # Tell the others before closing anything: a member that sees a connection end
     # without a reason would declare this process lost.

@@ -130,8 +130,8 @@ class Endpoint:
         address: The listener's address, for other members.
     """
 
-    def __init__(self, address: Address, door: Listener) -> None:
-        self.address, self._door = address, door
+    def __init__(self, address: Address, listener: Listener) -> None:
+        self.address, self._listener = address, listener
 
     @classmethod
     def listen(cls, host: str, acceptor: Acceptor, security: Security) -> Endpoint:
@@ -171,15 +171,15 @@ class Endpoint:
     @property
     def refused(self) -> Counter[str]:
         """Number of refused connections, by kind."""
-        return self._door.refused
+        return self._listener.refused
 
     def filenos(self) -> list[int]:
         """Return the descriptors that a forked child must close."""
-        return self._door.filenos()
+        return self._listener.filenos()
 
     def close_nowait(self) -> None:
         """Stop listening."""
-        self._door.close_nowait()
+        self._listener.close_nowait()
 
     async def close(self) -> None:
         """Stop listening and wait until every handshake in progress has ended.
@@ -187,7 +187,7 @@ class Endpoint:
         Cancellation:
             The listener is closed all the same; only the wait ends.
         """
-        await self._door.close()
+        await self._listener.close()
 
 
 def dialing_filenos() -> list[int]:

@@ -216,7 +216,7 @@ class FailureDetector:
     """
 
     def __init__(self, tick_s: float) -> None:
-        self._tick_s, self._room_s = tick_s, 2 * tick_s
+        self._tick_s, self._margin_s = tick_s, 2 * tick_s
         self._peers: dict[PeerKey, _Peer] = {}
         self._ticked_at: float | None = None
         self._was_late = False
@@ -263,13 +263,13 @@ class FailureDetector:
             peer.heard_at = max(peer.heard_at, at)
         # A stopped process is judged by its silence instead. The loop of a healthy
         # process looks up to one ``tick_s`` late, as its sign comes once per tick.
-        is_late = heard.state is ProcessState.RUNNING and heard.lag_s > self._room_s
+        is_late = heard.state is ProcessState.RUNNING and heard.lag_s > self._margin_s
         peer.turned_at = at - heard.lag_s if is_late else math.inf
         peer.is_computing = heard.is_computing
         # After a delay of this process, its own heartbeats may still be on their way.
         is_fresh = at > self._fresh_from
         unheard_s = (heard.heard_us_s or 0.0) if is_fresh else 0.0
-        peer.unheard_s = max(0.0, unheard_s - self._room_s)
+        peer.unheard_s = max(0.0, unheard_s - self._margin_s)
         if is_late or not peer.stalled:
             return []
         resumed, peer.stalled = sorted(peer.stalled), set()
@@ -321,7 +321,7 @@ class FailureDetector:
         # arrived before its last tick, but perhaps not what arrived since.
         findings: list[Finding] = []
         for key, peer in self._peers.items():
-            quiet_s = now - late_s - self._room_s - min(peer.heard_at, peer.turned_at)
+            quiet_s = now - late_s - self._margin_s - min(peer.heard_at, peer.turned_at)
             if max(quiet_s, peer.unheard_s) > peer.shortest_s:
                 findings += self._judge(key, peer, now - late_s)
         return findings
@@ -329,7 +329,7 @@ class FailureDetector:
     def _excuse(self, seconds: float, now: float) -> None:
         """Excuse all peers for a delay of the observer itself."""
         # Peers may have missed this process meanwhile, and report so for a while.
-        self._fresh_from = now + self._room_s
+        self._fresh_from = now + self._margin_s
         for peer in self._peers.values():
             peer.heard_at = min(now, peer.heard_at + seconds)
             peer.beat_at = min(now, peer.beat_at + seconds)
@@ -339,7 +339,7 @@ class FailureDetector:
     def _judge(self, key: PeerKey, peer: _Peer, now: float) -> list[Finding]:
         findings: list[Finding] = []
         for world, watch in list(peer.worlds.items()):
-            verdict = _verdict(key, peer, world, watch, now, self._room_s)
+            verdict = _verdict(key, peer, world, watch, now, self._margin_s)
             if verdict is not None:
                 findings.append(verdict)
                 self._unwatch(key, world)
@@ -357,7 +357,7 @@ class FailureDetector:
         return findings
 
     def _is_newly_stalled(self, peer: _Peer, world: WorldKey, now: float) -> bool:
-        stalled_s = now - peer.turned_at - self._room_s
+        stalled_s = now - peer.turned_at - self._margin_s
         return (
             stalled_s > peer.worlds[world].limits.stall_s and world not in peer.stalled
         )
@@ -369,23 +369,25 @@ def _verdict(
     world: WorldKey,
     watch: _Watch,
     now: float,
-    room_s: float,
+    margin_s: float,
 ) -> Verdict | None:
     limits = watch.limits
     silent_s, stalled_s = now - peer.heard_at, now - peer.turned_at
-    known_s = now - watch.since - room_s
-    if min(silent_s - room_s, known_s) > limits.silence_s:
+    known_s = now - watch.since - margin_s
+    if min(silent_s - margin_s, known_s) > limits.silence_s:
         limit_s = limits.silence_s
         reason, evidence = _silence(peer, silent_s, now)
-    elif min(peer.unheard_s - room_s, known_s) > limits.silence_s:
+    elif min(peer.unheard_s - margin_s, known_s) > limits.silence_s:
         # Wait longer than for silence: the side that hears nothing must judge first.
         limit_s = limits.silence_s
         reason = f"it has not heard this process for over {peer.unheard_s:.1f} s"
         evidence = "its heartbeats report it; the network is cut in one direction"
-    elif min(stalled_s - room_s, known_s) > limits.stalled_limit_s:
+    elif min(stalled_s - margin_s, known_s) > limits.stalled_limit_s:
         limit_s = limits.stalled_limit_s
         reason = f"its event loop has not run for {stalled_s:.1f} s"
-        evidence = f"its heartbeat helper reports it; {doing(peer.is_computing)}"
+        evidence = (
+            f"its heartbeat helper reports it; {describe_thread(peer.is_computing)}"
+        )
     else:
         return None
     return Verdict(
@@ -409,7 +411,7 @@ def _silence(peer: _Peer, silent_s: float, now: float) -> tuple[str, str]:
     )
 
 
-def doing(is_computing: bool) -> str:
+def describe_thread(is_computing: bool) -> str:
     """Return in words what the thread of a stalled event loop is doing."""
     if is_computing:
         return (

@@ -67,7 +67,7 @@ class Heartbeat:
         self._unremoved: set[int] = set()
         self._missed = 0
         self._datagrams: dict[int, socket.socket] = {}
-        self._passed: set[int] = set()
+        self._added: set[int] = set()
         self._numbers = itertools.count(1)
         self._unsent: set[int] = set()
 
@@ -98,7 +98,7 @@ class Heartbeat:
             self._start(mode)
         number = next(self._numbers)
         self._sockets[number] = sock, out_key, in_key
-        self._pass(number)
+        self._send_sockets(number)
         return number
 
     def add_datagrams(self, number: int, sock: socket.socket) -> None:
@@ -110,7 +110,7 @@ class Heartbeat:
         """
         if number in self._sockets:
             self._datagrams[number] = sock
-            self._pass(number)
+            self._send_sockets(number)
         else:
             sock.close()
 
@@ -120,13 +120,13 @@ class Heartbeat:
         if datagrams is not None:
             datagrams.close()
         if self._sockets.pop(number, None) is not None:
-            self._passed.discard(number)
+            self._added.discard(number)
             self._unremoved.add(number)
             self._send_removals()
 
     def _send_removals(self) -> None:
         for number in list(self._unremoved):
-            if not self._order(
+            if not self._send_order(
                 heartbeat_helper.encode_order(heartbeat_helper.REMOVE, number)
             ):
                 return  # the helper reads too slowly; the next tick tries again
@@ -182,9 +182,9 @@ class Heartbeat:
         self._send_removals()
         unsent, self._unsent = self._unsent, set()
         for number in unsent & self._sockets.keys():
-            self._pass(number)
+            self._send_sockets(number)
         self._reported.clear()
-        self._order(heartbeat_helper.encode_order(heartbeat_helper.TICK))
+        self._send_order(heartbeat_helper.encode_order(heartbeat_helper.TICK))
         try:
             async with asyncio.timeout(2 * heartbeat_helper.BEAT_S):
                 await self._reported.wait()
@@ -218,11 +218,11 @@ class Heartbeat:
 
     def _restart(self) -> None:
         self._stop()
-        self._passed.clear()
+        self._added.clear()
         self._unremoved.clear()
         self._start(self._mode)
         for number in self._sockets:
-            self._pass(number)
+            self._send_sockets(number)
 
     def _start(self, mode: Mode) -> None:
         self._mode = mode
@@ -239,9 +239,9 @@ class Heartbeat:
 
     def _begin(self, ours: socket.socket, theirs: socket.socket, mode: Mode) -> None:
         if mode == "thread":
-            beater = heartbeat_helper.HeartbeatHelper(theirs, owner=None)
+            helper = heartbeat_helper.HeartbeatHelper(theirs, owner=None)
             self._thread = threading.Thread(
-                target=beater.run, name="multiworld-heartbeat", daemon=True
+                target=helper.run, name="multiworld-heartbeat", daemon=True
             )
             self._thread.start()
             return
@@ -272,18 +272,18 @@ class Heartbeat:
             self._thread.join(timeout=heartbeat_helper.BEAT_S * 5)
             self._thread = None
 
-    def _pass(self, number: int) -> None:
+    def _send_sockets(self, number: int) -> None:
         """Send a connection to the helper, with its UDP socket if there is one."""
         assert self._control is not None
         sock, out_key, in_key = self._sockets[number]
         datagrams = self._datagrams.get(number)
         try:
-            if number not in self._passed:
+            if number not in self._added:
                 order = heartbeat_helper.encode_order(
                     heartbeat_helper.ADD, number, out_key, in_key
                 )
                 socket.send_fds(self._control, [order], [sock.fileno()])
-                self._passed.add(number)
+                self._added.add(number)
             if datagrams is not None:
                 order = heartbeat_helper.encode_order(
                     heartbeat_helper.ADD_DATAGRAMS, number
@@ -292,7 +292,7 @@ class Heartbeat:
         except OSError:
             self._unsent.add(number)  # it reads too slowly; the next tick tries again
 
-    def _order(self, order: bytes) -> bool:
+    def _send_order(self, order: bytes) -> bool:
         if self._control is None:
             return False
         try:

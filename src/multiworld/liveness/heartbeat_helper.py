@@ -275,7 +275,7 @@ class HeartbeatHelper:
         control.setblocking(False)
         self._control, self._owner, self._thread = control, owner, thread
         self._targets: dict[int, HeartbeatTarget] = {}
-        self._news: dict[int, HeartbeatTarget] = {}
+        self._unreported: dict[int, HeartbeatTarget] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ, None)
         self._ticked_at = time.monotonic()
@@ -285,14 +285,14 @@ class HeartbeatHelper:
         """Send and read heartbeats until the owner exits."""
         due = time.monotonic() + BEAT_S
         while not self._is_over:
-            is_ordered = False
+            has_order = False
             for selected, _ in self._selector.select(max(0.0, due - time.monotonic())):
                 if selected.data is None:
-                    is_ordered = True
+                    has_order = True
                 else:
-                    self._hear(selected.data, selected.fileobj)
-            if is_ordered:  # last, so that a report covers everything that arrived
-                self._obey()
+                    self._read_from(selected.data, selected.fileobj)
+            if has_order:  # last, so that a report covers everything that arrived
+                self._handle_order()
             now = time.monotonic()
             if now >= due:
                 due = now + BEAT_S
@@ -319,7 +319,7 @@ class HeartbeatHelper:
                 heard_ms = int((now - target.heard_at) * 1000)
             target.send(Beat(state, doing, sequence, lag_ms, heard_ms))
 
-    def _hear(self, number: int, where: object) -> None:
+    def _read_from(self, number: int, where: object) -> None:
         target = self._targets.get(number)
         if target is None:
             return
@@ -330,9 +330,9 @@ class HeartbeatHelper:
             # The owner opens another connection; datagrams continue meanwhile.
             self._selector.unregister(target.sock)
             target.is_ended = True
-            self._news[number] = target
+            self._unreported[number] = target
         if target.latest is not None:
-            self._news[number] = target
+            self._unreported[number] = target
 
     def _report(self) -> None:
         """Send the new heartbeats to the owner.
@@ -341,9 +341,9 @@ class HeartbeatHelper:
         """
         is_last = False
         while not is_last:
-            numbers = list(self._news)[:REPORTS_A_MESSAGE]
-            is_last = len(numbers) == len(self._news)
-            message = b"".join(_report_of(n, self._news[n]) for n in numbers)
+            numbers = list(self._unreported)[:REPORTS_A_MESSAGE]
+            is_last = len(numbers) == len(self._unreported)
+            message = b"".join(_report_of(n, self._unreported[n]) for n in numbers)
             message += REPORT.pack(END_OF_REPORT, 0, 0, 0, 0, 0.0) if is_last else b""
             try:
                 self._control.send(message)
@@ -353,9 +353,9 @@ class HeartbeatHelper:
                 self._is_over = True
                 return
             for number in numbers:
-                del self._news[number]
+                del self._unreported[number]
 
-    def _obey(self) -> None:
+    def _handle_order(self) -> None:
         try:
             order, fds, _, _ = socket.recv_fds(self._control, _ORDER.size, 1)
         except (BlockingIOError, InterruptedError):
@@ -382,7 +382,7 @@ class HeartbeatHelper:
 
     def _drop(self, number: int) -> None:
         target = self._targets.pop(number)
-        self._news.pop(number, None)
+        self._unreported.pop(number, None)
         for sock in (target.sock, target.datagrams):
             if sock is not None:
                 try:

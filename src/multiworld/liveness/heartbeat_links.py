@@ -19,7 +19,7 @@ from multiworld.liveness.heartbeat import Heartbeat, HeartbeatReport, Mode
 
 
 @dataclass(slots=True)
-class _Line:
+class _Connection:
     """Heartbeat connection to one peer."""
 
     number: int
@@ -44,19 +44,19 @@ class HeartbeatLinks:
         on_ended: Callable[[LinkKey], None],
     ) -> None:
         self._mode, self._on_heard, self._on_ended = mode, on_heard, on_ended
-        self._heart = Heartbeat(self._take_report)
-        self._lines: dict[LinkKey, _Line] = {}
+        self._heartbeat = Heartbeat(self._take_report)
+        self._connections: dict[LinkKey, _Connection] = {}
         self._keys: dict[int, LinkKey] = {}
         self._ports: dict[LinkKey, int] = {}
 
     @property
     def helper_pid(self) -> int | None:
         """Process ID of the heartbeat helper; None if there is no such process."""
-        return self._heart.helper_pid
+        return self._heartbeat.helper_pid
 
     def has(self, key: LinkKey) -> bool:
         """Tell whether there is a heartbeat connection to a peer."""
-        return key in self._lines
+        return key in self._connections
 
     def begin(
         self, link: Link, sock: socket.socket, seal: bytes, *, dialed: bool
@@ -73,21 +73,21 @@ class HeartbeatLinks:
             OSError: No helper can be started; the connection is closed.
         """
         key = link.key
-        self._end_line(key)
+        self._end_connection(key)
         # Each direction has its own key, so that a reflected frame is invalid.
         ends = [hmac.digest(seal, end, "sha256") for end in (b"dialer", b"acceptor")]
         ours, theirs = ends if dialed else reversed(ends)
         try:
-            number = self._heart.add(sock, ours, theirs, self._mode)
+            number = self._heartbeat.add(sock, ours, theirs, self._mode)
         except OSError:
             sock.close()
             raise
-        line = self._lines[key] = _Line(number, sock)
+        connection = self._connections[key] = _Connection(number, sock)
         self._keys[number] = key
         if sock.family != socket.AF_UNIX:
-            line.datagrams = _datagram_socket(key.local_host)
-        if line.datagrams is not None:
-            port = line.datagrams.getsockname()[1]
+            connection.datagrams = _datagram_socket(key.local_host)
+        if connection.datagrams is not None:
+            port = connection.datagrams.getsockname()[1]
             link.send({"op": "datagrams", "port": port})
             self._join_datagrams(key)
 
@@ -104,33 +104,33 @@ class HeartbeatLinks:
 
     def end(self, key: LinkKey) -> None:
         """End the heartbeats to and from a peer; safe to repeat."""
-        self._end_line(key)
+        self._end_connection(key)
         self._ports.pop(key, None)
 
-    def _end_line(self, key: LinkKey) -> None:
-        line = self._lines.pop(key, None)
-        if line is None:
+    def _end_connection(self, key: LinkKey) -> None:
+        connection = self._connections.pop(key, None)
+        if connection is None:
             return
-        self._heart.remove(line.number)
-        self._keys.pop(line.number, None)
-        line.sock.close()
-        if line.datagrams is not None:
-            line.datagrams.close()
+        self._heartbeat.remove(connection.number)
+        self._keys.pop(connection.number, None)
+        connection.sock.close()
+        if connection.datagrams is not None:
+            connection.datagrams.close()
 
     def _join_datagrams(self, key: LinkKey) -> None:
         """Use UDP too, once both sides have sent their port."""
-        line, port = self._lines.get(key), self._ports.get(key)
-        if line is None or line.datagrams is None or port is None:
+        connection, port = self._connections.get(key), self._ports.get(key)
+        if connection is None or connection.datagrams is None or port is None:
             return
         if not _is_numeric(key.remote_host):
             return
-        sock, line.datagrams = line.datagrams, None
+        sock, connection.datagrams = connection.datagrams, None
         try:
             sock.connect((key.remote_host, port))
         except OSError:
             sock.close()
             return
-        self._heart.add_datagrams(line.number, sock)
+        self._heartbeat.add_datagrams(connection.number, sock)
 
     async def tick(self) -> bool:
         """Tell the helper that the event loop runs, and take its report.
@@ -144,7 +144,7 @@ class HeartbeatLinks:
         Cancellation:
             Safe.
         """
-        return await self._heart.tick()
+        return await self._heartbeat.tick()
 
     def _take_report(self, number: int, report: HeartbeatReport) -> None:
         key = self._keys.get(number)
@@ -157,17 +157,19 @@ class HeartbeatLinks:
 
     def filenos(self) -> list[int]:
         """Return the descriptors that a forked child must close."""
-        found = self._heart.filenos()
-        for line in self._lines.values():
-            found.append(line.sock.fileno())
-            found += [] if line.datagrams is None else [line.datagrams.fileno()]
+        found = self._heartbeat.filenos()
+        for connection in self._connections.values():
+            found.append(connection.sock.fileno())
+            found += (
+                [] if connection.datagrams is None else [connection.datagrams.fileno()]
+            )
         return found
 
     def close(self) -> None:
         """End all heartbeats and stop the helper."""
-        for key in list(self._lines):
+        for key in list(self._connections):
             self.end(key)
-        self._heart.close()
+        self._heartbeat.close()
 
 
 def _is_numeric(host: str) -> bool:

@@ -21,7 +21,7 @@ LaneKey = tuple[int, int, str]
 
 
 @dataclass(slots=True)
-class _Place:
+class _Slot:
     future: asyncio.Future[Stream]
     since: float = field(default_factory=time.monotonic)
 
@@ -30,12 +30,12 @@ class PendingLanes:
     """Meeting point of data connections and the worlds that wait for them."""
 
     def __init__(self) -> None:
-        self._places: dict[LaneKey, _Place] = {}
+        self._slots: dict[LaneKey, _Slot] = {}
 
     @property
     def is_full(self) -> bool:
         """True while connections for unknown incarnations must be refused."""
-        return len(self._places) >= LIMIT
+        return len(self._slots) >= LIMIT
 
     def put(self, key: LaneKey, stream: Stream) -> None:
         """Keep a connection until a world takes it.
@@ -43,15 +43,15 @@ class PendingLanes:
         Raises:
             ValueError: A connection for this lane is already waiting.
         """
-        future = self._place(key).future
+        future = self._slot(key).future
         if future.done():
             raise ValueError("the lane already has a connection")
         future.set_result(stream)
 
     def has(self, key: LaneKey) -> bool:
         """Tell whether a connection is waiting for this lane."""
-        place = self._places.get(key)
-        return place is not None and _is_there(place.future)
+        slot = self._slots.get(key)
+        return slot is not None and _is_there(slot.future)
 
     async def get(self, key: LaneKey) -> Stream:
         """Wait for a connection and take it.
@@ -59,25 +59,25 @@ class PendingLanes:
         Cancellation:
             Safe; nothing stays open. ``drop`` and ``close`` cancel the wait.
         """
-        future = self._place(key).future
+        future = self._slot(key).future
         try:
             return await future
         except asyncio.CancelledError:
             _discard(future)
             raise
         finally:
-            self._places.pop(key, None)
+            self._slots.pop(key, None)
 
-    def _place(self, key: LaneKey) -> _Place:
-        if key not in self._places:
+    def _slot(self, key: LaneKey) -> _Slot:
+        if key not in self._slots:
             future = asyncio.get_running_loop().create_future()
-            self._places[key] = _Place(future)
-        return self._places[key]
+            self._slots[key] = _Slot(future)
+        return self._slots[key]
 
     def drop(self, nonce: int) -> None:
         """Close connections and cancel waits for an incarnation that has ended."""
-        for key in [key for key in self._places if key[0] == nonce]:
-            _discard(self._places.pop(key).future)
+        for key in [key for key in self._slots if key[0] == nonce]:
+            _discard(self._slots.pop(key).future)
 
     def purge(self, known: Collection[int], now: float) -> None:
         """Close connections that nobody will use.
@@ -89,21 +89,21 @@ class PendingLanes:
             known: Nonces of the incarnations that are known.
             now: Current time, in seconds on the monotonic clock.
         """
-        for key, place in list(self._places.items()):
-            is_late = key[0] not in known and now - place.since > KEPT_S
-            if is_late or (_is_there(place.future) and _is_given_up(place.future)):
-                _discard(self._places.pop(key).future)
+        for key, slot in list(self._slots.items()):
+            is_late = key[0] not in known and now - slot.since > KEPT_S
+            if is_late or (_is_there(slot.future) and _is_given_up(slot.future)):
+                _discard(self._slots.pop(key).future)
 
     def filenos(self) -> list[int]:
         """Return the descriptors that a forked child must close."""
-        futures = [place.future for place in self._places.values()]
+        futures = [slot.future for slot in self._slots.values()]
         return [f.result().fileno() for f in futures if _is_there(f)]
 
     def close(self) -> None:
         """Close every connection and cancel every wait."""
-        for place in self._places.values():
-            _discard(place.future)
-        self._places.clear()
+        for slot in self._slots.values():
+            _discard(slot.future)
+        self._slots.clear()
 
 
 def _is_there(future: asyncio.Future[Stream]) -> bool:

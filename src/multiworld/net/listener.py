@@ -113,7 +113,7 @@ class Listener:
         self._is_closed = False
         loop = asyncio.get_running_loop()
         self._listening = [
-            loop.create_task(self._listen(sock), name="multiworld door")
+            loop.create_task(self._listen(sock), name="multiworld listener")
             for sock in sockets
         ]
 

@@ -311,7 +311,7 @@ class Survivor:
 
 
 async def meet(
-    meeting: Joiner,
+    joiner: Joiner,
     addresses: StoreAddresses,
     session: StoreSession,
     wanted: Claim | Survivor,
@@ -323,7 +323,7 @@ async def meet(
     """Claim a rank and wait for the other members; reopen the session if it is lost.
 
     Args:
-        meeting: The manager's sessions.
+        joiner: The manager's sessions.
         addresses: The store or stores.
         session: An open session there.
         wanted: The claim.
@@ -352,7 +352,7 @@ async def meet(
         fields = {
             **_fields_of(wanted),
             "uid": member.uid,
-            "member": _sealed(member.to_json(), wanted.world, meeting.security),
+            "member": _sealed(member.to_json(), wanted.world, joiner.security),
             "deadline_s": max(0.0, deadline - loop.time()),
         }
         try:
@@ -366,11 +366,11 @@ async def meet(
             ) from error
         except SessionLostError:
             await asyncio.sleep(RETRY_S)
-            session = await meeting.reopen(
+            session = await joiner.reopen(
                 addresses, may_host=may_host, world=wanted.world, deadline=deadline
             )
         else:
-            return session, _admitted(wanted, reply, meeting.security)
+            return session, _admitted(wanted, reply, joiner.security)
 
 
 def _fields_of(wanted: Claim | Survivor) -> dict[str, Any]:

@@ -309,36 +309,36 @@ class Registry:
         if current > claim.epoch:
             return [*self._tidy(claim.world), _stale(claim, current)]
         actions: list[Action] = []
-        gathering = world.reforming
-        if gathering is None or gathering.epoch < claim.epoch:
+        reform = world.reforming
+        if reform is None or reform.epoch < claim.epoch:
             # A store that has lost its state learns the epoch from the survivors.
             self._highest[claim.world] = claim.epoch
-            if gathering is not None:
-                late = gathering.claims.values()
+            if reform is not None:
+                late = reform.claims.values()
                 actions += [_stale(claim_, claim.epoch) for claim_ in late]
-            gathering = world.reforming = Reform(claim.epoch, claim.size)
-        return [*actions, *self._gather(world, gathering, claim)]
+            reform = world.reforming = Reform(claim.epoch, claim.size)
+        return [*actions, *self._add_survivor(world, reform, claim)]
 
-    def _gather(
-        self, world: _World, gathering: Reform, claim: ReformClaim
+    def _add_survivor(
+        self, world: _World, reform: Reform, claim: ReformClaim
     ) -> list[Action]:
-        if gathering.accuses(claim):
+        if reform.accuses(claim):
             return [_stale(claim, claim.epoch)]
-        if any(other.terms != claim.terms for other in gathering.claims.values()):
+        if any(other.terms != claim.terms for other in reform.claims.values()):
             body = {"ok": False, "error": "mismatch", "detail": claim.terms}
             return [Reply(claim.session, claim.request, body)]
-        gathering.accept(claim)
+        reform.accept(claim)
         self._forming.add(claim.world)
         return self._settle(world)
 
     def _settle(self, world: _World) -> list[Action]:
-        gathering = world.reforming
-        if gathering is None or not gathering.is_settled:
+        reform = world.reforming
+        if reform is None or not reform.is_settled:
             return []
         world.reforming = None
-        claims = gathering.members()
+        claims = reform.members()
         nonce = claims[-1].fresh_nonce
-        return self._complete(world, claims, nonce, gathering.epoch)
+        return self._complete(world, claims, nonce, reform.epoch)
 
     def _announced(self, announced: Announced) -> list[Action]:
         name, epoch = announced.world, announced.epoch
@@ -502,14 +502,14 @@ class Registry:
 
 
 def _expire_reforming(world: _World, now: float) -> list[Action]:
-    gathering = world.reforming
-    if gathering is None:
+    reform = world.reforming
+    if reform is None:
         return []
-    late = [claim for claim in gathering.claims.values() if claim.deadline <= now]
-    present, missing = sorted(gathering.claims), gathering.missing()
+    late = [claim for claim in reform.claims.values() if claim.deadline <= now]
+    present, missing = sorted(reform.claims), reform.missing()
     for claim in late:
-        gathering.drop(claim.session, claim.request)
-    if not gathering.claims:
+        reform.drop(claim.session, claim.request)
+    if not reform.claims:
         world.reforming = None
     return [_timeout(claim, present, missing) for claim in late]
 

@@ -43,7 +43,7 @@ class StoreServer:
         self._service = service or StoreService()
         self._security = security or Security()
         self._sessions: dict[int, FramedConnection] = {}
-        self._door = Listener([sock], self, self._security, logger, "the store")
+        self._listener = Listener([sock], self, self._security, logger, "the store")
 
     @classmethod
     async def listen(
@@ -86,16 +86,16 @@ class StoreServer:
     @property
     def refused(self) -> dict[str, int]:
         """Number of refused connections, by kind."""
-        return dict(self._door.refused)
+        return dict(self._listener.refused)
 
     def filenos(self) -> list[int]:
         """Return the descriptors that a forked child must close."""
         sessions = [framed.fileno() for framed in self._sessions.values()]
-        return [fd for fd in (*self._door.filenos(), *sessions) if fd >= 0]
+        return [fd for fd in (*self._listener.filenos(), *sessions) if fd >= 0]
 
     def close_nowait(self) -> None:
         """Stop listening and close every session."""
-        self._door.close_nowait()
+        self._listener.close_nowait()
         self._service.close()
         for framed in self._sessions.values():
             framed.close()
@@ -108,7 +108,7 @@ class StoreServer:
             The store is closed all the same; only the wait ends.
         """
         self.close_nowait()
-        await self._door.close()
+        await self._listener.close()
 
     # Acceptor.
 
@@ -135,7 +135,7 @@ class StoreServer:
 
         def ended(evidence: str, is_broken: bool) -> None:
             if is_broken:
-                self._door.count("malformed", "a member", evidence)
+                self._listener.count("malformed", "a member", evidence)
             self._ended(key)
 
         framed = FramedConnection(stream, received, ended)

@@ -46,7 +46,7 @@ from multiworld.liveness.failure_detector import (
     Resumed,
     Stalled,
     Verdict,
-    doing,
+    describe_thread,
 )
 from multiworld.liveness.watchdog import WatchDog
 from multiworld.net.streams import Stream
@@ -123,22 +123,22 @@ class LocalMember:
 
     Args:
         incarnation: The incarnation, as the store admitted it.
-        wish: Arguments of the join.
+        request: Arguments of the join.
         store: The store that admitted it.
-        around: Services of the manager.
+        services: Services of the manager.
     """
 
     def __init__(
         self,
         incarnation: Incarnation,
-        wish: JoinRequest,
+        request: JoinRequest,
         store: StoreAddress,
-        around: ManagerServices,
+        services: ManagerServices,
     ) -> None:
-        self.incarnation, self.wish, self.rank = incarnation, wish, wish.rank
-        self.config, self.device = wish.config, wish.device
-        self.store, self.linger = store, around.linger
-        self._around, self._watchdog = around, around.watchdog
+        self.incarnation, self.request, self.rank = incarnation, request, request.rank
+        self.config, self.device = request.config, request.device
+        self.store, self.linger = store, services.linger
+        self._services, self._watchdog = services, services.watchdog
         self._loop = asyncio.get_running_loop()
         self._life = Life(
             world=incarnation.world,
@@ -146,7 +146,7 @@ class LocalMember:
             rank=self.rank,
             size=incarnation.size,
         )
-        self.security = around.watchdog.security
+        self.security = services.watchdog.security
         self._changed = asyncio.Event()
         self._is_superseded = False
         self.waiting: dict[int, int] = {}  # newcomer's rank -> the size it expects
@@ -155,8 +155,8 @@ class LocalMember:
         self._all_ready = self._loop.create_future()
         self._grace: dict[int | None, asyncio.TimerHandle] = {}
         self._is_forked = False
-        self.backend_name = wish.backend
-        self.backend = make_backend(wish.backend, self)
+        self.backend_name = request.backend
+        self.backend = make_backend(request.backend, self)
 
     @property
     def phase(self) -> Phase:
@@ -241,7 +241,7 @@ class LocalMember:
 
     def _publish(self, event: Event) -> None:
         if not self._is_superseded:
-            self._around.publish(event)
+            self._services.publish(event)
 
     async def wait_over(self) -> None:
         """Wait until the world is broken or closed.
@@ -375,7 +375,7 @@ class LocalMember:
         for rank in list(self._grace):
             self._cancel_grace(rank)
         self.backend.close_nowait()
-        self._around.over(self)
+        self._services.over(self)
 
     def _free(self) -> None:
         """Close the data connections and detach from the links; safe to repeat."""
@@ -426,7 +426,7 @@ class LocalMember:
             case Verdict(reason=reason, evidence=evidence, silent_s=silent_s):
                 self.report(WasLost(rank, reason, evidence, silent_s))
             case Stalled(stalled_s=stalled_s, is_computing=is_computing):
-                self.report(Stalls(rank, stalled_s, doing(is_computing)))
+                self.report(Stalls(rank, stalled_s, describe_thread(is_computing)))
             case Resumed():
                 self.report(Resumes(rank))
 

@@ -92,13 +92,13 @@ class WorldManager:
         self._hub = EventHub()
         self._lingering: set[Lingering] = set()
         self._closing: set[asyncio.Task[None]] = set()
-        around = ManagerServices(
+        services = ManagerServices(
             watchdog=self._watchdog,
             publish=self._hub.publish,
             linger=self._linger,
             closing=self._closing,
         )
-        self._admission = Admission(self._uid, self._watchdog, around, self)
+        self._admission = Admission(self._uid, self._watchdog, services, self)
         self._is_closed = False
         self._is_forked = False
         self._communicator = WorldCommunicator(self)
@@ -228,7 +228,7 @@ class WorldManager:
             Safe; the claim is withdrawn and nothing stays behind.
         """
         self._check_usable(name)
-        wish = JoinRequest(
+        request = JoinRequest(
             name=name,
             rank=rank,
             size=size,
@@ -237,10 +237,10 @@ class WorldManager:
             config=config or self._config,
             device=_device_of(device),
         )
-        _check_wish(wish)
+        _check_request(request)
         self._security.check_backend(backend)
         self._reserve(name)
-        return await self._exclusively(name, self._admission.join(wish))
+        return await self._exclusively(name, self._admission.join(request))
 
     async def reform(self, name: str) -> World:
         """Go on in a smaller world, without the lost: ``World.reform`` by name.
@@ -410,8 +410,8 @@ class WorldManager:
         joining = self._cancel_joins()
         try:
             await asyncio.gather(*joining, return_exceptions=True)
-            lives = self._admission.lives()
-            await asyncio.gather(*(life.close() for life in lives))
+            local_members = self._admission.local_members()
+            await asyncio.gather(*(local.close() for local in local_members))
             await asyncio.gather(*self._closing, return_exceptions=True)
             # These close by themselves after ``close_s`` at the latest. Closing them
             # now would lose data that the other members have not read.
@@ -462,7 +462,7 @@ class WorldManager:
         self.world(name)
         await self._stop_changing(name)
         if name in self.worlds:
-            await self._admission.end(self._admission.life(name))
+            await self._admission.end(self._admission.local_member(name))
 
     def _linger(self, connection: Lingering) -> None:
         self._lingering = {c for c in self._lingering if c.fileno() >= 0}
@@ -550,10 +550,10 @@ class WorldManager:
         changing = self._joining.get(world_name)
         if changing is not None:
             changing.cancel()
-        life = self._admission.take_out(world_name)
-        life.report(CloseAsked())  # tell the others now, whatever the loop does next
+        local = self._admission.take_out(world_name)
+        local.report(CloseAsked())  # tell the others now, whatever the loop does next
         task = self._loop.create_task(
-            self._admission.end(life), name=f"multiworld leave {world_name}"
+            self._admission.end(local), name=f"multiworld leave {world_name}"
         )
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
@@ -567,10 +567,10 @@ class WorldManager:
         selector belongs to the parent and stays untouched.
         """
         self._is_forked = True
-        found = self._watchdog.filenos() + self._admission.meeting.filenos()
-        for life in self._admission.lives():
-            found += life.filenos()
-            life.abandon_after_fork()
+        found = self._watchdog.filenos() + self._admission.joiner.filenos()
+        for local in self._admission.local_members():
+            found += local.filenos()
+            local.abandon_after_fork()
         found += [connection.fileno() for connection in self._lingering]
         for fd in found:
             if fd >= 0:
@@ -611,8 +611,8 @@ def _default_store() -> str:
     return store
 
 
-def _check_wish(wish: JoinRequest) -> None:
-    name, rank, size = wish.name, wish.rank, wish.size
+def _check_request(request: JoinRequest) -> None:
+    name, rank, size = request.name, request.rank, request.size
     if not isinstance(name, str) or not name:
         raise ConfigError("name", name, "a non-empty str")
     if len(name) > MAX_NAME:
@@ -622,13 +622,13 @@ def _check_wish(wish: JoinRequest) -> None:
     if not isinstance(rank, int) or not 0 <= rank < size:
         rule = f"an int from 0 to {size - 1} in a world of {size}"
         raise ConfigError("rank", rank, rule)
-    if not isinstance(wish.config, WorldConfig):
-        raise ConfigError("config", wish.config, "a WorldConfig")
-    backend, device = wish.backend, wish.device
-    if (backend == "memory") != wish.where.is_local:
+    if not isinstance(request.config, WorldConfig):
+        raise ConfigError("config", request.config, "a WorldConfig")
+    backend, device = request.backend, request.device
+    if (backend == "memory") != request.where.is_local:
         raise ConfigError(
             "store",
-            str(wish.where),
+            str(request.where),
             "backend 'memory' needs memory://NAME, all others tcp://HOST:PORT",
         )
     if backend in ("direct", "memory", "gloo") and device.type != "cpu":
