@@ -342,6 +342,8 @@ async def meet(
         WrongSecretError: A holder of another secret made a member's record.
         StaleEpochError: The other survivors went on without this process.
         StoreUnreachableError: The store did not answer.
+        RendezvousError: The store refused the claim for another reason, or sent an
+            invalid member record.
 
     Cancellation:
         Withdraws the claim.

@@ -301,7 +301,6 @@ async def connect(
         WrongSecretError: The store holds another secret, or the TLS handshake failed.
         ProtocolVersionError: The store speaks another version of the protocol, or the
             process at the address is not a store.
-        HandshakeError: The store refused the connection for another reason.
 
     Cancellation:
         Safe; nothing stays open.
