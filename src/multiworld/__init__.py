@@ -1,8 +1,8 @@
 """Elastic, fault-tolerant worlds (process groups) for PyTorch.
 
-One process is a member of many independent worlds at once. A fault breaks only the
-worlds that the lost process was in; everyone left in them is told who was lost; all
-other worlds carry on.
+One process can be a member of many independent worlds at once. A fault breaks only the
+worlds that the lost process was a member of. The survivors of those worlds learn which
+member was lost; all other worlds carry on.
 
 ::
 
@@ -10,8 +10,8 @@ other worlds carry on.
         world = await manager.join("w", rank=0, size=2, store="tcp://10.0.0.1:29500")
         x = await world.recv(src=1)
 
-Importing this package has no side effect and does not import torch: names are resolved
-when they are first used.
+Importing this package has no side effect and does not import torch: a name is resolved
+when a program first uses it. Shell.
 """
 
 from __future__ import annotations

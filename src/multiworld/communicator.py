@@ -1,4 +1,4 @@
-"""Alias of ``multiworld.world.communicator``, the name that pymultiworld 0.2 uses."""
+"""Alias of ``multiworld.world.communicator``, the name that pymultiworld 0.2 uses. Shell."""
 
 from __future__ import annotations
 

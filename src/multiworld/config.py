@@ -1,4 +1,4 @@
-"""How a world behaves: one frozen value, checked when it is made. Pure."""
+"""Settings of a world: one frozen value, checked on construction. Pure."""
 
 from __future__ import annotations
 
@@ -20,70 +20,73 @@ class WorldConfig:
     """Settings of one world; every member should use the same ones.
 
     Raises:
-        ConfigError: A value is outside what its field allows.
+        ConfigError: The value of a field is not allowed.
     """
 
     join_s: float = 30.0
-    """Seconds to wait for all members before ``JoinTimeoutError``; 30 as in the
-    prototype, whose programs rely on it."""
+    """Seconds to wait for all members before ``JoinTimeoutError``. The default is that
+    of pymultiworld, whose programs rely on it."""
 
     silence_s: float = 2.0
-    """Seconds that a member may give no sign of life, or the network be away; it is
-    declared lost within half a second after. The helper process that beats was never
-    more than 0.112 s late on a busy machine; 2 s leaves room for an overloaded one and
-    for a network that drops packets or switches over. See ``docs/detection.md``."""
+    """Seconds that a member may be silent, or the network down, before the member is
+    declared lost; the verdict comes within half a second after that. On a busy machine
+    the heartbeat helper was never more than 0.112 s late. The default of 2 s leaves
+    room for an overloaded machine and for a network that drops packets or fails over.
+    See ``docs/detection.md``."""
 
     stall_s: float = 2.0
     """Seconds that a member's event loop may give no sign before ``MemberStalled`` is
-    published. Stalled is not lost: its helper says that the process runs."""
+    published. A stalled member is not lost: its helper reports that it runs."""
 
     stalled_limit_s: float = math.inf
-    """Seconds after which a stalled member counts as lost. Never, by default: a long
-    call (loading weights, a collection of garbage) is no fault. Set it where a hung
-    process must be replaced like a dead one."""
+    """Seconds after which a stalled member counts as lost. The default is never,
+    because a long call (loading weights, garbage collection) is no fault. Set it if a
+    hung process must be replaced like a dead one."""
 
     close_s: float = 5.0
-    """Most seconds that ``close`` waits for data already sent to leave this process."""
+    """Seconds that ``close`` waits, at most, for sent data to leave this process."""
 
     heartbeat: Literal["process", "thread"] = "process"
-    """Who beats for this process. A helper process beats on while one C call holds the
-    GIL (20 s were measured for an unpickle) and tells when this process is stopped; a
-    thread costs no process, but can do neither. One beats for all worlds of a manager,
-    so this is taken from the manager's settings, not from a single join's."""
+    """Sender of this process's heartbeats: a helper process or a thread. A process
+    keeps sending while one C call holds the GIL (an unpickle held it for 20 s) and
+    reports when this process is stopped. A thread saves that process but can do
+    neither. All worlds of a manager share one sender, so the manager's settings
+    decide, not those of a single join."""
 
     embed_store: bool = True
-    """Whether rank 0 serves the store if nobody else does and its address is one of
-    this host's. False where the store is a service of its own that is started again:
-    who embeds one in its place, would take its memory away with it."""
+    """Serve the store from rank 0 if nobody else does and the address belongs to this
+    host. Set it to False if the store is a service that is restarted after a failure:
+    an embedded store in its place would lose its state with this process."""
 
     eager_bytes: int = 64 * KIB
-    """Messages up to this size are sent without waiting for the receiver."""
+    """Largest message, in bytes, that is sent without waiting for the receiver."""
 
     shared_memory_bytes: int = 4 * MIB
-    """Shared memory for large messages between two processes of one host: of each
-    ``direct`` connection and direction that carries one, from the first one on. 0: all
-    goes through sockets."""
+    """Bytes of shared memory for large messages between two processes of one host. Each
+    ``direct`` connection allocates it once for each direction, with the first large
+    message. 0 sends everything through sockets."""
 
     unexpected_bytes: int = 64 * MIB
-    """Most bytes held per pair for messages that nobody asked for yet; then reading
-    stops, and with it, in time, the sender."""
+    """Bytes held for each pair of members, at most, for messages that no receive has
+    asked for. Beyond that, the receiver stops reading, which in time blocks the
+    sender."""
 
     max_message_bytes: int = 1 << 40
-    """A header that announces more than this is taken for garbage and breaks the world
-    before anything is allocated."""
+    """Largest size, in bytes, that a message header may announce. A header that
+    announces more counts as corrupt and breaks the world before any allocation."""
 
     payload_checksum: bool = False
-    """Check every payload with CRC-32. Headers are always checked; payloads cross
-    memory or a checksummed TCP stream already, and a second sum costs most of the rate
-    at large sizes."""
+    """Check every payload with CRC-32. Headers are always checked. Payloads already
+    cross memory or a checksummed TCP stream, and a second checksum costs most of the
+    throughput at large sizes."""
 
     host_p2p: Literal["direct", "backend"] = "direct"
-    """What carries send and recv of host tensors on a c10d world: our data path, which
-    can be cancelled and carries shapes, or the backend's own."""
+    """Transport of send and recv for host tensors on a c10d world: ``direct``, which
+    supports cancelling and carries shapes, or the backend's own operations."""
 
     operation_s: float = 1800.0
-    """Deadline that a c10d backend gets for its own operations; torch's default.
-    Liveness does not depend on it."""
+    """Timeout, in seconds, of a c10d backend's own operations. The default is torch's.
+    Failure detection does not depend on it."""
 
     def __post_init__(self) -> None:
         """Check every field."""
@@ -116,11 +119,17 @@ class WorldConfig:
             raise ConfigError("host_p2p", self.host_p2p, "'direct' or 'backend'")
 
     def replace(self, **changes: Any) -> WorldConfig:
-        """Return a copy with ``changes`` applied, checked again."""
+        """Return a copy with some fields changed.
+
+        Args:
+            changes: New values, by field name.
+
+        Raises:
+            ConfigError: The new value of a field is not allowed.
+        """
         return dataclasses.replace(self, **changes)
 
 
 def _is_number(value: object, *kinds: type) -> bool:
-    """Return whether it is one; a bool is none, and "not a number" is greater than
-    nothing."""
+    """Tell whether ``value`` is a number; a bool is an int in Python, but not here."""
     return isinstance(value, kinds or (int, float)) and not isinstance(value, bool)

@@ -1,17 +1,17 @@
-"""Every error that multiworld raises, in one tree.
+"""All errors that multiworld raises, in one tree. Pure.
 
 ::
 
     MultiWorldError
-    ├ ConfigError(ValueError)            a bad value, found before any I/O
+    ├ ConfigError(ValueError)            an invalid value, found before any I/O
     ├ WorldError                         .world .epoch
     │ ├ UnknownWorldError(ValueError)    no such world in this manager
     │ ├ WorldExistsError(ValueError)     the name is in use in this manager
-    │ ├ WorldClosedError                 we closed it
-    │ │ └ MemberLeftError                the member we need has left  .rank
+    │ ├ WorldClosedError                 this process closed it
+    │ │ └ MemberLeftError                a member it needs has left  .rank
     │ ├ RankTakenError                   another live process holds the rank
     │ ├ UsedAfterForkError               a forked child may not use its parent's worlds
-    │ ├ WorldBrokenError                 the outside broke it  .reason .evidence .lost
+    │ ├ WorldBrokenError                 a fault broke it  .reason .evidence .lost
     │ │ ├ MemberLostError                .rank .silent_s
     │ │ └ StaleEpochError                .seen .expected
     │ └ WorldTimeoutError(TimeoutError)
@@ -24,22 +24,22 @@
     ├ BackendError
     │ ├ UnsupportedOperationError
     │ └ TensorMismatchError              the two sides disagree about a message
-    ├ ServeError                         .status, the HTTP status it is answered with
+    ├ ServeError                         .status, the HTTP status of the response
     │ ├ SpecError(ValueError)            .problems: line, field and remedy of each
     │ ├ InvalidRequestError        400   the request cannot be understood
     │ ├ UnknownModelError          404
-    │ ├ UnauthorizedError          401   no key, or none that is known
+    │ ├ UnauthorizedError          401   no API key, or an unknown one
     │ ├ OverloadedError            429   .retry_after_s
     │ ├ QuarantinedError           429   a tenant's requests killed replicas
     │ ├ ModelFailedError           500   the model raised for this request  .stage
-    │ ├ RequestPoisonedError       500   it was alone in two replicas that died
+    │ ├ RequestPoisonedError       500   it killed two replicas
     │ ├ NoReplicaError             503   .retry_after_s
     │ ├ DeadlineExceededError      504
     │ ├ LaunchError                      a process could not be started
-    │ └ PlacementError           409   no machine has what is needed  .short
-    └ InternalError                      our bug, with the object's story
+    │ └ PlacementError             409   the machines lack the resources  .short
+    └ InternalError                      a bug in multiworld
 
-*Closed* means that this process ended the world, *broken* that something outside did.
+*Closed* means that this process ended the world, *broken* that a fault outside did.
 Every error survives pickling with all its fields.
 """
 
@@ -112,12 +112,12 @@ class MultiWorldError(Exception):
 
 
 class ConfigError(MultiWorldError, ValueError):
-    """A value that cannot work, found before any I/O.
+    """An invalid value, found before any I/O.
 
     Attributes:
         field: Name of the parameter.
-        value: What was given, as ``repr`` shows it.
-        rule: What is allowed.
+        value: The value given, as ``repr`` shows it.
+        rule: The values that are allowed.
     """
 
     def __init__(self, field: str, value: object, rule: str) -> None:
@@ -126,11 +126,11 @@ class ConfigError(MultiWorldError, ValueError):
 
 
 class WorldError(MultiWorldError):
-    """Something about one world.
+    """An error that concerns one world.
 
     Attributes:
         world: The world's name.
-        epoch: The incarnation it happened in; 0 where there was none yet.
+        epoch: The incarnation's epoch; 0 if there was none yet.
     """
 
     def __init__(self, message: str = "", *, world: str = "", epoch: int = 0) -> None:
@@ -165,20 +165,20 @@ class MemberLeftError(WorldClosedError):
 
 
 class RankTakenError(WorldError):
-    """Another live process holds the rank; it was not disturbed."""
+    """Another live process holds the rank; the attempt did not disturb it."""
 
 
 class UsedAfterForkError(WorldError):
-    """A forked child tried to use worlds of its parent."""
+    """A forked child tried to use a world of its parent."""
 
 
 class WorldBrokenError(WorldError):
-    """Something outside this process ended the world; it is unusable from now on.
+    """A fault outside this process ended the world, which stays unusable.
 
     Attributes:
         reason: What happened, in words.
-        evidence: What was observed that led to the verdict.
-        lost: Ranks known to be lost when this error was made.
+        evidence: The observation that led to the verdict.
+        lost: Ranks known to be lost when this error was raised.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class WorldBrokenError(WorldError):
 
 
 BrokenWorldException = WorldBrokenError
-"""The name that programs written for pymultiworld catch."""
+"""Alias of ``WorldBrokenError``, which programs for pymultiworld catch."""
 
 
 class MemberLostError(WorldBrokenError):
@@ -206,7 +206,7 @@ class MemberLostError(WorldBrokenError):
 
     Attributes:
         rank: The member that was lost first.
-        silent_s: Seconds since it was last heard of, when it was declared lost.
+        silent_s: Seconds between its last sign of life and the verdict.
     """
 
     def __init__(
@@ -227,13 +227,13 @@ class MemberLostError(WorldBrokenError):
 
 
 class StaleEpochError(WorldBrokenError):
-    """This process speaks for an incarnation that goes on, or went on, without it.
+    """The other members went on without this process.
 
-    It was declared lost (stopped too long, cut off) and lives after all. It is fenced:
-    nothing it sends counts any more. Join again to be back.
+    They declared it lost (stopped too long, cut off), but it is alive. It is fenced:
+    the others ignore everything it sends. Join again to come back.
 
     Attributes:
-        seen: The epoch this process believed in.
+        seen: The epoch that this process held to be current.
         expected: The lowest epoch that can be current.
     """
 
@@ -252,15 +252,15 @@ class StaleEpochError(WorldBrokenError):
 
 
 class WorldTimeoutError(WorldError, TimeoutError):
-    """A deadline of the world's configuration has passed."""
+    """A deadline from the world's configuration has passed."""
 
 
 class JoinTimeoutError(WorldTimeoutError):
-    """Not every member came in time.
+    """Some members did not join in time.
 
     Attributes:
-        present: Ranks that had come, this process's own among them.
-        missing: Ranks that had not.
+        present: Ranks that had joined, including this process's own.
+        missing: Ranks that had not joined.
     """
 
     def __init__(
@@ -284,7 +284,7 @@ class StoreUnreachableError(RendezvousError):
     """No store answered.
 
     Attributes:
-        address: Where it was looked for.
+        address: The address or addresses that were tried.
     """
 
     def __init__(self, message: str = "", *, address: str = "") -> None:
@@ -301,7 +301,7 @@ class ProtocolVersionError(RendezvousError):
 
     Attributes:
         ours: The version that this process speaks.
-        theirs: The other side's, or 0 if it speaks another protocol altogether.
+        theirs: The version that the other side speaks; 0 for another protocol.
     """
 
     def __init__(self, message: str = "", *, ours: int = 0, theirs: int = 0) -> None:
@@ -326,7 +326,7 @@ class BackendError(MultiWorldError):
 
 
 class UnsupportedOperationError(BackendError):
-    """The backend cannot do this; the message names one that can, or another way."""
+    """The backend lacks this operation; the message names an alternative."""
 
 
 class TensorMismatchError(BackendError):
@@ -334,20 +334,20 @@ class TensorMismatchError(BackendError):
 
 
 class ServeError(MultiWorldError):
-    """Something about a served model.
+    """An error that concerns a served model.
 
     Attributes:
-        status: The HTTP status that the gateway answers with.
+        status: The HTTP status of the gateway's response.
     """
 
     status = 500
 
 
 class SpecError(ServeError, ValueError):
-    """A spec that cannot work, found before anything is started.
+    """An invalid spec, found before any process is started.
 
     Attributes:
-        problems: What is wrong, one line each: where, what, and what to do.
+        problems: One line for each problem: where it is, what it is, what to do.
     """
 
     def __init__(self, message: str = "", *, problems: tuple[str, ...] = ()) -> None:
@@ -356,23 +356,25 @@ class SpecError(ServeError, ValueError):
 
 
 class InvalidRequestError(ServeError):
-    """The request cannot be understood or does not fit the model.
+    """The request is malformed or does not fit the model.
 
-    A model's stage may raise it, too: the message is the answer.
+    A model's stage may raise it too; its message becomes the response.
     """
 
     status = 400
 
 
 class UnknownModelError(ServeError):
-    """No such model, or no such version of it, is served here."""
+    """This service does not serve that model, or not that version of it."""
 
     status = 404
 
 
 class _RetryLaterError(ServeError):
-    """Attributes:
-    retry_after_s: When another try has a chance, in seconds.
+    """An error after which a later attempt may succeed.
+
+    Attributes:
+        retry_after_s: Seconds to wait before the next attempt.
     """
 
     def __init__(self, message: str = "", *, retry_after_s: float = 1.0) -> None:
@@ -381,19 +383,19 @@ class _RetryLaterError(ServeError):
 
 
 class OverloadedError(_RetryLaterError):
-    """The queue is full; the request was not accepted."""
+    """The queue is full, so the request was not accepted."""
 
     status = 429
 
 
 class UnauthorizedError(ServeError):
-    """The request has no API key, or none that is known, and one is needed."""
+    """The service needs an API key, and the request has none or an unknown one."""
 
     status = 401
 
 
 class QuarantinedError(_RetryLaterError):
-    """Requests of this tenant have killed replicas of this model, again and again."""
+    """The tenant is quarantined: its requests have killed several replicas."""
 
     status = 429
 
@@ -405,16 +407,16 @@ class NoReplicaError(_RetryLaterError):
 
 
 class DeadlineExceededError(ServeError):
-    """The request was accepted, and its deadline passed before it was answered."""
+    """The service accepted the request but did not answer it before its deadline."""
 
     status = 504
 
 
 class ModelFailedError(ServeError):
-    """The model raised for this request, and for no other of its batch.
+    """The model raised an error for this request, and for no other of its batch.
 
     Attributes:
-        stage: Where.
+        stage: The stage that raised it.
     """
 
     def __init__(self, message: str = "", *, stage: str = "") -> None:
@@ -423,7 +425,7 @@ class ModelFailedError(ServeError):
 
 
 class RequestPoisonedError(ServeError):
-    """Two replicas died while they computed this request and no other."""
+    """A poison request: two replicas died while they computed it alone."""
 
 
 class LaunchError(ServeError):
@@ -431,10 +433,10 @@ class LaunchError(ServeError):
 
 
 class PlacementError(ServeError):
-    """Replicas have no place: what was asked for is not started.
+    """No machine has the resources that a replica needs; the replica is not started.
 
     Attributes:
-        short: What is short, by machine.
+        short: The missing resources, by machine.
     """
 
     status = 409
@@ -447,4 +449,4 @@ class PlacementError(ServeError):
 
 
 class InternalError(MultiWorldError):
-    """A bug in multiworld; the message tells the object's story. Please report it."""
+    """A bug in multiworld; please report it with the message and the traceback."""

@@ -1,4 +1,4 @@
-"""What a manager reports of its worlds: alias of ``multiworld.incarnation.events``."""
+"""Events of worlds: alias of ``multiworld.incarnation.events``. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Alias of ``multiworld.liveness.watchdog``, the name that pymultiworld uses."""
+"""Alias of ``multiworld.liveness.watchdog``, the name that pymultiworld uses. Shell."""
 
 from __future__ import annotations
 

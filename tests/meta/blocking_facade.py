@@ -36,7 +36,8 @@ T = TypeVar("T")
 class BlockingCollectives:
     """The collectives as methods that wait; see ``multiworld.World`` for each."""
 
-    _world: CollectiveMethods
+    def __init__(self, collectives: CollectiveMethods) -> None:
+        self._collectives = collectives
 
     def _wait(self, step: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
         """Run a coroutine on the world's loop, and wait for it."""
@@ -72,7 +73,7 @@ def _method(node: ast.AsyncFunctionDef) -> str:
     text = (
         f"\ndef {node.name}({ast.unparse(args)}) -> {ast.unparse(node.returns)}:\n"
         f'    """{_with_timeout(doc)}\n    """\n'
-        f"    step = self._world.{node.name}({', '.join([*positional, *keyword])})\n"
+        f"    step = self._collectives.{node.name}({', '.join([*positional, *keyword])})\n"
         f"    return self._wait(step, timeout_s)"
     )
     return textwrap.indent(text, "    ")

@@ -1,1 +1,1 @@
-"""The life of one epoch of a world: its state machine and the events it emits."""
+"""State machine of one incarnation of a world, and the events that it emits."""

@@ -26,7 +26,11 @@ class Subscription:
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, event: Event) -> None:
-        """Append ``event``; drop the oldest one if the queue is full."""
+        """Append an event; drop the oldest one if the queue is full.
+
+        Args:
+            event: The event to append.
+        """
         if len(self._queue) >= QUEUE_LIMIT:
             self._queue.popleft()
             self._dropped += 1
@@ -34,12 +38,15 @@ class Subscription:
         self.wake()
 
     def wake(self) -> None:
-        """Let the reader look again."""
+        """Wake the reader, so that it checks the queue and the hub again."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def get_nowait(self) -> Event | None:
-        """Return the next event, or None."""
+        """Return the next event, or None if there is none.
+
+        Returns ``EventsDropped`` first if events were lost.
+        """
         if self._dropped:
             dropped, self._dropped = self._dropped, 0
             return EventsDropped(world="", epoch=0, count=dropped)
@@ -48,7 +55,8 @@ class Subscription:
     async def events(self) -> AsyncIterator[Event]:
         """Yield events until the hub closes.
 
-        Cancellation: safe; no event is lost but those not yet read.
+        Cancellation:
+            Ends the subscription; events that were not read are lost.
         """
         try:
             while True:
@@ -65,29 +73,37 @@ class Subscription:
 
 
 class EventHub:
-    """Hands every published event to every subscriber."""
+    """Distributor of every published event to every subscriber."""
 
     def __init__(self) -> None:
         self._subscriptions: set[Subscription] = set()
         self.is_closed = False
 
     def subscribe(self) -> Subscription:
-        """Start a queue; it holds events published from now on."""
+        """Return a new subscription to the events published from now on."""
         subscription = Subscription(self)
         self._subscriptions.add(subscription)
         return subscription
 
     def unsubscribe(self, subscription: Subscription) -> None:
-        """Forget a queue."""
+        """Remove a subscription; safe to repeat.
+
+        Args:
+            subscription: The subscription to remove.
+        """
         self._subscriptions.discard(subscription)
 
     def publish(self, event: Event) -> None:
-        """Append ``event`` to every queue."""
+        """Append an event to the queue of every subscription.
+
+        Args:
+            event: The event to append.
+        """
         for subscription in self._subscriptions:
             subscription.put(event)
 
     def close(self) -> None:
-        """End every subscriber's iteration once it has read what is queued."""
+        """End every subscriber's iteration once it has read its queue."""
         self.is_closed = True
         for subscription in self._subscriptions:
             subscription.wake()

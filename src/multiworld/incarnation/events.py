@@ -20,7 +20,12 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Something that happened to one incarnation of a world."""
+    """Base of the events of one incarnation of a world.
+
+    Attributes:
+        world: The world's name.
+        epoch: The incarnation's epoch.
+    """
 
     world: str
     epoch: int
@@ -28,7 +33,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldReady(Event):
-    """Every member has joined; traffic may flow."""
+    """Every member has joined, and traffic may flow."""
 
     rank: int
     size: int
@@ -36,14 +41,21 @@ class WorldReady(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberLeft(Event):
-    """A member left politely, behind all that it had sent."""
+    """A member left politely, after everything it had sent."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberLost(Event):
-    """A member was declared lost; ``WorldBroken`` follows."""
+    """A member was declared lost; ``WorldBroken`` follows.
+
+    Attributes:
+        rank: The member's rank.
+        reason: What happened, in words.
+        evidence: The observation that led to the verdict.
+        silent_s: Seconds since the member's last sign of life.
+    """
 
     rank: int
     reason: str
@@ -56,9 +68,9 @@ class MemberStalled(Event):
     """A member's process runs, but its event loop gives no sign; the world lives on.
 
     Attributes:
-        rank: The member.
-        stalled_s: For how long.
-        evidence: What its loop's thread seems to do.
+        rank: The member's rank.
+        stalled_s: Seconds since its event loop last gave a sign.
+        evidence: What the thread of that loop seems to be doing.
     """
 
     rank: int
@@ -68,21 +80,21 @@ class MemberStalled(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberResumed(Event):
-    """The event loop of a stalled member turns again."""
+    """The event loop of a stalled member runs again."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberWaiting(Event):
-    """A process claims a rank of the next incarnation of a world that lives.
+    """A process claims a rank in the next incarnation of a living world.
 
-    ``World.grow`` (or ``reform``, if the world is broken) lets it in.
+    ``World.grow`` lets it in (``reform``, if the world is broken).
 
     Attributes:
         rank: The rank it claims.
         size: The world size it expects.
-        is_gone: True if it has given up waiting.
+        is_gone: True if it has stopped waiting.
     """
 
     rank: int
@@ -92,7 +104,13 @@ class MemberWaiting(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldBroken(Event):
-    """The world is unusable; every pending operation of it has failed."""
+    """The world is unusable; every pending operation on it has failed.
+
+    Attributes:
+        reason: What happened, in words.
+        evidence: The observation that led to the verdict.
+        lost: Ranks known to be lost.
+    """
 
     reason: str
     evidence: str
@@ -106,6 +124,10 @@ class WorldClosed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventsDropped(Event):
-    """This subscriber read too slowly: so many of the oldest events are gone."""
+    """This subscriber read too slowly and lost its oldest events.
+
+    Attributes:
+        count: Number of events lost.
+    """
 
     count: int

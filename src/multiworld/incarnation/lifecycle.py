@@ -1,9 +1,11 @@
-"""The life of one incarnation of a world. Pure.
+"""State machine of one incarnation of a world. Pure.
 
-``handle(life, happening)`` takes what the world is and what happened, and returns what
-the world is now and what is to be done about it. Invariants: a world that is broken or
-closed never becomes ready again; the first breakage gives the reason, later ones only
-add to who is lost; nothing that concerns a member that left politely breaks a world.
+``handle(life, happening)`` takes the current state and one happening. It returns the
+next state and the actions to carry out.
+
+Invariants: A broken or closed world never becomes ready again. The first breakage gives
+the reason; later ones only add to the set of lost members. Nothing that happens to a
+member after it left politely breaks a world.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from multiworld.incarnation.events import (
 
 
 class Phase(enum.Enum):
-    """Where an incarnation stands."""
+    """Phase of an incarnation."""
 
     JOINING = "joining"
     READY = "ready"
@@ -36,7 +38,18 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakage:
-    """Why a world is broken; makes a fresh error for each operation that fails."""
+    """Cause of a broken world.
+
+    Attributes:
+        world: The world's name.
+        epoch: The incarnation's epoch.
+        reason: What happened, in words.
+        evidence: The observation that led to the verdict.
+        rank: The member that was lost first; None if no member is known to be lost.
+        silent_s: Seconds since that member's last sign of life.
+        lost: Ranks known to be lost.
+        is_stale: True if the other members declared this process lost.
+    """
 
     world: str
     epoch: int
@@ -48,7 +61,7 @@ class Breakage:
     is_stale: bool = False
 
     def error(self) -> WorldBrokenError:
-        """Return a new error; sharing one would mix up tracebacks."""
+        """Return a new error; operations that shared one would mix up tracebacks."""
         if self.is_stale:
             return StaleEpochError(
                 self.world,
@@ -79,7 +92,17 @@ class Breakage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
-    """What an incarnation is, as one member sees it."""
+    """State of an incarnation, as one member sees it.
+
+    Attributes:
+        world: The world's name.
+        epoch: The incarnation's epoch.
+        rank: This member's rank.
+        size: World size.
+        phase: Phase of the incarnation.
+        left: Ranks that have left politely, or closed a world that was broken to them.
+        breakage: Cause, if the world is broken.
+    """
 
     world: str
     epoch: int
@@ -88,9 +111,10 @@ class Life:
     phase: Phase = Phase.JOINING
     left: frozenset[int] = frozenset()
     finished: frozenset[int] = frozenset()
-    """Whose last message came before the word that they leave."""
-    deserted: frozenset[int] = frozenset()
-    """Who closed it as broken before this member knew that it is."""
+    """Ranks whose data connection has ended in order; their notice of leaving may still
+    be on its way."""
+    closed_as_broken: frozenset[int] = frozenset()
+    """Ranks that closed the world as broken before this member knew of the breakage."""
     breakage: Breakage | None = None
 
     @property
@@ -100,12 +124,12 @@ class Life:
 
     @property
     def gone(self) -> frozenset[int]:
-        """Who has left politely, as far as an operation could have found out."""
+        """Ranks that have left politely, as far as an operation could have noticed."""
         lost = frozenset() if self.breakage is None else self.breakage.lost
         return self.left | (self.finished - lost)
 
 
-# What can happen.
+# Happenings: the inputs of the state machine.
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +139,12 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class SaidLeft:
-    """A member told that it leaves; ``is_broken``: a world that is broken to it."""
+    """A member announced that it leaves.
+
+    Attributes:
+        rank: The member's rank.
+        is_broken: True if the world is broken to that member.
+    """
 
     rank: int
     is_broken: bool = False
@@ -123,10 +152,11 @@ class SaidLeft:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A data connection brought a member's last message: it is about to leave.
+    """A member's data connection delivered its last message: it is about to leave.
 
-    Operations fail for it from here on, so ``Life.gone`` must name it. What else its
-    leaving asks for waits for its word, which what it told before comes ahead of.
+    From now on operations fail because of it, so ``Life.gone`` must name it. Everything
+    else waits for its ``left`` message. That message travels on the control link behind
+    the member's earlier messages there, which must be handled first.
     """
 
     rank: int
@@ -134,7 +164,15 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class WasLost:
-    """The own watchdog, or a member that was first to know, gave a verdict."""
+    """A member was declared lost, by this process's watchdog or by another member.
+
+    Attributes:
+        rank: The lost member's rank.
+        reason: What happened, in words.
+        evidence: The observation that led to the verdict.
+        silent_s: Seconds since the member's last sign of life.
+        told_by: Rank of the member that reported it; None for this process's watchdog.
+    """
 
     rank: int
     reason: str
@@ -145,8 +183,15 @@ class WasLost:
 
 @dataclass(frozen=True, slots=True)
 class WasAccused:
-    """A member declared this process lost. It lives, and must not go on here: the
-    others go on without it."""
+    """A member declared this process lost.
+
+    This process is alive, but must stop using the world: the others go on without it.
+
+    Attributes:
+        by: Rank of the member that declared it lost.
+        reason: What happened, in words.
+        evidence: The observation that led to the verdict.
+    """
 
     by: int
     reason: str
@@ -155,7 +200,13 @@ class WasAccused:
 
 @dataclass(frozen=True, slots=True)
 class Stalls:
-    """The event loop of a member gives no sign, though its process runs."""
+    """A member's event loop gives no sign, though its process runs.
+
+    Attributes:
+        rank: The member's rank.
+        stalled_s: Seconds since its event loop last gave a sign.
+        evidence: What the thread of that loop seems to be doing.
+    """
 
     rank: int
     stalled_s: float
@@ -164,14 +215,20 @@ class Stalls:
 
 @dataclass(frozen=True, slots=True)
 class Resumes:
-    """The event loop of a stalled member turns again."""
+    """The event loop of a stalled member runs again."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The world failed without a member to blame."""
+    """The world failed, but no member is known to be lost.
+
+    Attributes:
+        reason: What happened, in words.
+        evidence: The observation that led to the verdict.
+        told_by: Rank of the member that reported it; None if this process noticed.
+    """
 
     reason: str
     evidence: str = ""
@@ -180,7 +237,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class CloseAsked:
-    """This process wants to leave."""
+    """The program asked to leave the world."""
 
 
 Happening = (
@@ -196,40 +253,44 @@ Happening = (
 )
 
 
-# What is to be done.
+# Actions: the outputs of the state machine.
 
 
 @dataclass(frozen=True, slots=True)
 class FailOperations:
-    """Fail everything pending, and free what the incarnation holds."""
+    """Fail every pending operation and free the incarnation's resources."""
 
     breakage: Breakage
 
 
 @dataclass(frozen=True, slots=True)
 class FailMember:
-    """Fail what only this member could have completed."""
+    """Fail the pending operations that need this member."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class TellBroken:
-    """Tell the other members the verdict."""
+    """Send the verdict to the other members."""
 
     breakage: Breakage
 
 
 @dataclass(frozen=True, slots=True)
 class TellLeft:
-    """Tell the other members that this one leaves; ``is_broken``: a broken world."""
+    """Tell the other members that this one leaves.
+
+    Attributes:
+        is_broken: True if the world is broken to this member.
+    """
 
     is_broken: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Report to whoever reads the manager's events."""
+    """Publish an event to the manager's subscribers."""
 
     event: Event
 
@@ -243,7 +304,9 @@ def handle(life: Life, happening: Happening) -> tuple[Life, tuple[Action, ...]]:
         case Opened():
             return _opened(life)
         case SaidLeft(rank, is_broken):
-            return _deserted(life, rank) if is_broken else _said_left(life, rank)
+            return (
+                _closed_as_broken(life, rank) if is_broken else _said_left(life, rank)
+            )
         case Finished(rank):
             return _finished(life, rank), ()
         case WasLost():
@@ -271,16 +334,17 @@ def _opened(life: Life) -> tuple[Life, tuple[Action, ...]]:
     return replace(life, phase=Phase.READY), (Publish(ready),)
 
 
-def _deserted(life: Life, rank: int) -> tuple[Life, tuple[Action, ...]]:
-    """It will not go on from here: whoever reforms need not wait for it.
+def _closed_as_broken(life: Life, rank: int) -> tuple[Life, tuple[Action, ...]]:
+    """Record that a member closed a broken world, so that ``reform`` need not wait.
 
-    No polite leave, and no verdict: whoever broke the world tells why.
+    This is neither a polite leave nor a verdict: the member that broke the world sends
+    the reason.
     """
     if life.phase is Phase.CLOSED or not _is_other(life, rank):
         return life, ()
     if life.phase is Phase.BROKEN:
         return replace(life, left=life.left | {rank}), ()
-    return replace(life, deserted=life.deserted | {rank}), ()
+    return replace(life, closed_as_broken=life.closed_as_broken | {rank}), ()
 
 
 def _said_left(life: Life, rank: int) -> tuple[Life, tuple[Action, ...]]:
@@ -310,7 +374,7 @@ def _was_lost(life: Life, loss: WasLost) -> tuple[Life, tuple[Action, ...]]:
 def _lost_too(
     life: Life, first: Breakage, loss: WasLost
 ) -> tuple[Life, tuple[Action, ...]]:
-    """Add to the lost of a world that is broken already."""
+    """Add a lost member to a world that is already broken."""
     if loss.rank in first.lost:
         return life, ()
     life = replace(life, breakage=replace(first, lost=first.lost | {loss.rank}))
@@ -344,7 +408,7 @@ def _lost_event(life: Life, loss: WasLost) -> MemberLost:
 
 
 def rank_is_irrelevant(life: Life, rank: int) -> bool:
-    """Tell whether losing ``rank`` now changes nothing for this incarnation."""
+    """Tell whether the loss of ``rank`` leaves this incarnation unaffected."""
     return life.phase is Phase.CLOSED or rank in life.left or not _is_other(life, rank)
 
 
@@ -360,7 +424,7 @@ def _was_accused(life: Life, accusation: WasAccused) -> tuple[Life, tuple[Action
         is_stale=True,
     )
     life, actions = _break(life, breakage)
-    # The accuser has told the others; a word from the accused would only confuse them.
+    # The accuser has told the others; a verdict by the accused would contradict it.
     return life, actions[1:]
 
 
@@ -396,10 +460,10 @@ def _break(life: Life, breakage: Breakage) -> tuple[Life, tuple[Action, ...]]:
         evidence=breakage.evidence,
         lost=breakage.lost,
     )
-    left = life.left | life.deserted
+    left = life.left | life.closed_as_broken
     life = replace(life, phase=Phase.BROKEN, breakage=breakage, left=left)
-    # The others are told before anything is closed: a member that sees a connection
-    # end without a word would accuse this one.
+    # Tell the others before closing anything: a member that sees a connection end
+    # without a reason would declare this process lost.
     return life, (TellBroken(breakage), FailOperations(breakage), Publish(event))
 
 
@@ -409,7 +473,8 @@ def _close_asked(life: Life) -> tuple[Life, tuple[Action, ...]]:
     event = Publish(WorldClosed(world=life.world, epoch=life.epoch))
     closed = replace(life, phase=Phase.CLOSED)
     if life.phase is Phase.JOINING:
-        # The others wait for this member: to them it is no leave.
+        # The others still wait for this member, so to them this is a failure, not a
+        # polite leave.
         reason = f"rank {life.rank} gave up while joining"
         breakage = Breakage(world=life.world, epoch=life.epoch, reason=reason)
         return closed, (TellBroken(breakage), event)

@@ -1,1 +1,1 @@
-"""Which processes are alive: control links, heartbeats and the failure detector."""
+"""Liveness of peer processes: control links, heartbeats, the failure detector."""

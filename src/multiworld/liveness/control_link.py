@@ -1,9 +1,9 @@
 """Control links: JSON messages between two managers. Shell.
 
-A ``SocketLink`` joins two processes (or two managers of one process) over a socket; a
-``LocalLink`` joins two managers of one process without one, for the ``memory`` backend.
-Both report the end exactly once. ``say_bye`` before ``close`` makes the end a polite
-one.
+A ``SocketLink`` connects two processes (or two managers of one process) over a socket.
+A ``LocalLink`` connects two managers of one process without a socket, for the
+``memory`` backend. Both report the end exactly once. With ``say_bye`` before ``close``,
+the peer sees an intended end instead of a lost process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,13 @@ BYE: Message = {"op": "bye"}
 
 @dataclass(frozen=True, slots=True)
 class LinkKey:
-    """One link for each peer manager and pair of addresses."""
+    """Identity of a link: there is one for each peer manager and pair of addresses.
+
+    Attributes:
+        peer: Name (``uid``) of the peer manager.
+        local_host: Address of this side's listener.
+        remote_host: Address of the peer's listener.
+    """
 
     peer: str
     local_host: str
@@ -32,13 +38,19 @@ class LinkKey:
 
 
 class LinkOwner(Protocol):
-    """Who hears of a link."""
+    """Receiver of a link's messages and of its end."""
 
     def link_message(self, link: Link, message: Message) -> None:
-        """A message arrived."""
+        """Handle a message that arrived."""
 
     def link_ended(self, link: Link, reason: str, evidence: str) -> None:
-        """The link is over. Called once, never from ``close``."""
+        """Handle the end of the link. Called once, never from ``close``.
+
+        Args:
+            link: The link.
+            reason: What happened to the peer, in words.
+            evidence: The observation.
+        """
 
 
 class Link(Protocol):
@@ -47,13 +59,13 @@ class Link(Protocol):
     key: LinkKey
 
     def send(self, message: Message) -> None:
-        """Queue a message; never waits, never fails."""
+        """Queue a message; never wait and never fail."""
 
     def say_bye(self) -> None:
-        """Tell the peer that the end which follows is meant."""
+        """Tell the peer that the end which follows is intended."""
 
     def close(self) -> None:
-        """Hang up without a word to our owner; safe to repeat."""
+        """Close the link without calling the owner; safe to repeat."""
 
     def filenos(self) -> list[int]:
         """Return the descriptors that a forked child must close."""
@@ -69,15 +81,15 @@ class SocketLink:
         self._framed = FramedConnection(stream, self._received, self._ended)
 
     def send(self, message: Message) -> None:
-        """Queue a message and send what the socket takes at once."""
+        """Queue a message and write as much as the socket takes without waiting."""
         self._framed.send(message)
 
     def say_bye(self) -> None:
-        """Tell the peer that the end which follows is meant."""
+        """Tell the peer that the end which follows is intended."""
         self.send(BYE)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the link; safe to repeat."""
         self._framed.close()
 
     def filenos(self) -> list[int]:
@@ -94,7 +106,7 @@ class SocketLink:
     def _ended(self, evidence: str, is_broken: bool) -> None:
         reason = "its process ended"
         if is_broken:
-            reason = "it broke the protocol on its control link"
+            reason = "it violated the protocol on its control link"
         elif self._said_bye:
             reason, evidence = "it closed its manager", "it said so on its control link"
         elif evidence != ENDED:
@@ -116,13 +128,20 @@ class LocalLink:
     def pair(
         key: LinkKey, owner: LinkOwner, other_key: LinkKey, other_owner: LinkOwner
     ) -> tuple[LocalLink, LocalLink]:
-        """Return two connected ends."""
+        """Return the two connected ends of a new link.
+
+        Args:
+            key: Identity of the first end.
+            owner: Owner of the first end.
+            other_key: Identity of the second end.
+            other_owner: Owner of the second end.
+        """
         one, other = LocalLink(key, owner), LocalLink(other_key, other_owner)
         one._other, other._other = other, one
         return one, other
 
     def send(self, message: Message) -> None:
-        """Hand ``message`` over on the next turn of the loop."""
+        """Deliver ``message`` in the next iteration of the event loop."""
         if self._other is not None:
             self._call_soon(self._other._receive, message)
 
@@ -131,19 +150,19 @@ class LocalLink:
             self._owner.link_message(self, message)
 
     def say_bye(self) -> None:
-        """Tell the peer that the end which follows is meant."""
+        """Tell the peer that the end which follows is intended."""
         if self._other is not None:
             self._other._said_bye = True
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the link; safe to repeat."""
         other, self._other = self._other, None
         if other is not None:
             with contextlib.suppress(RuntimeError):  # the loop may be closed already
                 self._call_soon(other._ended)
 
     def filenos(self) -> list[int]:
-        """Return nothing: there is no descriptor."""
+        """Return an empty list: the link has no descriptor."""
         return []
 
     def _ended(self) -> None:

@@ -1,7 +1,7 @@
-"""Messages that came before their addressee was known. Pure.
+"""A buffer for messages of incarnations that this process does not know yet. Pure.
 
-The store tells the members of a new incarnation one after the other, so that one of
-them may speak of it before another has heard of it.
+The store tells the members of a new incarnation one after the other. So one member may
+send messages about it before another has heard of it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ Where = TypeVar("Where")
 What = TypeVar("What")
 
 LIMIT = 4096
-"""Most messages kept; a peer that speaks of what never comes costs no more."""
+"""Messages kept, at most, which bounds the cost of a misbehaving peer."""
 
 KEPT_S = 60.0
-"""Seconds that they are kept."""
+"""Seconds that messages are kept."""
 
 
 @dataclass(slots=True)
@@ -26,21 +26,28 @@ class _Box(Generic[Where, What]):
 
 
 class EarlyMessages(Generic[Where, What]):
-    """Messages by incarnation, and by where they came from."""
+    """Messages by incarnation and origin."""
 
     def __init__(self) -> None:
         self._boxes: dict[int, _Box[Where, What]] = {}
         self._count = 0
 
     def keep(self, nonce: int, where: Where, what: What, now: float) -> None:
-        """Keep a message, unless there are too many already."""
+        """Keep a message, unless the buffer is full.
+
+        Args:
+            nonce: Nonce of the incarnation.
+            where: Origin of the message.
+            what: The message.
+            now: Current time, in seconds on a monotonic clock.
+        """
         if self._count < LIMIT:
             box = self._boxes.setdefault(nonce, _Box(now))
             box.messages.append((where, what))
             self._count += 1
 
     def take(self, nonce: int, where: Where) -> list[What]:
-        """Return what came from there for an incarnation that is known now."""
+        """Remove and return the messages of one incarnation and origin, in order."""
         box = self._boxes.get(nonce)
         if box is None:
             return []
@@ -50,13 +57,13 @@ class EarlyMessages(Generic[Where, What]):
         return due
 
     def drop(self, nonce: int) -> None:
-        """Forget what was kept for an incarnation."""
+        """Drop the messages of an incarnation."""
         box = self._boxes.pop(nonce, None)
         if box is not None:
             self._count -= len(box.messages)
 
     def purge(self, now: float) -> None:
-        """Forget what nobody asked for in time."""
+        """Drop the messages of incarnations first heard of over ``KEPT_S`` ago."""
         for nonce, box in list(self._boxes.items()):
             if now - box.since > KEPT_S:
                 self.drop(nonce)

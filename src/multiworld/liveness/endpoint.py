@@ -1,9 +1,9 @@
-"""Where a manager listens and how it dials others. Shell.
+"""A manager's listener, and the dialing of other managers. Shell.
 
-Control links, beats and data lanes all come in at one listener: a TCP port on the
-interface in use and an abstract Unix socket for the same host. Each connection begins
-with a handshake that says what it is for; see ``rendezvous.handshake``. A stranger that
-sends garbage, or nothing, is hung up on, counted, and bothers nobody.
+Control links, heartbeats and data lanes all arrive at one listener: a TCP port on the
+interface in use, and an abstract Unix socket for the same host. Each connection begins
+with a handshake that states its purpose; see ``net.handshake``. A stranger that sends
+garbage, or nothing, is disconnected and counted, and disturbs nobody.
 """
 
 from __future__ import annotations
@@ -28,32 +28,34 @@ logger = logging.getLogger("multiworld.watchdog")
 Message = dict[str, Any]
 
 BACKLOG = 1024
+"""Connections in a listening socket's queue, at most."""
 
 CROWDED_S = (0.05, 0.2, 0.5)
-"""Pauses before another attempt with a listener that had too many at its door."""
+"""Seconds to wait before each new attempt with an overloaded listener."""
 
 
 _dialing: set[socket.socket] = set()
-"""Connections of this process that are not done with their hello: a forked child must
-not keep them either."""
+"""Connections whose handshake is in progress; a forked child must close them too."""
 
 
 async def dial(address: Address, hello: Message, security: Security) -> Stream:
-    """Connect to ``address``, shake hands and return the connection.
+    """Connect to a manager, do the handshake and return the connection.
 
-    Beats (``kind`` "beat") are sealed frame by frame and go without TLS: a helper
-    process sends them.
+    Connections for heartbeats (``kind`` "beat") never use TLS, because a helper process
+    without TLS sends on them; each of their frames carries an HMAC instead.
 
     Args:
-        address: Where to.
-        hello: What it is for.
-        security: What to show, and to ask for.
+        address: The manager's listener.
+        hello: Purpose of the connection.
+        security: Secret and TLS, as the other side has them.
 
     Raises:
-        OSError: Nobody is there.
-        HandshakeError: Somebody is who is not one of ours, or refused.
+        OSError: The listener cannot be reached.
+        HandshakeError: The other side refused the connection, holds another secret, or
+            does not speak this version of the protocol.
 
-    Cancellation: safe; nothing stays open.
+    Cancellation:
+        Safe; nothing stays open.
     """
     sock = await _connect(address)
     stream: Stream = sock
@@ -71,7 +73,7 @@ async def dial(address: Address, hello: Message, security: Security) -> Stream:
         except StopIteration:
             return stream
         except frames.FrameError as error:
-            why = f"what answers there is no multiworld: {error}"
+            why = f"the peer does not speak the multiworld protocol: {error}"
             raise HandshakeError("malformed", why) from error
     except BaseException:
         stream.close()
@@ -81,12 +83,19 @@ async def dial(address: Address, hello: Message, security: Security) -> Stream:
 
 
 async def reach(address: Address, hello: Message, security: Security) -> Stream:
-    """``dial``; again if the other side had too many at its door to listen.
+    """Connect as ``dial`` does; try again if the other side is overloaded.
+
+    Args:
+        address: As for ``dial``.
+        hello: As for ``dial``.
+        security: As for ``dial``.
 
     Raises:
-        As ``dial``.
+        OSError: As for ``dial``.
+        HandshakeError: As for ``dial``.
 
-    Cancellation: safe; nothing stays open.
+    Cancellation:
+        Safe; nothing stays open.
     """
     for pause_s in CROWDED_S:
         try:
@@ -115,14 +124,23 @@ async def _connect(address: Address) -> socket.socket:
 
 
 class Endpoint:
-    """A manager's listener on one interface."""
+    """A manager's listener on one interface.
 
-    def __init__(self, address: Address, door: Listener) -> None:
-        self.address, self._door = address, door
+    Attributes:
+        address: The listener's address, for other members.
+    """
+
+    def __init__(self, address: Address, listener: Listener) -> None:
+        self.address, self._listener = address, listener
 
     @classmethod
     def listen(cls, host: str, acceptor: Acceptor, security: Security) -> Endpoint:
-        """Listen on a free port of ``host`` and on a Unix name of our own.
+        """Return an endpoint on a free port of ``host`` and a random Unix name.
+
+        Args:
+            host: An address of this host.
+            acceptor: Owner of the accepted connections.
+            security: Secret and TLS that connections must use.
 
         Raises:
             OSError: ``host`` is not an address of this host.
@@ -152,22 +170,26 @@ class Endpoint:
 
     @property
     def refused(self) -> Counter[str]:
-        """How many connections were refused, by kind."""
-        return self._door.refused
+        """Number of refused connections, by kind."""
+        return self._listener.refused
 
     def filenos(self) -> list[int]:
         """Return the descriptors that a forked child must close."""
-        return self._door.filenos()
+        return self._listener.filenos()
 
     def close_nowait(self) -> None:
         """Stop listening."""
-        self._door.close_nowait()
+        self._listener.close_nowait()
 
     async def close(self) -> None:
-        """Stop listening, and wait until every greeting has ended."""
-        await self._door.close()
+        """Stop listening and wait until every handshake in progress has ended.
+
+        Cancellation:
+            The listener is closed all the same; only the wait ends.
+        """
+        await self._listener.close()
 
 
 def dialing_filenos() -> list[int]:
-    """Return the descriptors of connections that are not done with their hello."""
+    """Return the descriptors of dialed connections whose handshake is in progress."""
     return [sock.fileno() for sock in _dialing if sock.fileno() >= 0]

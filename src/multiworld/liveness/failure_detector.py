@@ -1,21 +1,26 @@
-"""Who is alive: verdicts from beats, silence and closed connections. Pure.
+"""Failure detector: verdicts from heartbeats, silence and closed connections. Pure.
 
-One ``FailureDetector`` judges all peer processes of this one. Its cost grows with the
-number of peers, never with the number of worlds shared with them: each peer keeps the
-shortest deadlines of its worlds, and its worlds are looked at only when one has passed.
+One ``FailureDetector`` judges all peer processes of this process. Its cost grows with
+the number of peers, not with the number of worlds shared with them: each peer keeps the
+shortest limit of its worlds, and the detector looks at the worlds only when that limit
+has passed.
 
-Three rules keep it from crying wolf. An observer that was late itself (its own loop was
-stuck, its machine was suspended) adds its delay to everybody's account and judges
-nobody before it has read what arrived meanwhile. A process that its helper reports as
-stopped has not been *heard*, though beats keep coming. And a process whose event loop
-gives no sign is *stalled*, which is told and is no loss, unless a world says so.
+Three rules prevent false verdicts:
 
-A limit of silence is what the network may be away for: the last beat before it went may
-be one beat old, and the first one after it came back may take another. So two beats are
-added to every limit before a verdict.
+- An observer that was late itself (its loop was stuck, its machine was suspended) does
+  not count its own delay as silence of the peers. It judges nobody before it has read
+  what arrived meanwhile.
+- A process that its helper reports as stopped counts as silent, though heartbeats keep
+  arriving.
+- A process whose event loop gives no sign is *stalled*. That is reported, but it is not
+  a loss unless a world sets ``stalled_limit_s``.
 
-A cut in one direction is seen on both sides: a beat says how long ago its sender heard
-this process, so that one who still hears knows that nobody listens.
+The limit of silence is the length of a network outage that a world tolerates. The last
+heartbeat before an outage may be one interval old, and the first one after it may take
+another. So two intervals are added to every limit before a verdict.
+
+Both sides detect a network that is cut in one direction: a heartbeat says how long ago
+its sender heard this process, so the side that still hears knows that it is not heard.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ WorldKey = int
 
 
 class ProcessState(enum.IntEnum):
-    """What a helper sees of the process it beats for."""
+    """State of a process, as its heartbeat helper sees it."""
 
     RUNNING = 0
     STOPPED = 1
@@ -44,14 +49,15 @@ class PeerJoined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerHeard:
-    """A beat arrived.
+    """A heartbeat arrived.
 
     Attributes:
-        at: When it arrived (monotonic seconds); None: now.
-        state: The peer's process.
+        peer: The peer that sent it.
+        at: Time of arrival, in seconds on a monotonic clock; None for now.
+        state: State of the peer's process.
         lag_s: Seconds since the peer's event loop gave a sign.
-        is_computing: Whether its loop's thread runs, rather than waits for something.
-        heard_us_s: Seconds since the peer heard this process; None: not yet.
+        is_computing: True if the thread of that loop runs, False if it waits.
+        heard_us_s: Seconds since the peer heard this process; None if it never has.
     """
 
     peer: PeerKey
@@ -64,7 +70,13 @@ class PeerHeard:
 
 @dataclass(frozen=True, slots=True)
 class PeerClosed:
-    """The control connection ended; ``reason`` says how."""
+    """The control connection to a peer ended.
+
+    Attributes:
+        peer: The peer.
+        reason: What happened to it, in words.
+        evidence: The observation.
+    """
 
     peer: PeerKey
     reason: str
@@ -73,12 +85,12 @@ class PeerClosed:
 
 @dataclass(frozen=True, slots=True)
 class DetectionLimits:
-    """When a world gives a member up, in seconds.
+    """Limits after which a world reports or gives up a member, in seconds.
 
     Attributes:
-        silence_s: Without a sign of life.
-        stall_s: Its event loop gives no sign: ``Stalled`` is told.
-        stalled_limit_s: The same, and it counts as lost.
+        silence_s: Silence of the member after which it is lost.
+        stall_s: Silence of its event loop after which it is reported as stalled.
+        stalled_limit_s: Silence of its event loop after which it is lost.
     """
 
     silence_s: float
@@ -86,13 +98,19 @@ class DetectionLimits:
     stalled_limit_s: float = math.inf
 
     def shortest_s(self) -> float:
-        """Return the limit that is reached first."""
+        """Return the smallest of the limits, in seconds."""
         return min(self.silence_s, self.stall_s, self.stalled_limit_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """A world shares the peer and wants to know of its loss within ``limits``."""
+    """A world has a member at the peer, and must learn of its loss within ``limits``.
+
+    Attributes:
+        peer: The peer.
+        world: The world.
+        limits: The world's limits.
+    """
 
     peer: PeerKey
     world: WorldKey
@@ -101,7 +119,7 @@ class Watched:
 
 @dataclass(frozen=True, slots=True)
 class Unwatched:
-    """A world no longer cares."""
+    """A world no longer needs the peer."""
 
     peer: PeerKey
     world: WorldKey
@@ -109,12 +127,12 @@ class Unwatched:
 
 @dataclass(frozen=True, slots=True)
 class Ticked:
-    """Time to judge; sent every ``tick_s``."""
+    """The detector is to judge; sent every ``tick_s`` seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blinded:
-    """Sent instead of ``Ticked``: what has arrived could not be looked at."""
+    """Substitute for ``Ticked`` if the received heartbeats could not be read."""
 
 
 Observation = (
@@ -124,7 +142,15 @@ Observation = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """A peer is lost to a world."""
+    """A peer is lost to a world.
+
+    Attributes:
+        peer: The peer.
+        world: The world.
+        reason: What happened, in words.
+        evidence: The observation that led to the verdict.
+        silent_s: Seconds since the peer's last sign of life.
+    """
 
     peer: PeerKey
     world: WorldKey
@@ -135,7 +161,14 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stalled:
-    """A peer lives, but its event loop gives no sign. No verdict."""
+    """A peer's process runs, but its event loop gives no sign. This is no verdict.
+
+    Attributes:
+        peer: The peer.
+        world: The world.
+        stalled_s: Seconds since the loop last gave a sign.
+        is_computing: True if the thread of that loop runs, False if it waits.
+    """
 
     peer: PeerKey
     world: WorldKey
@@ -145,7 +178,7 @@ class Stalled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """The event loop of a stalled peer turns again."""
+    """The event loop of a stalled peer runs again."""
 
     peer: PeerKey
     world: WorldKey
@@ -156,7 +189,7 @@ Finding = Verdict | Stalled | Resumed
 
 @dataclass(frozen=True, slots=True)
 class _Watch:
-    """A world's interest in a peer. What was before it began counts for nothing."""
+    """A world's limits for a peer. Silence before ``since`` does not count."""
 
     limits: DetectionLimits
     since: float
@@ -167,26 +200,35 @@ class _Peer:
     heard_at: float
     beat_at: float
     state: ProcessState = ProcessState.RUNNING
-    turned_at: float = math.inf  # when its loop last gave a sign; inf: it just did
+    turned_at: float = math.inf  # time of its loop's last sign; inf if not late
     is_computing: bool = False
-    unheard_s: float = 0.0  # for how long it had not heard us when it last beat
+    unheard_s: float = 0.0  # how long it had not heard us at its last heartbeat
     worlds: dict[WorldKey, _Watch] = field(default_factory=dict)
     stalled: set[WorldKey] = field(default_factory=set)
     shortest_s: float = math.inf
 
 
 class FailureDetector:
-    """The account of every peer process."""
+    """Judge of every peer process.
+
+    Args:
+        tick_s: Seconds between two ``Ticked``, and between two heartbeats.
+    """
 
     def __init__(self, tick_s: float) -> None:
-        self._tick_s, self._room_s = tick_s, 2 * tick_s
+        self._tick_s, self._margin_s = tick_s, 2 * tick_s
         self._peers: dict[PeerKey, _Peer] = {}
         self._ticked_at: float | None = None
         self._was_late = False
-        self._fresh_from = -math.inf  # what was said before counts for nothing
+        self._fresh_from = -math.inf  # ``heard_us_s`` of earlier beats is ignored
 
     def handle(self, observation: Observation, now: float) -> list[Finding]:
-        """Take note of ``observation`` at ``now`` (monotonic seconds) and judge."""
+        """Apply one observation and return the findings that follow from it.
+
+        Args:
+            observation: The observation.
+            now: Current time, in seconds on a monotonic clock.
+        """
         match observation:
             case PeerHeard():
                 return self._heard(observation, now)
@@ -206,7 +248,7 @@ class FailureDetector:
         return []
 
     def silent_s(self, key: PeerKey, now: float) -> float:
-        """Return for how long a peer has not been heard; 0 for one unknown."""
+        """Return the seconds since a peer was heard; 0 for an unknown peer."""
         peer = self._peers.get(key)
         return 0.0 if peer is None else now - peer.heard_at
 
@@ -219,15 +261,15 @@ class FailureDetector:
         peer.beat_at = max(peer.beat_at, at)
         if heard.state is ProcessState.RUNNING:
             peer.heard_at = max(peer.heard_at, at)
-        # A stopped process is a case of its own; and a beat every ``tick_s`` makes the
-        # loop of a healthy one look up to that late.
-        is_late = heard.state is ProcessState.RUNNING and heard.lag_s > self._room_s
+        # A stopped process is judged by its silence instead. The loop of a healthy
+        # process looks up to one ``tick_s`` late, as its sign comes once per tick.
+        is_late = heard.state is ProcessState.RUNNING and heard.lag_s > self._margin_s
         peer.turned_at = at - heard.lag_s if is_late else math.inf
         peer.is_computing = heard.is_computing
-        # What it had not heard when it sent this may be under way.
+        # After a delay of this process, its own heartbeats may still be on their way.
         is_fresh = at > self._fresh_from
         unheard_s = (heard.heard_us_s or 0.0) if is_fresh else 0.0
-        peer.unheard_s = max(0.0, unheard_s - self._room_s)
+        peer.unheard_s = max(0.0, unheard_s - self._margin_s)
         if is_late or not peer.stalled:
             return []
         resumed, peer.stalled = sorted(peer.stalled), set()
@@ -237,7 +279,7 @@ class FailureDetector:
         self, key: PeerKey, world: WorldKey, limits: DetectionLimits, now: float
     ) -> None:
         peer = self._peers.setdefault(key, _Peer(heard_at=now, beat_at=now))
-        if not peer.worlds:  # nobody judged it until now, and it need not have beaten
+        if not peer.worlds:  # no world watched it, so it need not have sent heartbeats
             peer.heard_at = peer.beat_at = now
             peer.turned_at, peer.unheard_s = math.inf, 0.0
         peer.worlds[world] = _Watch(limits, now)
@@ -275,19 +317,19 @@ class FailureDetector:
         if self._was_late and not was_late:
             self._excuse(late_s, now)
             return []
-        # An observer that is late every time must judge all the same; what came since
-        # its last tick may not be read yet, what came before that has been.
+        # An observer that is late every time must judge all the same. It has read what
+        # arrived before its last tick, but perhaps not what arrived since.
         findings: list[Finding] = []
         for key, peer in self._peers.items():
-            quiet_s = now - late_s - self._room_s - min(peer.heard_at, peer.turned_at)
+            quiet_s = now - late_s - self._margin_s - min(peer.heard_at, peer.turned_at)
             if max(quiet_s, peer.unheard_s) > peer.shortest_s:
                 findings += self._judge(key, peer, now - late_s)
         return findings
 
     def _excuse(self, seconds: float, now: float) -> None:
-        """Add the observer's own delay to everybody's account."""
-        # Peers may have missed this process meanwhile, and say so for a while.
-        self._fresh_from = now + self._room_s
+        """Excuse all peers for a delay of the observer itself."""
+        # Peers may have missed this process meanwhile, and report so for a while.
+        self._fresh_from = now + self._margin_s
         for peer in self._peers.values():
             peer.heard_at = min(now, peer.heard_at + seconds)
             peer.beat_at = min(now, peer.beat_at + seconds)
@@ -297,7 +339,7 @@ class FailureDetector:
     def _judge(self, key: PeerKey, peer: _Peer, now: float) -> list[Finding]:
         findings: list[Finding] = []
         for world, watch in list(peer.worlds.items()):
-            verdict = _verdict(key, peer, world, watch, now, self._room_s)
+            verdict = _verdict(key, peer, world, watch, now, self._margin_s)
             if verdict is not None:
                 findings.append(verdict)
                 self._unwatch(key, world)
@@ -315,7 +357,7 @@ class FailureDetector:
         return findings
 
     def _is_newly_stalled(self, peer: _Peer, world: WorldKey, now: float) -> bool:
-        stalled_s = now - peer.turned_at - self._room_s
+        stalled_s = now - peer.turned_at - self._margin_s
         return (
             stalled_s > peer.worlds[world].limits.stall_s and world not in peer.stalled
         )
@@ -327,23 +369,25 @@ def _verdict(
     world: WorldKey,
     watch: _Watch,
     now: float,
-    room_s: float,
+    margin_s: float,
 ) -> Verdict | None:
     limits = watch.limits
     silent_s, stalled_s = now - peer.heard_at, now - peer.turned_at
-    known_s = now - watch.since - room_s
-    if min(silent_s - room_s, known_s) > limits.silence_s:
+    known_s = now - watch.since - margin_s
+    if min(silent_s - margin_s, known_s) > limits.silence_s:
         limit_s = limits.silence_s
         reason, evidence = _silence(peer, silent_s, now)
-    elif min(peer.unheard_s - room_s, known_s) > limits.silence_s:
-        # With more room than silence has: who hears nothing is to be the first to know.
+    elif min(peer.unheard_s - margin_s, known_s) > limits.silence_s:
+        # Wait longer than for silence: the side that hears nothing must judge first.
         limit_s = limits.silence_s
         reason = f"it has not heard this process for over {peer.unheard_s:.1f} s"
-        evidence = "its beats arrive and say so; the network is cut in one direction"
-    elif min(stalled_s - room_s, known_s) > limits.stalled_limit_s:
+        evidence = "its heartbeats report it; the network is cut in one direction"
+    elif min(stalled_s - margin_s, known_s) > limits.stalled_limit_s:
         limit_s = limits.stalled_limit_s
-        reason = f"its event loop has not turned for {stalled_s:.1f} s"
-        evidence = f"its helper beats and says so; {doing(peer.is_computing)}"
+        reason = f"its event loop has not run for {stalled_s:.1f} s"
+        evidence = (
+            f"its heartbeat helper reports it; {describe_thread(peer.is_computing)}"
+        )
     else:
         return None
     return Verdict(
@@ -359,16 +403,19 @@ def _silence(peer: _Peer, silent_s: float, now: float) -> tuple[str, str]:
     if peer.state is ProcessState.STOPPED and now - peer.beat_at < silent_s:
         return (
             "its process is stopped (SIGSTOP or a debugger)",
-            f"its helper reports it stopped for {silent_s:.1f} s",
+            f"its heartbeat helper has reported it stopped for {silent_s:.1f} s",
         )
     return (
         f"it has been silent for {silent_s:.1f} s",
-        "no beat arrived; its host or the network may be gone",
+        "no heartbeat arrived; its host or the network may be down",
     )
 
 
-def doing(is_computing: bool) -> str:
-    """Say what the thread of a stalled event loop does."""
+def describe_thread(is_computing: bool) -> str:
+    """Return in words what the thread of a stalled event loop is doing."""
     if is_computing:
-        return "its loop's thread computes (a long call, perhaps one holding the GIL)"
-    return "its loop's thread waits (a blocking call, or a lock)"
+        return (
+            "the thread of its event loop computes (a long call, which may hold the "
+            "GIL)"
+        )
+    return "the thread of its event loop waits (a blocking call or a lock)"

@@ -1,4 +1,4 @@
-"""The owner's side of the heartbeat: a helper process or thread. Shell."""
+"""The owner's side of the heartbeat helper, a process or a thread. Shell."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from multiworld.liveness import heartbeat_helper
 logger = logging.getLogger("multiworld.watchdog")
 
 MISSED_LIMIT = 4
-"""Reports in a row that may be missing before the helper is replaced: about a second,
-well within the default silence, as the peers hear nothing meanwhile."""
+"""Missing reports in a row after which the helper is replaced. That takes about a
+second, well within the default ``silence_s``; the peers may hear nothing meanwhile."""
 
 Mode = Literal["process", "thread"]
 
@@ -31,14 +31,15 @@ OnReport = Callable[[int, "HeartbeatReport"], None]
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatReport:
-    """What the helper heard of a peer.
+    """A peer's latest heartbeat, as the helper reports it.
 
     Attributes:
-        state: The peer's process, as its own helper sees it.
-        doing: What the thread of its event loop does.
-        lag_s: Seconds since its event loop turned, when it said so.
-        heard_us_s: Seconds since it heard this process, or None: never yet.
-        at: When the beat arrived, in monotonic seconds.
+        state: State of the peer's process, one of ``heartbeat_helper.RUNNING``,
+            ``STOPPED`` and ``ENDED`` (the connection has ended).
+        doing: Activity of its event loop's thread, ``WAITING`` or ``COMPUTING``.
+        lag_s: Seconds since its event loop gave a sign, when it sent the heartbeat.
+        heard_us_s: Seconds since it heard this process; None if it never has.
+        at: Time of arrival, in seconds on the monotonic clock.
     """
 
     state: int
@@ -49,10 +50,10 @@ class HeartbeatReport:
 
 
 class Heartbeat:
-    """Starts, feeds and replaces whoever beats for this process.
+    """Starts, feeds and replaces the helper that sends this process's heartbeats.
 
     Args:
-        on_report: Called on the event loop for every beat that came.
+        on_report: Called on the event loop with a connection's number and its report.
     """
 
     def __init__(self, on_report: OnReport) -> None:
@@ -66,57 +67,69 @@ class Heartbeat:
         self._unremoved: set[int] = set()
         self._missed = 0
         self._datagrams: dict[int, socket.socket] = {}
-        self._passed: set[int] = set()
+        self._added: set[int] = set()
         self._numbers = itertools.count(1)
         self._unsent: set[int] = set()
 
     @property
     def helper_pid(self) -> int | None:
-        """The helper process, for messages and tests."""
+        """Process ID of the helper, for messages and tests; None for a thread."""
         return None if self._process is None else self._process.pid
 
     def add(
         self, sock: socket.socket, out_key: bytes, in_key: bytes, mode: Mode
     ) -> int:
-        """Let beats go both ways on ``sock``, sealed with the keys (32 bytes each).
+        """Send and receive heartbeats on a socket, and start the helper if needed.
 
-        The caller keeps and closes its own copy, and reads nothing from it. Returns
-        the number that reports carry.
+        Args:
+            sock: A connected socket. The caller keeps its own copy, closes it after
+                ``remove``, and reads nothing from it.
+            out_key: Key of the HMAC in sent frames, 32 bytes.
+            in_key: Key of the HMAC in received frames, 32 bytes.
+            mode: Kind of helper to start.
+
+        Returns:
+            The number of the connection, which its reports carry.
+
+        Raises:
+            OSError: No helper can be started.
         """
         if self._control is None:
             self._start(mode)
         number = next(self._numbers)
         self._sockets[number] = sock, out_key, in_key
-        self._pass(number)
+        self._send_sockets(number)
         return number
 
     def add_datagrams(self, number: int, sock: socket.socket) -> None:
-        """Let the beats of ``number`` go over a connected UDP socket as well.
+        """Send the heartbeats of a connection over UDP as well.
 
-        Taken over: closed by ``remove`` or ``close``.
+        Args:
+            number: The connection.
+            sock: A connected UDP socket, which ``remove`` or ``close`` closes.
         """
         if number in self._sockets:
             self._datagrams[number] = sock
-            self._pass(number)
+            self._send_sockets(number)
         else:
             sock.close()
 
     def remove(self, number: int) -> None:
-        """End the beats on a socket."""
+        """End the heartbeats on a connection; safe to repeat."""
         datagrams = self._datagrams.pop(number, None)
         if datagrams is not None:
             datagrams.close()
         if self._sockets.pop(number, None) is not None:
-            self._passed.discard(number)
+            self._added.discard(number)
             self._unremoved.add(number)
             self._send_removals()
 
     def _send_removals(self) -> None:
         for number in list(self._unremoved):
-            if not self._order(
+            if not self._send_order(
                 heartbeat_helper.encode_order(heartbeat_helper.REMOVE, number)
             ):
-                return  # the helper is behind; the next tick tries again
+                return  # the helper reads too slowly; the next tick tries again
             self._unremoved.discard(number)
 
     def _listen(self) -> None:
@@ -149,17 +162,19 @@ class Heartbeat:
                 self._on_report(number, report)
 
     async def tick(self) -> bool:
-        """Give a sign that the event loop turns, and take the helper's report.
+        """Tell the helper that the event loop runs, and take its report.
+
+        Replaces a helper that has died or has missed several reports.
 
         Returns:
-            False if none came within two beats' time: nobody knows what has arrived.
-
-        Replaces a helper that died, or gave no report several times.
+            True if the report arrived; False if not within two heartbeat intervals,
+            so that the received heartbeats are unknown.
 
         Raises:
             OSError: No helper can be started; the next call tries again.
 
-        Cancellation: safe.
+        Cancellation:
+            Safe.
         """
         if self._control is None and not self._sockets:
             return True
@@ -167,9 +182,9 @@ class Heartbeat:
         self._send_removals()
         unsent, self._unsent = self._unsent, set()
         for number in unsent & self._sockets.keys():
-            self._pass(number)
+            self._send_sockets(number)
         self._reported.clear()
-        self._order(heartbeat_helper.encode_order(heartbeat_helper.TICK))
+        self._send_order(heartbeat_helper.encode_order(heartbeat_helper.TICK))
         try:
             async with asyncio.timeout(2 * heartbeat_helper.BEAT_S):
                 await self._reported.wait()
@@ -183,7 +198,7 @@ class Heartbeat:
         code = None if self._process is None else self._process.poll()
         if self._control is not None and code is None and self._missed < MISSED_LIMIT:
             return
-        why = f"ended with {code}" if self._missed < MISSED_LIMIT else "is stuck"
+        why = f"exited with {code}" if self._missed < MISSED_LIMIT else "is stuck"
         logger.warning("the heartbeat helper %s; starting another", why)
         self._missed = 0
         self._restart()
@@ -194,7 +209,7 @@ class Heartbeat:
         return found if self._control is None else [*found, self._control.fileno()]
 
     def close(self) -> None:
-        """End the helper; returns once it is gone."""
+        """Stop the helper and wait for its exit."""
         self._sockets.clear()
         for sock in self._datagrams.values():
             sock.close()
@@ -203,11 +218,11 @@ class Heartbeat:
 
     def _restart(self) -> None:
         self._stop()
-        self._passed.clear()
+        self._added.clear()
         self._unremoved.clear()
         self._start(self._mode)
         for number in self._sockets:
-            self._pass(number)
+            self._send_sockets(number)
 
     def _start(self, mode: Mode) -> None:
         self._mode = mode
@@ -224,14 +239,14 @@ class Heartbeat:
 
     def _begin(self, ours: socket.socket, theirs: socket.socket, mode: Mode) -> None:
         if mode == "thread":
-            beater = heartbeat_helper.HeartbeatHelper(theirs, owner=None)
+            helper = heartbeat_helper.HeartbeatHelper(theirs, owner=None)
             self._thread = threading.Thread(
-                target=beater.run, name="multiworld-heartbeat", daemon=True
+                target=helper.run, name="multiworld-heartbeat", daemon=True
             )
             self._thread.start()
             return
-        # A session of its own: a Ctrl-C at the terminal is for the program, not for
-        # its helper, which ends with it anyway.
+        # A session of its own: Ctrl-C at the terminal must reach the program, not its
+        # helper, which exits with the program anyway.
         command = [sys.executable, "-I", "-S", "-E", heartbeat_helper.__file__]
         thread = str(threading.get_native_id())
         with theirs:
@@ -245,7 +260,7 @@ class Heartbeat:
 
     def _stop(self) -> None:
         if self._control is not None:
-            with contextlib.suppress(RuntimeError):  # no loop runs any more
+            with contextlib.suppress(RuntimeError):  # the loop no longer runs
                 asyncio.get_running_loop().remove_reader(self._control.fileno())
             self._control.close()
             self._control = None
@@ -257,27 +272,27 @@ class Heartbeat:
             self._thread.join(timeout=heartbeat_helper.BEAT_S * 5)
             self._thread = None
 
-    def _pass(self, number: int) -> None:
-        """Hand the sockets of ``number`` to the helper; the second one may follow."""
+    def _send_sockets(self, number: int) -> None:
+        """Send a connection to the helper, with its UDP socket if there is one."""
         assert self._control is not None
         sock, out_key, in_key = self._sockets[number]
         datagrams = self._datagrams.get(number)
         try:
-            if number not in self._passed:
+            if number not in self._added:
                 order = heartbeat_helper.encode_order(
                     heartbeat_helper.ADD, number, out_key, in_key
                 )
                 socket.send_fds(self._control, [order], [sock.fileno()])
-                self._passed.add(number)
+                self._added.add(number)
             if datagrams is not None:
                 order = heartbeat_helper.encode_order(
                     heartbeat_helper.ADD_DATAGRAMS, number
                 )
                 socket.send_fds(self._control, [order], [datagrams.fileno()])
         except OSError:
-            self._unsent.add(number)  # the helper is behind; the next tick tries again
+            self._unsent.add(number)  # it reads too slowly; the next tick tries again
 
-    def _order(self, order: bytes) -> bool:
+    def _send_order(self, order: bytes) -> bool:
         if self._control is None:
             return False
         try:

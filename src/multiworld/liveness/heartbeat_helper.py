@@ -1,19 +1,22 @@
-"""Beats for a process from outside its GIL, both ways. Standard library only.
+"""The heartbeat helper: sends and reads heartbeats outside the owner's GIL. Shell.
 
-Run as a script by a helper process (``python -I -S -E heartbeat.py FD PID TID``) or as
-a thread. The owner passes sockets over a control socket. Every ``BEAT_S`` one frame
-goes out on each: the state of the owner, how long ago its event loop last gave a sign,
-what its loop's thread is doing, and how long ago this peer was last heard. The helper
-also reads the peers' beats and stamps them with the time of their arrival. When the
-owner's loop turns, it gets one report of all that is new: few wake-ups, however many
-peers there are, and an owner which was stuck can tell what arrived while it was.
+It runs as a script in a helper process (``python -I -S -E heartbeat_helper.py FD PID
+TID``) or in a thread, and uses the standard library only.
 
-Between hosts, beats go over TCP and UDP at once, and what comes first counts: after a
-network has stalled, TCP tries again only after pauses that double, and would look
-silent long after the network is back; and UDP may be filtered.
+The owner passes sockets to the helper over a control socket. Every ``BEAT_S`` the
+helper sends one frame on each: the state of the owner, how long ago its event loop last
+gave a sign, what the thread of that loop is doing, and how long ago this peer was last
+heard. The helper also reads the peers' heartbeats and stamps them with their time of
+arrival. When the owner's loop runs, it gets one report of everything new. So the owner
+wakes up rarely, however many peers it has, and an owner that was stuck knows what
+arrived meanwhile.
 
-The helper ends with its owner: by the control socket's end, or when it is reparented
-(a forked child of the owner may hold the control socket open).
+Between hosts, each heartbeat travels over TCP and UDP, and the first copy to arrive
+counts. After an outage, TCP retries only after pauses that double, so it would look
+silent long after the network is back. UDP alone would not do, as it may be filtered.
+
+The helper exits with its owner: at the end of the control socket, or when it gets
+another parent (a forked child of the owner may hold the control socket open).
 """
 
 from __future__ import annotations
@@ -28,18 +31,25 @@ import sys
 import time
 
 BEAT_S = 0.1
-"""Seconds between beats: twenty in the default silence of 2 s, so that a few lost or
-late ones mean nothing, and a network that is back within ``silence_s`` is heard in
-time; see ``Liveness`` for what follows from it."""
+"""Seconds between heartbeats. The default silence of 2 s holds twenty, so that a few
+lost or late ones are harmless, and a network that is back within ``silence_s`` is heard
+in time. See ``failure_detector`` for the consequences."""
 
 RUNNING, STOPPED, GONE, ENDED = 0, 1, 2, 3
+"""State of a process, or ``ENDED`` for a heartbeat connection that has ended."""
+
 WAITING, COMPUTING = 0, 1
-"""What the thread of the owner's event loop does: sleep in a system call, or run."""
+"""Activity of an event loop's thread: it sleeps in a system call, or runs."""
 
 NEVER_MS = 0xFFFFFFFF
+"""Value of ``Beat.heard_ms`` if the sender never heard the receiver."""
 
 ADD, ADD_DATAGRAMS, REMOVE, TICK = b"A", b"D", b"R", b"T"
+"""Orders of the owner; see ``encode_order``."""
+
 KEY_BYTES = 32
+"""Bytes in a key."""
+
 _ORDER = struct.Struct(f"<cQ{KEY_BYTES}s{KEY_BYTES}s")
 
 MAGIC = b"MWB2"
@@ -48,25 +58,30 @@ _FRAME = struct.Struct("<4sBB2xQII")
 FRAME_BYTES = _FRAME.size + _SEAL_BYTES
 
 REPORT = struct.Struct("<QBBIId")
-"""Key, state, doing, lag, heard (milliseconds), time of arrival (monotonic seconds)."""
+"""Format of a report's entry: number, state, doing, lag and heard (milliseconds), and
+time of arrival (seconds on the monotonic clock)."""
 REPORTS_A_MESSAGE = 64
+"""Entries in one message to the owner, at most."""
+
 END_OF_REPORT = 0
-"""The number, used for no socket, of the last entry that answers a ``TICK``."""
+"""Number of the last entry in the answer to a ``TICK``; no connection has it."""
 
 READ_BYTES = 64 * 1024
+"""Bytes read at once, at most."""
 
 DATAGRAMS_A_TURN = 64
-"""Most that are read of one peer before the others get their turn."""
+"""Datagrams read from one peer before the others' turn, at most."""
 
 
 class Beat:
-    """What one frame says of its sender.
+    """Content of one heartbeat frame.
 
     Attributes:
-        state: ``RUNNING`` or ``STOPPED``.
-        doing: ``WAITING`` or ``COMPUTING``; meaningful while the loop gives no sign.
-        sequence: Grows from beat to beat.
-        lag_ms: Milliseconds since the sender's event loop turned.
+        state: State of the sender, ``RUNNING`` or ``STOPPED``.
+        doing: Activity of its event loop's thread, ``WAITING`` or ``COMPUTING``;
+            meaningful only while the loop gives no sign.
+        sequence: Number that grows with every heartbeat of the sender.
+        lag_ms: Milliseconds since the sender's event loop gave a sign.
         heard_ms: Milliseconds since the sender heard the receiver, or ``NEVER_MS``.
     """
 
@@ -82,45 +97,49 @@ class Beat:
 def encode_order(
     order: bytes, number: int = 0, out_key: bytes = b"", in_key: bytes = b""
 ) -> bytes:
-    """Return one message of the owner.
+    """Return one message from the owner to the helper.
 
-    ``ADD``: a socket rides along; the keys seal what goes out and what comes in, and
-    differ, so that a frame sent back to its sender counts for nothing.
-    ``ADD_DATAGRAMS``: a second one for the same number. ``REMOVE``. ``TICK``: the
-    owner's event loop turned.
+    Args:
+        order: ``ADD`` adds a connection, whose socket accompanies the message.
+            ``ADD_DATAGRAMS`` adds a UDP socket to it. ``REMOVE`` ends it. ``TICK``
+            says that the owner's event loop runs, and asks for a report.
+        number: Number of the connection.
+        out_key: Key of the HMAC in sent frames, ``KEY_BYTES`` long, for ``ADD``.
+        in_key: Key of the HMAC in received frames. It differs from ``out_key``, so that
+            a frame reflected to its sender is invalid.
     """
     return _ORDER.pack(order, number, out_key, in_key)
 
 
 def seal(body: bytes, key: bytes) -> bytes:
-    """Return the seal of a frame: without the key nobody makes one that counts."""
+    """Return the authentication code of a frame: a truncated HMAC (SHA-256)."""
     return hmac.digest(key, body, hashlib.sha256)[:_SEAL_BYTES]
 
 
 def encode_beat(beat: Beat, key: bytes) -> bytes:
-    """Return one frame."""
+    """Return a heartbeat as a frame, authenticated with ``key``."""
     lag_ms, heard_ms = min(beat.lag_ms, NEVER_MS), min(beat.heard_ms, NEVER_MS)
     body = _FRAME.pack(MAGIC, beat.state, beat.doing, beat.sequence, lag_ms, heard_ms)
     return body + seal(body, key)
 
 
 def decode_beat(frame: bytes, key: bytes) -> Beat:
-    """Return what a frame says.
+    """Return the heartbeat in a frame.
 
     Raises:
-        ValueError: It is no beat, or its seal is not ours.
+        ValueError: The frame is not a heartbeat, or not authenticated with ``key``.
     """
     body = frame[: _FRAME.size]
     magic, state, doing, sequence, lag_ms, heard_ms = _FRAME.unpack(body)
     if magic != MAGIC or state not in (RUNNING, STOPPED):
-        raise ValueError("not a beat")
+        raise ValueError("the frame is not a heartbeat")
     if not hmac.compare_digest(frame[_FRAME.size :], seal(body, key)):
-        raise ValueError("a beat with a wrong seal")
+        raise ValueError("the heartbeat has a wrong authentication code")
     return Beat(state, doing, sequence, lag_ms, heard_ms)
 
 
 def _stat_of(path: str) -> list[bytes] | None:
-    """Return the fields of a ``stat`` file behind the name; None if it is gone."""
+    """Return the fields after the name in a ``stat`` file; None if there is no file."""
     try:
         with open(path, "rb") as stat:
             return stat.read().rpartition(b")")[2].split()
@@ -129,7 +148,7 @@ def _stat_of(path: str) -> list[bytes] | None:
 
 
 def process_state(pid: int) -> int:
-    """Return what ``/proc`` says of ``pid``; running where it says nothing."""
+    """Return a process's state from ``/proc``; ``RUNNING`` if that is unreadable."""
     try:
         fields = _stat_of(f"/proc/{pid}/stat")
     except OSError:
@@ -142,7 +161,7 @@ def process_state(pid: int) -> int:
 
 
 def thread_doing(pid: int, tid: int) -> int:
-    """Return whether a thread runs or sleeps in a system call."""
+    """Return whether a thread is ``COMPUTING`` or ``WAITING``, from ``/proc``."""
     try:
         fields = _stat_of(f"/proc/{pid}/task/{tid}/stat")
     except OSError:
@@ -151,7 +170,18 @@ def thread_doing(pid: int, tid: int) -> int:
 
 
 class HeartbeatTarget:
-    """One socket with beats both ways; a slow reader gets fewer, never a torn one."""
+    """One peer: its connection, its UDP socket if any, and its latest heartbeat.
+
+    A peer that reads too slowly gets fewer heartbeats, but never a torn one.
+
+    Attributes:
+        sock: The connection.
+        datagrams: The UDP socket, if any.
+        is_ended: True once the connection has ended.
+        is_told: True once the owner has been told of that.
+        heard_at: Arrival of the latest heartbeat, on the monotonic clock; None so far.
+        latest: The latest heartbeat; None so far.
+    """
 
     def __init__(self, sock: socket.socket, out_key: bytes, in_key: bytes) -> None:
         sock.setblocking(False)
@@ -166,24 +196,24 @@ class HeartbeatTarget:
         self.latest: Beat | None = None
 
     def send(self, beat: Beat) -> None:
-        """Send ``beat``, or the rest of the last one."""
+        """Send ``beat``, or the rest of the previous one if that is still unsent."""
         fresh = encode_beat(beat, self._out_key)
         if self.datagrams is not None:
             try:
                 self.datagrams.send(fresh)
             except OSError:
-                pass  # refused, filtered, no route: the connection beats as well
+                pass  # refused, filtered, no route: TCP carries it as well
         if self.is_ended:
             return
         frame = self._rest or fresh
         try:
             sent = self.sock.send(frame)
         except OSError:
-            return  # full, or ended: then the reader finds out
+            return  # full, or ended: the reader notices the end
         self._rest = frame[sent:]
 
     def read(self, now: float) -> bool:
-        """Take what has arrived; False at the end of the connection."""
+        """Read heartbeats from the connection; return False at its end."""
         try:
             data = self.sock.recv(READ_BYTES)
         except (BlockingIOError, InterruptedError):
@@ -197,14 +227,14 @@ class HeartbeatTarget:
                 self._take(decode_beat(frame, self._in_key), now)
                 self._inbox = self._inbox[FRAME_BYTES:]
             except ValueError:
-                # A helper that was replaced in the middle of a frame, or a stranger:
-                # go on at the next thing that looks like a frame.
+                # The peer's helper was replaced in the middle of a frame, or a
+                # stranger sent this: resume at the next bytes that look like a frame.
                 start = self._inbox.find(MAGIC, 1)
                 self._inbox = self._inbox[start:] if start > 0 else b""
         return bool(data)
 
     def read_datagrams(self, now: float) -> None:
-        """Take what has arrived beside the connection."""
+        """Read heartbeats from the UDP socket."""
         assert self.datagrams is not None
         for _ in range(DATAGRAMS_A_TURN):
             try:
@@ -213,7 +243,7 @@ class HeartbeatTarget:
             except (BlockingIOError, InterruptedError):
                 return
             except (OSError, ValueError, struct.error):
-                # An error of an earlier send, or a stranger's datagram.
+                # The error of an earlier send, or the datagram of a stranger.
                 if not self._is_readable():
                     return
 
@@ -231,7 +261,13 @@ class HeartbeatTarget:
 
 
 class HeartbeatHelper:
-    """The helper's loop."""
+    """The helper's loop.
+
+    Args:
+        control: Socket to the owner. The helper owns it from now on.
+        owner: Process ID of the owner; None in a thread of the owner.
+        thread: Native ID of the thread that runs the owner's event loop.
+    """
 
     def __init__(
         self, control: socket.socket, owner: int | None, thread: int = 0
@@ -239,24 +275,24 @@ class HeartbeatHelper:
         control.setblocking(False)
         self._control, self._owner, self._thread = control, owner, thread
         self._targets: dict[int, HeartbeatTarget] = {}
-        self._news: dict[int, HeartbeatTarget] = {}
+        self._unreported: dict[int, HeartbeatTarget] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ, None)
         self._ticked_at = time.monotonic()
         self._is_over = False
 
     def run(self) -> None:
-        """Beat until the owner ends."""
+        """Send and read heartbeats until the owner exits."""
         due = time.monotonic() + BEAT_S
         while not self._is_over:
-            is_ordered = False
+            has_order = False
             for selected, _ in self._selector.select(max(0.0, due - time.monotonic())):
                 if selected.data is None:
-                    is_ordered = True
+                    has_order = True
                 else:
-                    self._hear(selected.data, selected.fileobj)
-            if is_ordered:  # after the rest: a report tells all that has arrived
-                self._obey()
+                    self._read_from(selected.data, selected.fileobj)
+            if has_order:  # last, so that a report covers everything that arrived
+                self._handle_order()
             now = time.monotonic()
             if now >= due:
                 due = now + BEAT_S
@@ -283,28 +319,31 @@ class HeartbeatHelper:
                 heard_ms = int((now - target.heard_at) * 1000)
             target.send(Beat(state, doing, sequence, lag_ms, heard_ms))
 
-    def _hear(self, number: int, where: object) -> None:
+    def _read_from(self, number: int, where: object) -> None:
         target = self._targets.get(number)
         if target is None:
             return
         if where is target.datagrams:
             target.read_datagrams(time.monotonic())
         elif not target.read(time.monotonic()):
-            # No verdict: the control link tells whether the process is gone. The owner
-            # makes another connection; datagrams go on meanwhile.
+            # This is no verdict: the control link shows whether the process has ended.
+            # The owner opens another connection; datagrams continue meanwhile.
             self._selector.unregister(target.sock)
             target.is_ended = True
-            self._news[number] = target
+            self._unreported[number] = target
         if target.latest is not None:
-            self._news[number] = target
+            self._unreported[number] = target
 
     def _report(self) -> None:
-        """Tell the owner what is new; what it does not take waits, the latest only."""
+        """Send the new heartbeats to the owner.
+
+        If it does not take them, only the latest of each peer is kept for later.
+        """
         is_last = False
         while not is_last:
-            numbers = list(self._news)[:REPORTS_A_MESSAGE]
-            is_last = len(numbers) == len(self._news)
-            message = b"".join(_report_of(n, self._news[n]) for n in numbers)
+            numbers = list(self._unreported)[:REPORTS_A_MESSAGE]
+            is_last = len(numbers) == len(self._unreported)
+            message = b"".join(_report_of(n, self._unreported[n]) for n in numbers)
             message += REPORT.pack(END_OF_REPORT, 0, 0, 0, 0, 0.0) if is_last else b""
             try:
                 self._control.send(message)
@@ -314,9 +353,9 @@ class HeartbeatHelper:
                 self._is_over = True
                 return
             for number in numbers:
-                del self._news[number]
+                del self._unreported[number]
 
-    def _obey(self) -> None:
+    def _handle_order(self) -> None:
         try:
             order, fds, _, _ = socket.recv_fds(self._control, _ORDER.size, 1)
         except (BlockingIOError, InterruptedError):
@@ -343,7 +382,7 @@ class HeartbeatHelper:
 
     def _drop(self, number: int) -> None:
         target = self._targets.pop(number)
-        self._news.pop(number, None)
+        self._unreported.pop(number, None)
         for sock in (target.sock, target.datagrams):
             if sock is not None:
                 try:

@@ -1,8 +1,8 @@
-"""The connections that beats take to and from each peer. Shell.
+"""Heartbeat connections to the peers. Shell.
 
-A peer has one connection for beats beside its control link, and, between hosts, a UDP
-socket. Both are used by the helper process (``beating.Heart``); here they are made,
-replaced and ended.
+Each peer has one connection for heartbeats besides its control link and, between hosts,
+a UDP socket. The helper of ``Heartbeat`` uses both; this module creates, replaces and
+closes them.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from multiworld.liveness.heartbeat import Heartbeat, HeartbeatReport, Mode
 
 
 @dataclass(slots=True)
-class _Line:
-    """One peer's connection."""
+class _Connection:
+    """Heartbeat connection to one peer."""
 
     number: int
     sock: socket.socket
     datagrams: socket.socket | None = None
-    """Until the peer has said where its own one is."""
+    """UDP socket that waits for the peer's port; None once the helper has it."""
 
 
 class HeartbeatLinks:
-    """Everybody's connections for beats.
+    """Heartbeat connections to all peers.
 
     Args:
-        mode: Who beats.
-        on_heard: Called for every beat that came.
-        on_ended: Called when a connection has ended by itself.
+        mode: Kind of helper.
+        on_heard: Called with the peer's link and its report when a heartbeat arrived.
+        on_ended: Called with the peer's link when the peer's side ended a connection.
     """
 
     def __init__(
@@ -44,89 +44,107 @@ class HeartbeatLinks:
         on_ended: Callable[[LinkKey], None],
     ) -> None:
         self._mode, self._on_heard, self._on_ended = mode, on_heard, on_ended
-        self._heart = Heartbeat(self._take_report)
-        self._lines: dict[LinkKey, _Line] = {}
+        self._heartbeat = Heartbeat(self._take_report)
+        self._connections: dict[LinkKey, _Connection] = {}
         self._keys: dict[int, LinkKey] = {}
         self._ports: dict[LinkKey, int] = {}
 
     @property
     def helper_pid(self) -> int | None:
-        """The process that beats for this one, if there is one."""
-        return self._heart.helper_pid
+        """Process ID of the heartbeat helper; None if there is no such process."""
+        return self._heartbeat.helper_pid
 
     def has(self, key: LinkKey) -> bool:
-        """Tell whether beats go to and from a peer."""
-        return key in self._lines
+        """Tell whether there is a heartbeat connection to a peer."""
+        return key in self._connections
 
     def begin(
         self, link: Link, sock: socket.socket, seal: bytes, *, dialed: bool
     ) -> None:
-        """Let beats go over ``sock`` from now on; it is taken over.
+        """Send and receive heartbeats on a new connection; end the previous one.
+
+        Args:
+            link: The control link to the same peer.
+            sock: The connection. It belongs to this object from now on.
+            seal: Key of the link, from which the keys of both directions follow.
+            dialed: True if this side dialed.
 
         Raises:
-            OSError: No helper can be started.
+            OSError: No helper can be started; the connection is closed.
         """
         key = link.key
-        self._end_line(key)
-        # Each direction has a key of its own: what is sent back counts for nothing.
+        self._end_connection(key)
+        # Each direction has its own key, so that a reflected frame is invalid.
         ends = [hmac.digest(seal, end, "sha256") for end in (b"dialer", b"acceptor")]
         ours, theirs = ends if dialed else reversed(ends)
         try:
-            number = self._heart.add(sock, ours, theirs, self._mode)
+            number = self._heartbeat.add(sock, ours, theirs, self._mode)
         except OSError:
             sock.close()
             raise
-        line = self._lines[key] = _Line(number, sock)
+        connection = self._connections[key] = _Connection(number, sock)
         self._keys[number] = key
         if sock.family != socket.AF_UNIX:
-            line.datagrams = _datagram_socket(key.local_host)
-        if line.datagrams is not None:
-            port = line.datagrams.getsockname()[1]
+            connection.datagrams = _datagram_socket(key.local_host)
+        if connection.datagrams is not None:
+            port = connection.datagrams.getsockname()[1]
             link.send({"op": "datagrams", "port": port})
             self._join_datagrams(key)
 
     def datagrams_at(self, key: LinkKey, port: object) -> None:
-        """Take note of where a peer takes beats over UDP."""
+        """Store the UDP port on which a peer takes heartbeats.
+
+        Args:
+            key: The link to the peer.
+            port: The port, as the peer sent it; an invalid one is ignored.
+        """
         if isinstance(port, int) and 0 < port < 65536:
             self._ports[key] = port
             self._join_datagrams(key)
 
     def end(self, key: LinkKey) -> None:
-        """End the beats to and from a peer."""
-        self._end_line(key)
+        """End the heartbeats to and from a peer; safe to repeat."""
+        self._end_connection(key)
         self._ports.pop(key, None)
 
-    def _end_line(self, key: LinkKey) -> None:
-        line = self._lines.pop(key, None)
-        if line is None:
+    def _end_connection(self, key: LinkKey) -> None:
+        connection = self._connections.pop(key, None)
+        if connection is None:
             return
-        self._heart.remove(line.number)
-        self._keys.pop(line.number, None)
-        line.sock.close()
-        if line.datagrams is not None:
-            line.datagrams.close()
+        self._heartbeat.remove(connection.number)
+        self._keys.pop(connection.number, None)
+        connection.sock.close()
+        if connection.datagrams is not None:
+            connection.datagrams.close()
 
     def _join_datagrams(self, key: LinkKey) -> None:
-        """Beat over UDP too, once both sides have said where they listen."""
-        line, port = self._lines.get(key), self._ports.get(key)
-        if line is None or line.datagrams is None or port is None:
+        """Use UDP too, once both sides have sent their port."""
+        connection, port = self._connections.get(key), self._ports.get(key)
+        if connection is None or connection.datagrams is None or port is None:
             return
         if not _is_numeric(key.remote_host):
             return
-        sock, line.datagrams = line.datagrams, None
+        sock, connection.datagrams = connection.datagrams, None
         try:
             sock.connect((key.remote_host, port))
         except OSError:
             sock.close()
             return
-        self._heart.add_datagrams(line.number, sock)
+        self._heartbeat.add_datagrams(connection.number, sock)
 
     async def tick(self) -> bool:
-        """See ``Heartbeat.tick``.
+        """Tell the helper that the event loop runs, and take its report.
 
-        Cancellation: safe.
+        Returns:
+            True if the report arrived; see ``Heartbeat.tick``.
+
+        Raises:
+            OSError: No helper can be started; the next call tries again.
+
+        Cancellation:
+            Safe.
         """
-        return await self._heart.tick()
+        return await self._heartbeat.tick()
 
     def _take_report(self, number: int, report: HeartbeatReport) -> None:
         key = self._keys.get(number)
@@ -139,21 +157,23 @@ class HeartbeatLinks:
 
     def filenos(self) -> list[int]:
         """Return the descriptors that a forked child must close."""
-        found = self._heart.filenos()
-        for line in self._lines.values():
-            found.append(line.sock.fileno())
-            found += [] if line.datagrams is None else [line.datagrams.fileno()]
+        found = self._heartbeat.filenos()
+        for connection in self._connections.values():
+            found.append(connection.sock.fileno())
+            found += (
+                [] if connection.datagrams is None else [connection.datagrams.fileno()]
+            )
         return found
 
     def close(self) -> None:
-        """End all beats, and the helper."""
-        for key in list(self._lines):
+        """End all heartbeats and stop the helper."""
+        for key in list(self._connections):
             self.end(key)
-        self._heart.close()
+        self._heartbeat.close()
 
 
 def _is_numeric(host: str) -> bool:
-    """Tell whether an address needs no look-up, which would block."""
+    """Tell whether ``host`` is an IP address; a name needs a look-up, which blocks."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

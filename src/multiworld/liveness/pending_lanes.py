@@ -1,4 +1,4 @@
-"""Data connections that wait for their world, and worlds that wait for them. Shell."""
+"""Data connections that wait for a world, and worlds that wait for them. Shell."""
 
 from __future__ import annotations
 
@@ -11,91 +11,99 @@ from dataclasses import dataclass, field
 from multiworld.net.streams import Stream
 
 LIMIT = 1024
-"""Most connections that wait for incarnations which nobody here has heard of yet."""
+"""Pending lanes, at most, before connections for unknown incarnations are refused."""
 
 KEPT_S = 60.0
-"""Seconds that they wait."""
+"""Seconds that a connection waits for an unknown incarnation."""
 
 LaneKey = tuple[int, int, str]
 """Nonce of the incarnation, rank of the member, channel."""
 
 
 @dataclass(slots=True)
-class _Place:
+class _Slot:
     future: asyncio.Future[Stream]
     since: float = field(default_factory=time.monotonic)
 
 
 class PendingLanes:
-    """Where a connection and whoever waits for it meet."""
+    """Meeting point of data connections and the worlds that wait for them."""
 
     def __init__(self) -> None:
-        self._places: dict[LaneKey, _Place] = {}
+        self._slots: dict[LaneKey, _Slot] = {}
 
     @property
     def is_full(self) -> bool:
-        """True while no more strangers can be kept."""
-        return len(self._places) >= LIMIT
+        """True while connections for unknown incarnations must be refused."""
+        return len(self._slots) >= LIMIT
 
     def put(self, key: LaneKey, stream: Stream) -> None:
-        """Keep a connection until it is asked for.
+        """Keep a connection until a world takes it.
 
         Raises:
-            ValueError: It is there already.
+            ValueError: A connection for this lane is already waiting.
         """
-        future = self._place(key).future
+        future = self._slot(key).future
         if future.done():
-            raise ValueError("that lane is there already")
+            raise ValueError("the lane already has a connection")
         future.set_result(stream)
 
     def has(self, key: LaneKey) -> bool:
-        """Tell whether a connection waits to be taken."""
-        place = self._places.get(key)
-        return place is not None and _is_there(place.future)
+        """Tell whether a connection is waiting for this lane."""
+        slot = self._slots.get(key)
+        return slot is not None and _is_there(slot.future)
 
     async def get(self, key: LaneKey) -> Stream:
         """Wait for a connection and take it.
 
-        Cancellation: safe; nothing stays open.
+        Cancellation:
+            Safe; nothing stays open. ``drop`` and ``close`` cancel the wait.
         """
-        future = self._place(key).future
+        future = self._slot(key).future
         try:
             return await future
         except asyncio.CancelledError:
             _discard(future)
             raise
         finally:
-            self._places.pop(key, None)
+            self._slots.pop(key, None)
 
-    def _place(self, key: LaneKey) -> _Place:
-        if key not in self._places:
+    def _slot(self, key: LaneKey) -> _Slot:
+        if key not in self._slots:
             future = asyncio.get_running_loop().create_future()
-            self._places[key] = _Place(future)
-        return self._places[key]
+            self._slots[key] = _Slot(future)
+        return self._slots[key]
 
     def drop(self, nonce: int) -> None:
-        """Hang up on what waits for an incarnation that is over."""
-        for key in [key for key in self._places if key[0] == nonce]:
-            _discard(self._places.pop(key).future)
+        """Close connections and cancel waits for an incarnation that has ended."""
+        for key in [key for key in self._slots if key[0] == nonce]:
+            _discard(self._slots.pop(key).future)
 
     def purge(self, known: Collection[int], now: float) -> None:
-        """Hang up on what has waited too long for incarnations nobody knows, and on
-        what the other side has given up."""
-        for key, place in list(self._places.items()):
-            is_late = key[0] not in known and now - place.since > KEPT_S
-            if is_late or (_is_there(place.future) and _is_given_up(place.future)):
-                _discard(self._places.pop(key).future)
+        """Close connections that nobody will use.
+
+        These are connections that have waited over ``KEPT_S`` for an unknown
+        incarnation, and connections that the other side has closed.
+
+        Args:
+            known: Nonces of the incarnations that are known.
+            now: Current time, in seconds on the monotonic clock.
+        """
+        for key, slot in list(self._slots.items()):
+            is_late = key[0] not in known and now - slot.since > KEPT_S
+            if is_late or (_is_there(slot.future) and _is_given_up(slot.future)):
+                _discard(self._slots.pop(key).future)
 
     def filenos(self) -> list[int]:
         """Return the descriptors that a forked child must close."""
-        futures = [place.future for place in self._places.values()]
+        futures = [slot.future for slot in self._slots.values()]
         return [f.result().fileno() for f in futures if _is_there(f)]
 
     def close(self) -> None:
-        """Hang up on everything."""
-        for place in self._places.values():
-            _discard(place.future)
-        self._places.clear()
+        """Close every connection and cancel every wait."""
+        for slot in self._slots.values():
+            _discard(slot.future)
+        self._slots.clear()
 
 
 def _is_there(future: asyncio.Future[Stream]) -> bool:
@@ -103,10 +111,10 @@ def _is_there(future: asyncio.Future[Stream]) -> bool:
 
 
 def _is_given_up(future: asyncio.Future[Stream]) -> bool:
-    """Tell whether the other side hung up before it sent anything."""
+    """Tell whether the other side closed the connection without sending anything."""
     stream = future.result()
     if not isinstance(stream, socket.socket):
-        return False  # under TLS a look takes what it sees
+        return False  # TLS cannot peek: a read would consume the bytes
     try:
         return not stream.recv(1, socket.MSG_PEEK)
     except (BlockingIOError, InterruptedError):

@@ -1,1 +1,1 @@
-"""Sockets, TLS, secrets and framing: what every connection is made of."""
+"""Building blocks of every connection: sockets, TLS, shared secret, framing."""

@@ -1,4 +1,4 @@
-"""Frames over a connection, both ways, without a task. Shell."""
+"""A connection that carries frames in both directions, without a task. Shell."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from multiworld.net.streams import Stream
 Message = dict[str, Any]
 
 READ_BYTES = 64 * 1024
+"""Bytes read at once, at most."""
 
 ENDED = "connection closed by peer"
+"""Evidence of an orderly end."""
 
 
 class FramedConnection:
-    """Sends frames, and tells of those that come and of the end.
+    """Sends frames, and reports every frame that arrives and the end.
 
     Args:
-        stream: Connected and non-blocking; taken over.
+        stream: A connected, non-blocking stream. The connection owns it from now on.
         on_message: Called with every message. If it raises ``KeyError``, ``TypeError``
-            or ``ValueError``, the message was not one of ours: the connection ends.
-        on_end: Called once, never from ``close``: with what was seen, and whether the
-            other side broke the protocol.
+            or ``ValueError``, the message violates the protocol and the connection
+            ends.
+        on_end: Called once, never from ``close``, with the evidence and whether the
+            other side violated the protocol.
     """
 
     def __init__(
@@ -42,7 +45,7 @@ class FramedConnection:
 
     @property
     def backlog(self) -> int:
-        """Bytes that the other side has not taken yet."""
+        """Bytes that are queued for the other side."""
         return len(self._outbox)
 
     def fileno(self) -> int:
@@ -50,7 +53,11 @@ class FramedConnection:
         return -1 if self._is_over else self._stream.fileno()
 
     def send(self, message: Message) -> None:
-        """Queue a message and send what the connection takes at once."""
+        """Queue a message and write as much as the socket takes without waiting.
+
+        Raises:
+            FrameError: The message is longer than ``frames.MAX_FRAME_BYTES``.
+        """
         if self._is_over:
             return
         was_empty = not self._outbox
@@ -59,7 +66,7 @@ class FramedConnection:
             self._flush()
 
     def close(self) -> None:
-        """Hang up; safe to repeat."""
+        """Close the connection without calling ``on_end``; safe to repeat."""
         if self._is_over:
             return
         self._is_over = True
@@ -73,7 +80,7 @@ class FramedConnection:
         except (BlockingIOError, InterruptedError):
             sent = 0
         except OSError:
-            # Bytes may still wait to be read, the peer's last words among them: the
+            # Unread bytes may remain, such as the peer's reason for closing. The
             # reader finds the end behind them.
             sent = len(self._outbox)
         del self._outbox[:sent]

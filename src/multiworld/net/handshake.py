@@ -1,4 +1,4 @@
-"""How every connection begins: hello, challenge, proof. Knows no sockets.
+"""The handshake that begins every connection: hello, challenge, proof. Shell.
 
 ::
 
@@ -8,11 +8,13 @@
     proof over hello and challenge ->
                                          <- ok, and the acceptor's own proof
 
-Both sides are generators: they yield the frame to send and are sent the frame that
-came back, so that streams, plain sockets and threads share them. The proofs are HMACs
-over everything said so far with fresh random values from both sides: one that was
-recorded proves nothing later. The acceptor proves itself last, so that a stranger gets
-nothing from it that a secret could be guessed by.
+Each side is a generator: it yields the frame to send and receives the frame that came
+back. It does no I/O itself (it draws random numbers), so that streams, plain sockets
+and threads can share it.
+
+The proofs are HMACs (SHA-256) over the hello and the challenge. Both contain fresh
+random values, so a recorded proof is worthless later. The acceptor proves itself last,
+so that a stranger gets nothing from it to test guesses of the secret against.
 """
 
 from __future__ import annotations
@@ -27,23 +29,23 @@ from multiworld.net.security import Security
 Message = dict[str, Any]
 
 HELLO_BYTES = 16 * 1024
-"""Most bytes of a frame before the other side has shown who it is."""
+"""Bytes in a handshake frame, at most: the other side is not authenticated yet."""
 
 HELLO_S = 5.0
-"""Seconds that a connection has for all of this."""
+"""Seconds that a handshake may take."""
 
 MAX_GREETING = 256
-"""Most connections that may be saying hello at once; of more, the one that has taken
-longest is hung up on, which is never one that speaks without delay."""
+"""Handshakes in progress at once, at most. One more closes the oldest, which is never
+a connection that answers without delay."""
 
 
 class HandshakeError(ConnectionRefusedError):
-    """The other side is not one of ours, or does not want us.
+    """The handshake failed: wrong protocol, wrong secret, or refused.
 
     Attributes:
-        kind: "version", "secret", "refused" or "malformed".
-        theirs: The version that the other side speaks; 0 where it said none.
-        answer: What to tell the other side, if anything.
+        kind: "version", "secret", "tls", "refused" or "malformed".
+        theirs: Protocol version of the other side; 0 if it sent none.
+        answer: Frame to send to the other side, if any.
     """
 
     def __init__(
@@ -54,10 +56,15 @@ class HandshakeError(ConnectionRefusedError):
 
 
 def dialing(hello: Message, security: Security) -> Generator[Message, Message, Message]:
-    """Yield what the dialer says; return the acceptor's last word.
+    """Yield the dialer's frames; return the acceptor's last frame.
+
+    Args:
+        hello: Purpose of the connection, as the acceptor expects it.
+        security: The secret to prove, and to demand proof of.
 
     Raises:
-        HandshakeError: It is not one of ours, or refused.
+        HandshakeError: The acceptor speaks another version, does not prove that it
+            holds the secret, or refused the connection.
     """
     ours = frames.PROTOCOL_VERSION
     is_sealed = bool(security.secret)
@@ -67,59 +74,68 @@ def dialing(hello: Message, security: Security) -> Generator[Message, Message, M
     theirs = answer.get("multiworld")
     if theirs != ours:
         number = theirs if isinstance(theirs, int) else 0
-        raise HandshakeError("version", f"it speaks version {theirs}", theirs=number)
+        raise HandshakeError(
+            "version", f"the peer speaks protocol version {theirs}", theirs=number
+        )
     if is_sealed and (answer.get("ok") or "challenge" in answer):
         challenge = answer.get("challenge")
         if not isinstance(challenge, str):
-            raise HandshakeError("secret", "it asks for no secret, and we have one")
+            raise HandshakeError(
+                "secret", "the peer asks for no secret, but this process has one"
+            )
         proof = security.proof("dialer", greeting, challenge)
         answer = yield {"proof": proof}
         if answer.get("ok") and not security.is_proof(
             answer.get("proof"), "acceptor", greeting, challenge
         ):
-            raise HandshakeError("secret", "it does not hold our secret")
+            raise HandshakeError("secret", "the peer does not hold our secret")
     elif "challenge" in answer:
-        raise HandshakeError("secret", "it asks for a secret, and we have none")
+        raise HandshakeError(
+            "secret", "the peer asks for a secret, but this process has none"
+        )
     if not answer.get("ok"):
         kind = "secret" if answer.get("kind") == "secret" else "refused"
-        raise HandshakeError(kind, str(answer.get("error", "it gave no reason")))
+        raise HandshakeError(kind, str(answer.get("error", "the peer gave no reason")))
     return answer
 
 
 def accepting(
     greeting: Message, security: Security
 ) -> Generator[Message, Message, Message]:
-    """Yield what the acceptor asks; return what belongs into its "ok".
+    """Yield the acceptor's frames; return its last one, which says "ok".
+
+    The caller sends the returned frame once it has decided to keep the connection.
 
     Args:
         greeting: The dialer's first frame.
-        security: What it must show.
+        security: The secret that the dialer must prove.
 
     Raises:
-        HandshakeError: It is not one of ours.
+        HandshakeError: The dialer speaks another version, or does not prove that it
+            holds the secret.
     """
     ours = frames.PROTOCOL_VERSION
     theirs = greeting.get("multiworld")
     if theirs != ours:
         number = theirs if isinstance(theirs, int) else 0
-        why = f"we speak protocol version {ours}, you {theirs}"
+        why = f"the acceptor speaks protocol version {ours}, the dialer {theirs}"
         raise _refused("version", why, number)
     if bool(greeting.get("sealed")) != bool(security.secret):
         if security.secret:
-            raise _refused("secret", "a secret is asked for there, and none was shown")
-        raise _refused("secret", "there is no secret there, and one was shown")
+            raise _refused("secret", "the acceptor has a secret, the dialer has none")
+        raise _refused("secret", "the dialer has a secret, the acceptor has none")
     if not security.secret:
         return {"multiworld": ours, "ok": True}
     challenge = secrets.token_hex(16)
     answer = yield {"multiworld": ours, "challenge": challenge}
     if not security.is_proof(answer.get("proof"), "dialer", greeting, challenge):
-        raise _refused("secret", "the secret that was shown is another one")
+        raise _refused("secret", "the dialer holds another secret than the acceptor")
     proof = security.proof("acceptor", greeting, challenge)
     return {"multiworld": ours, "ok": True, "proof": proof}
 
 
 def refusal(why: str) -> Message:
-    """Return the last word to one who is ours but not wanted."""
+    """Return the last frame for an authenticated peer whose connection is unwanted."""
     return {"multiworld": frames.PROTOCOL_VERSION, "ok": False, "error": why}
 
 

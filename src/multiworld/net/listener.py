@@ -1,9 +1,9 @@
-"""Where strangers knock: accepting, shaking hands, refusing. Shell.
+"""The listener: accepts connections, authenticates and refuses them. Shell.
 
-A ``Listener`` accepts on some sockets and hands over only connections whose handshake
-is done. Everybody else is hung up on, counted, logged now and then, and bothers nobody:
-a slow one is given up after ``HELLO_S``, and where too many are at it at once, the one
-that has taken longest goes.
+A ``Listener`` accepts on its sockets and hands over only connections that completed the
+handshake. It closes and counts all others, and logs a sample of them. A connection that
+takes longer than ``HELLO_S`` is closed; if too many handshakes are in progress, the
+oldest is.
 """
 
 from __future__ import annotations
@@ -40,45 +40,62 @@ from multiworld.net.tcp import tune
 Message = dict[str, Any]
 
 ACCEPTS_A_TURN = 16
-"""Connections that are accepted before the loop's other tasks get their turn."""
+"""Connections accepted before the event loop's other tasks may run."""
 
 
 class Acceptor(Protocol):
-    """Who takes the connections that come in."""
+    """The owner of accepted connections."""
 
     def security_for(self, hello: Message) -> Security | None:
-        """Say what a connection with this hello must show; None: what all must, under
-        TLS where that is on. Anything else goes without TLS.
+        """Return the security for a connection with this hello, or None.
+
+        None stands for the listener's own, with TLS if that is on. A connection with
+        any other security does not need TLS.
 
         Raises:
-            HandshakeError: It is unwanted in any case.
+            HandshakeError: The connection is refused whatever it can prove.
         """
 
     def refusal(self, hello: Message) -> str | None:
-        """Say why a connection with this hello is unwanted, or None."""
+        """Return why a connection with this hello is unwanted, or None."""
 
     def take(self, stream: Stream, hello: Message) -> None:
         """Own the connection from now on."""
 
     def turned_away(self, hello: Message, error: HandshakeError, where: object) -> None:
-        """Hear of one whose hello could be read, and who was refused."""
+        """React to a refused connection whose hello could be read.
+
+        Args:
+            hello: The connection's first frame.
+            error: The reason for the refusal.
+            where: The remote socket address.
+        """
 
 
 async def read_frame(stream: Stream, limit: int = HELLO_BYTES) -> Message:
-    """Read one frame of at most ``limit`` bytes."""
+    """Read one frame of at most ``limit`` bytes.
+
+    Raises:
+        FrameError: The frame is not valid, or too long.
+        ConnectionResetError: The other side closed the connection within the frame.
+        OSError: The connection failed.
+
+    Cancellation:
+        Not safe: a frame that was read in part is lost, so close the stream.
+    """
     length = frames.decode_length(await read_exactly(stream, 4), limit)
     return frames.decode_body(await read_exactly(stream, length))
 
 
 class Listener:
-    """Listens until it is closed.
+    """A listener on one or more sockets, until it is closed.
 
     Args:
-        sockets: Bound and listening; taken over.
-        acceptor: Who takes what comes in.
-        security: What everybody must show.
-        logger: Where refusals go.
-        what: What is being knocked at, for the log.
+        sockets: Bound, listening sockets. The listener owns them from now on.
+        acceptor: Owner of the accepted connections.
+        security: Secret and TLS that connections must use.
+        logger: Logger for refused connections.
+        what: Name of this listener in the log.
     """
 
     def __init__(
@@ -96,17 +113,23 @@ class Listener:
         self._is_closed = False
         loop = asyncio.get_running_loop()
         self._listening = [
-            loop.create_task(self._listen(sock), name="multiworld door")
+            loop.create_task(self._listen(sock), name="multiworld listener")
             for sock in sockets
         ]
 
     @property
     def refused(self) -> Counter[str]:
-        """How many connections were refused, by kind."""
+        """Number of refused connections, by kind."""
         return self._refusals.counts
 
     def count(self, kind: str, where: object, why: object) -> None:
-        """Count, and log now and then, one that misbehaved after its hello."""
+        """Count a connection that misbehaved after its handshake, and maybe log it.
+
+        Args:
+            kind: Kind of misbehaviour, as in ``refused``.
+            where: The remote address, for the log.
+            why: The evidence, for the log.
+        """
         self._refusals.add(kind, where, why)
 
     def filenos(self) -> list[int]:
@@ -115,7 +138,7 @@ class Listener:
         return [sock.fileno() for sock in both if sock.fileno() >= 0]
 
     def close_nowait(self) -> None:
-        """Stop listening, and hang up on who is not done with its hello."""
+        """Stop listening and close every connection whose handshake is in progress."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -128,7 +151,11 @@ class Listener:
             sock.close()
 
     async def close(self) -> None:
-        """Stop listening, and wait until every greeting has ended."""
+        """Stop listening and wait until every handshake in progress has ended.
+
+        Cancellation:
+            The listener is closed all the same; only the wait ends.
+        """
         greeting = list(self._greeting)
         self.close_nowait()
         await asyncio.gather(*self._listening, *greeting, return_exceptions=True)
@@ -140,7 +167,7 @@ class Listener:
             try:
                 sock, where = await loop.sock_accept(listener)
             except OSError as error:
-                # Out of descriptors, or the dialer was gone again.
+                # This process is out of descriptors, or the dialer has gone away.
                 self._logger.warning("could not accept a connection: %s", error)
                 await asyncio.sleep(0.05)
                 continue
@@ -153,16 +180,16 @@ class Listener:
         loop = asyncio.get_running_loop()
         task = loop.create_task(self._try(sock, where), name="multiworld hello")
         self._greeting[task] = sock
-        # Not in the task: one that is cancelled before it has begun runs nothing.
+        # Not in the task itself: a task cancelled before its first step runs nothing.
         task.add_done_callback(self._over)
         if len(self._greeting) > MAX_GREETING:
             oldest = next(iter(self._greeting))
-            self._refusals.add("crowded", where, "too many say hello at once")
+            self._refusals.add("crowded", where, "too many handshakes at once")
             self._over(oldest)
             oldest.cancel()
 
     def _over(self, task: asyncio.Task[None]) -> None:
-        """Hang up, unless the connection has been taken (and the socket detached)."""
+        """Close the socket, unless the acceptor has taken the connection."""
         sock = self._greeting.pop(task, None)
         if sock is not None and (task.cancelled() or not task.done()):
             loop = asyncio.get_running_loop()
@@ -172,7 +199,7 @@ class Listener:
             sock.close()
 
     async def _try(self, sock: socket.socket, where: object) -> None:
-        """Shake hands and hand the connection over; hang up on all others."""
+        """Do the handshake; hand the connection over, or close it."""
         refused = self._refusals
         stream: Stream = sock
         kept = False
@@ -188,7 +215,7 @@ class Listener:
         except HandshakeError as error:
             refused.add(error.kind, where, error)
         except TimeoutError:
-            refused.add("slow", where, f"no hello within {HELLO_S:g} s")
+            refused.add("slow", where, f"no complete handshake within {HELLO_S:g} s")
         except ssl.SSLError as error:
             refused.add("tls", where, error)
         except OSError as error:
@@ -205,7 +232,7 @@ class Listener:
             special = self._acceptor.security_for(hello)
             is_plain = not isinstance(stream, TlsStream)
             if special is None and self._security.tls is not None and is_plain:
-                raise HandshakeError("tls", "it came without TLS")
+                raise HandshakeError("tls", "the peer does not use TLS")
             answer = await _shake(stream, hello, special or self._security)
             why = self._acceptor.refusal(hello)
             if why is not None:
@@ -232,7 +259,7 @@ async def _shake(stream: Stream, hello: Message, security: Security) -> Message:
 
 
 async def _speaks_tls(sock: socket.socket) -> bool:
-    """Look at the first byte: TLS begins with 22, a frame of ours with a 0."""
+    """Tell whether TLS follows: it begins with byte 22, a frame of ours with 0."""
     while True:
         try:
             return sock.recv(1, socket.MSG_PEEK) == b"\x16"

@@ -1,7 +1,7 @@
-"""Counting and logging those who were not let in. Shell.
+"""Counts and log lines of refused connections. Shell.
 
-A port scanner must not fill the log: of each kind, the first is logged and then one
-line every ten seconds with how many there were.
+A port scanner must not fill the log. So the first refusal of each kind is logged, and
+then at most one every ten seconds, with the number of those that were not.
 """
 
 from __future__ import annotations
@@ -11,11 +11,16 @@ import time
 from collections import Counter
 
 EVERY_S = 10.0
+"""Seconds between two log lines of one kind, at least."""
 
 
 class Refusals:
-    """The account of one listener. ``counts`` is by kind: "version", "secret", "tls",
-    "malformed", "slow", "crowded", "refused"."""
+    """Refused connections of one listener.
+
+    Attributes:
+        counts: Number of refused connections by kind: "version", "secret", "tls",
+            "malformed", "slow", "crowded", "refused".
+    """
 
     def __init__(self, logger: logging.Logger, what: str) -> None:
         self._logger, self._what = logger, what
@@ -23,7 +28,13 @@ class Refusals:
         self.counts: Counter[str] = Counter()
 
     def add(self, kind: str, where: object, why: object) -> None:
-        """Count one, and log it if its kind was not logged just now."""
+        """Count a refusal; log it unless its kind was logged recently.
+
+        Args:
+            kind: Kind of refusal, as in ``counts``.
+            where: The remote address; empty for this host.
+            why: The reason.
+        """
         self.counts[kind] += 1
         now = time.monotonic()
         at, count = self._logged.get(kind, (now - EVERY_S, 0))

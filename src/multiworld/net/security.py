@@ -1,8 +1,8 @@
-"""Who may come in: a shared secret, TLS, and where they come from.
+"""Authentication of peers and encryption: a shared secret and TLS. Shell.
 
-A ``Security`` is given to a ``WorldManager`` and to the store, or read from the
-environment. It is never taken from a command line, where other users of the machine
-could read it.
+Programs pass a ``Security`` to a ``WorldManager`` or to a store, or the environment
+sets it. The command line never does, because other users of the machine could read the
+secret there.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from multiworld.errors import ConfigError
 __all__ = ["Security", "Tls"]
 
 MINIMUM_BYTES = 16
-"""Shortest secret: what answers a challenge can be tried out offline by whoever saw
-one, so a secret must be too long to guess. ``openssl rand -hex 32`` makes a good
-one."""
+"""Bytes in a secret, at least. Whoever recorded a challenge and its answer can test
+guesses offline, so the secret must be too long to guess. ``openssl rand -hex 32`` makes
+a good one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
     """Certificates for links, data connections and sessions with the store.
 
-    Both sides show theirs, and both must be signed by ``authority``; names in them are
-    not compared with addresses. TLS 1.3 only.
+    Both sides show a certificate, and ``authority`` must have signed both. Names in the
+    certificates are not compared with addresses. TLS 1.3 only.
 
     Attributes:
         certificate: PEM file with this process's certificate (and chain).
         key: PEM file with its private key.
-        authority: PEM file with the certificates of who may sign.
+        authority: PEM file with the certificates of the trusted authorities.
     """
 
     certificate: Path
@@ -46,10 +46,13 @@ class Tls:
     authority: Path
 
     def context(self, *, is_server: bool) -> ssl.SSLContext:
-        """Return the context for one side.
+        """Return the TLS context for one side of a connection.
+
+        Args:
+            is_server: True for the side that accepts the connection.
 
         Raises:
-            ConfigError: A file cannot be read or is not what it should be.
+            ConfigError: A file cannot be read or is not a valid PEM file.
         """
         return _context(self, is_server)
 
@@ -71,16 +74,17 @@ def _context(tls: Tls, is_server: bool) -> ssl.SSLContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Security:
-    """What a connection must show before it is listened to.
+    """Secret and certificates that connections must use.
 
     Attributes:
-        secret: Shared by all members and the store; empty: nobody has to show one.
-            Each side proves that it holds it, and it is never sent.
-        tls: Encrypts everything but the heartbeats, which are sealed instead.
-        open_backends: Allow backends whose own data connections know neither secret
-            nor TLS (``gloo``, ``nccl``) beside a secret. With TLS they are refused in
-            any case: torch's wheels have no TLS for Gloo, and a world that is encrypted
-            in part is not.
+        secret: Secret shared by all members and the store; empty for none. Each side
+            proves that it holds the secret; it is never sent.
+        tls: Certificates; None switches TLS off. TLS encrypts everything but the
+            heartbeats, which carry an HMAC instead.
+        open_backends: Whether a secret may be combined with backends whose own data
+            connections use neither secret nor TLS (``gloo``, ``nccl``). With TLS they
+            are refused in any case: torch's wheels have no TLS for Gloo, and a world
+            that is encrypted only in part is not encrypted.
 
     Raises:
         ConfigError: The secret is shorter than 16 bytes.
@@ -101,12 +105,19 @@ class Security:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Security:
-        """Read ``MULTIWORLD_SECRET`` or ``MULTIWORLD_SECRET_FILE``, and
-        ``MULTIWORLD_TLS_CERT``, ``MULTIWORLD_TLS_KEY``, ``MULTIWORLD_TLS_CA``, and
-        ``MULTIWORLD_OPEN_BACKENDS``; what is not set is not asked for.
+        """Return the security that the environment asks for.
+
+        The variables are ``MULTIWORLD_SECRET`` or ``MULTIWORLD_SECRET_FILE``;
+        ``MULTIWORLD_TLS_CERT``, ``MULTIWORLD_TLS_KEY`` and ``MULTIWORLD_TLS_CA``; and
+        ``MULTIWORLD_OPEN_BACKENDS`` ("1" allows them). A feature whose variables are
+        not set is off.
+
+        Args:
+            environment: The environment variables.
 
         Raises:
-            ConfigError: Two of them contradict each other, or a file cannot be read.
+            ConfigError: Two variables contradict each other, only some of those for TLS
+                are set, a secret is empty or too short, or a file cannot be read.
         """
         return cls(
             secret=_secret_of(environment),
@@ -115,22 +126,39 @@ class Security:
         )
 
     def proof(self, role: str, *parts: object) -> str:
-        """Return what only a holder of the secret can say about ``parts``."""
+        """Return a proof that this process holds the secret.
+
+        Args:
+            role: Purpose of the proof; a proof for one role is invalid for any other.
+            parts: JSON values that the proof covers.
+
+        Returns:
+            The HMAC (SHA-256) of role and parts, in hexadecimal.
+        """
         text = json.dumps([role, *parts], sort_keys=True, separators=(",", ":"))
         return hmac.new(self.secret, text.encode(), hashlib.sha256).hexdigest()
 
     def is_proof(self, proof: object, role: str, *parts: object) -> bool:
-        """Tell whether ``proof`` was made with the secret; takes equal time always."""
+        """Tell whether a proof was made with the secret, in constant time.
+
+        Args:
+            proof: The proof, as received; any JSON value.
+            role: Purpose of the proof, as for ``proof``.
+            parts: JSON values that the proof must cover.
+        """
         wanted = self.proof(role, *parts)
         return isinstance(proof, str) and hmac.compare_digest(
             proof.encode(), wanted.encode()
         )
 
     def check_backend(self, backend: str) -> None:
-        """Check that a backend does not undo what was asked for.
+        """Check that a backend does not bypass the secret or TLS.
+
+        Args:
+            backend: Name of the backend.
 
         Raises:
-            ConfigError: Its data would go around secret or TLS.
+            ConfigError: The backend's data connections would bypass one of them.
         """
         if backend in ("direct", "memory"):
             return
@@ -138,15 +166,15 @@ class Security:
             raise ConfigError(
                 "backend",
                 backend,
-                "'direct' where TLS is on: torch's wheels cannot encrypt the data of "
-                "other backends, and they are not mixed",
+                "use 'direct' where TLS is on: torch's wheels cannot encrypt the data "
+                "of other backends",
             )
         if self.secret and not self.open_backends:
             raise ConfigError(
                 "backend",
                 backend,
-                "'direct' where a secret is set: this backend's own data connections "
-                "do not ask for it. Security(open_backends=True), or "
+                "use 'direct' where a secret is set: this backend's own data "
+                "connections do not check it. Security(open_backends=True), or "
                 "MULTIWORLD_OPEN_BACKENDS=1, allows it on a network you trust",
             )
 
@@ -155,20 +183,20 @@ def _secret_of(environment: Mapping[str, str]) -> bytes:
     text = environment.get("MULTIWORLD_SECRET", "")
     file = environment.get("MULTIWORLD_SECRET_FILE", "")
     if text and file:
-        rule = "not set together with MULTIWORLD_SECRET_FILE"
+        rule = "set either this or MULTIWORLD_SECRET_FILE, not both"
         raise ConfigError("MULTIWORLD_SECRET", "...", rule)
     if "MULTIWORLD_SECRET" in environment and not text:
-        rule = "not empty: unset it where no secret is wanted"
+        rule = "it must not be empty; unset it for no secret"
         raise ConfigError("MULTIWORLD_SECRET", text, rule)
     if not file:
         return text.encode()
     try:
         secret = Path(file).read_bytes().strip()
     except OSError as error:
-        rule = f"a readable file ({error})"
+        rule = f"give a readable file ({error})"
         raise ConfigError("MULTIWORLD_SECRET_FILE", file, rule) from error
     if not secret:
-        raise ConfigError("MULTIWORLD_SECRET_FILE", file, "a file with a secret in it")
+        raise ConfigError("MULTIWORLD_SECRET_FILE", file, "the file holds no secret")
     return secret
 
 
@@ -179,7 +207,7 @@ def _tls_of(environment: Mapping[str, str]) -> Tls | None:
         return None
     for name, path in zip(names, paths, strict=True):
         if not path:
-            raise ConfigError(name, path, f"a PEM file; {', '.join(names)} go together")
+            raise ConfigError(name, path, f"set all of {', '.join(names)}, or none")
     certificate, key, authority = map(Path, paths)
     tls = Tls(certificate=certificate, key=key, authority=authority)
     tls.context(is_server=True)
@@ -187,5 +215,9 @@ def _tls_of(environment: Mapping[str, str]) -> Tls | None:
 
 
 def describe(security: Security) -> dict[str, Any]:
-    """Return what is asked for, without the secret, for people."""
+    """Return which features are on, for people to read.
+
+    Args:
+        security: The security to describe; its secret is not shown.
+    """
     return {"secret": bool(security.secret), "tls": security.tls is not None}

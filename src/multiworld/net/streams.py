@@ -1,8 +1,9 @@
-"""Connected sockets, plain or under TLS, for code that reads and writes at once. Shell.
+"""Non-blocking streams: connected sockets, plain or under TLS. Shell.
 
-A ``TlsStream`` has the methods of a non-blocking socket that lanes and links use, and
-like it raises ``BlockingIOError`` where it would have to wait. What OpenSSL has
-decrypted and not given out yet is ``pending``: the loop does not see it.
+A ``TlsStream`` has those methods of a non-blocking socket that lanes and links use.
+Like a socket, it raises ``BlockingIOError`` where it would have to wait. ``pending``
+counts the bytes that OpenSSL has decrypted but not handed out; the event loop cannot
+see them.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 RECORD_BYTES = 16 * 1024
-"""What one TLS record carries at most."""
+"""Payload of one TLS record, in bytes, at most (RFC 8446)."""
 
 
 class Stream(Protocol):
-    """What lanes and links need of a connection; a non-blocking socket has it."""
+    """A connection, as lanes and links use it; a non-blocking socket is one."""
 
     @property
     def family(self) -> int:
@@ -28,29 +29,48 @@ class Stream(Protocol):
         """Return the descriptor, or -1 once closed."""
 
     def recv(self, size: int, /) -> bytes:
-        """Return what has arrived, at most ``size`` bytes; nothing at the end."""
+        """Return at most ``size`` received bytes; none at the end of the stream.
+
+        Raises:
+            BlockingIOError: Nothing has arrived.
+        """
 
     def recvmsg_into(self, buffers: Sequence[memoryview], /) -> tuple[Any, ...]:
-        """Read into buffers, one after the other; the first item is the count."""
+        """Read into buffers, one after the other.
+
+        Returns:
+            A tuple whose first item is the number of bytes read.
+
+        Raises:
+            BlockingIOError: Nothing has arrived.
+        """
 
     def send(self, data: bytes | bytearray | memoryview, /) -> int:
-        """Write; return how much was taken."""
+        """Write; return the number of bytes taken.
+
+        Raises:
+            BlockingIOError: The connection takes none now.
+        """
 
     def sendmsg(self, pieces: Sequence[bytes | memoryview], /) -> int:
-        """Write several pieces; return how much was taken."""
+        """Write several pieces; return the number of bytes taken.
+
+        Raises:
+            BlockingIOError: The connection takes none now.
+        """
 
     def shutdown(self, how: int, /) -> None:
-        """End one direction."""
+        """Shut down one direction; ``how`` is as for ``socket.shutdown``."""
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
 
 
 class TlsStream:
-    """A connection under TLS, after its handshake.
+    """A connection under TLS, after its TLS handshake.
 
-    What was not taken must be offered again first, as OpenSSL demands; both users keep
-    their order, so they do.
+    OpenSSL demands that bytes it did not take are offered again first. Lanes and links
+    write in order, so they comply.
     """
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
@@ -66,18 +86,29 @@ class TlsStream:
         return self._sock.fileno()
 
     def pending(self) -> int:
-        """Return how many bytes can be read though the loop sees nothing."""
+        """Return the number of readable bytes that the event loop cannot see."""
         return self._sock.pending()
 
     def recv(self, size: int, /) -> bytes:
-        """Return what has arrived, at most ``size`` bytes; nothing at the end."""
+        """Return at most ``size`` received bytes; none at the end of the stream.
+
+        Raises:
+            BlockingIOError: Nothing has arrived.
+        """
         try:
             return self._sock.recv(size)
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
             raise BlockingIOError from error
 
     def recvmsg_into(self, buffers: Sequence[memoryview], /) -> tuple[Any, ...]:
-        """Read into buffers, one after the other; the first item is the count."""
+        """Read into buffers, one after the other.
+
+        Returns:
+            A tuple whose first item is the number of bytes read.
+
+        Raises:
+            BlockingIOError: Nothing has arrived.
+        """
         count = 0
         for buffer in buffers:
             try:
@@ -92,14 +123,22 @@ class TlsStream:
         return (count,)
 
     def send(self, data: bytes | bytearray | memoryview, /) -> int:
-        """Write at most one record; return how much was taken."""
+        """Write at most one TLS record; return the number of bytes taken.
+
+        Raises:
+            BlockingIOError: The connection takes none now.
+        """
         try:
             return self._sock.send(memoryview(data)[:RECORD_BYTES])
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
             raise BlockingIOError from error
 
     def sendmsg(self, pieces: Sequence[bytes | memoryview], /) -> int:
-        """Write several pieces; return how much was taken."""
+        """Write several pieces; return the number of bytes taken.
+
+        Raises:
+            BlockingIOError: The connection takes none now.
+        """
         if sum(map(len, pieces)) <= RECORD_BYTES:
             return self.send(b"".join(pieces))
         written = 0
@@ -117,11 +156,11 @@ class TlsStream:
         return written
 
     def shutdown(self, how: int, /) -> None:
-        """End one direction of the connection below."""
+        """Shut down one direction of the socket below, without a TLS goodbye."""
         self._sock.shutdown(how)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._sock.close()
 
 
@@ -144,22 +183,34 @@ async def _ready(
 
 
 async def wait_readable(sock: socket.socket | Stream) -> None:
-    """Wait until something can be read."""
+    """Wait until bytes can be read, or the connection has ended.
+
+    Cancellation:
+        Safe.
+    """
     loop = asyncio.get_running_loop()
     await _ready(sock.fileno(), loop.add_reader, loop.remove_reader)
 
 
 async def wait_writable(sock: socket.socket | Stream) -> None:
-    """Wait until something can be written."""
+    """Wait until bytes can be written, or the connection has ended.
+
+    Cancellation:
+        Safe.
+    """
     loop = asyncio.get_running_loop()
     await _ready(sock.fileno(), loop.add_writer, loop.remove_writer)
 
 
 async def read_exactly(stream: Stream, count: int) -> bytes:
-    """Read so many bytes.
+    """Read exactly ``count`` bytes.
 
     Raises:
-        ConnectionResetError: The other side hung up before.
+        ConnectionResetError: The other side closed the connection before that.
+        OSError: The connection failed.
+
+    Cancellation:
+        Not safe: the bytes read so far are lost, so close the stream.
     """
     data = b""
     while len(data) < count:
@@ -169,13 +220,20 @@ async def read_exactly(stream: Stream, count: int) -> bytes:
             await wait_readable(stream)
             continue
         if not chunk:
-            raise ConnectionResetError("hung up during the hello")
+            raise ConnectionResetError("the peer closed the connection in a handshake")
         data += chunk
     return data
 
 
 async def write_all(stream: Stream, data: bytes) -> None:
-    """Write everything."""
+    """Write all of ``data``.
+
+    Raises:
+        OSError: The connection failed.
+
+    Cancellation:
+        Not safe: an unknown part has been written, so close the stream.
+    """
     while data:
         try:
             data = data[stream.send(data) :]
@@ -186,10 +244,20 @@ async def write_all(stream: Stream, data: bytes) -> None:
 async def start_tls(
     sock: socket.socket, context: ssl.SSLContext, *, is_server: bool
 ) -> TlsStream:
-    """Shake hands; ``sock`` belongs to what is returned.
+    """Do the TLS handshake and return the encrypted stream.
+
+    Args:
+        sock: A connected, non-blocking socket. The stream owns it from now on; on an
+            error it is closed.
+        context: Certificates and settings, from ``Tls.context``.
+        is_server: True for the side that accepted the connection.
 
     Raises:
-        ssl.SSLError: The other side has no certificate that we trust, or no TLS.
+        ssl.SSLError: The other side has no trusted certificate, or does not use TLS.
+        OSError: The connection failed.
+
+    Cancellation:
+        Closes the socket.
     """
     wrapped = context.wrap_socket(
         sock, server_side=is_server, do_handshake_on_connect=False

@@ -1,4 +1,4 @@
-"""Options of TCP connections. Shell."""
+"""Socket options and name resolution of TCP connections. Shell."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 
 TCP_THIN_LINEAR_TIMEOUTS = 16
 TCP_RTO_MAX_MS = 44
-"""Socket options of Linux that Python 3.11 has no names for."""
+"""Linux socket options that Python 3.11 has no names for."""
 
 RETRANSMIT_MS = 1000
-"""Longest pause before TCP tries again (from Linux 6.15 on; the shortest it allows). By
-default the pauses double up to two minutes, and a connection stays silent for as long
-again after the network is back."""
+"""Milliseconds between TCP retransmissions, at most: the smallest value that Linux
+allows (from 6.15 on). By default the pauses double up to two minutes, so that after an
+outage a connection would stay silent for as long again as the outage lasted."""
 
 UNACKNOWLEDGED_MS = 15 * 60 * 1000
-"""How long data may stay unacknowledged. About the kernel's default, which counts
-retries, and would with short pauses come much earlier: who is lost is for liveness to
-say, not for TCP."""
+"""Milliseconds that data may stay unacknowledged. This is about the kernel's default.
+The kernel counts retries, and with short pauses it would give up much earlier, but the
+failure detector decides which peers are lost, not TCP."""
 
 
 def persist(sock: socket.socket) -> None:
-    """Let a TCP connection outlast a network that stalls, and wake up soon after."""
+    """Let a TCP connection survive a network outage and resume soon after it."""
     options = (
         (TCP_THIN_LINEAR_TIMEOUTS, 1),
         (TCP_RTO_MAX_MS, RETRANSMIT_MS),
@@ -36,11 +36,12 @@ def persist(sock: socket.socket) -> None:
 
 
 UNIX_BUFFER_BYTES = 1 << 20
-"""Socket buffer on one host; Linux's default of 208 KiB makes a stream stop and go."""
+"""Bytes in the buffers of a Unix socket. Linux's default of 208 KiB is so small that a
+stream keeps stopping."""
 
 
 def tune(sock: socket.socket) -> None:
-    """Set a fresh connection's options: non-blocking, no delay, wide enough."""
+    """Set the options of a new connection: non-blocking, no delay, large buffers."""
     sock.setblocking(False)
     if sock.family == socket.AF_UNIX:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNIX_BUFFER_BYTES)
@@ -51,10 +52,15 @@ def tune(sock: socket.socket) -> None:
 
 
 async def resolve(host: str, port: int) -> tuple[int, Any]:
-    """Return family and socket address of ``host``; no look-up if it is a number.
+    """Return the address family and socket address of ``host``.
+
+    A numeric address needs no look-up.
 
     Raises:
-        OSError: The name is unknown.
+        OSError: The name cannot be resolved.
+
+    Cancellation:
+        Safe; a look-up in progress ends in its thread.
     """
     try:
         version = ipaddress.ip_address(host).version

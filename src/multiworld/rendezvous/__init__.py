@@ -1,5 +1,5 @@
-"""How the members of a world meet: a small store, and sessions with it.
+"""Rendezvous of a world's members: a small store, and sessions with it.
 
-``registry`` and ``values`` decide, ``service`` carries out, ``server`` puts it on a TCP
-port, ``session`` is the client's side.
+``registry`` and ``values`` decide, ``store_service`` carries out their decisions,
+``store_server`` serves them on a TCP port, and ``store_session`` is the client.
 """

@@ -1,7 +1,7 @@
-"""A blocking connection to a store's values, for threads that have no event loop.
+"""A blocking connection to a store's values, for threads without an event loop. Shell.
 
-c10d calls its store from C++ threads and waits inside the call. Each connection is used
-by one thread at a time, under a lock.
+c10d calls its store from C++ threads and waits inside the call. A lock makes sure that
+one thread at a time uses a connection.
 """
 
 from __future__ import annotations
@@ -18,11 +18,22 @@ from multiworld.rendezvous.store_address import StoreAddress
 from multiworld.rendezvous.store_session import refused_by
 
 SLACK_S = 5.0
-"""How much longer than the store's own deadline an answer is waited for."""
+"""Seconds to wait for an answer beyond the store's own deadline."""
 
 
 class BlockingValues:
-    """Keys and values of a store, one request at a time."""
+    """Keys and values of a store, one request at a time.
+
+    Args:
+        address: The store.
+        timeout_s: Seconds to wait for the connection and the handshake.
+        security: Secret and TLS, as the store has them.
+
+    Raises:
+        StoreUnreachableError: The store cannot be reached.
+        WrongSecretError: The store holds another secret.
+        ProtocolVersionError: The store speaks another version of the protocol.
+    """
 
     def __init__(
         self, address: StoreAddress, timeout_s: float, security: Security
@@ -62,7 +73,7 @@ class BlockingValues:
         return self._sock.fileno()
 
     def close(self) -> None:
-        """Hang up; a thread that waits for an answer gets an error."""
+        """Close the connection; a thread that waits for an answer gets an error."""
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -70,11 +81,15 @@ class BlockingValues:
         self._sock.close()
 
     def request(self, op: str, **fields: Any) -> Any:
-        """Return the store's result.
+        """Send a request and return the store's result.
+
+        Args:
+            op: Name of the operation.
+            fields: Arguments of the operation.
 
         Raises:
-            WorldTimeoutError: The store's answer is that time ran out.
-            StoreUnreachableError: The connection ended.
+            WorldTimeoutError: The keys had no value before ``deadline_s`` had passed.
+            StoreUnreachableError: The connection ended, or the store did not answer.
         """
         with self._lock:
             self._requests += 1
@@ -83,12 +98,13 @@ class BlockingValues:
             try:
                 reply = self._exchange(message)
             except BaseException:
-                # Its answer may still come, and must not pass for another's.
+                # The answer may still arrive, and must not pass for that of the next
+                # request.
                 self._sock.close()
                 raise
         if not reply.get("ok"):
             keys = fields.get("keys", [fields.get("key", "")])
-            raise WorldTimeoutError(f"the store has no value for {keys} in time")
+            raise WorldTimeoutError(f"the store got no value for {keys} in time")
         return reply.get("result")
 
     def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -104,12 +120,12 @@ class BlockingValues:
         while len(chunks) < count:
             chunk = self._sock.recv(count - len(chunks))
             if not chunk:
-                raise ConnectionResetError("the store hung up")
+                raise ConnectionResetError("the store closed the connection")
             chunks += chunk
         return bytes(chunks)
 
     def _unreachable(self, error: Exception) -> StoreUnreachableError:
         return StoreUnreachableError(
-            f"the store at {self._address} cannot be reached: {error}",
+            f"cannot reach the store at {self._address}: {error}",
             address=str(self._address),
         )

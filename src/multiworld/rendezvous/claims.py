@@ -1,4 +1,4 @@
-"""What a registry is told, and what it wants done. Pure."""
+"""Inputs and actions of the registry. Pure."""
 
 from __future__ import annotations
 
@@ -12,12 +12,27 @@ RequestKey = int
 Record = dict[str, Any]
 
 
-# What can happen.
+# Happenings: the registry's inputs.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claimed:
-    """A session claims a rank and waits for the other members."""
+    """A session claims a rank and waits for the other members.
+
+    Attributes:
+        session: The session that claims.
+        request: Number of the request within the session.
+        world: The world's name.
+        rank: The rank it claims.
+        size: The world size it asks for.
+        terms: Options that all members must agree on, in words.
+        uid: Name of its manager, unique for ever.
+        seen: The highest epoch of this name that it has seen.
+        deadline: End of its wait, in seconds on the store's monotonic clock.
+        member: Its member record.
+        fresh_nonce: Nonce of the incarnation if this claim completes it.
+        place: Number of its store and count of stores; see ``registry``.
+    """
 
     session: SessionKey
     request: RequestKey
@@ -35,7 +50,7 @@ class Claimed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announced:
-    """A session says what it holds: it was here before this registry was."""
+    """A session reports a rank that it has held since before this registry started."""
 
     session: SessionKey
     world: str
@@ -48,8 +63,13 @@ class Announced:
 class Left:
     """A session no longer holds its rank in an incarnation.
 
-    ``lost`` are the ranks that it knows to be lost: a word of one who was there, so
-    that nobody has to wait for an answer of a dead host.
+    Attributes:
+        session: The session.
+        world: The world's name.
+        epoch: The incarnation's epoch.
+        rank: The rank that it held.
+        lost: Ranks that it knows to be lost. The registry frees them at once, so that
+            no claim has to wait for an answer from a dead host.
     """
 
     session: SessionKey
@@ -61,7 +81,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
-    """A session gave up a claim that was still waiting."""
+    """A session withdrew a claim."""
 
     session: SessionKey
     request: RequestKey
@@ -69,7 +89,7 @@ class Withdrawn:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A holder answered whether it still holds its rank."""
+    """A holder answered the question whether it still holds its rank."""
 
     ask: int
     holds: bool
@@ -77,14 +97,14 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class SessionEnded:
-    """A session's connection is gone."""
+    """The connection of a session has ended."""
 
     session: SessionKey
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A stranger wanted into a world and could not be spoken with."""
+    """A process that wanted to join a world was refused in the handshake."""
 
     world: str
     error: Record
@@ -92,7 +112,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Ticked:
-    """Time may have run out for someone."""
+    """A deadline may have passed."""
 
 
 Happening = (
@@ -108,7 +128,7 @@ Happening = (
 )
 
 
-# What is to be done.
+# Actions: the registry's outputs.
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +142,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class AskHolder:
-    """Ask a holder whether it holds its rank."""
+    """Ask a holder whether it still holds its rank."""
 
     session: SessionKey
     ask: int
@@ -133,14 +153,14 @@ class AskHolder:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Drop every key of an incarnation that is no more."""
+    """Delete every key of an incarnation that has ended."""
 
     prefix: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notify:
-    """Tell a holder that a stranger waits for the next incarnation, or no longer."""
+    """Tell a holder that a newcomer waits for the next incarnation, or has stopped."""
 
     session: SessionKey
     world: str
@@ -152,7 +172,7 @@ class Notify:
 
 @dataclass(frozen=True, slots=True)
 class Abandoned:
-    """Tell a holder that a member gave up in the instant of its admission."""
+    """Tell a holder that a member withdrew its claim while it was being admitted."""
 
     session: SessionKey
     world: str
@@ -162,7 +182,7 @@ class Abandoned:
 
 @dataclass(frozen=True, slots=True)
 class Remember:
-    """Keep the highest epoch of a name where a restart does not lose it."""
+    """Store the highest epoch of a name durably."""
 
     world: str
     epoch: int

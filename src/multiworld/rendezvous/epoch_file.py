@@ -1,8 +1,8 @@
-"""The highest epoch of every name, in a file. Shell.
+"""A file with the highest epoch of every name. Shell.
 
-A store that is started anew with the same file goes on with its numbers. One line a
-change, ``{"world": name, "epoch": number}``; rewritten without what is outdated at the
-start. A torn last line (the machine lost power) is left out.
+A store that restarts with the same file continues its numbers. The file has one line
+for each change, ``{"world": name, "epoch": number}``. A start rewrites it without
+outdated lines, and ignores a torn last line (the machine lost power).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from multiworld.errors import ConfigError
 
 
 class EpochFile:
-    """What a store remembers; see the module.
+    """Durable epochs of one store; see the module.
 
     Args:
-        path: The file; made if it is not there.
+        path: The file, which is created if it does not exist.
 
     Raises:
-        OSError: It cannot be written.
-        ConfigError: Another store uses it, or it is not a store's.
+        OSError: The file cannot be read or written.
+        ConfigError: Another store uses the file, or no store wrote it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -33,7 +33,7 @@ class EpochFile:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self._lock.close()
-            rule = "a file that no other store uses"
+            rule = "use a file that no other store uses"
             raise ConfigError("state", str(path), rule) from error
         self._epochs = _read(path) if path.exists() else {}
         fresh = path.with_name(path.name + ".new")
@@ -50,7 +50,14 @@ class EpochFile:
         return dict(self._epochs)
 
     def remember(self, world: str, epoch: int) -> None:
-        """Keep the highest epoch of a name; outlasts this process, not the machine."""
+        """Store the highest epoch of a name.
+
+        The line survives a crash of this process. It may be lost if the machine
+        crashes, because it is not synced to disk.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
         if epoch > self._epochs.get(world, 0):
             self._epochs[world] = epoch
             _write(self._file, world, epoch)
@@ -76,8 +83,8 @@ def _read(path: Path) -> dict[str, int]:
             world, epoch = str(entry["world"]), int(entry["epoch"])
         except (KeyError, TypeError, ValueError) as error:
             if number == len(lines) and not text.endswith("\n"):
-                break  # torn: the machine lost power in the middle of it
-            rule = f"a file that a store wrote (line {number}: {error})"
+                break  # torn: the machine lost power during the write
+            rule = f"it is not a file that a store wrote (line {number}: {error})"
             raise ConfigError("state", str(path), rule) from error
         epochs[world] = max(epoch, epochs.get(world, 0))
     return epochs

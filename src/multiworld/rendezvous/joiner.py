@@ -1,8 +1,8 @@
-"""Meeting the other members: from a claim to an admitted incarnation. Shell.
+"""A manager's way from a claim to an admitted incarnation. Shell.
 
-``Joiner`` keeps the sessions and the stores that one manager uses. Both are counted:
-a session closes with the last world that met there, an embedded store with the last
-world of this process that needs it.
+``Joiner`` keeps the sessions and the embedded stores of one manager. It counts their
+users: a session closes with the last world that met there, and an embedded store with
+the last world of this process that needs it.
 """
 
 from __future__ import annotations
@@ -41,23 +41,32 @@ from multiworld.rendezvous.store_session import (
 logger = logging.getLogger("multiworld.store")
 
 RETURN_S = 2.0
-"""Seconds that one attempt to come back to a lost store may take."""
+"""Seconds that one attempt to reconnect to a lost store may take."""
 
 MAX_RETRY_S = 0.5
-"""Longest pause between attempts: a store that was restarted waits a second for those
-who were here before."""
+"""Seconds between two such attempts, at most. A restarted store waits only one second
+for earlier members to return."""
 
 _local_services: dict[str, StoreService] = {}
-"""The stores inside this process, by name; each goes with its last session."""
+"""The stores inside this process, by name. A store closes with its last session."""
 
 
 SLACK_S = 1.0
-"""How long after the deadline the store's own answer (who is missing) may take."""
+"""Seconds after the deadline in which the store's own answer (which members are
+missing) may arrive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """What a member wants: a rank in a world of this size, on these terms."""
+    """Claim of one member on a rank.
+
+    Attributes:
+        world: The world's name.
+        rank: The rank it claims.
+        size: The world size it asks for.
+        terms: Options that all members must agree on, in words.
+        seen: The highest epoch of this name that it has seen.
+    """
 
     world: str
     rank: int
@@ -67,7 +76,12 @@ class Claim:
 
 
 class Joiner:
-    """A manager's sessions and embedded stores."""
+    """Sessions and embedded stores of one manager.
+
+    Args:
+        owner: The object that answers the stores' questions.
+        security: Secret and TLS for sessions and embedded stores.
+    """
 
     def __init__(self, owner: SessionOwner, security: Security) -> None:
         self._owner, self.security = owner, security
@@ -80,15 +94,24 @@ class Joiner:
     async def enter(
         self, address: StoreAddresses, *, may_host: bool, world: str, deadline: float
     ) -> StoreSession:
-        """Return an open session with the store at ``address``; ``leave`` it once.
+        """Return an open session with the store at an address, and count its user.
 
-        With ``may_host``, the store is embedded here if nobody serves the address and
-        it is one of this host's.
+        Every call needs one ``leave``.
+
+        Args:
+            address: The address or addresses of the store.
+            may_host: Embed the store if nobody serves the address and it belongs to
+                this host.
+            world: The world to join, for the store's log.
+            deadline: End of the attempts, in seconds on the event loop's clock.
 
         Raises:
-            StoreUnreachableError, ProtocolVersionError: See ``session.connect``.
+            StoreUnreachableError: No store answered in time.
+            ProtocolVersionError: The store speaks another version of the protocol.
+            WrongSecretError: The store holds another secret.
 
-        Cancellation: safe; nothing stays open.
+        Cancellation:
+            Safe; nothing stays open.
         """
         self._users[address] = self._users.get(address, 0) + 1
         try:
@@ -102,7 +125,23 @@ class Joiner:
     async def reopen(
         self, address: StoreAddresses, *, may_host: bool, world: str, deadline: float
     ) -> StoreSession:
-        """Return an open session for one who has entered already."""
+        """Return an open session with a store that this manager has entered.
+
+        Args:
+            address: As for ``enter``.
+            may_host: As for ``enter``.
+            world: As for ``enter``.
+            deadline: As for ``enter``.
+
+        Raises:
+            RendezvousError: The last user has left the store.
+            StoreUnreachableError: As for ``enter``.
+            ProtocolVersionError: As for ``enter``.
+            WrongSecretError: As for ``enter``.
+
+        Cancellation:
+            Safe; a store embedded by this call stays until the last ``leave``.
+        """
         if address not in self._users:
             raise RendezvousError(f"this manager no longer uses the store at {address}")
         async with self._opening.setdefault(address, asyncio.Lock()):
@@ -117,7 +156,10 @@ class Joiner:
         return session
 
     def _lost(self, address: StoreAddresses) -> None:
-        """Come back by ourselves: a store must know what is held before it admits."""
+        """Reconnect in the background.
+
+        A store must know which ranks are held before it admits anybody.
+        """
         if address in self._users and address not in self._returning:
             loop = asyncio.get_running_loop()
             self._returning[address] = loop.create_task(
@@ -138,7 +180,7 @@ class Joiner:
                         deadline=loop.time() + RETURN_S,
                     )
                 except RendezvousError as error:
-                    logger.info("the store at %s is still away: %s", address, error)
+                    logger.info("the store at %s is still down: %s", address, error)
                     wait_s = min(2 * wait_s, MAX_RETRY_S)
                 else:
                     return
@@ -146,7 +188,7 @@ class Joiner:
             self._returning.pop(address, None)
 
     def leave(self, address: StoreAddresses) -> None:
-        """Give a session back; the last one closes it and the store embedded for it."""
+        """Release a session; the last user's call closes it and its embedded store."""
         if address not in self._users:
             return  # the manager is closed
         self._users[address] -= 1
@@ -166,7 +208,7 @@ class Joiner:
             returning.cancel()
 
     def session(self, address: StoreAddresses) -> StoreSession | None:
-        """Return the session with the store at ``address``, if there is one."""
+        """Return the session with the store at ``address``, or None."""
         return self._sessions.get(address)
 
     def close_nowait(self) -> None:
@@ -187,8 +229,8 @@ class Joiner:
         return found + [wire() for wire in wires if wire is not None]
 
     async def _host(self, addresses: StoreAddresses) -> None:
-        # One of several is a service apart: which of them a member embeds could differ
-        # from member to member.
+        # One of several stores is always a separate service: different members could
+        # otherwise embed different ones.
         if addresses.is_local or addresses in self._stores or len(addresses.stores) > 1:
             return
         (address,) = addresses.stores
@@ -197,8 +239,8 @@ class Joiner:
                 address.host, address.port, security=self.security
             )
         except OSError as error:
-            # In use: somebody serves it, and ``connect`` finds out who. Not ours: the
-            # store is on another host.
+            # In use: somebody serves the address, and ``connect`` finds out who. Not
+            # available: the store is on another host.
             if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
                 return
             raise StoreUnreachableError(
@@ -234,7 +276,7 @@ class Joiner:
 
 
 class _DisposableWire(LocalConnection):
-    """Lets the in-process store go with its last session."""
+    """Connection to an in-process store, which it closes if it is the last one."""
 
     def __init__(self, name: str, service: StoreService, session: StoreSession) -> None:
         super().__init__(service, session)
@@ -249,13 +291,15 @@ class _DisposableWire(LocalConnection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survivor:
-    """What a member of a broken world wants: to go on in a smaller one.
+    """Claim of a survivor of a broken world on a rank in a smaller one.
 
     Attributes:
-        epoch: The incarnation that broke.
-        rank: Its rank there.
-        size: That incarnation's world size.
-        lost: Ranks that are not to be waited for.
+        world: The world's name.
+        epoch: Epoch of the incarnation that broke.
+        rank: Its rank in that incarnation.
+        size: World size of that incarnation.
+        terms: Options that all survivors must agree on, in words.
+        lost: Ranks to go on without.
     """
 
     world: str
@@ -267,7 +311,7 @@ class Survivor:
 
 
 async def meet(
-    meeting: Joiner,
+    joiner: Joiner,
     addresses: StoreAddresses,
     session: StoreSession,
     wanted: Claim | Survivor,
@@ -278,11 +322,31 @@ async def meet(
 ) -> tuple[StoreSession, Incarnation]:
     """Claim a rank and wait for the other members; reopen the session if it is lost.
 
-    Raises:
-        JoinTimeoutError, RankTakenError, JoinMismatchError, ProtocolVersionError,
-        StoreUnreachableError, StaleEpochError: As their docstrings say.
+    Args:
+        joiner: The manager's sessions.
+        addresses: The store or stores.
+        session: An open session there.
+        wanted: The claim.
+        member: This process's member record.
+        deadline: End of the wait, in seconds on the event loop's clock.
+        may_host: Embed the store if the session is lost and nobody serves the address.
 
-    Cancellation: withdraws the claim.
+    Returns:
+        The session that is open now, and the incarnation that the store admitted.
+
+    Raises:
+        JoinTimeoutError: Some members did not join in time.
+        RankTakenError: Another live process holds the rank.
+        JoinMismatchError: The members asked for different worlds.
+        ProtocolVersionError: The store or a member speaks another version.
+        WrongSecretError: A holder of another secret made a member's record.
+        StaleEpochError: The other survivors went on without this process.
+        StoreUnreachableError: The store did not answer.
+        RendezvousError: The store refused the claim for another reason, or sent an
+            invalid member record.
+
+    Cancellation:
+        Withdraws the claim.
     """
     loop = asyncio.get_running_loop()
     op = "claim" if isinstance(wanted, Claim) else "reform"
@@ -290,7 +354,7 @@ async def meet(
         fields = {
             **_fields_of(wanted),
             "uid": member.uid,
-            "member": _sealed(member.to_json(), wanted.world, meeting.security),
+            "member": _sealed(member.to_json(), wanted.world, joiner.security),
             "deadline_s": max(0.0, deadline - loop.time()),
         }
         try:
@@ -298,17 +362,17 @@ async def meet(
                 reply = await session.claim(op, fields)
         except TimeoutError as error:
             raise StoreUnreachableError(
-                f"the store at {session.address} took the claim on world "
-                f"{wanted.world!r} and never answered; its process may be stopped",
+                f"the store at {session.address} accepted the claim on world "
+                f"{wanted.world!r} but never answered; check that its process runs",
                 address=str(session.address),
             ) from error
         except SessionLostError:
             await asyncio.sleep(RETRY_S)
-            session = await meeting.reopen(
+            session = await joiner.reopen(
                 addresses, may_host=may_host, world=wanted.world, deadline=deadline
             )
         else:
-            return session, _admitted(wanted, reply, meeting.security)
+            return session, _admitted(wanted, reply, joiner.security)
 
 
 def _fields_of(wanted: Claim | Survivor) -> dict[str, Any]:
@@ -319,9 +383,9 @@ def _fields_of(wanted: Claim | Survivor) -> dict[str, Any]:
 
 
 def _sealed(record: dict[str, Any], world: str, security: Security) -> dict[str, Any]:
-    """Add proof that a holder of the secret made this record, for this world.
+    """Add a proof that a holder of the secret made this record for this world.
 
-    Without the rank: that is for the store to settle.
+    The proof does not cover the rank, because the store assigns that.
     """
     if not security.secret:
         return record
@@ -339,7 +403,7 @@ def _member(record: dict[str, Any], world: str, security: Security) -> Member:
     ):
         raise WrongSecretError(
             f"world {world!r}: the record of rank {record.get('rank')} was not made "
-            "with our secret"
+            "with our secret; give every member the same MULTIWORLD_SECRET"
         )
     return Member.from_json(record)
 
@@ -378,7 +442,7 @@ def _refusal(claim: Claim | Survivor, reply: dict[str, Any]) -> Exception:
             seen = claim.epoch if isinstance(claim, Survivor) else claim.seen
             return StaleEpochError(
                 claim.world,
-                "the others went on without this process; join again to be back",
+                "the others went on without this process; join again to come back",
                 seen=seen,
                 expected=max(current, seen + 1),
                 evidence=f"the store is at epoch {current}",
@@ -391,13 +455,13 @@ def _refusal(claim: Claim | Survivor, reply: dict[str, Any]) -> Exception:
             )
         case "mismatch":
             return JoinMismatchError(
-                f"{where}: the members do not agree: {reply['detail']}; start all of "
-                "them with the same size, backend and options",
+                f"{where}: the members disagree: {reply['detail']}; start all of them "
+                "with the same size, backend and options",
                 world=claim.world,
             )
         case "version":
             return ProtocolVersionError(
-                f"{where}: {reply['detail']}, we speak version "
+                f"{where}: {reply['detail']}, but this process speaks version "
                 f"{frames.PROTOCOL_VERSION}; use one release of multiworld everywhere",
                 ours=frames.PROTOCOL_VERSION,
                 theirs=int(reply["theirs"]),

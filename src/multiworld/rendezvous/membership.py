@@ -1,4 +1,7 @@
-"""Who is in a world and where it can be reached. Pure, but for ``this_host``."""
+"""Members of a world and their addresses. Shell.
+
+Only ``this_host`` does I/O.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,12 @@ from multiworld.errors import RendezvousError
 
 @dataclass(frozen=True, slots=True)
 class HostIdentity:
-    """Two processes share a host if boot and network namespace are both equal."""
+    """Identity of a host: two processes share a host if both fields are equal.
+
+    Attributes:
+        boot: The kernel's boot id.
+        netns: Inode number of the network namespace.
+    """
 
     boot: str
     netns: str
@@ -21,17 +29,24 @@ class HostIdentity:
 
 @functools.cache
 def this_host() -> HostIdentity:
-    """Return this process's host identity, from ``/proc``."""
+    """Return the identity of this process's host, from ``/proc``."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return HostIdentity(boot=boot, netns=str(os.stat("/proc/self/ns/net").st_ino))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where a manager listens: TCP for other hosts, an abstract Unix name for its own.
+    """Address of a manager's listener: TCP for other hosts, a Unix socket for its own.
 
-    ``port`` 0 and no ``unix`` name mean a member that can only be reached inside its
-    own process (the ``memory`` backend).
+    A manager with port 0 and no Unix name can be reached only within its own process
+    (the ``memory`` backend).
+
+    Attributes:
+        host: Host name or IP address; empty for the ``memory`` backend.
+        port: TCP port.
+        unix: Abstract name of the Unix socket.
+        boot: Boot id of the host, as in ``HostIdentity``.
+        netns: Network namespace, as in ``HostIdentity``.
     """
 
     host: str
@@ -52,8 +67,8 @@ class Member:
     Attributes:
         rank: Its rank in the world.
         uid: Random name of its manager, unique for ever.
-        pid: Its process, for messages to people.
-        address: Where its manager listens.
+        pid: Its process ID, for messages to people.
+        address: Address of its manager's listener.
     """
 
     rank: int
@@ -62,15 +77,15 @@ class Member:
     address: Address
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record that the store keeps."""
+        """Return the record for the store, as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> Member:
-        """Read a record back.
+        """Return the member that a record describes.
 
         Raises:
-            RendezvousError: The record does not have the fields of a member.
+            RendezvousError: The record lacks a field, or a field is not valid.
         """
         try:
             address = Address(**record["address"])
@@ -82,7 +97,8 @@ class Member:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise RendezvousError(
-                f"the store returned a member record that cannot be read: {record!r}"
+                f"the store returned an invalid member record: {record!r}; use one "
+                "release of multiworld everywhere"
             ) from error
 
     def __str__(self) -> str:
@@ -92,7 +108,14 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incarnation:
-    """One epoch of a world's name, as the store admitted it."""
+    """One incarnation of a world, as the store admitted it.
+
+    Attributes:
+        world: The world's name.
+        epoch: The incarnation's epoch.
+        nonce: 63 random bits that identify the incarnation in frames and links.
+        members: The members, by rank.
+    """
 
     world: str
     epoch: int
@@ -106,7 +129,7 @@ class Incarnation:
 
 
 class MemberUnreachableError(ConnectionError):
-    """A member that was admitted could not be connected to."""
+    """An admitted member could not be reached."""
 
     def __init__(self, rank: int, why: str) -> None:
         self.rank = rank

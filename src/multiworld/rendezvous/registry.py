@@ -1,20 +1,22 @@
-"""Which worlds there are, who claims which rank, and who is admitted. Pure.
+"""Registry of worlds: claims on ranks, admission, epochs. Pure.
 
 A name has at most one *current* incarnation (admitted) and one *forming* (waiting for
-members). The epoch of an incarnation is settled when its last member arrives: one more
-than the highest that this registry, or any of the joiners, has seen; so numbers never
-go back even if the registry was lost and started afresh.
+members). The registry settles the epoch of an incarnation when its last member arrives:
+one more than the highest that the registry or any of the joiners has seen. So epochs
+never go back, even if the registry was lost and started empty.
 
-A claim on a rank that is held makes the registry ask the holder. An answer refuses the
-claim; silence, or a holder whose session is gone, lets the claim open the next epoch.
+A claim on a held rank makes the registry ask the holder. If the holder answers, the
+claim is refused. If the holder is silent or its session has ended, the claim may open
+the next epoch.
 
-Members of a living incarnation may claim their own ranks in a larger one (they grow);
-until it is complete they hold what they have. They are told of every stranger that
-waits. Survivors of a broken one may go on without the lost: see ``reform``.
+Members of a living incarnation may claim their own ranks in a larger one (``grow``).
+They keep their current ranks until the larger one is complete, and are told of every
+newcomer that waits. Survivors of a broken incarnation may go on without the lost
+members; see ``reform``.
 
-Several registries can serve the same names if each has a place (its number, and how
-many there are): their epochs come from different residue classes, so that no two ever
-give out the same number.
+Several registries can serve the same names if each has a *place*: its number, and the
+count of registries. Each gives out epochs of its own residue class modulo the count, so
+that no two ever give out the same epoch.
 """
 
 from __future__ import annotations
@@ -68,8 +70,9 @@ __all__ = [
 ]
 
 ASK_S = 1.0
-"""Seconds a holder has to answer before it counts as silent. Asked are only members
-whose session is up, so this is one round trip and one turn of the holder's loop."""
+"""Seconds that a holder has to answer before it counts as silent. The registry asks
+only holders whose session is open, so an answer takes one round trip and one iteration
+of the holder's event loop."""
 
 
 @dataclass(slots=True)
@@ -93,7 +96,7 @@ class _World:
 
     @property
     def waits(self) -> bool:
-        """True while anybody waits for anybody."""
+        """True while a claim waits for other members."""
         return bool(self.forming) or self.reforming is not None
 
 
@@ -107,21 +110,27 @@ class _Asking:
 
 
 def key_prefix(world: str, epoch: int, nonce: int) -> str:
-    """Return the prefix of the keys that belong to one incarnation."""
+    """Return the prefix of the store keys that belong to one incarnation.
+
+    Args:
+        world: The world's name.
+        epoch: The incarnation's epoch.
+        nonce: The incarnation's nonce.
+    """
     return f"{world}/{epoch}-{nonce:016x}/"
 
 
 def next_epoch(highest: int, place: tuple[int, int]) -> int:
-    """Return the lowest epoch above ``highest`` that the registry at ``place`` owns."""
+    """Return the lowest epoch above ``highest`` in the residue class of ``place``."""
     number, count = place
     return highest + 1 + (number - highest) % count
 
 
 class Registry:
-    """The account of every name. One instance, one store.
+    """State of every name of one store.
 
     Args:
-        highest: The highest epoch of each name, as remembered from before a restart.
+        highest: The highest epoch of each name, stored before a restart.
     """
 
     def __init__(self, highest: dict[str, int] | None = None) -> None:
@@ -133,7 +142,12 @@ class Registry:
         self._asks = 0
 
     def handle(self, happening: Happening, now: float) -> list[Action]:
-        """Take note of ``happening`` at ``now`` (monotonic seconds)."""
+        """Apply one input and return the actions to carry out, in order.
+
+        Args:
+            happening: The input.
+            now: Current time, in seconds on a monotonic clock.
+        """
         match happening:
             case Claimed():
                 return self._claim(happening, now)
@@ -155,11 +169,11 @@ class Registry:
                 return self._tick(now)
 
     def waiting_count(self) -> int:
-        """Return how many claims wait for other members."""
+        """Return the number of claims that wait for other members."""
         return sum(len(_claims_of(world)) for _, world in self._waiting_worlds())
 
     def next_deadline(self) -> float | None:
-        """Return when ``Ticked`` is wanted next, or None."""
+        """Return the time at which ``Ticked`` is due, or None if nothing waits."""
         deadlines = [
             claim.deadline
             for _, world in self._waiting_worlds()
@@ -181,7 +195,7 @@ class Registry:
         holder = current.holders.get(claim.rank) if current else None
         if current is None or holder is None:
             return self._admit(world, claim)
-        if holder.uid == claim.uid:  # it keeps what it has until the next is complete
+        if holder.uid == claim.uid:  # it keeps its rank until the next is complete
             return self._admit(world, claim)
         if holder.session is None:
             del current.holders[claim.rank]
@@ -258,7 +272,7 @@ class Registry:
         members = [{**claim.member, "rank": rank} for rank, claim in enumerate(claims)]
         body = {"ok": True, "epoch": epoch, "nonce": nonce, "members": members}
         actions = [*self._forget(name), Remember(name, epoch)]
-        if world.reforming is not None:  # the name has gone on without them
+        if world.reforming is not None:  # a newer incarnation exists without them
             late = world.reforming.claims.values()
             actions += [_stale(claim, epoch) for claim in late]
             world.reforming = None
@@ -266,14 +280,14 @@ class Registry:
         return [*actions, *(Reply(c.session, c.request, body) for c in claims)]
 
     def _notify(self, claim: Claimed, *, is_gone: bool) -> list[Action]:
-        """Tell the holders of the living incarnation of one who waits."""
+        """Tell the holders of the living incarnation about a claim that waits."""
         world = self._worlds.get(claim.world)
         current = None if world is None else world.current
         if current is None or world is None:
             return []
         waiting = {waiting.uid for waiting in world.forming.values()}
         if any(holder.uid == claim.uid for holder in current.holders.values()):
-            return []  # no stranger: a member that grows
+            return []  # not a newcomer, but a member in a ``grow``
         return [
             Notify(
                 session=holder.session,
@@ -287,7 +301,7 @@ class Registry:
             if holder.session is not None and holder.uid not in waiting
         ]
 
-    # Going on without the lost, and after a restart of the store.
+    # Reforming, and recovery after a restart of the store.
 
     def _reform(self, claim: ReformClaim) -> list[Action]:
         world = self._worlds.setdefault(claim.world, _World())
@@ -295,36 +309,36 @@ class Registry:
         if current > claim.epoch:
             return [*self._tidy(claim.world), _stale(claim, current)]
         actions: list[Action] = []
-        gathering = world.reforming
-        if gathering is None or gathering.epoch < claim.epoch:
-            # A store that has lost its memory learns the number from those who come.
+        reform = world.reforming
+        if reform is None or reform.epoch < claim.epoch:
+            # A store that has lost its state learns the epoch from the survivors.
             self._highest[claim.world] = claim.epoch
-            if gathering is not None:
-                late = gathering.claims.values()
+            if reform is not None:
+                late = reform.claims.values()
                 actions += [_stale(claim_, claim.epoch) for claim_ in late]
-            gathering = world.reforming = Reform(claim.epoch, claim.size)
-        return [*actions, *self._gather(world, gathering, claim)]
+            reform = world.reforming = Reform(claim.epoch, claim.size)
+        return [*actions, *self._add_survivor(world, reform, claim)]
 
-    def _gather(
-        self, world: _World, gathering: Reform, claim: ReformClaim
+    def _add_survivor(
+        self, world: _World, reform: Reform, claim: ReformClaim
     ) -> list[Action]:
-        if gathering.accuses(claim):
+        if reform.accuses(claim):
             return [_stale(claim, claim.epoch)]
-        if any(other.terms != claim.terms for other in gathering.claims.values()):
+        if any(other.terms != claim.terms for other in reform.claims.values()):
             body = {"ok": False, "error": "mismatch", "detail": claim.terms}
             return [Reply(claim.session, claim.request, body)]
-        gathering.accept(claim)
+        reform.accept(claim)
         self._forming.add(claim.world)
         return self._settle(world)
 
     def _settle(self, world: _World) -> list[Action]:
-        gathering = world.reforming
-        if gathering is None or not gathering.is_settled:
+        reform = world.reforming
+        if reform is None or not reform.is_settled:
             return []
         world.reforming = None
-        claims = gathering.members()
+        claims = reform.members()
         nonce = claims[-1].fresh_nonce
-        return self._complete(world, claims, nonce, gathering.epoch)
+        return self._complete(world, claims, nonce, reform.epoch)
 
     def _announced(self, announced: Announced) -> list[Action]:
         name, epoch = announced.world, announced.epoch
@@ -379,7 +393,7 @@ class Registry:
         return self._tidy(left.world)
 
     def _tidy(self, name: str) -> list[Action]:
-        """Forget an incarnation that nobody holds any more, but not its number."""
+        """Drop an incarnation that no session holds any more, but keep its epoch."""
         world = self._worlds.get(name)
         if world is None or world.waits:
             return []
@@ -406,7 +420,7 @@ class Registry:
     def _abandon(
         self, name: str, session: SessionKey, request: RequestKey
     ) -> list[Action]:
-        """Tell the others that one who was just admitted has given up meanwhile."""
+        """Tell the holders that a member withdrew its claim while it was admitted."""
         current = self._worlds[name].current
         holders = {} if current is None else current.holders
         for rank, holder in list(holders.items()):
@@ -425,7 +439,7 @@ class Registry:
     def _drop_claims(
         self, session: SessionKey, request: RequestKey | None
     ) -> list[Action]:
-        """Forget what a session waits for, or one of its requests."""
+        """Remove the claims of a session; ``request`` selects one of them."""
         actions: list[Action] = []
         for _, world in self._waiting_worlds():
             for rank, claim in list(world.forming.items()):
@@ -488,14 +502,14 @@ class Registry:
 
 
 def _expire_reforming(world: _World, now: float) -> list[Action]:
-    gathering = world.reforming
-    if gathering is None:
+    reform = world.reforming
+    if reform is None:
         return []
-    late = [claim for claim in gathering.claims.values() if claim.deadline <= now]
-    present, missing = sorted(gathering.claims), gathering.missing()
+    late = [claim for claim in reform.claims.values() if claim.deadline <= now]
+    present, missing = sorted(reform.claims), reform.missing()
     for claim in late:
-        gathering.drop(claim.session, claim.request)
-    if not gathering.claims:
+        reform.drop(claim.session, claim.request)
+    if not reform.claims:
         world.reforming = None
     return [_timeout(claim, present, missing) for claim in late]
 

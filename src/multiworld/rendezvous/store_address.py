@@ -1,4 +1,4 @@
-"""Where a store is: ``tcp://host:port`` (or several), or ``memory://name``. Pure."""
+"""Addresses of stores: ``tcp://host:port`` (one or more), ``memory://name``. Pure."""
 
 from __future__ import annotations
 
@@ -8,20 +8,25 @@ from urllib.parse import urlsplit
 from multiworld.errors import ConfigError
 
 RULE = (
-    "'tcp://HOST:PORT', several of them with commas between (the first that answers is "
-    "used), or 'memory://NAME' inside one process"
+    "use 'tcp://HOST:PORT', several of them separated by commas (members use the first "
+    "that answers), or 'memory://NAME' within one process"
 )
+"""Forms of an address, for error texts."""
 
 MAX_STORES = 8
+"""Addresses in one list, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """A parsed address of one store. ``port`` is 0 for a memory store.
+    """Parsed address of one store.
 
     Attributes:
-        place: Its number among several that serve the same worlds, and how many there
-            are. Each gives out epochs of its own, so no two ever give the same.
+        scheme: "tcp" or "memory".
+        host: Host name or IP address; for a memory store, its name.
+        port: TCP port; 0 for a memory store.
+        place: Number of this store in the list, and length of the list; see
+            ``registry``.
     """
 
     scheme: str
@@ -43,7 +48,7 @@ class StoreAddress:
 
 @dataclass(frozen=True, slots=True)
 class StoreAddresses:
-    """The stores where a world may meet, in the order of preference; at least one."""
+    """One or more stores that serve a world, in order of preference."""
 
     stores: tuple[StoreAddress, ...]
 
@@ -57,10 +62,10 @@ class StoreAddresses:
 
 
 def parse_store(text: str) -> StoreAddresses:
-    """Read one or more store addresses.
+    """Return the addresses in ``text``, which commas separate.
 
     Raises:
-        ConfigError: It is none; the message shows the forms.
+        ConfigError: An address is not valid; the message shows the valid forms.
     """
     if not isinstance(text, str):
         raise ConfigError("store", text, RULE)

@@ -1,4 +1,4 @@
-"""The store on a TCP port. Shell."""
+"""Server of a store on a TCP port. Shell."""
 
 from __future__ import annotations
 
@@ -19,13 +19,19 @@ Message = dict[str, Any]
 logger = logging.getLogger("multiworld.store")
 
 MAX_BACKLOG_BYTES = 64 * 1024 * 1024
-"""A session that does not read this much of what it asked for is dropped."""
+"""Bytes queued for one session, at most. A session that lets more accumulate is closed.
+"""
 
 BACKLOG = 1024
+"""Connections in the listening socket's queue, at most."""
 
 
 class StoreServer:
-    """A store that listens on one address until ``close``."""
+    """A store that listens on one address until it is closed.
+
+    Attributes:
+        port: The TCP port that it listens on.
+    """
 
     def __init__(
         self,
@@ -37,7 +43,7 @@ class StoreServer:
         self._service = service or StoreService()
         self._security = security or Security()
         self._sessions: dict[int, FramedConnection] = {}
-        self._door = Listener([sock], self, self._security, logger, "the store")
+        self._listener = Listener([sock], self, self._security, logger, "the store")
 
     @classmethod
     async def listen(
@@ -48,16 +54,19 @@ class StoreServer:
         service: StoreService | None = None,
         security: Security | None = None,
     ) -> StoreServer:
-        """Listen on ``host``:``port`` (0: any free port).
+        """Return a store that listens on ``host``:``port``.
 
         Args:
             host: An address of this host.
-            port: The port.
-            service: What is served; a fresh one by default.
-            security: What members must show; nothing by default.
+            port: TCP port; 0 for any free one.
+            service: The service behind it; a new one by default.
+            security: Secret and TLS that members must use; none by default.
 
         Raises:
-            OSError: The address is not ours, or in use.
+            OSError: The address does not belong to this host, or is in use.
+
+        Cancellation:
+            Safe; nothing stays open.
         """
         family, where = await resolve(host, port)
         sock = socket.create_server(where[:2], family=family, backlog=BACKLOG)
@@ -66,49 +75,53 @@ class StoreServer:
 
     @property
     def waiting_count(self) -> int:
-        """How many claims wait for other members."""
+        """Number of claims that wait for other members."""
         return self._service.waiting_count
 
     @property
     def session_count(self) -> int:
-        """How many sessions are open."""
+        """Number of open sessions."""
         return self._service.session_count
 
     @property
     def refused(self) -> dict[str, int]:
-        """How many connections were refused, by kind."""
-        return dict(self._door.refused)
+        """Number of refused connections, by kind."""
+        return dict(self._listener.refused)
 
     def filenos(self) -> list[int]:
         """Return the descriptors that a forked child must close."""
         sessions = [framed.fileno() for framed in self._sessions.values()]
-        return [fd for fd in (*self._door.filenos(), *sessions) if fd >= 0]
+        return [fd for fd in (*self._listener.filenos(), *sessions) if fd >= 0]
 
     def close_nowait(self) -> None:
-        """Stop listening and hang up on everybody."""
-        self._door.close_nowait()
+        """Stop listening and close every session."""
+        self._listener.close_nowait()
         self._service.close()
         for framed in self._sessions.values():
             framed.close()
         self._sessions.clear()
 
     async def close(self) -> None:
-        """Stop listening, hang up, and wait until that is done."""
+        """Stop listening, close every session, and wait for handshakes to end.
+
+        Cancellation:
+            The store is closed all the same; only the wait ends.
+        """
         self.close_nowait()
-        await self._door.close()
+        await self._listener.close()
 
     # Acceptor.
 
     def security_for(self, hello: Message) -> Security | None:
-        """Return what everybody must show."""
+        """Return None: every connection must meet the store's own security."""
         return None
 
     def refusal(self, hello: Message) -> str | None:
-        """Refuse nobody who has shown it."""
+        """Return None: every authenticated connection is welcome."""
         return None
 
     def take(self, stream: Stream, hello: Message) -> None:
-        """Start a session."""
+        """Open a session on a new connection."""
         key = 0
 
         def deliver(message: Message) -> None:
@@ -122,7 +135,7 @@ class StoreServer:
 
         def ended(evidence: str, is_broken: bool) -> None:
             if is_broken:
-                self._door.count("malformed", "a member", evidence)
+                self._listener.count("malformed", "a member", evidence)
             self._ended(key)
 
         framed = FramedConnection(stream, received, ended)
@@ -130,9 +143,15 @@ class StoreServer:
         self._sessions[key] = framed
 
     def turned_away(self, hello: Message, error: HandshakeError, where: object) -> None:
-        """Tell those who wait for the world that this member cannot come in.
+        """Tell members that wait for a world that one of another version cannot join.
 
-        Only where nobody has to show a secret: a stranger must not disturb them.
+        With a secret or TLS, tell them nothing: an unauthenticated process must not be
+        able to disturb a world.
+
+        Args:
+            hello: The connection's first frame.
+            error: The reason for the refusal.
+            where: The remote socket address.
         """
         if error.kind != "version" or self._security.secret or self._security.tls:
             return

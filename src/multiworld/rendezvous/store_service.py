@@ -1,8 +1,8 @@
 """The store: the registry and the values, behind sessions. Shell.
 
 A session is anything that can take a message: a TCP connection (``StoreServer``) or a
-member of the same process (``LocalSession`` in ``session.py``). One service serves any
-number of worlds.
+member of the same process (``LocalConnection`` in ``store_session``). One service
+serves any number of worlds.
 """
 
 from __future__ import annotations
@@ -21,32 +21,35 @@ from multiworld.rendezvous.values import Answer, Values
 logger = logging.getLogger("multiworld.store")
 
 MAX_SIZE = 65_536
-"""Largest world size that is believed."""
+"""Largest world size that a claim may ask for."""
 
 MAX_WAIT_S = 30 * 86_400.0
+"""Seconds that a claim may ask to wait, at most."""
+
 MAX_EPOCH = 1 << 53
+"""Upper bound of epochs: the integers below it survive any JSON reader."""
 
 Message = dict[str, Any]
 Deliver = Callable[[Message], None]
 
 
 class EpochMemory(Protocol):
-    """What outlasts a restart of the store."""
+    """Epochs that survive a restart of the store."""
 
     def epochs(self) -> dict[str, int]:
         """Return the highest epoch of every name."""
 
     def remember(self, world: str, epoch: int) -> None:
-        """Keep the highest epoch of a name."""
+        """Store the highest epoch of a name."""
 
 
 class StoreService:
-    """Carries out what the registry decides. Runs on one event loop.
+    """Carries out the decisions of the registry. Runs on one event loop.
 
     Args:
-        memory: Where the highest epochs are kept, if anywhere.
-        settle_s: For so long after the start nobody is admitted: members of worlds
-            that are older than this service say first what they hold.
+        memory: Durable epochs, if any.
+        settle_s: Seconds after the start during which claims are deferred, so that
+            members of older worlds can first report the ranks that they hold.
     """
 
     def __init__(
@@ -64,36 +67,39 @@ class StoreService:
 
     @property
     def session_count(self) -> int:
-        """How many sessions are open."""
+        """Number of open sessions."""
         return len(self._sessions)
 
     @property
     def waiting_count(self) -> int:
-        """How many claims wait for other members."""
+        """Number of claims that wait for other members."""
         return self._registry.waiting_count()
 
     def is_on_this_loop(self) -> bool:
-        """False for a store left over from an event loop that has ended."""
+        """Tell whether this service belongs to the running event loop.
+
+        A store inside a process may be left over from a loop that has ended.
+        """
         return self._loop is asyncio.get_running_loop()
 
     def open_session(self, deliver: Deliver) -> int:
-        """Start a session whose messages go to ``deliver``."""
+        """Open a session whose messages go to ``deliver``; return its number."""
         self._opened += 1
         self._sessions[self._opened] = deliver
         return self._opened
 
     def close_session(self, session: int) -> None:
-        """End a session: what it waits for is dropped, what it holds is unguarded."""
+        """End a session: drop its claims, and let other claims take its ranks."""
         if self._sessions.pop(session, None) is not None:
             self._values.drop_session(session)
             self._handle(registry.SessionEnded(session))
 
     def refuse(self, world: str, error: Message) -> None:
-        """Tell those who wait for ``world`` that a stranger could not be admitted."""
+        """Refuse every claim that waits for ``world``, with ``error``."""
         self._handle(registry.Refused(world, error))
 
     def close(self) -> None:
-        """Stop the timer."""
+        """Stop all timers."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -101,10 +107,12 @@ class StoreService:
             deferred.cancel()
 
     def receive(self, session: int, message: Message) -> None:
-        """Take one message of a session.
+        """Handle one message from a session.
 
         Raises:
-            KeyError, TypeError, ValueError: The message is not one of ours.
+            KeyError: The message lacks a field.
+            TypeError: A field has the wrong type.
+            ValueError: A field has an invalid value, or the operation is unknown.
         """
         match message["op"]:
             case "claim":
@@ -182,7 +190,7 @@ class StoreService:
     def _when_settled(
         self, session: int, claim: registry.Claimed | ReformClaim
     ) -> None:
-        """Take a claim, and say at once that it has arrived."""
+        """Acknowledge a claim at once; handle it when the settling time is over."""
         self._send(session, {"op": "taken", "request": claim.request})
         wait_s = self._settled_at - self._loop.time()
         if wait_s <= 0:
@@ -222,8 +230,8 @@ class StoreService:
             return
         try:
             self._memory.remember(world, epoch)
-        except OSError as error:  # those who wait to be admitted are not to blame
-            logger.error("epoch %d of %r is not remembered: %s", epoch, world, error)
+        except OSError as error:  # no reason to refuse the waiting members
+            logger.error("cannot store epoch %d of world %r: %s", epoch, world, error)
 
     def _notify(self, note: registry.Notify) -> None:
         who = {"world": note.world, "epoch": note.epoch, "rank": note.rank}
@@ -262,7 +270,7 @@ class StoreService:
             case "count":
                 result = values.count()
             case op:
-                raise ValueError(f"the store knows no operation {op!r}")
+                raise ValueError(f"unknown store operation {op!r}")
         self._reply(session, request, result)
         self._answer(answers)
 
@@ -301,28 +309,28 @@ class StoreService:
 
 
 def _check_claim(message: Message) -> None:
-    """Check what a claim says of itself, before anything is made of it.
+    """Check the numbers in a claim before anything uses them.
 
     Raises:
-        ValueError: It cannot be.
+        ValueError: A number is out of range.
     """
     rank, size = int(message["rank"]), int(message["size"])
     if not 0 <= rank < size <= MAX_SIZE:
-        raise ValueError(f"rank {rank} of {size}")
+        raise ValueError(f"rank {rank} of {size} is out of range")
     if not 0 <= float(message["deadline_s"]) <= MAX_WAIT_S:
-        raise ValueError("a deadline that cannot be")
+        raise ValueError("deadline_s is out of range")
     if (
         not 0
         <= int(message["seen"] if "seen" in message else message["epoch"])
         < MAX_EPOCH
     ):
-        raise ValueError("an epoch that cannot be")
+        raise ValueError("the epoch is out of range")
     if any(not 0 <= int(lost) < size for lost in message.get("lost", ())):
-        raise ValueError("a lost rank that cannot be")
+        raise ValueError("a lost rank is out of range")
 
 
 def _place(message: Message) -> tuple[int, int]:
     number, count = message.get("place", (0, 1))
     if not 0 <= int(number) < int(count):
-        raise ValueError("a place that cannot be")
+        raise ValueError("the place is out of range")
     return int(number), int(count)

@@ -1,8 +1,8 @@
 """A manager's session with a store. Shell.
 
-One session serves every world that the manager has at that store. It answers the
-store's questions (does this process still hold that rank?) as long as it is up. Losing
-it hurts no ready world: the store is needed to meet, not to live.
+One session serves every world that the manager has at that store. While it is open, it
+answers the store's question whether this process still holds a rank. Losing it harms no
+ready world: members need the store only to meet.
 """
 
 from __future__ import annotations
@@ -34,49 +34,61 @@ logger = logging.getLogger("multiworld.store")
 
 Message = dict[str, Any]
 RETRY_S = 0.05
-"""Seconds between attempts to reach a store that is not there yet."""
+"""Seconds between attempts to reach a store that does not answer yet."""
 
 
 TAKEN_S = 2.0
-"""Seconds that a store has to say that a claim has arrived; else its process is stopped
-or its host gone, and the session counts as lost."""
+"""Seconds that a store has to acknowledge a claim. Otherwise its process is stopped or
+its host is down, and the session counts as lost."""
 
 CONNECT_S = 2.0
-"""Seconds that one store has to answer before the next address is tried."""
+"""Seconds that one of several stores has to answer before the next one is tried."""
 
 
 class SessionOwner(Protocol):
-    """Whose sessions these are."""
+    """The object that answers the store's questions and takes its notices."""
 
     def holds(self, world: str, epoch: int, rank: int) -> bool:
-        """Tell whether this process holds a rank."""
+        """Tell whether this process holds a rank.
+
+        Args:
+            world: The world's name.
+            epoch: The incarnation's epoch.
+            rank: The rank.
+        """
 
     def holdings(self, where: StoreAddresses) -> list[Message]:
-        """Return what is held of the worlds that met there: world, epoch, rank, uid."""
+        """Return world, epoch, rank and uid of each rank held in worlds of a store."""
 
     def member_waits(self, note: Message) -> None:
-        """Take note that a stranger waits for a rank, or no longer."""
+        """React to a newcomer that waits for a rank, or has stopped waiting."""
 
     def member_gave_up(self, note: Message) -> None:
-        """Take note that a member was admitted and is not coming."""
+        """React to an admitted member that withdrew its claim."""
 
 
 class SessionLostError(Exception):
-    """The connection to the store ended while an answer was awaited."""
+    """The connection to the store ended before an answer arrived."""
 
 
 class StoreConnection(Protocol):
-    """What carries a session's messages to the store."""
+    """Transport of a session's messages to the store."""
 
     def send(self, message: Message) -> None:
-        """Send one message; never waits."""
+        """Send one message without waiting."""
 
     def close(self) -> None:
         """End the session."""
 
 
 class StoreSession:
-    """Requests and their replies, over any wire."""
+    """Requests to a store and their replies, over any connection.
+
+    Attributes:
+        address: The store.
+        local_host: IP address of this host on the way to the store; empty for a store
+            inside this process.
+    """
 
     def __init__(self, address: StoreAddress, owner: SessionOwner) -> None:
         self.address = address
@@ -94,25 +106,31 @@ class StoreSession:
         return self._wire is not None
 
     def attach(self, wire: StoreConnection) -> None:
-        """Start to use ``wire``."""
+        """Use ``wire`` from now on."""
         self._wire = wire
 
     def watch(self, on_lost: Callable[[], None]) -> None:
-        """Call ``on_lost`` when the store goes away by itself."""
+        """Call ``on_lost`` when the session ends other than by ``close``."""
         self._on_lost = on_lost
 
     def announce(self, where: StoreAddresses) -> None:
-        """Tell a store that may be new what this process holds."""
+        """Report the ranks that this process holds, as the store may have restarted."""
         for holding in self._owner.holdings(where):
             self._tell({"op": "announce", **holding})
 
     async def claim(self, op: str, fields: Message) -> Message:
-        """Claim a rank (``op`` "claim" or "reform") and wait for the store's reply.
+        """Claim a rank and wait for the store's reply.
+
+        Args:
+            op: "claim" or "reform".
+            fields: The claim.
 
         Raises:
-            SessionLostError: The store went away, or takes no claims.
+            SessionLostError: The connection ended, or the store did not acknowledge the
+                claim.
 
-        Cancellation: withdraws the claim.
+        Cancellation:
+            Withdraws the claim.
         """
         place = list(self.address.place)
         request, future = self._ask(op, {**fields, "place": place})
@@ -133,12 +151,19 @@ class StoreSession:
             self._waiting.pop(request, None)
             self._taken.pop(request, None)
             if future.done() and not future.cancelled():
-                future.exception()  # a session that was lost is raised here
+                future.exception()  # mark it as retrieved; the await raises it
 
     def left(
         self, world: str, epoch: int, rank: int, lost: frozenset[int] = frozenset()
     ) -> None:
-        """Tell the store that this process holds ``rank`` no more, and who is lost."""
+        """Tell the store that this process no longer holds a rank.
+
+        Args:
+            world: The world's name.
+            epoch: The incarnation's epoch.
+            rank: The rank that it held.
+            lost: Other ranks that it knows to be lost.
+        """
         where = {"world": world, "epoch": epoch, "rank": rank}
         self._tell({"op": "left", "lost": sorted(lost), **where})
 
@@ -156,7 +181,11 @@ class StoreSession:
             self._wire.send(message)
 
     def receive(self, message: Message) -> None:
-        """Take one message of the store."""
+        """Handle one message from the store.
+
+        Raises:
+            KeyError: The message lacks a field.
+        """
         match message.get("op"):
             case "ask":
                 where = message["world"], message["epoch"], message["rank"]
@@ -179,7 +208,7 @@ class StoreSession:
             future.set_result(message)
 
     def ended(self) -> None:
-        """Note that the wire is gone, and fail whoever waits."""
+        """Mark the connection as lost and fail every request that waits."""
         self._wire = None
         for future in self._waiting.values():
             if not future.done():
@@ -188,20 +217,20 @@ class StoreSession:
         on_lost()
 
     def drop(self) -> None:
-        """Hang up on a store that does not answer."""
+        """Close the connection to a store that does not answer."""
         wire, self._wire = self._wire, None
         if wire is not None:
             wire.close()
         self.ended()
 
     def close(self) -> None:
-        """End the session; the store frees what it held."""
+        """End the session; the store no longer protects the ranks that it held."""
         self._on_lost = _ignore
         self.drop()
 
 
 class LocalConnection:
-    """A session with a store inside this process."""
+    """Connection to a store inside this process."""
 
     def __init__(self, service: StoreService, session: StoreSession) -> None:
         loop = asyncio.get_running_loop()
@@ -213,7 +242,7 @@ class LocalConnection:
         self._loop.call_soon(self._session.receive, message)
 
     def send(self, message: Message) -> None:
-        """Hand ``message`` over on the next turn of the loop."""
+        """Deliver ``message`` in the next iteration of the event loop."""
         self._loop.call_soon(self._service.receive, self._key, message)
 
     def close(self) -> None:
@@ -222,18 +251,18 @@ class LocalConnection:
 
 
 class TcpConnection:
-    """A session with a store over TCP, plain or under TLS."""
+    """Connection to a store over TCP, plain or under TLS."""
 
     def __init__(self, stream: Stream, session: StoreSession) -> None:
         self._session = session
         self._framed = FramedConnection(stream, session.receive, self._ended)
 
     def send(self, message: Message) -> None:
-        """Queue ``message``."""
+        """Queue ``message`` without waiting."""
         self._framed.send(message)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._framed.close()
 
     def fileno(self) -> int:
@@ -242,7 +271,11 @@ class TcpConnection:
 
     def _ended(self, evidence: str, is_broken: bool) -> None:
         if is_broken:
-            logger.warning("%s broke the protocol: %s", self._session.address, evidence)
+            logger.warning(
+                "the store at %s violated the protocol: %s",
+                self._session.address,
+                evidence,
+            )
         self._session.ended()
 
 
@@ -254,26 +287,30 @@ async def connect(
     deadline: float,
     security: Security,
 ) -> StoreSession:
-    """Open a session with the first store that answers, trying until ``deadline``.
+    """Open a session with the first store that answers, trying until the deadline.
 
     Args:
-        addresses: Where the store may be.
-        owner: Whose session it is.
-        world: For the store's log.
-        deadline: Of the loop's clock, in seconds.
-        security: What both sides must show.
+        addresses: The store or stores.
+        owner: The object that answers the store's questions.
+        world: The world to join, for the store's log.
+        deadline: End of the attempts, in seconds on the event loop's clock.
+        security: Secret and TLS, as the store has them.
 
     Raises:
-        StoreUnreachableError: Nobody answered in time.
-        WrongSecretError: What answered does not hold our secret, or no TLS came about.
-        ProtocolVersionError: What answered speaks another version, or is no store.
+        StoreUnreachableError: No store answered in time.
+        WrongSecretError: The store holds another secret, or the TLS handshake failed.
+        ProtocolVersionError: The store speaks another version of the protocol, or the
+            process at the address is not a store.
+
+    Cancellation:
+        Safe; nothing stays open.
     """
     loop = asyncio.get_running_loop()
     failures: dict[StoreAddress, str] = {}
     while deadline > loop.time():
         for address in addresses.stores:
             remaining = deadline - loop.time()
-            # The last hope gets all the time there is.
+            # A single address gets all the time there is.
             limit_s = CONNECT_S if len(addresses.stores) > 1 else remaining
             try:
                 async with asyncio.timeout(min(remaining, limit_s)):
@@ -284,8 +321,8 @@ async def connect(
     why = "; ".join(f"{where}: {what}" for where, what in failures.items())
     raise StoreUnreachableError(
         f"no store answered at {addresses} for world {world!r} in time "
-        f"({why or 'no attempt was made'}); start rank 0 there or `multiworld store`, "
-        "and check address, port and firewall",
+        f"({why or 'no attempt was made'}); start rank 0 or `multiworld store` there, "
+        "and check the address, the port and the firewall",
         address=str(addresses),
     )
 
@@ -335,38 +372,48 @@ async def _shake_hands(
 
 
 def refused_by(address: StoreAddress, error: HandshakeError) -> Exception:
-    """Return what a refused handshake with a store means to the caller."""
+    """Return the error for a handshake that failed with a store."""
     if error.kind == "version":
         return other_version(address, error.theirs)
     if error.kind == "secret":
         return WrongSecretError(
             f"the store at {address} and this process do not hold the same secret: "
-            f"{error}; set MULTIWORLD_SECRET or MULTIWORLD_SECRET_FILE alike everywhere"
+            f"{error}; set the same MULTIWORLD_SECRET or MULTIWORLD_SECRET_FILE "
+            "everywhere"
         )
     return error
 
 
 def tls_failed(address: StoreAddress, error: ssl.SSLError) -> WrongSecretError:
-    """Return what a failed TLS handshake means to the caller."""
+    """Return the error for a TLS handshake that failed with a store."""
     return WrongSecretError(
-        f"no TLS connection with the store at {address}: {error}; check that both "
-        "sides have certificates of one authority, and that the store has TLS on"
+        f"the TLS handshake with the store at {address} failed: {error}; check that "
+        "both sides have certificates of one authority, and that the store has TLS on"
     )
 
 
 def _ignore() -> None:
-    """Nobody wants to know."""
+    """Do nothing when the session is lost."""
 
 
 def other_version(address: StoreAddress, theirs: int) -> ProtocolVersionError:
-    """Return that a store speaks another version, or 0: no language of ours."""
+    """Return the error for a store that speaks another version of the protocol.
+
+    Args:
+        address: The store.
+        theirs: Its version; 0 if it does not speak the protocol at all.
+    """
     ours = frames.PROTOCOL_VERSION
     if theirs == 0:
-        what = "what answers there is not a multiworld store; check the port"
+        what = "and the process there is not a multiworld store; check the port"
     else:
-        what = f"it speaks version {theirs}; use one release of multiworld everywhere"
+        what = (
+            f"the store speaks version {theirs}; use one release of multiworld "
+            "everywhere"
+        )
     return ProtocolVersionError(
-        f"cannot use the store at {address}: we speak version {ours}, {what}",
+        f"cannot use the store at {address}: this process speaks version {ours}, "
+        f"{what}",
         ours=ours,
         theirs=theirs,
     )

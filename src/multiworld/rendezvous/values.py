@@ -1,8 +1,7 @@
-"""The store's keys and values, as c10d wants them. Pure.
+"""Keys and values of the store, as c10d needs them. Pure.
 
-Values are short texts (c10d's bytes travel as Latin-1, so that a counter is also its
-decimal text, as c10d expects). A ``get`` of a missing key waits
-until its deadline.
+Values are short texts. The bytes of c10d travel as Latin-1, and a counter is its
+decimal text, as c10d expects. A ``get`` of a missing key waits until its deadline.
 """
 
 from __future__ import annotations
@@ -10,12 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 Waiter = tuple[int, int]
-"""Session and request."""
+"""Session number and request number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The outcome for one waiter: the values it asked for, or None (time ran out)."""
+    """The outcome for one waiter.
+
+    Attributes:
+        waiter: The waiter.
+        values: The values it asked for, in order; None if its deadline passed.
+    """
 
     waiter: Waiter
     values: list[str] | None
@@ -28,14 +32,14 @@ class _Waiting:
 
 
 class Values:
-    """Keys, values and who waits for which."""
+    """Keys, their values, and the requests that wait for keys."""
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
         self._waiting: dict[Waiter, _Waiting] = {}
 
     def set(self, key: str, value: str) -> list[Answer]:
-        """Set ``key``; return those whose wait is over."""
+        """Set ``key``; return the answers that this completes."""
         self._values[key] = value
         done = [
             waiter
@@ -49,30 +53,50 @@ class Values:
         return Answer(waiter, [self._values[key] for key in waiting.keys])
 
     def get(self, waiter: Waiter, keys: list[str], deadline: float) -> list[Answer]:
-        """Answer now if all keys are there, else by ``deadline``."""
+        """Return the answer if every key has a value; otherwise let the waiter wait.
+
+        Args:
+            waiter: The session and request to answer.
+            keys: The keys.
+            deadline: End of the wait, on the clock of ``expire``, in seconds.
+        """
         self._waiting[waiter] = _Waiting(keys, deadline)
         return [self._finish(waiter)] if self.check(keys) else []
 
     def check(self, keys: list[str]) -> bool:
-        """Tell whether all keys are there."""
+        """Tell whether every key has a value."""
         return all(key in self._values for key in keys)
 
     def add(self, key: str, amount: int) -> tuple[int, list[Answer]]:
-        """Add to a decimal counter that starts at 0; return its new value."""
+        """Add to a decimal counter that starts at 0.
+
+        Returns:
+            The counter's new value, and the answers that this completes.
+        """
         total = int(self._values.get(key, "0")) + amount
         return total, self.set(key, str(total))
 
     def compare_set(
         self, key: str, expected: str, desired: str
     ) -> tuple[str, list[Answer]]:
-        """Set ``key`` if it holds ``expected`` (missing counts as empty)."""
+        """Set ``key`` if it holds the expected value.
+
+        Args:
+            key: The key.
+            expected: The expected value; empty also matches a missing key.
+            desired: The new value.
+
+        Returns:
+            The value that the key now has (``expected`` if it is missing), and the
+            answers that this completes.
+        """
         held = self._values.get(key)
         if held == expected or (held is None and expected == ""):
             return desired, self.set(key, desired)
         return held if held is not None else expected, []
 
     def delete(self, key: str) -> bool:
-        """Delete ``key``; tell whether it was there."""
+        """Delete ``key``; tell whether it existed."""
         return self._values.pop(key, None) is not None
 
     def delete_prefix(self, prefix: str) -> None:
@@ -81,21 +105,21 @@ class Values:
             del self._values[key]
 
     def count(self) -> int:
-        """Return how many keys there are."""
+        """Return the number of keys."""
         return len(self._values)
 
     def drop_session(self, session: int) -> None:
-        """Forget everything that a session waits for."""
+        """Drop every request of a session that waits."""
         for waiter in [waiter for waiter in self._waiting if waiter[0] == session]:
             del self._waiting[waiter]
 
     def expire(self, now: float) -> list[Answer]:
-        """Return those whose time has run out, and forget them."""
+        """Drop the requests whose deadline has passed; return their answers."""
         late = [w for w, waiting in self._waiting.items() if waiting.deadline <= now]
         for waiter in late:
             del self._waiting[waiter]
         return [Answer(waiter, None) for waiter in late]
 
     def next_deadline(self) -> float | None:
-        """Return when ``expire`` is wanted next."""
+        """Return the earliest deadline, or None if nothing waits."""
         return min((w.deadline for w in self._waiting.values()), default=None)

@@ -1,4 +1,4 @@
-"""What a model is to the service: alias of ``multiworld.serve.spec.stage``."""
+"""The description of a model: alias of ``multiworld.serve.spec.stage``. Shell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Worlds: joining, operations, resizing, and staying in one after a fault."""
+"""Worlds: joining, operations, resizing, and rejoining after a fault."""
 
 from __future__ import annotations
 

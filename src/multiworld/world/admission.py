@@ -1,9 +1,9 @@
-"""How a process comes into its worlds, and how they change size. Shell.
+"""Admission to worlds: joining them and changing their size. Shell.
 
 ``Admission`` keeps the incarnations of one manager, meets the other members at the
-store and opens what it was admitted to. Who is admitted is decided at the store, once
-and for all; from then on the new incarnation has the name, whatever becomes of it, so
-that the members can never disagree about which one is current.
+store, and opens each incarnation that it was admitted to. The store alone decides about
+admission. From then on the name belongs to the new incarnation, even if it cannot be
+opened, so that members never disagree about which incarnation is current.
 """
 
 from __future__ import annotations
@@ -30,107 +30,119 @@ from multiworld.world.world import Changes, World
 
 
 class Admission:
-    """The incarnations that one manager is in, or was in last."""
+    """The newest incarnation of every world of one manager.
+
+    Args:
+        uid: Random name of the manager.
+        watchdog: The manager's watchdog.
+        services: Services that the manager gives its worlds.
+        changes: Implementation of ``World.reform`` and ``World.grow``.
+    """
 
     def __init__(
-        self, uid: str, watchdog: WatchDog, around: ManagerServices, changes: Changes
+        self, uid: str, watchdog: WatchDog, services: ManagerServices, changes: Changes
     ) -> None:
-        self._uid, self._watchdog, self._around = uid, watchdog, around
+        self._uid, self._watchdog, self._services = uid, watchdog, services
         self._changes = changes
         self._loop = asyncio.get_running_loop()
-        self.meeting = Joiner(self, watchdog.security)
+        self.joiner = Joiner(self, watchdog.security)
         self._worlds: dict[str, World] = {}
-        self._lives: dict[str, LocalMember] = {}
-        self._met: set[LocalMember] = set()  # those that use a session with a store
+        self._local_members: dict[str, LocalMember] = {}
+        self._met: set[LocalMember] = set()  # those that count as users of a session
         self._seen: dict[str, int] = {}
-        around.over = self._over
+        services.over = self._over
 
     @property
     def worlds(self) -> dict[str, World]:
         """The newest incarnation of every name, broken ones included."""
         return dict(self._worlds)
 
-    def lives(self) -> list[LocalMember]:
-        """Return every incarnation that has not been given back."""
+    def local_members(self) -> list[LocalMember]:
+        """Return every incarnation that has not been released."""
         return list(self._met)
 
     # Joining.
 
-    async def join(self, wish: JoinRequest) -> World:
+    async def join(self, request: JoinRequest) -> World:
         """Claim a rank, wait for the other members and open the incarnation.
 
         Raises:
-            As ``WorldManager.join``.
+            MultiWorldError: As for ``WorldManager.join``.
 
-        Cancellation: the claim is withdrawn and nothing stays behind.
+        Cancellation:
+            Withdraws the claim; nothing stays behind.
         """
-        name, where = wish.name, wish.where
-        deadline = self._loop.time() + wish.config.join_s
-        may_host = wish.rank == 0 and wish.config.embed_store
-        session = await self.meeting.enter(
+        name, where = request.name, request.where
+        deadline = self._loop.time() + request.config.join_s
+        may_host = request.rank == 0 and request.config.embed_store
+        session = await self.joiner.enter(
             where, may_host=may_host, world=name, deadline=deadline
         )
-        life: LocalMember | None = None
+        local: LocalMember | None = None
         try:
-            if name in self._lives:  # spent: its next epoch takes its place
-                await self.end(self._lives[name])
+            # A broken world, or one that a member has left, is replaced here.
+            if name in self._local_members:
+                await self.end(self._local_members[name])
             claim = Claim(
                 world=name,
-                rank=wish.rank,
-                size=wish.size,
-                terms=wish.terms(),
+                rank=request.rank,
+                size=request.size,
+                terms=request.terms(),
                 seen=self._seen.get(name, 0),
             )
-            member = self._member(session, wish.rank)
+            member = self._member(session, request.rank)
             session, incarnation = await meet(
-                self.meeting, where, session, claim, member, deadline, may_host=may_host
+                self.joiner, where, session, claim, member, deadline, may_host=may_host
             )
-            life = self._begin(wish, session, incarnation)
-            await self._open(life, deadline)
+            local = self._begin(request, session, incarnation)
+            await self._open(local, deadline)
         except BaseException:
-            if life is None:
-                self.meeting.leave(where)
+            if local is None:
+                self.joiner.leave(where)
             else:
-                life.close_nowait()
-                self.release(life)
+                local.close_nowait()
+                self.release(local)
             raise
-        return self._adopt(life)
+        return self._adopt(local)
 
     def _member(self, session: StoreSession, rank: int) -> Member:
         address = self._watchdog.listen(session.local_host)
         return Member(rank=rank, uid=self._uid, pid=os.getpid(), address=address)
 
     def _begin(
-        self, wish: JoinRequest, session: StoreSession, incarnation: Incarnation
+        self, request: JoinRequest, session: StoreSession, incarnation: Incarnation
     ) -> LocalMember:
-        """Take the place in an incarnation that the store has admitted."""
+        """Create this member's side of an incarnation that the store has admitted."""
         name = incarnation.world
         self._seen[name] = incarnation.epoch
         (rank,) = (m.rank for m in incarnation.members if m.uid == self._uid)
-        wish = wish.replace(rank=rank, size=incarnation.size)
-        life = LocalMember(incarnation, wish, session.address, self._around)
-        self._lives[name] = life
-        self._met.add(life)
-        return life
+        request = request.replace(rank=rank, size=incarnation.size)
+        local = LocalMember(incarnation, request, session.address, self._services)
+        self._local_members[name] = local
+        self._met.add(local)
+        return local
 
-    def _adopt(self, life: LocalMember) -> World:
-        world = self._worlds[life.incarnation.world] = World(life, self._changes)
+    def _adopt(self, local: LocalMember) -> World:
+        world = self._worlds[local.incarnation.world] = World(local, self._changes)
         return world
 
-    async def _open(self, life: LocalMember, deadline: float) -> None:
-        name, epoch = life.incarnation.world, life.incarnation.epoch
+    async def _open(self, local: LocalMember, deadline: float) -> None:
+        name, epoch = local.incarnation.world, local.incarnation.epoch
         try:
             async with asyncio.timeout_at(deadline):
-                await life.open()
+                await local.open()
         except TimeoutError as error:
-            raise _not_connected(life) from error
+            raise _not_connected(local) from error
         except MemberUnreachableError as error:
-            # To the others, too: none of them can do without it.
-            life.report(WasLost(error.rank, "it was lost while joining", str(error)))
-            raise life.broken_error() from error
+            # Report it to the others too: none of them can go on without it.
+            local.report(WasLost(error.rank, "it was lost while joining", str(error)))
+            raise local.broken_error() from error
         except OSError as error:
             raise WorldBrokenError(
-                name, "it could not be opened", epoch=epoch, evidence=str(error)
+                name,
+                "this member could not open it",
+                epoch=epoch,
+                evidence=str(error),
             ) from error
 
     # Changing size.
@@ -138,56 +150,62 @@ class Admission:
     async def reform(self, name: str) -> World:
         """Go on without the members that are lost or have left; see ``World.reform``.
 
-        Cancellation: the claim is withdrawn; the world stays as it is.
+        Raises:
+            MultiWorldError: As for ``World.reform``.
+
+        Cancellation:
+            Withdraws the claim; the world stays as it is. If the store has already
+            admitted the next incarnation, the old one is closed, and the new one is
+            closed or kept as broken.
         """
-        life = self._reformable(name)
-        deadline = self._loop.time() + life.wish.config.join_s
+        local = self._reformable(name)
+        deadline = self._loop.time() + local.request.config.join_s
         while True:
-            await self._enter_again(life, deadline)
+            await self._enter_again(local, deadline)
             try:
-                session, incarnation = await self._gather_survivors(life, deadline)
+                session, incarnation = await self._gather_survivors(local, deadline)
             except BaseException:
-                self.meeting.leave(life.wish.where)
+                self.joiner.leave(local.request.where)
                 raise
-            life = await self._replace(life, session, incarnation)
+            local = await self._replace(local, session, incarnation)
             try:
-                await self._open(life, deadline)
+                await self._open(local, deadline)
             except WorldBrokenError:
-                # One more was lost meanwhile: go on without that one too.
-                if life.phase is not Phase.BROKEN or not life.lost or life.is_stale:
-                    self._give_up(life)
+                # Another member was lost meanwhile: go on without that one too.
+                if local.phase is not Phase.BROKEN or not local.lost or local.is_stale:
+                    self._give_up(local)
                     raise
                 continue
             except BaseException:
-                self._give_up(life)
+                self._give_up(local)
                 raise
-            return self._adopt(life)
+            return self._adopt(local)
 
     def _reformable(self, name: str) -> LocalMember:
-        life = self._lives.get(name)
-        if life is None or life.phase is Phase.CLOSED:
+        local = self._local_members.get(name)
+        if local is None or local.phase is Phase.CLOSED:
             raise WorldClosedError(
                 f"world {name!r} was closed by this process; join it again", world=name
             )
-        if life.is_stale:
-            raise life.broken_error()
-        if life.phase is not Phase.BROKEN and not life.left:
-            rule = "only a world that is broken or that a member has left is reformed"
+        if local.is_stale:
+            raise local.broken_error()
+        if local.phase is not Phase.BROKEN and not local.left:
+            rule = "reform() needs a world that is broken or that a member has left"
             raise ConfigError("world", name, rule)
-        return life
+        return local
 
     async def _gather_survivors(
-        self, life: LocalMember, deadline: float
+        self, local: LocalMember, deadline: float
     ) -> tuple[StoreSession, Incarnation]:
-        """Wait for the other survivors, while the lost may become more."""
+        """Wait for the other survivors, while more members may be lost."""
         claims: list[asyncio.Task[tuple[StoreSession, Incarnation]]] = []
         try:
             while True:
-                lost = life.lost | life.left
-                # A claim with more lost takes the place of the one before it; that one
-                # is not withdrawn, as it may have been granted already.
-                claims.append(self._loop.create_task(self._survive(life, deadline)))
-                grows = self._loop.create_task(life.wait_more_lost(lost))
+                lost = local.lost | local.left
+                # A claim with more lost members replaces the previous one. That one is
+                # not withdrawn, because it may already have been granted.
+                claims.append(self._loop.create_task(self._survive(local, deadline)))
+                grows = self._loop.create_task(local.wait_more_lost(lost))
                 try:
                     await asyncio.wait(
                         (*claims, grows), return_when=asyncio.FIRST_COMPLETED
@@ -203,50 +221,62 @@ class Admission:
             await asyncio.gather(*claims, return_exceptions=True)
 
     async def _survive(
-        self, life: LocalMember, deadline: float
+        self, local: LocalMember, deadline: float
     ) -> tuple[StoreSession, Incarnation]:
-        wish, name = life.wish, life.incarnation.world
-        session = await self.meeting.reopen(
-            wish.where, may_host=False, world=name, deadline=deadline
+        request, name = local.request, local.incarnation.world
+        session = await self.joiner.reopen(
+            request.where, may_host=False, world=name, deadline=deadline
         )
         wanted = Survivor(
             world=name,
-            epoch=life.incarnation.epoch,
-            rank=life.rank,
-            size=life.incarnation.size,
-            terms=wish.terms(),
-            lost=life.lost | life.left,
+            epoch=local.incarnation.epoch,
+            rank=local.rank,
+            size=local.incarnation.size,
+            terms=request.terms(),
+            lost=local.lost | local.left,
         )
-        member = self._member(session, life.rank)
+        member = self._member(session, local.rank)
         return await meet(
-            self.meeting, wish.where, session, wanted, member, deadline, may_host=False
+            self.joiner,
+            request.where,
+            session,
+            wanted,
+            member,
+            deadline,
+            may_host=False,
         )
 
     async def grow(self, name: str, to: int) -> World:
-        """Let newcomers in; see ``World.grow``.
+        """Let newcomers into a living world; see ``World.grow``.
 
-        Cancellation: the claim is withdrawn; the world stays as it is.
+        Raises:
+            MultiWorldError: As for ``World.grow``.
+
+        Cancellation:
+            Withdraws the claim; the world stays as it is. If the store has already
+            admitted the next incarnation, the old one is closed, and the new one is
+            closed or kept as broken.
         """
-        life = self._lives.get(name)
-        if life is None:
+        local = self._local_members.get(name)
+        if local is None:
             raise WorldClosedError(
-                f"world {name!r} was closed by this process", world=name
+                f"world {name!r} was closed by this process; join it again", world=name
             )
-        life.check()
-        size = life.incarnation.size
+        local.check()
+        size = local.incarnation.size
         if not isinstance(to, int) or not size < to <= MAX_SIZE:
-            rule = f"an int from {size + 1} to {MAX_SIZE}: the present size is {size}"
+            rule = f"an int from {size + 1} to {MAX_SIZE}; the present size is {size}"
             raise ConfigError("to", to, rule)
-        deadline = self._loop.time() + life.wish.config.join_s
-        await self._enter_again(life, deadline)
+        deadline = self._loop.time() + local.request.config.join_s
+        await self._enter_again(local, deadline)
         try:
-            session, incarnation = await life.until_over(
-                self._claim_again(life, to, deadline)
+            session, incarnation = await local.until_over(
+                self._claim_again(local, to, deadline)
             )
         except BaseException:
-            self.meeting.leave(life.wish.where)
+            self.joiner.leave(local.request.where)
             raise
-        grown = await self._replace(life, session, incarnation)
+        grown = await self._replace(local, session, incarnation)
         try:
             await self._open(grown, deadline)
         except BaseException:
@@ -255,147 +285,163 @@ class Admission:
         return self._adopt(grown)
 
     async def _claim_again(
-        self, life: LocalMember, to: int, deadline: float
+        self, local: LocalMember, to: int, deadline: float
     ) -> tuple[StoreSession, Incarnation]:
-        wish, name = life.wish, life.incarnation.world
-        session = await self.meeting.reopen(
-            wish.where, may_host=False, world=name, deadline=deadline
+        request, name = local.request, local.incarnation.world
+        session = await self.joiner.reopen(
+            request.where, may_host=False, world=name, deadline=deadline
         )
         claim = Claim(
             world=name,
-            rank=life.rank,
+            rank=local.rank,
             size=to,
-            terms=wish.terms(),
-            seen=life.incarnation.epoch,
+            terms=request.terms(),
+            seen=local.incarnation.epoch,
         )
-        member = self._member(session, life.rank)
+        member = self._member(session, local.rank)
         return await meet(
-            self.meeting, wish.where, session, claim, member, deadline, may_host=False
+            self.joiner, request.where, session, claim, member, deadline, may_host=False
         )
 
-    async def _enter_again(self, life: LocalMember, deadline: float) -> None:
-        """Count one more user of the session, for the incarnation to come."""
-        await self.meeting.enter(
-            life.wish.where,
+    async def _enter_again(self, local: LocalMember, deadline: float) -> None:
+        """Count the next incarnation as a user of the session."""
+        await self.joiner.enter(
+            local.request.where,
             may_host=False,
-            world=life.incarnation.world,
+            world=local.incarnation.world,
             deadline=deadline,
         )
 
     async def _replace(
         self, old: LocalMember, session: StoreSession, incarnation: Incarnation
     ) -> LocalMember:
-        """Take the place in the next incarnation, and leave the old one behind it."""
-        new = self._begin(old.wish, session, incarnation)
+        """Enter the next incarnation and close the old one in the background."""
+        new = self._begin(old.request, session, incarnation)
         old.supersede()
-        # In the background: the others may wait for this member in the new one first.
+        # In the background, because the others may be waiting in the new incarnation.
         ending = self._loop.create_task(
             self.end(old), name=f"multiworld leave {incarnation.world}"
         )
-        self._around.closing.add(ending)
-        ending.add_done_callback(self._around.closing.discard)
+        self._services.closing.add(ending)
+        ending.add_done_callback(self._services.closing.discard)
         return new
 
-    def _give_up(self, life: LocalMember) -> None:
-        """Keep an incarnation that could not be opened, for ``reform`` and ``join``."""
-        for rank in life.unlinked if life.phase is Phase.JOINING else ():
-            life.report(WasLost(rank, "it was admitted and did not connect in time"))
-        if life.phase is Phase.JOINING:
-            life.close_nowait()
-            self.release(life)
+    def _give_up(self, local: LocalMember) -> None:
+        """Settle an incarnation that could not be opened.
+
+        Close it if it is still joining; otherwise keep it for ``reform`` and ``join``.
+        """
+        for rank in local.unlinked if local.phase is Phase.JOINING else ():
+            local.report(WasLost(rank, "it was admitted and did not connect in time"))
+        if local.phase is Phase.JOINING:
+            local.close_nowait()
+            self.release(local)
         else:
-            self._adopt(life)
+            self._adopt(local)
 
     # The end.
 
-    async def end(self, life: LocalMember) -> None:
-        """Close an incarnation politely and forget it."""
+    async def end(self, local: LocalMember) -> None:
+        """Close an incarnation politely and release it.
+
+        Cancellation:
+            The incarnation is closed at once and released.
+        """
         try:
-            await life.close()
+            await local.close()
         finally:
-            self.release(life)
+            self.release(local)
 
     def take_out(self, name: str) -> LocalMember:
-        """Forget a name at once; the caller ends what is returned."""
+        """Remove a name and return its incarnation, which the caller must ``end``."""
         self._worlds.pop(name, None)
-        return self._lives.pop(name)
+        return self._local_members.pop(name)
 
-    def life(self, name: str) -> LocalMember:
+    def local_member(self, name: str) -> LocalMember:
         """Return the newest incarnation of a name."""
-        return self._lives[name]
+        return self._local_members[name]
 
-    def release(self, life: LocalMember) -> None:
-        """Drop an incarnation that is closed; safe to repeat."""
-        name = life.incarnation.world
-        if self._lives.get(name) is life:
-            del self._lives[name]
+    def release(self, local: LocalMember) -> None:
+        """Remove a closed incarnation and its use of a session; safe to repeat."""
+        name = local.incarnation.world
+        if self._local_members.get(name) is local:
+            del self._local_members[name]
             self._worlds.pop(name, None)
-        if life in self._met:
-            self._met.discard(life)
-            self.meeting.leave(life.wish.where)
+        if local in self._met:
+            self._met.discard(local)
+            self.joiner.leave(local.request.where)
 
-    def _over(self, life: LocalMember) -> None:
-        """Tell the store that an incarnation is over; forget it if it was closed."""
-        session = self.meeting.session(life.wish.where)
+    def _over(self, local: LocalMember) -> None:
+        """Tell the store that an incarnation has ended; release it if it is closed."""
+        session = self.joiner.session(local.request.where)
         if session is not None:
-            where = life.incarnation
-            session.left(where.world, where.epoch, life.rank, life.lost - {life.rank})
-        if life.phase is Phase.CLOSED:
-            self.release(life)
+            where = local.incarnation
+            session.left(
+                where.world, where.epoch, local.rank, local.lost - {local.rank}
+            )
+        if local.phase is Phase.CLOSED:
+            self.release(local)
 
     def close_nowait(self) -> None:
-        """Close everything."""
-        for life in self.lives():
-            life.close_nowait()
+        """Close every incarnation and every session, without waiting."""
+        for local in self.local_members():
+            local.close_nowait()
         self._worlds.clear()
-        self._lives.clear()
-        self.meeting.close_nowait()
+        self._local_members.clear()
+        self.joiner.close_nowait()
 
-    # SessionOwner: what a store asks and tells.
+    # SessionOwner: questions and notices of a store.
 
     def holds(self, world: str, epoch: int, rank: int) -> bool:
-        """Answer the store: does this process hold that rank?"""
-        life = self._lives.get(world)
-        if life is None or life.phase in (Phase.BROKEN, Phase.CLOSED):
+        """Tell whether this process holds a rank.
+
+        Args:
+            world: The world's name.
+            epoch: The incarnation's epoch.
+            rank: The rank.
+        """
+        local = self._local_members.get(world)
+        if local is None or local.phase in (Phase.BROKEN, Phase.CLOSED):
             return False
-        return (life.incarnation.epoch, life.rank) == (epoch, rank)
+        return (local.incarnation.epoch, local.rank) == (epoch, rank)
 
     def holdings(self, where: StoreAddresses) -> list[dict[str, Any]]:
-        """Return what this process holds of the worlds that met there."""
+        """Return world, epoch, rank and uid of each rank held in worlds of a store."""
         return [
             {
-                "world": life.incarnation.world,
-                "epoch": life.incarnation.epoch,
-                "rank": life.rank,
+                "world": local.incarnation.world,
+                "epoch": local.incarnation.epoch,
+                "rank": local.rank,
                 "uid": self._uid,
             }
-            for life in self._lives.values()
-            if life.wish.where == where and life.phase in (Phase.JOINING, Phase.READY)
+            for local in self._local_members.values()
+            if local.request.where == where
+            and local.phase in (Phase.JOINING, Phase.READY)
         ]
 
     def member_gave_up(self, note: dict[str, Any]) -> None:
-        """Break an incarnation that a member was admitted to and does not come to."""
-        life = self._lives.get(note["world"])
-        if life is not None and life.incarnation.epoch == note["epoch"]:
-            why = "it gave up in the instant of its admission"
-            life.report(WasLost(int(note["rank"]), why, "the store says so"))
+        """Break an incarnation whose admitted member has withdrawn its claim."""
+        local = self._local_members.get(note["world"])
+        if local is not None and local.incarnation.epoch == note["epoch"]:
+            why = "it gave up while it was being admitted"
+            local.report(WasLost(int(note["rank"]), why, "the store reports it"))
 
     def member_waits(self, note: dict[str, Any]) -> None:
-        """Tell a world that a stranger wants in, or no longer."""
-        life = self._lives.get(note["world"])
-        if life is not None and life.incarnation.epoch == note["epoch"]:
-            life.member_waits(note["rank"], note["size"], is_gone=note["is_gone"])
+        """Tell a world that a newcomer waits, or has stopped waiting."""
+        local = self._local_members.get(note["world"])
+        if local is not None and local.incarnation.epoch == note["epoch"]:
+            local.member_waits(note["rank"], note["size"], is_gone=note["is_gone"])
 
 
-def _not_connected(life: LocalMember) -> JoinTimeoutError:
-    missing, size = life.missing, life.incarnation.size
+def _not_connected(local: LocalMember) -> JoinTimeoutError:
+    missing, size = local.missing, local.incarnation.size
     present = tuple(rank for rank in range(size) if rank not in missing)
-    name = life.incarnation.world
+    name = local.incarnation.world
     return JoinTimeoutError(
         f"world {name!r}: rank {', '.join(map(str, missing))} was admitted but did not "
-        "connect in time; its process may be gone, or a firewall is in the way",
+        "connect in time; check that its process runs, and the firewall",
         world=name,
-        epoch=life.incarnation.epoch,
+        epoch=local.incarnation.epoch,
         present=present,
         missing=missing,
     )

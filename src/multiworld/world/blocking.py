@@ -116,6 +116,7 @@ class World(BlockingCollectives):
     """A world for threads; see ``multiworld.World`` for what each method does."""
 
     def __init__(self, world: _world.World, loop: _Loop) -> None:
+        super().__init__(world)
         self._world, self._loop = world, loop
         self.name, self.epoch = world.name, world.epoch
         self.rank, self.size = world.rank, world.size

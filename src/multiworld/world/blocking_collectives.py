@@ -19,7 +19,8 @@ T = TypeVar("T")
 class BlockingCollectives:
     """The collectives as methods that wait; see ``multiworld.World`` for each."""
 
-    _world: CollectiveMethods
+    def __init__(self, collectives: CollectiveMethods) -> None:
+        self._collectives = collectives
 
     def _wait(self, step: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
         """Run a coroutine on the world's loop, and wait for it."""
@@ -42,7 +43,7 @@ class BlockingCollectives:
             TensorMismatchError: The members did not call the same; the world breaks.
             TimeoutError: It took longer; this world is broken.
         """
-        step = self._world.broadcast(tensor, src=src)
+        step = self._collectives.broadcast(tensor, src=src)
         return self._wait(step, timeout_s)
 
     def all_reduce(
@@ -63,7 +64,7 @@ class BlockingCollectives:
             TensorMismatchError: The members did not call the same; the world breaks.
             TimeoutError: It took longer; this world is broken.
         """
-        step = self._world.all_reduce(tensor, op)
+        step = self._collectives.all_reduce(tensor, op)
         return self._wait(step, timeout_s)
 
     def reduce(
@@ -91,7 +92,7 @@ class BlockingCollectives:
             TensorMismatchError: The members did not call the same; the world breaks.
             TimeoutError: It took longer; this world is broken.
         """
-        step = self._world.reduce(tensor, dst=dst, op=op)
+        step = self._collectives.reduce(tensor, dst=dst, op=op)
         return self._wait(step, timeout_s)
 
     def all_gather(
@@ -116,7 +117,7 @@ class BlockingCollectives:
                 same; in the latter case the world breaks.
             TimeoutError: It took longer; this world is broken.
         """
-        step = self._world.all_gather(tensor, outs)
+        step = self._collectives.all_gather(tensor, outs)
         return self._wait(step, timeout_s)
 
     def gather(
@@ -143,7 +144,7 @@ class BlockingCollectives:
                 same; in the latter case the world breaks.
             TimeoutError: It took longer; this world is broken.
         """
-        step = self._world.gather(tensor, dst=dst, outs=outs)
+        step = self._collectives.gather(tensor, dst=dst, outs=outs)
         return self._wait(step, timeout_s)
 
     def scatter(
@@ -171,7 +172,7 @@ class BlockingCollectives:
                 same; in the latter case the world breaks.
             TimeoutError: It took longer; this world is broken.
         """
-        step = self._world.scatter(out, tensors, src=src)
+        step = self._collectives.scatter(out, tensors, src=src)
         return self._wait(step, timeout_s)
 
     def reduce_scatter(
@@ -200,7 +201,7 @@ class BlockingCollectives:
                 same; in the latter case the world breaks.
             TimeoutError: It took longer; this world is broken.
         """
-        step = self._world.reduce_scatter(out, tensors, op)
+        step = self._collectives.reduce_scatter(out, tensors, op)
         return self._wait(step, timeout_s)
 
     def all_to_all(
@@ -225,7 +226,7 @@ class BlockingCollectives:
                 same; in the latter case the world breaks.
             TimeoutError: It took longer; this world is broken.
         """
-        step = self._world.all_to_all(outs, ins)
+        step = self._collectives.all_to_all(outs, ins)
         return self._wait(step, timeout_s)
 
     def barrier(self, *, timeout_s: float | None = None) -> None:
@@ -237,5 +238,5 @@ class BlockingCollectives:
         Raises:
             TimeoutError: It took longer; this world is broken.
         """
-        step = self._world.barrier()
+        step = self._collectives.barrier()
         return self._wait(step, timeout_s)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from multiworld.backends.collectives import CollectiveMethods
 from multiworld.errors import BrokenWorldException, UnknownWorldError
 
 if TYPE_CHECKING:
@@ -133,3 +134,13 @@ class WorldCommunicator:
         Cancellation: as for ``World.broadcast``.
         """
         await self._world(world_name).scatter(tensor, scatter_list or None, src=src)
+
+    def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+        """Return any other collective of ``World``, with ``world_name`` by keyword."""
+        if name.startswith("_") or not hasattr(CollectiveMethods, name):
+            raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
+
+        def call(*args: Any, world_name: str = "", **options: Any) -> Any:
+            return getattr(self._world(world_name), name)(*args, **options)
+
+        return call

@@ -1,8 +1,8 @@
-"""One member's side of one incarnation: joining, health, the end. Shell.
+"""This process's member of one incarnation: joining, health, the end. Shell.
 
-``LocalMember`` carries out what ``lifecycle`` decides. To the watchdog it is where
-control messages and verdicts go (``WorldPort``), to the backend it is the world
-(``WorldView``); ``World`` puts the operations on top.
+``LocalMember`` carries out the decisions of ``lifecycle``. The watchdog delivers
+control messages and verdicts to it (``WorldPort``), the backend sees it as its world
+(``WorldView``), and ``World`` adds the operations.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from multiworld.liveness.failure_detector import (
     Resumed,
     Stalled,
     Verdict,
-    doing,
+    describe_thread,
 )
 from multiworld.liveness.watchdog import WatchDog
 from multiworld.net.streams import Stream
@@ -56,13 +56,24 @@ from multiworld.rendezvous.store_address import StoreAddress, StoreAddresses
 T = TypeVar("T")
 
 LINK_GRACE_S = 1.0
-"""How long a world waits, when a data connection has ended, for the control link to
-tell why. Both end together when a process dies; the link's word only has to be read."""
+"""Seconds that a world waits, after a data connection has failed, for the control link
+to tell the reason. Both end together when a process dies, so the reason has only to be
+read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinRequest:
-    """What a member asks for when it joins; kept for when the world changes size."""
+    """Arguments of a join; kept for ``reform`` and ``grow``.
+
+    Attributes:
+        name: The world's name.
+        rank: The member's rank.
+        size: World size.
+        where: The store or stores.
+        backend: Name of the backend.
+        config: The world's settings.
+        device: Device of a c10d backend's tensors.
+    """
 
     name: str
     rank: int
@@ -73,9 +84,9 @@ class JoinRequest:
     device: torch.device
 
     def terms(self) -> str:
-        """Return what all members must agree on, in words."""
+        """Return the options that all members must agree on, in words."""
         terms = f"backend {self.backend}, host_p2p {self.config.host_p2p}"
-        # In another order, two stores could give out the same numbers.
+        # With another order of stores, two of them could give out the same epoch.
         several = len(self.where.stores) > 1
         return f"{terms}, stores {self.where}" if several else terms
 
@@ -90,7 +101,15 @@ def _nothing(_: LocalMember) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class ManagerServices:
-    """What a manager gives each of its worlds."""
+    """Services that a manager gives each of its worlds.
+
+    Attributes:
+        watchdog: The manager's watchdog.
+        publish: Publishes an event.
+        linger: Takes a connection that must stay open after its world is closed.
+        closing: Tasks that close incarnations in the background.
+        over: Called when an incarnation can carry no more traffic.
+    """
 
     watchdog: WatchDog
     publish: Callable[[Event], None]
@@ -100,19 +119,26 @@ class ManagerServices:
 
 
 class LocalMember:
-    """Joins, watches and ends one incarnation."""
+    """This process's member of one incarnation.
+
+    Args:
+        incarnation: The incarnation, as the store admitted it.
+        request: Arguments of the join.
+        store: The store that admitted it.
+        services: Services of the manager.
+    """
 
     def __init__(
         self,
         incarnation: Incarnation,
-        wish: JoinRequest,
+        request: JoinRequest,
         store: StoreAddress,
-        around: ManagerServices,
+        services: ManagerServices,
     ) -> None:
-        self.incarnation, self.wish, self.rank = incarnation, wish, wish.rank
-        self.config, self.device = wish.config, wish.device
-        self.store, self.linger = store, around.linger
-        self._around, self._watchdog = around, around.watchdog
+        self.incarnation, self.request, self.rank = incarnation, request, request.rank
+        self.config, self.device = request.config, request.device
+        self.store, self.linger = store, services.linger
+        self._services, self._watchdog = services, services.watchdog
         self._loop = asyncio.get_running_loop()
         self._life = Life(
             world=incarnation.world,
@@ -120,26 +146,26 @@ class LocalMember:
             rank=self.rank,
             size=incarnation.size,
         )
-        self.security = around.watchdog.security
+        self.security = services.watchdog.security
         self._changed = asyncio.Event()
         self._is_superseded = False
-        self.waiting: dict[int, int] = {}  # rank -> the size that it expects
+        self.waiting: dict[int, int] = {}  # newcomer's rank -> the size it expects
         self._over = self._loop.create_future()
         self._ready_ranks = {self.rank}
         self._all_ready = self._loop.create_future()
         self._grace: dict[int | None, asyncio.TimerHandle] = {}
         self._is_forked = False
-        self.backend_name = wish.backend
-        self.backend = make_backend(wish.backend, self)
+        self.backend_name = request.backend
+        self.backend = make_backend(request.backend, self)
 
     @property
     def phase(self) -> Phase:
-        """Where the incarnation stands."""
+        """Phase of the incarnation."""
         return self._life.phase
 
     @property
     def is_broken(self) -> bool:
-        """True once something outside has ended it."""
+        """True once a fault has ended the incarnation."""
         return self._life.phase is Phase.BROKEN
 
     @property
@@ -148,7 +174,7 @@ class LocalMember:
         return self._life.gone
 
     def silent_s(self, rank: int) -> float:
-        """Return for how long a member has given no sign of life."""
+        """Return the seconds since a member's last sign of life; 0 for this one."""
         members = self.incarnation.members
         if rank == self.rank:
             return 0.0
@@ -167,19 +193,33 @@ class LocalMember:
         return breakage is not None and breakage.is_stale
 
     async def wait_more_lost(self, known: frozenset[int]) -> None:
-        """Wait until more members are lost or have left than ``known``."""
+        """Wait until a member outside ``known`` is lost or has left.
+
+        Cancellation:
+            Safe.
+        """
         while self.lost | self.left <= known:
             self._changed.clear()
             await self._changed.wait()
 
     async def wait_incomplete(self) -> None:
-        """Wait until this incarnation is over, or a member has left."""
+        """Wait until this incarnation is broken or closed, or a member has left.
+
+        Cancellation:
+            Safe.
+        """
         while not (self._life.is_over or self.left):
             self._changed.clear()
             await self._changed.wait()
 
     def member_waits(self, rank: int, size: int, *, is_gone: bool) -> None:
-        """Take note that a stranger wants into the next incarnation, or no longer."""
+        """Publish that a newcomer waits for the next incarnation, or has stopped.
+
+        Args:
+            rank: The rank that it claims.
+            size: The world size that it expects.
+            is_gone: True if it has stopped waiting.
+        """
         if is_gone:
             self.waiting.pop(rank, None)
         else:
@@ -196,22 +236,28 @@ class LocalMember:
         )
 
     def supersede(self) -> None:
-        """Let what happens to this incarnation from now on interest nobody."""
+        """Stop publishing events: a newer incarnation has replaced this one."""
         self._is_superseded = True
 
     def _publish(self, event: Event) -> None:
         if not self._is_superseded:
-            self._around.publish(event)
+            self._services.publish(event)
 
     async def wait_over(self) -> None:
-        """Wait until the world is broken or closed."""
+        """Wait until the world is broken or closed.
+
+        Cancellation:
+            Safe.
+        """
         await asyncio.shield(self._over)
 
     def check(self) -> None:
         """Check that traffic may flow.
 
         Raises:
-            WorldBrokenError, WorldClosedError, UsedAfterForkError: It may not.
+            WorldBrokenError: The world is broken.
+            WorldClosedError: This process has closed the world.
+            UsedAfterForkError: This process is a forked child.
         """
         if self._is_forked:
             raise self._forked_error()
@@ -221,13 +267,14 @@ class LocalMember:
     # Joining.
 
     async def open(self) -> None:
-        """Connect to every member and wait until all have done so.
+        """Connect to every member and wait until all members have done so.
 
         Raises:
             WorldBrokenError: A member was lost meanwhile.
             OSError: A member could not be reached.
 
-        Cancellation: the caller closes the world.
+        Cancellation:
+            Leaves the world half open; the caller must close it.
         """
         config = self.config
         limits = DetectionLimits(
@@ -245,13 +292,13 @@ class LocalMember:
 
     @property
     def unlinked(self) -> tuple[int, ...]:
-        """Ranks that there is no link to."""
+        """Ranks that this member has no link to."""
         linked = self._watchdog.linked(self.incarnation.nonce)
         return tuple(rank for rank in self._others() if rank not in linked)
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Ranks that are waited for: those without a link, or else not ready yet."""
+        """Ranks that the join waits for: without a link, or else not ready yet."""
         size = self.incarnation.size
         unready = tuple(r for r in range(size) if r not in self._ready_ranks)
         return self.unlinked or unready
@@ -260,9 +307,14 @@ class LocalMember:
         await asyncio.shield(self._all_ready)
 
     async def until_over(self, step: Coroutine[Any, Any, T]) -> T:
-        """Return what ``step`` does, or raise why the world is over, if that is first.
+        """Await ``step``, unless the world is broken or closed first.
 
-        Cancellation: ``step`` is cancelled.
+        Raises:
+            WorldBrokenError: The world broke; ``step`` is cancelled.
+            WorldClosedError: This process closed the world; ``step`` is cancelled.
+
+        Cancellation:
+            Cancels ``step``.
         """
         task = self._loop.create_task(step, name=f"multiworld join {self._life.world}")
         try:
@@ -283,9 +335,10 @@ class LocalMember:
     # The end.
 
     async def close(self) -> None:
-        """Leave politely, waiting at most ``close_s`` for what was sent.
+        """Leave politely; wait at most ``close_s`` for sent data to leave the process.
 
-        Cancellation: the world is closed all the same, at once.
+        Cancellation:
+            The world is closed all the same, at once.
         """
         self.report(CloseAsked())
         if self._over.done():
@@ -299,12 +352,12 @@ class LocalMember:
             self._free()
 
     def close_nowait(self) -> None:
-        """Leave politely, without waiting for what the network has not taken."""
+        """Leave politely, without waiting for data that the network has not taken."""
         self.report(CloseAsked())
         self._free()
 
     def abandon_after_fork(self) -> None:
-        """Make every operation of this copy in a forked child fail."""
+        """Make every operation fail in this forked child's copy."""
         self._is_forked = True
 
     def filenos(self) -> list[int]:
@@ -312,24 +365,27 @@ class LocalMember:
         return self.backend.filenos()
 
     def _end_data(self) -> None:
-        """Give back what carries data; a broken world hears on who else is lost."""
+        """Close the data connections; safe to repeat.
+
+        The control links stay, so that a broken world learns of more lost members.
+        """
         if self._over.done():
             return
         self._over.set_result(None)
         for rank in list(self._grace):
             self._cancel_grace(rank)
         self.backend.close_nowait()
-        self._around.over(self)
+        self._services.over(self)
 
     def _free(self) -> None:
-        """Give everything back; safe to repeat."""
+        """Close the data connections and detach from the links; safe to repeat."""
         self._end_data()
         self._watchdog.detach(self.incarnation.nonce)
 
-    # WorldPort: what the watchdog tells.
+    # WorldPort: calls from the watchdog.
 
     def on_message(self, rank: int, message: dict[str, Any]) -> None:
-        """Take a control message of a member."""
+        """Handle a control message from a member."""
         match message.get("op"):
             case "ready":
                 self._ready_ranks.add(rank)
@@ -365,19 +421,19 @@ class LocalMember:
         self.report(told)
 
     def on_finding(self, rank: int, finding: Finding) -> None:
-        """Take what the watchdog found out about a member."""
+        """Handle a finding of the failure detector about a member."""
         match finding:
             case Verdict(reason=reason, evidence=evidence, silent_s=silent_s):
                 self.report(WasLost(rank, reason, evidence, silent_s))
             case Stalled(stalled_s=stalled_s, is_computing=is_computing):
-                self.report(Stalls(rank, stalled_s, doing(is_computing)))
+                self.report(Stalls(rank, stalled_s, describe_thread(is_computing)))
             case Resumed():
                 self.report(Resumes(rank))
 
     # Deciding and acting.
 
     def report(self, happening: Happening) -> None:
-        """Let ``lifecycle`` decide what follows, and carry it out."""
+        """Feed a happening to ``lifecycle`` and carry out the resulting actions."""
         self._life, actions = handle(self._life, happening)
         self._changed.set()
         for action in actions:
@@ -386,7 +442,7 @@ class LocalMember:
                     self._publish(event)
                 case FailMember(rank):
                     self._cancel_grace(rank)
-                    self._cancel_grace(None)  # what failed may have been its
+                    self._cancel_grace(None)  # the failed connection may be its own
                     self.backend.member_left(rank)
                 case FailOperations():
                     self.backend.abort()
@@ -415,11 +471,16 @@ class LocalMember:
         return [rank for rank in range(self.incarnation.size) if rank != self.rank]
 
     def trouble(self, rank: int | None, evidence: str) -> None:
-        """Give the control link time to tell whose fault it is."""
+        """Break the world after a failure of data, unless the link explains it first.
+
+        Args:
+            rank: The member whose connection failed; None if unknown.
+            evidence: The observation.
+        """
         if self._life.is_over or rank in self._life.left or rank in self._grace:
             return
         if rank is None and self._life.left:
-            return  # nobody knows whose it was: the one that left is enough to blame
+            return  # the connection's owner is unknown; it may be a member that left
         self._grace[rank] = self._loop.call_later(
             LINK_GRACE_S, self._grace_over, rank, evidence
         )
@@ -427,25 +488,32 @@ class LocalMember:
     def _grace_over(self, rank: int | None, evidence: str) -> None:
         self._grace.pop(rank, None)
         what = "a data connection" if rank is None else f"the connection to rank {rank}"
-        self.report(Failed(f"{what} failed, though every member lives", evidence))
+        self.report(Failed(f"{what} failed, though every member is alive", evidence))
 
     def _cancel_grace(self, rank: int | None) -> None:
         timer = self._grace.pop(rank, None)
         if timer is not None:
             timer.cancel()
 
-    # What the backend may ask.
+    # WorldView: calls from the backend.
 
     async def lane(self, rank: int, channel: str) -> Stream:
-        """Return a new connection with a member, for data."""
+        """Return a new data connection with a member.
+
+        Raises:
+            MemberUnreachableError: The member could not be reached.
+
+        Cancellation:
+            Safe; nothing stays open.
+        """
         return await self._watchdog.lane(self.incarnation, self.rank, rank, channel)
 
     def has_lane(self, rank: int, channel: str) -> bool:
-        """Tell whether a connection that the member opened waits to be taken."""
+        """Tell whether a connection that the member dialed is waiting."""
         return self._watchdog.has_lane(self.incarnation.nonce, rank, channel)
 
     def dials(self, rank: int) -> bool:
-        """Tell whether this member dials the other one, or waits for it."""
+        """Tell whether this member dials the other one; otherwise it is dialed."""
         return self._watchdog.dials(self.incarnation.members[rank])
 
     def has_left(self, rank: int) -> bool:
@@ -460,7 +528,7 @@ class LocalMember:
     # Errors, a fresh one each time: sharing one would mix up tracebacks.
 
     def broken_error(self) -> Exception:
-        """Return why no operation is possible any more."""
+        """Return a new error that says why the world is unusable."""
         breakage = self._life.breakage
         if breakage is not None:
             return breakage.error()
@@ -472,7 +540,7 @@ class LocalMember:
         )
 
     def left_error(self, rank: int) -> MemberLeftError:
-        """Return an error for an operation that needs ``rank``."""
+        """Return a new error for an operation that needs a member that has left."""
         return MemberLeftError(
             f"rank {rank} has left world {self._life.world!r}; close it, and join "
             "again when the member is back",

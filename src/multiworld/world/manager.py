@@ -1,8 +1,8 @@
-"""The worlds of one process: joining, finding, closing them. Shell.
+"""Manager of a process's worlds: joins, finds and closes them. Shell.
 
 A ``WorldManager`` belongs to one event loop. It owns the listener, the links and the
-heartbeat of the process (``WatchDog``), its sessions with the stores (``Meeting``) and
-its worlds. Joining, leaving or losing one world touches no other.
+heartbeat of the process (``WatchDog``), its sessions with the stores (``Joiner``) and
+its worlds. Joining, leaving or losing one world affects no other.
 """
 
 from __future__ import annotations
@@ -43,31 +43,31 @@ from multiworld.world.world import World
 __all__ = ["BrokenWorldException", "WorldManager"]
 
 MAX_NAME = 1024
-"""Longest name of a world, in characters."""
+"""Characters in a world's name, at most."""
 
 DEFAULT_PORT = 29500
-"""What ``port=-1`` means: torch's own default for a store."""
+"""Port that ``port=-1`` stands for: torch's default for a store."""
 
 _managers: weakref.WeakSet[WorldManager] = weakref.WeakSet()
 _fork_hook_installed = False
 
 
 class WorldManager:
-    """Makes worlds and keeps them.
+    """Manager of this process's worlds.
 
-    Make it inside a running event loop; use it with ``async with``, or call
-    ``await close()`` (or ``cleanup()``) at the end. All its methods are for that loop's
-    thread only.
+    Create it inside a running event loop. Use it with ``async with``, or call ``await
+    close()`` (or ``cleanup()``) at the end. Call its methods only from the thread of
+    that loop.
 
     Args:
-        enable_monitor: False switches silence detection off; a member whose process
-            ends is still noticed.
-        config: Settings of the worlds that are joined without their own.
-        security: What others must show, and what this process shows; by default what
-            the environment says, see ``Security.from_environment``.
+        enable_monitor: False switches the detection of silent members off; the end of a
+            member's process is still detected.
+        config: Settings for worlds that are joined without settings of their own.
+        security: Secret and TLS; by default as the environment says, see
+            ``Security.from_environment``.
 
     Raises:
-        ConfigError: The environment contradicts itself.
+        ConfigError: The environment's settings for security are invalid.
         RuntimeError: There is no running event loop.
     """
 
@@ -93,13 +93,13 @@ class WorldManager:
         self._hub = EventHub()
         self._lingering: set[Lingering] = set()
         self._closing: set[asyncio.Task[None]] = set()
-        around = ManagerServices(
+        services = ManagerServices(
             watchdog=self._watchdog,
             publish=self._hub.publish,
             linger=self._linger,
             closing=self._closing,
         )
-        self._admission = Admission(self._uid, self._watchdog, around, self)
+        self._admission = Admission(self._uid, self._watchdog, services, self)
         self._is_closed = False
         self._is_forked = False
         self._communicator = WorldCommunicator(self)
@@ -127,48 +127,52 @@ class WorldManager:
 
     @property
     def communicator(self) -> WorldCommunicator:
-        """The operations by a world's name, as programs for pymultiworld use them."""
+        """Operations by a world's name, as programs for pymultiworld use them."""
         return self._communicator
 
     @property
     def watchdog(self) -> WatchDog:
-        """Who watches the peers of this manager's worlds."""
+        """The watchdog of the peers of this manager's worlds."""
         return self._watchdog
 
     @property
     def refused(self) -> dict[str, int]:
-        """How many connections were refused, by kind: "version", "secret", "tls",
+        """Number of refused connections by kind: "version", "secret", "tls",
         "malformed", "slow", "crowded", "refused"."""
         return dict(self._watchdog.refused)
 
     @property
     def worlds(self) -> dict[str, World]:
-        """The worlds by name, broken ones included until they are replaced."""
+        """Worlds by name; a broken one stays until it is closed or joined again."""
         return self._admission.worlds
 
     def world(self, name: str) -> World:
-        """Return the world ``name``.
+        """Return a world by its name.
+
+        Args:
+            name: The world's name.
 
         Raises:
-            UnknownWorldError: There is none.
+            UnknownWorldError: This process is in no world of that name.
         """
         world = self.worlds.get(name)
         if world is None:
             known = ", ".join(sorted(self.worlds)) or "none"
             raise UnknownWorldError(
-                f"this process is in no world {name!r} (it is in: {known}); join it "
+                f"this process is not in world {name!r} (it is in: {known}); join it "
                 "first",
                 world=name,
             )
         return world
 
     def events(self) -> AsyncIterator[Event]:
-        """Iterate over what happens to this manager's worlds from now on.
+        """Return an iterator over the events of this manager's worlds from now on.
 
-        Ends when the manager is closed. A reader that is 1,024 events behind loses the
-        oldest and is told how many (``EventsDropped``).
+        The iteration ends when the manager is closed. A reader that is 1,024 events
+        behind loses the oldest ones, and ``EventsDropped`` tells how many.
 
-        Cancellation: safe.
+        Cancellation:
+            Ends the iteration; events that were not read are lost.
         """
         return self._hub.subscribe().events()
 
@@ -185,38 +189,47 @@ class WorldManager:
         config: WorldConfig | None = None,
         device: torch.device | str = "cpu",
     ) -> World:
-        """Join a world and wait until every member has done so.
+        """Join a world and wait until every member has joined.
 
-        The members may start in any order. If this name was joined before and has
-        broken since, this opens its next epoch.
+        The members may start in any order. If this process was in a world of that name
+        that has broken since, the join opens the next epoch.
 
         Args:
             name: The world's name, the same on every member.
             rank: This member's rank, 0 to ``size`` - 1.
             size: World size, the same on every member.
-            store: Where to meet: ``tcp://HOST:PORT``, or ``memory://NAME`` for
-                ``backend="memory"``; the environment's ``MULTIWORLD_STORE`` by default.
-                If nobody serves the address and it is one of this host's, rank 0 embeds
-                the store. Of several addresses with commas between, the same for every
-                member, the first that answers is used (none is embedded then).
-            backend: ``direct``, ``memory``, ``gloo``, ``nccl``, or any other that
-                ``torch.distributed`` knows.
-            config: Settings; the manager's by default.
-            device: Where a c10d backend's tensors are.
+            store: Address of the store: ``tcp://HOST:PORT``, or ``memory://NAME`` for
+                ``backend="memory"``. The default is ``MULTIWORLD_STORE`` in the
+                environment. If nobody serves the address and it belongs to this host,
+                rank 0 embeds the store. Commas separate several addresses, the same
+                list for every member; the first store that answers is used, and none is
+                embedded.
+            backend: ``direct``, ``memory``, ``gloo``, ``nccl``, or any other backend
+                of ``torch.distributed``.
+            config: The world's settings; the manager's by default.
+            device: Device of a c10d backend's tensors.
+
+        Returns:
+            The world, ready for traffic.
 
         Raises:
-            ConfigError: An argument cannot work.
+            ConfigError: An argument is not valid.
             WorldExistsError: This manager is in that world, or is joining it.
-            JoinTimeoutError: Somebody did not come within ``config.join_s``.
+            WorldClosedError: This manager is closed.
+            UsedAfterForkError: This manager belongs to the parent process.
+            JoinTimeoutError: Some members did not join within ``config.join_s``.
             RankTakenError: Another live process holds the rank.
             JoinMismatchError: The members asked for different worlds.
-            StoreUnreachableError, ProtocolVersionError: The store cannot be used.
-            MemberLostError: A member was lost while all were connecting.
+            StoreUnreachableError: No store answered.
+            ProtocolVersionError: The store or a member speaks another version.
+            WrongSecretError: The store or a member holds another secret.
+            MemberLostError: A member was lost while the members connected.
 
-        Cancellation: safe; the claim is withdrawn and nothing stays behind.
+        Cancellation:
+            Safe; the claim is withdrawn and nothing stays behind.
         """
         self._check_usable(name)
-        wish = JoinRequest(
+        request = JoinRequest(
             name=name,
             rank=rank,
             size=size,
@@ -225,18 +238,26 @@ class WorldManager:
             config=config or self._config,
             device=_device_of(device),
         )
-        _check_wish(wish)
+        _check_request(request)
         self._security.check_backend(backend)
         self._reserve(name)
-        return await self._exclusively(name, self._admission.join(wish))
+        return await self._exclusively(name, self._admission.join(request))
 
     async def reform(self, name: str) -> World:
         """Go on in a smaller world, without the lost: ``World.reform`` by name.
 
-        Raises:
-            As ``World.reform``; WorldExistsError: It is being joined or changed.
+        Args:
+            name: The world's name.
 
-        Cancellation: the claim is withdrawn; the world stays as it is.
+        Returns:
+            The next incarnation, ready for traffic.
+
+        Raises:
+            WorldExistsError: This process is already joining or changing the world.
+            MultiWorldError: As for ``World.reform``.
+
+        Cancellation:
+            Withdraws the claim; the world stays as it is.
         """
         self._check_usable(name)
         self._check_free(name)
@@ -245,17 +266,26 @@ class WorldManager:
     async def grow(self, name: str, to: int) -> World:
         """Let newcomers into a living world: ``World.grow`` by name.
 
-        Raises:
-            As ``World.grow``; WorldExistsError: It is being joined or changed.
+        Args:
+            name: The world's name.
+            to: The new world size.
 
-        Cancellation: the claim is withdrawn; the world stays as it is.
+        Returns:
+            The next incarnation, ready for traffic.
+
+        Raises:
+            WorldExistsError: This process is already joining or changing the world.
+            MultiWorldError: As for ``World.grow``.
+
+        Cancellation:
+            Withdraws the claim; the world stays as it is.
         """
         self._check_usable(name)
         self._check_free(name)
         return await self._exclusively(name, self._admission.grow(name, to))
 
     async def _exclusively(self, name: str, step: Coroutine[Any, Any, World]) -> World:
-        """Do one thing at a time with a name, and none after the manager is closed."""
+        """Run one change of a world at a time, and none after the manager is closed."""
         joining = self._loop.create_task(step, name=f"multiworld join {name}")
         self._joining[name] = joining
         try:
@@ -280,7 +310,7 @@ class WorldManager:
         config: WorldConfig | None = None,
         device: torch.device | str = "cpu",
     ) -> AsyncIterator[World]:
-        """Stay in a world for as long as it is wanted.
+        """Stay in a world: join, and join again after every fault.
 
         ::
 
@@ -289,26 +319,25 @@ class WorldManager:
                     while True:
                         await world.send(await world.recv(src=0), dst=0)
                 except (multiworld.WorldBrokenError, multiworld.WorldClosedError):
-                    pass  # the next turn of the loop has the next incarnation
+                    pass  # the next iteration has the next incarnation
 
-        Joins, yields the world, and when that is broken or a member has left, joins
-        again, with pauses that grow from 0.1 to 5 s. It is wanted until the loop is
-        left, the manager is closed, or the world is left with ``leave``.
+        Joins and yields the world. When it is broken or a member has left, joins again,
+        with a backoff from 0.1 to 5 s. This ends when the program leaves the loop,
+        closes the manager, or leaves the world with ``leave``.
 
         Args:
-            name: As for ``join``, like all others.
-            rank: As for ``join``.
-            size: As for ``join``.
-            store: As for ``join``.
-            backend: As for ``join``.
-            config: As for ``join``.
-            device: As for ``join``.
+            name, rank, size, store, backend, config, device: As for ``join``.
+
+        Yields:
+            A ready world.
 
         Raises:
-            As ``join``, but what another try may mend: a member that did not come, a
-            rank still held, a store that cannot be reached, a loss while joining.
+            MultiWorldError: As for ``join``, except the errors that another attempt
+                may cure: ``JoinTimeoutError``, ``RankTakenError``,
+                ``StoreUnreachableError`` and ``WorldBrokenError``.
 
-        Cancellation: safe; a world that was yielded stays as it is.
+        Cancellation:
+            Safe; a world that was yielded stays as it is.
         """
 
         self._check_usable(name)
@@ -329,7 +358,8 @@ class WorldManager:
     def _check_usable(self, name: str) -> None:
         if self._is_forked:
             raise UsedAfterForkError(
-                "this WorldManager belongs to the parent; make one in the child",
+                "this WorldManager belongs to the parent process; create one in the "
+                "child",
                 world=name,
             )
         if self._is_closed:
@@ -337,18 +367,19 @@ class WorldManager:
 
     def _closed_error(self, name: str) -> WorldClosedError:
         return WorldClosedError(
-            "this WorldManager is closed; make a new one", world=name
+            "this WorldManager is closed; create a new one", world=name
         )
 
     def _check_free(self, name: str) -> None:
         if name in self._joining:
             raise WorldExistsError(
-                f"this process is joining or changing world {name!r} already",
+                f"this process is joining or changing world {name!r} already; wait "
+                "until that is done",
                 world=name,
             )
 
     async def _stop_changing(self, name: str) -> None:
-        """Call off what is being done with a name."""
+        """Cancel a join or change of a world that is in progress."""
         task = self._joining.get(name)
         if task is not None:
             task.cancel()
@@ -369,9 +400,10 @@ class WorldManager:
     # Leaving.
 
     async def close(self) -> None:
-        """Leave every world politely and free everything.
+        """Leave every world politely and free all resources.
 
-        Cancellation: everything is freed all the same, at once.
+        Cancellation:
+            All resources are freed all the same, at once.
         """
         if self._is_closed:
             return
@@ -379,21 +411,21 @@ class WorldManager:
         joining = self._cancel_joins()
         try:
             await asyncio.gather(*joining, return_exceptions=True)
-            lives = self._admission.lives()
-            await asyncio.gather(*(life.close() for life in lives))
+            local_members = self._admission.local_members()
+            await asyncio.gather(*(local.close() for local in local_members))
             await asyncio.gather(*self._closing, return_exceptions=True)
-            # These close by themselves, at the latest after ``close_s``; to cut them
-            # now would take from others what they have not read.
+            # These close by themselves after ``close_s`` at the latest. Closing them
+            # now would lose data that the other members have not read.
             await asyncio.gather(*(lane.wait_closed() for lane in self._lingering))
         finally:
             self._free()
         await self._watchdog.close()
 
     def cleanup(self) -> None:
-        """Leave every world and free everything, without waiting.
+        """Leave every world and free all resources, without waiting.
 
-        For programs written for pymultiworld, which call it last. What was sent and
-        not yet taken by the network may be lost; ``close`` waits for it.
+        This is for programs written for pymultiworld, which call it last. Sent data
+        that the network has not taken may be lost; ``close`` waits for it.
         """
         if self._is_closed or self._is_forked:
             return
@@ -417,23 +449,27 @@ class WorldManager:
         return joining
 
     async def leave(self, name: str) -> None:
-        """Leave one world politely and forget it.
+        """Leave one world politely and remove it.
+
+        Args:
+            name: The world's name.
 
         Raises:
-            UnknownWorldError: There is none.
+            UnknownWorldError: This process is in no world of that name.
 
-        Cancellation: the world is left all the same.
+        Cancellation:
+            Once closing has begun, the world is closed all the same, at once.
         """
         self.world(name)
         await self._stop_changing(name)
         if name in self.worlds:
-            await self._admission.end(self._admission.life(name))
+            await self._admission.end(self._admission.local_member(name))
 
     def _linger(self, connection: Lingering) -> None:
         self._lingering = {c for c in self._lingering if c.fileno() >= 0}
         self._lingering.add(connection)
 
-    # The original's names.
+    # Names of pymultiworld.
 
     async def initialize_world(
         self,
@@ -459,9 +495,10 @@ class WorldManager:
             device: As for ``join``.
 
         Raises:
-            As ``join``.
+            MultiWorldError: As for ``join``.
 
-        Cancellation: as for ``join``.
+        Cancellation:
+            As for ``join``.
         """
         host = f"[{addr}]" if ":" in addr else addr
         reserved = self._reserved.pop(world_name, None)
@@ -481,22 +518,32 @@ class WorldManager:
             raise
 
     def add_world(self, world_name: str, backend: str) -> None:
-        """Reserve a name; ``initialize_world`` joins it.
+        """Reserve a name; ``initialize_world`` joins the world.
+
+        Args:
+            world_name: The name to reserve.
+            backend: Accepted for compatibility; ``initialize_world`` names the backend
+                that is used.
 
         Raises:
             WorldExistsError: The name is in use (a ``ValueError``).
         """
         if world_name in self.worlds or world_name in self._reserved:
             raise WorldExistsError(
-                f"this process has a world {world_name!r} already", world=world_name
+                f"this process has a world {world_name!r} already; choose another name",
+                world=world_name,
             )
         self._reserved[world_name] = backend
 
     def remove_world(self, world_name: str) -> None:
-        """Leave a world politely and forget it; what was sent leaves in the background.
+        """Leave a world politely and remove it; sent data leaves in the background.
+
+        Args:
+            world_name: The world's name.
 
         Raises:
-            UnknownWorldError: There is none (a ``ValueError``).
+            UnknownWorldError: This process is in no world of that name (a
+                ``ValueError``).
         """
         if self._reserved.pop(world_name, None) is not None:
             return
@@ -504,10 +551,10 @@ class WorldManager:
         changing = self._joining.get(world_name)
         if changing is not None:
             changing.cancel()
-        life = self._admission.take_out(world_name)
-        life.report(CloseAsked())  # the others are told now, whatever the loop does
+        local = self._admission.take_out(world_name)
+        local.report(CloseAsked())  # tell the others now, whatever the loop does next
         task = self._loop.create_task(
-            self._admission.end(life), name=f"multiworld leave {world_name}"
+            self._admission.end(local), name=f"multiworld leave {world_name}"
         )
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
@@ -515,13 +562,16 @@ class WorldManager:
     # Forks.
 
     def _close_after_fork(self) -> None:
-        """In a forked child: close every descriptor, so as not to hide the parent's
-        death from its peers. The loop's selector is the parent's: leave it alone."""
+        """Close every inherited descriptor in a forked child.
+
+        Otherwise the child would hide the parent's death from its peers. The loop's
+        selector belongs to the parent and stays untouched.
+        """
         self._is_forked = True
-        found = self._watchdog.filenos() + self._admission.meeting.filenos()
-        for life in self._admission.lives():
-            found += life.filenos()
-            life.abandon_after_fork()
+        found = self._watchdog.filenos() + self._admission.joiner.filenos()
+        for local in self._admission.local_members():
+            found += local.filenos()
+            local.abandon_after_fork()
         found += [connection.fileno() for connection in self._lingering]
         for fd in found:
             if fd >= 0:
@@ -542,7 +592,7 @@ def _after_fork() -> None:
 
 
 def _is_spent(world: World) -> bool:
-    """Tell whether a world may be replaced by its next epoch."""
+    """Tell whether the next epoch may replace a world."""
     return world.is_broken or world.is_closed or bool(world.left)
 
 
@@ -550,20 +600,20 @@ def _device_of(device: torch.device | str) -> torch.device:
     try:
         return torch.device(device)
     except RuntimeError as error:
-        raise ConfigError("device", device, "a torch device, as 'cpu'") from error
+        raise ConfigError("device", device, "a torch device such as 'cpu'") from error
 
 
 def _default_store() -> str:
     store = os.environ.get("MULTIWORLD_STORE", "")
     if not store:
         raise ConfigError(
-            "store", None, "an address; or set MULTIWORLD_STORE in the environment"
+            "store", None, "give an address, or set MULTIWORLD_STORE in the environment"
         )
     return store
 
 
-def _check_wish(wish: JoinRequest) -> None:
-    name, rank, size = wish.name, wish.rank, wish.size
+def _check_request(request: JoinRequest) -> None:
+    name, rank, size = request.name, request.rank, request.size
     if not isinstance(name, str) or not name:
         raise ConfigError("name", name, "a non-empty str")
     if len(name) > MAX_NAME:
@@ -573,18 +623,18 @@ def _check_wish(wish: JoinRequest) -> None:
     if not isinstance(rank, int) or not 0 <= rank < size:
         rule = f"an int from 0 to {size - 1} in a world of {size}"
         raise ConfigError("rank", rank, rule)
-    if not isinstance(wish.config, WorldConfig):
-        raise ConfigError("config", wish.config, "a WorldConfig")
-    backend, device = wish.backend, wish.device
-    if (backend == "memory") != wish.where.is_local:
+    if not isinstance(request.config, WorldConfig):
+        raise ConfigError("config", request.config, "a WorldConfig")
+    backend, device = request.backend, request.device
+    if (backend == "memory") != request.where.is_local:
         raise ConfigError(
             "store",
-            str(wish.where),
-            "backend 'memory' meets at memory://NAME, the others at tcp://HOST:PORT",
+            str(request.where),
+            "backend 'memory' needs memory://NAME, all others tcp://HOST:PORT",
         )
     if backend in ("direct", "memory", "gloo") and device.type != "cpu":
         raise ConfigError(
-            "device", str(device), f"backend {backend!r} carries host tensors: 'cpu'"
+            "device", str(device), f"backend {backend!r} carries tensors on 'cpu' only"
         )
     if backend not in ("direct", "memory"):
         from multiworld.backends.c10d.backend import check_backend

@@ -1,7 +1,7 @@
-"""Staying in a world for as long as it is wanted: join, and join again. Shell.
+"""Staying in a world: join, and join again after every fault. Shell.
 
-What is worth another try and how long to wait is decided by ``worth_retrying`` and
-``pause_s``, which know no clock.
+``RETRIED`` lists the errors after which another attempt makes sense, and ``pause_s``
+gives the backoff between attempts.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ logger = logging.getLogger("multiworld.manager")
 
 FIRST_S = 0.1
 LAST_S = 5.0
-"""The pauses double from the first to the last: a member that was replaced is back in
-tenths of a second, and a store that is away for long is not hammered."""
+"""Seconds of the shortest and the longest pause. Pauses double from one to the other: a
+replaced member returns within tenths of a second, and a store that is down for long is
+not flooded with attempts."""
 
 RETRIED = (
     JoinTimeoutError,
@@ -33,18 +34,18 @@ RETRIED = (
     StoreUnreachableError,
     WorldBrokenError,
 )
-"""What another try may mend: members and stores come back, and a rank that is held by a
-process which is gone is free as soon as that is known. All else (a value that cannot
-be, another version, a wrong secret) is raised."""
+"""Errors after which another attempt may succeed: members and stores come back, and the
+rank of a dead process becomes free. Any other error (an invalid value, another version,
+a wrong secret) is raised."""
 
 
 def pause_s(failures: int, chance: float) -> float:
-    """Return how long to wait after so many failures in a row.
+    """Return the seconds to wait after failed attempts: exponential backoff.
 
     Args:
-        failures: One or more.
-        chance: From 0 to 1; spreads members that failed together (full jitter between
-            half and whole).
+        failures: Failed attempts in a row, 1 or more.
+        chance: Random number from 0 to 1. It scales the pause from half to full, so
+            that members that failed together do not retry together ("equal jitter").
     """
     longest = min(LAST_S, FIRST_S * 2.0 ** min(failures - 1, 16))
     return longest * (0.5 + 0.5 * chance)
@@ -55,12 +56,18 @@ async def keep(
     join: Callable[[], Awaitable[World]],
     newest: Callable[[], World | None],
 ) -> AsyncIterator[World]:
-    """Yield a ready world, and its next incarnation whenever it is over.
+    """Yield a ready world, and its next incarnation whenever the last one has ended.
 
-    Ends when this process closes the world or its manager. An incarnation that a member
-    has left counts as over.
+    An incarnation ends when it breaks or a member leaves. The iteration ends when this
+    process closes the world or its manager.
 
-    Cancellation: safe; the world stays as it is.
+    Args:
+        name: The world's name, for the log.
+        join: Joins the world.
+        newest: Returns the manager's newest incarnation of the world, or None.
+
+    Cancellation:
+        Safe; the world stays as it is.
     """
     failures = 0
     while True:
@@ -70,7 +77,7 @@ async def keep(
             failures += 1
             wait_s = pause_s(failures, random.random())
             logger.info(
-                "world %r: attempt %d failed, next in %.1f s: %s",
+                "world %r: attempt %d to join failed, next in %.1f s: %s",
                 name,
                 failures,
                 wait_s,
@@ -84,7 +91,7 @@ async def keep(
         while True:
             yield world
             await world.wait_incomplete()
-            # It may have been reformed or grown meanwhile.
+            # The program may have reformed or grown the world meanwhile.
             newer = newest()
             if newer is None or newer is world or not newer.is_ready:
                 break

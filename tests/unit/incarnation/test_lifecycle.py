@@ -1,4 +1,4 @@
-"""The pure life of a world: by table, and by random histories."""
+"""The state machine of an incarnation: single transitions and random histories."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NEW = Life(world="w", epoch=3, rank=0, size=4)
 
 
 def play(*happenings: Happening) -> tuple[Life, list[Action]]:
-    """Return the life after all happenings, and the actions of the last."""
+    """Return the state after all happenings, and the actions of the last one."""
     life, actions = NEW, tuple[Action, ...]()
     for happening in happenings:
         life, actions = handle(life, happening)
@@ -60,7 +60,7 @@ def test_opened_when_joining_then_ready() -> None:
 
 
 def test_loss_when_ready_then_others_are_told_before_anything_closes() -> None:
-    """A member that sees a connection end without a word would accuse this one."""
+    """A member that sees a connection end without a reason would accuse this one."""
     life, actions = play(Opened(), WasLost(2, "died", "eof", 0.5))
     assert life.phase is Phase.BROKEN
     kinds = [type(action) for action in actions]
@@ -73,7 +73,7 @@ def test_loss_when_ready_then_others_are_told_before_anything_closes() -> None:
 
 
 def test_second_loss_adds_to_the_lost_and_keeps_the_reason() -> None:
-    """The first verdict names; the lost set grows to the union."""
+    """The first verdict names the lost member; later ones only add to the lost set."""
     life, actions = play(Opened(), WasLost(2, "died"), WasLost(1, "too"))
     assert published(actions) == [MemberLost]
     assert isinstance(actions[0], TellBroken)  # only this member may know of it
@@ -87,7 +87,7 @@ def test_second_loss_adds_to_the_lost_and_keeps_the_reason() -> None:
 
 
 def test_accused_that_lives_is_fenced_and_accuses_nobody() -> None:
-    """The others go on without it; its own word would only confuse them."""
+    """The others go on without it; a verdict of its own would contradict theirs."""
     life, actions = play(Opened(), WasAccused(2, "it has been silent"))
     assert life.phase is Phase.BROKEN
     assert not any(isinstance(action, TellBroken) for action in actions)
@@ -100,7 +100,7 @@ def test_accused_that_lives_is_fenced_and_accuses_nobody() -> None:
 
 
 def test_mutual_accusation_keeps_the_first() -> None:
-    """Who accused before it was accused names whom it accused."""
+    """A member that accused first keeps its own verdict."""
     life, _ = play(Opened(), WasLost(1, "silent"), WasAccused(1, "silent"))
     assert life.breakage is not None
     assert isinstance(life.breakage.error(), MemberLostError)
@@ -116,7 +116,7 @@ def test_stalled_member_is_told_and_breaks_nothing() -> None:
 
 
 def test_member_that_left_can_not_break_the_world() -> None:
-    """Its connections may end as they like."""
+    """The end of its connections is no fault."""
     life, actions = play(Opened(), SaidLeft(1), WasLost(1, "eof"))
     assert life.phase is Phase.READY
     assert actions == []
@@ -124,7 +124,7 @@ def test_member_that_left_can_not_break_the_world() -> None:
 
 
 def test_last_message_of_a_member_names_it_and_decides_nothing() -> None:
-    """Its word, or a verdict, is still to come."""
+    """Its notice of leaving, or a verdict, is still to come."""
     life, actions = play(Opened(), Finished(1))
     assert life.phase is Phase.READY
     assert life.gone == {1}
@@ -144,7 +144,7 @@ def test_leave_when_ready_then_member_fails_and_is_reported() -> None:
 
 
 def test_close_when_ready_then_others_are_told() -> None:
-    """A polite end."""
+    """The end is a polite one."""
     life, actions = play(Opened(), CloseAsked())
     assert life.phase is Phase.CLOSED
     assert isinstance(actions[0], TellLeft)
@@ -153,7 +153,7 @@ def test_close_when_ready_then_others_are_told() -> None:
 
 
 def test_close_when_broken_then_the_others_need_not_wait_for_it() -> None:
-    """Those who go on from here must know who does not."""
+    """A ``reform`` must not wait for a member that has closed the world."""
     _, actions = play(Opened(), WasLost(1, "x"), CloseAsked())
     assert published(actions) == [WorldClosed]
     assert isinstance(actions[0], TellLeft)
@@ -164,7 +164,7 @@ def test_close_when_broken_then_the_others_need_not_wait_for_it() -> None:
 
 
 def test_one_that_closes_as_broken_has_not_left_politely() -> None:
-    """Its word may come before that of who broke the world."""
+    """Its notice may arrive before the verdict of the member that broke the world."""
     gone = SaidLeft(2, is_broken=True)
     life, actions = play(Opened(), gone)
     assert (life.phase, actions) == (Phase.READY, [])
@@ -176,14 +176,14 @@ def test_one_that_closes_as_broken_has_not_left_politely() -> None:
 
 
 def test_close_when_joining_then_the_others_are_told_that_it_gave_up() -> None:
-    """They wait for this member: to them it is no leave."""
+    """They wait for this member, so to them this is a failure, not a leave."""
     _, actions = play(CloseAsked())
     assert isinstance(actions[0], TellBroken)
     assert "gave up" in actions[0].breakage.reason
 
 
 def test_own_rank_and_unknown_ranks_are_ignored() -> None:
-    """Nobody can be talked into losing itself."""
+    """No message makes a member declare itself lost."""
     for rank in (0, 4, -1):
         assert play(Opened(), WasLost(rank, "x"))[0].phase is Phase.READY
         assert play(Opened(), SaidLeft(rank))[0].left == frozenset()
@@ -207,7 +207,7 @@ histories = st.lists(
 
 @given(histories)
 def test_any_history_then_invariants_hold(history: list[Happening]) -> None:
-    """Over is over; operations fail at most once; what left is not lost."""
+    """An ended world stays so; operations fail once; a member that left is not lost."""
     life, failures = NEW, 0
     for happening in history:
         before = life

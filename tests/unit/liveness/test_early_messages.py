@@ -6,7 +6,7 @@ from multiworld.liveness.early_messages import KEPT_S, LIMIT, EarlyMessages
 
 
 def test_early_messages_wait_for_their_incarnation_and_place() -> None:
-    """In order; once; not for ever; not without limit."""
+    """They are delivered in order and once, and kept for a limited time and number."""
     early = EarlyMessages[str, int]()
     for number in range(3):
         early.keep(1, "a", number, 0.0)

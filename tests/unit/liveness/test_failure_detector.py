@@ -1,4 +1,4 @@
-"""Verdicts, with time under control."""
+"""Verdicts of the failure detector, with a clock that the tests control."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TICK_S = 0.2
 
 
 class Bench:
-    """A liveness, a clock, and a few words."""
+    """A failure detector and a clock, with shorthands."""
 
     def __init__(self, silence_s: float = 2.0, worlds: int = 1) -> None:
         self.clock = FakeClock()
@@ -49,7 +49,7 @@ class Bench:
     def run(
         self, seconds: float, state: ProcessState | None = ProcessState.RUNNING
     ) -> list[Verdict]:
-        """Let time pass tick by tick, with beats unless ``state`` is None."""
+        """Advance time tick by tick, with heartbeats unless ``state`` is None."""
         verdicts: list[Verdict] = []
         for _ in range(round(seconds / TICK_S)):
             self.clock.advance(TICK_S)
@@ -60,12 +60,12 @@ class Bench:
 
 
 def test_beating_peer_is_never_judged() -> None:
-    """However long it lives."""
+    """The time that it runs does not matter."""
     assert Bench().run(60) == []
 
 
 def test_silent_peer_is_lost_after_the_limit_and_once() -> None:
-    """One verdict a world, with the time it was silent."""
+    """Each world gets one verdict, with the length of the silence."""
     bench = Bench()
     bench.run(5)
     assert bench.run(1.8, None) == []
@@ -76,7 +76,7 @@ def test_silent_peer_is_lost_after_the_limit_and_once() -> None:
 
 
 def test_stopped_peer_is_lost_though_its_helper_beats() -> None:
-    """And the verdict says so."""
+    """The verdict says that the process is stopped."""
     bench = Bench()
     bench.run(5)
     verdicts = bench.run(4, ProcessState.STOPPED)
@@ -93,7 +93,7 @@ def test_stopped_peer_that_goes_on_in_time_lives() -> None:
 
 
 def test_closed_connection_is_a_verdict_at_once_for_every_world() -> None:
-    """The kernel knows."""
+    """The kernel closes the connections of a dead process."""
     bench = Bench(worlds=3)
     verdicts = bench.handle(PeerClosed("p", "ended", "eof"))
     assert {v.world for v in verdicts} == {0, 1, 2}
@@ -101,7 +101,7 @@ def test_closed_connection_is_a_verdict_at_once_for_every_world() -> None:
 
 
 def test_late_observer_judges_nobody_before_it_has_read() -> None:
-    """Its own delay is no silence of others."""
+    """Its own delay is not silence of its peers."""
     bench = Bench()
     bench.run(5)
     bench.clock.advance(30)
@@ -111,7 +111,7 @@ def test_late_observer_judges_nobody_before_it_has_read() -> None:
 
 
 def test_observer_that_is_always_late_judges_all_the_same() -> None:
-    """A loop that computes half a second a step still learns of a loss."""
+    """A loop whose every step takes half a second still learns of a loss."""
     bench = Bench()
     bench.run(5)
     verdicts: list[Verdict] = []
@@ -122,7 +122,7 @@ def test_observer_that_is_always_late_judges_all_the_same() -> None:
 
 
 def test_observer_that_is_always_late_accuses_nobody_who_beats() -> None:
-    """Beats are read between its ticks."""
+    """It reads heartbeats between its ticks."""
     bench = Bench()
     for _ in range(100):
         bench.clock.advance(0.65)
@@ -131,7 +131,7 @@ def test_observer_that_is_always_late_accuses_nobody_who_beats() -> None:
 
 
 def test_worlds_have_their_own_limits() -> None:
-    """Each is judged by its own; leaving one leaves the others watched."""
+    """Each world judges by its own limits; leaving one keeps the others watched."""
     bench = Bench(silence_s=1.0)
     bench.handle(Watched("p", 7, DetectionLimits(5.0)))
     bench.handle(Watched("p", 8, DetectionLimits(math.inf)))
@@ -141,14 +141,14 @@ def test_worlds_have_their_own_limits() -> None:
 
 
 def test_unwatched_world_is_not_judged() -> None:
-    """What nobody shares, nobody judges."""
+    """A peer that no world watches gets no verdict."""
     bench = Bench()
     bench.handle(Unwatched("p", 0))
     assert bench.run(60, None) == []
 
 
 def test_peer_that_was_not_watched_starts_afresh() -> None:
-    """A link may idle without beats between worlds."""
+    """A link may be idle, without heartbeats, between two worlds."""
     bench = Bench()
     bench.handle(Unwatched("p", 0))
     bench.run(60, None)
@@ -158,7 +158,7 @@ def test_peer_that_was_not_watched_starts_afresh() -> None:
 
 
 def test_beat_that_came_in_time_counts_though_it_is_read_late() -> None:
-    """The helper stamped it; a loop that was stuck reads it before it judges."""
+    """The helper stamps arrivals; a loop that was stuck reads them before it judges."""
     bench = Bench()
     bench.run(5)
     arrived = bench.clock.now + 29.5
@@ -169,7 +169,7 @@ def test_beat_that_came_in_time_counts_though_it_is_read_late() -> None:
 
 
 def test_peer_that_does_not_hear_us_is_lost_though_it_beats() -> None:
-    """A cut in one direction is seen on both sides."""
+    """Both sides detect a network that is cut in one direction."""
     bench = Bench()
     bench.run(5)
     verdicts: list[Verdict] = []
@@ -182,7 +182,7 @@ def test_peer_that_does_not_hear_us_is_lost_though_it_beats() -> None:
 
 
 def test_what_a_delayed_beat_had_not_heard_does_not_grow() -> None:
-    """A network that stalls and comes back before the deadline is no fault."""
+    """A network outage that ends before the deadline is no fault."""
     bench = Bench()
     bench.run(5)
     assert bench.run(1.8, None) == []
@@ -192,7 +192,7 @@ def test_what_a_delayed_beat_had_not_heard_does_not_grow() -> None:
 
 
 def test_observer_that_was_suspended_takes_no_word_from_before() -> None:
-    """Peers missed it meanwhile, and say so for a beat or two."""
+    """Peers missed its heartbeats meanwhile, and report so for an interval or two."""
     bench = Bench()
     bench.run(5)
     bench.clock.advance(10)
@@ -205,7 +205,7 @@ def test_observer_that_was_suspended_takes_no_word_from_before() -> None:
 
 
 def test_blind_observer_judges_nobody() -> None:
-    """Its helper gave no report: who knows what has arrived."""
+    """Its helper gave no report, so the received heartbeats are unknown."""
     bench = Bench()
     bench.run(5)
     for _ in range(40):
@@ -216,7 +216,7 @@ def test_blind_observer_judges_nobody() -> None:
 
 
 def stall(bench: Bench, seconds: float, lag_s: float = 0.0) -> list[Finding]:
-    """Let the peer's loop be stuck, while its helper beats."""
+    """Simulate a peer whose loop is stuck while its helper sends heartbeats."""
     findings: list[Finding] = []
     for _ in range(round(seconds / TICK_S)):
         bench.clock.advance(TICK_S)
@@ -227,7 +227,7 @@ def stall(bench: Bench, seconds: float, lag_s: float = 0.0) -> list[Finding]:
 
 
 def test_stuck_loop_is_told_once_and_is_no_loss() -> None:
-    """And once more when it turns again."""
+    """A second event reports that the loop runs again."""
     bench = Bench()
     bench.handle(Watched("p", 0, DetectionLimits(2.0, stall_s=2.0)))
     bench.run(5)
@@ -242,7 +242,7 @@ def test_stuck_loop_is_told_once_and_is_no_loss() -> None:
 
 
 def test_stuck_loop_is_a_loss_where_a_world_says_so() -> None:
-    """Only to that world."""
+    """It is lost to that world only."""
     bench = Bench(worlds=2)
     limits = DetectionLimits(2.0, stall_s=1.0, stalled_limit_s=4.0)
     bench.handle(Watched("p", 7, limits))
@@ -251,7 +251,7 @@ def test_stuck_loop_is_a_loss_where_a_world_says_so() -> None:
 
 
 def test_stopped_process_is_not_called_stalled() -> None:
-    """Its loop gives no sign either, but that has its own name."""
+    """Its loop gives no sign either, but "stopped" is the better diagnosis."""
     bench = Bench()
     bench.handle(Watched("p", 0, DetectionLimits(60, stall_s=1.0)))
     for step in range(40):

@@ -31,7 +31,7 @@ beats = st.builds(
 
 @given(beats, st.integers(0, heartbeat_helper.FRAME_BYTES * 8 - 1))
 def test_beat_arrives_whole_or_not_at_all(beat: Beat, bit: int) -> None:
-    """A damaged or foreign one is none."""
+    """A damaged or foreign frame is rejected."""
     frame = encode_beat(beat, KEY)
     got = decode_beat(frame, KEY)
     for name in Beat.__slots__:
@@ -44,12 +44,12 @@ def test_beat_arrives_whole_or_not_at_all(beat: Beat, bit: int) -> None:
 
 
 def beat(sequence: int) -> Beat:
-    """Return a beat with nothing special."""
+    """Return an ordinary heartbeat."""
     return Beat(heartbeat_helper.RUNNING, heartbeat_helper.WAITING, sequence, 0, 0)
 
 
 def test_torn_frames_and_garbage_cost_only_themselves() -> None:
-    """A helper that was replaced in the middle of a frame, say."""
+    """This happens when a helper is replaced in the middle of a frame."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         target = HeartbeatTarget(ours, bytes(32), KEY)
@@ -64,7 +64,7 @@ def test_torn_frames_and_garbage_cost_only_themselves() -> None:
 
 
 def test_old_beat_does_not_count_again() -> None:
-    """A copy of one that was recorded proves no life."""
+    """A replayed heartbeat does not prove that the peer is alive."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         target = HeartbeatTarget(ours, bytes(32), KEY)

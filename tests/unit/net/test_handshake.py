@@ -14,7 +14,7 @@ OTHER = Security(secret=b"another that is long enough, too")
 
 
 def shake(dialer: Security, acceptor: Security) -> None:
-    """Let both halves talk to each other until they are done."""
+    """Pass frames between both sides until the handshake is complete."""
     ours = dialing({"kind": "link"}, dialer)
     theirs = accepting(next(ours), acceptor)
     answer = None
@@ -33,7 +33,7 @@ def shake(dialer: Security, acceptor: Security) -> None:
 
 
 def test_equal_secrets_shake_hands() -> None:
-    """Or none on either side."""
+    """So do two sides without a secret."""
     shake(SECRET, SECRET)
     shake(Security(), Security())
 
@@ -45,14 +45,14 @@ def test_equal_secrets_shake_hands() -> None:
 def test_different_secrets_are_refused_by_name(
     dialer: Security, acceptor: Security
 ) -> None:
-    """And the dialer learns that it is the secret."""
+    """The dialer learns that the secret is the reason."""
     with pytest.raises(HandshakeError) as refused:
         shake(dialer, acceptor)
     assert refused.value.kind == "secret"
 
 
 def test_acceptor_without_the_secret_is_found_out() -> None:
-    """Whoever took a member's place cannot prove itself."""
+    """An impostor in a member's place cannot prove that it holds the secret."""
     ours = dialing({"kind": "link"}, SECRET)
     version = next(ours)["multiworld"]
     proof = ours.send({"multiworld": version, "challenge": "00"})
@@ -62,7 +62,7 @@ def test_acceptor_without_the_secret_is_found_out() -> None:
 
 
 def test_acceptor_that_asks_for_no_secret_is_found_out() -> None:
-    """No downgrade."""
+    """An attacker cannot downgrade the handshake to one without a secret."""
     ours = dialing({"kind": "link"}, SECRET)
     version = next(ours)["multiworld"]
     with pytest.raises(HandshakeError, match="asks for no secret"):

@@ -1,4 +1,4 @@
-"""Counting and logging of refused connections."""
+"""Counts and log lines of refused connections."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_refusals_are_all_counted_and_few_logged(
 ) -> None:
     """A port scanner must not fill the log."""
     caplog.set_level(logging.WARNING)
-    refusals = Refusals(logging.getLogger("multiworld.test"), "the door")
+    refusals = Refusals(logging.getLogger("multiworld.test"), "the listener")
     for number in range(500):
         refusals.add("malformed", ("10.0.0.1", number), "garbage")
     refusals.add("secret", ("10.0.0.1", 1), "wrong")

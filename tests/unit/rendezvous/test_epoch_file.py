@@ -1,4 +1,4 @@
-"""The file that keeps epochs over a restart."""
+"""The file that keeps epochs across a restart."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from multiworld.rendezvous.epoch_file import EpochFile
 
 
 def test_epochs_outlast_a_restart(tmp_path: Path) -> None:
-    """Only the highest counts, and a torn line costs only itself."""
+    """The highest epoch counts, and a torn line is dropped alone."""
     path = tmp_path / "epochs"
     memory = EpochFile(path)
     for epoch in (1, 3, 2):

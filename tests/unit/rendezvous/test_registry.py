@@ -1,4 +1,4 @@
-"""Who is admitted: claims, epochs, holders, deadlines. No network, no clock."""
+"""The registry: claims, epochs, holders, deadlines. No network, no clock."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from multiworld.rendezvous.registry import (
 
 
 class Bench:
-    """A registry, and a few words. Session n is process n."""
+    """A registry with shorthands. Session n is process n."""
 
     def __init__(self) -> None:
         self.registry = Registry()
@@ -63,7 +63,7 @@ class Bench:
         )
 
     def admitted(self, actions: list[Any]) -> tuple[int, set[int]]:
-        """Return epoch and sessions of a complete world."""
+        """Return the epoch and the sessions of a complete world."""
         replies = replies_of(actions)
         assert all(reply.body["ok"] for reply in replies), replies
         return replies[0].body["epoch"], {reply.session for reply in replies}
@@ -75,12 +75,12 @@ def replies_of(actions: list[Any]) -> list[Reply]:
 
 
 def kinds(actions: list[Any]) -> list[type]:
-    """Return what sort of actions they are."""
+    """Return the types of the actions."""
     return [type(action) for action in actions]
 
 
 def errors(actions: list[Any]) -> list[tuple[int, str]]:
-    """Return who was refused, and why."""
+    """Return the refused sessions and the reasons."""
     return [
         (a.session, a.body["error"])
         for a in actions
@@ -89,7 +89,7 @@ def errors(actions: list[Any]) -> list[tuple[int, str]]:
 
 
 def test_claims_when_complete_then_all_are_admitted_together() -> None:
-    """In any order; one epoch, one nonce."""
+    """They may claim in any order; all get the same epoch and nonce."""
     bench = Bench()
     assert bench.claim(1, 1) == []
     actions = bench.claim(2, 0)
@@ -101,14 +101,14 @@ def test_claims_when_complete_then_all_are_admitted_together() -> None:
 
 
 def test_epoch_is_one_more_than_any_joiner_has_seen() -> None:
-    """A fresh registry does not go back in numbers."""
+    """Epochs do not go back, even in a new registry."""
     bench = Bench()
     bench.claim(1, 0, seen=0)
     assert bench.admitted(bench.claim(2, 1, seen=7))[0] == 8
 
 
 def test_claim_on_a_waiting_rank_is_refused() -> None:
-    """The first to wait keeps it."""
+    """The first claim keeps the rank."""
     bench = Bench()
     bench.claim(1, 0)
     assert errors(bench.claim(2, 0)) == [(2, "taken")]
@@ -133,7 +133,7 @@ def test_claim_on_a_held_rank_asks_the_holder_who_keeps_it() -> None:
 
 
 def test_claim_on_a_held_rank_when_the_holder_is_silent_then_next_epoch() -> None:
-    """Silence lets the claim in."""
+    """A silent holder loses the rank to the claim."""
     bench = held()
     bench.claim(3, 1)
     bench.now += ASK_S
@@ -145,10 +145,10 @@ def test_claim_on_a_held_rank_when_the_holder_is_silent_then_next_epoch() -> Non
 
 
 def test_claim_on_a_dead_holders_rank_needs_no_question() -> None:
-    """Its session is gone."""
+    """Its session has ended."""
     bench = held()
     bench.handle(SessionEnded(2))
-    (note,) = bench.claim(3, 1)  # who is left of the old one is told
+    (note,) = bench.claim(3, 1)  # the remaining holder is told
     assert (note.session, note.epoch, note.rank, note.is_gone) == (1, 1, 1, False)
     actions = bench.claim(1, 0)
     assert isinstance(actions[0], Forget)
@@ -156,7 +156,7 @@ def test_claim_on_a_dead_holders_rank_needs_no_question() -> None:
 
 
 def test_holder_that_dies_while_it_is_asked_lets_the_claim_in() -> None:
-    """No need to wait out the question."""
+    """The claim need not wait for the deadline of the question."""
     bench = held()
     bench.claim(3, 1)
     bench.handle(SessionEnded(2))
@@ -166,7 +166,7 @@ def test_holder_that_dies_while_it_is_asked_lets_the_claim_in() -> None:
 
 
 def test_rank_that_a_member_knows_to_be_lost_is_free_at_once() -> None:
-    """A dead host need not be asked; a word of one who holds nothing counts nothing."""
+    """Nobody asks a dead host; a session that holds no rank is not believed."""
     bench = held()
     bench.handle(Left(9, "w", 1, 0, frozenset({1})))
     (ask,) = bench.claim(3, 1)
@@ -176,13 +176,13 @@ def test_rank_that_a_member_knows_to_be_lost_is_free_at_once() -> None:
 
 
 def test_holder_that_claims_again_replaces_itself() -> None:
-    """A process may come back without saying that it left."""
+    """A process may return without having announced that it left."""
     bench = held()
     assert bench.claim(2, 1) == []
 
 
 def test_different_terms_dissolve_the_gathering() -> None:
-    """Everybody learns who asked for what."""
+    """Every member learns the terms that each one asked for."""
     bench = Bench()
     bench.claim(1, 0, 2)
     actions = bench.claim(2, 1, 3)
@@ -192,7 +192,7 @@ def test_different_terms_dissolve_the_gathering() -> None:
 
 
 def test_deadline_names_present_and_missing() -> None:
-    """Each claim has its own."""
+    """Each claim has its own deadline."""
     bench = Bench()
     bench.claim(1, 0, 3)
     bench.claim(2, 2, 3)
@@ -214,7 +214,7 @@ def test_withdrawn_claim_frees_its_rank() -> None:
 
 
 def test_refused_stranger_is_told_to_those_who_wait() -> None:
-    """A member of another version can never come."""
+    """A member that speaks another version can never join."""
     bench = Bench()
     bench.claim(1, 0)
     assert errors(bench.handle(Refused("w", {"error": "version"}))) == [(1, "version")]
@@ -222,7 +222,7 @@ def test_refused_stranger_is_told_to_those_who_wait() -> None:
 
 
 def test_names_that_nobody_holds_are_forgotten_but_their_numbers() -> None:
-    """With the keys of their last incarnation."""
+    """The keys of their last incarnation are deleted too."""
     bench = held()
     assert bench.handle(Left(1, "w", 1, 0)) == []
     (forget,) = bench.handle(Left(2, "w", 1, 1))
@@ -232,7 +232,7 @@ def test_names_that_nobody_holds_are_forgotten_but_their_numbers() -> None:
 
 
 def test_two_claims_on_a_silent_rank_then_the_first_gets_it() -> None:
-    """And the second is told so."""
+    """The second claim is refused."""
     bench = held()
     bench.claim(3, 1)
     bench.claim(4, 1)
@@ -255,7 +255,7 @@ steps = st.lists(
 def test_any_history_then_epochs_grow_and_every_claim_is_answered_once(
     history: list[tuple[str, int, int]],
 ) -> None:
-    """There are never two incarnations with one number."""
+    """No two incarnations of a name have the same epoch."""
     bench = Bench()
     epochs: list[int] = []
     answered: set[tuple[int, int]] = set()
@@ -283,7 +283,7 @@ def test_any_history_then_epochs_grow_and_every_claim_is_answered_once(
 
 
 def test_stranger_is_told_to_the_members_until_it_is_gone() -> None:
-    """Those who hold a rank learn who wants in; the claimant waits."""
+    """The holders learn of the newcomer, and its claim waits."""
     bench = held()
     notes = bench.claim(3, 2, size=3)
     assert {note.session for note in notes} == {1, 2}
@@ -293,7 +293,7 @@ def test_stranger_is_told_to_the_members_until_it_is_gone() -> None:
 
 
 def test_members_that_grow_hold_what_they_have_until_it_is_complete() -> None:
-    """A claim that is withdrawn changes nothing; one that is complete replaces all."""
+    """A withdrawn claim changes nothing; a complete incarnation replaces it."""
     bench = held()
     bench.claim(3, 2, size=3)
     assert errors(bench.claim(1, 0, size=3)) == []
@@ -305,7 +305,7 @@ def test_members_that_grow_hold_what_they_have_until_it_is_complete() -> None:
     assert bench.admitted(bench.claim(2, 1, size=3)) == (2, {1, 2, 3})
 
 
-# Going on without the lost.
+# Reforming without the lost members.
 
 
 def reform(
@@ -317,7 +317,7 @@ def reform(
     size: int = 3,
     epoch: int = 1,
 ) -> list[Any]:
-    """Let a survivor claim."""
+    """Claim a rank for a survivor."""
     bench.requests += 1
     return bench.handle(
         ReformClaim(
@@ -348,7 +348,7 @@ def three() -> Bench:
 
 
 def test_survivors_go_on_with_compacted_ranks() -> None:
-    """In the order of their old ones."""
+    """The new ranks keep the order of the old ones."""
     bench = three()
     assert reform(bench, 3, 2, {0}) == []
     actions = reform(bench, 2, 1, {0})
@@ -358,7 +358,7 @@ def test_survivors_go_on_with_compacted_ranks() -> None:
 
 
 def test_two_that_accuse_each_other_do_not_both_go_on() -> None:
-    """Who reaches the store first does; there is one incarnation of each number."""
+    """The first to reach the store goes on; each epoch has one incarnation."""
     bench = Bench()
     bench.claim(1, 0)
     bench.claim(2, 1)
@@ -367,7 +367,7 @@ def test_two_that_accuse_each_other_do_not_both_go_on() -> None:
 
 
 def test_accused_survivor_is_refused_and_its_accusation_counts_for_nothing() -> None:
-    """A came first and accuses B; C has heard both; A and C go on."""
+    """A claims first and accuses B, C believes both, and A and C go on."""
     bench = three()
     assert reform(bench, 1, 0, {1}) == []
     assert errors(reform(bench, 2, 1, {0})) == [(2, "stale")]
@@ -375,14 +375,14 @@ def test_accused_survivor_is_refused_and_its_accusation_counts_for_nothing() -> 
 
 
 def test_more_lost_in_a_later_claim_of_the_same_survivor_counts() -> None:
-    """A second member was lost while the first waited."""
+    """A second member is lost while the survivor waits."""
     bench = three()
     assert reform(bench, 1, 0, {1}) == []
     assert bench.admitted(reform(bench, 1, 0, {1, 2})) == (2, {1})
 
 
 def test_survivors_of_an_older_incarnation_are_refused() -> None:
-    """The name has gone on."""
+    """The name already has a newer incarnation."""
     bench = three()
     reform(bench, 1, 0, {1, 2})
     assert errors(reform(bench, 3, 2, {0, 1})) == [(3, "stale")]
@@ -390,7 +390,7 @@ def test_survivors_of_an_older_incarnation_are_refused() -> None:
 
 
 def test_survivors_that_wait_too_long_are_told_who_is_missing() -> None:
-    """And the gathering is forgotten with its last."""
+    """The reform is dropped with its last claim."""
     bench = three()
     reform(bench, 1, 0, {1})
     assert bench.registry.waiting_count() == 1
@@ -400,18 +400,18 @@ def test_survivors_that_wait_too_long_are_told_who_is_missing() -> None:
     assert bench.registry.next_deadline() is None
 
 
-# Stores that are several, or were restarted.
+# Several stores, and restarted stores.
 
 
 @given(st.integers(0, 1000), st.integers(1, 8))
 def test_no_two_places_give_out_the_same_epoch(highest: int, count: int) -> None:
-    """And each goes up by no more than there are places."""
+    """Each epoch grows by at most the number of places."""
     epochs = {next_epoch(highest, (number, count)) for number in range(count)}
     assert epochs == set(range(highest + 1, highest + 1 + count))
 
 
 def test_what_was_announced_is_held_and_its_number_not_given_again() -> None:
-    """A store that lost everything learns it from those who were here before."""
+    """A store that lost its state learns it from the members."""
     bench = Bench()
     bench.handle(Announced(session=1, world="w", epoch=5, rank=0, uid="u1"))
     (ask,) = bench.claim(3, 0)
@@ -423,7 +423,7 @@ def test_what_was_announced_is_held_and_its_number_not_given_again() -> None:
 
 
 def test_remembered_epochs_go_on() -> None:
-    """From a file, say."""
+    """The store may have read them from a file."""
     bench = Bench()
     bench.registry = Registry({"w": 9})
     bench.claim(1, 0)
@@ -431,7 +431,7 @@ def test_remembered_epochs_go_on() -> None:
 
 
 def test_fresh_store_gives_no_number_of_survivors_again() -> None:
-    """A survivor of an older incarnation counts for nothing among newer ones."""
+    """A survivor of an older incarnation is refused."""
     bench = Bench()
     assert reform(bench, 1, 0, set(), size=2, epoch=4) == []
     assert errors(reform(bench, 9, 1, {0}, size=2, epoch=3)) == [(9, "stale")]
@@ -439,7 +439,7 @@ def test_fresh_store_gives_no_number_of_survivors_again() -> None:
 
 
 def test_survivors_of_an_older_gathering_are_answered() -> None:
-    """By whatever makes theirs impossible."""
+    """The event that makes their reform impossible also answers them."""
     bench = Bench()
     reform(bench, 1, 0, set(), epoch=3)
     assert errors(reform(bench, 2, 0, set(), epoch=4)) == [(1, "stale")]
@@ -450,7 +450,7 @@ def test_survivors_of_an_older_gathering_are_answered() -> None:
 
 
 def test_accusations_go_with_their_accuser() -> None:
-    """The accused may come after all; and one that left can still be accused."""
+    """The accused may then claim; a survivor that withdrew can be accused itself."""
     bench = three()
     reform(bench, 1, 0, {1})
     bench.handle(Withdrawn(1, bench.requests))
@@ -464,7 +464,7 @@ def test_accusations_go_with_their_accuser() -> None:
 
 
 def test_one_that_gives_up_in_the_instant_of_admission_is_told_to_the_others() -> None:
-    """Its withdrawal crosses the reply."""
+    """Its withdrawal and the admission cross on the wire."""
     bench = Bench()
     bench.claim(1, 0)
     first = bench.requests
@@ -478,7 +478,7 @@ def test_one_that_gives_up_in_the_instant_of_admission_is_told_to_the_others() -
 
 
 def test_members_must_list_the_stores_in_one_order() -> None:
-    """Or two stores would give out the same numbers."""
+    """Otherwise two stores could give out the same epoch."""
     bench = Bench()
     bench.place = (0, 2)
     bench.claim(1, 0)
@@ -487,7 +487,7 @@ def test_members_must_list_the_stores_in_one_order() -> None:
 
 
 def test_withdrawn_claims_leave_nothing_behind() -> None:
-    """However many names there were."""
+    """The number of names does not matter."""
     bench = Bench()
     for _ in range(100):
         bench.claim(1, 0)

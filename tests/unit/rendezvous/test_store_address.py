@@ -12,7 +12,7 @@ from multiworld.rendezvous.store_address import parse_store
     "text", ["tcp://10.0.0.1:29500", "tcp://[::1]:80", "tcp://host:1", "memory://x"]
 )
 def test_good_address_is_read_and_shown_alike(text: str) -> None:
-    """What is read is what is shown."""
+    """The parsed address prints as it was written."""
     assert str(parse_store(text)) == text
 
 
@@ -29,6 +29,6 @@ def test_good_address_is_read_and_shown_alike(text: str) -> None:
     ],
 )
 def test_bad_address_is_refused_with_the_two_forms(text: str) -> None:
-    """The error shows what is allowed."""
+    """The error shows the valid forms."""
     with pytest.raises(ConfigError, match="tcp://HOST:PORT"):
         parse_store(text)

@@ -6,7 +6,7 @@ from multiworld.rendezvous.values import Answer, Values
 
 
 def test_get_waits_until_every_key_is_there() -> None:
-    """And answers in the order of the keys."""
+    """The answer has the order of the keys."""
     values = Values()
     assert values.get((1, 1), ["a", "b"], 10) == []
     assert values.set("b", "2") == []
@@ -15,7 +15,7 @@ def test_get_waits_until_every_key_is_there() -> None:
 
 
 def test_get_when_time_runs_out_then_answers_nothing() -> None:
-    """The waiter is forgotten."""
+    """The waiter is dropped."""
     values = Values()
     values.get((1, 1), ["a"], 10)
     assert values.next_deadline() == 10
@@ -25,7 +25,7 @@ def test_get_when_time_runs_out_then_answers_nothing() -> None:
 
 
 def test_add_counts_from_zero_and_is_also_text() -> None:
-    """As c10d expects of a counter."""
+    """c10d expects a counter to be its decimal text."""
     values = Values()
     assert values.add("n", 2)[0] == 2
     assert values.add("n", -5)[0] == -3
@@ -42,7 +42,7 @@ def test_compare_set_only_when_expected() -> None:
 
 
 def test_delete_prefix_drops_one_incarnation() -> None:
-    """And no other."""
+    """Other incarnations keep their keys."""
     values = Values()
     for key in ("w/1/a", "w/1/b", "w/2/a"):
         values.set(key, "")
