@@ -1,4 +1,4 @@
-"""The timeline of the demo as a picture: load, latency, replicas, what happened."""
+"""Picture of the demo's timeline: load, latency, ready replicas and events. Shell."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from multiworld.demo.pipeline.story import Scene, Strength
 from multiworld.serve.load.summary import Sample
 
 BAD = "#e6194b"
+"""Color of lost and wrong answers."""
+
 SLOT_S = 1.0
+"""Seconds that one step of the load curve covers."""
 
 
 def draw(
@@ -21,11 +24,17 @@ def draw(
     strengths: list[Strength],
     lanes: list[str],
 ) -> None:
-    """Draw it.
+    """Draw load, latency and ready replicas over time, with the scenes marked.
 
     Args:
-        samples: By tenant.
-        lanes: What ``strengths`` count, in order.
+        path: File to write; its suffix decides the format.
+        samples: Requests of each tenant, by tenant name.
+        scenes: Events to mark.
+        strengths: Ready replicas over time.
+        lanes: Labels of the counts in ``strengths``, in the same order.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
     """
     import matplotlib
 

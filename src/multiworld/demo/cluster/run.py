@@ -1,4 +1,4 @@
-"""Puts the demo of a cluster together."""
+"""Runs the cluster demo from start to report. Shell."""
 
 from __future__ import annotations
 
@@ -29,17 +29,32 @@ from multiworld.testing.ray_nodes import RayNodes, ray_nodes
 
 SPEC = Path(__file__).parent / "app.yaml"
 NODES = 4
+"""Ray nodes, all on this machine."""
+
 FLOOD_PAUSES = 4
-"""The flood lasts as long as so many pauses."""
+"""Length of the flood, in pauses between events."""
 
 CPUS = 4.0
-"""Of each node, as Ray is told: this machine's cores are shared by all of them."""
+"""CPUs that each node declares to Ray; the nodes share this machine's cores."""
 
 
 def run(rate: float, pause_s: float, picture: Path, *, as_json: bool) -> int:
-    """Run the demo; return 1 if a request was lost or wrong."""
+    """Run the demo.
+
+    Args:
+        rate: Base rate, in requests a second; each tenant sends multiples of it.
+        pause_s: Seconds between events.
+        picture: File for the timeline.
+        as_json: Print the outcome as JSON, and everything else to standard error.
+
+    Returns:
+        The exit code: 1 if a request was lost or answered wrongly.
+
+    Raises:
+        ServeError: The service did not do what the demo shows. Its logs are kept.
+    """
     console = Console(stderr=as_json)
-    console.print("embedding the texts in a single process, to compare with …")
+    console.print("computing reference embeddings in a single process …")
     sentences = texts()
     wanted = reference(sentences)
     root = Path(tempfile.mkdtemp(prefix="multiworld-demo-"))
@@ -49,7 +64,7 @@ def run(rate: float, pause_s: float, picture: Path, *, as_json: bool) -> int:
             demo = _Demo(console, sentences, wanted, root, nodes)
             outcome = asyncio.run(demo.run(rate, pause_s, picture))
     except ServeError:
-        console.print(f"its logs are in {root}", soft_wrap=True)
+        console.print(f"the logs of the service are in {root}", soft_wrap=True)
         raise
     shutil.rmtree(root, ignore_errors=True)
     if as_json:
@@ -71,7 +86,11 @@ class _Demo:
         self._story = ClusterStory(SPEC, root, self._screen.tell, nodes)
 
     async def run(self, rate: float, pause_s: float, picture: Path) -> dict[str, Any]:
-        """Play it; return what came of it."""
+        """Run the service and the story; return the outcome, ready for JSON.
+
+        Cancellation:
+            Stops the load and the service, and returns nothing.
+        """
         self._screen.tell("starting the service: two models, three tenants …")
         try:
             url = await self._story.start()
@@ -128,9 +147,9 @@ class _Demo:
         await asyncio.sleep(pause_s)
 
     async def _flood(self, pause_s: float, floods: list[Load]) -> None:
-        """Let a tenant ask for much more than there is."""
+        """Let a tenant send much more than the service can answer."""
         scene = self._story.begin("a tenant floods")
-        self._screen.tell("[yellow]lab[/] asks for much more than its share")
+        self._screen.tell("[yellow]lab[/] sends much more than its share")
         running = []
         for load in floods:
             load.offset_s = scene.begin_s
@@ -157,7 +176,7 @@ class _Demo:
         console.print(event_table(story.scenes, steady))
         console.print(_moves(story))
         console.print(tenant_table(loads, usage))
-        console.print("what was decided about scaling, and why (multiworld explain):")
+        console.print("scaling decisions and their reasons (multiworld explain):")
         for decision in decided:
             if decision["kind"] != "scaling":
                 continue
@@ -166,7 +185,7 @@ class _Demo:
             text = f"  {at_s:6.1f} s  {decision['about']}: {decision['what']}"
             console.print(text, markup=False, highlight=False, soft_wrap=True)
         draw(picture, samples, story.scenes, story.strengths, story.lanes)
-        console.print(f"the timeline: {os.fspath(picture)}", soft_wrap=True)
+        console.print(f"timeline drawn to {os.fspath(picture)}", soft_wrap=True)
         found = {name: summarise(samples[name]) for name in loads}
         is_good = all(
             load.sent == len(load.samples)
@@ -175,9 +194,7 @@ class _Demo:
             for name, load in loads.items()
         )
         if is_good:
-            console.print(
-                "[green]no request was lost, and none was answered wrongly[/]"
-            )
+            console.print("[green]no request was lost or answered wrongly[/]")
         return {
             "is_good": is_good,
             "tenants": {n: dataclasses.asdict(summary) for n, summary in found.items()},
@@ -190,13 +207,13 @@ class _Demo:
 
 
 def _allowed(name: str) -> set[int]:
-    """Return the statuses that are no loss: who floods is refused some of it."""
+    """Return the HTTP statuses that count as no loss; a flood may be refused (429)."""
     is_flood = next(g.is_flood for g in GUESTS if g.name == name)
     return {200, 429} if is_flood else {200}
 
 
 def tenant_table(loads: dict[str, Load], usage: list[dict[str, Any]]) -> Table:
-    """Return what each tenant got, and what the service has written down."""
+    """Return the table of requests sent, answered and billed for each tenant."""
     table = Table(title="tenants", box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     for title in ("tenant", "model"):
         table.add_column(title)
@@ -224,8 +241,8 @@ def tenant_table(loads: dict[str, Load], usage: list[dict[str, Any]]) -> Table:
 
 
 def _moves(story: ClusterStory) -> Table:
-    table = Table(title="what was moved where, and why")
-    for title in ("lost", "was on", "now", "on", "why"):
+    table = Table(title="replicas lost with the node, and their replacements")
+    for title in ("lost", "node", "replacement", "node", "reason"):
         table.add_column(title)
     for move in story.moves:
         table.add_row(move.lost, move.was_on, move.new, move.is_on, move.why)

@@ -1,4 +1,4 @@
-"""The three tenants of the demo, and what each of them asks for."""
+"""The demo's three tenants and their loads. Shell."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from multiworld.serve.load.generator import Check, Load, Target
 from multiworld.serve.simulation.traces import generated
 
 LONG_S = 900.0
-"""Traces are made for so long; the demo ends before."""
+"""Seconds that a tenant's trace covers; the demo ends before."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPhase:
-    """A part of what a tenant asks, again and again.
+    """One phase of a tenant's load; the phases repeat.
 
     Attributes:
-        times: Of the demo's rate.
-        cv: Coefficient of variation of the distances; 1: as by chance.
+        times: Rate, as a multiple of the demo's base rate.
+        seconds: Length of the phase.
+        cv: Coefficient of variation of the times between requests; 1 is Poisson.
     """
 
     times: float
@@ -29,11 +30,14 @@ class LoadPhase:
 
 @dataclass(frozen=True, slots=True)
 class Guest:
-    """A tenant.
+    """A tenant and its load.
 
     Attributes:
-        settings: As ``multiworld tenants create`` has them.
-        is_flood: It asks for much more than there is, when the story says so.
+        name: Name of the tenant.
+        model: Model that it sends requests to.
+        parts: Phases of its load, repeated in this order.
+        settings: Options of ``multiworld tenants create``.
+        is_flood: Sends only during the flood, much more than the service can answer.
     """
 
     name: str
@@ -65,7 +69,11 @@ def load_of(guest: Guest, target: Target, key: str, rate: float, check: Check) -
     """Return the load of a tenant.
 
     Args:
-        rate: Requests a second that the parts are multiples of.
+        guest: The tenant.
+        target: URL, bodies and headers to send, without the key.
+        key: API key of the tenant.
+        rate: Base rate that the phases multiply, in requests a second.
+        check: Function that says whether an answer is right.
     """
     texts = [
         f"gamma:rate={part.times * rate},seconds={part.seconds},cv={part.cv}"

@@ -1,4 +1,4 @@
-"""The timeline as a picture."""
+"""Picture of the demo's timeline: latency, ready replicas and events. Shell."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from multiworld.demo.pipeline.story import Scene, Strength
 from multiworld.serve.load.summary import Sample
 
 COLORS = ("#4363d8", "#911eb4", "#3cb44b", "#f58231", "#469990")
+"""Colors of tenants, models and stages, in order."""
+
 SHADE = "#f58231"
+"""Color behind the time that an event took."""
 
 
 def draw(
@@ -21,11 +24,18 @@ def draw(
     strengths: list[Strength],
     lanes: list[str],
 ) -> None:
-    """Draw latencies and ready replicas over time, with what happened.
+    """Draw latencies and ready replicas over time, with the scenes marked.
 
     Args:
-        samples: By model.
-        lanes: What ``strengths`` count, in order.
+        path: File to write; its suffix decides the format.
+        title: Title of the picture.
+        samples: Requests of each model, by model name.
+        scenes: Events to mark.
+        strengths: Ready replicas over time.
+        lanes: Labels of the counts in ``strengths``, in the same order.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
     """
     import matplotlib
 
@@ -60,10 +70,13 @@ def draw(
 
 
 def mark(scenes: list[Scene], named: Any, every: Sequence[Any], side: str) -> None:
-    """Shade what happened on every part of a picture, with its name on one.
+    """Shade the time of each scene, and write its title.
 
     Args:
-        side: Where names begin: "top" or "bottom".
+        scenes: Events to mark.
+        named: Axes that get the titles.
+        every: Axes that get the shading.
+        side: Edge that the titles start at: "top" or "bottom".
     """
     for scene in scenes:
         for axes in every:
