@@ -1,4 +1,4 @@
-"""Fan-in and fan-out: one leader in 1 to 8 worlds, each with one worker."""
+"""Suite "fan": one leader in 1 to 8 worlds, each with one worker. Shell."""
 
 from __future__ import annotations
 
@@ -17,12 +17,19 @@ SIZE = 9
 WORLDS = (1, 2, 4, 8)
 SIZES = (4_096, 409_600)
 SECONDS = 1.0
+"""Seconds of one measurement."""
 
 Move = Callable[[World, torch.Tensor, int], "asyncio.Future[None]"]
 
 
 def body(rank: int, options: Options, teller: Teller) -> None:
-    """Rank 0 leads; the others have a world each with it."""
+    """Lead as rank 0, or work as another rank in one world with it.
+
+    Args:
+        rank: Rank of this process.
+        options: Extent of the measurements.
+        teller: Receiver of the samples.
+    """
     asyncio.run(_run(rank, options, teller))
 
 
@@ -88,7 +95,7 @@ async def _work(world: World) -> None:
 
 
 async def _send(world: World, size: int, seconds: float, peer: int) -> int:
-    """Send for so long, then say that it was all; return how many were received."""
+    """Send for ``seconds``, then mark the end; return the number of messages."""
     tensor, count = torch.zeros(size, dtype=torch.uint8), 0
     end = time.monotonic() + seconds
     while time.monotonic() < end:

@@ -1,6 +1,7 @@
-"""Two hosts (network namespaces): large messages over TCP, beside a plain socket.
+"""Suite "hosts": TCP between two network namespaces, beside a plain socket. Shell.
 
-Runs itself in each namespace: ``python -m multiworld.bench.suites.hosts``.
+The suite runs this module in each namespace:
+``python -m multiworld.bench.suites.hosts``.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from multiworld.config import WorldConfig
 BASELINE = "tcp socket"
 SIZES = (4_096, 409_600, 4_194_304)
 BUDGET_BYTES = 256 * 1024 * 1024
+"""Bytes of one stream."""
+
 LIMIT_S = 600.0
 
 
@@ -52,10 +55,15 @@ class Across(OneWorld):
 
 
 def run(options: Options, hear: Callable[[Step], None]) -> None:
-    """Make two hosts, and measure between them.
+    """Create two namespaces, and measure between them.
+
+    Args:
+        options: Extent of the measurements.
+        hear: Function that gets samples and progress.
 
     Raises:
         HostError: Namespaces are not allowed here.
+        RuntimeError: A process of the benchmark failed.
     """
     from multiworld.testing.hosts import Hosts
 
@@ -84,7 +92,14 @@ def run(options: Options, hear: Callable[[Step], None]) -> None:
 
 
 def member(rank: int, host: str, rounds: int, *, is_quick: bool) -> None:
-    """Measure, and print what was found as JSON lines."""
+    """Measure as one of the two hosts; rank 0 prints its reports as lines of JSON.
+
+    Args:
+        rank: Rank of this process.
+        host: Address of rank 0's host.
+        rounds: Number of measurements of each contender.
+        is_quick: Measure the largest size only.
+    """
     torch.set_num_threads(1)
     rivals: dict[str, Any] = {
         "tcp socket": Tcp(rank, (host, 7001)),

@@ -1,4 +1,4 @@
-"""Many worlds in one process: what each costs, and what idle ones cost a busy one."""
+"""Suite "many": cost of a world, and of idle worlds to a busy one. Shell."""
 
 from __future__ import annotations
 
@@ -21,13 +21,22 @@ SIZE = 2
 COUNTS = (1, 10, 100, 1_000)
 QUICK = (1, 20)
 IDLE_S = 5.0
+"""Seconds over which an idle process is measured."""
+
 MESSAGE_BYTES = 4_096
 MESSAGES = 4_000
 AT_A_TIME = 16
+"""Worlds that are joined at once."""
 
 
 def body(rank: int, options: Options, teller: Teller) -> None:
-    """Join ever more worlds of two."""
+    """Join more and more worlds of two members, and measure at each number of them.
+
+    Args:
+        rank: Rank of this process.
+        options: Extent of the measurements.
+        teller: Receiver of the samples.
+    """
     asyncio.run(_run(rank, options, teller))
 
 
@@ -59,7 +68,7 @@ async def _run(rank: int, options: Options, teller: Teller) -> None:
 async def _join(
     manager: WorldManager, rank: int, store: str, numbers: Sequence[int]
 ) -> list[World]:
-    """Join worlds, a few at a time, as a leader of many workers would."""
+    """Join worlds, ``AT_A_TIME`` at once, as a leader of many workers would."""
     room = asyncio.Semaphore(AT_A_TIME)
 
     async def one(number: int) -> World:
@@ -70,7 +79,7 @@ async def _join(
 
 
 def _holdings() -> tuple[int, int, int]:
-    """Return resident bytes, threads and descriptors of this process."""
+    """Return resident bytes, threads and file descriptors of this process."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     files = len(os.listdir("/proc/self/fd"))
@@ -108,7 +117,7 @@ async def _rate(world: World, messages: int) -> float:
 
 
 async def _idle(world: World, count: int, teller: Teller, seconds: float) -> None:
-    """Measure what this process takes while nothing is sent; its helper not counted."""
+    """Measure this process, without its helper, while nothing is sent."""
     await world.barrier()
     before = cpu_s()
     await asyncio.sleep(seconds)

@@ -1,4 +1,4 @@
-"""Point to point: one-way streams and round trips, of 64 B to 64 MB."""
+"""Suite "p2p": one-way streams and round trips of 64 B to 64 MB. Shell."""
 
 from __future__ import annotations
 
@@ -17,21 +17,34 @@ SIZE = 2
 SIZES = (64, 4_096, 40_960, 409_600, 4_194_304, 67_108_864)
 QUICK = (4_096, 409_600)
 BUDGET_BYTES = 384 * 1024 * 1024
+"""Bytes of one stream."""
+
 MOST, LEAST = 5_000, 6
+"""Bounds of the messages of one stream."""
+
 STREAM, TRIP, UNKNOWN = "stream", "round trip", "stream, shape unknown"
 
 
 ENDS = ("pymultiworld", "ucxx", "nixl")
+"""Contenders that need an environment of their own."""
+
 SLOW = ("gloo, asyncio", "pymultiworld")
+"""Contenders that send a quarter of the messages, to save time."""
 
 
 def messages_in(size: int) -> int:
-    """Return how many messages one round sends."""
+    """Return the number of messages of one stream."""
     return max(LEAST, min(MOST, BUDGET_BYTES // size))
 
 
 def body(rank: int, options: Options, teller: Teller) -> None:
-    """Measure every contender in every round, at each size."""
+    """Measure every contender in every round, at each size.
+
+    Args:
+        rank: Rank of this process.
+        options: Extent of the measurements.
+        teller: Receiver of the samples.
+    """
     rivals = _rivals(rank, options)
     sizes = QUICK if options.is_quick else SIZES
     total = options.rounds * len(sizes)
@@ -66,7 +79,7 @@ def _measure(
     if name in SLOW:
         count = max(LEAST, count // 4)
     if name == "memcpy":
-        # The other rank waits where the two meet next.
+        # Rank 1 waits for rank 0 in the next `_meet`.
         if rank == 0:
             took = _timed_copies(rival, tensor, count)
             teller.sample(STREAM, size, name, "messages/s", count / took)
@@ -87,7 +100,7 @@ def _measure(
 
 
 def _meet(rival: Contender, rank: int) -> None:
-    """Let both be there, and warm."""
+    """Wait for the other rank, and warm both up."""
     rival.ping(torch.zeros(1), 10, is_first=rank == 0)
 
 

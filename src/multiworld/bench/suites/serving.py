@@ -1,9 +1,9 @@
-"""Serving: requests a second, latency, and what the gateway and a hop cost.
+"""Suite "serving": requests a second, latency, and the cost of gateway and hops. Shell.
 
-All services are up at once; closed-loop clients (1, then 32) ask each in turn. Two
-pipelines of three stages: one that does nothing, which shows the cost of the machinery,
-and the sentence encoder MiniLM. For the limit there is each in one stage, one process
-alone, behind the same gateway.
+All services run at once; 1 and then 32 closed-loop clients send to each in turn. There
+are two pipelines of three stages: one without computation, which shows the overhead,
+and the sentence encoder MiniLM. Each also runs as a single stage behind the same
+gateway, as the limit of what three stages can reach.
 """
 
 from __future__ import annotations
@@ -31,17 +31,23 @@ from multiworld.bench.serving.services import (
 )
 
 CLIENTS = (1, 32)
+"""Numbers of closed-loop clients."""
+
 SECONDS, QUICK_S = 4.0, 0.5
+"""Seconds of one measurement, and of a quick one."""
+
 IDLE_S = 5.0
+"""Seconds over which the idle service is measured."""
 
 Hear = Callable[[Step], None]
+"""Function that gets samples and progress."""
 
 
 def run(options: Options, hear: Hear) -> None:
-    """Start all services, and ask them.
+    """Start all services, and measure them.
 
     Raises:
-        RuntimeError: A service did not start, or an answer was wrong.
+        RuntimeError: A service did not start, or a status was not 200.
     """
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
@@ -103,7 +109,7 @@ async def _cost(
     seconds: float,
     hear: Hear,
 ) -> None:
-    """Tell what a request to the empty stages takes of a core, and where."""
+    """Report the processor time of a request to the empty stages, by process."""
     assert (service.name, service.pipeline) == (OURS, EMPTY)
     parts = {"gateway": "gateway", "three workers": f"{EMPTY}/"}
     pids = {part: pids_of(state, prefix) for part, prefix in parts.items()}
@@ -125,7 +131,7 @@ async def _idle(state: Path, seconds: float, hear: Hear) -> None:
 
 
 def cpu_s(pids: Iterable[int]) -> float:
-    """Return the seconds of a core that processes have taken so far."""
+    """Return the processor seconds that these processes have used, all together."""
     total = 0
     for pid in pids:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
