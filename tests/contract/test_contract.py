@@ -1,4 +1,4 @@
-"""Every backend passes the same suite."""
+"""Contract suite, run on every backend."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VARIANTS = {
 
 
 HEAVY = ("direct-tls", "direct-checksums", "direct-secret")
-"""What a neighbour covers well enough for every day."""
+"""Variants run only with the heavy tests, since similar ones cover them."""
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ HEAVY = ("direct-tls", "direct-checksums", "direct-secret")
 async def test_contract_on_every_backend(
     check: Check, variant: str, monkeypatch: pytest.MonkeyPatch, tls: Tls
 ) -> None:
-    """A backend keeps the contract, and leaves nothing behind."""
+    """A backend keeps the contract and leaks nothing."""
     backend, config = VARIANTS[variant]
     if variant.endswith("-tcp"):  # as between hosts
         monkeypatch.setattr(Address, "is_on", lambda self, host: False)
