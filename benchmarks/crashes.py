@@ -138,14 +138,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{mid['killed']:.0f}",
         )
     Console().print(table)
-    told = {
+    report = {
         "cpus": os.cpu_count(),
         "python": platform.python_version(),
         "seconds": given.seconds,
         "results": results,
     }
     path = Path(__file__).parent / "results" / "crashes.json"
-    path.write_text(json.dumps(told, indent=1))
+    path.write_text(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

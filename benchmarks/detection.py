@@ -165,14 +165,14 @@ class Case:
 
     Attributes:
         name: Name of the fault.
-        strike: Function that injects it, given the victim and the hosts.
+        inject: Function that injects it, given the victim and the hosts.
         busy: The survivor waits in a receive; otherwise it has nothing pending.
         gib: GiB of memory that the victim holds.
         network: The fault needs hosts (network namespaces).
     """
 
     name: str
-    strike: Callable[[Child, Any], None]
+    inject: Callable[[Child, Any], None]
     busy: bool = True
     gib: float = 0.0
     network: bool = False
@@ -210,7 +210,7 @@ async def measure_world(backend: str, case: Case, result: Result) -> None:
             assert await child.report(60) == "ready"
             await survivor.report(60)
             await asyncio.sleep(0.3)
-            case.strike(child, hosts)
+            case.inject(child, hosts)
             at = time.monotonic()
             _, noticed = await survivor.report(60)
             result.detected_ms.append((noticed - at) * 1000)
@@ -246,7 +246,7 @@ async def measure_plain(case: Case, result: Result) -> None:
             assert await child.report(60) == "ready"
             await survivor.report(60)
             await asyncio.sleep(0.3)
-            case.strike(child, hosts)
+            case.inject(child, hosts)
             at = time.monotonic()
             try:
                 _, noticed = await survivor.report(GIVE_UP_S)

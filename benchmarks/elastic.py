@@ -200,10 +200,10 @@ def ray(python: Path, fleet: tuple[int, ...] | None) -> Iterator[tuple[str, Any]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    said: dict[str, Any] = {"models": dict.fromkeys("abc", MS), "fleet": fleet}
-    said["autoscaling_config"] = CONFIG
+    config: dict[str, Any] = {"models": dict.fromkeys("abc", MS), "fleet": fleet}
+    config["autoscaling_config"] = CONFIG
     process = subprocess.Popen(
-        [str(python), str(HERE / "ray_elastic.py"), str(port), json.dumps(said)],
+        [str(python), str(HERE / "ray_elastic.py"), str(port), json.dumps(config)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -328,14 +328,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name, rounds in simulated.items()
     }
     show(results, medians)
-    told = {
+    report = {
         "cpus": os.cpu_count(),
         "python": platform.python_version(),
         "seconds": given.seconds,
         "results": results,
         "simulated": simulated,
     }
-    given.out.write_text(json.dumps(told, indent=1))
+    given.out.write_text(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

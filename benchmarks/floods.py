@@ -87,8 +87,8 @@ async def measure(url: str, service: Service, kind: str, seconds: float) -> Any:
         Drops the requests in flight.
     """
 
-    def key(name: str, **said: Any) -> str:
-        made = service.ask("POST", "/tenants", json={"name": name, **said})
+    def key(name: str, **settings: Any) -> str:
+        made = service.ask("POST", "/tenants", json={"name": name, **settings})
         return str(made["key"])
 
     quiet = key("quiet")
@@ -153,13 +153,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{more * 1000:+.0f} ms",
         )
     Console().print(table)
-    told = {
+    report = {
         "cpus": os.cpu_count(),
         "python": platform.python_version(),
         "results": results,
     }
     path = Path(__file__).parent / "results" / "floods.json"
-    path.write_text(json.dumps(told, indent=1))
+    path.write_text(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "end.py").write_text(END)
     (tmp_path / "mute.py").write_text("raise SystemExit(3)")
     rivals = {
-        "plain": Rival((), str(tmp_path / "end.py"), is_restless=True),
+        "plain": Rival((), str(tmp_path / "end.py"), is_spinning=True),
         "mute": Rival((), str(tmp_path / "mute.py")),
     }
     for module in (environment, contender):

@@ -41,7 +41,7 @@ class Options:
     environments: str = ""
 
 
-class Teller:
+class Reporter:
     """Sends reports from rank 0 to the parent, and drops those of other ranks."""
 
     def __init__(self, pipe: Connection | None) -> None:
@@ -74,7 +74,7 @@ class Teller:
             self._pipe.send(what)
 
 
-Body = Callable[[int, Options, Teller], None]
+Body = Callable[[int, Options, Reporter], None]
 """Function that every process of a suite runs, with its rank."""
 
 
@@ -93,17 +93,19 @@ def _run(body: Body, rank: int, options: Options, pipe: Connection | None) -> No
     import torch
 
     torch.set_num_threads(1)
-    body(rank, options, Teller(pipe))
+    body(rank, options, Reporter(pipe))
 
 
-def run(body: Body, size: int, options: Options, hear: Callable[[Step], None]) -> None:
+def run(
+    body: Body, size: int, options: Options, on_step: Callable[[Step], None]
+) -> None:
     """Run a body in several processes, and wait for them.
 
     Args:
         body: Function that every process runs.
         size: Number of processes.
         options: Extent of the measurements.
-        hear: Function that gets the reports of rank 0.
+        on_step: Function that gets the reports of rank 0.
 
     Raises:
         RuntimeError: A process failed, or the suite took longer than ``LIMIT_S``.
@@ -120,7 +122,7 @@ def run(body: Body, size: int, options: Options, hear: Callable[[Step], None]) -
         process.start()
     theirs.close()
     try:
-        _hear(ours, processes, hear)
+        _read_steps(ours, processes, on_step)
         for process in processes:
             process.join(30)
         codes = [process.exitcode for process in processes]
@@ -133,12 +135,14 @@ def run(body: Body, size: int, options: Options, hear: Callable[[Step], None]) -
                 process.join()
 
 
-def _hear(pipe: Connection, processes: list[Any], hear: Callable[[Step], None]) -> None:
+def _read_steps(
+    pipe: Connection, processes: list[Any], on_step: Callable[[Step], None]
+) -> None:
     end = time.monotonic() + LIMIT_S
     while time.monotonic() < end:
         if pipe.poll(0.2):
             try:
-                hear(pipe.recv())
+                on_step(pipe.recv())
             except EOFError:
                 return
         elif any(process.exitcode for process in processes):

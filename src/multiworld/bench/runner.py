@@ -53,14 +53,14 @@ class Suite:
         return next(found, self.baseline)
 
 
-def _serving(options: Options, hear: Callable[[Step], None]) -> None:
+def _serving(options: Options, on_step: Callable[[Step], None]) -> None:
     """Run the serving suite, which needs packages that are not always installed."""
     try:
         from multiworld.bench.suites import serving
     except ModuleNotFoundError as error:
         what = "pip install 'multiworld-elastic[demo]'"
         raise RuntimeError(f"{error.name} is not installed: {what}") from error
-    serving.run(options, hear)
+    serving.run(options, on_step)
 
 
 SUITES = {
@@ -117,7 +117,7 @@ def run_suite(name: str, options: Options, progress: Progress) -> BenchReport:
     report = BenchReport(name, suite.baseline_of(options))
     share, done = 1.0, 0.0
 
-    def hear(step: Step) -> None:
+    def on_step(step: Step) -> None:
         kind, what = step
         if kind == "sample":
             report.add(*what)
@@ -127,11 +127,11 @@ def run_suite(name: str, options: Options, progress: Progress) -> BenchReport:
             progress(done + share * what[0], what[1])
 
     if suite.run is not None:
-        suite.run(_with_ports(options), hear)
+        suite.run(_with_ports(options), on_step)
     share = 1 / max(1, len(suite.bodies))
     for number, (body, size) in enumerate(suite.bodies):
         done = share * number
-        members.run(body, size, _with_ports(options), hear)
+        members.run(body, size, _with_ports(options), on_step)
     progress(1.0, "done")
     return report
 

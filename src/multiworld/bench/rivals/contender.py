@@ -19,7 +19,7 @@ class Apart:
 
     def __init__(self, name: str, folder: Path, rank: int, port: int) -> None:
         self._name = name
-        self._is_restless = RIVALS[name].is_restless
+        self._is_spinning = RIVALS[name].is_spinning
         script = HERE / RIVALS[name].script
         # This environment must not leak in: one contender has our package's name.
         kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
@@ -88,14 +88,14 @@ class Apart:
         self._signal(signal.SIGSTOP)
 
     def _signal(self, number: signal.Signals) -> None:
-        if self._is_restless:
+        if self._is_spinning:
             self._process.send_signal(number)
 
     def _expect(self, word: str) -> None:
         assert self._process.stdout is not None
-        said = self._process.stdout.readline().strip()
-        if said != word:
-            raise RuntimeError(f"the process of {self._name} failed: {said!r}")
+        line = self._process.stdout.readline().strip()
+        if line != word:
+            raise RuntimeError(f"the process of {self._name} failed: {line!r}")
 
     def close(self) -> None:
         """End the process; kill it if it does not exit within ten seconds."""

@@ -21,13 +21,13 @@ class Rival:
         script: Script in this folder that is its end of a connection.
         settles: Module to import once after installation, because its first import
             changes the installation and exits; empty: none.
-        is_restless: Uses a core even when idle, and so is stopped while others run.
+        is_spinning: Uses a core even when idle, and so is stopped while others run.
     """
 
     requirements: tuple[tuple[str, ...], ...]
     script: str
     settles: str = ""
-    is_restless: bool = False
+    is_spinning: bool = False
 
 
 RIVALS = {
@@ -36,7 +36,7 @@ RIVALS = {
         "pymultiworld_end.py",
         settles="multiworld",
     ),
-    "ucxx": Rival((("ucxx-cu12==0.52.*", "numpy"),), "ucxx_end.py", is_restless=True),
+    "ucxx": Rival((("ucxx-cu12==0.52.*", "numpy"),), "ucxx_end.py", is_spinning=True),
     "nixl": Rival((("torch==2.13.0", "numpy"), ("nixl==1.5.*",)), "nixl_end.py"),
     "ray": Rival(
         (
@@ -88,5 +88,5 @@ def install(name: str, folder: Path, tell: Callable[[str], None]) -> None:
 def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = (done.stderr or done.stdout).strip().splitlines()[-1:]
-        raise RuntimeError(f"{' '.join(command)} failed: {' '.join(said)}")
+        output = (done.stderr or done.stdout).strip().splitlines()[-1:]
+        raise RuntimeError(f"{' '.join(command)} failed: {' '.join(output)}")

@@ -55,7 +55,7 @@ class Ingress:
 
 def main() -> None:
     """Serve until standard input ends."""
-    port, said = int(sys.argv[1]), json.loads(sys.argv[2])
+    port, config = int(sys.argv[1]), json.loads(sys.argv[2])
     logging.disable(logging.WARNING)
     ray.init(
         num_cpus=32,
@@ -64,14 +64,14 @@ def main() -> None:
         configure_logging=False,
     )
     serve.start(http_options={"host": "127.0.0.1", "port": port})
-    for name, times in said["models"].items():
+    for name, times in config["models"].items():
         stages = [
             Paced.options(
                 name=f"{name}-{k}",
                 **(
-                    {"num_replicas": said["fleet"][k]}
-                    if said.get("fleet")
-                    else {"autoscaling_config": said["autoscaling_config"]}
+                    {"num_replicas": config["fleet"][k]}
+                    if config.get("fleet")
+                    else {"autoscaling_config": config["autoscaling_config"]}
                 ),
             ).bind(ms)
             for k, ms in enumerate(times)
@@ -80,7 +80,7 @@ def main() -> None:
         serve.run(app, name=name, route_prefix=f"/{name}")
     sys.stdout.write("ready\n")
     sys.stdout.flush()
-    threading.Thread(target=_watch, args=(said["models"],), daemon=True).start()
+    threading.Thread(target=_watch, args=(config["models"],), daemon=True).start()
     sys.stdin.read()
     serve.shutdown()
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from multiworld.bench.members import Options, Teller
+from multiworld.bench.members import Options, Reporter
 from multiworld.world.manager import WorldManager
 
 BASELINE = "plain gloo"
@@ -113,45 +113,45 @@ class WorldCollectives:
 OPERATIONS = ("all_reduce", "broadcast", "all_gather")
 
 
-def body_of(size: int) -> Callable[[int, Options, Teller], None]:
+def body_of(size: int) -> Callable[[int, Options, Reporter], None]:
     """Return the body for 2, 4 or 8 ranks; it must be importable by name."""
     return {2: body_of_2, 4: body_of_4, 8: body_of_8}[size]
 
 
-def body_of_2(rank: int, options: Options, teller: Teller) -> None:
+def body_of_2(rank: int, options: Options, reporter: Reporter) -> None:
     """Measure with two ranks.
 
     Args:
         rank: Rank of this process.
         options: Extent of the measurements.
-        teller: Receiver of the samples.
+        reporter: Receiver of the samples.
     """
-    _body(rank, 2, options, teller)
+    _body(rank, 2, options, reporter)
 
 
-def body_of_4(rank: int, options: Options, teller: Teller) -> None:
+def body_of_4(rank: int, options: Options, reporter: Reporter) -> None:
     """Measure with four ranks.
 
     Args:
         rank: Rank of this process.
         options: Extent of the measurements.
-        teller: Receiver of the samples.
+        reporter: Receiver of the samples.
     """
-    _body(rank, 4, options, teller)
+    _body(rank, 4, options, reporter)
 
 
-def body_of_8(rank: int, options: Options, teller: Teller) -> None:
+def body_of_8(rank: int, options: Options, reporter: Reporter) -> None:
     """Measure with eight ranks.
 
     Args:
         rank: Rank of this process.
         options: Extent of the measurements.
-        teller: Receiver of the samples.
+        reporter: Receiver of the samples.
     """
-    _body(rank, 8, options, teller)
+    _body(rank, 8, options, reporter)
 
 
-def _body(rank: int, size: int, options: Options, teller: Teller) -> None:
+def _body(rank: int, size: int, options: Options, reporter: Reporter) -> None:
     rivals: dict[str, Any] = {
         "plain gloo": PlainCollectives(rank, size, options.ports[0]),
         "world, direct": WorldCollectives(rank, size, options.ports[1], "direct"),
@@ -161,7 +161,7 @@ def _body(rank: int, size: int, options: Options, teller: Teller) -> None:
     for number in range(options.rounds):
         for place, bytes_ in enumerate(sizes):
             done = (number * len(sizes) + place) / (options.rounds * len(sizes))
-            teller.step(done, f"{size} ranks, {bytes_:,} bytes")
+            reporter.step(done, f"{size} ranks, {bytes_:,} bytes")
             tensor = torch.zeros(bytes_ // 4)
             count = max(3, min(200 // size, BUDGET_BYTES // bytes_ // size))
             for operation in OPERATIONS:
@@ -175,6 +175,6 @@ def _body(rank: int, size: int, options: Options, teller: Teller) -> None:
                     rivals[name].meet()
                     took = (time.perf_counter() - began) / count * 1e6
                     kind = f"{operation}, {size} ranks"
-                    teller.sample(kind, bytes_, name, "us", took)
+                    reporter.sample(kind, bytes_, name, "us", took)
     for rival in rivals.values():
         rival.close()

@@ -54,12 +54,12 @@ class Across(OneWorld):
         return manager, world
 
 
-def run(options: Options, hear: Callable[[Step], None]) -> None:
+def run(options: Options, on_step: Callable[[Step], None]) -> None:
     """Create two namespaces, and measure between them.
 
     Args:
         options: Extent of the measurements.
-        hear: Function that gets samples and progress.
+        on_step: Function that gets samples and progress.
 
     Raises:
         HostError: Namespaces are not allowed here.
@@ -81,7 +81,7 @@ def run(options: Options, hear: Callable[[Step], None]) -> None:
             assert processes[0].stdout is not None
             for line in processes[0].stdout:
                 kind, what = json.loads(line)
-                hear((kind, what))
+                on_step((kind, what))
             for process in processes:
                 if process.wait(30):
                     raise RuntimeError("a process of the benchmark failed")

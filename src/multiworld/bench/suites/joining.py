@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from multiworld.bench.members import Options, Teller
+from multiworld.bench.members import Options, Reporter
 from multiworld.world.manager import WorldManager
 from multiworld.world.world import World
 
@@ -45,18 +45,18 @@ It prints "ready" when everything is imported, so that its start disturbs nothin
 """
 
 
-def body(rank: int, options: Options, teller: Teller) -> None:
+def body(rank: int, options: Options, reporter: Reporter) -> None:
     """Send without pause and join other worlds as rank 0, or receive as rank 1.
 
     Args:
         rank: Rank of this process.
         options: Extent of the measurements.
-        teller: Receiver of the samples.
+        reporter: Receiver of the samples.
     """
-    asyncio.run(_run(rank, options, teller))
+    asyncio.run(_run(rank, options, reporter))
 
 
-async def _run(rank: int, options: Options, teller: Teller) -> None:
+async def _run(rank: int, options: Options, reporter: Reporter) -> None:
     store = f"tcp://127.0.0.1:{options.ports[0]}"
     async with WorldManager() as manager:
         busy = await manager.join("busy", rank=rank, size=2, store=store)
@@ -64,7 +64,7 @@ async def _run(rank: int, options: Options, teller: Teller) -> None:
         total = options.rounds * len(DISTURBANCES)
         for number in range(total):
             what = DISTURBANCES[number % len(DISTURBANCES)]
-            teller.step(number / total, what)
+            reporter.step(number / total, what)
             await busy.barrier()
             if rank == 1:
                 await _receive(busy)
@@ -72,10 +72,10 @@ async def _run(rank: int, options: Options, teller: Teller) -> None:
             visitors = _Visitors(manager, store, number, what)
             await asyncio.to_thread(visitors.prepare, seconds)
             disturbing = asyncio.ensure_future(visitors.run(seconds))
-            await _send(busy, seconds, what, teller)
+            await _send(busy, seconds, what, reporter)
             await disturbing
             visitors.close()
-            teller.sample("happened", 0, what, "times", visitors.count)
+            reporter.sample("happened", 0, what, "times", visitors.count)
 
 
 class _Visitors:
@@ -134,7 +134,7 @@ class _Visitors:
             process.wait()
 
 
-async def _send(world: World, seconds: float, what: str, teller: Teller) -> None:
+async def _send(world: World, seconds: float, what: str, reporter: Reporter) -> None:
     tensor = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
     gaps: list[float] = []
     began = last = time.perf_counter()
@@ -147,10 +147,10 @@ async def _send(world: World, seconds: float, what: str, teller: Teller) -> None
     await world.send(tensor, dst=1)
     gaps.sort()
     rate = len(gaps) / (last - began)
-    teller.sample("stream", MESSAGE_BYTES, what, "messages/s", rate)
+    reporter.sample("stream", MESSAGE_BYTES, what, "messages/s", rate)
     p999 = gaps[int(len(gaps) * 0.999)] * 1e3
-    teller.sample("gap, p99.9", MESSAGE_BYTES, what, "ms", p999)
-    teller.sample("gap, longest", MESSAGE_BYTES, what, "ms", gaps[-1] * 1e3)
+    reporter.sample("gap, p99.9", MESSAGE_BYTES, what, "ms", p999)
+    reporter.sample("gap, longest", MESSAGE_BYTES, what, "ms", gaps[-1] * 1e3)
 
 
 async def _receive(world: World) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from multiworld.bench.members import Options, Teller, cpu_s
+from multiworld.bench.members import Options, Reporter, cpu_s
 from multiworld.world.manager import WorldManager
 from multiworld.world.world import World
 
@@ -29,18 +29,18 @@ AT_A_TIME = 16
 """Worlds that are joined at once."""
 
 
-def body(rank: int, options: Options, teller: Teller) -> None:
+def body(rank: int, options: Options, reporter: Reporter) -> None:
     """Join more and more worlds of two members, and measure at each number of them.
 
     Args:
         rank: Rank of this process.
         options: Extent of the measurements.
-        teller: Receiver of the samples.
+        reporter: Receiver of the samples.
     """
-    asyncio.run(_run(rank, options, teller))
+    asyncio.run(_run(rank, options, reporter))
 
 
-async def _run(rank: int, options: Options, teller: Teller) -> None:
+async def _run(rank: int, options: Options, reporter: Reporter) -> None:
     store = f"tcp://127.0.0.1:{options.ports[0]}"
     async with WorldManager() as manager:
         busy = await manager.join("busy", rank=rank, size=2, store=store)
@@ -48,7 +48,7 @@ async def _run(rank: int, options: Options, teller: Teller) -> None:
         worlds: list[World] = []
         await _rate(busy, 500)
         for place, count in enumerate(counts):
-            teller.step(place / len(counts), f"{count} worlds")
+            reporter.step(place / len(counts), f"{count} worlds")
             before = _holdings()
             began = time.perf_counter()
             fresh = range(len(worlds), count)
@@ -56,12 +56,12 @@ async def _run(rank: int, options: Options, teller: Teller) -> None:
             took = time.perf_counter() - began
             after = _holdings()
             made = max(1, len(fresh))
-            _tell(teller, count, made, took, before, after)
+            _tell(reporter, count, made, took, before, after)
             for _ in range(options.rounds):
                 rate = await _rate(busy, 300 if options.is_quick else MESSAGES)
-                teller.sample("a busy world", count, "beside", "messages/s", rate)
-            await _idle(busy, count, teller, 1.0 if options.is_quick else IDLE_S)
-        teller.step(1.0, "closing")
+                reporter.sample("a busy world", count, "beside", "messages/s", rate)
+            await _idle(busy, count, reporter, 1.0 if options.is_quick else IDLE_S)
+        reporter.step(1.0, "closing")
         await busy.barrier()
 
 
@@ -87,7 +87,7 @@ def _holdings() -> tuple[int, int, int]:
 
 
 def _tell(
-    teller: Teller,
+    reporter: Reporter,
     count: int,
     made: int,
     took: float,
@@ -95,10 +95,10 @@ def _tell(
     after: tuple[int, int, int],
 ) -> None:
     grown = [(b - a) / made for a, b in zip(before, after, strict=True)]
-    teller.sample("one more world", count, "to create", "ms", took / made * 1e3)
-    teller.sample("one more world", count, "memory", "KiB", grown[0] / 1024)
-    teller.sample("one more world", count, "threads", "of them", grown[1])
-    teller.sample("one more world", count, "descriptors", "of them", grown[2])
+    reporter.sample("one more world", count, "to create", "ms", took / made * 1e3)
+    reporter.sample("one more world", count, "memory", "KiB", grown[0] / 1024)
+    reporter.sample("one more world", count, "threads", "of them", grown[1])
+    reporter.sample("one more world", count, "descriptors", "of them", grown[2])
 
 
 async def _rate(world: World, messages: int) -> float:
@@ -116,11 +116,11 @@ async def _rate(world: World, messages: int) -> float:
     return messages / (time.perf_counter() - began)
 
 
-async def _idle(world: World, count: int, teller: Teller, seconds: float) -> None:
+async def _idle(world: World, count: int, reporter: Reporter, seconds: float) -> None:
     """Measure this process, without its helper, while nothing is sent."""
     await world.barrier()
     before = cpu_s()
     await asyncio.sleep(seconds)
     share = (cpu_s() - before) / seconds * 100
-    teller.sample("all idle", count, "processor", "% of a core", share)
+    reporter.sample("all idle", count, "processor", "% of a core", share)
     await world.barrier()

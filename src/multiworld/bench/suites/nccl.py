@@ -20,7 +20,7 @@ from torch import Tensor
 
 from multiworld.bench import members
 from multiworld.bench.contenders import unwatch, wake
-from multiworld.bench.members import Options, Step, Teller
+from multiworld.bench.members import Options, Reporter, Step
 from multiworld.world.manager import WorldManager
 
 PLAIN, OURS, UNWATCHED = "plain nccl", "world, nccl", "unwatched"
@@ -137,59 +137,59 @@ class WorldOnGpu:
         self._runner.close()
 
 
-def run(options: Options, hear: Callable[[Step], None]) -> None:
+def run(options: Options, on_step: Callable[[Step], None]) -> None:
     """Measure on the GPUs of this machine.
 
     Args:
         options: Extent of the measurements.
-        hear: Function that gets samples and progress.
+        on_step: Function that gets samples and progress.
 
     Raises:
         RuntimeError: There is no GPU, or a process failed.
     """
     if not torch.cuda.is_available():
         raise RuntimeError("this machine has no GPU; run another suite")
-    members.run(on_gpus, SIZE, options, hear)
+    members.run(on_gpus, SIZE, options, on_step)
 
 
-def on_gpus(rank: int, options: Options, teller: Teller) -> None:
+def on_gpus(rank: int, options: Options, reporter: Reporter) -> None:
     """Measure on NCCL, with a GPU for each rank if there are enough.
 
     Args:
         rank: Rank of this process.
         options: Extent of the measurements.
-        teller: Receiver of the samples.
+        reporter: Receiver of the samples.
     """
     count = torch.cuda.device_count()
     if count < SIZE:
         os.environ["NCCL_HOSTID"] = f"multiworld-bench-{rank}"
         os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-        teller.note("both ranks share one GPU: NCCL takes its socket transport")
+        reporter.note("both ranks share one GPU: NCCL takes its socket transport")
     device = torch.device("cuda", rank % count)
     torch.cuda.set_device(device)
-    measure(rank, options, teller, "nccl", device)
+    measure(rank, options, reporter, "nccl", device)
 
 
-def on_hosts(rank: int, options: Options, teller: Teller) -> None:
+def on_hosts(rank: int, options: Options, reporter: Reporter) -> None:
     """Measure on Gloo without a GPU, to test the suite.
 
     Args:
         rank: Rank of this process.
         options: Extent of the measurements.
-        teller: Receiver of the samples.
+        reporter: Receiver of the samples.
     """
-    measure(rank, options, teller, "gloo", torch.device("cpu"))
+    measure(rank, options, reporter, "gloo", torch.device("cpu"))
 
 
 def measure(
-    rank: int, options: Options, teller: Teller, backend: str, device: torch.device
+    rank: int, options: Options, reporter: Reporter, backend: str, device: torch.device
 ) -> None:
     """Measure all contenders in turns, at each size.
 
     Args:
         rank: Rank of this process.
         options: Extent of the measurements.
-        teller: Receiver of the samples.
+        reporter: Receiver of the samples.
         backend: Backend of the groups and worlds.
         device: Device of the tensors.
     """
@@ -202,16 +202,20 @@ def measure(
     sizes = QUICK if options.is_quick else SIZES
     for number in range(options.rounds):
         for size in sizes:
-            teller.step(number / options.rounds, f"{size:,} bytes")
+            reporter.step(number / options.rounds, f"{size:,} bytes")
             tensor = torch.zeros(size // 4, device=device)
             for name in list(rivals)[::-1] if number % 2 else rivals:
-                _one(rank, name, rivals[name], tensor, teller)
+                _one(rank, name, rivals[name], tensor, reporter)
     for rival in rivals.values():
         rival.close()
 
 
 def _one(
-    rank: int, name: str, rival: PlainNccl | WorldOnGpu, tensor: Tensor, teller: Teller
+    rank: int,
+    name: str,
+    rival: PlainNccl | WorldOnGpu,
+    tensor: Tensor,
+    reporter: Reporter,
 ) -> None:
     size = tensor.nbytes
     count = max(LEAST, min(MOST, BUDGET_BYTES // size))
@@ -227,9 +231,9 @@ def _one(
         return time.perf_counter() - began
 
     took = timed(lambda: rival.stream(tensor, count, is_sender=rank == 0))
-    teller.sample("stream", size, name, "messages/s", count / took)
+    reporter.sample("stream", size, name, "messages/s", count / took)
     took = timed(lambda: rival.all_reduce(tensor, count))
-    teller.sample("all_reduce", size, name, "us", took / count * 1e6)
+    reporter.sample("all_reduce", size, name, "us", took / count * 1e6)
 
 
 def _settle(device: torch.device) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from multiworld.bench import contenders
 from multiworld.bench.contenders import Contender, stream
-from multiworld.bench.members import Options, Teller
+from multiworld.bench.members import Options, Reporter
 from multiworld.bench.rivals.contender import Apart
 
 BASELINE = "plain gloo"
@@ -37,24 +37,24 @@ def messages_in(size: int) -> int:
     return max(LEAST, min(MOST, BUDGET_BYTES // size))
 
 
-def body(rank: int, options: Options, teller: Teller) -> None:
+def body(rank: int, options: Options, reporter: Reporter) -> None:
     """Measure every contender in every round, at each size.
 
     Args:
         rank: Rank of this process.
         options: Extent of the measurements.
-        teller: Receiver of the samples.
+        reporter: Receiver of the samples.
     """
     rivals = _rivals(rank, options)
     sizes = QUICK if options.is_quick else SIZES
     total = options.rounds * len(sizes)
     for number in range(options.rounds):
         for place, size in enumerate(sizes):
-            teller.step((number * len(sizes) + place) / total, f"{size:,} bytes")
+            reporter.step((number * len(sizes) + place) / total, f"{size:,} bytes")
             tensor = torch.zeros(size, dtype=torch.uint8)
             order = list(rivals)[::-1] if number % 2 else list(rivals)
             for name in order:
-                _measure(rank, name, rivals[name], tensor, teller)
+                _measure(rank, name, rivals[name], tensor, reporter)
     for rival in rivals.values():
         rival.close()
 
@@ -72,7 +72,7 @@ def _rivals(rank: int, options: Options) -> dict[str, Contender]:
 
 
 def _measure(
-    rank: int, name: str, rival: Contender, tensor: torch.Tensor, teller: Teller
+    rank: int, name: str, rival: Contender, tensor: torch.Tensor, reporter: Reporter
 ) -> None:
     size = tensor.numel()
     count = messages_in(size)
@@ -82,21 +82,21 @@ def _measure(
         # Rank 1 waits for rank 0 in the next `_meet`.
         if rank == 0:
             took = _timed_copies(rival, tensor, count)
-            teller.sample(STREAM, size, name, "messages/s", count / took)
+            reporter.sample(STREAM, size, name, "messages/s", count / took)
         return
     _meet(rival, rank)
     if name != "no spin":
         took = stream(rank, rival, tensor, count, is_known=True)
-        teller.sample(STREAM, size, name, "messages/s", count / took)
+        reporter.sample(STREAM, size, name, "messages/s", count / took)
     if name.startswith(("world", "unwatched")):
         _meet(rival, rank)
         took = stream(rank, rival, tensor, count, is_known=False)
-        teller.sample(UNKNOWN, size, name, "messages/s", count / took)
+        reporter.sample(UNKNOWN, size, name, "messages/s", count / took)
     trips = max(LEAST, count // 6)
     began = time.perf_counter()
     rival.ping(tensor, trips, is_first=rank == 0)
     took = (time.perf_counter() - began) / trips * 1e6
-    teller.sample(TRIP, size, name, "us", took)
+    reporter.sample(TRIP, size, name, "us", took)
 
 
 def _meet(rival: Contender, rank: int) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from multiworld.bench.contenders import OneWorld, stream
-from multiworld.bench.members import Options, Teller
+from multiworld.bench.members import Options, Reporter
 from multiworld.config import WorldConfig
 
 BASELINE = "unwatched"
@@ -29,7 +29,7 @@ They are longer than heartbeats are ever switched off, and do not change their c
 """
 
 
-def body(rank: int, options: Options, teller: Teller) -> None:
+def body(rank: int, options: Options, reporter: Reporter) -> None:
     """Stream for half a second, watched and unwatched in turns, many times.
 
     The same world is used throughout. Two worlds would differ by more than the effect,
@@ -38,13 +38,13 @@ def body(rank: int, options: Options, teller: Teller) -> None:
     Args:
         rank: Rank of this process.
         options: Extent of the measurements.
-        teller: Receiver of the samples.
+        reporter: Receiver of the samples.
     """
     world = OneWorld(rank, options.ports[0], config=WorldConfig(silence_s=SILENCE_S))
     pairs = 4 if options.is_quick else max(PAIRS, options.rounds)
     counts: dict[int, int] = {}
     for number in range(pairs):
-        teller.step(number / pairs, f"pair {number + 1} of {pairs}")
+        reporter.step(number / pairs, f"pair {number + 1} of {pairs}")
         for size in SIZES:
             tensor = torch.zeros(size, dtype=torch.uint8)
             if size not in counts:
@@ -54,9 +54,9 @@ def body(rank: int, options: Options, teller: Teller) -> None:
                 world.watch(is_on=name == "watched")
                 took, cpu = _stream(rank, world, tensor, counts[size])
                 rate = counts[size] / took
-                teller.sample("stream", size, name, "messages/s", rate)
+                reporter.sample("stream", size, name, "messages/s", rate)
                 cost = cpu / counts[size] * 1e6
-                teller.sample("cpu of sender", size, name, "us", cost)
+                reporter.sample("cpu of sender", size, name, "us", cost)
     world.close()
 
 

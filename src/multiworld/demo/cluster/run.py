@@ -19,7 +19,7 @@ from rich.table import Table
 
 from multiworld.demo.cluster.picture import draw
 from multiworld.demo.cluster.story import ClusterStory
-from multiworld.demo.cluster.tenants import GUESTS, Guest, load_of
+from multiworld.demo.cluster.tenants import TENANTS, DemoTenant, load_of
 from multiworld.demo.pipeline.screen import Screen, event_table
 from multiworld.demo.pipeline.texts import is_equal, reference, texts
 from multiworld.errors import ServeError
@@ -95,26 +95,26 @@ class _Demo:
         try:
             url = await self._story.start()
             self._screen.tell(f"[green]ready[/] at {url}")
-            loads = {g.name: await self._load(url, g, rate) for g in GUESTS}
-            await self._under(loads, pause_s)
+            loads = {g.name: await self._load(url, g, rate) for g in TENANTS}
+            await self._run_under_load(loads, pause_s)
             decided = await self._story.decisions()
             usage = await self._story.usage()
         finally:
             await self._story.end()
         return self._outcome(loads, decided, usage, picture)
 
-    async def _load(self, url: str, guest: Guest, rate: float) -> Load:
+    async def _load(self, url: str, tenant: DemoTenant, rate: float) -> Load:
         def check(number: int, answer: Any) -> bool:
             row = answer["data"][0]["embedding"]
             return is_equal(row, self._wanted[number % len(self._wanted)])
 
-        key = await self._story.welcome(guest)
-        target = embeddings(url, guest.model, self._sentences)
-        return load_of(guest, target, key, rate, check)
+        key = await self._story.create_tenant(tenant)
+        target = embeddings(url, tenant.model, self._sentences)
+        return load_of(tenant, target, key, rate, check)
 
-    async def _under(self, loads: dict[str, Load], pause_s: float) -> None:
-        steady = [loads[g.name] for g in GUESTS if not g.is_flood]
-        floods = [loads[g.name] for g in GUESTS if g.is_flood]
+    async def _run_under_load(self, loads: dict[str, Load], pause_s: float) -> None:
+        steady = [loads[g.name] for g in TENANTS if not g.is_flood]
+        floods = [loads[g.name] for g in TENANTS if g.is_flood]
         running = [asyncio.ensure_future(load.run()) for load in steady]
         around = [
             asyncio.ensure_future(self._story.watch(steady[0])),
@@ -134,7 +134,7 @@ class _Demo:
     async def _play(self, pause_s: float, floods: list[Load]) -> None:
         story = self._story
         await asyncio.sleep(pause_s)
-        await story.until_scaled("encoder", up=True)
+        await story.wait_until_scaled("encoder", up=True)
         name = await story.lose_node()
         await asyncio.sleep(pause_s)
         await story.add_node(name)
@@ -143,7 +143,7 @@ class _Demo:
         await story.add_model()
         await asyncio.sleep(pause_s)
         await story.remove_model()
-        await story.until_scaled("encoder", up=False)
+        await story.wait_until_scaled("encoder", up=False)
         await asyncio.sleep(pause_s)
 
     async def _flood(self, pause_s: float, floods: list[Load]) -> None:
@@ -172,7 +172,7 @@ class _Demo:
             name: sorted(load.samples, key=lambda s: s.due_s)
             for name, load in loads.items()
         }
-        steady = [s for g in GUESTS if not g.is_flood for s in samples[g.name]]
+        steady = [s for g in TENANTS if not g.is_flood for s in samples[g.name]]
         console.print(event_table(story.scenes, steady))
         console.print(_moves(story))
         console.print(tenant_table(loads, usage))
@@ -184,7 +184,7 @@ class _Demo:
             at_s = decision["at"] - first.wall_s + first.begin_s
             text = f"  {at_s:6.1f} s  {decision['about']}: {decision['what']}"
             console.print(text, markup=False, highlight=False, soft_wrap=True)
-        draw(picture, samples, story.scenes, story.strengths, story.lanes)
+        draw(picture, samples, story.scenes, story.replica_counts, story.labels)
         console.print(f"timeline drawn to {os.fspath(picture)}", soft_wrap=True)
         found = {name: summarise(samples[name]) for name in loads}
         is_good = all(
@@ -208,7 +208,7 @@ class _Demo:
 
 def _allowed(name: str) -> set[int]:
     """Return the HTTP statuses that count as no loss; a flood may be refused (429)."""
-    is_flood = next(g.is_flood for g in GUESTS if g.name == name)
+    is_flood = next(g.is_flood for g in TENANTS if g.name == name)
     return {200, 429} if is_flood else {200}
 
 
@@ -223,19 +223,19 @@ def tenant_table(loads: dict[str, Load], usage: list[dict[str, Any]]) -> Table:
     billed: Counter[str] = Counter()
     for row in usage:
         billed[row["tenant"]] += row["answered"]
-    for guest in GUESTS:
-        load = loads[guest.name]
+    for tenant in TENANTS:
+        load = loads[tenant.name]
         found = summarise(load.samples)
         refused = found.statuses.get(429, 0)
         numbers = (load.sent, found.answered, refused, found.failed - refused)
         table.add_row(
-            guest.name,
-            guest.model,
+            tenant.name,
+            tenant.model,
             *map(str, numbers),
             str(found.wrong),
             f"{found.p50_s * 1000:.0f}",
             f"{found.p99_s * 1000:.0f}",
-            str(billed[guest.name]),
+            str(billed[tenant.name]),
         )
     return table
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from multiworld.demo.cluster.tenants import Guest
+from multiworld.demo.cluster.tenants import DemoTenant
 from multiworld.demo.pipeline.story import Story
 from multiworld.serve.gateway.process import USAGE_S
 from multiworld.testing.ray_nodes import RayNodes
@@ -60,7 +60,7 @@ class ClusterStory(Story):
     ) -> None:
         super().__init__(_with_address(spec, root, nodes), root, tell)
         self._nodes = nodes
-        self._lanes = [
+        self._labels = [
             f"{model} {stage['name']}"
             for model, spec in self._app["models"].items()
             for stage in spec["stages"]
@@ -68,11 +68,11 @@ class ClusterStory(Story):
         self.moves: list[Move] = []
 
     @property
-    def lanes(self) -> list[str]:
+    def labels(self) -> list[str]:
         """Labels that replicas are counted under: the stages of the first spec."""
-        return self._lanes
+        return self._labels
 
-    def lane_of(self, process: dict[str, Any]) -> str:
+    def label_of(self, process: dict[str, Any]) -> str:
         """Return the label that a replica is counted under."""
         spec = self._app["models"].get(process["model"])
         name = spec["stages"][process["stage"]]["name"] if spec else ""
@@ -113,7 +113,7 @@ class ClusterStory(Story):
         gone = [replica for replica, node in here.items() if node == name]
         lost = [await self.event(since, "lost", replica) for replica in gone]
         scene.detect_s = max(e["at"] for e in lost) - scene.wall_s
-        await self.until(self.is_whole)
+        await self.wait_until(self.is_whole)
         self.finish(scene)
         await self._note_moves(since, dict.fromkeys(gone, name))
         return name
@@ -168,10 +168,10 @@ class ClusterStory(Story):
         text = yaml.safe_dump(self._app, sort_keys=False)
         await self.ask("POST", "/update", json={"text": text, "where": "the demo"})
         self.tell(f"[cyan]update[/] {title}")
-        await self.until(self.is_whole)
+        await self.wait_until(self.is_whole)
         self.finish(scene)
 
-    async def welcome(self, guest: Guest) -> str:
+    async def create_tenant(self, tenant: DemoTenant) -> str:
         """Create a tenant; return its API key.
 
         Raises:
@@ -180,13 +180,13 @@ class ClusterStory(Story):
         Cancellation:
             The tenant may have been created.
         """
-        asked = {"name": guest.name, **guest.settings}
+        asked = {"name": tenant.name, **tenant.settings}
         made = await self.ask("POST", "/tenants", json=asked)
-        self.tell(f"tenant {guest.name}: {guest.settings}")
+        self.tell(f"tenant {tenant.name}: {tenant.settings}")
         key: str = made["key"]
         return key
 
-    async def until_scaled(self, model: str, *, up: bool) -> None:
+    async def wait_until_scaled(self, model: str, *, up: bool) -> None:
         """Wait until a model is scaled up, or back down to its minimum, by its load.
 
         Raises:
@@ -202,11 +202,11 @@ class ClusterStory(Story):
             for stage in self._app["models"][model]["stages"]
         )
 
-        def is_so() -> bool:
+        def condition() -> bool:
             wanted = self.status["wanted"]["models"][model]["replicas"]
             return (sum(wanted) > least) is up and self.is_whole()
 
-        await self.until(is_so)
+        await self.wait_until(condition)
         wanted = self.status["wanted"]["models"][model]["replicas"]
         self.tell(f"[cyan]{model}[/] has {wanted} replicas")
 

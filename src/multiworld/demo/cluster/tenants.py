@@ -18,44 +18,44 @@ class LoadPhase:
     """One phase of a tenant's load; the phases repeat.
 
     Attributes:
-        times: Rate, as a multiple of the demo's base rate.
+        rate_factor: Rate, as a multiple of the demo's base rate.
         seconds: Length of the phase.
         cv: Coefficient of variation of the times between requests; 1 is Poisson.
     """
 
-    times: float
+    rate_factor: float
     seconds: float
     cv: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Guest:
+class DemoTenant:
     """A tenant and its load.
 
     Attributes:
         name: Name of the tenant.
         model: Model that it sends requests to.
-        parts: Phases of its load, repeated in this order.
+        phases: Phases of its load, repeated in this order.
         settings: Options of ``multiworld tenants create``.
         is_flood: Sends only during the flood, much more than the service can answer.
     """
 
     name: str
     model: str
-    parts: tuple[LoadPhase, ...]
+    phases: tuple[LoadPhase, ...]
     settings: dict[str, Any] = field(default_factory=dict)
     is_flood: bool = False
 
 
-GUESTS = (
-    Guest(
+TENANTS = (
+    DemoTenant(
         "shop",
         "encoder",
         (LoadPhase(0.5, 15, 1.5), LoadPhase(3.0, 25, 1.5), LoadPhase(0.5, 20, 1.5)),
         {"weight": 2.0},
     ),
-    Guest("bank", "search", (LoadPhase(0.5, 30),), {"models": ["search"]}),
-    Guest(
+    DemoTenant("bank", "search", (LoadPhase(0.5, 30),), {"models": ["search"]}),
+    DemoTenant(
         "lab",
         "encoder",
         (LoadPhase(12.0, 30),),
@@ -65,21 +65,23 @@ GUESTS = (
 )
 
 
-def load_of(guest: Guest, target: Target, key: str, rate: float, check: Check) -> Load:
+def load_of(
+    tenant: DemoTenant, target: Target, key: str, rate: float, check: Check
+) -> Load:
     """Return the load of a tenant.
 
     Args:
-        guest: The tenant.
+        tenant: The tenant.
         target: URL, bodies and headers to send, without the key.
         key: API key of the tenant.
         rate: Base rate that the phases multiply, in requests a second.
         check: Function that says whether an answer is right.
     """
     texts = [
-        f"gamma:rate={part.times * rate},seconds={part.seconds},cv={part.cv}"
-        for part in guest.parts
+        f"gamma:rate={phase.rate_factor * rate},seconds={phase.seconds},cv={phase.cv}"
+        for phase in tenant.phases
     ]
-    period_s = sum(part.seconds for part in guest.parts)
+    period_s = sum(phase.seconds for phase in tenant.phases)
     due: list[float] = []
     for number in range(int(LONG_S / period_s)):
         found = generated("+".join(texts), seed=100 * number)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from multiworld.demo.pipeline.story import Scene, Strength
+from multiworld.demo.pipeline.story import ReplicaCounts, Scene
 from multiworld.serve.load.summary import Sample
 
 COLORS = ("#4363d8", "#911eb4", "#3cb44b", "#f58231", "#469990")
@@ -21,8 +21,8 @@ def draw(
     title: str,
     samples: dict[str, list[Sample]],
     scenes: list[Scene],
-    strengths: list[Strength],
-    lanes: list[str],
+    replica_counts: list[ReplicaCounts],
+    labels: list[str],
 ) -> None:
     """Draw latencies and ready replicas over time, with the scenes marked.
 
@@ -31,8 +31,8 @@ def draw(
         title: Title of the picture.
         samples: Requests of each model, by model name.
         scenes: Events to mark.
-        strengths: Ready replicas over time.
-        lanes: Labels of the counts in ``strengths``, in the same order.
+        replica_counts: Ready replicas over time.
+        labels: Labels of the counts in ``replica_counts``, in the same order.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -53,18 +53,18 @@ def draw(
     above.set_title(title)
     mark(scenes, above, (above, below), "top")
     above.legend(loc="lower left")
-    for number, lane in enumerate(lanes):
+    for number, label in enumerate(labels):
         below.step(
-            [s.at_s for s in strengths],
-            [s.ready[number] + 0.06 * number for s in strengths],
+            [s.at_s for s in replica_counts],
+            [s.ready[number] + 0.06 * number for s in replica_counts],
             where="post",
-            label=lane,
+            label=label,
             color=COLORS[number % len(COLORS)],
         )
     below.set_ylabel("ready replicas")
     below.set_xlabel("seconds")
     below.set_ylim(bottom=-0.2)
-    below.legend(loc="upper left", ncols=len(lanes))
+    below.legend(loc="upper left", ncols=len(labels))
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

@@ -101,9 +101,9 @@ async def _run(
 async def _play(story: Story, pause_s: float) -> None:
     await asyncio.sleep(pause_s)
     for stage in story.stages:
-        await story.harm("kill", stage)
+        await story.break_replica("kill", stage)
         await asyncio.sleep(pause_s)
-    await story.harm("stop", story.stages[1])
+    await story.break_replica("stop", story.stages[1])
     await asyncio.sleep(pause_s)
     stage = await story.bottleneck()
     for replicas in (3, 1):
@@ -132,7 +132,7 @@ def _outcome(
         "MiniLM in three stages over HTTP, broken on purpose",
         {MODEL: samples},
         story.scenes,
-        story.strengths,
+        story.replica_counts,
         story.stages,
     )
     console.print(f"timeline drawn to {os.fspath(picture)}", soft_wrap=True)

@@ -128,7 +128,7 @@ def event_table(scenes: list[Scene], samples: list[Sample]) -> Table:
         table.add_row(
             scene.title,
             noticed,
-            f"{scene.strength_s:.2f} s",
+            f"{scene.recovery_s:.2f} s",
             _span(samples, begin - RECENT_S, begin),
             _span(samples, begin, end),
             _span(samples, end, end + RECENT_S),

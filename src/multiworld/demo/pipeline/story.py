@@ -55,18 +55,18 @@ class Scene:
     detect_s: float | None = None
 
     @property
-    def strength_s(self) -> float:
+    def recovery_s(self) -> float:
         """Seconds from the event to the recovery."""
         return self.end_s - self.begin_s
 
 
 @dataclass(slots=True)
-class Strength:
+class ReplicaCounts:
     """Number of ready replicas at one moment.
 
     Attributes:
         at_s: Seconds since the load started.
-        ready: Ready replicas under each label of ``Story.lanes``.
+        ready: Ready replicas under each label of ``Story.labels``.
     """
 
     at_s: float
@@ -78,7 +78,7 @@ class Story:
 
     Attributes:
         scenes: Events so far.
-        strengths: Ready replicas over time.
+        replica_counts: Ready replicas over time.
         status: Latest answer of the controller to ``GET /status``.
     """
 
@@ -91,7 +91,7 @@ class Story:
         self._service: Service | None = None
         self._load: Load | None = None
         self.scenes: list[Scene] = []
-        self.strengths: list[Strength] = []
+        self.replica_counts: list[ReplicaCounts] = []
         self.status: dict[str, Any] = {}
 
     @property
@@ -100,11 +100,11 @@ class Story:
         return [s["name"] for s in self._app["models"][MODEL]["stages"]]
 
     @property
-    def lanes(self) -> list[str]:
+    def labels(self) -> list[str]:
         """Labels that replicas are counted under: the names of the stages."""
         return self.stages
 
-    def lane_of(self, process: dict[str, Any]) -> str:
+    def label_of(self, process: dict[str, Any]) -> str:
         """Return the label that a replica is counted under."""
         stage: int = process["stage"]
         return self.stages[stage]
@@ -196,14 +196,14 @@ class Story:
             except ServeError:
                 await asyncio.sleep(POLL_S)
                 continue
-            lanes = self.lanes
-            ready = [0] * len(lanes)
+            labels = self.labels
+            ready = [0] * len(labels)
             for process in self.status["processes"]:
                 if process["model"] and process["phase"] == "ready":
-                    lane = self.lane_of(process)
-                    if lane in lanes:
-                        ready[lanes.index(lane)] += 1
-            self.strengths.append(Strength(self.now(), tuple(ready)))
+                    label = self.label_of(process)
+                    if label in labels:
+                        ready[labels.index(label)] += 1
+            self.replica_counts.append(ReplicaCounts(self.now(), tuple(ready)))
             await asyncio.sleep(POLL_S)
 
     def now(self) -> float:
@@ -213,7 +213,7 @@ class Story:
 
     # Events.
 
-    async def harm(self, action: str, stage: str) -> None:
+    async def break_replica(self, action: str, stage: str) -> None:
         """Break a replica, and wait until its replacement is ready.
 
         Args:
@@ -238,7 +238,7 @@ class Story:
         scene.end_s = scene.begin_s + ready["at"] - began["at"]
         self.tell(
             f"loss detected after {scene.detect_s:.3f} s, replaced by {ready['name']} "
-            f"after {scene.strength_s:.2f} s"
+            f"after {scene.recovery_s:.2f} s"
         )
 
     async def scale(self, stage: str, replicas: int) -> None:
@@ -258,7 +258,7 @@ class Story:
             f"[cyan]scale[/] {stage} from {answer['before']} to {answer['replicas']}"
         )
         number = self.stages.index(stage)
-        await self.until(
+        await self.wait_until(
             lambda: (
                 self._count(number) == replicas and not self._count(number, going=True)
             )
@@ -280,7 +280,7 @@ class Story:
         text = yaml.safe_dump(self._app, sort_keys=False)
         await self.ask("POST", "/update", json={"text": text, "where": "the demo"})
         self.tell(f"[cyan]update[/] to version {version}")
-        await self.until(
+        await self.wait_until(
             lambda: all(
                 (p["version"], p["phase"]) == (version, "ready")
                 for p in self.status["processes"]
@@ -298,10 +298,10 @@ class Story:
         found = await self.ask("GET", "/status", params={"reports": True})
         busy: dict[int, list[float]] = {}
         for process in found["processes"]:
-            said = found["reports"].get(process["name"])
-            if process["model"] and said:
-                requests = max(1, said["counts"].get("requests", 0))
-                share = said["computed_s"] / requests / self._wanted(process["stage"])
+            report = found["reports"].get(process["name"])
+            if process["model"] and report:
+                requests = max(1, report["counts"].get("requests", 0))
+                share = report["computed_s"] / requests / self._wanted(process["stage"])
                 busy.setdefault(process["stage"], []).append(share)
         return self.stages[max(busy, key=lambda s: max(busy[s]))]
 
@@ -325,9 +325,9 @@ class Story:
     def finish(self, scene: Scene) -> None:
         """Record that the service has recovered from an event."""
         scene.end_s = self.now()
-        self.tell(f"recovered after {scene.strength_s:.2f} s")
+        self.tell(f"recovered after {scene.recovery_s:.2f} s")
 
-    async def until(self, is_so: Callable[[], bool]) -> None:
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait until a condition holds in a status that arrives after this call.
 
         Raises:
@@ -338,7 +338,7 @@ class Story:
         """
         limit = time.monotonic() + self.settle_s
         fresh = self.status
-        while fresh is self.status or not is_so():
+        while fresh is self.status or not condition():
             if time.monotonic() > limit:
                 last = self.scenes[-1].title if self.scenes else "the beginning"
                 raise DemoFailedError(f"the service did not recover in time: {last}")

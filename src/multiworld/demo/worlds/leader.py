@@ -132,7 +132,7 @@ class Leader:
                 ]
                 for name in (SURVIVOR, VICTIM):
                     await self._launch(name)
-                await self._drama()
+                await self._run_phases()
                 self._is_draining = True
                 await asyncio.wait(serving)
                 watching.cancel()
@@ -143,7 +143,7 @@ class Leader:
         self._sum_up()
         return self.outcome
 
-    async def _drama(self) -> None:
+    async def _run_phases(self) -> None:
         async with asyncio.timeout(REJOIN_LIMIT_S):
             for joined in self._joined.values():
                 await joined.wait()
@@ -246,9 +246,9 @@ class Leader:
 
     async def _pump(self, world: World) -> None:
         """Keep ``WINDOW`` batches in flight until the leader drains."""
-        async with asyncio.TaskGroup() as lanes:
+        async with asyncio.TaskGroup() as slots:
             for _ in range(WINDOW):
-                lanes.create_task(self._ask_and_collect(world))
+                slots.create_task(self._ask_and_collect(world))
 
     async def _ask_and_collect(self, world: World) -> None:
         """Fill one slot of the window; answers arrive in the order of the requests."""
