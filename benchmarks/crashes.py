@@ -1,10 +1,10 @@
-"""What a tenant that crashes replicas costs another: latency, beside a run without.
+"""Effect of one tenant's poison requests on the latency of another tenant.
 
-``python benchmarks/crashes.py [--rounds 2] [--seconds 120]``. A model of two stages
-that take 10 and 30 ms for a row, two replicas each. One tenant asks six times a second;
-another nothing, or once a second for something that kills the replica that computes it
-(each time something else): its own ones (``dedicated``), or those that both use.
-Writes ``results/crashes.json``.
+``python benchmarks/crashes.py [--rounds 2] [--seconds 120]``. The model has two stages
+that take 10 and 30 ms for a row, with two replicas each. The quiet tenant sends six
+requests a second. The deadly tenant sends nothing, or one request a second that kills
+the replica that computes it, a different one each time. The killed replicas belong to
+the deadly tenant (``dedicated``) or are shared. Writes ``results/crashes.json``.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from multiworld.serve.load.summary import quantile
 from multiworld.serve.simulation.traces import gamma
 
 QUIET, DEADLY = 6.0, 1.0
+"""Requests a second of the two tenants."""
+
 ALONE, OWN, SHARED = (
     "nobody crashes anything",
     "another crashes replicas of its own",
@@ -39,7 +41,7 @@ ALONE, OWN, SHARED = (
 
 
 def body(x: float) -> bytes:
-    """Return a request."""
+    """Return the body of a request for one number."""
     data = {"name": "x", "datatype": "FP32", "shape": [1], "data": [x]}
     return orjson.dumps({"inputs": [data]})
 
@@ -61,7 +63,17 @@ def spec_of(kind: str) -> dict[str, Any]:
 
 
 async def measure(url: str, service: Service, kind: str, seconds: float) -> Any:
-    """Return the samples of both tenants."""
+    """Send the requests of both tenants; return the samples of each.
+
+    Args:
+        url: URL of the gateway.
+        service: Client of the controller.
+        kind: Case to measure.
+        seconds: Seconds of load.
+
+    Cancellation:
+        Drops the requests in flight.
+    """
 
     def load(name: str, rate: float, numbers: range, seed: int) -> Load:
         key = service.ask("POST", "/tenants", json={"name": name})["key"]
@@ -70,7 +82,7 @@ async def measure(url: str, service: Service, kind: str, seconds: float) -> Any:
         due = [arrival.at for arrival in gamma(rate, seconds, seed=seed)]
         return Load(target, rate, due=due)
 
-    # No two deadly ones are the same: a request that has killed is refused at once.
+    # Deadly requests all differ, because a repeated poison request is refused at once.
     loads = [
         load("quiet", QUIET, range(1, 2), 1),
         load("deadly", DEADLY, range(-5000, -1), 2),
@@ -80,7 +92,7 @@ async def measure(url: str, service: Service, kind: str, seconds: float) -> Any:
 
 
 def run(kind: str, seconds: float) -> dict[str, float]:
-    """Run one case."""
+    """Run one case, and return the quiet tenant's numbers."""
     with (
         tempfile.TemporaryDirectory() as folder,
         services.running(spec_of(kind), Path(folder)) as url,
@@ -101,7 +113,7 @@ def run(kind: str, seconds: float) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure."""
+    """Measure every case, print a table, and write the results."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=120.0)
@@ -126,14 +138,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{mid['killed']:.0f}",
         )
     Console().print(table)
-    told = {
+    report = {
         "cpus": os.cpu_count(),
         "python": platform.python_version(),
         "seconds": given.seconds,
         "results": results,
     }
     path = Path(__file__).parent / "results" / "crashes.json"
-    path.write_text(json.dumps(told, indent=1))
+    path.write_text(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

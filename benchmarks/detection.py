@@ -1,14 +1,14 @@
-"""Time to detect and to recover, by kind of fault: worlds beside plain Gloo, and Ray.
+"""Time to detect a fault and to recover from it: worlds, plain Gloo and Ray.
 
-One survivor and one victim, a process each. The clock starts right before the fault
-(``os.kill``, or the command that cuts the network has returned) and stops when the
-survivor's program holds the error. Processes of one machine share the clock
+One survivor and one victim, a process each. The clock starts when the fault has been
+injected: when ``os.kill``, or the command that cuts the network, has returned. It stops
+when the survivor's program holds the error. Processes of one machine share this clock
 (``CLOCK_MONOTONIC``). Systems take turns within every round.
 
-Recovery: from the fault until a replacement process, started after detection, has
-joined under the same name and its first message has arrived.
+Recovery lasts from the fault until the first message of a replacement has arrived. The
+replacement is started after detection and joins under the same name.
 
-``--ray PYTHON`` names an interpreter that has Ray, measured the same way.
+``--ray PYTHON`` names an interpreter that has Ray, which is measured in the same way.
 """
 
 from __future__ import annotations
@@ -43,11 +43,13 @@ from multiworld.testing import Child, ProcessFleet, Role
 from multiworld.testing.hosts import Hosts, unavailable
 
 GIVE_UP_S = 5.0
-"""Plain Gloo notices a stopped process after its time-out, 30 minutes: long enough to
-say that it is not at once."""
+"""Seconds after which a fault counts as not detected.
+
+Plain Gloo detects a stopped process only after its timeout of 30 minutes.
+"""
 
 SLOW_ROUNDS = 3
-"""How often what takes seconds is measured, however many rounds there are."""
+"""Largest number of rounds for faults that take seconds."""
 
 GIB = 1 << 30
 HERE = Path(__file__).parent
@@ -55,7 +57,14 @@ HERE = Path(__file__).parent
 
 @dataclass
 class Result:
-    """One row: a system and a fault; milliseconds, None where it was not noticed."""
+    """Measurements of one system and one fault.
+
+    Attributes:
+        system: Name of the system.
+        fault: Name of the fault.
+        detected_ms: Milliseconds to detection; None: not within ``GIVE_UP_S``.
+        recovered_ms: Milliseconds to recovery.
+    """
 
     system: str
     fault: str
@@ -64,17 +73,17 @@ class Result:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
+    """Return a TCP port of loopback that is free now."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
 
 
-# The victims.
+# Victims.
 
 
 async def victim(role: Role, store: str, backend: str, gib: float) -> None:
-    """Rank 1 of a world; holds some memory, and waits for its end."""
+    """Join a world as rank 1, hold some memory, and wait for the fault."""
     ballast = torch.ones(int(gib * GIB) // 4) if gib else None
     async with WorldManager(config=WorldConfig(join_s=30)) as manager:
         world = await manager.join("w", rank=1, size=2, store=store, backend=backend)
@@ -85,7 +94,7 @@ async def victim(role: Role, store: str, backend: str, gib: float) -> None:
 
 
 async def plain_victim(role: Role, own: str, host: str, port: int) -> None:
-    """The same on plain Gloo."""
+    """Join a plain Gloo group as rank 1, and wait for the fault."""
     group = _plain_group(1, own, host, port)
     group.send([torch.ones(1)], 0, 0).wait()
     role.report("ready")
@@ -100,13 +109,14 @@ def _plain_group(rank: int, own: str, host: str, port: int) -> Any:
     return dist.ProcessGroupGloo(store, rank, 2, options)
 
 
-# Survivors: each returns when it noticed, in monotonic seconds, or None.
+# Survivors: each reports when it was ready and when it detected the loss, in seconds of
+# the monotonic clock.
 
 
 async def survive(
     role: Role, store: str, backend: str, busy: bool, repeat: int
 ) -> None:
-    """Rank 0 of a world; reports when it was told, and joins again."""
+    """Join a world as rank 0, report when the loss is detected, and join again."""
     async with WorldManager(config=WorldConfig(join_s=30)) as manager:
         for _ in range(repeat + 1):
             world = await manager.join(
@@ -126,7 +136,10 @@ async def survive(
 
 
 async def plain_survive(role: Role, own: str, host: str, port: int, busy: bool) -> None:
-    """The same on plain Gloo; idle, there is nobody who could notice."""
+    """Join a plain Gloo group as rank 0, and report when a receive fails.
+
+    An idle member of a plain Gloo group detects nothing.
+    """
     group = _plain_group(0, own, host, port)
     tensor = torch.empty(1)
     group.recv([tensor], 1, 0).wait()
@@ -148,16 +161,18 @@ async def plain_survive(role: Role, own: str, host: str, port: int, busy: bool) 
 
 @dataclass(frozen=True)
 class Case:
-    """A fault and how it is made.
+    """A fault.
 
     Attributes:
-        busy: The survivor waits in a receive; else it has nothing pending.
-        gib: What the victim holds in memory.
-        network: The fault needs hosts.
+        name: Name of the fault.
+        inject: Function that injects it, given the victim and the hosts.
+        busy: The survivor waits in a receive; otherwise it has nothing pending.
+        gib: GiB of memory that the victim holds.
+        network: The fault needs hosts (network namespaces).
     """
 
     name: str
-    strike: Callable[[Child, Any], None]
+    inject: Callable[[Child, Any], None]
     busy: bool = True
     gib: float = 0.0
     network: bool = False
@@ -180,7 +195,7 @@ CASES = [
 
 
 async def measure_world(backend: str, case: Case, result: Result) -> None:
-    """Measure one fault on worlds, and the recovery from it."""
+    """Measure the detection of one fault by a world, and the recovery from it."""
     with contextlib.ExitStack() as stack:
         hosts = stack.enter_context(Hosts(3)) if case.network else None
         places = (None, None, None) if hosts is None else tuple(hosts)
@@ -195,7 +210,7 @@ async def measure_world(backend: str, case: Case, result: Result) -> None:
             assert await child.report(60) == "ready"
             await survivor.report(60)
             await asyncio.sleep(0.3)
-            case.strike(child, hosts)
+            case.inject(child, hosts)
             at = time.monotonic()
             _, noticed = await survivor.report(60)
             result.detected_ms.append((noticed - at) * 1000)
@@ -205,7 +220,7 @@ async def measure_world(backend: str, case: Case, result: Result) -> None:
 
 
 async def serve(role: Role, host: str) -> None:
-    """Serve a store."""
+    """Run a store until the parent closes its pipe."""
     server = await StoreServer.listen(host, 0)
     role.report(server.port)
     with contextlib.suppress(EOFError):
@@ -213,7 +228,7 @@ async def serve(role: Role, host: str) -> None:
 
 
 async def measure_plain(case: Case, result: Result) -> None:
-    """Measure one fault on plain Gloo."""
+    """Measure the detection of one fault by plain Gloo."""
     with contextlib.ExitStack() as stack:
         hosts = stack.enter_context(Hosts(2)) if case.network else None
         places = (None, None) if hosts is None else tuple(hosts)
@@ -231,7 +246,7 @@ async def measure_plain(case: Case, result: Result) -> None:
             assert await child.report(60) == "ready"
             await survivor.report(60)
             await asyncio.sleep(0.3)
-            case.strike(child, hosts)
+            case.inject(child, hosts)
             at = time.monotonic()
             try:
                 _, noticed = await survivor.report(GIVE_UP_S)
@@ -241,7 +256,7 @@ async def measure_plain(case: Case, result: Result) -> None:
 
 
 def measure_ray(python: str, rounds: int) -> list[Result]:
-    """Let another interpreter measure Ray."""
+    """Measure Ray with another interpreter."""
     done = subprocess.run(
         [python, HERE / "detection_ray.py", str(rounds)],
         capture_output=True,
@@ -254,7 +269,7 @@ def measure_ray(python: str, rounds: int) -> list[Result]:
 
 
 async def run(rounds: int, python: str | None, console: Console) -> list[Result]:
-    """Measure everything; systems take turns."""
+    """Measure every fault on every system, in turns."""
     systems = ("world on direct", "world on gloo", "plain gloo")
     results: dict[tuple[str, str], Result] = {}
     for number in range(rounds):
@@ -276,17 +291,17 @@ async def run(rounds: int, python: str | None, console: Console) -> list[Result]
     return [result for result in found if result.detected_ms]
 
 
-# What came of it.
+# Results.
 
 
 def percentile(values: list[float], part: float) -> float:
-    """Return the value below which ``part`` of the values lie."""
+    """Return the quantile ``part`` (0 to 1) of the values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(part * len(ordered)))]
 
 
 def in_words(values: list[float | None], point: Callable[[list[float]], float]) -> str:
-    """Return one number of a row, or that it was not noticed."""
+    """Return a statistic of the detected faults as text, or "> 5000" if none was."""
     seen = [value for value in values if value is not None]
     return f"{point(seen):.0f}" if seen else f"> {GIVE_UP_S * 1000:.0f}"
 
@@ -313,7 +328,7 @@ def show(results: list[Result], console: Console) -> None:
 
 
 def plot(results: list[Result], path: Path) -> None:
-    """Draw detection times, one row a fault, one colour a system."""
+    """Draw detection times, with a row for each fault and a colour for each system."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -338,7 +353,7 @@ def plot(results: list[Result], path: Path) -> None:
     axes.set_yticks(range(len(faults)), faults)
     axes.invert_yaxis()
     axes.set_xlabel(
-        f"milliseconds until the survivor knows (>: not within {GIVE_UP_S:.0f} s)"
+        f"milliseconds until the survivor detects it (>: not in {GIVE_UP_S:.0f} s)"
     )
     axes.grid(axis="x", alpha=0.3)
     axes.legend(loc="upper center", bbox_to_anchor=(0.4, 1.18), ncol=4, frameon=False)

@@ -1,6 +1,6 @@
-"""How soon Ray tells that an actor's process was killed, or stopped. Needs ``ray``.
+"""Time until Ray reports that an actor's process was killed or stopped. Needs ``ray``.
 
-Run by ``detection.py --ray PYTHON`` with an interpreter of its own; prints JSON.
+``detection.py --ray PYTHON`` runs this script with that interpreter. It prints JSON.
 """
 
 from __future__ import annotations
@@ -14,23 +14,27 @@ import time
 import ray
 
 GIVE_UP_S = 5.0
+"""Seconds after which a fault counts as not detected."""
 
 
 @ray.remote(max_restarts=0)
 class Actor:
-    """Has a process, and a call that does not end."""
+    """Actor with a call that does not return."""
 
     def pid(self) -> int:
-        """Return its process."""
+        """Return the PID of this actor's process."""
         return os.getpid()
 
     def block(self) -> None:
-        """Never return."""
+        """Sleep for an hour."""
         time.sleep(3600)
 
 
 def measure(number: int) -> tuple[float | None, float]:
-    """Return milliseconds until the caller knows, and until a new actor answers."""
+    """Send a signal to an actor; return milliseconds to detection and to recovery.
+
+    Recovery means that a new actor has answered.
+    """
     actor = Actor.remote()
     pid = ray.get(actor.pid.remote())
     call = actor.block.remote()
@@ -47,7 +51,7 @@ def measure(number: int) -> tuple[float | None, float]:
 
 
 def main() -> None:
-    """Measure as often as is asked."""
+    """Measure as many rounds as the argument says."""
     rounds = int(sys.argv[1])
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     rows = []

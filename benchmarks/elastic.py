@@ -1,17 +1,21 @@
-"""What scaling is worth: attainment, goodput and cost under a load that varies much.
+"""Value of autoscaling: SLO attainment, goodput and cost under a varying load.
 
-``python benchmarks/elastic.py [--ray PYTHON] [--seconds 72] [--rounds 2]``. Three
-models of two stages each, which take 40 and 120 ms for a request (they sleep: so two
-cores are enough), and for each a trace of bursts, the same for all contenders: ours
-with an objective for 99 of 100 answers (the default) and for 95, ours with Ray Serve's
-parameters only, ours as a fixed fleet of the least, of the middle and of the most
-replicas, and Ray Serve: its own autoscaling, and a fixed fleet of the most. One at a
-time, all in each round; each round has traces of its own. ``simulated`` is what
-`multiworld simulate` makes of the same.
+``python benchmarks/elastic.py [--ray PYTHON] [--seconds 72] [--rounds 2]``. There are
+three models of two stages, which take 40 and 120 ms for a request. The stages sleep, so
+that two cores are enough. Each model has a trace of bursts, which is the same for all
+contenders:
 
-Attained: the share of all requests that were answered with 200 within 1.5 s of when
-they were due. Replica-seconds: of the stages, started ones included, counted twice a
-second. Writes ``results/elastic.json``.
+- multiworld with an objective for 99 % (the default) and for 95 % of the answers,
+- multiworld with Ray Serve's parameters only,
+- multiworld with fixed fleets of the least, a medium and the largest size,
+- Ray Serve with its own autoscaling, and with a fixed fleet of the largest size.
+
+Contenders run one at a time, all in each round, and each round has traces of its own.
+``simulated`` is the result of the simulator for the same traces.
+
+``attained`` is the share of all requests that were answered with 200 within 1.5 s of
+when they were due. Replica-seconds count the replicas of the stages twice a second,
+starting ones included. Writes ``results/elastic.json``.
 """
 
 from __future__ import annotations
@@ -51,10 +55,16 @@ from multiworld.serve.simulation.traces import generated
 from multiworld.serve.spec.loader import parse_spec
 
 MS = (40.0, 120.0)
+"""Milliseconds that each stage takes for a request."""
+
 OBJECTIVE_S = 1.5
+"""Latency objective, in seconds."""
+
 MOST = 4
+"""Largest number of replicas of a stage."""
+
 SHARES = {"ours": 0.99, "ours, 19 of 20": 0.95}
-"""Of the answers, that should come in time: ours, with an objective."""
+"""Share of answers that must meet the objective, by contender."""
 
 CONFIG = {
     "min_replicas": 1,
@@ -68,16 +78,22 @@ BODY = orjson.dumps(
     {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1], "data": [1.0]}]}
 )
 FLEETS = {"fixed, least": (1, 1), "fixed, middle": (1, 2), "fixed, most": (2, 4)}
+"""Replicas of each stage, by contender with a fixed fleet."""
+
 RAYS = {"Ray Serve": None, "Ray Serve, fixed, most": (2, 4)}
+"""Replicas of each stage, by contender on Ray Serve; None: autoscaling."""
+
 LOOK_S = 0.5
+"""Seconds between counts of the replicas."""
+
 START_S = 0.5
-"""Until a replica is ready, here; for the simulation."""
+"""Seconds that a simulated replica takes to start, as real ones did here."""
 
 RESULTS = Path(__file__).parent / "results" / "elastic.json"
 
 
 def traces(seconds: float, seed: int) -> dict[str, list[Arrival]]:
-    """Return a trace for each model: quiet and bursts, at different times."""
+    """Return a trace for each model; their bursts come at different times."""
     unit = seconds / 12
     patterns = {
         "a": ((1, 3), (15, 2), (1, 4), (10, 1), (1, 2)),
@@ -92,7 +108,7 @@ def traces(seconds: float, seed: int) -> dict[str, list[Arrival]]:
 
 
 def spec_of(kind: str) -> dict[str, Any]:
-    """Return the spec of one of our contenders."""
+    """Return the spec of one of multiworld's contenders."""
     factory = "multiworld.bench.serving.paced:model"
     stages: list[dict[str, Any]] = []
     for k, ms in enumerate(MS):
@@ -117,13 +133,22 @@ def spec_of(kind: str) -> dict[str, Any]:
     }
 
 
-# Running.
+# Runs.
 
 
 async def play(
     urls: dict[str, str], asked: dict[str, list[Arrival]], count: Any
 ) -> dict[str, Any]:
-    """Send all traces at once; return the samples, and the replica-seconds."""
+    """Send all traces at once; return the samples and the replica-seconds.
+
+    Args:
+        urls: URL of each model.
+        asked: Trace of each model.
+        count: Function that returns the current number of replicas.
+
+    Cancellation:
+        Drops the requests in flight.
+    """
     loads = {
         name: Load(
             Target(url, [BODY], {"Content-Type": "application/json"}),
@@ -147,7 +172,7 @@ async def play(
 
 
 def run_ours(kind: str, asked: dict[str, list[Arrival]]) -> dict[str, Any]:
-    """Run one of our contenders."""
+    """Run one of multiworld's contenders."""
     with (
         tempfile.TemporaryDirectory() as folder,
         services.running(spec_of(kind), Path(folder)) as url,
@@ -164,14 +189,22 @@ def run_ours(kind: str, asked: dict[str, list[Arrival]]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def ray(python: Path, fleet: tuple[int, ...] | None) -> Iterator[tuple[str, Any]]:
-    """Run Ray Serve; yield where it is, and what counts its replicas."""
+    """Run Ray Serve; yield its URL, and a function that counts its replicas.
+
+    Args:
+        python: Interpreter that has ``ray[serve]``.
+        fleet: Replicas of each stage; None: autoscaling.
+
+    Raises:
+        RuntimeError: Ray Serve did not start.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    said: dict[str, Any] = {"models": dict.fromkeys("abc", MS), "fleet": fleet}
-    said["autoscaling_config"] = CONFIG
+    config: dict[str, Any] = {"models": dict.fromkeys("abc", MS), "fleet": fleet}
+    config["autoscaling_config"] = CONFIG
     process = subprocess.Popen(
-        [str(python), str(HERE / "ray_elastic.py"), str(port), json.dumps(said)],
+        [str(python), str(HERE / "ray_elastic.py"), str(port), json.dumps(config)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -184,7 +217,7 @@ def ray(python: Path, fleet: tuple[int, ...] | None) -> Iterator[tuple[str, Any]
         while (line := process.stdout.readline()) and line.strip() != "ready":
             pass
         if not line:
-            raise RuntimeError("Ray Serve did not start")
+            raise RuntimeError("Ray Serve did not start; is ray[serve] installed?")
         os.set_blocking(process.stdout.fileno(), False)
         last = [0]
 
@@ -205,13 +238,13 @@ def ray(python: Path, fleet: tuple[int, ...] | None) -> Iterator[tuple[str, Any]
 
 
 def run_ray(python: Path, kind: str, asked: dict[str, list[Arrival]]) -> dict[str, Any]:
-    """Run Ray Serve's autoscaling, or a fixed fleet of its."""
+    """Run Ray Serve with its autoscaling, or with a fixed fleet."""
     with ray(python, RAYS[kind]) as (url, count):
         return asyncio.run(play({n: f"{url}/{n}" for n in asked}, asked, count))
 
 
 def run_simulated(kind: str, asked: dict[str, list[Arrival]]) -> dict[str, float]:
-    """Return what the simulator makes of one of our contenders."""
+    """Return the simulator's attainment and cost of one of multiworld's contenders."""
     spec = parse_spec(yaml.safe_dump(spec_of(kind))).models["a"]
     chosen = default_policy.decide if kind not in FLEETS else reference_policies.fixed
     good = cost = sent = 0.0
@@ -227,11 +260,11 @@ def run_simulated(kind: str, asked: dict[str, list[Arrival]]) -> dict[str, float
     return {"attained": good / sent, "cost": cost}
 
 
-# Telling.
+# Results.
 
 
 def numbers(found: dict[str, Any], seconds: float) -> dict[str, float]:
-    """Return what came of a run."""
+    """Return the numbers of a run."""
     samples: list[Sample] = [s for one in found["samples"].values() for s in one]
     took = [s.latency_s for s in samples if s.is_answered]
     good = sum(t <= OBJECTIVE_S for t in took)
@@ -247,7 +280,7 @@ def numbers(found: dict[str, Any], seconds: float) -> dict[str, float]:
 
 
 def show(results: dict[str, list[dict[str, float]]], simulated: dict[str, Any]) -> None:
-    """Print medians over the rounds."""
+    """Print the medians of the rounds."""
     table = Table(title="medians of the rounds")
     table.add_column("contender")
     for title in ("attained", "good/s", "replica-s", "p50 ms", "p99 ms", "lost"):
@@ -270,7 +303,7 @@ def show(results: dict[str, list[dict[str, float]]], simulated: dict[str, Any]) 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure."""
+    """Measure every contender, print a table, and write the results."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--ray", type=Path, help="an interpreter that has ray[serve]")
     parser.add_argument("--seconds", type=float, default=72.0)
@@ -296,14 +329,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name, rounds in simulated.items()
     }
     show(results, medians)
-    told = {
+    report = {
         "cpus": os.cpu_count(),
         "python": platform.python_version(),
         "seconds": given.seconds,
         "results": results,
         "simulated": simulated,
     }
-    given.out.write_text(json.dumps(told, indent=1))
+    given.out.write_text(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,17 @@
-"""What a flood of one tenant costs another: latency, beside a run without the flood.
+"""Effect of one tenant's flood on the latency of another tenant.
 
-``python benchmarks/floods.py [--rounds 3] [--seconds 15]``. A model of two stages that
-take 10 and 30 ms for a row, one replica each. One tenant asks six times a second;
-another nothing, or ten times what the model can compute. With fair shares (as they
-are), with the flood's requests under the same tenant's name (so: a plain queue), with a
-limit on the flood (``max_parallel_requests``), and with replicas of its own for the
-first tenant. Writes ``results/floods.json``.
+``python benchmarks/floods.py [--rounds 3] [--seconds 15]``. The model has two stages
+that take 10 and 30 ms for a row, with one replica each. The quiet tenant sends six
+requests a second. The flood is another tenant that sends ten times what the model can
+compute. The cases:
+
+- no flood,
+- fair queueing, the default,
+- both loads under one tenant's name, which makes a plain queue,
+- a limit on the flood (``max_parallel_requests``),
+- dedicated replicas for the quiet tenant.
+
+Writes ``results/floods.json``.
 """
 
 from __future__ import annotations
@@ -32,7 +38,11 @@ from multiworld.serve.load.summary import quantile
 from multiworld.serve.simulation.traces import gamma
 
 MS = (10.0, 30.0)
+"""Milliseconds that each stage takes for a row."""
+
 QUIET, FLOOD = 6.0, 330.0
+"""Requests a second of the two tenants."""
+
 BODY = orjson.dumps(
     {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1], "data": [1.0]}]}
 )
@@ -65,10 +75,20 @@ def spec_of(kind: str) -> dict[str, Any]:
 
 
 async def measure(url: str, service: Service, kind: str, seconds: float) -> Any:
-    """Return the samples of the quiet tenant."""
+    """Send the requests of both tenants; return the quiet tenant's samples.
 
-    def key(name: str, **said: Any) -> str:
-        made = service.ask("POST", "/tenants", json={"name": name, **said})
+    Args:
+        url: URL of the gateway.
+        service: Client of the controller.
+        kind: Case to measure.
+        seconds: Seconds of load.
+
+    Cancellation:
+        Drops the requests in flight.
+    """
+
+    def key(name: str, **settings: Any) -> str:
+        made = service.ask("POST", "/tenants", json={"name": name, **settings})
         return str(made["key"])
 
     quiet = key("quiet")
@@ -90,7 +110,7 @@ async def measure(url: str, service: Service, kind: str, seconds: float) -> Any:
 
 
 def run(kind: str, seconds: float) -> dict[str, float]:
-    """Run one case."""
+    """Run one case, and return the quiet tenant's numbers."""
     with (
         tempfile.TemporaryDirectory() as folder,
         services.running(spec_of(kind), Path(folder)) as url,
@@ -107,7 +127,7 @@ def run(kind: str, seconds: float) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure."""
+    """Measure every case, print a table, and write the results."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=15.0)
@@ -133,13 +153,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{more * 1000:+.0f} ms",
         )
     Console().print(table)
-    told = {
+    report = {
         "cpus": os.cpu_count(),
         "python": platform.python_version(),
         "results": results,
     }
     path = Path(__file__).parent / "results" / "floods.json"
-    path.write_text(json.dumps(told, indent=1))
+    path.write_text(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

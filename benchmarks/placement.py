@@ -1,11 +1,14 @@
-"""How good the placements are, beside greedy, published results and bounds.
+"""Quality of the placements, beside greedy, published results and bounds.
 
-``python benchmarks/placement.py [--limit 20] [--chain-limit 100] [--data FOLDER]``. Two
-kinds of problem: chains of layers that are cut while they are placed, on Helix's public
-clusters (``data/placement``, numbers of its artifact), and models of given stages that
-share devices, drawn at random from a seed, up to 64 devices, 20 models of 4 stages.
-Every answer is checked by the verifier that the tests use. Writes
-``results/placement.json``.
+``python benchmarks/placement.py [--limit 20] [--chain-limit 100] [--data FOLDER]``.
+There are two kinds of problem:
+
+- chains of layers that are cut while they are placed, on Helix's public clusters
+  (``data/placement``, with the numbers of its artifact),
+- models of given stages that share devices, drawn from a seed, with up to 64 devices
+  and 20 models of 4 stages.
+
+The tests' verifier checks every answer. Writes ``results/placement.json``.
 """
 
 from __future__ import annotations
@@ -42,15 +45,20 @@ from multiworld.serve.placement.solver.verify import faults
 
 HERE = Path(__file__).parent
 SHAPES = ((4, 2, 3), (8, 4, 3), (16, 6, 4), (32, 10, 4), (64, 20, 4))
-"""Devices, models, stages."""
+"""Numbers of devices, of models, and of stages of each model."""
 
 SPEED = {"a100": 1.0, "l4": 3.2, "t4": 6.0}
+"""Computing time of each kind of device, relative to an A100."""
+
 PRICE = {"a100": 3.7, "l4": 0.7, "t4": 0.35}
+"""Price of each kind of device."""
+
 MEMORY = {"a100": 40, "l4": 24, "t4": 16}
+"""GiB of each kind of device."""
 
 
 def chain_of(found: dict[str, Any]) -> Chain:
-    """Return an instance as it is kept in a file."""
+    """Return the placement problem in the content of an instance's file."""
     kinds = tuple(
         NodeKind(
             kind["count"],
@@ -62,7 +70,11 @@ def chain_of(found: dict[str, Any]) -> Chain:
 
 
 def chains(folder: Path, limit_s: float) -> list[dict[str, Any]]:
-    """Place every instance of the folder."""
+    """Place every instance in a folder; return the rows of results.
+
+    Raises:
+        SystemExit: The verifier found another flow than the solver.
+    """
     rows = []
     for path in sorted(folder.glob("*.json")):
         given = json.loads(path.read_text())
@@ -72,7 +84,7 @@ def chains(folder: Path, limit_s: float) -> list[dict[str, Any]]:
         seconds = time.monotonic() - began
         again = flow_of(chain, found.ranges)
         if abs(again - found.flow) > 1e-6 * found.flow:
-            raise SystemExit(f"{path.name}: {found.flow} is said, {again} flows")
+            raise SystemExit(f"{path.name}: solver says {found.flow}, verifier {again}")
         rows.append(
             {
                 "instance": given["name"],
@@ -91,7 +103,14 @@ def chains(folder: Path, limit_s: float) -> list[dict[str, Any]]:
 
 
 def random_problem(devices: int, models: int, stages: int, seed: int) -> Problem:
-    """Return nodes of up to four mixed GPUs, and models that about fill them."""
+    """Return nodes of up to four GPUs, and random models that roughly fill them.
+
+    Args:
+        devices: Number of devices.
+        models: Number of models.
+        stages: Stages of each model.
+        seed: Seed of the random numbers.
+    """
     draw = random.Random(seed)
     kinds = [draw.choice(list(SPEED)) for _ in range(-(-devices // 4))]
     nodes = tuple(
@@ -128,7 +147,11 @@ def random_problem(devices: int, models: int, stages: int, seed: int) -> Problem
 
 
 def shared(limit_s: float, seeds: int) -> list[dict[str, Any]]:
-    """Place random models, with and without the solvers."""
+    """Place random models, with and without the solvers; return the rows of results.
+
+    Raises:
+        SystemExit: The verifier found a fault, or greedy was better.
+    """
     rows = []
     for devices, models, stages in SHAPES:
         for seed in range(seeds):
@@ -161,7 +184,7 @@ def shared(limit_s: float, seeds: int) -> list[dict[str, Any]]:
 
 
 def show(found: dict[str, Any]) -> None:
-    """Print tables."""
+    """Print the tables."""
     table = Table(title="chains of layers (Helix's clusters), tokens/s")
     for column in ("instance", "ours", "best known", "published", "bound", "s"):
         table.add_column(column, justify="left" if column == "instance" else "right")
@@ -188,7 +211,7 @@ def show(found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Run the command."""
+    """Measure, write the results, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--limit", type=float, default=20.0)
     parser.add_argument("--chain-limit", type=float, default=100.0)

@@ -1,11 +1,11 @@
-"""What killed replicas cost: requests lost, and the time until all answer again.
+"""Cost of killed replicas: lost requests, and the longest latency.
 
 ``python benchmarks/serving_kills.py [--ray PYTHON] [--rounds 3]``. Three stages of
-50 ms, two replicas each, on multiworld and on Ray Serve with its
-defaults; one at a time, both in each round. Eight clients ask in a closed loop for
-fifteen seconds, each waiting up to ten for an answer; a replica of each stage is killed
-(SIGKILL) after 3, 6 and 9 s. Prints what was not answered with 200, and the longest
-answer. Writes ``results/serving_kills.json``.
+50 ms, with two replicas each, run on multiworld and on Ray Serve with its defaults, one
+at a time, both in each round. Eight clients send requests in a closed loop for 15 s and
+wait up to 10 s for an answer. One replica of each stage is killed (SIGKILL) after 3, 6
+and 9 s. Prints the requests that were not answered with 200, and the longest latency.
+Writes ``results/serving_kills.json``.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ from multiworld.bench.serving.services import Service
 
 CLIENTS, SECONDS, PATIENCE_S = 8, 15.0, 10.0
 KILLS_S = (3.0, 6.0, 9.0)
+"""Seconds after which a replica of the first, second and third stage is killed."""
 
 
 def ours(folder: Path) -> Callable[[int], int]:
-    """Return what tells the process of some replica of a stage."""
+    """Return a function that picks a multiworld replica of a stage, as a PID."""
 
     def find(stage: int) -> int:
         record = json.loads((folder / "state" / "record.json").read_text())
@@ -51,7 +52,7 @@ def ours(folder: Path) -> Callable[[int], int]:
 
 
 def rays(stage: int) -> int:
-    """Return the process of some replica of a stage; Ray names its processes."""
+    """Return the PID of a random Ray Serve replica of a stage; Ray names processes."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -65,7 +66,15 @@ def rays(stage: int) -> int:
 
 
 async def disturb(contender: Service, find: Callable[[int], int]) -> dict[str, Any]:
-    """Ask while replicas are killed; return what came of it."""
+    """Send requests while replicas are killed; return the numbers.
+
+    Args:
+        contender: Service to send to.
+        find: Function that returns the PID of a replica of a stage.
+
+    Cancellation:
+        Drops the requests in flight.
+    """
     failed: Counter[str] = Counter()
     latencies: list[float] = []
     end = time.monotonic() + SECONDS
@@ -102,7 +111,7 @@ async def disturb(contender: Service, find: Callable[[int], int]) -> dict[str, A
 
 
 def one_round(python: str | None) -> dict[str, dict[str, Any]]:
-    """Disturb each system once."""
+    """Measure each system once."""
     found = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -115,7 +124,7 @@ def one_round(python: str | None) -> dict[str, dict[str, Any]]:
 
 
 def main() -> None:
-    """Run the command."""
+    """Measure all rounds, print a table, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ray", help="an interpreter that has ray[serve]")
     parser.add_argument("--rounds", type=int, default=3)

@@ -1,9 +1,9 @@
-"""Fills the tables of ``docs/performance.md`` from what was measured.
+"""Writes the tables of ``docs/performance.md`` from the files in ``results/``.
 
-``python benchmarks/tables.py`` rewrites what stands between ``<!-- SUITE: KIND -->``
-and ``<!-- end -->`` in the pages: a row for each contender, a column for each size, and
-in brackets the median of the rounds' own ratios to the suite's baseline. ``<!-- SUITE!
-KIND -->`` shows ratios alone, with their 95 % interval.
+``python benchmarks/tables.py`` replaces the text between ``<!-- SUITE: KIND -->`` and
+``<!-- end -->`` in the pages. The table has a row for each contender and a column for
+each size. The median of the rounds' own ratios to the suite's baseline is in brackets.
+``<!-- SUITE! KIND -->`` makes a table of the ratios alone, with their 95 % interval.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TABLE = re.compile(r"<!-- (\w+)([:!]) ([^>]*) -->\n.*?<!-- end -->", re.DOTALL)
 
 
 def report_of(suite: str) -> BenchReport:
-    """Return a suite's samples."""
+    """Return the results of a suite."""
     found = json.loads((HERE / "results" / f"{suite}.json").read_text())
     report = BenchReport(suite, found["baseline"])
     for series in found["series"]:
@@ -37,7 +37,7 @@ def medians(report: BenchReport, kind: str) -> list[list[str]]:
     """Return a row for each contender, a column for each size."""
     found = [series for series in report.series if series.kind == kind]
     if not found:
-        raise SystemExit(f"{report.suite} has no {kind!r}")
+        raise SystemExit(f"results/{report.suite}.json has no series {kind!r}")
     sizes = sorted({series.size for series in found})
     rows = [["", *(f"{size:,}" for size in sizes)]]
     for name in dict.fromkeys(series.contender for series in found):
@@ -75,14 +75,14 @@ def ratios(report: BenchReport, kind: str) -> list[list[str]]:
 
 
 def markdown(rows: list[list[str]]) -> str:
-    """Return rows as a table, the first one its head."""
+    """Return rows as a Markdown table; the first one is its head."""
     head, *rest = rows
     rule = ["---", *["---:"] * (len(head) - 1)]
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *rest))
 
 
 def fill(match: re.Match[str]) -> str:
-    """Return a place with its table."""
+    """Return the markers with their table."""
     suite, mark, kind = match.groups()
     make: Any = medians if mark == ":" else ratios
     table = markdown(make(report_of(suite), kind))
@@ -90,7 +90,7 @@ def fill(match: re.Match[str]) -> str:
 
 
 def main() -> None:
-    """Rewrite the pages."""
+    """Rewrite the tables of all pages."""
     for page in PAGES:
         page.write_text(TABLE.sub(fill, page.read_text()))
 

@@ -1,4 +1,4 @@
-"""The members of each world collect each other's tensors."""
+"""All-gather: every member of a world gets the tensors of all members."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from multiworld import World
 
 
 async def step(world: World, number: int) -> str:
-    """Everybody has everybody's tensor afterwards, by rank."""
+    """Gather the tensors of all members on every member, in the order of ranks."""
     gathered = await world.all_gather(torch.tensor([world.rank, number]))
     values = [tensor.tolist() for tensor in gathered]
     assert values == [[rank, number] for rank in range(world.size)]

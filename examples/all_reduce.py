@@ -1,4 +1,4 @@
-"""The members of each world add their tensors up, and all have the sum."""
+"""All-reduce: every member of a world gets the sum of all members' tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from multiworld import World
 
 
 async def step(world: World, number: int) -> str:
-    """Everybody has the sum afterwards."""
+    """Sum the tensors of all members on every member."""
     tensor = torch.full((4,), float(world.rank + number))
     await world.all_reduce(tensor)
     total = sum(rank + number for rank in range(world.size))

@@ -1,4 +1,4 @@
-"""Rank 0 of each world sends the same tensor to all its members."""
+"""Broadcast: rank 0 of each world sends one tensor to all members."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from multiworld import World
 
 
 async def step(world: World, number: int) -> str:
-    """Everybody has rank 0's tensor afterwards."""
+    """Copy rank 0's tensor to every member."""
     tensor = torch.full((4,), float(number)) if world.rank == 0 else torch.zeros(4)
     await world.broadcast(tensor, src=0)
     assert torch.equal(tensor, torch.full((4,), float(number)))

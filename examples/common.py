@@ -1,7 +1,7 @@
-"""What the examples share: arguments, starting workers, and the loop around a step.
+"""Common part of the examples: arguments, workers, and the loop around a step.
 
-The process that is started without ``--world`` is the leader: rank 0 of world 1 and of
-world 2. It starts the other members as processes, each in one world only.
+A process started without ``--world`` is the leader: rank 0 of world 1 and of world 2.
+It starts every other member as a process, each in one world only.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ import multiworld
 from multiworld import World, WorldBrokenError, WorldClosedError, WorldManager
 
 WORLDS = (1, 2)
-STEP_S = 0.01  # a pace at which a person can see what happens
+STEP_S = 0.01  # pause after each step, so that a person can follow
 
 Step = Callable[[World, int], Awaitable[str]]
 
 
 def parse(description: str | None) -> argparse.Namespace:
-    """Read the arguments that all examples have."""
+    """Parse the arguments that the examples have in common."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
         "--world",
         action="append",
         default=[],
         metavar="ID:RANK",
-        help="join world ID as RANK (repeat for several; default: lead, start workers)",
+        help="join world ID as RANK (repeatable; default: lead, and start workers)",
     )
     parser.add_argument(
-        "--addr", default="", metavar="HOST:PORT", help="where rank 0 of world 1 is"
+        "--addr", default="", metavar="HOST:PORT", help="address of rank 0 of world 1"
     )
     parser.add_argument(
         "--store",
         default=os.environ.get("MULTIWORLD_STORE", ""),
         metavar="tcp://HOST:PORT",
-        help="a `multiworld store` to meet at (default: MULTIWORLD_STORE, or --addr)",
+        help="address of a `multiworld store` (default: MULTIWORLD_STORE, or --addr)",
     )
     parser.add_argument("--backend", default="direct", help="direct (default) or gloo")
     parser.add_argument("--size", type=int, default=2, help="members of each world")
@@ -49,12 +49,12 @@ def parse(description: str | None) -> argparse.Namespace:
     parser.add_argument("--kill", action="store_true", help="kill a worker half way")
     args = parser.parse_args()
     if args.world and not (args.addr or args.store):
-        parser.error("--world needs --store, or --addr: where rank 0 of world 1 is")
+        parser.error("--world needs --store, or --addr with rank 0 of world 1")
     return args
 
 
 def run(description: str | None, step: Step) -> None:
-    """Run an example: ``step(world, number)`` on every member of every world."""
+    """Run ``step(world, number)`` again and again, on every member of every world."""
     args = parse(description)
     with contextlib.ExitStack() as stack:
         workers: dict[int, subprocess.Popen[bytes]] = {}
@@ -76,7 +76,7 @@ def run(description: str | None, step: Step) -> None:
 def start_worker(
     args: argparse.Namespace, world: int, rank: int
 ) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
-    """Start this same program as one member of one world; end it at the end."""
+    """Start this program as one member of one world; wait for it at the end."""
     command = [sys.executable, sys.argv[0], "--world", f"{world}:{rank}"]
     command += ["--store", args.store] if args.store else ["--addr", args.addr]
     command += ["--backend", args.backend]
@@ -96,7 +96,7 @@ async def take_part(
     step: Step,
     workers: dict[int, subprocess.Popen[bytes]],
 ) -> bool:
-    """Join every world, each with a task of its own; tell whether all went well."""
+    """Take part in every world, each in its own task; tell whether all went well."""
     async with WorldManager() as manager:
         tasks = [
             member(manager, args, world, rank, step, workers.get(world))
@@ -113,7 +113,7 @@ async def member(
     step: Step,
     worker: subprocess.Popen[bytes] | None,
 ) -> bool:
-    """Take all steps in one world, or as many as it lives."""
+    """Join one world and take its steps until they are done or the world breaks."""
     is_victim = args.kill and worker is not None and world_id == WORLDS[-1]
     world = await manager.join(
         f"world{world_id}",
@@ -133,21 +133,21 @@ async def member(
             await asyncio.sleep(STEP_S)
     except (WorldBrokenError, WorldClosedError) as error:
         say(world, f"stopped at step {number}: {error}")
-        # A worker whose leader is done, or a leader whose worker was killed on purpose.
+        # Expected only if this leader killed its worker.
         return is_victim and isinstance(error, multiworld.MemberLostError)
     say(world, f"all {args.steps} steps done")
     return not is_victim
 
 
 def say(world: World, text: str) -> None:
-    """Print a line that says who speaks."""
-    # One write a line: several processes share the terminal.
+    """Print a line with the world and the rank."""
+    # One write for each line, because several processes share the terminal.
     sys.stdout.write(f"[{world.name} rank {world.rank}] {text}\n")
     sys.stdout.flush()
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
+    """Return a TCP port of loopback that is free now."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])

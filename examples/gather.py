@@ -1,4 +1,4 @@
-"""Rank 0 of each world collects the members' tensors."""
+"""Gather: rank 0 of each world gets the tensors of all members."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from multiworld import World
 
 
 async def step(world: World, number: int) -> str:
-    """Rank 0 has everybody's tensor afterwards, by rank."""
+    """Gather the tensors of all members on rank 0, in the order of ranks."""
     gathered = await world.gather(torch.tensor([world.rank, number]), dst=0)
     if gathered is None:
-        return "gave mine"
+        return "sent mine"
     values = [tensor.tolist() for tensor in gathered]
     assert values == [[rank, number] for rank in range(world.size)]
     return f"have {values}"

@@ -1,8 +1,8 @@
-"""A worker joins a running leader while its other world's traffic is measured.
+"""Late join: a worker joins the leader while another world's traffic is measured.
 
-World 1 passes messages all the time. World 2's worker starts when world 1 has done a
-third of its steps. The summary shows the time between messages of world 1 before, while
-and after world 2 was joined. With --kill, world 2's worker is killed in the end.
+World 1 passes messages all the time. World 2's worker starts after --steps / 100
+seconds. The summary shows the time between messages of world 1 before, during and after
+the join. With --kill, world 2's worker is killed half way through its steps.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from multiworld import MemberLostError, MultiWorldError, World, WorldManager
 
 
 async def answer(world: World) -> None:
-    """A worker's part: send back what comes, until the leader leaves."""
+    """Send every message back until the leader leaves; the worker's part."""
     with contextlib.suppress(MultiWorldError):
         while True:
             await world.send(await world.recv(src=0), dst=0)
 
 
 async def ask(world: World, times: list[float]) -> None:
-    """The leader's part: round trips for ever, noting when each was done."""
+    """Make round trips and record when each was done; the leader's part."""
     while True:
         await world.send(torch.ones(256), dst=1)
         await world.recv(src=1)
@@ -38,7 +38,7 @@ async def ask(world: World, times: list[float]) -> None:
 
 
 async def work(args: argparse.Namespace) -> bool:
-    """Be a worker, in as many worlds as were given."""
+    """Run a worker in the worlds of the arguments, one after the other."""
     async with WorldManager() as manager:
         for world_id, rank in (map(int, w.split(":")) for w in args.world):
             world = await manager.join(
@@ -53,7 +53,7 @@ async def work(args: argparse.Namespace) -> bool:
 
 
 async def lead(args: argparse.Namespace) -> bool:
-    """Be rank 0 of both worlds."""
+    """Run the leader, which is rank 0 of both worlds."""
     args.addr = args.addr or f"127.0.0.1:{free_port()}"
     joining = {"rank": 0, "size": 2, "store": f"tcp://{args.addr}"}
     joining["backend"] = args.backend
@@ -80,7 +80,7 @@ async def lead(args: argparse.Namespace) -> bool:
 
 
 async def use(world: World, victim: object) -> bool:
-    """Use the new world a little; kill its worker if that is wanted."""
+    """Make 100 round trips in the new world; kill its worker half way, if given."""
     for number in range(100):
         try:
             if victim is not None and number == 50:
@@ -96,7 +96,7 @@ async def use(world: World, victim: object) -> bool:
 
 
 def report(times: list[float], marks: list[float]) -> None:
-    """Print the gaps between world 1's messages, phase by phase."""
+    """Print the gaps between world 1's messages before, during and after the join."""
     bounds = [float("-inf"), *marks, float("inf")]
     for name, begin, end in zip(
         ("before", "while joining", "after"), bounds[:-1], bounds[1:], strict=True

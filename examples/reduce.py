@@ -1,4 +1,4 @@
-"""The members of each world add their tensors up at rank 0."""
+"""Reduce: rank 0 of each world gets the sum of all members' tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from multiworld import World
 
 
 async def step(world: World, number: int) -> str:
-    """Rank 0 has the sum afterwards; the others' tensors stay as they are."""
+    """Sum the tensors of all members on rank 0; the other tensors do not change."""
     tensor = torch.full((4,), float(world.rank + number))
     await world.reduce(tensor, dst=0)
     if world.rank == 0:

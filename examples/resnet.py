@@ -1,7 +1,7 @@
-"""A trained ResNet on the workers of each world; the leader sends it images.
+"""Inference: the workers of each world classify the images that the leader sends.
 
-The model and the images (scikit-learn's handwritten digits) are those of the demo:
-pip install 'multiworld-elastic[demo]'
+The model is a trained ResNet, and the images are scikit-learn's handwritten digits, as
+in the demo. Install them with: pip install 'multiworld-elastic[demo]'
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BATCH = 8
 
 @functools.cache
 def prepare() -> tuple[DigitsResNet, Digits]:
-    """Return the model, trained the first time, and the images it never saw."""
+    """Return the model, which the first call trains, and the test images."""
     torch.set_num_threads(1)
     training, test = load_digits()
     weights, _ = trained_weights(training)
@@ -35,11 +35,11 @@ def prepare() -> tuple[DigitsResNet, Digits]:
 
 
 async def step(world: World, number: int) -> str:
-    """The leader asks each worker about one batch; a worker answers one."""
+    """Classify one batch as a worker or, as the leader, send one to each worker."""
     model, test = prepare()
     if world.rank != 0:
         batch = await world.recv_bundle(src=0)
-        # Never compute on the loop: other worlds live there.
+        # Computing on the event loop would hold up every other world on it.
         digits = await asyncio.to_thread(classify, model, batch.tensors["images"])
         await world.send(digits, dst=0)
         return f"classified {len(digits)} images"

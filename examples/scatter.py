@@ -1,4 +1,4 @@
-"""Rank 0 of each world gives each member a tensor of its own."""
+"""Scatter: rank 0 of each world sends a different tensor to each member."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from multiworld import World
 
 
 async def step(world: World, number: int) -> str:
-    """Each member has its share afterwards."""
+    """Send each member its share of rank 0's tensors."""
     shares = None
     if world.rank == 0:
         shares = [torch.tensor([rank, number]) for rank in range(world.size)]

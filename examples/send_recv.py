@@ -1,4 +1,4 @@
-"""Every worker sends a tensor to its leader, which is in several worlds at once."""
+"""Send and receive: a leader in several worlds receives from the worker of each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LEADER = 0
 
 
 async def step(world: World, number: int) -> str:
-    """Send, or receive from every worker of this world."""
+    """Send to the leader or, as the leader, receive from every worker of this world."""
     if world.rank != LEADER:
         tensor = torch.full((4,), float(world.rank * 1000 + number))
         await world.send(tensor, dst=LEADER)

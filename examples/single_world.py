@@ -1,8 +1,8 @@
-"""Plain torch.distributed, for comparison: one world, and one failure stops everybody.
+"""Plain torch.distributed, for comparison: one failure stops every member.
 
-All members run all_reduce in a loop. (All_reduce, because on Gloo point-to-point pairs
-are independent of each other and would hide the effect.) With --kill, or when you kill
-one by hand, every other member's loop ends with an error that names nobody.
+All members run all_reduce in a loop. Point-to-point messages would hide the effect,
+because Gloo's pairs are independent of each other. With --kill, or when you kill one
+member by hand, every other member's loop ends with an error that names no rank.
 
     python examples/single_world.py --kill
     python examples/single_world.py --worldsize 3 --rank 0 --addr 10.0.0.1 --multihost
@@ -23,7 +23,7 @@ from common import free_port
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read the arguments; the names are those of pymultiworld's example."""
+    """Parse the arguments, which have the names of pymultiworld's example."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", default="gloo")
     parser.add_argument("--worldsize", type=int, default=3)
@@ -40,7 +40,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def reduce_for_ever(args: argparse.Namespace) -> int:
-    """Be one member; return the number of steps that went well."""
+    """Run one member; return the number of steps that it completed."""
     os.environ.update(MASTER_ADDR=args.addr, MASTER_PORT=str(args.port or 29500))
     dist.init_process_group(args.backend, rank=args.rank, world_size=args.worldsize)
     print(f"[rank {args.rank}] process {os.getpid()}", flush=True)
@@ -61,7 +61,7 @@ def reduce_for_ever(args: argparse.Namespace) -> int:
 
 
 def start_all(args: argparse.Namespace) -> bool:
-    """Start every member; tell whether it went as it should."""
+    """Start every member; tell whether all finished or, with --kill, none did."""
     port = str(args.port or free_port())
     command = [sys.executable, sys.argv[0], "--multihost", "--port", port]
     command += ["--worldsize", str(args.worldsize), "--steps", str(args.steps)]

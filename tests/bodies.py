@@ -1,4 +1,4 @@
-"""What the children of the process tests run."""
+"""Programs that the child processes of tests run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from multiworld.testing import Role
 
 
 async def echo(role: Role, name: str, store: str, backend: str) -> None:
-    """Rank 1 of a world of two: send back what comes, until the other leaves."""
+    """Join a world of two as rank 1, and send messages back until the other leaves."""
     async with WorldManager(config=WorldConfig(join_s=20)) as manager:
         world = await manager.join(name, rank=1, size=2, store=store, backend=backend)
         role.report("ready")
@@ -40,7 +40,7 @@ async def member(
     backend: str,
     config: WorldConfig,
 ) -> None:
-    """A member that does what it is ordered, and reports what came of it."""
+    """Join a world, carry out orders, and report their results."""
     async with WorldManager(config=config) as manager:
         world = await manager.join(
             name, rank=rank, size=size, store=store, backend=backend
@@ -70,7 +70,7 @@ async def member(
                     case "segfault":
                         os.kill(os.getpid(), signal.SIGSEGV)
                     case "block":
-                        time.sleep(600)  # noqa: ASYNC251 - to be stuck is the point
+                        time.sleep(600)  # noqa: ASYNC251 - the test needs a blocked loop
             except WorldBrokenError as error:
                 result = error
             except WorldClosedError as error:
@@ -86,7 +86,7 @@ async def _why(step: object) -> object:
 
 
 def _fork() -> int:
-    """Fork a child that outlives us for a while."""
+    """Fork a child that lives longer than this process."""
     pid = os.fork()
     if pid == 0:
         time.sleep(8)
@@ -95,7 +95,7 @@ def _fork() -> int:
 
 
 async def careless(role: Role, name: str, store: str) -> None:
-    """Rank 1 of a world of two whose program never closes its manager."""
+    """Join a world of two as rank 1, and exit without closing the manager."""
     manager = WorldManager(config=WorldConfig(join_s=20))
     await manager.join(name, rank=1, size=2, store=store)
     role.report("ready")
@@ -104,7 +104,7 @@ async def careless(role: Role, name: str, store: str) -> None:
 
 
 async def idle(role: Role, name: str, store: str, backend: str) -> None:
-    """Rank 1 of a world of two that only waits."""
+    """Join a world of two as rank 1, and wait."""
     async with WorldManager(config=WorldConfig(join_s=20)) as manager:
         await manager.join(name, rank=1, size=2, store=store, backend=backend)
         role.report("ready")
@@ -112,7 +112,7 @@ async def idle(role: Role, name: str, store: str, backend: str) -> None:
 
 
 async def many(role: Role, count: int, store: str) -> None:
-    """Rank 1 of many worlds at once; echoes in each."""
+    """Join many worlds at once as rank 1, and echo in each."""
     async with WorldManager(config=WorldConfig(join_s=20)) as manager:
         worlds = [
             await manager.join(f"w{number}", rank=1, size=2, store=store)
@@ -129,7 +129,7 @@ async def many(role: Role, count: int, store: str) -> None:
 
 
 async def cycles(role: Role, name: str, count: int, store: str, backend: str) -> None:
-    """Rank 1 of one world after the other."""
+    """Join one world after the other as rank 1."""
     async with WorldManager(config=WorldConfig(join_s=20)) as manager:
         for _ in range(count):
             world = await manager.join(

@@ -1,8 +1,8 @@
-"""A process that is in several worlds and keeps traffic going in each.
+"""Citizen: a process that is in several worlds and keeps traffic going in each.
 
-Every round of a world is a ring (each member sends to the next and checks what comes
-from the one before) and an all-reduce, both of a content that only this round has.
-Reports carry ``time.monotonic()``, which all processes of a machine share.
+Every round of a world is a ring and an all-reduce, with content that only this round
+has. In the ring, each member sends to the next one and checks the tensor from the
+previous one. Reports carry ``time.monotonic()``; processes of one machine share it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PACE_S = 0.005
 
 @dataclass(frozen=True)
 class Membership:
-    """A world that a citizen is to be in."""
+    """A world that a citizen joins."""
 
     name: str
     rank: int
@@ -46,7 +46,7 @@ class Membership:
 
 @dataclass
 class Account:
-    """What a citizen knows of one of its worlds."""
+    """State of one of a citizen's worlds, as the citizen sees it."""
 
     epoch: int = 0
     size: int = 0
@@ -61,7 +61,7 @@ class Account:
 
 @dataclass
 class Life:
-    """A citizen's worlds."""
+    """The worlds of a citizen."""
 
     manager: WorldManager
     store: str
@@ -105,7 +105,7 @@ class Life:
             self.moved.set()
 
     async def until(self, holds: Callable[[], bool]) -> Account | None:
-        """Wait for something that a round or an event brings about."""
+        """Wait until a condition holds; rounds and events check it."""
         while not holds():
             self.moved.clear()
             await self.moved.wait()
@@ -119,7 +119,7 @@ class Life:
 async def citizen(
     role: Role, store: str, config: WorldConfig, memberships: list[Membership]
 ) -> None:
-    """Join everything, keep traffic going, and do what the test orders."""
+    """Join every world, keep traffic going, and carry out the test's orders."""
     async with WorldManager(config=config) as manager:
         life = Life(manager, store)
         watching = asyncio.create_task(life.watch())
@@ -151,7 +151,7 @@ async def _obey(life: Life, order: Any) -> Any:
         case ("busy", kind, *seconds):
             return _hold_the_gil(kind, *seconds)
         case ("sleep", seconds):
-            time.sleep(seconds)  # noqa: ASYNC251 - to be stuck is the point
+            time.sleep(seconds)  # noqa: ASYNC251 - the test needs a blocked loop
             return "slept"
         case ("join", wanted, *limit):
             return await _tried(life.join(wanted, *limit))
@@ -181,7 +181,7 @@ async def _traffic(world: World, account: Account, moved: asyncio.Event) -> None
 
 
 async def _round(world: World, number: int) -> None:
-    """Pass something on around the ring, and add something up."""
+    """Pass a tensor around the ring, and all-reduce one; check both."""
     mine = torch.tensor([world.epoch, world.rank, number])
     after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     sending = asyncio.ensure_future(world.send(mine, dst=after))
@@ -196,7 +196,7 @@ async def _round(world: World, number: int) -> None:
 
 
 def _hold_the_gil(kind: str, seconds: float, one_call_s: float = 1.5) -> float:
-    """Sit in C calls that hold the GIL for ``seconds``; return the longest of them."""
+    """Hold the GIL in C calls for ``seconds``; return the longest call, in seconds."""
     count, took = 100_000, 0.0
     while took < one_call_s:
         call = _long_call(kind, count)
@@ -223,7 +223,7 @@ def _long_call(kind: str, count: int) -> Callable[[], object]:
 
 
 async def store_host(role: Role, host: str) -> None:
-    """Serve a store until the test ends it."""
+    """Run a store until the test ends it."""
     server = await StoreServer.listen(host, 29500)
     role.report("ready")
     try:

@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Fixtures and settings of all tests."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ import trustme
 from multiworld import Tls
 from multiworld.testing import ProcessFleet, Role
 
-torch.set_num_threads(1)  # a pool that starts in the middle of a test looks like a leak
+torch.set_num_threads(1)  # a thread pool that starts during a test looks like a leak
 
 
 @pytest.fixture(scope="session")
 def authority() -> trustme.CA:
-    """Return who signs this session's certificates."""
+    """Return the authority that signs this session's certificates."""
     return trustme.CA()
 
 
 def certificates(authority: trustme.CA, folder: Path) -> Tls:
-    """Return files with a certificate of ``authority``, for both sides."""
+    """Return TLS files with a certificate signed by ``authority``, for both sides."""
     issued = authority.issue_cert("multiworld.test", "127.0.0.1")
     names = [folder / name for name in ("certificate", "key", "authority")]
     issued.cert_chain_pems[0].write_to_path(str(names[0]))
@@ -37,7 +37,7 @@ def certificates(authority: trustme.CA, folder: Path) -> Tls:
 
 @pytest.fixture(scope="session")
 def tls(authority: trustme.CA, tmp_path_factory: pytest.TempPathFactory) -> Tls:
-    """Return certificates that all members of a test share."""
+    """Return TLS files that all members of a test share."""
     return certificates(authority, tmp_path_factory.mktemp("tls"))
 
 
@@ -47,10 +47,10 @@ async def _hello(role: Role) -> None:
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return an environment where modules are compiled already, as when installed.
+    """Return an environment with compiled modules, as after an installation.
 
-    asyncio's debug mode tells of every step over a tenth of a second, which importing
-    this package for the first time can take where no compiled files may be written.
+    asyncio's debug mode reports every step over 0.1 s. Importing this package can take
+    that long if it cannot write compiled files.
     """
     environment = {
         **os.environ,
@@ -65,7 +65,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def fork_server() -> None:
-    """Start the fork server once, so that it is no test's leftover."""
+    """Start the fork server once, so that no test counts it as a leak."""
 
     async def start() -> None:
         async with ProcessFleet() as fleet:
@@ -75,10 +75,10 @@ def fork_server() -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Take what was imported out of the collector's sight.
+    """Exclude imported objects from garbage collection.
 
-    There are over a million objects; looking at all takes a quarter of a second,
-    which the leak checks would pay each time, and which stops a loop that is measured.
+    There are over a million of them, and a collection takes a quarter of a second. The
+    leak checks would pay that each time, and it would stop event loops under test.
     """
     gc.collect()
     gc.freeze()

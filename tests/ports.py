@@ -1,4 +1,4 @@
-"""Ports chosen by the system."""
+"""Free ports, chosen by the system."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import socket
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
+    """Return a TCP port of loopback that is free now."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]

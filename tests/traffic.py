@@ -1,4 +1,4 @@
-"""Traffic on a world that must not be disturbed."""
+"""Traffic on a world that a test must not disturb."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from multiworld import World
 
 ROUND_S = 5.0
-"""A round trip that takes longer hangs."""
+"""Seconds after which a round trip counts as hung."""
 
 
 class Traffic:
     """Keeps round trips going on a world, and counts them.
 
-    ``advances`` proves that they go on *now*: it waits for more of them.
+    ``advances`` waits for more round trips, which proves that they go on *now*.
     """
 
     def __init__(self, world: World) -> None:

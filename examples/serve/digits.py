@@ -1,12 +1,12 @@
-"""A ResNet for handwritten digits in two stages, and a client for it.
+"""ResNet for handwritten digits in two stages, and a client for it.
 
     cd examples/serve
     multiworld serve digits.yaml       # in one terminal
-    python digits.py                   # in another: sends the test images
-    multiworld chaos kill digits head  # meanwhile
+    python digits.py                   # in another: send the test images
+    multiworld chaos kill digits head  # in a third, meanwhile
 
-The factory ``model`` below is what ``digits.yaml`` names; ``digits_uncut.yaml`` names
-``uncut``, and leaves the cutting to multiworld. Shapes: [rows, 1, 8, 8].
+``digits.yaml`` names the factory ``model`` below. ``digits_uncut.yaml`` names the
+factory ``uncut``, and multiworld cuts the network. Images are [rows, 1, 8, 8] float32.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from multiworld.serve import Model, Module, Stage, StageContext, Tensors, Tensor
 
 
 class Blocks:
-    """The convolutions: images to features [rows, 64]."""
+    """First stage: the convolutions, from images to features [rows, 64]."""
 
     def __init__(self, blocks: nn.Module) -> None:
         self._blocks = blocks
@@ -32,13 +32,13 @@ class Blocks:
 
 
 def load_blocks(context: StageContext) -> Blocks:
-    """Keep the blocks of the trained network."""
+    """Load the convolutions of the trained network."""
     path, _ = trained_weights(load_digits()[0])
     return Blocks(load_model(path).blocks.to(context.device))
 
 
 class Head:
-    """The linear layer: features to logits [rows, 10]."""
+    """Second stage: the linear layer, from features to logits [rows, 10]."""
 
     def __init__(self, head: nn.Module) -> None:
         self._head = head
@@ -49,7 +49,7 @@ class Head:
 
 
 def load_head(context: StageContext) -> Head:
-    """Keep the head of the trained network."""
+    """Load the linear layer of the trained network."""
     path, _ = trained_weights(load_digits()[0])
     return Head(load_model(path).head.to(context.device))
 
@@ -67,7 +67,7 @@ def model() -> Model:
 
 
 def uncut() -> Module:
-    """Return the network as it is; ``digits_uncut.yaml`` has it cut in two."""
+    """Return the whole network, which ``digits_uncut.yaml`` cuts in two."""
     return Module(
         make=load_whole,
         inputs=[TensorSpec("image", "FP32", (-1, 1, 8, 8))],
@@ -82,7 +82,7 @@ def load_whole() -> nn.Module:
 
 
 def main() -> None:
-    """Send the test images to a running service, eight at a time."""
+    """Send the test images to a running service, and print the accuracy."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     given = parser.parse_args()

@@ -1,11 +1,11 @@
-"""A stage whose replicas are two processes each: tensor parallelism.
+"""Tensor parallelism: a stage whose replicas are two processes each.
 
     cd examples/serve
     multiworld serve tensor_parallel.yaml
 
-A layer too large for one device is cut: each rank holds half of the hidden units, and
-an ``all_reduce`` adds up what they make of the input. If either rank is lost, the
-replica is lost as a whole, replaced as a whole, and its requests are replayed.
+A layer too large for one device is cut. Each rank holds half of the hidden units, and
+an ``all_reduce`` adds up the ranks' partial results. If either rank is lost, the whole
+replica is lost and replaced, and its requests are replayed.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def weights() -> tuple[Tensor, Tensor]:
 
 
 def whole(x: Tensor) -> Tensor:
-    """Return what one process alone makes of x [rows, WIDTH]."""
+    """Return the layer's output [rows, WIDTH] for x [rows, WIDTH], in one process."""
     up, down = weights()
     return (x @ up).relu() @ down
 
 
 def load(context: StageContext) -> ParallelLayer:
-    """Keep this rank's share of the weights."""
+    """Load this rank's share of the weights."""
     return ParallelLayer(context)
 
 
@@ -41,7 +41,7 @@ class ParallelLayer:
     """One rank's share of the layer."""
 
     def __init__(self, context: StageContext) -> None:
-        assert context.group is not None, "give this stage ranks: 2 in the spec"
+        assert context.group is not None, "set `ranks: 2` on this stage in the spec"
         self._group = context.group
         rank, size = self._group.rank, self._group.size
         up, down = weights()
@@ -49,13 +49,13 @@ class ParallelLayer:
         self._down = down.chunk(size, dim=0)[rank]
 
     def __call__(self, tensors: Tensors) -> Tensors:
-        """Return the sum of what all ranks make of x."""
+        """Return the sum of all ranks' partial results for x [rows, WIDTH]."""
         partial = (tensors["x"] @ self._up).relu() @ self._down
         return {"y": self._group.all_reduce(partial)}
 
 
 def model() -> Model:
-    """Return the layer as a stage."""
+    """Return a model with the layer as its only stage."""
     return Model(
         stages=[Stage(name="layer", load=load)],
         inputs=[TensorSpec("x", "FP32", (-1, WIDTH))],

@@ -1,4 +1,4 @@
-"""Ten thousand cycles, a thousand kills: minutes, so only with make test-all."""
+"""Leak tests over 10,000 cycles and 1,000 kills; they take minutes (make test-all)."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ pytestmark = [pytest.mark.heavy, pytest.mark.timeout(1700)]
 CYCLES = {"direct": 10_000, "gloo": 2_000}
 KILLS = 1_000
 GROWTH_BYTES = 24 * 1024 * 1024
-"""Noise of the allocator; a leak of 3 KiB a cycle would show."""
+"""Accepted growth in bytes: the allocator's noise. A leak of 3 KiB a cycle is more."""
 
 
 class Footprint:
-    """What this process holds right now."""
+    """Memory, threads and descriptors of this process."""
 
     def __init__(self) -> None:
         gc.collect()
@@ -45,7 +45,7 @@ class Footprint:
 
 @pytest.mark.parametrize("backend", CYCLES)
 async def test_cycles_then_nothing_has_grown(backend: str, fork_server: None) -> None:
-    """Create, use, close; again and again, under one name and one store."""
+    """Creating, using and closing one world again and again grows nothing."""
     count, warm = CYCLES[backend], 200
     server = await StoreServer.listen("127.0.0.1", 0)
     store = f"tcp://127.0.0.1:{server.port}"
@@ -75,7 +75,7 @@ async def test_cycles_then_nothing_has_grown(backend: str, fork_server: None) ->
 
 
 async def test_kills_then_nothing_has_grown(fork_server: None) -> None:
-    """A member is killed a thousand times; the other names it each time."""
+    """The survivor names a killed member a thousand times, and nothing grows."""
     server = await StoreServer.listen("127.0.0.1", 0)
     store = f"tcp://127.0.0.1:{server.port}"
     async with WorldManager(config=WorldConfig(join_s=20)) as manager:
@@ -101,7 +101,7 @@ async def test_kills_then_nothing_has_grown(fork_server: None) -> None:
 
 @pytest.mark.parametrize("backend", ["direct", "gloo"])
 async def test_tensor_larger_than_two_gib(backend: str) -> None:
-    """Sizes are 64 bits everywhere."""
+    """A tensor above 2 GiB arrives, because all sizes have 64 bits."""
     size = (1 << 31) + (1 << 20) + 3
     config = WorldConfig(join_s=20, operation_s=300)
     async with Arena(backend, config) as arena:

@@ -1,8 +1,8 @@
-"""Hosts and networks that misbehave, on hosts made of network namespaces.
+"""Faults of hosts and networks, on hosts made of network namespaces.
 
-Every case asserts that the members of the affected world name who was really lost,
-within the deadline, and that every other world of every process keeps passing checked
-content at a steady rate meanwhile.
+Every case asserts that the members of the affected world name the rank that was really
+lost, within the deadline. Meanwhile every other world of every process must keep
+passing checked content at a steady rate.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(
 
 CONFIG = WorldConfig(join_s=20, silence_s=1.0)
 NOTICE_S = 10.0
-"""A hang bound, not a timing."""
+"""Hang bound in seconds, not a timing."""
 
 BACKENDS = ["direct", "gloo"]
 ONE_SUFFICES = pytest.mark.parametrize(
@@ -44,7 +44,7 @@ ONE_SUFFICES = pytest.mark.parametrize(
 
 
 class Country:
-    """Three hosts with a citizen each, one more on host 1, and a store apart.
+    """Three hosts with a citizen each, another one on host 1, and a separate store.
 
     ``all`` is the world of the three citizens; ``far`` is hosts 0 and 2 alone; ``near``
     is the two citizens of host 1. Whatever happens to host 1's network breaks ``all``,
@@ -58,7 +58,7 @@ class Country:
         self.citizens: list[Child] = []
 
     async def settle(self) -> None:
-        """Start everybody and wait until all worlds pass messages."""
+        """Start all citizens, and wait until every world passes messages."""
         self.store = self.fleet.start(
             store_host, self.store_host.address, host=self.store_host
         )
@@ -91,7 +91,7 @@ class Country:
         return status
 
     async def advances(self, world: str, members: tuple[int, ...]) -> None:
-        """Wait until the world passes more rounds, on every one of its members."""
+        """Wait until the world makes more rounds on each of these members."""
         for number in members:
             self.citizens[number].order(("advance", world, 5))
         for number in members:
@@ -110,7 +110,7 @@ class Country:
         return accounts
 
     async def undisturbed(self, others: tuple[str, ...] = ("far", "near")) -> None:
-        """Check that the other worlds pass rounds now, and at a steady rate."""
+        """Check that the other worlds make rounds now, and at a steady rate."""
         for world in others:
             member = {"far": 0, "near": 3}[world]
             before, begin = (await self.status(member))[world], time.monotonic()
@@ -118,7 +118,7 @@ class Country:
             after, end = (await self.status(member))[world], time.monotonic()
             rate = (after.rounds - before.rounds) / (end - begin)
             assert after.error is None, (world, after.error)
-            # Unhurried, each makes a hundred rounds a second and more.
+            # On an idle machine, each world makes a hundred rounds a second and more.
             assert rate > 10, f"{world} makes {rate:.1f} rounds a second"
 
 
@@ -126,7 +126,7 @@ class Country:
 async def country(
     request: pytest.FixtureRequest, fork_server: None
 ) -> AsyncIterator[Country]:
-    """Return a settled country."""
+    """Return a country whose worlds all pass messages."""
     async with AsyncExitStack() as stack:
         hosts = stack.enter_context(Hosts(4))
         fleet = await stack.enter_async_context(ProcessFleet())
@@ -136,13 +136,13 @@ async def country(
 
 
 def named(account: Account) -> int:
-    """Return the rank that a member names."""
+    """Return the rank that a member's error names."""
     assert isinstance(account.error, MemberLostError), account.error
     return account.error.rank
 
 
 async def test_silent_cut_is_named_on_both_sides(country: Country) -> None:
-    """Nobody is told by the kernel; each side names the other."""
+    """After a silent cut, each side names the other without help from the kernel."""
     country.hosts[1].cut()
     cut_at = time.monotonic()
     zero, one, two = await country.errors(0, 1, 2)
@@ -152,14 +152,14 @@ async def test_silent_cut_is_named_on_both_sides(country: Country) -> None:
         assert account.failed_at - cut_at >= CONFIG.silence_s - 0.5
         assert "silent" in str(account.error)
     await country.undisturbed()
-    country.citizens[1].order(("lost", "all", {0, 2}))  # it grows to what is true
+    country.citizens[1].order(("lost", "all", {0, 2}))  # grows to the true set
     await country.citizens[1].report(NOTICE_S)
     country.hosts[1].restore()
     await rejoin(country)
 
 
 async def rejoin(country: Country) -> None:
-    """Let the three citizens meet again under the same name, and check."""
+    """Join the three citizens again under the same name, and check the traffic."""
     for number in (0, 1, 2):
         wanted = Membership("all", number, 3, country.backend)
         country.citizens[number].order(("join", wanted))
@@ -172,10 +172,10 @@ async def rejoin(country: Country) -> None:
 
 @ONE_SUFFICES
 async def test_cut_in_one_direction_is_noticed_on_both_sides(country: Country) -> None:
-    """What host 1 sends to host 0 is lost; the other way works."""
+    """Both sides notice when packets from host 1 to host 0 are lost."""
     country.hosts[1].cut_towards(country.hosts[0])
     zero, one, two = await country.errors(0, 1, 2)
-    # 0 hears nothing of 1. 1 hears 0, and is told by it, or that it is not heard.
+    # Citizen 0 hears nothing from 1. Citizen 1 hears 0, which reports that to it.
     assert named(zero) == 1
     assert isinstance(one.error, StaleEpochError) or named(one) == 0
     assert named(two) in (0, 1)
@@ -186,7 +186,7 @@ async def test_cut_in_one_direction_is_noticed_on_both_sides(country: Country) -
 
 @ONE_SUFFICES
 async def test_pair_that_cannot_talk_accuses_each_other(country: Country) -> None:
-    """A accuses B while B accuses A; the third names one that was accused."""
+    """Two citizens accuse each other; the third names one of them."""
     country.hosts[0].cut_towards(country.hosts[1])
     country.hosts[1].cut_towards(country.hosts[0])
     zero, one, two = await country.errors(0, 1, 2)
@@ -205,10 +205,10 @@ async def test_pair_that_cannot_talk_accuses_each_other(country: Country) -> Non
 
 @ONE_SUFFICES
 async def test_network_that_comes_back_in_time_is_no_fault(country: Country) -> None:
-    """However often, and however TCP backs off meanwhile."""
+    """Repeated short stalls are no loss, even while TCP backs off."""
     for _ in range(3):
         country.hosts[1].cut()
-        await asyncio.sleep(0.7)  # the commands take their time, too
+        await asyncio.sleep(0.7)  # the commands take time, too
         country.hosts[1].restore()
         await asyncio.sleep(0.4)
     await country.undisturbed()
@@ -220,7 +220,7 @@ async def test_network_that_comes_back_in_time_is_no_fault(country: Country) -> 
 
 @ONE_SUFFICES
 async def test_slow_network_is_no_fault(country: Country) -> None:
-    """A tenth of a megabit is slow, not dead."""
+    """A network of 0.1 Mbit/s is slow, but nobody is lost."""
     country.hosts[1].throttle(1_000_000)
     for _ in range(5):
         await asyncio.sleep(0.5)
@@ -234,7 +234,7 @@ async def test_slow_network_is_no_fault(country: Country) -> None:
 async def test_host_without_power_is_named_and_replaced_elsewhere(
     country: Country,
 ) -> None:
-    """No goodbye leaves it; its replacement joins from another host."""
+    """A host that loses power is named, and its replacement joins from another host."""
     country.hosts[1].remove()
     zero, two = await country.errors(0, 2, others=("far",))
     assert (named(zero), named(two)) == (1, 1)
@@ -255,7 +255,7 @@ async def test_host_without_power_is_named_and_replaced_elsewhere(
 
 @ONE_SUFFICES
 async def test_loss_of_the_stores_host_hurts_no_ready_world(country: Country) -> None:
-    """The store is needed to meet, not to live."""
+    """Ready worlds go on without the store; only joining needs it."""
     country.store_host.remove()
     for _ in range(5):
         await asyncio.sleep(0.5)
@@ -276,7 +276,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
     "example", [pytest.param("send_recv", marks=pytest.mark.heavy), "all_reduce"]
 )
 def test_examples_run_across_hosts(example: str, kill: bool) -> None:
-    """The leader on one host, a worker of each world on each of two others."""
+    """An example runs with its leader and its two workers on three hosts."""
     steps = "60"
     with Hosts(3) as hosts, ExitStack() as stack:
         base = [sys.executable, str(EXAMPLES / f"{example}.py")]

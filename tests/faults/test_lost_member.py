@@ -1,8 +1,8 @@
-"""A member is lost: its world names it, all other worlds carry on.
+"""Loss of a member: its world names it, and all other worlds go on.
 
-Mode x phase x backend. Every case asserts that the affected world raises the named
-error, that another world of the same process keeps passing messages, that the name can
-be joined again, and that nothing leaks.
+The cases are mode x phase x backend. Each asserts that the affected world raises the
+named error, that another world of the same process keeps passing messages, that the
+name can be joined again, and that nothing leaks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CONFIGS = {
     ),
 }
 NOTICE_S = 20.0
-"""A hang bound, not a timing."""
+"""Hang bound in seconds, not a timing."""
 
 Mode = Callable[[Child], None]
 MODES: dict[str, Mode] = {
@@ -72,20 +72,20 @@ PHASES: dict[str, Callable[[World], Awaitable[Any]]] = {
 
 
 class Stage:
-    """The test's process is rank 0 of two worlds; each has a child as rank 1."""
+    """Two worlds with this process as rank 0 and a child as rank 1 of each."""
 
     def __init__(self, fleet: ProcessFleet, manager: WorldManager, store: str) -> None:
         self.fleet, self.manager, self.store = fleet, manager, store
 
     async def other(self) -> World:
-        """Return a world that must not be disturbed."""
+        """Return the world that the fault must not disturb."""
         child = self.fleet.start(bodies.echo, "other", self.store, "direct")
         world = await self.manager.join("other", rank=0, size=2, store=self.store)
         assert await child.report() == "ready"
         return world
 
     async def affected(self, backend: str, config: WorldConfig) -> tuple[World, Child]:
-        """Return a world, and the child that will be lost to it."""
+        """Return the world that the fault affects, and its child."""
         args = ("affected", 1, 2, self.store, backend, config)
         child = self.fleet.start(bodies.member, *args)
         world = await self.manager.join(
@@ -97,7 +97,7 @@ class Stage:
 
 @pytest.fixture
 async def stage(fork_server: None) -> AsyncIterator[Stage]:
-    """Return a stage; everything on it ends with the test."""
+    """Return a stage whose processes end with the test."""
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(no_leaks(allow=("asyncio_", "forkserver")))
         server = await StoreServer.listen("127.0.0.1", 0)
@@ -108,8 +108,10 @@ async def stage(fork_server: None) -> AsyncIterator[Stage]:
 
 
 def _cases() -> list[Any]:
-    """Every phase with a kill; a stop takes its silence, so two phases of it, and the
-    others with the heavy tests."""
+    """Return the cases: every phase with a kill, and two phases with a stop.
+
+    A stop lasts until the silence is noticed, so its other phases are heavy tests.
+    """
     cases = [pytest.param("SIGKILL", phase) for phase in PHASES]
     for phase in PHASES:
         is_light = phase in ("in recv", "in a large all_reduce")
@@ -123,13 +125,13 @@ def _cases() -> list[Any]:
 async def test_lost_member_in_every_phase(
     stage: Stage, mode: str, phase: str, config: str
 ) -> None:
-    """Whatever the world is doing, the loss is named and nothing else is disturbed."""
+    """In every phase, the loss is named and the other world goes on."""
     await _lose(stage, mode, phase, *CONFIGS[config])
 
 
 @pytest.mark.parametrize("mode", ["os._exit", "segfault"])
 async def test_lost_member_in_every_mode(stage: Stage, mode: str) -> None:
-    """However the process ends, the loss is named."""
+    """In every way a process can end, the loss is named."""
     await _lose(stage, mode, "in recv", *CONFIGS["direct"])
 
 
@@ -137,7 +139,7 @@ async def test_lost_member_in_every_mode(stage: Stage, mode: str) -> None:
 async def test_program_that_ends_without_closing_is_lost(
     stage: Stage, end: str
 ) -> None:
-    """An exception that nobody catches, or a main function that is simply done."""
+    """An uncaught exception, or a return without closing, is a loss."""
     child = stage.fleet.start(bodies.careless, "w", stage.store)
     world = await stage.manager.join("w", rank=0, size=2, store=stage.store)
     assert await child.report() == "ready"
@@ -204,7 +206,7 @@ async def _next_loss(events: AsyncIterator[Any]) -> MemberLost:
 async def test_survivors_name_the_same_rank(
     stage: Stage, mode: str, config: str
 ) -> None:
-    """In a world of four, all three survivors name the one that was lost."""
+    """In a world of four, all three survivors name the lost rank."""
     backend, settings = CONFIGS[config]
     children = [
         stage.fleet.start(
@@ -233,7 +235,7 @@ async def test_survivors_name_the_same_rank(
 async def test_member_with_living_forked_child_is_noticed_at_once(
     stage: Stage,
 ) -> None:
-    """A fork does not keep a dead member's connections open."""
+    """A forked child does not keep a dead member's connections open."""
     for backend in ("direct", "gloo"):
         world, child = await stage.affected(backend, WorldConfig(silence_s=60))
         child.order("all_reduce")
@@ -249,7 +251,7 @@ async def test_member_with_living_forked_child_is_noticed_at_once(
 
 
 async def test_busy_main_thread_is_no_loss(stage: Stage) -> None:
-    """A member whose loop is stuck, but whose process runs, is not declared lost."""
+    """A member with a blocked event loop and a running process is not lost."""
     config = WorldConfig(join_s=20, silence_s=1.0)
     world, child = await stage.affected("direct", config)
     child.order("block")
@@ -264,7 +266,7 @@ async def test_busy_main_thread_is_no_loss(stage: Stage) -> None:
 
 @pytest.mark.heavy
 async def test_stuck_helper_accuses_nobody_and_is_replaced(stage: Stage) -> None:
-    """A helper that is stopped makes its owner blind, not its peers dead."""
+    """A stopped heartbeat helper is replaced, and its owner accuses nobody."""
     other = await stage.other()
     config = WorldConfig(join_s=20, silence_s=2.0)
     world, child = await stage.affected("direct", config)
@@ -285,7 +287,7 @@ async def test_stuck_helper_accuses_nobody_and_is_replaced(stage: Stage) -> None
 async def test_lost_connection_for_beats_is_no_loss_and_comes_back(
     stage: Stage,
 ) -> None:
-    """Only the control link's end tells that a process is gone."""
+    """The end of the heartbeat connection alone is no loss; a new one is opened."""
     config = WorldConfig(join_s=20, silence_s=1.0)
     world, child = await stage.affected("direct", config)
     for _ in range(2):
@@ -296,7 +298,7 @@ async def test_lost_connection_for_beats_is_no_loss_and_comes_back(
         assert not done
         over.cancel()
     assert world.is_ready
-    child.stop()  # and they count again
+    child.stop()  # so that heartbeats over the new connection are checked
     async with asyncio.timeout(NOTICE_S):
         await world.wait_over()
     child.end()

@@ -1,4 +1,4 @@
-"""What looks like a loss and is none; and what is one although the process lives."""
+"""False alarms: stalls that are no loss, and losses of processes that live."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HANG_S = 60.0
 
 
 class Town:
-    """Two citizens share the world ``w``; a third is in ``other`` with the first."""
+    """Two citizens in the world ``w``, and a third in ``other`` with the first."""
 
     def __init__(self, fleet: ProcessFleet, store: str) -> None:
         self.fleet, self.store = fleet, store
@@ -31,7 +31,7 @@ class Town:
     async def settle(
         self, config: WorldConfig = CONFIG, backend: str = "direct"
     ) -> None:
-        """Start everybody and wait until both worlds pass messages."""
+        """Start all citizens, and wait until both worlds pass messages."""
         for worlds in (
             [Membership("w", 0, 2, backend), Membership("other", 0, 2)],
             [Membership("w", 1, 2, backend)],
@@ -54,7 +54,7 @@ class Town:
         return account
 
     async def broken(self, number: int) -> Account:
-        """Return the account of ``w`` once its error is there; others pass traffic."""
+        """Wait for the error of ``w`` and return it, while the other world goes on."""
         async with asyncio.timeout(HANG_S):
             while (account := await self.account(number)).error is None:
                 await self.advances("other", 0, 2)
@@ -68,7 +68,7 @@ class Town:
 
 @pytest.fixture
 async def town(fork_server: None) -> AsyncIterator[Town]:
-    """Return an empty town with a store."""
+    """Return a town without citizens, with a store."""
     async with AsyncExitStack() as stack:
         server = await StoreServer.listen("127.0.0.1", 0)
         stack.push_async_callback(server.close)
@@ -86,13 +86,13 @@ async def town(fork_server: None) -> AsyncIterator[Town]:
     ],
 )
 async def test_call_that_holds_the_gil_is_no_loss(town: Town, kind: str) -> None:
-    """It is told as a stall, with what the thread does, and the world lives on."""
+    """It is reported as a stall with the thread's activity, and the world goes on."""
     await town.settle()
     town.citizens[1].order(("busy", kind, 3 * SILENCE_S))
     begin = time.monotonic()
     await town.advances("other", 0, 2)
     longest = await town.citizens[1].report(HANG_S)
-    assert longest > SILENCE_S  # or the test shows nothing
+    assert longest > SILENCE_S  # otherwise the test shows nothing
     assert time.monotonic() - begin > SILENCE_S
     await town.advances("w", 0, 1)
     account = await town.account(0)
@@ -104,7 +104,7 @@ async def test_call_that_holds_the_gil_is_no_loss(town: Town, kind: str) -> None
 
 
 async def test_blocked_loop_is_told_as_waiting(town: Town) -> None:
-    """A blocking call on the loop; a stall that ends is a stall that ended."""
+    """A blocking call on the event loop is reported as a stall, and its end as one."""
     await town.settle()
     town.citizens[1].order(("sleep", 3.0))
     assert await town.citizens[1].report() == "slept"
@@ -118,7 +118,7 @@ async def test_blocked_loop_is_told_as_waiting(town: Town) -> None:
 
 @pytest.mark.heavy
 async def test_blocked_loop_is_a_loss_where_configured(town: Town) -> None:
-    """``stalled_limit_s`` makes a hung process count as lost; it is fenced."""
+    """With ``stalled_limit_s``, a hung process is lost and fenced."""
     await town.settle(CONFIG.replace(stalled_limit_s=1.5))
     town.citizens[1].order(("sleep", 5.0))
     await town.advances("other", 0, 2)
@@ -169,14 +169,14 @@ async def _loaded(town: Town, seconds: float, config: WorldConfig) -> None:
 
 @pytest.mark.heavy
 async def test_cores_five_times_over_subscribed_are_no_loss(town: Town) -> None:
-    """Everything is late, the observers too; nobody is accused."""
+    """Nobody is accused when every process is late, observers included."""
     await _loaded(town, 8, CONFIG)
 
 
 @pytest.mark.heavy
 @pytest.mark.timeout(900)
 async def test_ten_minutes_of_full_load_are_no_loss(town: Town) -> None:
-    """With the default limits."""
+    """Ten minutes of full load are no loss, with the default limits."""
     await _loaded(town, 600, WorldConfig(join_s=30))
 
 
@@ -184,7 +184,7 @@ async def test_ten_minutes_of_full_load_are_no_loss(town: Town) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["pickle", "json", "sort"])
 async def test_long_call_that_holds_the_gil_is_no_loss(town: Town, kind: str) -> None:
-    """Twenty seconds in C calls, ten of them in one."""
+    """Twenty seconds in C calls that hold the GIL, ten of them in one, are no loss."""
     await town.settle(WorldConfig(join_s=30))
     town.citizens[1].order(("busy", kind, 20.0, 10.0))
     await town.citizens[1].report(200)
@@ -194,7 +194,7 @@ async def test_long_call_that_holds_the_gil_is_no_loss(town: Town, kind: str) ->
 
 
 async def test_revived_process_is_fenced_and_can_join_again(town: Town) -> None:
-    """Stopped until it is declared lost, then continued: it can do no harm."""
+    """A process that continues after its loss is fenced, and can join again."""
     for backend in ("direct", "gloo"):
         await town.settle(CONFIG, backend)
         stopped = town.citizens[1]

@@ -1,8 +1,8 @@
-"""NCCL worlds: operations and faults. Needs a GPU; one is enough.
+"""NCCL worlds: operations and faults. Needs at least one GPU.
 
-Several ranks share one GPU: each process has an ``NCCL_HOSTID`` of its own, so that
-NCCL takes them for hosts and its sockets for the network. Right for faults, not for
-bandwidth.
+Several ranks share one GPU. Each process has its own ``NCCL_HOSTID``, so that NCCL
+takes them for different hosts and uses sockets. This is enough to test faults, but not
+to measure bandwidth.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NOTICE_S = 30.0
 async def member(
     role: Role, store: str, host_id: str, places: dict[str, tuple[int, int]]
 ) -> None:
-    """A process in some worlds; does what it is ordered on one of them."""
+    """Join some worlds, and carry out orders on one of them."""
     os.environ.update(NCCL_HOSTID=host_id, NCCL_SOCKET_IFNAME="lo")
     async with WorldManager(config=CONFIG) as manager:
         names = list(places)
@@ -93,7 +93,7 @@ async def _tried(world: World, order: str) -> Any:
 
 
 class Cast:
-    """Three processes: ``w`` is all of them, ``other`` the first and the third."""
+    """Three processes; all are in ``w``, and the first and the third in ``other``."""
 
     def __init__(self, fleet: ProcessFleet, store: str) -> None:
         self.fleet, self.store = fleet, store
@@ -116,7 +116,7 @@ class Cast:
 
 @pytest.fixture
 async def cast(fork_server: None) -> AsyncIterator[Cast]:
-    """Return who plays, on a stage with a store."""
+    """Return a cast that is not started, with a store."""
     async with AsyncExitStack() as stack:
         server = await StoreServer.listen("127.0.0.1", 0)
         stack.push_async_callback(server.close)
@@ -125,14 +125,14 @@ async def cast(fork_server: None) -> AsyncIterator[Cast]:
 
 
 async def both(children: list[Child], name: str, *orders: str) -> list[Any]:
-    """Let several processes do something on a world, and return what came of it."""
+    """Order several processes to run an operation on a world; return their results."""
     for child, order in zip(children, orders, strict=True):
         child.order((name, order))
     return [await child.report(NOTICE_S) for child in children]
 
 
 async def test_operations_on_device_tensors(cast: Cast) -> None:
-    """Collectives and messages, on two worlds of the same processes."""
+    """Collectives and messages work on two worlds of the same processes."""
     children = await cast.settle()
     assert await both(children, "w", *["all_reduce"] * 3) == [6.0] * 3
     assert await both([children[0], children[1]], "w", "recv", "send") == [2.0, 2.0]
@@ -147,7 +147,7 @@ async def test_operations_on_device_tensors(cast: Cast) -> None:
 async def test_lost_member_is_named_and_the_other_world_goes_on(
     cast: Cast, phase: str, mode: str
 ) -> None:
-    """The survivors share a device and another world; that one keeps its results."""
+    """Survivors that share a device and another world get right results there."""
     children = await cast.settle()
     pair, victim = [children[0], children[2]], children[1]
     for child in pair:

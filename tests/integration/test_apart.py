@@ -1,4 +1,4 @@
-"""Contenders of the benchmark that live in environments of their own."""
+"""Contenders of the benchmark that need an environment of their own."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder with an environment that is this one."""
+    """Return a folder of environments that all use this interpreter."""
     (tmp_path / "end.py").write_text(END)
     (tmp_path / "mute.py").write_text("raise SystemExit(3)")
     rivals = {
-        "plain": Rival((), str(tmp_path / "end.py"), is_restless=True),
+        "plain": Rival((), str(tmp_path / "end.py"), is_spinning=True),
         "mute": Rival((), str(tmp_path / "mute.py")),
     }
     for module in (environment, contender):
@@ -59,7 +59,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_ends_obey_and_are_timed(folder: Path) -> None:
-    """Both ends do what the suite asks for; one that is stopped between goes on."""
+    """Both ends carry out orders, and one that is stopped in between continues."""
     (port,) = free_ports(1)
     ends = [Apart("plain", folder, rank, port) for rank in (0, 1)]
     took: dict[int, float] = {}
@@ -81,7 +81,7 @@ def test_ends_obey_and_are_timed(folder: Path) -> None:
 
 
 def test_end_that_dies_is_named(folder: Path) -> None:
-    """The benchmark says which contender it was, and does not hang."""
+    """An end that exits raises an error that names the contender."""
     end = Apart("mute", folder, 0, free_ports(1)[0])
     with pytest.raises(RuntimeError, match="the process of mute"):
         end.wait_ready()
@@ -92,7 +92,7 @@ def test_end_that_dies_is_named(folder: Path) -> None:
 def test_environment_that_cannot_be_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error says which step failed, and it does not count as made."""
+    """A failed installation names its step, and is not taken for complete."""
     steps = (("--no-index", "a-package-that-is-nowhere"),)
     monkeypatch.setattr(environment, "RIVALS", {"none": Rival(steps, "none.py")})
     with pytest.raises(RuntimeError, match="a-package-that-is-nowhere"):

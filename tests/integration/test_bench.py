@@ -1,4 +1,4 @@
-"""``multiworld bench`` measures what it says, and keeps it."""
+"""``multiworld bench`` measures every contender and writes the results."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ EXPECTED: dict[str, dict[str, int]] = {
     ],
 )
 def test_suite_measures_every_contender(name: str, tmp_path: Path) -> None:
-    """Nothing is missing, nothing is zero, and the file says the same."""
+    """The file has every contender with all its series, and no rate is zero."""
     bench(name, *QUICK, "--out", str(tmp_path))
     found: dict[str, Any] = json.loads((tmp_path / f"{name}.json").read_text())
     assert found["suite"] == name
@@ -62,14 +62,14 @@ def test_suite_measures_every_contender(name: str, tmp_path: Path) -> None:
 
 
 def test_unknown_suite_is_named() -> None:
-    """With those there are."""
+    """An unknown suite is an error that lists the existing ones."""
     text = bench("nothing", code=1)
     assert all(name in text for name in ("nothing", *SUITES))
 
 
 @pytest.mark.heavy
 def test_gpu_suite_measures_on_any_backend() -> None:
-    """What runs on NCCL where there is a GPU runs on Gloo here."""
+    """The GPU suite runs on Gloo where there is no GPU."""
     found: list[Any] = []
     options = Options(1, is_quick=True, ports=members.free_ports(3))
     members.run(nccl.on_hosts, nccl.SIZE, options, found.append)
@@ -81,7 +81,7 @@ def test_gpu_suite_measures_on_any_backend() -> None:
 
 @pytest.mark.heavy
 def test_data_path_is_measured_without_what_serving_needs() -> None:
-    """The base installation has no HTTP; the suite for it says what to install."""
+    """The serving suite names the missing package; the other suites do not need it."""
     program = (
         "import sys\n"
         "sys.modules['aiohttp'] = sys.modules['yaml'] = None\n"

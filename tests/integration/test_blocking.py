@@ -1,4 +1,4 @@
-"""The blocking facade: from plain threads, with time-outs."""
+"""The blocking facade, used from plain threads and with timeouts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.ports import free_port
 
 
 def in_threads(*bodies: Callable[[], None]) -> None:
-    """Run each in a thread; raise the first error."""
+    """Run each function in a thread; raise the first error."""
     errors: list[BaseException] = []
 
     def run(body: Callable[[], None]) -> None:
@@ -34,7 +34,7 @@ def in_threads(*bodies: Callable[[], None]) -> None:
 
 
 def test_every_operation_without_an_event_loop() -> None:
-    """A send/recv loop as it stands in a thread."""
+    """Every operation works from plain threads."""
     store = f"tcp://127.0.0.1:{free_port()}"
 
     def leader() -> None:
@@ -84,13 +84,13 @@ def _collectives(world: blocking.World) -> None:
 
 
 async def test_inside_an_event_loop_is_refused() -> None:
-    """It would wait for itself."""
+    """A call inside an event loop is refused, because it would wait for itself."""
     with pytest.raises(ConfigError, match="event loop"):
         blocking.WorldManager()
 
 
 async def test_nothing_is_left_behind() -> None:
-    """The thread ends with the manager."""
+    """The thread of the loop ends with the manager."""
     async with no_leaks(allow=("asyncio_",)):
         await_thread = threading.Thread(
             target=test_every_operation_without_an_event_loop

@@ -1,4 +1,4 @@
-"""The commands, as a user runs them."""
+"""The commands of the CLI, run as a user runs them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(*args: str, limit_s: float = 50) -> subprocess.CompletedProcess[str]:
 
 
 def test_help_answers_without_torch() -> None:
-    """Importing torch takes seconds; help must not."""
+    """``--help`` does not import torch, which takes seconds."""
     done = run("multiworld", "--help")
     assert done.returncode == 0
     assert "demo" in done.stdout
@@ -42,7 +42,7 @@ def test_help_answers_without_torch() -> None:
     "backend", ["direct", pytest.param("gloo", marks=pytest.mark.heavy)]
 )
 def test_demo_when_json_then_every_promise_is_in_it(backend: str) -> None:
-    """The whole demo, shorter phases."""
+    """The demo with short phases keeps every promise, and its JSON says so."""
     done = run(
         "multiworld",
         "demo",
@@ -63,7 +63,7 @@ def test_demo_when_json_then_every_promise_is_in_it(backend: str) -> None:
 
 
 def test_doctor_reports_everything_in_text_and_json() -> None:
-    """Loopback worlds included."""
+    """The doctor's report has every check, loopback worlds included."""
     done = run("multiworld", "doctor", "--json")
     findings = {f["subject"]: f for f in json.loads(done.stdout)}
     assert done.returncode == 0, done.stdout
@@ -77,7 +77,7 @@ def test_doctor_reports_everything_in_text_and_json() -> None:
 
 
 def test_post_setup_needs_no_patch() -> None:
-    """With and without the argument that scripts pass."""
+    """``m8d-post-setup`` works with and without the argument that scripts pass."""
     for args in ((), ("/some/patch/file",)):
         done = run("m8d-post-setup", *args)
         assert done.returncode == 0
@@ -85,7 +85,7 @@ def test_post_setup_needs_no_patch() -> None:
 
 
 def test_log_level_is_honoured_by_the_command() -> None:
-    """And the library never configures logging."""
+    """The command honours the log level, and the library never configures logging."""
     code = (
         "import logging, multiworld.world.manager; "
         "assert not logging.getLogger().handlers; "

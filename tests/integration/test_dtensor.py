@@ -32,24 +32,24 @@ from multiworld.testing.leaks import Leak
 CONFIG = WorldConfig(join_s=20)
 
 LATE_S = 2.5
-"""More than Gloo gets to connect, and less than an operation may take."""
+"""Seconds between Gloo's limit for connecting and that for an operation."""
 
 
 class Perceptron(nn.Module):
-    """Two layers, to be cut by columns and by rows."""
+    """Two layers that tensor parallelism cuts by columns and by rows."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [batch, 8] of [batch, 8]."""
+        """Return the output [batch, 8] for x [batch, 8]."""
         result: torch.Tensor = self.down(torch.relu(self.up(x)))
         return result
 
 
 def whole_and_cut(world: World) -> tuple[nn.Module, nn.Module]:
-    """Return the same model, whole and tensor-parallel over the world."""
+    """Return a model, and the same model tensor-parallel over the world."""
     torch.manual_seed(0)
     whole = Perceptron()
     cut = Perceptron()
@@ -72,7 +72,7 @@ def check_once(world: World) -> None:
 
 
 async def tensor_parallel_member(role: Role, name: str, store: str) -> None:
-    """Rank 1: one tensor-parallel pass for each order."""
+    """Join as rank 1, and make one tensor-parallel pass for each order."""
     async with WorldManager(config=CONFIG) as manager:
         world = await manager.join(name, rank=1, size=2, store=store, backend="gloo")
         role.report(os.getpid())
@@ -83,7 +83,7 @@ async def tensor_parallel_member(role: Role, name: str, store: str) -> None:
 
 
 async def test_tensor_parallel_layer_in_two_worlds(fork_server: None) -> None:
-    """Rank 0 in both; one breaks, the other goes on."""
+    """A tensor-parallel layer goes on in one world when the other world breaks."""
     server = await StoreServer.listen("127.0.0.1", 0)
     store = f"tcp://127.0.0.1:{server.port}"
     async with ProcessFleet() as fleet, WorldManager(config=CONFIG) as manager:
@@ -110,7 +110,7 @@ async def test_tensor_parallel_layer_in_two_worlds(fork_server: None) -> None:
 
 
 async def test_torch_functions_take_the_group() -> None:
-    """Functions with group=, functional collectives, and a user's mesh."""
+    """The group works in torch functions, functional collectives and a user's mesh."""
     async with Arena("gloo") as arena:
         (world,) = await arena.world(1)
         group = world.process_group
@@ -125,7 +125,7 @@ async def test_torch_functions_take_the_group() -> None:
 
 
 async def test_worlds_without_a_group_say_so() -> None:
-    """And which have one."""
+    """The error for a world without a group names the backends that have one."""
     async with Arena("memory") as arena:
         (world,) = await arena.world(1)
         with pytest.raises(UnsupportedOperationError, match="gloo"):
@@ -136,7 +136,7 @@ async def test_worlds_without_a_group_say_so() -> None:
 
 @pytest.mark.heavy
 async def test_thirty_worlds_leave_nothing_behind(fork_server: None) -> None:
-    """No thread and no descriptor, though the meshes are kept by the user."""
+    """Thirty closed worlds leave no thread or descriptor, even if meshes are kept."""
     server = await StoreServer.listen("127.0.0.1", 0)
     store = f"tcp://127.0.0.1:{server.port}"
     kept = []
@@ -155,13 +155,13 @@ async def test_thirty_worlds_leave_nothing_behind(fork_server: None) -> None:
             counts.append((len(now.threads), len(now.descriptors)))
         await child.done()
         assert len(kept) == 30
-        # one may be on its way at the moment; thirty worlds would leave thirty
+        # one may be closing right now; a leak would leave thirty
         assert min(counts[-5:]) <= max(counts[:5]), counts
     await server.close()
 
 
 async def thirty_worlds(role: Role, store: str) -> None:
-    """Rank 1 of thirty worlds."""
+    """Join thirty worlds as rank 1, one after the other."""
     async with WorldManager(config=CONFIG) as manager:
         for number in range(30):
             world = await manager.join(

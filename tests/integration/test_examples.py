@@ -1,4 +1,4 @@
-"""Every example runs with one command, with and without a kill, and by hand."""
+"""Examples: each runs with one command, with and without a kill, and by hand."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(name: str, *args: object, limit_s: float = 50) -> str:
 
 
 def test_every_example_is_there() -> None:
-    """As many as are promised."""
+    """The folder has exactly the promised examples."""
     wanted = "send_recv single_world resnet broadcast reduce all_reduce all_gather"
     wanted += " gather scatter join_later"
     assert set(NAMES) == set(wanted.split())
@@ -46,7 +46,7 @@ USUAL = ("send_recv",)
     ],
 )
 def test_example_when_killed_then_only_its_world_stops(name: str) -> None:
-    """World 2 names who was lost, world 1 takes all its steps."""
+    """World 2 names the lost rank, and world 1 completes all steps."""
     output = run(name, "--kill", "--steps", 40)
     assert "[world1 rank 0] all 40 steps done" in output
     assert "world2 broken: rank 1 was lost" in output
@@ -62,7 +62,7 @@ def test_example_when_killed_then_only_its_world_stops(name: str) -> None:
     ],
 )
 def test_example_on_gloo_with_three_members(name: str) -> None:
-    """Other backends and sizes are flags."""
+    """Examples run on Gloo and with three members."""
     output = run(name, "--backend", "gloo", "--size", 3, "--steps", 20)
     for member in ("world1 rank 0", "world1 rank 2", "world2 rank 1"):
         assert f"[{member}] all 20 steps done" in output
@@ -70,7 +70,7 @@ def test_example_on_gloo_with_three_members(name: str) -> None:
 
 @pytest.mark.heavy
 def test_example_by_hand() -> None:
-    """Each member is a command of its own."""
+    """An example runs with one command for each member."""
     address = f"127.0.0.1:{free_port()}"
     program = str(EXAMPLES / "send_recv.py")
     command = [sys.executable, program, "--addr", address]
@@ -103,7 +103,7 @@ def test_example_by_hand() -> None:
     ids=["whole", "kill"],
 )
 def test_join_later_reports_the_gaps(args: tuple[str, ...]) -> None:
-    """Before, while and after the other world was joined."""
+    """The summary has the gaps before, during and after the join."""
     output = run("join_later", *args, "--steps", 40)
     for phase in ("before", "while joining", "after"):
         assert f"world1 {phase}:" in output
@@ -112,6 +112,6 @@ def test_join_later_reports_the_gaps(args: tuple[str, ...]) -> None:
 
 @pytest.mark.heavy
 def test_single_world_shows_that_one_failure_stops_all() -> None:
-    """What plain torch.distributed does."""
+    """In plain torch.distributed, one failure stops every member."""
     assert "3 of 3 members took all steps" in run("single_world", "--steps", 20)
     assert "0 of 3 members took all steps" in run("single_world", "--kill")

@@ -1,4 +1,4 @@
-"""Joining: any order, deadlines, taken ranks, mismatches, strangers, re-joining."""
+"""Joining: order, deadlines, taken ranks, mismatches, strangers and rejoining."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LONG = WorldConfig(join_s=20.0)
 
 @pytest.fixture
 async def server() -> AsyncIterator[StoreServer]:
-    """Return a store that stands alone; checks for leaks."""
+    """Return a standalone store, and check for leaks."""
     async with no_leaks(allow=("asyncio_",)):
         server = await StoreServer.listen("127.0.0.1", 0)
         yield server
@@ -45,19 +45,19 @@ async def server() -> AsyncIterator[StoreServer]:
 
 @pytest.fixture
 def store(server: StoreServer) -> str:
-    """Return its address."""
+    """Return the address of the store."""
     return f"tcp://127.0.0.1:{server.port}"
 
 
 async def one_waits(server: StoreServer) -> None:
-    """Wait until a claim has reached the store and waits there."""
+    """Wait until a claim is pending at the store."""
     async with asyncio.timeout(10):
         while not server.waiting_count:  # noqa: ASYNC110 - the store has no event for it
             await asyncio.sleep(0)
 
 
 async def pair(one: WorldManager, two: WorldManager, name: str, store: str) -> None:
-    """Let two managers join a world of two."""
+    """Join a world of two with two managers."""
     await asyncio.gather(
         one.join(name, rank=0, size=2, store=store),
         two.join(name, rank=1, size=2, store=store),
@@ -66,7 +66,7 @@ async def pair(one: WorldManager, two: WorldManager, name: str, store: str) -> N
 
 @pytest.mark.parametrize("first", [0, 1])
 async def test_members_may_start_in_any_order(first: int) -> None:
-    """Rank 0 embeds the store; the others wait for it."""
+    """Members start in any order: rank 0 embeds the store, and others wait for it."""
     address = f"tcp://127.0.0.1:{free_port()}"
     async with no_leaks(), WorldManager() as one, WorldManager() as two:
         early = asyncio.ensure_future(one.join("w", rank=first, size=2, store=address))
@@ -77,7 +77,7 @@ async def test_members_may_start_in_any_order(first: int) -> None:
 
 
 async def test_deadline_names_who_is_missing(store: str) -> None:
-    """On every member that waits."""
+    """At the deadline, every waiting member names the missing ranks."""
     async with WorldManager(config=SHORT) as one, WorldManager(config=SHORT) as two:
         results = await asyncio.gather(
             one.join("w", rank=0, size=4, store=store),
@@ -92,7 +92,7 @@ async def test_deadline_names_who_is_missing(store: str) -> None:
 
 
 async def test_no_store_is_an_error_in_time() -> None:
-    """With the address, and what to do."""
+    """Without a store, the error names the address and the next step."""
     address = f"tcp://127.0.0.1:{free_port()}"
     async with no_leaks(), WorldManager(config=SHORT) as manager:
         with pytest.raises(StoreUnreachableError, match="start rank 0") as caught:
@@ -101,7 +101,7 @@ async def test_no_store_is_an_error_in_time() -> None:
 
 
 async def test_store_is_not_embedded_where_it_is_a_service_of_its_own() -> None:
-    """Rank 0 waits for it, like everybody."""
+    """Rank 0 waits for a separate store, as every member does."""
     address = f"tcp://127.0.0.1:{free_port()}"
     config = SHORT.replace(embed_store=False)
     async with no_leaks(), WorldManager(config=config) as manager:
@@ -110,7 +110,7 @@ async def test_store_is_not_embedded_where_it_is_a_service_of_its_own() -> None:
 
 
 async def test_held_rank_is_refused_and_its_holder_not_disturbed(store: str) -> None:
-    """Traffic goes on while others claim."""
+    """A claim on a held rank is refused, and the holder's traffic goes on."""
     async with (
         WorldManager() as one,
         WorldManager() as two,
@@ -135,7 +135,7 @@ async def _echo(manager: WorldManager) -> None:
 
 
 async def test_rank_that_waits_is_taken_too(server: StoreServer, store: str) -> None:
-    """Two claims on one rank of a world that is gathering."""
+    """A second claim on a rank that waits is refused."""
     async with WorldManager(config=SHORT) as one, WorldManager() as two:
         waiting = asyncio.ensure_future(one.join("w", rank=0, size=2, store=store))
         await one_waits(server)
@@ -148,7 +148,7 @@ async def test_rank_that_waits_is_taken_too(server: StoreServer, store: str) -> 
 async def test_rank_of_a_dead_holder_opens_the_next_epoch(
     store: str, fork_server: None
 ) -> None:
-    """The replacement waits for the survivor, which joins again."""
+    """A claim on a dead holder's rank opens the next epoch, with the survivor."""
     async with ProcessFleet() as fleet, WorldManager(config=LONG) as manager:
         args = ("w", store, "direct")
         child = fleet.start(bodies.idle, *args)
@@ -168,7 +168,7 @@ async def test_rank_of_a_dead_holder_opens_the_next_epoch(
 async def test_members_that_ask_for_different_worlds_all_learn_it(
     store: str, size: int, backend: str
 ) -> None:
-    """At once, with what each asked for."""
+    """Members that ask for different worlds fail at once, with what each asked for."""
     async with WorldManager(config=LONG) as one, WorldManager(config=LONG) as two:
         results = await asyncio.gather(
             one.join("w", rank=0, size=2, store=store),
@@ -183,7 +183,7 @@ async def test_members_that_ask_for_different_worlds_all_learn_it(
 
 
 async def test_store_of_another_version_is_named() -> None:
-    """To the member that dials it."""
+    """A store of another version is named to the member that connects."""
 
     async def answer(
         reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -207,7 +207,7 @@ async def test_store_of_another_version_is_named() -> None:
 async def test_member_of_another_version_is_named_to_those_who_wait(
     server: StoreServer, store: str
 ) -> None:
-    """It can never come: they learn it at once."""
+    """A member of another version fails those who wait for it, at once."""
     host, _, port = store.removeprefix("tcp://").partition(":")
     async with WorldManager(config=LONG) as manager:
         waiting = asyncio.ensure_future(manager.join("w", rank=0, size=2, store=store))
@@ -221,7 +221,7 @@ async def test_member_of_another_version_is_named_to_those_who_wait(
 
 
 async def test_port_of_another_service_is_named() -> None:
-    """Something that is no store at all."""
+    """The error for a port of another service says that it is no store."""
 
     async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
@@ -239,7 +239,7 @@ async def test_port_of_another_service_is_named() -> None:
 
 
 async def test_garbage_on_the_store_disturbs_nobody(store: str) -> None:
-    """Strangers are hung up on."""
+    """Garbage on the store's port is hung up on, and disturbs nobody."""
     host, _, port = store.removeprefix("tcp://").partition(":")
     async with WorldManager() as one, WorldManager() as two:
         for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\2{}", b"\xff" * 64, b""):
@@ -252,7 +252,7 @@ async def test_garbage_on_the_store_disturbs_nobody(store: str) -> None:
 async def test_cancelled_join_leaves_nothing_behind(
     server: StoreServer, store: str
 ) -> None:
-    """The rank is free again."""
+    """A cancelled join frees its rank."""
     async with WorldManager() as one, WorldManager() as two, WorldManager() as three:
         joining = asyncio.ensure_future(one.join("w", rank=0, size=2, store=store))
         await one_waits(server)
@@ -266,7 +266,7 @@ async def test_cancelled_join_leaves_nothing_behind(
 async def test_join_when_the_manager_closes_then_it_says_so(
     server: StoreServer, store: str
 ) -> None:
-    """And not as if somebody had cancelled the caller."""
+    """A join that the closing manager ends raises its own error, not a cancellation."""
     manager = WorldManager()
     joining = asyncio.ensure_future(manager.join("w", rank=0, size=2, store=store))
     await one_waits(server)
@@ -278,7 +278,7 @@ async def test_join_when_the_manager_closes_then_it_says_so(
 async def test_member_that_gives_up_while_joining_fails_the_others_at_once(
     store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They need not wait for the deadline."""
+    """A member that gives up while joining fails the others before the deadline."""
     async with WorldManager(config=LONG) as one, WorldManager(config=LONG) as two:
         with monkeypatch.context() as patch:
             never, reached = asyncio.Event(), asyncio.Event()
@@ -306,7 +306,7 @@ async def test_member_that_gives_up_while_joining_fails_the_others_at_once(
 
 
 async def test_names_that_come_and_go_leave_nothing(store: str) -> None:
-    """Not in the manager either, however they are closed."""
+    """Names that come and go leave nothing in the store or the manager."""
     async with WorldManager() as one, WorldManager() as two:
         for number in range(5):
             name = f"w{number}"
@@ -316,7 +316,7 @@ async def test_names_that_come_and_go_leave_nothing(store: str) -> None:
 
 
 async def test_second_join_is_refused_and_the_world_lives_on(store: str) -> None:
-    """Ready, or while joining."""
+    """A second join of one name is refused, and the world goes on."""
     async with WorldManager() as one, WorldManager() as two:
         joining = asyncio.ensure_future(one.join("w", rank=0, size=2, store=store))
         await asyncio.sleep(0)
@@ -331,7 +331,7 @@ async def test_second_join_is_refused_and_the_world_lives_on(store: str) -> None
 
 
 async def test_closed_world_can_be_joined_again(store: str) -> None:
-    """As the next epoch, however it was closed."""
+    """A closed world can be joined again, as the next epoch."""
     async with WorldManager() as one, WorldManager() as two:
         for epoch in (1, 2, 3):
             await pair(one, two, "w", store)
@@ -345,7 +345,7 @@ async def test_closed_world_can_be_joined_again(store: str) -> None:
 
 
 async def test_bad_arguments_are_named_before_any_io(store: str) -> None:
-    """Each with what is allowed."""
+    """Each bad argument raises an error with the allowed values, before any I/O."""
     async with WorldManager() as manager:
         for name, rank, size, address, backend, device in (
             ("", 0, 2, store, "direct", "cpu"),
@@ -383,7 +383,7 @@ async def test_bad_arguments_are_named_before_any_io(store: str) -> None:
 
 
 async def test_joining_disturbs_no_traffic(store: str, fork_server: None) -> None:
-    """A world's messages go on while others are made and left."""
+    """The traffic of a world goes on while other worlds are joined and left."""
     async with ProcessFleet() as fleet, WorldManager() as one, WorldManager() as two:
         child = fleet.start(bodies.echo, "busy", store, "direct")
         busy = await one.join("busy", rank=0, size=2, store=store)
@@ -398,7 +398,7 @@ async def test_joining_disturbs_no_traffic(store: str, fork_server: None) -> Non
 
 
 async def test_world_of_one(store: str) -> None:
-    """Collectives with oneself."""
+    """A world of one has working collectives."""
     async with WorldManager() as manager:
         for backend in ("direct", "gloo"):
             world = await manager.join(

@@ -1,4 +1,4 @@
-"""The event loop is never blocked, nothing spins, and many worlds cost like one."""
+"""The event loop is never blocked, nothing spins, and many worlds cost little."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests import bodies
 from tests.traffic import Traffic
 
 SLOW_S = 0.25
-"""A callback longer than this holds up every other world."""
+"""Seconds above which a callback counts as slow: it holds up every other world."""
 
 
 @pytest.mark.parametrize("backend", ["memory", "direct", "gloo"])
 async def test_no_callback_is_slow(
     backend: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With asyncio's debug mode and its slow-callback bound, under all kinds of use."""
+    """No operation makes a callback that asyncio's debug mode reports as slow."""
     loop = asyncio.get_running_loop()
     loop.set_debug(True)
     loop.slow_callback_duration = SLOW_S
@@ -56,10 +56,10 @@ async def _receive_many(world: World) -> None:
 
 
 async def test_no_blocking_call_on_the_loop() -> None:
-    """Neither sleeps, nor locks, nor blocking sockets."""
+    """No operation sleeps, waits for a lock or blocks on a socket on the event loop."""
     blocker = BlockBuster()
     for allowed in ("os.stat", "os.listdir", "io.TextIOWrapper.read", "os.readlink"):
-        # /proc and the helper's start: memory, not disks
+        # reads of /proc and the helper's start touch memory, not disks
         if allowed in blocker.functions:
             blocker.functions.pop(allowed)
     async with Arena("direct") as arena:
@@ -75,7 +75,7 @@ async def test_no_blocking_call_on_the_loop() -> None:
 
 
 async def test_busy_sender_gives_way_to_other_tasks() -> None:
-    """A stream of messages does not starve the loop."""
+    """A busy sender does not starve the other tasks of the event loop."""
     async with Arena("direct") as arena:
         left, right = await arena.world(2)
         lateness: list[float] = []
@@ -103,7 +103,7 @@ async def test_busy_sender_gives_way_to_other_tasks() -> None:
 
 
 async def test_idle_worlds_use_no_processor(fork_server: None) -> None:
-    """Waiting is parked, not polled: a second of waiting costs little CPU time."""
+    """Waiting worlds do not poll: a second of waiting costs little CPU time."""
     async with Arena("direct") as arena:
         left, right = await arena.world(2)
         waiting = [
@@ -122,7 +122,7 @@ async def test_idle_worlds_use_no_processor(fork_server: None) -> None:
 
 
 async def test_two_hundred_worlds_between_two_processes(fork_server: None) -> None:
-    """One link whatever the number of worlds, and each is as fast as one."""
+    """Two hundred worlds share one link, and each is as fast as a single one."""
     server = await StoreServer.listen("127.0.0.1", 0)
     store = f"tcp://127.0.0.1:{server.port}"
     count = 200
@@ -152,7 +152,7 @@ async def test_two_hundred_worlds_between_two_processes(fork_server: None) -> No
 async def test_cycles_of_a_world_leave_nothing_behind(
     backend: str, fork_server: None
 ) -> None:
-    """Created, used and closed, while another world's traffic goes on."""
+    """Creating, using and closing worlds leaks nothing, while another one is busy."""
     server = await StoreServer.listen("127.0.0.1", 0)
     store = f"tcp://127.0.0.1:{server.port}"
     config = WorldConfig(join_s=20)

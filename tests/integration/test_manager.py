@@ -1,4 +1,4 @@
-"""The manager: events, cleanup, forks, the by-name interface."""
+"""The manager: events, cleanup, forks and the interface by name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.ports import free_port
 
 
 async def test_events_tell_the_story_of_a_world(fork_server: None) -> None:
-    """In order, and only from the moment of asking."""
+    """Events come in order, from the moment of the subscription on."""
     server = await StoreServer.listen("127.0.0.1", 0)
     store = f"tcp://127.0.0.1:{server.port}"
     seen = []
@@ -57,7 +57,7 @@ async def test_events_tell_the_story_of_a_world(fork_server: None) -> None:
 
 
 async def test_leave_is_an_event_and_no_loss() -> None:
-    """On those that stay."""
+    """The members that stay get an event when another leaves, and no loss."""
     async with Arena("direct") as arena:
         left, right = await arena.world(2)
         events = arena.manager(1).events()
@@ -67,7 +67,7 @@ async def test_leave_is_an_event_and_no_loss() -> None:
 
 
 async def test_slow_reader_of_events_is_told_how_many_it_missed() -> None:
-    """And slows nobody down."""
+    """A slow reader of events is told how many it missed, and slows nobody down."""
     hub = EventHub()
     subscription = hub.subscribe()
     for number in range(QUEUE_LIMIT + 5):
@@ -79,7 +79,7 @@ async def test_slow_reader_of_events_is_told_how_many_it_missed() -> None:
 
 
 async def test_cleanup_frees_everything_at_once() -> None:
-    """Without waiting, as programs for pymultiworld call it; the others are told."""
+    """``cleanup`` frees everything without waiting, and tells the other members."""
     store = f"tcp://127.0.0.1:{free_port()}"
     async with no_leaks(allow=("asyncio_",)):
         for backend in ("direct", "gloo"):
@@ -101,7 +101,7 @@ async def test_cleanup_frees_everything_at_once() -> None:
 
 
 async def test_by_name_interface_has_every_operation() -> None:
-    """With the original's argument order."""
+    """The interface by name has every operation, with pymultiworld's argument order."""
     port = free_port()
     one, two = WorldManager(), WorldManager()
     for rank, manager in enumerate((one, two)):
@@ -142,7 +142,7 @@ async def test_by_name_interface_has_every_operation() -> None:
 
 
 async def test_forked_child_can_not_use_its_parents_worlds(fork_server: None) -> None:
-    """It gets a named error, and the parent's world does not notice."""
+    """A forked child gets a named error, and the parent's world goes on."""
     async with Arena("direct") as arena:
         left, right = await arena.world(2)
         reader, writer = os.pipe()
@@ -166,13 +166,13 @@ async def test_forked_child_can_not_use_its_parents_worlds(fork_server: None) ->
 
 
 def test_manager_needs_a_running_loop() -> None:
-    """It belongs to one."""
+    """A manager can be created on a running event loop only."""
     with pytest.raises(RuntimeError, match="no running event loop"):
         WorldManager()
 
 
 async def test_reprs_are_status_lines() -> None:
-    """What a person sees in a log."""
+    """The ``repr`` of each object is a line that says its state."""
     async with Arena("direct") as arena:
         left, _ = await arena.world(2, "edge:a-b")
         assert repr(left) == "<World 'edge:a-b' ready rank 0/2 epoch 1 direct>"
@@ -185,7 +185,7 @@ async def test_reprs_are_status_lines() -> None:
 
 
 async def test_thread_heartbeat_and_no_monitor() -> None:
-    """Both ways of watching less."""
+    """A thread can send heartbeats; without a monitor, a closed link is a loss."""
     config = WorldConfig(join_s=20, heartbeat="thread")
     async with no_leaks(allow=("asyncio_",)):
         async with Arena("direct", config) as arena:
@@ -206,7 +206,7 @@ async def test_thread_heartbeat_and_no_monitor() -> None:
 
 
 async def test_helper_that_is_killed_is_replaced() -> None:
-    """Nobody is declared lost for the loss of a helper."""
+    """A killed heartbeat helper is replaced, and nobody is lost."""
     async with Arena("direct") as arena:
         left, right = await arena.world(2)
         helper = arena.manager(0).watchdog.helper_pid
@@ -219,7 +219,7 @@ async def test_helper_that_is_killed_is_replaced() -> None:
 
 
 async def test_world_that_breaks_between_two_lanes_of_a_collective() -> None:
-    """The lane that is not asked for yet must not be waited for, either."""
+    """A world that breaks ends the wait for a lane that was not requested yet."""
     async with Arena("direct") as arena:
         world, *_ = await arena.world(3)
         life = world._life
@@ -244,7 +244,7 @@ async def test_world_that_breaks_between_two_lanes_of_a_collective() -> None:
 async def test_who_has_left_is_known_when_the_first_operation_fails_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The end of its data may overtake its word that it leaves, on the other link."""
+    """The end of a member's data may overtake its message that it leaves."""
     async with Arena("direct") as arena:
         stays, leaves = await arena.world(2)
         said: list[dict[str, object]] = []

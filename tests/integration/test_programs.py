@@ -1,4 +1,4 @@
-"""Programs written for pymultiworld run unchanged, and survive what it did not."""
+"""Programs written for pymultiworld run unchanged, and survive a killed worker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROGRAMS = Path(__file__).parents[1] / "programs"
 def started(
     compiled: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[ExitStack]:
-    """Return a stack that ends every process put on it."""
+    """Return a stack that ends its processes after the test."""
     monkeypatch.setenv("PYTHONPYCACHEPREFIX", compiled["PYTHONPYCACHEPREFIX"])
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     with ExitStack() as stack:
@@ -59,7 +59,7 @@ def read_until(process: subprocess.Popen[str], text: str) -> list[str]:
 def test_programs_for_the_prototype_run_unchanged(
     started: ExitStack, leader_first: bool
 ) -> None:
-    """Two worlds on two ports; one worker is killed, the other ends by itself."""
+    """A program with two worlds goes on when one worker is killed, exits cleanly."""
     ports = [free_port(), free_port()]
 
     def start_leader() -> subprocess.Popen[str]:

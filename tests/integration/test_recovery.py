@@ -33,7 +33,7 @@ HANG_S = 20.0
 
 
 class Street:
-    """Several managers of one process, and a store."""
+    """Several managers in one process, and a store."""
 
     def __init__(self, managers: list[WorldManager], store: str, backend: str) -> None:
         self.managers, self.store, self.backend = managers, store, backend
@@ -49,7 +49,7 @@ class Street:
         )
 
     async def world(self, *numbers: int, name: str = "w") -> list[World]:
-        """Return a world of these managers, in this order of ranks."""
+        """Join a world of these managers, in this order of ranks."""
         size = len(numbers)
         joins = [
             self.join(number, rank, size, name) for rank, number in enumerate(numbers)
@@ -88,14 +88,14 @@ async def check(worlds: Sequence[World]) -> None:
 
 
 def lose(world: World, rank: int) -> None:
-    """Let a member believe that another is lost."""
+    """Make a member believe that another is lost."""
     world._life.report(WasLost(rank, "the test says so"))
 
 
 async def test_survivors_reform_in_one_call_with_compacted_ranks(
     street: Street,
 ) -> None:
-    """Another world of the same processes carries on meanwhile."""
+    """Survivors reform with ranks without gaps, while another world goes on."""
     w0, w1, w2 = await street.world(0, 1, 2)
     others = await street.world(0, 2, name="other")
     async with echo(others[1]), Traffic(others[0]) as traffic:
@@ -118,12 +118,12 @@ async def test_survivors_reform_in_one_call_with_compacted_ranks(
 
 
 def echo(world: World) -> EchoTask:
-    """Answer what comes, while it is entered."""
+    """Echo messages while the context is open."""
     return EchoTask(world)
 
 
 class EchoTask:
-    """Sends back what rank 0 sends."""
+    """Task that sends rank 0's messages back."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -141,7 +141,7 @@ class EchoTask:
 
 
 async def test_lone_survivor_goes_on_alone(street: Street) -> None:
-    """A world of one is a world."""
+    """A lone survivor reforms to a working world of one."""
     w0, _ = await street.world(0, 1)
     street.managers[1].cleanup()
     await asyncio.wait_for(w0.wait_incomplete(), HANG_S)
@@ -151,7 +151,7 @@ async def test_lone_survivor_goes_on_alone(street: Street) -> None:
 
 
 async def test_accused_is_fenced_and_comes_back_by_joining(street: Street) -> None:
-    """The others reform without it; it cannot."""
+    """An accused member cannot reform with the others, and comes back by joining."""
     w0, w1, w2 = await street.world(0, 1, 2)
     lose(w0, 1)
     for world in (w1, w2):
@@ -173,7 +173,7 @@ async def test_accused_is_fenced_and_comes_back_by_joining(street: Street) -> No
 
 
 async def test_two_that_accuse_each_other_do_not_both_go_on(street: Street) -> None:
-    """One reforms, the other is told that it is stale."""
+    """Of two members that accuse each other, one reforms and the other is stale."""
     w0, w1 = await street.world(0, 1)
     lose(w0, 1)
     lose(w1, 0)
@@ -183,7 +183,7 @@ async def test_two_that_accuse_each_other_do_not_both_go_on(street: Street) -> N
 
 
 async def test_loss_while_reforming_is_left_out_too(street: Street) -> None:
-    """A second member is lost while the survivors wait for it."""
+    """A member that is lost while the survivors reform is left out too."""
     worlds = await street.world(0, 1, 2, 3)
     street.managers[3].cleanup()
     for world in worlds[:3]:
@@ -198,7 +198,7 @@ async def test_loss_while_reforming_is_left_out_too(street: Street) -> None:
 
 
 async def test_survivor_that_closes_is_not_waited_for(street: Street) -> None:
-    """Whether before the others reform, or while they wait."""
+    """Survivors do not wait for one that closes, before or while they reform."""
     w0, w1, _ = await street.world(0, 1, 2)
     street.managers[2].cleanup()
     for world in (w0, w1):
@@ -211,7 +211,7 @@ async def test_survivor_that_closes_is_not_waited_for(street: Street) -> None:
 
 
 async def test_one_change_of_a_name_at_a_time(street: Street) -> None:
-    """The second is refused at once, and disturbs the first no more than that."""
+    """A second change of the same name is refused at once, and the first goes on."""
     w0, w1 = await street.world(0, 1)
     lose(w0, 1)
     await asyncio.wait_for(w1.wait_over(), HANG_S)
@@ -225,7 +225,7 @@ async def test_one_change_of_a_name_at_a_time(street: Street) -> None:
 
 
 async def test_nothing_goes_on_after_leave_or_close(street: Street) -> None:
-    """A world that was left does not come back; a closed manager claims nothing."""
+    """A world that was left cannot reform or grow, nor can one of a closed manager."""
     worlds = await street.world(0, 1, 2)
     street.managers[2].cleanup()
     for world in worlds[:2]:
@@ -243,7 +243,7 @@ async def test_nothing_goes_on_after_leave_or_close(street: Street) -> None:
 async def test_newcomer_that_dies_after_its_admission_leaves_a_world_to_reform(
     street: Street, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The members name it, and go on from there."""
+    """A newcomer that dies after its admission is named, and the others can reform."""
     w0, w1 = await street.world(0, 1)
 
     async def dies(*_: object) -> None:
@@ -264,7 +264,7 @@ async def test_newcomer_that_dies_after_its_admission_leaves_a_world_to_reform(
 
 
 async def test_healthy_world_has_nothing_to_reform(street: Street) -> None:
-    """And stays as it is."""
+    """Reforming a healthy world is refused, and the world stays as it is."""
     worlds = await street.world(0, 1)
     with pytest.raises(ConfigError, match="broken"):
         await worlds[0].reform()
@@ -272,7 +272,7 @@ async def test_healthy_world_has_nothing_to_reform(street: Street) -> None:
 
 
 async def test_members_are_told_who_waits_and_let_it_in(street: Street) -> None:
-    """Growing touches no other world and drops nothing that was received."""
+    """Members are told who waits, and growing drops no message that was received."""
     w0, w1 = await street.world(0, 1)
     others = await street.world(0, 3, name="other")
     async with echo(others[1]), Traffic(others[0]) as traffic:
@@ -282,7 +282,7 @@ async def test_members_are_told_who_waits_and_let_it_in(street: Street) -> None:
         assert isinstance(event, MemberWaiting)
         assert (event.rank, event.size, event.epoch) == (2, 3, 1)
         assert w0.waiting == {2: 3}
-        await check([w0, w1])  # the old world lives until all have come
+        await check([w0, w1])  # the old world works until all members have arrived
         grown = await asyncio.gather(w0.grow(to=3), w1.grow(to=3), joining)
         assert [(w.rank, w.size, w.epoch) for w in grown] == [
             (0, 3, 2),
@@ -297,7 +297,7 @@ async def test_members_are_told_who_waits_and_let_it_in(street: Street) -> None:
 
 
 async def drain(events: AsyncIterator[object]) -> list[object]:
-    """Return the events that are there already."""
+    """Return the pending events."""
     found: list[object] = []
     while True:
         try:
@@ -307,7 +307,7 @@ async def drain(events: AsyncIterator[object]) -> list[object]:
 
 
 async def test_growing_in_vain_leaves_the_world_as_it_was(street: Street) -> None:
-    """The newcomer does not come; or the caller has had enough."""
+    """A world stays as it was if no newcomer comes, or if growing is cancelled."""
     worlds = await street.world(0, 1)
     short = CONFIG.replace(join_s=0.5)
     for world in worlds:
@@ -330,7 +330,7 @@ async def test_growing_in_vain_leaves_the_world_as_it_was(street: Street) -> Non
 
 
 async def test_loss_while_growing_is_raised_at_once(street: Street) -> None:
-    """Nobody waits out the deadline for a member that is gone."""
+    """A loss while growing is raised before the deadline."""
     w0, w1, _ = await street.world(0, 1, 2)
     growing = [asyncio.create_task(world.grow(to=4)) for world in (w0, w1)]
     await asyncio.sleep(0.1)
@@ -343,7 +343,7 @@ async def test_loss_while_growing_is_raised_at_once(street: Street) -> None:
 
 
 async def test_kept_world_comes_back_until_it_is_left(street: Street) -> None:
-    """One incarnation after the other, through losses and leaves."""
+    """A kept world comes back after losses and leaves, until it is left."""
     seen: list[int] = []
     done = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""Letting no one in: secrets, certificates, strangers at every port."""
+"""Security: secrets, certificates and strangers at every port."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SHORT = WorldConfig(join_s=1.5)
 
 
 class Fort:
-    """A store and two members with traffic between them, all with one security."""
+    """A store and two members with traffic, all with the same security."""
 
     def __init__(
         self, server: StoreServer, managers: list[WorldManager], worlds: list[World]
@@ -50,7 +50,7 @@ class Fort:
         self.store = f"tcp://127.0.0.1:{server.port}"
 
     def listeners(self) -> list[tuple[int, object]]:
-        """Return where strangers can knock: family and address."""
+        """Return the family and address of every listener."""
         doors: list[tuple[int, object]] = [
             (socket.AF_INET, ("127.0.0.1", self.server.port))
         ]
@@ -60,14 +60,14 @@ class Fort:
         return doors
 
     def refused(self) -> int:
-        """How many strangers were refused, by all together."""
+        """Number of refused strangers, at all listeners together."""
         managers = sum(sum(manager.refused.values()) for manager in self.managers)
         return managers + sum(self.server.refused.values())
 
 
 @contextlib.asynccontextmanager
 async def fort(security: Security, backend: str = "direct") -> AsyncIterator[Fort]:
-    """Return a fort whose traffic goes on until the end."""
+    """Yield a fort whose traffic goes on until the test ends."""
     server = await StoreServer.listen("127.0.0.1", 0, security=security)
     store = f"tcp://127.0.0.1:{server.port}"
     async with (
@@ -100,7 +100,7 @@ async def traffic(here: Fort) -> AsyncIterator[Traffic]:
 
 
 def kinds_of_security(tls: Tls) -> list[Security]:
-    """Return every way to be secured."""
+    """Return every kind of security."""
     return [
         Security(secret=SECRET),
         Security(tls=tls),
@@ -111,13 +111,13 @@ def kinds_of_security(tls: Tls) -> list[Security]:
 
 @pytest.fixture(params=["secret", "tls", "both", "open"])
 def security(request: pytest.FixtureRequest, tls: Tls) -> Security:
-    """Return one way to be secured."""
+    """Return one kind of security."""
     names = ("secret", "tls", "both", "open")
     return kinds_of_security(tls)[names.index(request.param)]
 
 
 async def test_strangers_at_every_port_disturb_nobody(security: Security) -> None:
-    """Port scanners, garbage, half hellos, lies about sizes, deep JSON."""
+    """Port scans, garbage, half hellos, false sizes and deep JSON disturb nobody."""
     async with no_leaks(allow=("asyncio_",)), fort(security) as here:
         async with traffic(here) as going:
             knocks = garbage()
@@ -132,7 +132,7 @@ async def test_strangers_at_every_port_disturb_nobody(security: Security) -> Non
 
 
 def garbage() -> list[bytes]:
-    """Return what strangers say."""
+    """Return the bytes that strangers send."""
     seeded = random.Random(7)
     knocks = [
         b"",
@@ -157,7 +157,7 @@ def garbage() -> list[bytes]:
 
 
 async def stranger(family: int, where: object, knock: bytes) -> None:
-    """Say something and hang up."""
+    """Connect, send something and hang up."""
     loop = asyncio.get_running_loop()
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         sock.setblocking(False)
@@ -169,7 +169,7 @@ async def stranger(family: int, where: object, knock: bytes) -> None:
 
 
 async def test_slow_strangers_in_a_crowd_keep_nobody_out(security: Security) -> None:
-    """Hundreds that connect and say nothing, or one byte; members still come in."""
+    """Members still connect while hundreds of strangers send nothing, or one byte."""
     async with fort(security) as here, traffic(here) as going:
         slow = []
         for family, where in here.listeners():
@@ -200,7 +200,7 @@ async def test_slow_strangers_in_a_crowd_keep_nobody_out(security: Security) -> 
 async def test_wrong_secret_is_named_and_disturbs_nobody(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A wrong one, none where one is wanted, one where none is wanted."""
+    """A wrong, missing or unexpected secret is named, and disturbs nobody."""
     caplog.set_level(logging.WARNING, logger="multiworld")
     with caplog.at_level(logging.CRITICAL, logger="multiworld"):
         for ours, theirs in ((SECRET, OTHER), (SECRET, b""), (b"", OTHER)):
@@ -213,7 +213,7 @@ async def test_wrong_secret_is_named_and_disturbs_nobody(
 
 
 async def test_recorded_handshake_opens_nothing() -> None:
-    """What a member said once proves nothing the next time, on any port."""
+    """A recorded handshake is worthless at every port."""
     async with fort(Security(secret=SECRET)) as here, traffic(here) as going:
         recorded = await record_handshake(here)
         assert len(recorded) > 100
@@ -232,7 +232,7 @@ async def test_recorded_handshake_opens_nothing() -> None:
 
 
 async def record_handshake(here: Fort) -> bytes:
-    """Let a member join through a relay, and return what it said."""
+    """Join through a relay, and return the bytes that the member sent."""
     recorded = b""
     done = asyncio.Event()
 
@@ -264,7 +264,7 @@ async def record_handshake(here: Fort) -> bytes:
 
 
 async def test_member_record_that_the_store_forged_is_refused() -> None:
-    """Even whoever runs the store cannot send members elsewhere."""
+    """A store cannot forge a member's address."""
     security = Security(secret=SECRET)
     async with fort(security) as here:
         service = here.server._service
@@ -287,7 +287,7 @@ async def test_member_record_that_the_store_forged_is_refused() -> None:
 async def test_tls_carries_large_tensors_between_hosts(
     monkeypatch: pytest.MonkeyPatch, tls: Tls
 ) -> None:
-    """Over TCP, both ways at once, with a cancel in the middle."""
+    """TLS carries large tensors both ways at once, with a cancellation in between."""
     monkeypatch.setattr(Address, "is_on", lambda self, host: False)
     async with fort(Security(tls=tls, secret=SECRET)) as here:
         left, right = here.worlds
@@ -311,7 +311,7 @@ async def test_tls_carries_large_tensors_between_hosts(
 async def test_certificate_of_another_authority_is_refused(
     tls: Tls, tmp_path: Path
 ) -> None:
-    """And so is who comes without any; the others carry on."""
+    """A foreign or missing certificate is refused, and the others go on."""
     strange = certificates(trustme.CA(), tmp_path)
     async with fort(Security(tls=tls)) as here, traffic(here) as going:
         async with WorldManager(config=SHORT, security=Security(tls=strange)) as bad:
@@ -325,7 +325,7 @@ async def test_certificate_of_another_authority_is_refused(
 
 
 async def test_backends_that_would_go_around_it_are_refused(tls: Tls) -> None:
-    """Gloo knows neither TLS nor our secret; with a secret it can be allowed."""
+    """Gloo is refused with TLS, and with a secret unless it is allowed."""
     async with WorldManager(security=Security(tls=tls)) as manager:
         with pytest.raises(ConfigError, match="TLS"):
             await manager.join(
@@ -342,7 +342,7 @@ async def test_backends_that_would_go_around_it_are_refused(tls: Tls) -> None:
 
 
 def test_security_comes_from_the_environment(tmp_path: Path, tls: Tls) -> None:
-    """Never from a command line; contradictions and bad files are named."""
+    """Security comes from the environment; contradictions and bad files are named."""
     read = Security.from_environment
     assert read({}) == Security()
     assert read({"MULTIWORLD_SECRET": SECRET.decode()}).secret == SECRET
@@ -369,7 +369,7 @@ def test_security_comes_from_the_environment(tmp_path: Path, tls: Tls) -> None:
 
 
 async def test_sockets_bind_to_the_interface_in_use() -> None:
-    """Nothing of ours listens on all interfaces."""
+    """No socket listens on all interfaces."""
     async with fort(Security()) as here:
         for family, where in here.listeners():
             if family == socket.AF_INET:
@@ -381,7 +381,7 @@ async def test_sockets_bind_to_the_interface_in_use() -> None:
 
 
 def own_listeners() -> list[str]:
-    """Return where this process listens, as the kernel writes it."""
+    """Return the addresses that this process listens on, as the kernel writes them."""
     lines = Path("/proc/self/net/tcp").read_text().splitlines()[1:]
     rows = [line.split() for line in lines]
     inodes = own_inodes()
@@ -389,7 +389,7 @@ def own_listeners() -> list[str]:
 
 
 def own_inodes() -> set[str]:
-    """Return the inodes of this process's sockets."""
+    """Return the inodes of the sockets of this process."""
     found = set()
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -400,7 +400,7 @@ def own_inodes() -> set[str]:
 
 
 async def test_lie_about_a_size_allocates_nothing() -> None:
-    """A frame that announces gigabytes breaks its world before memory is touched."""
+    """A frame that announces gigabytes breaks its world before memory is allocated."""
     config = CONFIG.replace(max_message_bytes=1 << 20)
     security = Security()
     server = await StoreServer.listen("127.0.0.1", 0, security=security)
@@ -418,7 +418,7 @@ async def test_lie_about_a_size_allocates_nothing() -> None:
 
 
 def test_frames_of_json_only() -> None:
-    """Nothing that is received is unpickled, anywhere."""
+    """The library unpickles nothing that it receives."""
     source = Path(frames.__file__).parents[1]
     for path in source.rglob("*.py"):
         if path.relative_to(source).parts[0] in ("testing", "demo"):

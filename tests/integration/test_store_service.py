@@ -1,4 +1,4 @@
-"""``multiworld store``: losing it, starting it again, a second one beside it."""
+"""``multiworld store``: its loss, its restart, and a second store beside it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HANG_S = 20.0
 
 
 class Store:
-    """The command, started and killed at will."""
+    """Runs the command, which tests start and kill at will."""
 
     def __init__(self, stack: ExitStack, *options: str) -> None:
         self._stack, self.port = stack, free_port()
@@ -56,7 +56,7 @@ class Store:
 
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
-    """Return a stack that ends every store put on it."""
+    """Return a stack that ends its stores after the test."""
     with ExitStack() as stack:
         yield stack
 
@@ -74,7 +74,7 @@ async def managers() -> AsyncIterator[list[WorldManager]]:
 async def join(
     managers: list[WorldManager], store: str | None, name: str = "w"
 ) -> list[World]:
-    """Join a world of as many members as there are managers."""
+    """Join a world with one member for each manager."""
     size = len(managers)
     return list(
         await asyncio.gather(
@@ -98,7 +98,7 @@ async def works(worlds: list[World]) -> None:
 async def test_lost_store_hurts_no_ready_world_and_joining_works_again(
     stack: ExitStack, managers: list[WorldManager]
 ) -> None:
-    """The restarted one knows nothing but what the members tell it."""
+    """Ready worlds survive a lost store; a restarted one learns from the members."""
     store = Store(stack)
     old = await join(managers[:2], store.address)
     assert old[0].epoch == 1
@@ -114,7 +114,7 @@ async def test_lost_store_hurts_no_ready_world_and_joining_works_again(
         )
     await works(old)
     store.start()
-    # A stranger on a rank that is held: the store has been told, and asks the holder.
+    # A claim on a held rank: members have told the store, so it asks the holder.
     with pytest.raises(RankTakenError):
         await managers[2].join("w", rank=1, size=2, store=store.address)
     await works(old)
@@ -122,7 +122,7 @@ async def test_lost_store_hurts_no_ready_world_and_joining_works_again(
     await works(new)
     for manager in managers[:2]:
         await manager.leave("w")
-    # Newcomers who have seen no epoch do not get a number that was used.
+    # Newcomers that have seen no epoch do not get one that was used.
     (again, _) = await join(managers[1:], store.address)
     assert again.epoch == 2
 
@@ -130,7 +130,7 @@ async def test_lost_store_hurts_no_ready_world_and_joining_works_again(
 async def test_stopped_store_is_noticed_and_a_second_address_is_used(
     stack: ExitStack, managers: list[WorldManager]
 ) -> None:
-    """The numbers of two stores never meet."""
+    """A stopped store is noticed, and the second one gives out other epochs."""
     first, second = Store(stack), Store(stack)
     both = f"{first.address},{second.address}"
     old = await join(managers[:2], both)
@@ -153,7 +153,7 @@ async def test_stopped_store_is_noticed_and_a_second_address_is_used(
 async def test_epochs_outlast_a_restart_in_a_file(
     stack: ExitStack, managers: list[WorldManager], tmp_path: Path
 ) -> None:
-    """With nobody left who could tell."""
+    """Epochs in a file outlast a restart, even if no member is left."""
     state = tmp_path / "epochs"
     store = Store(stack, "--state", str(state))
     await join(managers[:1], store.address)
@@ -169,7 +169,7 @@ async def test_epochs_outlast_a_restart_in_a_file(
 async def test_store_is_found_by_the_environment(
     stack: ExitStack, managers: list[WorldManager], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And without it, the error says so."""
+    """The store is found by the environment; the error without it says so."""
     monkeypatch.delenv("MULTIWORLD_STORE", raising=False)
     with pytest.raises(ConfigError, match="MULTIWORLD_STORE"):
         await managers[0].join("w", rank=0, size=1)
@@ -178,7 +178,7 @@ async def test_store_is_found_by_the_environment(
 
 
 def test_store_that_cannot_listen_says_so() -> None:
-    """An address that is not ours."""
+    """A store that cannot listen on its address says so."""
     done = subprocess.run(
         [COMMAND, "store", "--host", "192.0.2.1"],
         capture_output=True,
@@ -192,7 +192,7 @@ def test_store_that_cannot_listen_says_so() -> None:
 
 
 def test_store_ends_politely(stack: ExitStack) -> None:
-    """With a signal, and 0."""
+    """A store exits with 0 on a signal."""
     store = Store(stack)
     store.process.terminate()
     assert store.process.wait(HANG_S) == 0

@@ -26,7 +26,7 @@ SECTIONS = {
     "MachineSpec": ("machine", "a machine"),
     "RaySpec": ("ray", "a cluster"),
 }
-"""Of each definition: the title of its section, and what a field of it is called."""
+"""Section title and name of a field, by definition."""
 
 
 def page() -> str:

@@ -29,7 +29,7 @@ API = (
     "multiworld.serve.scaling.snapshot",
     "multiworld.testing.",
 )
-"""What programs import: complete to the last argument."""
+"""Modules that programs import from; their docstrings describe every argument."""
 
 LIBRARY = [
     name
@@ -93,7 +93,7 @@ def functions(name: str) -> Iterator[Documented]:
 
 
 def docstrings(name: str) -> Iterator[tuple[str, str]]:
-    """Yield every docstring of a module, with where it stands."""
+    """Yield every docstring of a module, with the name that it describes."""
     top = tree(modules()[name])
     for node in ast.walk(top):
         if isinstance(node, ast.Module | ast.ClassDef | Function):
@@ -118,7 +118,7 @@ def is_api(name: str) -> bool:
 
 @pytest.mark.parametrize("name", LIBRARY)
 def test_docstrings_open_with_a_verb_or_a_noun(name: str) -> None:
-    """Not with a question word or half a sentence, and without private idioms."""
+    """No docstring opens with a question word or a fragment, or has private idioms."""
     for where, doc in docstrings(name):
         assert not FRAGMENT.match(doc), f"{where}: {doc.splitlines()[0]}"
         assert not STRANGE.search(doc), f"{where}: {STRANGE.search(doc)}"
@@ -126,7 +126,7 @@ def test_docstrings_open_with_a_verb_or_a_noun(name: str) -> None:
 
 @pytest.mark.parametrize("name", LIBRARY)
 def test_public_functions_describe_their_arguments(name: str) -> None:
-    """All of them where programs import from, three or more everywhere else."""
+    """Functions describe all arguments, in the API or if they have three or more."""
     for found in functions(name):
         names = found.parameters
         if not names or (not is_api(name) and len(names) < 3):
@@ -140,7 +140,7 @@ def test_public_functions_describe_their_arguments(name: str) -> None:
 
 @pytest.mark.parametrize("name", LIBRARY)
 def test_public_coroutines_say_what_cancelling_does(name: str) -> None:
-    """It is the part of the contract that is seldom written down."""
+    """Every public coroutine has a section "Cancellation:"."""
     for found in functions(name):
         is_generator = any(isinstance(n, ast.Yield) for n in ast.walk(found.node))
         if isinstance(found.node, ast.AsyncFunctionDef) and not is_generator:
@@ -149,7 +149,7 @@ def test_public_coroutines_say_what_cancelling_does(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in LIBRARY if is_api(name)])
 def test_public_functions_describe_what_they_return_and_raise(name: str) -> None:
-    """Where programs import from."""
+    """Functions of the API describe what they return and raise."""
     for found in functions(name):
         returns = ast.unparse(found.node.returns) if found.node.returns else "None"
         if returns not in ("None", "Self", "NoReturn"):

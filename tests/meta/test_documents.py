@@ -1,4 +1,4 @@
-"""The documents are true: code runs, names exist, links lead somewhere."""
+"""Documents: their code runs, their names exist, and their links resolve."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_readme_code_runs(tmp_path: Path, compiled: dict[str, str]) -> None:
-    """As it stands, but for the port."""
+    """The README's program runs as it is, with another port."""
     (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert len(code.splitlines()) < 40
     program = tmp_path / "readme.py"
@@ -42,14 +42,14 @@ def test_readme_code_runs(tmp_path: Path, compiled: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(path: Path) -> None:
-    """Relative ones."""
+    """Every relative link resolves."""
     for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
         if not target.startswith("http"):
             assert (path.parent / target).exists(), f"{path}: {target}"
 
 
 def test_guarantees_name_tests_that_exist() -> None:
-    """Each promise stands next to the test that proves it."""
+    """Every test that the guarantees name exists."""
     text = (ROOT / "docs" / "guarantees.md").read_text()
     everything = "".join(p.read_text() for p in (ROOT / "tests").rglob("*.py"))
     for name in re.findall(r"`(test_\w+)`", text):
@@ -59,7 +59,7 @@ def test_guarantees_name_tests_that_exist() -> None:
 
 
 def test_make_targets_exist() -> None:
-    """Those that the documents speak of."""
+    """Every make target in the documents exists."""
     makefile = (ROOT / "Makefile").read_text()
     for document in DOCUMENTS:
         for target in re.findall(r"make ([a-z-]+)", document.read_text()):
@@ -69,7 +69,7 @@ def test_make_targets_exist() -> None:
 
 
 def test_nothing_speaks_of_where_it_was_made() -> None:
-    """The reader found the project on the web."""
+    """No tracked file names a path of the machine that it was written on."""
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
     )

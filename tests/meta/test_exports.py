@@ -1,4 +1,4 @@
-"""The public names, their documentation, and where the documents speak of them."""
+"""Public names and their documentation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MODULES = [
 
 
 def test_every_public_name_resolves() -> None:
-    """Lazily, and to one home."""
+    """Every public name resolves lazily, to one module."""
     for name in multiworld.__all__:
         assert getattr(multiworld, name) is not None
     assert set(multiworld.__all__) <= set(dir(multiworld))
@@ -37,12 +37,12 @@ def test_every_public_name_resolves() -> None:
 
 
 def test_every_error_is_public() -> None:
-    """Whoever catches must be able to name."""
+    """Every error class is public, so that programs can catch it."""
     assert set(errors.__all__) <= set(multiworld.__all__)
 
 
 def test_compatibility_names_are_where_programs_look() -> None:
-    """Under both sets of file names."""
+    """pymultiworld's names are found under its module names."""
     from multiworld import communicator, manager, world_communicator, world_manager
     from multiworld.watchdog import WatchDog
 
@@ -55,7 +55,7 @@ def test_compatibility_names_are_where_programs_look() -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_every_module_and_public_thing_is_documented(name: str) -> None:
-    """With a docstring; async methods of the API say what cancelling does."""
+    """Every module and public thing has a docstring; coroutines name cancelling."""
     module = importlib.import_module(name)
     assert module.__doc__, name
     for thing_name, thing in vars(module).items():
@@ -78,7 +78,7 @@ API: list[type] = [
 
 @pytest.mark.parametrize("kind", API)
 def test_every_async_method_says_what_cancelling_does(kind: type) -> None:
-    """It is the part of the contract that is seldom written down."""
+    """Every async method of the API says what cancelling does."""
     for name, method in vars(kind).items():
         if inspect.iscoroutinefunction(method) and not name.startswith("_"):
             if name == "open":
@@ -88,7 +88,7 @@ def test_every_async_method_says_what_cancelling_does(kind: type) -> None:
 
 @pytest.mark.parametrize("name", ["world_manager", "world", "watchdog", "errors"])
 def test_pydoc_reads(name: str) -> None:
-    """``python -m pydoc multiworld.world_manager``."""
+    """``pydoc`` can read the public modules."""
     done = subprocess.run(
         [sys.executable, "-m", "pydoc", f"multiworld.{name}"],
         capture_output=True,
@@ -100,7 +100,7 @@ def test_pydoc_reads(name: str) -> None:
 
 
 def test_blocking_facade_has_every_operation() -> None:
-    """What can be awaited can be waited for."""
+    """The blocking facade has every operation of the async API."""
     blocking: ModuleType = importlib.import_module("multiworld.blocking")
     for name, method in vars(multiworld.World).items():
         if inspect.iscoroutinefunction(method) and not name.startswith("_"):

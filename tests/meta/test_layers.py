@@ -1,4 +1,4 @@
-"""Imports go downwards only, and importing the package has no side effect."""
+"""Layers: imports go downwards only, and importing the package has no side effect."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAYERS = (
     {"incarnation"},
     {"backends"},
     {"world"},
-    # Other names of the above, which programs import from.
+    # Modules that only re-export the above, for programs.
     {
         "blocking",
         "communicator",
@@ -45,12 +45,12 @@ LAYERS = (
     {"demo", "bench"},
     {"cli"},
 )
-"""Every room of the package, the lowest first. Rooms of one layer do not meet."""
+"""Parts of the package by layer, the lowest first; parts of a layer are independent."""
 
 RANK = {name: number for number, names in enumerate(LAYERS) for name in names}
 
 CORE = {name for names in LAYERS[:8] for name in names}
-"""What needs torch and the standard library only."""
+"""Parts that need torch and the standard library only."""
 
 IMPURE = {
     "asyncio",
@@ -85,14 +85,14 @@ def room(name: str) -> str:
 
 
 def test_every_module_has_a_layer() -> None:
-    """A new one must be put somewhere."""
+    """Every part of the package is in ``LAYERS``."""
     rooms = {room(name) for name in modules() if "." in name}
     assert rooms - {"serve"} == set(RANK)
 
 
 @pytest.mark.parametrize("name", LIBRARY)
 def test_imports_go_downwards_only(name: str) -> None:
-    """Within ``serve`` too."""
+    """Modules import only from their own part and from lower layers."""
     here = room(name)
     for target in own(name):
         there = room(target)
@@ -100,19 +100,19 @@ def test_imports_go_downwards_only(name: str) -> None:
 
 
 def test_no_files_import_each_other() -> None:
-    """Not even inside a function."""
+    """No two files import each other, not even inside a function."""
     assert cycles() == []
 
 
 @pytest.mark.parametrize("name", LIBRARY)
 def test_every_module_says_whether_it_is_pure(name: str) -> None:
-    """Its docstring holds the sentence "Pure." or "Shell."."""
+    """Every module's docstring contains the sentence "Pure." or "Shell."."""
     assert kind(name), name
 
 
 @pytest.mark.parametrize("name", [name for name in LIBRARY if kind(name) == "pure"])
 def test_pure_modules_stand_on_pure_modules(name: str) -> None:
-    """No clock, I/O, tensor or randomness, not by way of another module either."""
+    """Pure modules have no clock, I/O, tensors or randomness, nor do their imports."""
     assert not outside(name) & IMPURE
     for target in own(name):
         if modules()[target].name != "__init__.py":
@@ -120,7 +120,7 @@ def test_pure_modules_stand_on_pure_modules(name: str) -> None:
 
 
 def test_core_needs_torch_and_the_standard_library_only() -> None:
-    """Everything else is for serving, the command line and the demo."""
+    """Only serving, the command line and the demos need other packages."""
     allowed = set(sys.stdlib_module_names) | {"torch"}
     for name in LIBRARY:
         if room(name) in CORE:
@@ -128,14 +128,14 @@ def test_core_needs_torch_and_the_standard_library_only() -> None:
 
 
 def test_helper_process_needs_the_standard_library_only() -> None:
-    """It starts without site-packages, in a hundredth of a second."""
+    """The helper runs without site-packages, so that it starts within 10 ms."""
     helper = modules()["multiworld.liveness.heartbeat_helper"]
     tops = {target.split(".")[0] for target in imported(helper)}
     assert tops <= set(sys.stdlib_module_names) | {"__future__"}
 
 
 def test_import_has_no_side_effect() -> None:
-    """No torch, no logging, no environment, no signal handler, no thread."""
+    """Importing changes no environment, logging or signal, and starts no thread."""
     code = """
 import logging, os, signal, sys, threading
 before = dict(os.environ), signal.getsignal(signal.SIGUSR1), signal.getsignal(2)
@@ -159,5 +159,5 @@ assert not [name for name in sys.modules if name.startswith(("rich", "click"))]
 
 @pytest.mark.parametrize("name", LIBRARY)
 def test_no_file_is_too_long(name: str) -> None:
-    """Two rooms read better than a hall."""
+    """No file has more than 600 lines."""
     assert len(modules()[name].read_text().splitlines()) <= 600

@@ -1,4 +1,4 @@
-"""The manifests for Kubernetes are valid, and so are the specs in them."""
+"""Manifests for Kubernetes, and the specs in them, are valid."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 MANIFESTS = sorted((ROOT / "examples" / "kubernetes").glob("*.yaml"))
 CRDS = ROOT / "tests" / "data" / "crds"
 PLAIN = {("v1", "ConfigMap"), ("v1", "Service")}
-"""Kinds of Kubernetes itself; what is in them is checked by hand below."""
+"""Kinds of Kubernetes itself, which have no schema here."""
 
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def documents(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
 def test_manifest_is_valid(path: Path) -> None:
-    """Every custom resource against its schema; no kind is unknown."""
+    """Every custom resource fits its schema, and no kind is unknown."""
     known = schemas()
     kinds = []
     for document in documents(path):
@@ -71,7 +71,7 @@ def test_manifest_is_valid(path: Path) -> None:
 
 
 def test_wrong_field_would_be_found() -> None:
-    """The check can fail."""
+    """A wrong field in a custom resource fails the check."""
     (document,) = [
         d
         for d in documents(ROOT / "examples" / "kubernetes" / "kuberay.yaml")
@@ -85,7 +85,7 @@ def test_wrong_field_would_be_found() -> None:
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
 def test_spec_in_a_manifest_is_one(path: Path) -> None:
-    """Ports, volumes and selectors lead to what is there."""
+    """The spec in a manifest is valid; ports, volumes and selectors match."""
     found = documents(path)
     (config,) = [d for d in found if d["kind"] == "ConfigMap"]
     app = parse_spec(config["data"]["app.yaml"], str(path))
@@ -103,7 +103,7 @@ def test_spec_in_a_manifest_is_one(path: Path) -> None:
 
 
 def test_policy_of_every_role_is_none() -> None:
-    """A lost pod must not take its group along."""
+    """Every role has the restart policy None, so that a lost pod restarts no group."""
     found = documents(ROOT / "examples" / "kubernetes" / "leaderworkerset.yaml")
     roles = [d for d in found if d["kind"] == "LeaderWorkerSet"]
     app = next(d for d in found if d["kind"] == "ConfigMap")["data"]["app.yaml"]
@@ -117,6 +117,6 @@ def test_policy_of_every_role_is_none() -> None:
 
 
 def test_spec_with_a_mistake_would_be_found() -> None:
-    """The check can fail here, too."""
+    """A mistake in the spec of a manifest fails the check."""
     with pytest.raises(SpecError):
         parse_spec("models: {}")

@@ -1,4 +1,4 @@
-"""The page of the spec has every field, as the code describes it."""
+"""The page of the spec is up to date."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from tests.meta.spec_page import PAGE, page
 
 
 def test_page_is_what_the_code_says() -> None:
-    """Fields, types, defaults and meanings come from the schema."""
+    """The page equals the one made from the schema."""
     assert PAGE.read_text() == page(), "run: python -m tests.meta.spec_page"

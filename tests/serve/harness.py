@@ -1,4 +1,4 @@
-"""A real service, run by its command, and a load that checks every answer."""
+"""Harness: a service run by its command, and a load that checks every answer."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from tests.serve.models import FINE, expected
 ROOT = Path(__file__).parents[2]
 START_S = 90.0
 WAIT_S = 40.0
-"""Hang bounds, not timings."""
+"""Seconds that a step may take; a hang bound, not a timing."""
 
 ENOUGH = 10
-"""Requests: a load of fewer would have checked nothing."""
+"""Least requests of a load; fewer would prove nothing."""
 
 SPEC: dict[str, Any] = {
     "app": "under-test",
@@ -53,7 +53,7 @@ SPEC: dict[str, Any] = {
 
 
 def spec_with(**changes: Any) -> dict[str, Any]:
-    """Return the spec with changes: of the app, or ``m_...`` of the model."""
+    """Return the spec with changes to the app or, prefixed ``m_``, to the model."""
     spec: dict[str, Any] = json.loads(json.dumps(SPEC))
     for name, value in changes.items():
         if name.startswith("m_"):
@@ -64,7 +64,7 @@ def spec_with(**changes: Any) -> dict[str, Any]:
 
 
 def body(x: float, code: int = FINE) -> dict[str, Any]:
-    """Return a request of one row."""
+    """Return the body of a request with one row."""
     return {
         "inputs": [
             {"name": "x", "datatype": "FP32", "shape": [1], "data": [x]},
@@ -74,7 +74,7 @@ def body(x: float, code: int = FINE) -> dict[str, Any]:
 
 
 class Served:
-    """One service."""
+    """Runs one service."""
 
     def __init__(self, folder: Path, spec: dict[str, Any], cwd: Path = ROOT) -> None:
         self.folder, self.spec, self.cwd = folder, spec, cwd
@@ -85,7 +85,7 @@ class Served:
         self.pids: set[tuple[int, int]] = set()
 
     def start(self) -> None:
-        """Start it, or its controller again, and wait until it is ready."""
+        """Start the service or restart its controller, and wait until it is ready."""
         if self.process is not None and self.process.stdout is not None:
             self.process.stdout.close()
         self.path.write_text(yaml.safe_dump(self.spec, sort_keys=False))
@@ -120,7 +120,7 @@ class Served:
         return json.loads(done.stdout)
 
     def note(self) -> None:
-        """Remember every process that belongs to it, to see that it ends."""
+        """Record every process of the service, for ``living`` to check."""
         status = self.ask("GET", "/status")
         pids = [p["pid"] for p in status["processes"] if p["pid"]]
         record = Service(None, self.state).folder.load()
@@ -132,16 +132,16 @@ class Served:
                 self.pids.add((pid, began))
 
     def ask(self, method: str, path: str, **what: Any) -> Any:
-        """Ask the controller."""
+        """Send a request to the controller; return the answer."""
         return Service(None, self.state).ask(method, path, **what)
 
     def infer(self, x: float, code: int = FINE, **options: Any) -> httpx.Response:
-        """Send one request."""
+        """Send one inference request."""
         url = f"{self.url}/v2/models/m/infer"
         return httpx.post(url, json=body(x, code), timeout=WAIT_S, **options)
 
     def stages(self) -> list[int]:
-        """Return how many replicas are ready, by stage."""
+        """Return the number of ready replicas of each stage."""
         found = [0, 0, 0]
         for process in self.ask("GET", "/status")["processes"]:
             if process["model"] and process["phase"] == "ready":
@@ -151,7 +151,7 @@ class Served:
     def until(
         self, is_so: Callable[[], bool], what: str, limit_s: float = WAIT_S
     ) -> None:
-        """Wait until something is so."""
+        """Wait until a condition holds; ``what`` describes it."""
         limit = time.monotonic() + limit_s
         while not is_so():
             assert time.monotonic() < limit, f"{what}: {self.ask('GET', '/status')}"
@@ -159,22 +159,22 @@ class Served:
         self.note()
 
     def events(self, kind: str = "") -> list[dict[str, Any]]:
-        """Return what has happened."""
+        """Return the controller's events, of one kind if given."""
         found: list[dict[str, Any]] = self.ask("GET", "/events")
         return [e for e in found if kind in ("", e["kind"])]
 
     def living(self) -> list[int]:
-        """Return which of its processes live."""
+        """Return the processes of the service that live."""
         return [pid for pid, began in self.pids if began_at(pid) == began]
 
     def kill_controller(self) -> None:
-        """SIGKILL."""
+        """Kill the controller with SIGKILL."""
         assert self.process is not None
         self.process.kill()
         self.process.wait()
 
     def end(self) -> None:
-        """End it; whatever lives after that is an error of the caller's test."""
+        """Shut the service down; the caller checks that no process is left."""
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             self.process.wait(WAIT_S)
@@ -182,7 +182,7 @@ class Served:
             self.process.stdout.close()
 
     def destroy(self) -> None:
-        """Kill what is left."""
+        """Kill the processes that are left."""
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait()
@@ -195,7 +195,7 @@ class Served:
 
 @contextlib.contextmanager
 def served(folder: Path, spec: dict[str, Any], cwd: Path = ROOT) -> Iterator[Served]:
-    """Run a service; nothing of it stays."""
+    """Run a service, and check that no process of it is left."""
     folder.mkdir(parents=True, exist_ok=True)
     service = Served(folder, spec, cwd)
     try:
@@ -211,7 +211,7 @@ def served(folder: Path, spec: dict[str, Any], cwd: Path = ROOT) -> Iterator[Ser
 
 
 class Traffic:
-    """A load of numbers, whose answers are checked."""
+    """Load of numbers whose answers are checked."""
 
     def __init__(self, service: Served, rate: float, code: int = FINE) -> None:
         self._numbers = [n / 4 for n in range(400)]
@@ -225,7 +225,7 @@ class Traffic:
 
     @property
     def bad(self) -> list[Sample]:
-        """What was lost or wrong."""
+        """Samples that were lost or wrong."""
         return [s for s in self.load.samples if not (s.is_answered and s.is_right)]
 
 
@@ -233,9 +233,9 @@ class Traffic:
 async def traffic(
     service: Served, rate: float = 40.0, code: int = FINE
 ) -> AsyncIterator[Traffic]:
-    """Send checked requests meanwhile; all must be answered, and rightly.
+    """Send checked requests during the block; all must be answered, and rightly.
 
-    It goes on until enough were sent to say so, however soon the block is done.
+    A short block is extended until at least ``ENOUGH`` requests were sent.
     """
     made = Traffic(service, rate, code)
     running = asyncio.ensure_future(made.load.run())

@@ -1,4 +1,4 @@
-"""A model whose answers are easily checked, and that misbehaves when asked to."""
+"""Model with answers that are easy to check, and with faults on request."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ import torch
 from multiworld.serve import Model, Stage, StageContext, Tensors, TensorSpec
 
 FINE, RAISE, DIE, SLEEP, REFUSE, SLOW, HANG, GROW = range(8)
-"""What the second stage does with a row whose ``code`` says so."""
+"""Behaviours of the second stage, which each row's ``code`` selects."""
 
 SLEEP_S = 1.0
 SLOW_S = 0.02
 GROW_BYTES = 400 << 20
 
 kept: list[torch.Tensor] = []
-"""What a replica that was told to grow never gives back."""
+"""Memory that a replica with the code GROW never frees."""
 
 
 def expected(x: float) -> float:
-    """Return what the three stages make of a number."""
+    """Return the right answer of the three stages for a number."""
     return (2 * x + 1) ** 2
 
 
 def double(tensors: Tensors) -> Tensors:
-    """Stage 0."""
+    """Compute stage 0: twice the input."""
     return {"x": tensors["x"] * 2, "code": tensors["code"]}
 
 
 def add(tensors: Tensors) -> Tensors:
-    """Stage 1."""
+    """Compute stage 1, or misbehave as the row's ``code`` says."""
     codes = set(tensors["code"].tolist())
     if DIE in codes:
         os._exit(3)
@@ -50,12 +50,12 @@ def add(tensors: Tensors) -> Tensors:
 
 
 def square(tensors: Tensors) -> Tensors:
-    """Stage 2."""
+    """Compute stage 2: the square."""
     return {"y": tensors["x"] ** 2}
 
 
 def model(breaks: bool = False) -> Model:
-    """Return it; one that ``breaks`` dies while it loads."""
+    """Return the model; with ``breaks``, it dies while it loads."""
 
     def load_add(context: StageContext) -> object:
         if breaks:

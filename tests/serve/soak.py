@@ -1,9 +1,9 @@
-"""Random faults on a service under load, for as long as is asked for.
+"""Soak test of a service: random faults under load, for a given time.
 
 ``python -m tests.serve.soak --minutes 30 --seed 1`` (or ``make soak-serve``). Kills,
 stops, cuts, drains, scales and updates at random, while checked requests arrive at a
-steady rate. Prints what was lost or wrong, and how the memory and the descriptors of
-the long-lived processes have grown; exits with 1 if anything was lost, wrong or leaked.
+steady rate. Prints lost and wrong answers, and the growth of memory and descriptors of
+the long-lived processes. Exits with 1 if anything was lost, wrong or leaked.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ STAGES = ("double", "add", "square")
 FAULTS = {"kill": 6, "stop": 2, "cut": 1, "drain": 2, "scale": 2, "update": 1}
 GROWTH_BYTES = 48 * 2**20
 GROWTH_FILES = 24
-"""What a gateway and a controller may have more at the end: caches fill, connections
-of the load and links of replicas that come and go differ from moment to moment."""
+"""Descriptors that a gateway or a controller may have gained at the end.
+
+The number varies with caches, the load's connections and links of new replicas.
+"""
 
 
 @dataclass(slots=True)
 class Size:
-    """What a process holds."""
+    """Resources of one process."""
 
     rss_bytes: int
     files: int
@@ -47,7 +49,7 @@ class Size:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a soak found."""
+    """Results of a soak."""
 
     seed: int
     minutes: float
@@ -66,7 +68,7 @@ class Outcome:
 
     @property
     def grown(self) -> list[str]:
-        """Return which of the long-lived processes have grown."""
+        """Names of the long-lived processes that have grown."""
         return [
             name
             for name, size in self.before.items()
@@ -81,13 +83,13 @@ class Outcome:
 
 
 def size_of(pid: int) -> Size:
-    """Return what a process holds now."""
+    """Return the current resources of a process."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return Size(pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir(f"/proc/{pid}/fd")))
 
 
 class Soak:
-    """One run."""
+    """Runs one soak."""
 
     def __init__(self, service: Served, seed: int, minutes: float) -> None:
         self._service = service
@@ -97,7 +99,7 @@ class Soak:
         self._faults: Counter[str] = Counter()
 
     async def run(self) -> Outcome:
-        """Break things until the time is over."""
+        """Inject random faults until the time is over."""
         await asyncio.sleep(3)
         self.outcome.before = self._sizes()
         traffic = Traffic(self._service, RATE)
@@ -146,7 +148,7 @@ class Soak:
             await asyncio.to_thread(self._do, kind, stage)
             self._faults[kind] += 1
         except ServeError:
-            pass  # no replica is ready there: the last fault is still being healed
+            pass  # no replica is ready there: the service still heals the last fault
 
     def _do(self, kind: str, stage: str) -> None:
         ask = self._service.ask
@@ -177,13 +179,13 @@ class Soak:
 
 
 def soak(folder: Path, seed: int, minutes: float) -> Outcome:
-    """Run a soak in a folder."""
+    """Run a soak with its state in a folder."""
     with served(folder, spec_with()) as service:
         return asyncio.run(Soak(service, seed, minutes).run())
 
 
 def main() -> int:
-    """Run the command."""
+    """Run the soak that the arguments describe, and print its results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=1)

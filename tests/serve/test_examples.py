@@ -1,4 +1,4 @@
-"""The serving examples run as they stand."""
+"""The serving examples run unchanged."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(240)
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda p: p.stem)
 def test_example_spec_is_right(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And its model can be built."""
+    """The spec of an example is valid, and its model can be built."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     app = load_spec(path)
     for name, spec in app.models.items():
@@ -41,7 +41,7 @@ def test_example_spec_is_right(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     "name", ["digits", pytest.param("digits_uncut", marks=pytest.mark.heavy)]
 )
 def test_digits_are_recognised(name: str, tmp_path: Path) -> None:
-    """By the client of the example, from the service of the example."""
+    """The client of the example gets right answers from its service."""
     spec = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())
     spec["gateway"]["port"] = 0
     with served(tmp_path, spec, cwd=EXAMPLES) as service:
@@ -59,7 +59,7 @@ def test_digits_are_recognised(name: str, tmp_path: Path) -> None:
 
 
 def test_tensor_parallel_stage_survives_the_loss_of_either_rank(tmp_path: Path) -> None:
-    """A replica is both of its ranks."""
+    """If either rank is lost, the whole replica is replaced without a lost request."""
     sys.path.insert(0, str(EXAMPLES))
     try:
         example = importlib.import_module("tensor_parallel")
@@ -104,7 +104,7 @@ def test_tensor_parallel_stage_survives_the_loss_of_either_rank(tmp_path: Path) 
 
 
 def followers_of(pid: int) -> list[int]:
-    """Return the processes that a leader has forked; not the helper that beats."""
+    """Return the processes that a leader has forked, without its heartbeat helper."""
     found = subprocess.run(
         ["pgrep", "-P", str(pid), "-a"], capture_output=True, text=True, check=True
     ).stdout

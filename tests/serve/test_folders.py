@@ -1,4 +1,4 @@
-"""A decoder in a Hugging Face folder, served over HTTP, a worker of it killed."""
+"""A decoder from a Hugging Face folder, served over HTTP while workers are killed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(240)
 
 @pytest.mark.heavy
 def test_decoder_answers_as_the_whole_model_does(tmp_path: Path) -> None:
-    """Before and after the loss of each stage."""
+    """The answers equal the whole model's, before and after the loss of each stage."""
     folder = tmp_path / "llama"
     whole = saved("llama", folder)
     spec = {

@@ -1,4 +1,4 @@
-"""Replicas as actors of a four-node Ray cluster: nodes come, go and freeze."""
+"""Replicas as actors of a four-node Ray cluster, whose nodes come, go and freeze."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(400)
 
 WAIT_S = 150.0
-"""A hang bound: on a busy machine a new process takes most of a minute to import."""
+"""Seconds of a hang bound; a new process may import torch for most of a minute."""
 
 STAGES = [
     {"name": "double", "replicas": 2},
@@ -41,7 +41,7 @@ def cluster() -> Iterator[RayNodes]:
 def service(
     cluster: RayNodes, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    """Return a service on them."""
+    """Return a service on the cluster."""
     spec = spec_with(
         m_stages=STAGES, launcher="ray", ray={"address": cluster.address}, host="auto"
     )
@@ -50,7 +50,7 @@ def service(
 
 
 def where(service: Served) -> dict[str, str]:
-    """Return on which node each ready replica is."""
+    """Return the node of each ready replica."""
     processes = service.ask("GET", "/status")["processes"]
     return {
         p["name"]: p["node"] for p in processes if p["model"] and p["phase"] == "ready"
@@ -58,23 +58,23 @@ def where(service: Served) -> dict[str, str]:
 
 
 def status(service: Served) -> dict[str, Any]:
-    """Return it."""
+    """Return the status of the service."""
     found: dict[str, Any] = service.ask("GET", "/status")
     return found
 
 
 def is_whole(service: Served) -> bool:
-    """Tell whether every stage has its replicas."""
+    """Tell whether every stage has its desired replicas."""
     return service.stages() == [2, 2, 2]
 
 
 async def until(service: Served, is_so: Any, what: str) -> None:
-    """Wait, while traffic goes on."""
+    """Wait until a condition holds, while traffic goes on."""
     await asyncio.to_thread(service.until, is_so, what, WAIT_S)
 
 
 def test_replicas_are_spread_over_the_nodes(service: Served, cluster: RayNodes) -> None:
-    """Two of a stage are never on one node; the machines are Ray's."""
+    """Replicas of one stage are on different nodes, and the nodes are Ray's."""
     assert service.infer(1.0).status_code == 200
     for stage in range(3):
         nodes = [n for name, n in where(service).items() if name[2] == str(stage)]
@@ -86,7 +86,7 @@ def test_replicas_are_spread_over_the_nodes(service: Served, cluster: RayNodes) 
 
 @pytest.mark.heavy
 async def test_lost_replica_is_replaced_by_another_actor(service: Served) -> None:
-    """As on one machine."""
+    """A lost replica is replaced by another actor without a lost request."""
     async with traffic(service):
         harmed = await asyncio.to_thread(
             service.ask,
@@ -100,7 +100,7 @@ async def test_lost_replica_is_replaced_by_another_actor(service: Served) -> Non
 async def test_node_that_is_removed_costs_no_request(
     service: Served, cluster: RayNodes
 ) -> None:
-    """Its replicas go elsewhere; a node that is added is used when it is scaled."""
+    """Replicas of a removed node are replaced, and scaling uses an added node."""
     counts = Counter(where(service).values())
     victim = max((n for n in counts if n != "head"), key=lambda n: counts[n])
     async with traffic(service):
@@ -110,7 +110,7 @@ async def test_node_that_is_removed_costs_no_request(
         await until(
             service, lambda: bool(service.events("node lost")), "the loss is told"
         )
-        cluster.add("fresh")  # Ray does it in the main thread only
+        cluster.add("fresh")  # Ray can start a node in the main thread only
         await until(
             service, lambda: bool(service.events("node added")), "the new one is known"
         )
@@ -133,7 +133,7 @@ async def test_node_that_is_removed_costs_no_request(
 async def test_node_that_freezes_costs_no_request(
     service: Served, cluster: RayNodes
 ) -> None:
-    """Ray would not notice a frozen actor; its node comes back as a stranger."""
+    """A frozen node costs no request, although Ray does not notice it."""
     counts = Counter(where(service).values())
     victim = max((n for n in counts if n != "head"), key=lambda n: counts[n])
     async with traffic(service):
@@ -148,7 +148,7 @@ async def test_node_that_freezes_costs_no_request(
 
 
 def test_cluster_too_small_refuses_and_says_what_is_short(service: Served) -> None:
-    """Nothing changes."""
+    """Scaling beyond the cluster is refused with the shortage, and changes nothing."""
     before = where(service)
     with pytest.raises(ServeError, match=r"of 40 replicas have a place.*cpus short"):
         service.ask(
@@ -161,7 +161,7 @@ def test_cluster_too_small_refuses_and_says_what_is_short(service: Served) -> No
 def test_second_controller_is_refused(
     service: Served, cluster: RayNodes, tmp_path: Path
 ) -> None:
-    """From another state folder, as if on another machine: the service is one."""
+    """A second controller is refused, even with another state folder."""
     wanted = pytest.raises(AssertionError, match="a controller of 'under-test' runs")
     with wanted, served(tmp_path, service.spec):
         pass
@@ -170,7 +170,7 @@ def test_second_controller_is_refused(
 
 @pytest.mark.heavy
 async def test_controller_that_is_lost_finds_its_actors_again(service: Served) -> None:
-    """They serve on meanwhile, and none is started anew."""
+    """Actors go on without a controller, and a new one adopts them all."""
     before = where(service)
     async with traffic(service):
         service.kill_controller()
@@ -184,7 +184,7 @@ async def test_controller_that_is_lost_finds_its_actors_again(service: Served) -
 async def test_head_that_freezes_and_thaws_only_delays_scaling(
     service: Served, cluster: RayNodes
 ) -> None:
-    """What is asked for meanwhile waits, is no crash, and is done afterwards."""
+    """Scaling waits while the head is frozen, and is no crash."""
     async with traffic(service):
         cluster.freeze_head()
         await until(service, lambda: bool(status(service)["trouble"]), "it is said")
@@ -205,7 +205,7 @@ async def test_head_that_freezes_and_thaws_only_delays_scaling(
 async def test_lost_head_stops_scaling_and_not_serving(
     service: Served, cluster: RayNodes
 ) -> None:
-    """And the service says so; not even a lost controller makes it worse."""
+    """Without a head the service goes on and says so, even with a new controller."""
     async with traffic(service):
         await asyncio.to_thread(cluster.lose_head)
         await until(service, lambda: "head" in status(service)["trouble"], "it is said")
@@ -223,7 +223,7 @@ async def test_lost_head_stops_scaling_and_not_serving(
 
 @pytest.mark.heavy
 def test_no_cluster_is_named(tmp_path: Path) -> None:
-    """At once, with what to do."""
+    """A missing cluster is named at once, with the next step."""
     spec = spec_with(launcher="ray", ray={"address": "127.0.0.1:1"})
     wanted = pytest.raises(AssertionError, match=r"no Ray cluster at '127.0.0.1:1'")
     with wanted, served(tmp_path, spec):
@@ -233,7 +233,7 @@ def test_no_cluster_is_named(tmp_path: Path) -> None:
 @pytest.mark.heavy
 @pytest.mark.timeout(400)
 def test_demo_of_a_cluster(tmp_path: Path) -> None:
-    """Nothing is lost, and what was moved is told; the picture is there."""
+    """The cluster demo loses nothing, reports moved replicas, and draws its picture."""
     picture = tmp_path / "cluster.png"
     command = [sys.executable, "-m", "multiworld.cli.main", "demo", "cluster"]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What is declared is booked and kept to; what has no place is refused and named."""
+"""Declared resources are booked and limited; replicas without a place are refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MACHINE = {"name": "here", "cpus": 1, "memory_mb": 1000}
 async def test_replica_that_outgrows_its_memory_is_ended_and_named(
     tmp_path: Path,
 ) -> None:
-    """Not its neighbours; the request that did it harms nobody else."""
+    """A replica above its memory is killed and named; its neighbours are not."""
     spec = spec_with(m_stages=STAGES, machine=MACHINE)
     with served(tmp_path, spec) as service:
         booked = {
@@ -67,7 +67,7 @@ def _nothing_is_over_committed(service: Served) -> None:
 
 
 def test_what_has_no_place_is_refused_and_nothing_changes(tmp_path: Path) -> None:
-    """At scaling and at an update; then it is given room."""
+    """Scaling and updates without a place are refused, until there is room."""
     spec = spec_with(m_stages=STAGES, machine=MACHINE)
     with served(tmp_path, spec) as service:
         before = service.ask("GET", "/status")["processes"]
@@ -90,7 +90,7 @@ def test_what_has_no_place_is_refused_and_nothing_changes(tmp_path: Path) -> Non
 
 
 def test_service_without_a_place_is_not_started(tmp_path: Path) -> None:
-    """And says what is short."""
+    """A service without a place is not started, and says what is short."""
     spec = spec_with(m_stages=STAGES, machine={"name": "tiny", "memory_mb": 350})
     path = tmp_path / "app.yaml"
     path.write_text(yaml.safe_dump(spec))
@@ -102,13 +102,13 @@ def test_service_without_a_place_is_not_started(tmp_path: Path) -> None:
 
 
 def refuse(ledger: Bookings, post: object, need: Need, plan: Plan) -> Location:
-    """A policy that has no place for anybody."""
+    """Refuse every replica: a placement policy for the tests."""
     raise PlacementError("closed on Sundays")
 
 
 @pytest.mark.heavy
 def test_policy_is_the_specs(tmp_path: Path) -> None:
-    """By its import path; one that is not there is named."""
+    """The spec's placement policy is imported by its path; a missing one is named."""
     for policy, words in (
         ("tests.serve.test_resources:refuse", "closed on Sundays"),
         ("tests.serve.test_resources:nothing", "cannot be imported"),
@@ -119,11 +119,11 @@ def test_policy_is_the_specs(tmp_path: Path) -> None:
         assert done.returncode == 1
         assert words in done.stderr
         assert "Traceback" not in done.stderr
-        # The next one begins at once: nothing was left behind, no store either.
+        # The next service starts at once, because the first one left no process behind.
 
 
 async def test_models_come_and_go_while_others_serve(tmp_path: Path) -> None:
-    """Added, updated and removed by `multiworld update`; the others lose nothing."""
+    """`multiworld update` adds, updates and removes models; the others lose nothing."""
     spec = spec_with()
     with served(tmp_path, spec) as service:
 
@@ -163,7 +163,7 @@ async def test_models_come_and_go_while_others_serve(tmp_path: Path) -> None:
 
 @pytest.mark.heavy
 def test_profile_is_measured_and_then_booked(tmp_path: Path) -> None:
-    """What one command writes the others plan with."""
+    """`multiworld profile` writes measurements that placement then uses."""
     spec = spec_with(m_profile="needs.json")
     path = tmp_path / "app.yaml"
     path.write_text(yaml.safe_dump(spec_with()))

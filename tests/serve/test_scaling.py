@@ -1,4 +1,4 @@
-"""The load decides how many replicas run: up, down, to none; nothing is lost."""
+"""Autoscaling up, down and to zero, without a lost request."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ON_DEMAND = {**QUICK, "min_replicas": 0}
 
 
 def stages(config: dict[str, Any], **second: Any) -> list[dict[str, Any]]:
-    """Return stages of which the second computes one row at a time."""
+    """Return stages; the second one computes one row at a time."""
     return [
         {"name": "double", "autoscaling_config": config},
         {"name": "add", "autoscaling_config": config, "max_batch_size": 1, **second},
@@ -39,9 +39,9 @@ def stages(config: dict[str, Any], **second: Any) -> list[dict[str, Any]]:
 
 
 async def test_load_scales_a_stage_and_lets_it_go_again(tmp_path: Path) -> None:
-    """The one that is the bottleneck; decisions are explained, and can be replayed.
+    """The bottleneck is scaled up and down; decisions are explained and replayable.
 
-    A controller that is lost meanwhile goes on from where it was.
+    A new controller continues from the state of one that was lost meanwhile.
     """
     spec = spec_with(m_stages=stages(QUICK), m_objective_ms=200)
     with served(tmp_path, spec) as service:
@@ -53,7 +53,7 @@ async def test_load_scales_a_stage_and_lets_it_go_again(tmp_path: Path) -> None:
             )
             await asyncio.to_thread(service.kill_controller)
             await asyncio.to_thread(service.start)
-            # Longer than what it takes to believe that fewer are needed.
+            # Longer than the stabilization window for scaling down.
             await asyncio.sleep(QUICK["downscale_delay_s"] + 1.0)
             assert service.stages()[1] >= 2, "one does not carry it"
         async with traffic(service, 5.0):
@@ -86,7 +86,7 @@ def _decisions_can_be_replayed(path: Path) -> None:
 
 
 def test_nothing_runs_while_nobody_asks(tmp_path: Path) -> None:
-    """The first request waits for a start and is answered; the service is healthy."""
+    """A model at zero replicas starts for its first request, and is healthy."""
     spec = spec_with(m_stages=stages({**ON_DEMAND, "downscale_delay_s": 1.0}))
     with served(tmp_path, spec) as service:
         assert service.stages() == [0, 0, 0]
@@ -100,7 +100,7 @@ def test_nothing_runs_while_nobody_asks(tmp_path: Path) -> None:
 
 @pytest.mark.heavy
 async def test_no_more_is_started_than_there_is_room_for(tmp_path: Path) -> None:
-    """The policy wants more; what has no place is said, and the rest is done."""
+    """Scaling starts the replicas that have a place, and reports the others."""
     spec = spec_with(
         m_stages=stages({**QUICK, "max_replicas": 4}, cpus=0.5),
         machine={"name": "here", "cpus": 1},
@@ -131,13 +131,13 @@ def _thoughts(service: Any) -> list[dict[str, Any]]:
 
 
 def two(snapshot: Snapshot) -> Decision:
-    """Have two of each stage, whatever happens: a policy of one's own."""
+    """Return two replicas for each stage: a scaling policy of a user."""
     return Decision(replicas=tuple(2 for _ in snapshot.stages), why="two, always")
 
 
 @pytest.mark.heavy
 async def test_policy_is_replaced_by_its_path(tmp_path: Path) -> None:
-    """Any importable function; its reason is shown."""
+    """The spec can name any importable policy; its reason is shown."""
     spec = spec_with(m_stages=stages(QUICK), m_scaling="tests.serve.test_scaling:two")
     with served(tmp_path, spec) as service:
         made = Traffic(service, 20.0)

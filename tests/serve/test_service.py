@@ -1,4 +1,4 @@
-"""A real service under real faults: every request is answered once, and rightly."""
+"""A service under real faults: every request is answered once, and rightly."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ pytestmark = pytest.mark.timeout(240)
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Return a service of three stages, the middle one twice."""
+    """Return a service of three stages, with two replicas of the middle one."""
     with served(tmp_path_factory.mktemp("service"), spec_with()) as found:
         yield found
 
 
 @pytest.fixture(autouse=True)
 def _as_it_was(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test finds the shared service at full strength, and leaves it so."""
+    """Wait for all replicas before and after each test that shares the service."""
     yield
     if "service" in request.fixturenames:
         found: Served = request.getfixturevalue("service")
@@ -40,7 +40,7 @@ def _as_it_was(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 async def harm(service: Served, action: str, stage: str, **more: Any) -> str:
-    """Break a replica."""
+    """Break a replica by `multiworld chaos`."""
     what = {"action": action, "model": "m", "stage": stage, **more}
     found = await asyncio.to_thread(service.ask, "POST", "/chaos", json=what)
     name: str = found["name"]
@@ -59,7 +59,7 @@ async def gone(service: Served, name: str) -> None:
 
 
 def test_answers_are_right(service: Served) -> None:
-    """By the model's own arithmetic."""
+    """The answers equal the model's arithmetic."""
     answer = service.infer(3.0)
     assert answer.status_code == 200, answer.text
     assert answer.json()["outputs"][0]["data"] == [expected(3.0)]
@@ -79,7 +79,7 @@ def test_answers_are_right(service: Served) -> None:
 async def test_nothing_is_lost_when_a_replica_is(
     service: Served, action: str, stage: str
 ) -> None:
-    """Whichever stage, dead or stopped."""
+    """The loss of a replica of any stage, dead or stopped, costs no request."""
     async with traffic(service):
         await asyncio.sleep(0.3)
         name = await harm(service, action, stage)
@@ -88,7 +88,7 @@ async def test_nothing_is_lost_when_a_replica_is(
 
 
 async def test_stopped_replica_costs_nobody_the_whole_silence(service: Served) -> None:
-    """What it held is answered by another one before anybody calls it lost."""
+    """Another replica answers a stopped one's requests before it is declared lost."""
     async with traffic(service, code=SLOW) as load:
         await asyncio.sleep(0.3)
         name = await harm(service, "stop", "add")
@@ -102,7 +102,7 @@ async def test_stopped_replica_costs_nobody_the_whole_silence(service: Served) -
 
 
 async def test_cut_replica_is_replaced_and_comes_to_an_end(service: Served) -> None:
-    """It is given up, and does no harm when it is back."""
+    """A replica whose network is cut is replaced, and exits when it is back."""
     async with traffic(service):
         await asyncio.sleep(0.3)
         processes = service.ask("GET", "/status")["processes"]
@@ -118,7 +118,7 @@ async def test_cut_replica_is_replaced_and_comes_to_an_end(service: Served) -> N
 
 
 def helper_of(pid: int) -> int:
-    """Return the process that beats for another."""
+    """Return the heartbeat helper of a process."""
     found = subprocess.run(
         ["pgrep", "-P", str(pid), "-f", "heartbeat"],
         capture_output=True,
@@ -129,12 +129,12 @@ def helper_of(pid: int) -> int:
 
 
 def reached(service: Served, stages: list[int]) -> None:
-    """Wait until so many replicas are ready."""
+    """Wait until each stage has this number of ready replicas."""
     service.until(lambda: service.stages() == stages, f"{stages}")
 
 
 async def test_scaling_pauses_nothing(service: Served) -> None:
-    """Up and down, under traffic."""
+    """Scaling up and down under traffic loses no request."""
     async with traffic(service):
         for count in (3, 1, 2):
             what = {"model": "m", "stage": "add", "replicas": count}
@@ -143,7 +143,7 @@ async def test_scaling_pauses_nothing(service: Served) -> None:
 
 
 async def test_drained_process_is_replaced_without_loss(service: Served) -> None:
-    """The only replica of its stage, even."""
+    """A drained replica is replaced without a loss, even if its stage has no other."""
     async with traffic(service):
         status = await asyncio.to_thread(service.ask, "GET", "/status")
         name = next(p["name"] for p in status["processes"] if p["stage"] == 2)
@@ -152,7 +152,7 @@ async def test_drained_process_is_replaced_without_loss(service: Served) -> None
 
 
 def test_error_of_the_model_is_the_answer_of_that_request(service: Served) -> None:
-    """With the model's own words; nothing else is disturbed."""
+    """An exception of the model is the answer of its request, with the model's text."""
     answer = service.infer(1.0, RAISE)
     assert answer.status_code == 500
     assert "RuntimeError: as asked" in answer.json()["error"]
@@ -166,7 +166,7 @@ def test_error_of_the_model_is_the_answer_of_that_request(service: Served) -> No
 async def test_poisoned_request_takes_no_innocent_with_it(
     service: Served, code: int, exit_code: int
 ) -> None:
-    """It is quarantined after it was alone in two replicas that died, or hung."""
+    """A poison request is quarantined after two isolated attempts died or hung."""
     told = f"exit code {exit_code}"
     before = sum(told in event["text"] for event in service.events())
     async with traffic(service):
@@ -179,7 +179,7 @@ async def test_poisoned_request_takes_no_innocent_with_it(
 
 
 def test_logs_are_found_by_name(service: Served) -> None:
-    """Of one process, or of all of a stage."""
+    """Logs are found by the name of a process or of a stage."""
     names = [p["name"] for p in service.ask("GET", "/status")["processes"]]
     (name,) = [n for n in names if n.startswith("m/") and "/0/" in n]
     state = ["--state", str(service.state)]
@@ -194,14 +194,14 @@ def test_logs_are_found_by_name(service: Served) -> None:
 
 
 def test_deadline_is_kept_and_named(service: Served) -> None:
-    """504, while the model still computes."""
+    """A request gets a 504 at its deadline, while the model still computes."""
     answer = service.infer(1.0, SLEEP, headers={"x-timeout-s": "0.3"})
     assert answer.status_code == 504
     assert "deadline" in answer.json()["error"]
 
 
 async def test_client_that_hangs_up_frees_its_work(service: Served) -> None:
-    """Nothing is in flight after it."""
+    """After a client hangs up, nothing of its request is in flight."""
     async with httpx.AsyncClient() as client:
         url = f"{service.url}/v2/models/m/infer"
         with pytest.raises(httpx.ReadTimeout):
@@ -217,7 +217,7 @@ async def test_client_that_hangs_up_frees_its_work(service: Served) -> None:
 async def test_new_version_takes_over_and_a_broken_one_is_rolled_back(
     service: Served,
 ) -> None:
-    """Nobody waits for either."""
+    """A rolling update and a rollback pause no request."""
 
     def version() -> str:
         found: str = service.ask("GET", "/status")["active"]["m"]
@@ -244,7 +244,7 @@ async def test_new_version_takes_over_and_a_broken_one_is_rolled_back(
 
 @pytest.mark.heavy
 def test_full_queue_is_429_and_the_accepted_are_answered(tmp_path: Path) -> None:
-    """With Retry-After."""
+    """A full queue answers 429 with Retry-After; accepted requests are answered."""
     spec = spec_with(m_max_queued_requests=2)
     for stage in spec["models"]["m"]["stages"]:
         stage.update(max_batch_size=1, max_ongoing_requests=1, replicas=1)
@@ -267,7 +267,7 @@ def test_full_queue_is_429_and_the_accepted_are_answered(tmp_path: Path) -> None
 async def test_service_outlives_its_controller_and_a_new_one_adopts_it(
     tmp_path: Path,
 ) -> None:
-    """Nothing is started twice; faults are healed again; then all of it ends."""
+    """A service outlives its controller, and a new one adopts, heals and ends it."""
     with served(tmp_path, spec_with(orphan_s=20.0)) as service:
         before = {
             p["name"]: p["pid"] for p in service.ask("GET", "/status")["processes"]
@@ -286,7 +286,7 @@ async def test_service_outlives_its_controller_and_a_new_one_adopts_it(
 
 
 def test_nobody_is_left_when_controller_and_gateway_are_lost(tmp_path: Path) -> None:
-    """Workers, store, helpers: all end by themselves."""
+    """Without controller and gateway, workers, store and helpers exit by themselves."""
     with served(tmp_path, spec_with(orphan_s=1.0)) as service:
         status = service.ask("GET", "/status")
         gateway = next(p["pid"] for p in status["processes"] if not p["model"])
@@ -299,13 +299,15 @@ def test_nobody_is_left_when_controller_and_gateway_are_lost(tmp_path: Path) -> 
 
 
 async def test_two_gateways_share_the_port_and_one_may_be_lost(tmp_path: Path) -> None:
-    """New connections find the other; the lost one is replaced."""
+    """When one of two gateways is lost, the other serves until it is replaced."""
     with served(tmp_path, spec_with(gateway={"port": 0, "replicas": 2})) as service:
         status = service.ask("GET", "/status")
         victim = next(p for p in status["processes"] if not p["model"])
         os.kill(victim["pid"], signal.SIGKILL)
         async with httpx.AsyncClient(timeout=WAIT_S) as client:
-            await asyncio.sleep(0.2)  # what was under way there is lost with it
+            await asyncio.sleep(
+                0.2
+            )  # requests in flight at the gateway are lost with it
             for number in range(30):
                 url = f"{service.url}/v2/models/m/infer"
                 answer = await client.post(
@@ -316,7 +318,7 @@ async def test_two_gateways_share_the_port_and_one_may_be_lost(tmp_path: Path) -
 
 
 async def test_lost_store_hurts_nobody_and_comes_back(service: Served) -> None:
-    """A replica that is lost meanwhile is replaced as soon as it is there."""
+    """Without the store traffic goes on; a lost replica is replaced once it is back."""
     record = Service(None, service.state).folder.load()
     assert record is not None
     assert record.store is not None
@@ -329,7 +331,7 @@ async def test_lost_store_hurts_nobody_and_comes_back(service: Served) -> None:
 
 
 async def test_shutdown_answers_what_was_accepted(tmp_path: Path) -> None:
-    """A slow one, even."""
+    """Shutdown answers accepted requests, even slow ones."""
     with served(tmp_path, spec_with()) as service:
         slow = asyncio.ensure_future(asyncio.to_thread(service.infer, 1.0, SLEEP))
         await asyncio.sleep(0.3)

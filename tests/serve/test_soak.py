@@ -1,4 +1,4 @@
-"""A short soak, every time; longer ones by ``make soak-serve``."""
+"""Short soak of a service for every run; ``make soak-serve`` runs longer ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.serve.soak import soak
 def test_nothing_is_lost_under_random_faults(
     tmp_path: Path, seed: int, minutes: float
 ) -> None:
-    """Nor wrong, nor leaked."""
+    """Random faults lose nothing, make no answer wrong and leak nothing."""
     outcome = soak(tmp_path, seed, minutes)
     assert outcome.is_good, outcome
     assert sum(outcome.faults.values()) >= 5 * minutes

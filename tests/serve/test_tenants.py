@@ -1,4 +1,4 @@
-"""Tenants of a real service: keys, limits, floods, poison, replicas of their own."""
+"""Tenants of a service: keys, limits, floods, poison requests, dedicated replicas."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WAIT_S = 40.0
 
 
 def key_of(service: Served, name: str, **said: Any) -> str:
-    """Make a tenant; return its key."""
+    """Create a tenant; return its API key."""
     made = service.ask("POST", "/tenants", json={"name": name, **said})
     key: str = made["key"]
     return key
@@ -29,7 +29,7 @@ def key_of(service: Served, name: str, **said: Any) -> str:
 def ask(
     service: Served, key: str, x: float = 1.0, code: int = FINE, model: str = "m"
 ) -> httpx.Response:
-    """Send one request of a tenant."""
+    """Send one request with a tenant's key."""
     return httpx.post(
         f"{service.url}/v2/models/{model}/infer",
         json=body(x, code),
@@ -39,7 +39,7 @@ def ask(
 
 
 def load_of(service: Served, key: str, rate: float, code: int = FINE) -> Load:
-    """Return a load of one tenant's."""
+    """Return a load with a tenant's key."""
     target = Target(
         f"{service.url}/v2/models/m/infer",
         [orjson.dumps(body(1.0, code))],
@@ -54,7 +54,7 @@ def load_of(service: Served, key: str, rate: float, code: int = FINE) -> Load:
 
 
 def test_keys_open_what_they_may_and_nothing_else(tmp_path: Path) -> None:
-    """Made, limited, rotated and revoked while it runs; every refusal is counted."""
+    """Keys are created, limited, rotated and revoked while the service runs."""
     spec = spec_with(gateway=GATEWAY)
     with served(tmp_path, spec) as service:
         acme = key_of(service, "acme", models=["m"], rpm_limit=4)
@@ -137,7 +137,7 @@ def _used(service: Served, tenant: str) -> int:
 async def test_flood_of_one_tenant_leaves_the_others_their_share(
     tmp_path: Path,
 ) -> None:
-    """It fills the queue and is refused; somebody else's requests all get through."""
+    """One tenant's flood fills its part of the queue; another tenant loses nothing."""
     spec = spec_with(
         gateway=GATEWAY,
         m_max_queued_requests=40,
@@ -165,7 +165,7 @@ async def test_flood_of_one_tenant_leaves_the_others_their_share(
 
 @pytest.mark.heavy
 async def test_poison_of_one_tenant_is_its_own_trouble(tmp_path: Path) -> None:
-    """Found out once, it kills no more; then its tenant is refused for a while."""
+    """A known poison request kills no more, and its tenant is quarantined."""
     spec = spec_with(gateway=GATEWAY)
     with served(tmp_path, spec) as service:
         bad, good = key_of(service, "bad"), key_of(service, "good")
@@ -196,7 +196,7 @@ async def test_poison_of_one_tenant_is_its_own_trouble(tmp_path: Path) -> None:
 
 @pytest.mark.heavy
 async def test_dedicated_replicas_are_not_touched_by_others(tmp_path: Path) -> None:
-    """Whatever dies, is the tenant's own; and it can be taken back without a loss."""
+    """Poison requests of a tenant with dedicated replicas kill only those."""
     spec = spec_with(gateway=GATEWAY, m_dedicated=["acme"])
     with served(tmp_path, spec) as service:
         acme, beta = key_of(service, "acme"), key_of(service, "beta")

@@ -1,5 +1,5 @@
-"""A fleet under traffic, and a random but seeded schedule of faults.
+"""Soak test: a fleet under traffic, and a random but seeded schedule of faults.
 
-``python -m tests.soak --minutes 20 --seed 1`` prints a report and exits with 1 if
-anything that is promised did not hold.
+``python -m tests.soak --minutes 20 --seed 1`` prints a report, and exits with 1 if a
+promise did not hold.
 """

@@ -1,4 +1,4 @@
-"""``python -m tests.soak``: run, report, exit."""
+"""Command ``python -m tests.soak``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.soak.plan import Fault
 
 
 def percentile(values: list[float], part: float) -> float:
-    """Return the value below which ``part`` of the values lie."""
+    """Return the quantile ``part`` (0 to 1) of the values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(part * len(ordered)))]
 
@@ -77,7 +77,7 @@ async def run(minutes: float, seed: int, console: Console) -> Account:
         try:
             await city.run(minutes * 60)
         except TimeoutError:
-            pass  # it stands in the account
+            pass  # the account has it
         return city.account
 
 

@@ -1,4 +1,4 @@
-"""Runs the city, breaks it, and checks what follows. Shell."""
+"""Runs a city, injects faults, and checks what follows. Shell."""
 
 from __future__ import annotations
 
@@ -28,27 +28,31 @@ from tests.soak.plan import (
 from tests.soak.resident import resident
 
 Rounds = dict[tuple[int, str], int]
-"""By resident and world."""
+"""Rounds made, by resident and world."""
 
 PORT = 29500
 SETTLE_S = 60.0
-"""A hang bound: how long a city may take to be whole again."""
+"""Seconds that a city may take to recover; a hang bound."""
 
 ROUNDS = 3
 """Rounds that every world must make before the next fault."""
 
 SLACK = {"threads": 8, "descriptors": 8, "tasks": 8, "children": 0}
-"""What a resident may hold more than at its first count: pools of threads that are
-started at the first need, and links to peers of worlds it is in no more."""
+"""Resources that a resident may hold beyond its first count.
+
+Thread pools start when they are first needed, and links to peers of former worlds stay.
+"""
 
 LINGER_S = 12.0
-"""How long what is ending may take: connections of closed worlds stay for ``close_s``
-at most, so that the other side can read what was sent."""
+"""Seconds that connections of closed worlds may take to close.
+
+They stay for at most ``close_s``, so that the other side can read what was sent.
+"""
 
 
 @dataclass
 class Account:
-    """What was seen."""
+    """Results of a run."""
 
     seed: int
     hosts: int
@@ -70,7 +74,7 @@ class Account:
     growth_bytes: int = 0
 
     def problems(self) -> list[str]:
-        """Return everything that should not have been."""
+        """Return every violation of a promise, in words."""
         return [
             *self.false_alarms,
             *self.disagreements,
@@ -83,7 +87,7 @@ class Account:
 
 @dataclass
 class _Seen:
-    """What a resident told since the last fault."""
+    """Reports of a resident since the last fault."""
 
     ready: dict[str, int] = field(default_factory=dict)  # world -> epoch
     over: list[tuple[Any, ...]] = field(default_factory=list)
@@ -100,7 +104,7 @@ async def _store(role: Role, host: str) -> None:
 
 
 class Overseer:
-    """One run."""
+    """Runs one seed."""
 
     def __init__(
         self,
@@ -131,7 +135,7 @@ class Overseer:
     # The city.
 
     async def start(self) -> None:
-        """Start everybody, and wait until every world is whole."""
+        """Start all residents, and wait until every world is ready."""
         await self._start_store()
         for number in range(len(self.city.homes)):
             self._start(number)
@@ -203,7 +207,7 @@ class Overseer:
         return True
 
     async def _settle(self, after: str) -> None:
-        """Wait until every world is ready on all members, and passes messages."""
+        """Wait until every world is ready on all members and passes messages."""
         try:
             async with asyncio.timeout(SETTLE_S):
                 while not self._is_whole():
@@ -239,7 +243,7 @@ class Overseer:
     # Faults.
 
     async def run(self, seconds: float) -> None:
-        """Break and check until the time is over."""
+        """Inject faults and check their effects for this many seconds."""
         begin = time.monotonic()
         await self.start()
         await self._count_footprints()
@@ -327,7 +331,7 @@ class Overseer:
             host.restore()
 
     async def _all_told(self, wanted: dict[str, Verdicts]) -> None:
-        """Wait until every survivor has said that its world is over."""
+        """Wait until every survivor has reported the break of its world."""
         async with asyncio.timeout(SETTLE_S):
             while not self._are_told(wanted):
                 self._changed.clear()
@@ -347,9 +351,9 @@ class Overseer:
         before: Rounds,
         wanted: dict[str, Verdicts],
     ) -> None:
-        """Check that all other worlds went on while it lasted."""
+        """Check that all other worlds made rounds during the fault."""
         if fault.kind in ("short cut", "short stop"):
-            return  # those it touches pause, and go on
+            return  # affected worlds pause, and then go on
         for world in self.city.worlds:
             if world.name in wanted or fault.resident in world.members:
                 continue
@@ -433,7 +437,7 @@ class Overseer:
 
 
 def _grown(first: dict[str, int], now: dict[str, int]) -> str:
-    """Return what a resident holds too much of, in words."""
+    """Return the resources that a resident leaked, in words."""
     return ", ".join(
         f"{what} {first[what]} -> {now[what]}"
         for what, slack in SLACK.items()
@@ -445,7 +449,7 @@ def _grown(first: dict[str, int], now: dict[str, int]) -> str:
 async def overseer(
     seed: int, say: Callable[..., Any] = lambda *_: None
 ) -> AsyncIterator[Overseer]:
-    """Return an overseer of three hosts, or of one where no hosts can be made."""
+    """Yield an overseer of three hosts, or of one where namespaces are not allowed."""
     async with AsyncExitStack() as stack:
         hosts = None
         if unavailable() is None:

@@ -18,7 +18,7 @@ BACKENDS = ("direct", "direct", "direct", "gloo")
 
 @dataclass(frozen=True)
 class Place:
-    """A world: its members by rank, as numbers of residents."""
+    """A world and its members by rank, as numbers of residents."""
 
     name: str
     members: tuple[int, ...]
@@ -34,21 +34,21 @@ class City:
     worlds: tuple[Place, ...]
 
     def of(self, resident: int) -> list[Place]:
-        """Return the worlds of a resident."""
+        """Return the worlds that a resident is in."""
         return [world for world in self.worlds if resident in world.members]
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that happens.
+    """A fault, or another event that breaks worlds.
 
     Attributes:
-        kind: See ``KINDS``.
-        resident: Whom it happens to, or -1.
-        host: Where it happens, or -1.
-        other: For a cut in one direction, towards whom.
-        seconds: How long it lasts.
-        world: For a leave, which world is left.
+        kind: Kind of the fault, as in ``KINDS``.
+        resident: Resident that it affects, or -1.
+        host: Host that it affects, or -1.
+        other: Host towards which a one-way cut drops packets.
+        seconds: Seconds that it lasts.
+        world: World that is left, for a leave.
     """
 
     kind: str
@@ -66,7 +66,7 @@ NETWORK = ("cut", "one-way cut", "short cut")
 
 
 def make_city(chance: random.Random, hosts: int) -> City:
-    """Return a city of ``hosts`` hosts (1: no network to break)."""
+    """Return a random city on this many hosts; one host has no network to break."""
     residents = RESIDENTS_A_HOST * 3
     homes = tuple(number % hosts for number in range(residents))
     worlds = []
@@ -81,7 +81,7 @@ def make_city(chance: random.Random, hosts: int) -> City:
 
 
 def next_fault(chance: random.Random, city: City) -> Fault:
-    """Return what happens next."""
+    """Return the next random fault."""
     kinds = [kind for kind in KINDS if city.hosts > 1 or kind not in NETWORK]
     kind = chance.choice(kinds)
     resident = chance.randrange(len(city.homes))
@@ -105,11 +105,11 @@ def next_fault(chance: random.Random, city: City) -> Fault:
 
 @dataclass(frozen=True)
 class Verdicts:
-    """What must follow for one world: each member's rank, and whom it may name.
+    """Verdicts that must follow in one world.
 
     Attributes:
-        named: By rank of the member that speaks, the ranks that it may name.
-        fenced: Ranks that may be told that they are stale instead.
+        named: Ranks that a member may name as lost, by the member's rank.
+        fenced: Ranks of members that may learn that they are stale instead.
     """
 
     named: dict[int, frozenset[int]]
@@ -117,7 +117,7 @@ class Verdicts:
 
 
 def expected(city: City, fault: Fault) -> dict[str, Verdicts]:
-    """Return which worlds break, and what their members may say; all others live."""
+    """Return the verdicts for each world that the fault breaks."""
     found = {}
     for world in city.worlds:
         verdicts = _expected_of(city, world, fault)
@@ -152,5 +152,5 @@ def _expected_of(city: City, world: Place, fault: Fault) -> Verdicts | None:
 
 
 def left(city: City, fault: Fault) -> str:
-    """Return the world that is politely left, or nothing."""
+    """Return the world that the fault leaves politely, or None."""
     return fault.world if fault.kind == "leave" else ""

@@ -1,4 +1,4 @@
-"""One process of the soak: stays in its worlds and keeps traffic going in each."""
+"""Process of the soak that keeps its worlds and their traffic going."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Resident:
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
     def stay(self, place: Place) -> None:
-        """Be in a world from now on."""
+        """Join a world, and keep it."""
         self.tasks[place.name] = asyncio.create_task(self._stay(place))
 
     async def _stay(self, place: Place) -> None:
@@ -70,7 +70,7 @@ class Resident:
         return ("over", *where, *what, time.monotonic())
 
     async def _round(self, world: World) -> None:
-        """Pass something on around the ring, and add something up; check both."""
+        """Pass a tensor around the ring, and all-reduce one; check both."""
         number = self.rounds.get(world.name, 0)
         mine = torch.tensor([world.epoch, world.rank, self.me])
         after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
@@ -86,7 +86,7 @@ class Resident:
         self.rounds[world.name] = number + 1
 
     def footprint(self) -> dict[str, int]:
-        """Return what this process holds."""
+        """Return the resources that this process holds."""
         gc.collect()
         now = Leak.now()
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
@@ -100,7 +100,7 @@ class Resident:
 
 
 async def resident(role: Role, me: int, places: list[Place], store: str) -> None:
-    """Live; end in the way that is ordered."""
+    """Run a resident until an order ends it."""
     async with WorldManager(config=CONFIG) as manager:
         life = Resident(role, manager, store, me)
         for place in places:
@@ -130,4 +130,4 @@ async def _obey(life: Resident, order: Any, places: list[Place]) -> None:
         case "exit":
             os._exit(3)
         case ("blocked", seconds):
-            time.sleep(seconds)  # noqa: ASYNC251 - to be stuck is the point
+            time.sleep(seconds)  # noqa: ASYNC251 - the test needs a blocked loop

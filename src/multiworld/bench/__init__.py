@@ -1,6 +1,6 @@
-"""``multiworld bench``: what the data path costs, beside what one could use instead.
+"""Benchmarks of ``multiworld bench``: the data path beside its alternatives.
 
-Every suite runs all its contenders in one go and in turns, so that a noisy minute hits
-all of them, and reports medians, p99 and ratios. Absolute numbers are of the machine;
-compare within a table.
+Every suite runs all its contenders in one session and in turns, so that a noisy minute
+hits all of them. It reports medians, p99 and ratios. Absolute numbers depend on the
+machine; compare within a table.
 """

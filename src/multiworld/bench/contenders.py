@@ -1,4 +1,7 @@
-"""Ways to move a tensor from one process to another, with the same few methods."""
+"""Contenders: ways to move a tensor between two processes. Shell.
+
+All have the methods of ``Contender``. Rank 0 and rank 1 call them at the same time.
+"""
 
 from __future__ import annotations
 
@@ -28,43 +31,53 @@ class Contender(Protocol):
     """One end of a connection between two processes, rank 0 and rank 1."""
 
     def send_many(self, tensor: Tensor, count: int) -> None:
-        """Send the same tensor again and again."""
+        """Send the same tensor ``count`` times."""
 
     def recv_many(self, out: Tensor | None, count: int) -> None:
-        """Receive as often; into new tensors if ``out`` is None."""
+        """Receive ``count`` times into ``out``, or into new tensors if it is None.
+
+        Raises:
+            NotImplementedError: ``out`` is None, and this contender needs the shape.
+        """
 
     def ping(self, tensor: Tensor, count: int, *, is_first: bool) -> None:
-        """Send to and fro."""
+        """Make ``count`` round trips.
+
+        Args:
+            tensor: Message, and buffer for the answer.
+            count: Number of round trips.
+            is_first: Send first; the other end receives first.
+        """
 
     def close(self) -> None:
-        """End."""
+        """Close the connection."""
 
 
 class Blocking:
-    """What all contenders without an event loop have in common."""
+    """Base of the contenders without an event loop."""
 
     def send(self, tensor: Tensor) -> None:
-        """Send one."""
+        """Send one tensor."""
         raise NotImplementedError
 
     def recv(self, out: Tensor) -> None:
-        """Receive one."""
+        """Receive one tensor into ``out``."""
         raise NotImplementedError
 
     def send_many(self, tensor: Tensor, count: int) -> None:
-        """Send the same tensor again and again."""
+        """Send the same tensor ``count`` times."""
         for _ in range(count):
             self.send(tensor)
 
     def recv_many(self, out: Tensor | None, count: int) -> None:
-        """Receive as often."""
+        """Receive ``count`` times."""
         if out is None:
-            raise NotImplementedError("the shape must be known")
+            raise NotImplementedError("this contender needs a tensor to receive into")
         for _ in range(count):
             self.recv(out)
 
     def ping(self, tensor: Tensor, count: int, *, is_first: bool) -> None:
-        """Send to and fro."""
+        """Make ``count`` round trips."""
         for _ in range(count):
             if is_first:
                 self.send(tensor)
@@ -75,7 +88,7 @@ class Blocking:
 
 
 class PlainGloo(Blocking):
-    """torch.distributed's own send and recv."""
+    """``send`` and ``recv`` of torch.distributed, on Gloo."""
 
     def __init__(self, rank: int, port: int, size: int = 2) -> None:
         store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -85,22 +98,22 @@ class PlainGloo(Blocking):
         self._peer = 1 - rank
 
     def send(self, tensor: Tensor) -> None:
-        """Send one."""
+        """Send one tensor."""
         dist.send(tensor, self._peer)
 
     def recv(self, out: Tensor) -> None:
-        """Receive one."""
+        """Receive one tensor into ``out``."""
         dist.recv(out, self._peer)
 
     def close(self) -> None:
-        """End."""
+        """Close the connection."""
         dist.destroy_process_group()
 
 
 class GlooInThreads:
-    """The same under asyncio, as one must: every wait in a thread.
+    """torch.distributed under asyncio: every send and receive blocks a thread.
 
-    Uses the group that ``PlainGloo`` has made.
+    Uses the default group, which ``PlainGloo`` has created.
     """
 
     def __init__(self, rank: int, port: int) -> None:
@@ -114,7 +127,7 @@ class GlooInThreads:
         await asyncio.to_thread(dist.recv, tensor, self._peer)
 
     def send_many(self, tensor: Tensor, count: int) -> None:
-        """Send the same tensor again and again."""
+        """Send the same tensor ``count`` times."""
 
         async def run() -> None:
             for _ in range(count):
@@ -123,9 +136,9 @@ class GlooInThreads:
         self._runner.run(run())
 
     def recv_many(self, out: Tensor | None, count: int) -> None:
-        """Receive as often."""
+        """Receive ``count`` times."""
         if out is None:
-            raise NotImplementedError("the shape must be known")
+            raise NotImplementedError("this contender needs a tensor to receive into")
 
         async def run() -> None:
             for _ in range(count):
@@ -134,7 +147,7 @@ class GlooInThreads:
         self._runner.run(run())
 
     def ping(self, tensor: Tensor, count: int, *, is_first: bool) -> None:
-        """Send to and fro."""
+        """Make ``count`` round trips."""
 
         async def run() -> None:
             for _ in range(count):
@@ -148,15 +161,19 @@ class GlooInThreads:
         self._runner.run(run())
 
     def close(self) -> None:
-        """End."""
+        """Close the connection."""
         self._runner.close()
 
 
 class OneWorld:
-    """A world of two; the loop runs for each call.
+    """A world of two, on an event loop that runs during each call only.
 
     Args:
-        is_watched: False: nobody beats, and nobody looks whether the other does.
+        rank: Rank of this process.
+        port: Port of the store.
+        backend: Backend of the world.
+        is_watched: Send and check heartbeats; see ``unwatch``.
+        config: Configuration of the manager and the world.
     """
 
     def __init__(
@@ -191,7 +208,7 @@ class OneWorld:
         return manager, world
 
     def send_many(self, tensor: Tensor, count: int) -> None:
-        """Send the same tensor again and again."""
+        """Send the same tensor ``count`` times."""
 
         async def run() -> None:
             for _ in range(count):
@@ -200,7 +217,7 @@ class OneWorld:
         self._runner.run(run())
 
     def recv_many(self, out: Tensor | None, count: int) -> None:
-        """Receive as often."""
+        """Receive ``count`` times."""
 
         async def run() -> None:
             for _ in range(count):
@@ -209,7 +226,7 @@ class OneWorld:
         self._runner.run(run())
 
     def ping(self, tensor: Tensor, count: int, *, is_first: bool) -> None:
-        """Send to and fro."""
+        """Make ``count`` round trips."""
 
         async def run() -> None:
             for _ in range(count):
@@ -223,7 +240,7 @@ class OneWorld:
         self._runner.run(run())
 
     def watch(self, *, is_on: bool) -> None:
-        """Switch the watch on or off; see ``unwatch``."""
+        """Switch heartbeats and their checks on or off; see ``unwatch``."""
 
         async def turn_on() -> None:
             wake(self.manager)
@@ -235,17 +252,17 @@ class OneWorld:
             self._runner.run(turn_on())
 
     def close(self) -> None:
-        """End."""
+        """Close the connection."""
         wake(self.manager)
         self._runner.run(self.manager.close())
         self._runner.close()
 
 
 class Unspun(OneWorld):
-    """The same, but a receive never looks again before it sleeps in the selector."""
+    """A world of two whose receives never spin before they sleep in the selector."""
 
     def ping(self, tensor: Tensor, count: int, *, is_first: bool) -> None:
-        """Send to and fro."""
+        """Make ``count`` round trips."""
         spin_s, channel.SPIN_S = channel.SPIN_S, 0.0
         try:
             super().ping(tensor, count, is_first=is_first)
@@ -254,7 +271,13 @@ class Unspun(OneWorld):
 
 
 async def unwatch(manager: WorldManager) -> None:
-    """Switch off what fault management does all the time: beats, and looks at them."""
+    """Stop sending heartbeats, and stop checking the peers' ones.
+
+    The heartbeat helper is stopped by SIGSTOP; see ``wake``.
+
+    Cancellation:
+        Cannot be cancelled half way: it never waits.
+    """
     watchdog = manager.watchdog
     if watchdog.helper_pid is not None:
         os.kill(watchdog.helper_pid, signal.SIGSTOP)
@@ -264,7 +287,7 @@ async def unwatch(manager: WorldManager) -> None:
 
 
 def wake(manager: WorldManager) -> None:
-    """Let the helper that ``unwatch`` stopped go on, so that it can end."""
+    """Continue the heartbeat helper that ``unwatch`` stopped, so that it can exit."""
     helper = manager.watchdog.helper_pid
     if helper is not None:
         os.kill(helper, signal.SIGCONT)
@@ -273,7 +296,15 @@ def wake(manager: WorldManager) -> None:
 def stream(
     rank: int, rival: Contender, tensor: Tensor, count: int, *, is_known: bool = True
 ) -> float:
-    """Send one way, and return the seconds until the receiver has everything."""
+    """Send from rank 0 to rank 1; return the seconds until all has arrived.
+
+    Args:
+        rank: Rank of this process.
+        rival: Contender to measure.
+        tensor: Message, and the receiver's buffer.
+        count: Number of messages.
+        is_known: The receiver passes its buffer; otherwise it gets new tensors.
+    """
     one = torch.zeros(1)
     began = time.perf_counter()
     if rank == 0:
@@ -286,7 +317,7 @@ def stream(
 
 
 class RawSocket(Blocking):
-    """A blocking socket: the least that copies by the kernel cost."""
+    """A blocking socket: the lower bound for data that the kernel copies."""
 
     def __init__(self, rank: int, port: int, family: str) -> None:
         kind: int
@@ -300,25 +331,34 @@ class RawSocket(Blocking):
             self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, tensor: Tensor) -> None:
-        """Send one."""
+        """Send one tensor."""
         self.sock.sendall(memory_of(tensor))
 
     def recv(self, out: Tensor) -> None:
-        """Receive one."""
+        """Receive one tensor into ``out``."""
         memory = memory_of(out)
         while len(memory):
             count = self.sock.recv_into(memory)
             if not count:
-                raise ConnectionError("the other end is gone")
+                raise ConnectionError("the other end closed the connection")
             memory = memory[count:]
 
     def close(self) -> None:
-        """End."""
+        """Close the connection."""
         self.sock.close()
 
 
 def connect(family: int, address: Any, *, is_server: bool) -> socket.socket:
-    """Return one end of a connection."""
+    """Return one end of a connection, as server or as client.
+
+    Args:
+        family: Address family, of the ``AF_*`` constants.
+        address: Address that the server listens on.
+        is_server: Listen and accept one connection; otherwise connect.
+
+    Raises:
+        ConnectionError: Nothing listened on the address for a minute.
+    """
     sock = socket.socket(family, socket.SOCK_STREAM)
     if is_server:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -335,11 +375,11 @@ def connect(family: int, address: Any, *, is_server: bool) -> socket.socket:
             time.sleep(0.1)
         else:
             return sock
-    raise ConnectionError(f"nobody listens on {address!r}")
+    raise ConnectionError(f"nothing listens on {address!r}")
 
 
 class Zmq(Blocking):
-    """pyzmq over a Unix socket, with a header that says dtype and shape."""
+    """pyzmq over a Unix socket, with a header of the size that dtype and shape need."""
 
     def __init__(self, rank: int, port: int) -> None:
         import zmq
@@ -356,17 +396,17 @@ class Zmq(Blocking):
         self._sending: Tensor | None = None
 
     def send(self, tensor: Tensor) -> None:
-        """Send one."""
-        self._sending = tensor  # its I/O thread reads it after this returns
+        """Send one tensor."""
+        self._sending = tensor  # zmq's I/O thread reads it after this returns
         self._socket.send_multipart([self._head, memory_of(tensor)], copy=False)
 
     def recv(self, out: Tensor) -> None:
-        """Receive one."""
+        """Receive one tensor into ``out``."""
         _, frame = self._socket.recv_multipart(copy=False)
         out.copy_(torch.frombuffer(frame.buffer, dtype=out.dtype).view(out.shape))
 
     def close(self) -> None:
-        """End."""
+        """Close the connection."""
         self._socket.close(linger=1000)
         self._context.term()
         if self._path is not None:
@@ -374,29 +414,33 @@ class Zmq(Blocking):
 
 
 class Memcpy:
-    """One copy inside one process: what a copy costs this machine."""
+    """Copies inside one process: what one copy costs on this machine."""
 
     def __init__(self, rank: int, port: int) -> None:
         self._target: Tensor | None = None
 
     def send_many(self, tensor: Tensor, count: int) -> None:
-        """Do nothing."""
+        """Do nothing; ``recv_many`` copies."""
 
     def recv_many(self, out: Tensor | None, count: int) -> None:
         """Copy as often."""
         if out is None:
-            raise NotImplementedError("the shape must be known")
+            raise NotImplementedError("this contender needs a tensor to receive into")
         if self._target is None or self._target.shape != out.shape:
             self._target = torch.empty_like(out)
         for _ in range(count):
             self._target.copy_(out)
 
     def ping(self, tensor: Tensor, count: int, *, is_first: bool) -> None:
-        """There is no round trip."""
-        raise NotImplementedError("one way only")
+        """Raise an error: a copy has no round trip.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError("memcpy has no round trip")
 
     def close(self) -> None:
-        """End."""
+        """Close the connection."""
 
 
 Maker = Callable[[int, int], Contender]
@@ -413,10 +457,10 @@ MAKERS: dict[str, Maker] = {
     "pyzmq": Zmq,
     "memcpy": Memcpy,
 }
-"""In the order they are measured and shown."""
+"""Constructors by contender, in the order they are measured and shown."""
 
 
 def available() -> list[str]:
-    """Return the contenders that can run here."""
+    """Return the contenders whose packages are installed."""
     has_zmq = importlib.util.find_spec("zmq") is not None
     return [name for name in MAKERS if name != "pyzmq" or has_zmq]

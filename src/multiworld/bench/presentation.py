@@ -1,4 +1,4 @@
-"""Tables, JSON and pictures of what was measured."""
+"""Tables, JSON and pictures of the results. Shell."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from multiworld.bench.samples import BenchReport, Series, interval
 
 
 def tables(report: BenchReport) -> Iterable[Table]:
-    """Return a table for each kind of measurement."""
+    """Yield a table for each kind of measurement."""
     for kind in dict.fromkeys(series.kind for series in report.series):
         found = [series for series in report.series if series.kind == kind]
         unit = found[0].unit
@@ -68,7 +68,7 @@ def _interval(report: BenchReport, series: Series) -> str:
 
 
 def to_json(report: BenchReport) -> dict[str, Any]:
-    """Return all that was measured, and where."""
+    """Return the results with date, machine and versions, ready for JSON."""
     return {
         "suite": report.suite,
         "date": time.strftime("%Y-%m-%d"),
@@ -94,7 +94,7 @@ def to_json(report: BenchReport) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """Return the processor's name."""
+    """Return the name of the processor."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -102,7 +102,7 @@ def processor() -> str:
 
 
 def draw(report: BenchReport, folder: Path) -> list[Path]:
-    """Draw each kind that has several sizes; return the pictures' paths.
+    """Draw each kind of measurement that has several sizes; return the files.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.

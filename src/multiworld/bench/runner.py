@@ -1,4 +1,4 @@
-"""Which suites there are, and running one. Shell."""
+"""Table of the suites, and the function that runs one. Shell."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from multiworld.bench.suites import (
 )
 
 Progress = Callable[[float, str], None]
-"""Hears how far a suite is, from 0 to 1, and what it does."""
+"""Function that gets the progress of a suite, from 0 to 1, and its current step."""
 
 PORTS = 16
+"""Free ports that each suite gets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +34,11 @@ class Suite:
     """One suite.
 
     Attributes:
-        about: For people.
-        baseline: Whom ratios are to.
-        bodies: What its processes run, and how many of them; one after the other.
-        run: What runs it instead, if it starts processes of other kinds.
-        beside: Who is the baseline instead, by who takes part from elsewhere.
+        about: Description for people.
+        baseline: Contender that ratios refer to; empty: none.
+        bodies: Bodies with their numbers of processes, run one after the other.
+        run: Function that runs the suite instead of ``bodies``.
+        beside: Other baselines, by the optional contender whose presence selects them.
     """
 
     about: str
@@ -47,19 +48,19 @@ class Suite:
     beside: Mapping[str, str] = field(default_factory=dict)
 
     def baseline_of(self, options: Options) -> str:
-        """Return whom ratios are to."""
+        """Return the contender that ratios refer to."""
         found = (name for who, name in self.beside.items() if who in options.apart)
         return next(found, self.baseline)
 
 
-def _serving(options: Options, hear: Callable[[Step], None]) -> None:
-    """Run the suite that needs more than the package itself does."""
+def _serving(options: Options, on_step: Callable[[Step], None]) -> None:
+    """Run the serving suite, which needs packages that are not always installed."""
     try:
         from multiworld.bench.suites import serving
     except ModuleNotFoundError as error:
         what = "pip install 'multiworld-elastic[demo]'"
         raise RuntimeError(f"{error.name} is not installed: {what}") from error
-    serving.run(options, hear)
+    serving.run(options, on_step)
 
 
 SUITES = {
@@ -95,22 +96,28 @@ SUITES = {
 
 
 def usual() -> list[str]:
-    """Return the suites that run if none is named: all but what needs a GPU."""
+    """Return the suites that run by default: all, but "nccl" only with a GPU."""
     return [n for n in SUITES if n != "nccl" or torch.cuda.is_available()]
 
 
 def run_suite(name: str, options: Options, progress: Progress) -> BenchReport:
-    """Run a suite.
+    """Run a suite, and return its results.
+
+    Args:
+        name: Name of the suite, as in ``SUITES``.
+        options: Extent of the measurements; ``ports`` are filled in.
+        progress: Function that gets the progress.
 
     Raises:
-        RuntimeError: One of its processes failed.
-        HostError: It needs network namespaces, and they are not allowed here.
+        KeyError: There is no such suite.
+        RuntimeError: A process failed, or a package or GPU is missing.
+        HostError: The suite needs network namespaces, which are not allowed here.
     """
     suite = SUITES[name]
     report = BenchReport(name, suite.baseline_of(options))
     share, done = 1.0, 0.0
 
-    def hear(step: Step) -> None:
+    def on_step(step: Step) -> None:
         kind, what = step
         if kind == "sample":
             report.add(*what)
@@ -120,11 +127,11 @@ def run_suite(name: str, options: Options, progress: Progress) -> BenchReport:
             progress(done + share * what[0], what[1])
 
     if suite.run is not None:
-        suite.run(_with_ports(options), hear)
+        suite.run(_with_ports(options), on_step)
     share = 1 / max(1, len(suite.bodies))
     for number, (body, size) in enumerate(suite.bodies):
         done = share * number
-        members.run(body, size, _with_ports(options), hear)
+        members.run(body, size, _with_ports(options), on_step)
     progress(1.0, "done")
     return report
 

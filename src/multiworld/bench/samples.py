@@ -1,4 +1,7 @@
-"""Measured numbers, and what they say. Pure."""
+"""Samples of a benchmark and their statistics. Shell.
+
+A shell only because the bootstrap draws random numbers; they are seeded.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Series:
-    """One thing measured again and again.
+    """Samples of one measurement, one for each round.
 
     Attributes:
-        kind: What was measured: "stream", "round trip" …
-        size: Bytes of a message, or how many of something; see ``kind``.
-        contender: Who did it.
-        unit: Of the samples: "messages/s", "us" …; a rate is better if it is higher.
-        samples: One for each round.
+        kind: Measurement: "stream", "round trip" …
+        size: Bytes of a message, or another size that ``kind`` names.
+        contender: Name of the contender.
+        unit: Unit of the samples; those that end in "/s" are rates.
+        samples: Measured numbers, in the order of the rounds.
     """
 
     kind: str
@@ -28,28 +31,30 @@ class Series:
 
     @property
     def is_rate(self) -> bool:
-        """Whether more is better."""
+        """Whether the samples are rates, so that higher is better."""
         return self.unit.endswith("/s")
 
     @property
     def median(self) -> float:
-        """The median round."""
+        """Median of the samples."""
         return statistics.median(self.samples)
 
     @property
     def worst(self) -> float:
-        """The round that was worst in a hundred; of fewer than that, the worst."""
+        """Worst sample; of more than 100 samples, their 99th percentile."""
         ordered = sorted(self.samples, reverse=self.is_rate)
         return ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]
 
 
 @dataclass(slots=True)
 class BenchReport:
-    """What a suite found.
+    """Results of a suite.
 
     Attributes:
-        baseline: The contender that ratios are to; none if empty.
-        notes: What a reader has to know to trust it.
+        suite: Name of the suite.
+        baseline: Contender that ratios refer to; empty: none.
+        series: Samples of every measurement.
+        notes: Remarks that a reader of the results must know.
     """
 
     suite: str
@@ -60,7 +65,15 @@ class BenchReport:
     def add(
         self, kind: str, size: int, contender: str, unit: str, sample: float
     ) -> None:
-        """Add one sample."""
+        """Add one sample.
+
+        Args:
+            kind: Measurement, as in ``Series``.
+            size: Size, as in ``Series``.
+            contender: Name of the contender.
+            unit: Unit of the sample; ignored if the series exists.
+            sample: Measured number.
+        """
         found = self.find(kind, size, contender)
         if found is None:
             found = Series(kind, size, contender, unit)
@@ -68,22 +81,28 @@ class BenchReport:
         found.samples.append(sample)
 
     def find(self, kind: str, size: int, contender: str) -> Series | None:
-        """Return a series."""
+        """Return a series, or None if there is none.
+
+        Args:
+            kind: Measurement, as in ``Series``.
+            size: Size, as in ``Series``.
+            contender: Name of the contender.
+        """
         wanted = kind, size, contender
         return next(
             (s for s in self.series if (s.kind, s.size, s.contender) == wanted), None
         )
 
     def ratio(self, series: Series) -> float | None:
-        """Return the median of the rounds' ratios to the baseline, as measured.
+        """Return the median of the rounds' ratios to the baseline; None without one.
 
-        Of rates, more than 1 is faster; of times, less than 1 is.
+        For rates, a ratio above 1 is faster; for times, a ratio below 1 is.
         """
         ratios = self.ratios(series)
         return statistics.median(ratios) if ratios else None
 
     def ratios(self, series: Series) -> list[float]:
-        """Return the ratio to the baseline of each round; empty without one."""
+        """Return each round's ratio to the baseline; empty without a baseline."""
         base = self.find(series.kind, series.size, self.baseline)
         if base is None or len(base.samples) != len(series.samples):
             return []
@@ -97,6 +116,11 @@ def interval(
     """Return a bootstrap confidence interval of the median.
 
     Percentile bootstrap (Efron 1979), seeded: the same samples give the same interval.
+
+    Args:
+        samples: Measured numbers.
+        level: Confidence level.
+        draws: Number of resamples.
     """
     source = random.Random(0)
     medians = sorted(

@@ -1,1 +1,1 @@
-"""The demos of the command `multiworld demo`."""
+"""Demos started by the command `multiworld demo`."""

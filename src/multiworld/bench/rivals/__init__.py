@@ -1,5 +1,5 @@
-"""Contenders that cannot live in this environment, each in one of its own.
+"""Contenders that cannot be installed beside this package; each has an environment.
 
-The ``*_end.py`` files are scripts: they run in that environment and import nothing of
-this package (one of the contenders has its name).
+The ``*_end.py`` files are scripts. They run in that environment and import nothing from
+this package, because one of the contenders has its name.
 """

@@ -1,4 +1,4 @@
-"""A contender whose ends are processes of another environment."""
+"""Contender whose two ends are processes of another environment. Shell."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from multiworld.bench.rivals.environment import HERE, RIVALS, python_of
 
 
 class Apart:
-    """One end; it lives in a process of its own, which gets its orders over a pipe."""
+    """One end of the connection: a process that gets its orders over a pipe."""
 
     def __init__(self, name: str, folder: Path, rank: int, port: int) -> None:
         self._name = name
-        self._is_restless = RIVALS[name].is_restless
+        self._is_spinning = RIVALS[name].is_spinning
         script = HERE / RIVALS[name].script
-        # Nothing of this environment: one of them is a package of our own name.
+        # This environment must not leak in: one contender has our package's name.
         kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
         self._process = subprocess.Popen(
             [str(python_of(name, folder)), str(script), str(rank), str(port)],
@@ -33,22 +33,44 @@ class Apart:
         )
 
     def wait_ready(self) -> None:
-        """Wait until both ends are connected."""
+        """Wait until both ends are connected.
+
+        Raises:
+            RuntimeError: The process exited.
+        """
         self._expect("ready")
         self._signal(signal.SIGSTOP)
 
     def send_many(self, tensor: Tensor, count: int) -> None:
-        """Send as many messages of this size."""
+        """Send ``count`` messages of the tensor's size.
+
+        Raises:
+            RuntimeError: The process exited.
+        """
         self._order("send", tensor, count)
 
     def recv_many(self, out: Tensor | None, count: int) -> None:
-        """Receive as often."""
+        """Receive ``count`` messages of the tensor's size; ``out`` stays as it is.
+
+        Raises:
+            NotImplementedError: ``out`` is None.
+            RuntimeError: The process exited.
+        """
         if out is None:
-            raise NotImplementedError("the shape must be known")
+            raise NotImplementedError("this contender needs a tensor to receive into")
         self._order("recv", out, count)
 
     def ping(self, tensor: Tensor, count: int, *, is_first: bool) -> None:
-        """Send to and fro."""
+        """Make ``count`` round trips with messages of the tensor's size.
+
+        Args:
+            tensor: Tensor of that size.
+            count: Number of round trips.
+            is_first: Send first; the other end receives first.
+
+        Raises:
+            RuntimeError: The process exited.
+        """
         self._order("ping", tensor, count, is_first=is_first)
 
     def _order(
@@ -61,22 +83,22 @@ class Apart:
             self._process.stdin.write(json.dumps(order) + "\n")
             self._process.stdin.flush()
         except OSError as error:
-            raise RuntimeError(f"the process of {self._name} has ended") from error
+            raise RuntimeError(f"the process of {self._name} has exited") from error
         self._expect("done")
         self._signal(signal.SIGSTOP)
 
     def _signal(self, number: signal.Signals) -> None:
-        if self._is_restless:
+        if self._is_spinning:
             self._process.send_signal(number)
 
     def _expect(self, word: str) -> None:
         assert self._process.stdout is not None
-        said = self._process.stdout.readline().strip()
-        if said != word:
-            raise RuntimeError(f"the process of {self._name} ended: {said!r}")
+        line = self._process.stdout.readline().strip()
+        if line != word:
+            raise RuntimeError(f"the process of {self._name} failed: {line!r}")
 
     def close(self) -> None:
-        """End."""
+        """End the process; kill it if it does not exit within ten seconds."""
         assert self._process.stdin is not None
         self._signal(signal.SIGCONT)
         with contextlib.suppress(BrokenPipeError):

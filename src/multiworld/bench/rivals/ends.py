@@ -1,7 +1,8 @@
-"""What the scripts of this folder have in common: orders come in, one line each.
+"""Common part of the ``*_end.py`` scripts: reads orders and carries them out.
 
-``{"op": "send" | "recv" | "ping", "size": bytes, "count": n, "is_first": bool}``; the
-answer is one line when it is done. The end of the input ends the process.
+Each line of standard input is an order in JSON: ``{"op": "send" | "recv" | "ping",
+"size": bytes, "count": n, "is_first": bool}``. The answer is one line when the order is
+done. The process exits at the end of its input.
 """
 
 from __future__ import annotations
@@ -17,23 +18,31 @@ from typing import Any, Protocol
 
 
 class End(Protocol):
-    """One end of a connection between two processes."""
+    """One end of a connection between two processes.
+
+    Cancellation:
+        No method is ever cancelled: the process exits instead.
+    """
 
     async def connect(self, rank: int, port: int) -> None:
-        """Connect with the other end."""
+        """Connect to the other end."""
 
     async def prepare(self, size: int) -> None:
-        """Make buffers of this size."""
+        """Allocate what messages of this size need."""
 
     async def send(self) -> None:
         """Send one message."""
 
     async def recv(self) -> None:
-        """Receive one."""
+        """Receive one message."""
 
 
 async def obey(end: End, order: dict[str, Any]) -> None:
-    """Carry out one order."""
+    """Carry out one order.
+
+    Cancellation:
+        Never happens: the process exits instead.
+    """
     await end.prepare(order["size"])
     for _ in range(order["count"]):
         match order["op"]:
@@ -50,8 +59,8 @@ async def obey(end: End, order: dict[str, Any]) -> None:
 
 
 def serve(end: End) -> None:
-    """Obey until the input ends."""
-    # What libraries print must not get between the answers.
+    """Connect, and carry out orders until the input ends."""
+    # Output of libraries must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     rank, port = map(int, sys.argv[1:3])
@@ -61,7 +70,7 @@ def serve(end: End) -> None:
         loop = asyncio.get_running_loop()
 
         def listen() -> None:
-            """End at once with who gives the orders, whatever is going on."""
+            """Queue orders; exit at the end of the input, even during an order."""
             for line in sys.stdin:
                 loop.call_soon_threadsafe(orders.put_nowait, line)
             os._exit(0)
@@ -77,7 +86,11 @@ def serve(end: End) -> None:
 
 
 def meet(rank: int, port: int) -> socket.socket:
-    """Return a plain connection between the two ends, to exchange addresses."""
+    """Return a TCP connection between the two ends, for exchanging addresses.
+
+    Raises:
+        ConnectionError: Nothing listened on the port for 30 s.
+    """
     if rank == 0:
         with socket.create_server(("127.0.0.1", port)) as server:
             server.settimeout(30)
@@ -87,11 +100,17 @@ def meet(rank: int, port: int) -> socket.socket:
             return socket.create_connection(("127.0.0.1", port), 30)
         except ConnectionRefusedError:
             time.sleep(0.1)
-    raise ConnectionError(f"nobody listens on port {port}")
+    raise ConnectionError(f"nothing listens on port {port}")
 
 
 def swap(rank: int, port: int, blob: bytes) -> bytes:
-    """Give the other end a blob, and return its."""
+    """Send bytes to the other end, and return the bytes that it sent.
+
+    Args:
+        rank: Rank of this end.
+        port: Port for the exchange.
+        blob: Bytes to send.
+    """
     with meet(rank, port) as sock:
         sock.sendall(len(blob).to_bytes(8, "little") + blob)
         with sock.makefile("rb") as stream:

@@ -1,4 +1,4 @@
-"""Environments for contenders that cannot be installed beside this package. Shell."""
+"""Environments of contenders that cannot be installed beside this package. Shell."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class Rival:
     """A contender with an environment of its own.
 
     Attributes:
-        requirements: What is installed, in steps: torch's pin before what needs it.
-        script: Which script here is its end of a connection.
-        settles: A module that changes its own installation at the first import.
-        is_restless: It takes a core though it has nothing to do; stopped when it is
-            not its turn.
+        requirements: Arguments of pip, one tuple a step; torch's pin comes first.
+        script: Script in this folder that is its end of a connection.
+        settles: Module to import once after installation, because its first import
+            changes the installation and exits; empty: none.
+        is_spinning: Uses a core even when idle, and so is stopped while others run.
     """
 
     requirements: tuple[tuple[str, ...], ...]
     script: str
     settles: str = ""
-    is_restless: bool = False
+    is_spinning: bool = False
 
 
 RIVALS = {
@@ -36,7 +36,7 @@ RIVALS = {
         "pymultiworld_end.py",
         settles="multiworld",
     ),
-    "ucxx": Rival((("ucxx-cu12==0.52.*", "numpy"),), "ucxx_end.py", is_restless=True),
+    "ucxx": Rival((("ucxx-cu12==0.52.*", "numpy"),), "ucxx_end.py", is_spinning=True),
     "nixl": Rival((("torch==2.13.0", "numpy"), ("nixl==1.5.*",)), "nixl_end.py"),
     "ray": Rival(
         (
@@ -49,21 +49,26 @@ RIVALS = {
 
 
 def default_folder() -> Path:
-    """Return where the environments are kept: some are gigabytes."""
+    """Return the folder of the environments; some of them have gigabytes."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "multiworld" / "bench"
 
 
 def python_of(name: str, folder: Path) -> Path:
-    """Return the interpreter of a rival's environment."""
+    """Return the interpreter of a contender's environment."""
     return folder / name / "bin" / "python"
 
 
 def install(name: str, folder: Path, tell: Callable[[str], None]) -> None:
-    """Make a rival's environment, unless it is there.
+    """Create a contender's environment, unless it exists.
+
+    Args:
+        name: Name of the contender.
+        folder: Folder of all environments.
+        tell: Function that shows a line to the user.
 
     Raises:
-        RuntimeError: It cannot be installed here.
+        RuntimeError: A step of the installation failed.
     """
     ready = folder / name / ".ready"
     if ready.exists():
@@ -74,7 +79,7 @@ def install(name: str, folder: Path, tell: Callable[[str], None]) -> None:
     for step in rival.requirements:
         _run([python, "-m", "pip", "install", "--quiet", *step])
     if rival.settles:
-        # The first import patches torch, and ends the process to say so.
+        # The first import patches torch and exits; the second must succeed.
         subprocess.run([python, "-c", f"import {rival.settles}"], check=False)
         _run([python, "-c", f"import {rival.settles}"])
     ready.touch()
@@ -83,5 +88,5 @@ def install(name: str, folder: Path, tell: Callable[[str], None]) -> None:
 def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = (done.stderr or done.stdout).strip().splitlines()[-1:]
-        raise RuntimeError(f"{' '.join(command)} failed: {' '.join(said)}")
+        output = (done.stderr or done.stdout).strip().splitlines()[-1:]
+        raise RuntimeError(f"{' '.join(command)} failed: {' '.join(output)}")

@@ -1,9 +1,9 @@
-"""An end over NIXL: one-sided writes, each with a notification.
+"""End of a NIXL connection: one-sided writes, each with a notification.
 
-There is no receive in NIXL. A message is a write into memory that the other end has
-registered, and the receiver waits for the notification; in a stream every write goes to
-the same place, and nothing holds the writer back. Both ends poll, and there is no
-progress thread: with one, each step takes ten milliseconds on two cores.
+NIXL has no receive. A message is a write into memory that the other end has registered,
+and the receiver waits for the notification. In a stream, every write goes to the same
+memory, and nothing slows the writer down. Both ends poll without a progress thread,
+because with one each step takes ten milliseconds on two cores.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ import numpy as np
 from nixl._api import nixl_agent, nixl_agent_config
 
 MOST_BYTES = 64 * 1024 * 1024
+"""Bytes of the largest message."""
 
 
 class NixlEnd:
     """An agent with its UCX backend, and one registered buffer."""
 
     async def connect(self, rank: int, port: int) -> None:
-        """Register memory, and exchange what the agents have to know."""
+        """Register memory, and exchange its address and the agents' metadata."""
         self._name, self._peer = f"end-{rank}", f"end-{1 - rank}"
         self._agent = nixl_agent(self._name, nixl_agent_config(False, backends=["UCX"]))
-        # One half is written from, the other half is written to.
+        # This end sends from the first half; the peer writes to the second half.
         self._memory = np.zeros(2 * MOST_BYTES, dtype=np.uint8)
         self._base = self._memory.ctypes.data
         whole = [(self._base, self._memory.nbytes, 0, "")]
@@ -51,15 +52,19 @@ class NixlEnd:
         )
 
     async def send(self) -> None:
-        """Write, and wait until it is done."""
+        """Write one message, and wait until it is done.
+
+        Raises:
+            ConnectionError: The transfer failed.
+        """
         state = self._agent.transfer(self._handle)
         while state == "PROC":
             state = self._agent.check_xfer_state(self._handle)
         if state != "DONE":
-            raise ConnectionError(f"the transfer is in state {state}")
+            raise ConnectionError(f"the transfer failed with state {state}")
 
     async def recv(self) -> None:
-        """Wait for a notification."""
+        """Wait for the notification of one message."""
         while not self._arrived:
             self._arrived += len(self._agent.get_new_notifs().get(self._peer, ()))
         self._arrived -= 1

@@ -1,4 +1,4 @@
-"""An end over pymultiworld 0.2.3, used as its own examples do."""
+"""End of a pymultiworld 0.2.3 connection, used as its own examples do."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from multiworld.manager import WorldManager  # the other package of this name
 
 
 class PyMultiworldEnd:
-    """A world of two on Gloo."""
+    """A member of a world of two on Gloo."""
 
     async def connect(self, rank: int, port: int) -> None:
-        """Make the world."""
+        """Join the world."""
         torch.set_num_threads(1)
         self._manager = WorldManager()
         await self._manager.initialize_world(
@@ -23,16 +23,16 @@ class PyMultiworldEnd:
         self._tensor = torch.zeros(0, dtype=torch.uint8)
 
     async def prepare(self, size: int) -> None:
-        """Make a tensor."""
+        """Allocate a tensor of this size."""
         if self._tensor.numel() != size:
             self._tensor = torch.zeros(size, dtype=torch.uint8)
 
     async def send(self) -> None:
-        """Send it."""
+        """Send the tensor."""
         await self._communicator.send(self._tensor, self._peer, "bench")
 
     async def recv(self) -> None:
-        """Receive into it."""
+        """Receive into the tensor."""
         await self._communicator.recv(self._tensor, self._peer, "bench")
 
 

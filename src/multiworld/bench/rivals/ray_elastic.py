@@ -1,9 +1,9 @@
-"""Models of paced stages on Ray Serve, scaled by its own autoscaling. Needs ray[serve].
+"""Models of paced stages on Ray Serve, with its own autoscaling. Needs ``ray[serve]``.
 
-Arguments: a port, and a JSON object: ``models`` (milliseconds of each stage, by name),
-``autoscaling_config``, or ``fleet``: a fixed number for each stage. Prints "ready",
-then every half second the number of replicas by model as a JSON line, until its
-standard input ends.
+Arguments: a port, and a JSON object with ``models`` (milliseconds of each stage, by
+model name) and either ``autoscaling_config`` or ``fleet`` (replicas of each stage). The
+script prints "ready", and then every half second the number of replicas by model as a
+line of JSON, until its standard input ends.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from ray import serve
 from starlette.requests import Request
 
 LOOK_S = 0.5
+"""Seconds between counts of the replicas."""
+
 ACTOR = {"num_cpus": 0.1}
 
 
 @serve.deployment(max_ongoing_requests=32, ray_actor_options=ACTOR)
 class Paced:
-    """Takes so long for a request, one after the other."""
+    """Sleeps a fixed time for each request, one request after the other."""
 
     def __init__(self, ms: float) -> None:
         self._ms, self._lock = ms, threading.Lock()
@@ -39,7 +41,7 @@ class Paced:
 
 @serve.deployment(max_ongoing_requests=1000, ray_actor_options=ACTOR)
 class Ingress:
-    """Takes a number through the stages."""
+    """Sends a number through the stages."""
 
     def __init__(self, *stages: Any) -> None:
         self._stages = stages
@@ -52,8 +54,8 @@ class Ingress:
 
 
 def main() -> None:
-    """Serve until nobody wants it any more."""
-    port, said = int(sys.argv[1]), json.loads(sys.argv[2])
+    """Serve until standard input ends."""
+    port, config = int(sys.argv[1]), json.loads(sys.argv[2])
     logging.disable(logging.WARNING)
     ray.init(
         num_cpus=32,
@@ -62,14 +64,14 @@ def main() -> None:
         configure_logging=False,
     )
     serve.start(http_options={"host": "127.0.0.1", "port": port})
-    for name, times in said["models"].items():
+    for name, times in config["models"].items():
         stages = [
             Paced.options(
                 name=f"{name}-{k}",
                 **(
-                    {"num_replicas": said["fleet"][k]}
-                    if said.get("fleet")
-                    else {"autoscaling_config": said["autoscaling_config"]}
+                    {"num_replicas": config["fleet"][k]}
+                    if config.get("fleet")
+                    else {"autoscaling_config": config["autoscaling_config"]}
                 ),
             ).bind(ms)
             for k, ms in enumerate(times)
@@ -78,13 +80,13 @@ def main() -> None:
         serve.run(app, name=name, route_prefix=f"/{name}")
     sys.stdout.write("ready\n")
     sys.stdout.flush()
-    threading.Thread(target=_watch, args=(said["models"],), daemon=True).start()
+    threading.Thread(target=_watch, args=(config["models"],), daemon=True).start()
     sys.stdin.read()
     serve.shutdown()
 
 
 def _watch(models: dict[str, Any]) -> None:
-    """Print how many replicas of stages there are, whatever state they are in."""
+    """Print the number of stage replicas by model, in whatever state they are."""
     while True:
         found: Counter[str] = Counter()
         for name, app in serve.status().applications.items():

@@ -1,8 +1,9 @@
-"""Three stages on Ray Serve, as its documentation composes them. Needs ``ray[serve]``.
+"""Three stages on Ray Serve, composed as its documentation does. Needs ``ray[serve]``.
 
-Run with an interpreter of its own, on a port; prints "ready" and serves until its
-standard input ends. ``empty`` stages hand a number on;
-``minilm`` ones are the same parts of the model that multiworld serves.
+Arguments: the kind of the stages, a port, and the replicas of each stage. The script
+prints "ready" and serves until its standard input ends. Stages of the kind ``empty``
+return their number, those of the kind ``slow`` do so after 50 ms, and those of the kind
+``minilm`` are the same parts of the model that multiworld serves.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from starlette.requests import Request
 
 @serve.deployment(max_ongoing_requests=64)
 class Empty:
-    """Does nothing."""
+    """Returns its input."""
 
     async def __call__(self, value: float) -> float:
         return value
@@ -27,7 +28,7 @@ class Empty:
 
 @serve.deployment(max_ongoing_requests=64)
 class Slow:
-    """Takes 50 ms."""
+    """Returns its input after 50 ms."""
 
     async def __call__(self, value: float) -> float:
         await asyncio.sleep(0.05)
@@ -58,7 +59,7 @@ class Part:
 
 @serve.deployment(max_ongoing_requests=256)
 class EmptyIngress:
-    """Takes a number through three stages."""
+    """Sends a number through three stages."""
 
     def __init__(self, *stages: Any) -> None:
         self._stages = stages
@@ -72,7 +73,7 @@ class EmptyIngress:
 
 @serve.deployment(max_ongoing_requests=256)
 class TextIngress:
-    """Takes a text through the stages of the encoder."""
+    """Sends a text through the stages of the encoder."""
 
     def __init__(self, *stages: Any) -> None:
         from multiworld.serve.models import minilm
@@ -91,7 +92,7 @@ class TextIngress:
 
 
 def main() -> None:
-    """Serve one kind of pipeline."""
+    """Serve one kind of pipeline until standard input ends."""
     kind, port, replicas = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     logging.disable(logging.WARNING)
     ray.init(

@@ -1,4 +1,4 @@
-"""An end over ucxx: RAPIDS' asyncio interface to UCX."""
+"""End of a connection over ucxx, RAPIDS' asyncio interface to UCX."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ import ucxx
 class UcxxEnd:
     """An endpoint between two processes of one host.
 
-    Of its progress modes "polling" is the fastest here; the ones with a thread are many
-    times slower. With error handling, which is its default and what notices a lost
-    peer, UCX goes by TCP.
+    Its progress mode "polling" is the fastest here; the modes with a thread are many
+    times slower. Error handling is on, as by default, because it detects a lost peer;
+    with it, UCX uses TCP.
     """
 
     async def connect(self, rank: int, port: int) -> None:
-        """Make the endpoint."""
+        """Create the endpoint.
+
+        Raises:
+            ConnectionError: Nothing listened on the port for 10 s.
+        """
         ucxx.init(progress_mode="polling")
         self._array = np.zeros(0, dtype=np.uint8)
         if rank == 0:
@@ -27,7 +31,7 @@ class UcxxEnd:
 
             async def accepted(endpoint: Any) -> None:
                 found.set_result(endpoint)
-                await asyncio.Event().wait()  # it is closed when this returns
+                await asyncio.Event().wait()  # ucxx closes it when this returns
 
             self._listener = ucxx.create_listener(accepted, port)
             self._endpoint = await found
@@ -39,19 +43,19 @@ class UcxxEnd:
                 await asyncio.sleep(0.1)
             else:
                 return
-        raise ConnectionError(f"nobody listens on port {port}")
+        raise ConnectionError(f"nothing listens on port {port}")
 
     async def prepare(self, size: int) -> None:
-        """Make an array."""
+        """Allocate an array of this size."""
         if self._array.size != size:
             self._array = np.zeros(size, dtype=np.uint8)
 
     async def send(self) -> None:
-        """Send it."""
+        """Send the array."""
         await self._endpoint.send(self._array)
 
     async def recv(self) -> None:
-        """Receive into it."""
+        """Receive into the array."""
         await self._endpoint.recv(self._array)
 
 

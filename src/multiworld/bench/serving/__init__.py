@@ -1,3 +1,3 @@
-"""Services to be measured, and the clients that ask them."""
+"""Services of the serving benchmarks, and their clients."""
 
 OURS, WHOLE, RAY = "three stages", "one stage", "ray serve"

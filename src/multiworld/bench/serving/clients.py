@@ -1,4 +1,4 @@
-"""Clients that ask in a closed loop. Shell."""
+"""Clients that send requests in a closed loop. Shell."""
 
 from __future__ import annotations
 
@@ -13,18 +13,23 @@ from multiworld.bench.serving.services import Service
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What came of asking for a while."""
+    """Answers to one run of the clients.
+
+    Attributes:
+        latencies_s: Latency of each request, in seconds.
+        took_s: Length of the run, in seconds.
+    """
 
     latencies_s: list[float]
     took_s: float
 
     @property
     def rate(self) -> float:
-        """Requests a second."""
+        """Answered requests a second."""
         return len(self.latencies_s) / self.took_s
 
     def quantile_ms(self, share: float) -> float:
-        """Milliseconds in which this share of the requests was answered."""
+        """Return a quantile of the latencies, in milliseconds."""
         ordered = sorted(self.latencies_s)
         return 1000 * ordered[min(len(ordered) - 1, int(len(ordered) * share))]
 
@@ -32,10 +37,19 @@ class Answers:
 async def ask(
     http: aiohttp.ClientSession, service: Service, clients: int, seconds: float
 ) -> Answers:
-    """Let as many clients ask, each its next question after its last answer.
+    """Send requests from several clients; each waits for its answer before the next.
+
+    Args:
+        http: Session to send with.
+        service: Service to send to.
+        clients: Number of clients.
+        seconds: Seconds after which no client starts another request.
 
     Raises:
-        RuntimeError: An answer was not 200.
+        RuntimeError: A status was not 200.
+
+    Cancellation:
+        Drops the requests in flight.
     """
     latencies: list[float] = []
     end = time.monotonic() + seconds
@@ -45,7 +59,9 @@ async def ask(
             async with http.post(service.url, json=service.body) as response:
                 await response.read()
                 if response.status != 200:
-                    raise RuntimeError(f"{service.name} answered {response.status}")
+                    raise RuntimeError(
+                        f"{service.name} answered with status {response.status}"
+                    )
             latencies.append(time.monotonic() - begin)
 
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""Pipelines that show what the machinery costs: factories of a service."""
+"""Models without computation, which show the overhead of serving. Shell."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import time
 from multiworld.serve import Model, Stage, Tensors, TensorSpec
 
 SLOW_S = 0.05
+"""Seconds that a slow stage sleeps for a batch."""
 
 
 def empty(stages: int) -> Model:
-    """Return stages that do nothing."""
+    """Return a model whose stages return their input."""
     loaded = Stage(load=lambda context: lambda tensors: tensors)
     return _model([loaded for _ in range(stages)])
 
 
 def slow(stages: int) -> Model:
-    """Return stages that take 50 ms, so that there is always work in flight."""
+    """Return a model whose stages take ``SLOW_S``, so that work is always in flight."""
 
     def sleep(tensors: Tensors) -> Tensors:
         time.sleep(SLOW_S)

@@ -1,4 +1,4 @@
-"""Stages that take a given time for each row: what is scaled by load in benchmarks."""
+"""Model whose stages sleep a given time for each row, for scaling benchmarks. Shell."""
 
 from __future__ import annotations
 
@@ -26,10 +26,13 @@ def _stage(ms: float, is_mortal: bool) -> Stage:
 
 
 def model(ms: tuple[float, ...] = (10.0, 30.0), is_mortal: bool = False) -> Model:
-    """Return a stage for each number of milliseconds; they sleep, and use no core.
+    """Return a model with one stage for each number of milliseconds.
+
+    The stages sleep and use no core.
 
     Args:
-        is_mortal: A negative number kills the replica that computes it.
+        ms: Milliseconds that each stage takes for a row.
+        is_mortal: Let a negative input kill the replica that computes it.
     """
     spec = [TensorSpec("x", "FP32", (-1,))]
     return Model(

@@ -1,4 +1,4 @@
-"""Starting the services: ours, and Ray Serve in an environment of its own. Shell."""
+"""Starts the measured services: multiworld's, and Ray Serve. Shell."""
 
 from __future__ import annotations
 
@@ -21,16 +21,26 @@ from multiworld.bench.rivals.environment import HERE
 from multiworld.bench.serving import OURS, RAY, WHOLE
 
 EMPTY, SLOW, MINILM = "empty", "slow", "minilm"
+"""Names of the pipelines."""
+
 TEXT = "A replica that is lost is replaced, and nobody who asked has to ask again."
 NUMBER: dict[str, Any] = {
     "inputs": [{"name": "x", "datatype": "FP32", "shape": [1], "data": [1.0]}]
 }
 STOP_S = 60.0
+"""Seconds that a service may take to shut down."""
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A pipeline that is up, and what to ask it."""
+    """A running pipeline, and a request for it.
+
+    Attributes:
+        name: Name of the contender.
+        pipeline: Name of the pipeline.
+        url: URL to post to.
+        body: Body of the request, for JSON.
+    """
 
     name: str
     pipeline: str
@@ -39,7 +49,7 @@ class Service:
 
 
 def spec_of(only: str | None = None, replicas: int = 1) -> dict[str, Any]:
-    """Return the spec of all our pipelines, or of one."""
+    """Return the spec of one of multiworld's pipelines, or of all but the slow one."""
     factory = "multiworld.bench.serving.models:"
     minilm = "multiworld.serve.models.minilm:model"
     stage = {"max_batch_size": 64, "replicas": replicas}
@@ -59,10 +69,10 @@ def spec_of(only: str | None = None, replicas: int = 1) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def running(spec: dict[str, Any], folder: Path) -> Iterator[str]:
-    """Serve what a spec says; yield its URL. Its state is in ``folder / "state"``.
+    """Serve a spec; yield its URL. Its state is in ``folder / "state"``.
 
     Raises:
-        RuntimeError: It did not start.
+        RuntimeError: The service did not start; the text is the end of its log.
     """
     path = folder / "app.yaml"
     path.write_text(yaml.safe_dump(spec))
@@ -93,10 +103,15 @@ def running(spec: dict[str, Any], folder: Path) -> Iterator[str]:
 def ours(
     folder: Path, only: str | None = None, replicas: int = 1
 ) -> Iterator[list[Service]]:
-    """Serve all our pipelines, or one; its state is in ``folder / "state"``.
+    """Serve one of multiworld's pipelines, or all but the slow one.
+
+    Args:
+        folder: Folder for the spec, the log and, in ``state``, the state.
+        only: Name of the pipeline; None: all but the slow one.
+        replicas: Replicas of each stage.
 
     Raises:
-        RuntimeError: It did not start.
+        RuntimeError: The service did not start.
     """
     with running(spec_of(only, replicas), folder) as url:
         yield list(_asked(url, only))
@@ -123,10 +138,16 @@ def _asked(url: str, only: str | None) -> Iterator[Service]:
 def rays(
     python: str | Path, pipeline: str, folder: Path, replicas: int = 1
 ) -> Iterator[Service]:
-    """Serve one pipeline on Ray Serve; ``python`` has ``ray[serve]``.
+    """Serve one pipeline on Ray Serve.
+
+    Args:
+        python: Interpreter that has ``ray[serve]``.
+        pipeline: Name of the pipeline.
+        folder: Folder for temporary files.
+        replicas: Replicas of each stage.
 
     Raises:
-        RuntimeError: It did not start.
+        RuntimeError: Ray Serve did not start.
     """
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
@@ -159,7 +180,7 @@ def rays(
 
 
 def _site(folder: Path) -> Path:
-    """Return a folder that has the model's package and ours, and nothing else."""
+    """Return a folder with only the model's package and this one, to import from."""
     from multiworld.serve.models import minilm
 
     site = Path(tempfile.mkdtemp(dir=folder))
@@ -170,7 +191,12 @@ def _site(folder: Path) -> Path:
 
 
 def pids_of(state: Path, prefix: str = "") -> list[int]:
-    """Return the processes of our service whose names begin so."""
+    """Return the PIDs of the service's processes.
+
+    Args:
+        state: State folder of the service.
+        prefix: Start of the processes' names; empty: all of them, and the store.
+    """
     record = json.loads((state / "record.json").read_text())
     found = [p["pid"] for p in record["processes"] if p["name"].startswith(prefix)]
     return found if prefix else [*found, record["store"]["pid"]]

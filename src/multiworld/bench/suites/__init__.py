@@ -1,1 +1,1 @@
-"""The suites: each measures one thing for all who can do it."""
+"""Suites; each makes one kind of measurement for every contender that supports it."""

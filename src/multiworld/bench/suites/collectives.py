@@ -1,4 +1,4 @@
-"""Collectives of 2 to 8 ranks on one host, beside Gloo."""
+"""Suite "collectives": 2, 4 and 8 ranks on one host, beside plain Gloo. Shell."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from multiworld.bench.members import Options, Teller
+from multiworld.bench.members import Options, Reporter
 from multiworld.world.manager import WorldManager
 
 BASELINE = "plain gloo"
 SIZES = (4_096, 65_536, 1_048_576, 4_194_304, 16_777_216)
 QUICK = (4_096, 1_048_576)
 BUDGET_BYTES = 64 * 1024 * 1024
+"""Bytes that all ranks together put into one measurement."""
 
 
 class PlainCollectives:
-    """torch.distributed's collectives."""
+    """Collectives of torch.distributed, on Gloo."""
 
     def __init__(self, rank: int, size: int, port: int) -> None:
         store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -31,32 +32,32 @@ class PlainCollectives:
         self._size = size
 
     def meet(self) -> None:
-        """Wait until all have come so far."""
+        """Wait for all ranks."""
         dist.barrier()
 
     def all_reduce(self, tensor: Tensor, count: int) -> None:
-        """Reduce again and again."""
+        """Reduce ``count`` times."""
         for _ in range(count):
             dist.all_reduce(tensor)
 
     def broadcast(self, tensor: Tensor, count: int) -> None:
-        """Broadcast again and again."""
+        """Broadcast ``count`` times."""
         for _ in range(count):
             dist.broadcast(tensor, 0)
 
     def all_gather(self, tensor: Tensor, count: int) -> None:
-        """Gather again and again."""
+        """Gather ``count`` times."""
         outs = [torch.empty_like(tensor) for _ in range(self._size)]
         for _ in range(count):
             dist.all_gather(outs, tensor)
 
     def close(self) -> None:
-        """End."""
+        """Release the group or world."""
         dist.destroy_process_group()
 
 
 class WorldCollectives:
-    """A world's collectives."""
+    """Collectives of a world."""
 
     def __init__(self, rank: int, size: int, port: int, backend: str) -> None:
         self._runner = asyncio.Runner()
@@ -83,27 +84,28 @@ class WorldCollectives:
         self._runner.run(run())
 
     def meet(self) -> None:
-        """Wait until all have come so far.
+        """Wait for all ranks.
 
-        What was sent eagerly leaves while the loop runs, which is in these calls.
+        Messages that were sent eagerly leave only while the event loop runs, which is
+        during these calls.
         """
         self._runner.run(self._world.barrier())
 
     def all_reduce(self, tensor: Tensor, count: int) -> None:
-        """Reduce again and again."""
+        """Reduce ``count`` times."""
         self._repeat(lambda: self._world.all_reduce(tensor), count)
 
     def broadcast(self, tensor: Tensor, count: int) -> None:
-        """Broadcast again and again."""
+        """Broadcast ``count`` times."""
         self._repeat(lambda: self._world.broadcast(tensor, src=0), count)
 
     def all_gather(self, tensor: Tensor, count: int) -> None:
-        """Gather again and again."""
+        """Gather ``count`` times."""
         outs = [torch.empty_like(tensor) for _ in range(self._size)]
         self._repeat(lambda: self._world.all_gather(tensor, outs), count)
 
     def close(self) -> None:
-        """End."""
+        """Release the group or world."""
         self._runner.run(self._manager.close())
         self._runner.close()
 
@@ -111,27 +113,45 @@ class WorldCollectives:
 OPERATIONS = ("all_reduce", "broadcast", "all_gather")
 
 
-def body_of(size: int) -> Callable[[int, Options, Teller], None]:
-    """Return the body for so many ranks."""
+def body_of(size: int) -> Callable[[int, Options, Reporter], None]:
+    """Return the body for 2, 4 or 8 ranks; it must be importable by name."""
     return {2: body_of_2, 4: body_of_4, 8: body_of_8}[size]
 
 
-def body_of_2(rank: int, options: Options, teller: Teller) -> None:
-    """Two ranks."""
-    _body(rank, 2, options, teller)
+def body_of_2(rank: int, options: Options, reporter: Reporter) -> None:
+    """Measure with two ranks.
+
+    Args:
+        rank: Rank of this process.
+        options: Extent of the measurements.
+        reporter: Receiver of the samples.
+    """
+    _body(rank, 2, options, reporter)
 
 
-def body_of_4(rank: int, options: Options, teller: Teller) -> None:
-    """Four ranks."""
-    _body(rank, 4, options, teller)
+def body_of_4(rank: int, options: Options, reporter: Reporter) -> None:
+    """Measure with four ranks.
+
+    Args:
+        rank: Rank of this process.
+        options: Extent of the measurements.
+        reporter: Receiver of the samples.
+    """
+    _body(rank, 4, options, reporter)
 
 
-def body_of_8(rank: int, options: Options, teller: Teller) -> None:
-    """Eight ranks."""
-    _body(rank, 8, options, teller)
+def body_of_8(rank: int, options: Options, reporter: Reporter) -> None:
+    """Measure with eight ranks.
+
+    Args:
+        rank: Rank of this process.
+        options: Extent of the measurements.
+        reporter: Receiver of the samples.
+    """
+    _body(rank, 8, options, reporter)
 
 
-def _body(rank: int, size: int, options: Options, teller: Teller) -> None:
+def _body(rank: int, size: int, options: Options, reporter: Reporter) -> None:
     rivals: dict[str, Any] = {
         "plain gloo": PlainCollectives(rank, size, options.ports[0]),
         "world, direct": WorldCollectives(rank, size, options.ports[1], "direct"),
@@ -141,7 +161,7 @@ def _body(rank: int, size: int, options: Options, teller: Teller) -> None:
     for number in range(options.rounds):
         for place, bytes_ in enumerate(sizes):
             done = (number * len(sizes) + place) / (options.rounds * len(sizes))
-            teller.step(done, f"{size} ranks, {bytes_:,} bytes")
+            reporter.step(done, f"{size} ranks, {bytes_:,} bytes")
             tensor = torch.zeros(bytes_ // 4)
             count = max(3, min(200 // size, BUDGET_BYTES // bytes_ // size))
             for operation in OPERATIONS:
@@ -155,6 +175,6 @@ def _body(rank: int, size: int, options: Options, teller: Teller) -> None:
                     rivals[name].meet()
                     took = (time.perf_counter() - began) / count * 1e6
                     kind = f"{operation}, {size} ranks"
-                    teller.sample(kind, bytes_, name, "us", took)
+                    reporter.sample(kind, bytes_, name, "us", took)
     for rival in rivals.values():
         rival.close()

@@ -1,4 +1,4 @@
-"""Fan-in and fan-out: one leader in 1 to 8 worlds, each with one worker."""
+"""Suite "fan": one leader in 1 to 8 worlds, each with one worker. Shell."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from multiworld.bench.members import Options, Teller
+from multiworld.bench.members import Options, Reporter
 from multiworld.world.manager import WorldManager
 from multiworld.world.world import World
 
@@ -17,16 +17,23 @@ SIZE = 9
 WORLDS = (1, 2, 4, 8)
 SIZES = (4_096, 409_600)
 SECONDS = 1.0
+"""Seconds of one measurement."""
 
 Move = Callable[[World, torch.Tensor, int], "asyncio.Future[None]"]
 
 
-def body(rank: int, options: Options, teller: Teller) -> None:
-    """Rank 0 leads; the others have a world each with it."""
-    asyncio.run(_run(rank, options, teller))
+def body(rank: int, options: Options, reporter: Reporter) -> None:
+    """Lead as rank 0, or work as another rank in one world with it.
+
+    Args:
+        rank: Rank of this process.
+        options: Extent of the measurements.
+        reporter: Receiver of the samples.
+    """
+    asyncio.run(_run(rank, options, reporter))
 
 
-async def _run(rank: int, options: Options, teller: Teller) -> None:
+async def _run(rank: int, options: Options, reporter: Reporter) -> None:
     store = f"tcp://127.0.0.1:{options.ports[0]}"
     async with WorldManager() as manager:
         numbers = range(1, SIZE) if rank == 0 else [rank]
@@ -37,12 +44,12 @@ async def _run(rank: int, options: Options, teller: Teller) -> None:
             )
         )
         if rank == 0:
-            await _lead(list(worlds), options, teller)
+            await _lead(list(worlds), options, reporter)
         else:
             await _work(worlds[0])
 
 
-async def _lead(worlds: list[World], options: Options, teller: Teller) -> None:
+async def _lead(worlds: list[World], options: Options, reporter: Reporter) -> None:
     sizes = SIZES[:1] if options.is_quick else SIZES
     seconds = 0.3 if options.is_quick else SECONDS
     total = options.rounds * len(sizes) * len(WORLDS) * 2
@@ -51,16 +58,16 @@ async def _lead(worlds: list[World], options: Options, teller: Teller) -> None:
         for size in sizes:
             for direction in ("in", "out"):
                 for count in WORLDS:
-                    teller.step(done / total, f"fan-{direction}, {count} worlds")
+                    reporter.step(done / total, f"fan-{direction}, {count} worlds")
                     done += 1
                     chosen = worlds[:count]
                     counts = await _measure(chosen, size, direction, seconds)
                     name = f"{count} world{'s' if count > 1 else ''}"
                     kind = f"fan-{direction}"
                     rate = sum(counts) / seconds
-                    teller.sample(kind, size, name, "messages/s", rate)
+                    reporter.sample(kind, size, name, "messages/s", rate)
                     fair = min(counts) / max(counts)
-                    teller.sample(
+                    reporter.sample(
                         f"{kind}, slowest to fastest", size, name, "of 1", fair
                     )
     for world in worlds:
@@ -88,7 +95,7 @@ async def _work(world: World) -> None:
 
 
 async def _send(world: World, size: int, seconds: float, peer: int) -> int:
-    """Send for so long, then say that it was all; return how many were received."""
+    """Send for ``seconds``, then mark the end; return the number of messages."""
     tensor, count = torch.zeros(size, dtype=torch.uint8), 0
     end = time.monotonic() + seconds
     while time.monotonic() < end:

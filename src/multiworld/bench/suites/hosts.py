@@ -1,6 +1,7 @@
-"""Two hosts (network namespaces): large messages over TCP, beside a plain socket.
+"""Suite "hosts": TCP between two network namespaces, beside a plain socket. Shell.
 
-Runs itself in each namespace: ``python -m multiworld.bench.suites.hosts``.
+The suite runs this module in each namespace:
+``python -m multiworld.bench.suites.hosts``.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from multiworld.config import WorldConfig
 BASELINE = "tcp socket"
 SIZES = (4_096, 409_600, 4_194_304)
 BUDGET_BYTES = 256 * 1024 * 1024
+"""Bytes of one stream."""
+
 LIMIT_S = 600.0
 
 
@@ -51,11 +54,16 @@ class Across(OneWorld):
         return manager, world
 
 
-def run(options: Options, hear: Callable[[Step], None]) -> None:
-    """Make two hosts, and measure between them.
+def run(options: Options, on_step: Callable[[Step], None]) -> None:
+    """Create two namespaces, and measure between them.
+
+    Args:
+        options: Extent of the measurements.
+        on_step: Function that gets samples and progress.
 
     Raises:
         HostError: Namespaces are not allowed here.
+        RuntimeError: A process of the benchmark failed.
     """
     from multiworld.testing.hosts import Hosts
 
@@ -73,7 +81,7 @@ def run(options: Options, hear: Callable[[Step], None]) -> None:
             assert processes[0].stdout is not None
             for line in processes[0].stdout:
                 kind, what = json.loads(line)
-                hear((kind, what))
+                on_step((kind, what))
             for process in processes:
                 if process.wait(30):
                     raise RuntimeError("a process of the benchmark failed")
@@ -84,7 +92,14 @@ def run(options: Options, hear: Callable[[Step], None]) -> None:
 
 
 def member(rank: int, host: str, rounds: int, *, is_quick: bool) -> None:
-    """Measure, and print what was found as JSON lines."""
+    """Measure as one of the two hosts; rank 0 prints its reports as lines of JSON.
+
+    Args:
+        rank: Rank of this process.
+        host: Address of rank 0's host.
+        rounds: Number of measurements of each contender.
+        is_quick: Measure the largest size only.
+    """
     torch.set_num_threads(1)
     rivals: dict[str, Any] = {
         "tcp socket": Tcp(rank, (host, 7001)),

@@ -1,4 +1,4 @@
-"""A busy world while others join, leave and break: its rate, and its longest gap."""
+"""Suite "joining": rate and gaps of a busy world while others come and go. Shell."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from multiworld.bench.members import Options, Teller
+from multiworld.bench.members import Options, Reporter
 from multiworld.world.manager import WorldManager
 from multiworld.world.world import World
 
@@ -19,7 +19,11 @@ BASELINE = "nothing else"
 SIZE = 2
 MESSAGE_BYTES = 40_960
 SECONDS = 3.0
+"""Seconds of one measurement."""
+
 EVERY_S = 0.3
+"""Seconds between the joins that disturb the busy world."""
+
 DISTURBANCES = ("nothing else", "join and leave", "join and break")
 
 VISITOR = """
@@ -35,16 +39,24 @@ async def main():
 print("ready", flush=True)
 asyncio.run(main())
 """
-"""A process that is told which world to join, one after the other. It is ready when
-everything is imported, so that its start does not disturb what is measured."""
+"""Program that joins the worlds named on its input, one after the other.
+
+It prints "ready" when everything is imported, so that its start disturbs nothing.
+"""
 
 
-def body(rank: int, options: Options, teller: Teller) -> None:
-    """Rank 0 sends without a pause, and is the one that joins."""
-    asyncio.run(_run(rank, options, teller))
+def body(rank: int, options: Options, reporter: Reporter) -> None:
+    """Send without pause and join other worlds as rank 0, or receive as rank 1.
+
+    Args:
+        rank: Rank of this process.
+        options: Extent of the measurements.
+        reporter: Receiver of the samples.
+    """
+    asyncio.run(_run(rank, options, reporter))
 
 
-async def _run(rank: int, options: Options, teller: Teller) -> None:
+async def _run(rank: int, options: Options, reporter: Reporter) -> None:
     store = f"tcp://127.0.0.1:{options.ports[0]}"
     async with WorldManager() as manager:
         busy = await manager.join("busy", rank=rank, size=2, store=store)
@@ -52,7 +64,7 @@ async def _run(rank: int, options: Options, teller: Teller) -> None:
         total = options.rounds * len(DISTURBANCES)
         for number in range(total):
             what = DISTURBANCES[number % len(DISTURBANCES)]
-            teller.step(number / total, what)
+            reporter.step(number / total, what)
             await busy.barrier()
             if rank == 1:
                 await _receive(busy)
@@ -60,14 +72,14 @@ async def _run(rank: int, options: Options, teller: Teller) -> None:
             visitors = _Visitors(manager, store, number, what)
             await asyncio.to_thread(visitors.prepare, seconds)
             disturbing = asyncio.ensure_future(visitors.run(seconds))
-            await _send(busy, seconds, what, teller)
+            await _send(busy, seconds, what, reporter)
             await disturbing
             visitors.close()
-            teller.sample("happened", 0, what, "times", visitors.count)
+            reporter.sample("happened", 0, what, "times", visitors.count)
 
 
 class _Visitors:
-    """Other members, each in a process of its own, that come and go."""
+    """Members of other worlds that join, leave and break, each a process."""
 
     def __init__(
         self, manager: WorldManager, store: str, number: int, what: str
@@ -78,7 +90,7 @@ class _Visitors:
         self.count = 0
 
     def prepare(self, seconds: float) -> None:
-        """Start as many processes as will be broken."""
+        """Start the processes: one for each world to break, or one for all others."""
         count = {"join and leave": 1, "join and break": int(seconds / EVERY_S)}
         for _ in range(count.get(self._what, 0)):
             self._processes.append(
@@ -95,7 +107,11 @@ class _Visitors:
             process.stdout.readline()
 
     async def run(self, seconds: float) -> None:
-        """Join a world every so often, and let it end."""
+        """Join a world every ``EVERY_S``, and leave or break it.
+
+        Cancellation:
+            A world may stay joined.
+        """
         end = time.monotonic() + seconds - EVERY_S
         while self._processes and time.monotonic() < end:
             await asyncio.sleep(EVERY_S / 2)
@@ -112,13 +128,13 @@ class _Visitors:
             self.count += 1
 
     def close(self) -> None:
-        """End the processes."""
+        """Kill the processes."""
         for process in self._processes:
             process.kill()
             process.wait()
 
 
-async def _send(world: World, seconds: float, what: str, teller: Teller) -> None:
+async def _send(world: World, seconds: float, what: str, reporter: Reporter) -> None:
     tensor = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
     gaps: list[float] = []
     began = last = time.perf_counter()
@@ -131,10 +147,10 @@ async def _send(world: World, seconds: float, what: str, teller: Teller) -> None
     await world.send(tensor, dst=1)
     gaps.sort()
     rate = len(gaps) / (last - began)
-    teller.sample("stream", MESSAGE_BYTES, what, "messages/s", rate)
+    reporter.sample("stream", MESSAGE_BYTES, what, "messages/s", rate)
     p999 = gaps[int(len(gaps) * 0.999)] * 1e3
-    teller.sample("gap, p99.9", MESSAGE_BYTES, what, "ms", p999)
-    teller.sample("gap, longest", MESSAGE_BYTES, what, "ms", gaps[-1] * 1e3)
+    reporter.sample("gap, p99.9", MESSAGE_BYTES, what, "ms", p999)
+    reporter.sample("gap, longest", MESSAGE_BYTES, what, "ms", gaps[-1] * 1e3)
 
 
 async def _receive(world: World) -> None:

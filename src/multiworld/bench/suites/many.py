@@ -1,4 +1,4 @@
-"""Many worlds in one process: what each costs, and what idle ones cost a busy one."""
+"""Suite "many": cost of a world, and of idle worlds to a busy one. Shell."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from multiworld.bench.members import Options, Teller, cpu_s
+from multiworld.bench.members import Options, Reporter, cpu_s
 from multiworld.world.manager import WorldManager
 from multiworld.world.world import World
 
@@ -21,17 +21,26 @@ SIZE = 2
 COUNTS = (1, 10, 100, 1_000)
 QUICK = (1, 20)
 IDLE_S = 5.0
+"""Seconds over which an idle process is measured."""
+
 MESSAGE_BYTES = 4_096
 MESSAGES = 4_000
 AT_A_TIME = 16
+"""Worlds that are joined at once."""
 
 
-def body(rank: int, options: Options, teller: Teller) -> None:
-    """Join ever more worlds of two."""
-    asyncio.run(_run(rank, options, teller))
+def body(rank: int, options: Options, reporter: Reporter) -> None:
+    """Join more and more worlds of two members, and measure at each number of them.
+
+    Args:
+        rank: Rank of this process.
+        options: Extent of the measurements.
+        reporter: Receiver of the samples.
+    """
+    asyncio.run(_run(rank, options, reporter))
 
 
-async def _run(rank: int, options: Options, teller: Teller) -> None:
+async def _run(rank: int, options: Options, reporter: Reporter) -> None:
     store = f"tcp://127.0.0.1:{options.ports[0]}"
     async with WorldManager() as manager:
         busy = await manager.join("busy", rank=rank, size=2, store=store)
@@ -39,7 +48,7 @@ async def _run(rank: int, options: Options, teller: Teller) -> None:
         worlds: list[World] = []
         await _rate(busy, 500)
         for place, count in enumerate(counts):
-            teller.step(place / len(counts), f"{count} worlds")
+            reporter.step(place / len(counts), f"{count} worlds")
             before = _holdings()
             began = time.perf_counter()
             fresh = range(len(worlds), count)
@@ -47,19 +56,19 @@ async def _run(rank: int, options: Options, teller: Teller) -> None:
             took = time.perf_counter() - began
             after = _holdings()
             made = max(1, len(fresh))
-            _tell(teller, count, made, took, before, after)
+            _tell(reporter, count, made, took, before, after)
             for _ in range(options.rounds):
                 rate = await _rate(busy, 300 if options.is_quick else MESSAGES)
-                teller.sample("a busy world", count, "beside", "messages/s", rate)
-            await _idle(busy, count, teller, 1.0 if options.is_quick else IDLE_S)
-        teller.step(1.0, "closing")
+                reporter.sample("a busy world", count, "beside", "messages/s", rate)
+            await _idle(busy, count, reporter, 1.0 if options.is_quick else IDLE_S)
+        reporter.step(1.0, "closing")
         await busy.barrier()
 
 
 async def _join(
     manager: WorldManager, rank: int, store: str, numbers: Sequence[int]
 ) -> list[World]:
-    """Join worlds, a few at a time, as a leader of many workers would."""
+    """Join worlds, ``AT_A_TIME`` at once, as a leader of many workers would."""
     room = asyncio.Semaphore(AT_A_TIME)
 
     async def one(number: int) -> World:
@@ -70,7 +79,7 @@ async def _join(
 
 
 def _holdings() -> tuple[int, int, int]:
-    """Return resident bytes, threads and descriptors of this process."""
+    """Return resident bytes, threads and file descriptors of this process."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     files = len(os.listdir("/proc/self/fd"))
@@ -78,7 +87,7 @@ def _holdings() -> tuple[int, int, int]:
 
 
 def _tell(
-    teller: Teller,
+    reporter: Reporter,
     count: int,
     made: int,
     took: float,
@@ -86,10 +95,10 @@ def _tell(
     after: tuple[int, int, int],
 ) -> None:
     grown = [(b - a) / made for a, b in zip(before, after, strict=True)]
-    teller.sample("one more world", count, "to create", "ms", took / made * 1e3)
-    teller.sample("one more world", count, "memory", "KiB", grown[0] / 1024)
-    teller.sample("one more world", count, "threads", "of them", grown[1])
-    teller.sample("one more world", count, "descriptors", "of them", grown[2])
+    reporter.sample("one more world", count, "to create", "ms", took / made * 1e3)
+    reporter.sample("one more world", count, "memory", "KiB", grown[0] / 1024)
+    reporter.sample("one more world", count, "threads", "of them", grown[1])
+    reporter.sample("one more world", count, "descriptors", "of them", grown[2])
 
 
 async def _rate(world: World, messages: int) -> float:
@@ -107,11 +116,11 @@ async def _rate(world: World, messages: int) -> float:
     return messages / (time.perf_counter() - began)
 
 
-async def _idle(world: World, count: int, teller: Teller, seconds: float) -> None:
-    """Measure what this process takes while nothing is sent; its helper not counted."""
+async def _idle(world: World, count: int, reporter: Reporter, seconds: float) -> None:
+    """Measure this process, without its helper, while nothing is sent."""
     await world.barrier()
     before = cpu_s()
     await asyncio.sleep(seconds)
     share = (cpu_s() - before) / seconds * 100
-    teller.sample("all idle", count, "processor", "% of a core", share)
+    reporter.sample("all idle", count, "processor", "% of a core", share)
     await world.barrier()

@@ -1,8 +1,9 @@
-"""Worlds on GPUs, beside plain ``torch.distributed`` on NCCL.
+"""Suite "nccl": worlds on GPUs, beside plain ``torch.distributed`` on NCCL. Shell.
 
-With one GPU both ranks share it: each pretends to be on a host of its own, which NCCL
-demands, and traffic takes its socket transport. That shows what worlds add to NCCL, not
-how fast a GPU's links are. Every operation ends with a synchronisation of the device.
+With one GPU, both ranks share it. Each pretends to be on a host of its own, because
+NCCL refuses two ranks of one host on one GPU, and traffic takes NCCL's socket
+transport. This shows what worlds add to NCCL, not how fast a GPU's links are. Every
+measurement ends with a synchronisation of the device.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from multiworld.bench import members
 from multiworld.bench.contenders import unwatch, wake
-from multiworld.bench.members import Options, Step, Teller
+from multiworld.bench.members import Options, Reporter, Step
 from multiworld.world.manager import WorldManager
 
 PLAIN, OURS, UNWATCHED = "plain nccl", "world, nccl", "unwatched"
@@ -28,11 +29,14 @@ SIZE = 2
 SIZES = (4_096, 409_600, 4_194_304, 67_108_864)
 QUICK = (4_096, 4_194_304)
 BUDGET_BYTES = 512 * 1024 * 1024
+"""Bytes of one measurement."""
+
 MOST, LEAST = 500, 6
+"""Bounds of the messages of one measurement."""
 
 
 class PlainNccl:
-    """torch.distributed on the backend."""
+    """Operations of torch.distributed on a backend."""
 
     def __init__(
         self, rank: int, port: int, backend: str, device: torch.device
@@ -44,23 +48,29 @@ class PlainNccl:
         self._peer = 1 - rank
 
     def stream(self, tensor: Tensor, count: int, *, is_sender: bool) -> None:
-        """Send or receive as often."""
+        """Send or receive ``count`` times.
+
+        Args:
+            tensor: Message, or buffer to receive into.
+            count: Number of messages.
+            is_sender: Send; otherwise receive.
+        """
         move = dist.send if is_sender else dist.recv
         for _ in range(count):
             move(tensor, self._peer)
 
     def all_reduce(self, tensor: Tensor, count: int) -> None:
-        """Reduce again and again."""
+        """Reduce ``count`` times."""
         for _ in range(count):
             dist.all_reduce(tensor)
 
     def close(self) -> None:
-        """End."""
+        """Release the group or world."""
         dist.destroy_process_group()
 
 
 class WorldOnGpu:
-    """A world on the backend, with the watchdog or without."""
+    """A world on a backend, with heartbeats or without."""
 
     def __init__(
         self,
@@ -94,7 +104,13 @@ class WorldOnGpu:
         return manager, world
 
     def stream(self, tensor: Tensor, count: int, *, is_sender: bool) -> None:
-        """Send or receive as often."""
+        """Send or receive ``count`` times.
+
+        Args:
+            tensor: Message, or buffer to receive into.
+            count: Number of messages.
+            is_sender: Send; otherwise receive.
+        """
 
         async def run() -> None:
             for _ in range(count):
@@ -106,7 +122,7 @@ class WorldOnGpu:
         self._runner.run(run())
 
     def all_reduce(self, tensor: Tensor, count: int) -> None:
-        """Reduce again and again."""
+        """Reduce ``count`` times."""
 
         async def run() -> None:
             for _ in range(count):
@@ -115,44 +131,68 @@ class WorldOnGpu:
         self._runner.run(run())
 
     def close(self) -> None:
-        """End."""
+        """Release the group or world."""
         wake(self._manager)
         self._runner.run(self._manager.close())
         self._runner.close()
 
 
-def run(options: Options, hear: Callable[[Step], None]) -> None:
+def run(options: Options, on_step: Callable[[Step], None]) -> None:
     """Measure on the GPUs of this machine.
 
+    Args:
+        options: Extent of the measurements.
+        on_step: Function that gets samples and progress.
+
     Raises:
-        RuntimeError: There is none, or a process failed.
+        RuntimeError: There is no GPU, or a process failed.
     """
     if not torch.cuda.is_available():
-        raise RuntimeError("there is no GPU here")
-    members.run(on_gpus, SIZE, options, hear)
+        raise RuntimeError("this machine has no GPU; run another suite")
+    members.run(on_gpus, SIZE, options, on_step)
 
 
-def on_gpus(rank: int, options: Options, teller: Teller) -> None:
-    """Measure on NCCL; a GPU for each rank if there are as many."""
+def on_gpus(rank: int, options: Options, reporter: Reporter) -> None:
+    """Measure on NCCL, with a GPU for each rank if there are enough.
+
+    Args:
+        rank: Rank of this process.
+        options: Extent of the measurements.
+        reporter: Receiver of the samples.
+    """
     count = torch.cuda.device_count()
     if count < SIZE:
         os.environ["NCCL_HOSTID"] = f"multiworld-bench-{rank}"
         os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-        teller.note("both ranks share one GPU: NCCL takes its socket transport")
+        reporter.note("both ranks share one GPU: NCCL takes its socket transport")
     device = torch.device("cuda", rank % count)
     torch.cuda.set_device(device)
-    measure(rank, options, teller, "nccl", device)
+    measure(rank, options, reporter, "nccl", device)
 
 
-def on_hosts(rank: int, options: Options, teller: Teller) -> None:
-    """Measure the same on Gloo: to see that it runs."""
-    measure(rank, options, teller, "gloo", torch.device("cpu"))
+def on_hosts(rank: int, options: Options, reporter: Reporter) -> None:
+    """Measure on Gloo without a GPU, to test the suite.
+
+    Args:
+        rank: Rank of this process.
+        options: Extent of the measurements.
+        reporter: Receiver of the samples.
+    """
+    measure(rank, options, reporter, "gloo", torch.device("cpu"))
 
 
 def measure(
-    rank: int, options: Options, teller: Teller, backend: str, device: torch.device
+    rank: int, options: Options, reporter: Reporter, backend: str, device: torch.device
 ) -> None:
-    """Let all take turns, at each size."""
+    """Measure all contenders in turns, at each size.
+
+    Args:
+        rank: Rank of this process.
+        options: Extent of the measurements.
+        reporter: Receiver of the samples.
+        backend: Backend of the groups and worlds.
+        device: Device of the tensors.
+    """
     ports = iter(options.ports)
     rivals: dict[str, PlainNccl | WorldOnGpu] = {
         PLAIN: PlainNccl(rank, next(ports), backend, device),
@@ -162,16 +202,20 @@ def measure(
     sizes = QUICK if options.is_quick else SIZES
     for number in range(options.rounds):
         for size in sizes:
-            teller.step(number / options.rounds, f"{size:,} bytes")
+            reporter.step(number / options.rounds, f"{size:,} bytes")
             tensor = torch.zeros(size // 4, device=device)
             for name in list(rivals)[::-1] if number % 2 else rivals:
-                _one(rank, name, rivals[name], tensor, teller)
+                _one(rank, name, rivals[name], tensor, reporter)
     for rival in rivals.values():
         rival.close()
 
 
 def _one(
-    rank: int, name: str, rival: PlainNccl | WorldOnGpu, tensor: Tensor, teller: Teller
+    rank: int,
+    name: str,
+    rival: PlainNccl | WorldOnGpu,
+    tensor: Tensor,
+    reporter: Reporter,
 ) -> None:
     size = tensor.nbytes
     count = max(LEAST, min(MOST, BUDGET_BYTES // size))
@@ -187,9 +231,9 @@ def _one(
         return time.perf_counter() - began
 
     took = timed(lambda: rival.stream(tensor, count, is_sender=rank == 0))
-    teller.sample("stream", size, name, "messages/s", count / took)
+    reporter.sample("stream", size, name, "messages/s", count / took)
     took = timed(lambda: rival.all_reduce(tensor, count))
-    teller.sample("all_reduce", size, name, "us", took / count * 1e6)
+    reporter.sample("all_reduce", size, name, "us", took / count * 1e6)
 
 
 def _settle(device: torch.device) -> None:

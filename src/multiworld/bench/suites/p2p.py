@@ -1,4 +1,4 @@
-"""Point to point: one-way streams and round trips, of 64 B to 64 MB."""
+"""Suite "p2p": one-way streams and round trips of 64 B to 64 MB. Shell."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from multiworld.bench import contenders
 from multiworld.bench.contenders import Contender, stream
-from multiworld.bench.members import Options, Teller
+from multiworld.bench.members import Options, Reporter
 from multiworld.bench.rivals.contender import Apart
 
 BASELINE = "plain gloo"
@@ -17,31 +17,44 @@ SIZE = 2
 SIZES = (64, 4_096, 40_960, 409_600, 4_194_304, 67_108_864)
 QUICK = (4_096, 409_600)
 BUDGET_BYTES = 384 * 1024 * 1024
+"""Bytes of one stream."""
+
 MOST, LEAST = 5_000, 6
+"""Bounds of the messages of one stream."""
+
 STREAM, TRIP, UNKNOWN = "stream", "round trip", "stream, shape unknown"
 
 
 ENDS = ("pymultiworld", "ucxx", "nixl")
+"""Contenders that need an environment of their own."""
+
 SLOW = ("gloo, asyncio", "pymultiworld")
+"""Contenders that send a quarter of the messages, to save time."""
 
 
 def messages_in(size: int) -> int:
-    """Return how many messages one round sends."""
+    """Return the number of messages of one stream."""
     return max(LEAST, min(MOST, BUDGET_BYTES // size))
 
 
-def body(rank: int, options: Options, teller: Teller) -> None:
-    """Measure every contender in every round, at each size."""
+def body(rank: int, options: Options, reporter: Reporter) -> None:
+    """Measure every contender in every round, at each size.
+
+    Args:
+        rank: Rank of this process.
+        options: Extent of the measurements.
+        reporter: Receiver of the samples.
+    """
     rivals = _rivals(rank, options)
     sizes = QUICK if options.is_quick else SIZES
     total = options.rounds * len(sizes)
     for number in range(options.rounds):
         for place, size in enumerate(sizes):
-            teller.step((number * len(sizes) + place) / total, f"{size:,} bytes")
+            reporter.step((number * len(sizes) + place) / total, f"{size:,} bytes")
             tensor = torch.zeros(size, dtype=torch.uint8)
             order = list(rivals)[::-1] if number % 2 else list(rivals)
             for name in order:
-                _measure(rank, name, rivals[name], tensor, teller)
+                _measure(rank, name, rivals[name], tensor, reporter)
     for rival in rivals.values():
         rival.close()
 
@@ -59,35 +72,35 @@ def _rivals(rank: int, options: Options) -> dict[str, Contender]:
 
 
 def _measure(
-    rank: int, name: str, rival: Contender, tensor: torch.Tensor, teller: Teller
+    rank: int, name: str, rival: Contender, tensor: torch.Tensor, reporter: Reporter
 ) -> None:
     size = tensor.numel()
     count = messages_in(size)
     if name in SLOW:
         count = max(LEAST, count // 4)
     if name == "memcpy":
-        # The other rank waits where the two meet next.
+        # Rank 1 waits for rank 0 in the next `_meet`.
         if rank == 0:
             took = _timed_copies(rival, tensor, count)
-            teller.sample(STREAM, size, name, "messages/s", count / took)
+            reporter.sample(STREAM, size, name, "messages/s", count / took)
         return
     _meet(rival, rank)
     if name != "no spin":
         took = stream(rank, rival, tensor, count, is_known=True)
-        teller.sample(STREAM, size, name, "messages/s", count / took)
+        reporter.sample(STREAM, size, name, "messages/s", count / took)
     if name.startswith(("world", "unwatched")):
         _meet(rival, rank)
         took = stream(rank, rival, tensor, count, is_known=False)
-        teller.sample(UNKNOWN, size, name, "messages/s", count / took)
+        reporter.sample(UNKNOWN, size, name, "messages/s", count / took)
     trips = max(LEAST, count // 6)
     began = time.perf_counter()
     rival.ping(tensor, trips, is_first=rank == 0)
     took = (time.perf_counter() - began) / trips * 1e6
-    teller.sample(TRIP, size, name, "us", took)
+    reporter.sample(TRIP, size, name, "us", took)
 
 
 def _meet(rival: Contender, rank: int) -> None:
-    """Let both be there, and warm."""
+    """Wait for the other rank, and warm both up."""
     rival.ping(torch.zeros(1), 10, is_first=rank == 0)
 
 

@@ -1,9 +1,9 @@
-"""Serving: requests a second, latency, and what the gateway and a hop cost.
+"""Suite "serving": requests a second, latency, and the cost of gateway and hops. Shell.
 
-All services are up at once; closed-loop clients (1, then 32) ask each in turn. Two
-pipelines of three stages: one that does nothing, which shows the cost of the machinery,
-and the sentence encoder MiniLM. For the limit there is each in one stage, one process
-alone, behind the same gateway.
+All services run at once; 1 and then 32 closed-loop clients send to each in turn. There
+are two pipelines of three stages: one without computation, which shows the overhead,
+and the sentence encoder MiniLM. Each also runs as a single stage behind the same
+gateway, as the limit of what three stages can reach.
 """
 
 from __future__ import annotations
@@ -31,51 +31,57 @@ from multiworld.bench.serving.services import (
 )
 
 CLIENTS = (1, 32)
+"""Numbers of closed-loop clients."""
+
 SECONDS, QUICK_S = 4.0, 0.5
+"""Seconds of one measurement, and of a quick one."""
+
 IDLE_S = 5.0
+"""Seconds over which the idle service is measured."""
 
-Hear = Callable[[Step], None]
+OnStep = Callable[[Step], None]
+"""Function that gets samples and progress."""
 
 
-def run(options: Options, hear: Hear) -> None:
-    """Start all services, and ask them.
+def run(options: Options, on_step: OnStep) -> None:
+    """Start all services, and measure them.
 
     Raises:
-        RuntimeError: A service did not start, or an answer was wrong.
+        RuntimeError: A service did not start, or a status was not 200.
     """
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
-        hear(("step", (0.0, "starting our services")))
+        on_step(("step", (0.0, "starting our services")))
         services = stack.enter_context(ours(folder))
         if "ray" in options.apart:
             python = python_of("ray", Path(options.environments))
             for pipeline in (EMPTY, MINILM):
-                hear(("step", (0.0, f"starting Ray Serve: {pipeline}")))
+                on_step(("step", (0.0, f"starting Ray Serve: {pipeline}")))
                 services.append(stack.enter_context(rays(python, pipeline, folder)))
-        asyncio.run(_measure(services, folder / "state", options, hear))
+        asyncio.run(_measure(services, folder / "state", options, on_step))
 
 
 async def _measure(
-    services: list[Service], state: Path, options: Options, hear: Hear
+    services: list[Service], state: Path, options: Options, on_step: OnStep
 ) -> None:
     seconds = QUICK_S if options.is_quick else SECONDS
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector) as http:
         for service in services:
-            hear(("step", (0.0, f"warming up: {service.name}, {service.pipeline}")))
+            on_step(("step", (0.0, f"warming up: {service.name}, {service.pipeline}")))
             await ask(http, service, 4, min(1.0, seconds))
         total = options.rounds * len(CLIENTS) * len(services)
         done = 0
         for number in range(options.rounds):
-            await _cost(http, services[0], state, seconds, hear)
+            await _cost(http, services[0], state, seconds, on_step)
             for clients in CLIENTS:
                 for service in services if number % 2 else services[::-1]:
                     text = f"{clients} clients, {service.name}, {service.pipeline}"
-                    hear(("step", (done / total, text)))
-                    await _round(http, service, clients, seconds, hear)
+                    on_step(("step", (done / total, text)))
+                    await _round(http, service, clients, seconds, on_step)
                     done += 1
-        hear(("step", (1.0, "idle")))
-        await _idle(state, IDLE_S if not options.is_quick else 1.0, hear)
+        on_step(("step", (1.0, "idle")))
+        await _idle(state, IDLE_S if not options.is_quick else 1.0, on_step)
 
 
 async def _round(
@@ -83,7 +89,7 @@ async def _round(
     service: Service,
     clients: int,
     seconds: float,
-    hear: Hear,
+    on_step: OnStep,
 ) -> None:
     answers = await ask(http, service, clients, seconds)
     found = {
@@ -93,7 +99,7 @@ async def _round(
     }
     for (what, unit), value in found.items():
         kind = f"{service.pipeline}: {what} by clients"
-        hear(("sample", (kind, clients, service.name, unit, value)))
+        on_step(("sample", (kind, clients, service.name, unit, value)))
 
 
 async def _cost(
@@ -101,9 +107,9 @@ async def _cost(
     service: Service,
     state: Path,
     seconds: float,
-    hear: Hear,
+    on_step: OnStep,
 ) -> None:
-    """Tell what a request to the empty stages takes of a core, and where."""
+    """Report the processor time of a request to the empty stages, by process."""
     assert (service.name, service.pipeline) == (OURS, EMPTY)
     parts = {"gateway": "gateway", "three workers": f"{EMPTY}/"}
     pids = {part: pids_of(state, prefix) for part, prefix in parts.items()}
@@ -112,20 +118,20 @@ async def _cost(
     for part, found in pids.items():
         taken_us = (cpu_s(found) - before[part]) / len(answers.latencies_s) * 1e6
         kind = "processor time a request, by clients"
-        hear(("sample", (kind, CLIENTS[-1], part, "us", taken_us)))
+        on_step(("sample", (kind, CLIENTS[-1], part, "us", taken_us)))
 
 
-async def _idle(state: Path, seconds: float, hear: Hear) -> None:
+async def _idle(state: Path, seconds: float, on_step: OnStep) -> None:
     pids = pids_of(state)
     before = cpu_s(pids)
     await asyncio.sleep(seconds)
     share = (cpu_s(pids) - before) / seconds * 100
     kind = "idle, by processes"
-    hear(("sample", (kind, len(pids), "whole service", "% of a core", share)))
+    on_step(("sample", (kind, len(pids), "whole service", "% of a core", share)))
 
 
 def cpu_s(pids: Iterable[int]) -> float:
-    """Return the seconds of a core that processes have taken so far."""
+    """Return the processor seconds that these processes have used, all together."""
     total = 0
     for pid in pids:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""What fault management costs: the same traffic, watched and not, in turns."""
+"""Suite "watching": cost of fault management, switched on and off in turns. Shell."""
 
 from __future__ import annotations
 
@@ -8,33 +8,43 @@ from pathlib import Path
 import torch
 
 from multiworld.bench.contenders import OneWorld, stream
-from multiworld.bench.members import Options, Teller
+from multiworld.bench.members import Options, Reporter
 from multiworld.config import WorldConfig
 
 BASELINE = "unwatched"
 SIZE = 2
 PAIRS = 30
-"""Least pairs; the interval of their ratios is what is reported."""
+"""Least number of on-off pairs; the report is the interval of their ratios."""
 
 SECONDS = 0.5
+"""Seconds of one stream, roughly."""
+
 SIZES = (4_096, 409_600)
 
 
 SILENCE_S = 60.0
-"""While nobody beats nobody may be missed; what the watch costs is the same."""
+"""Seconds of silence that count as a loss.
+
+They are longer than heartbeats are ever switched off, and do not change their cost.
+"""
 
 
-def body(rank: int, options: Options, teller: Teller) -> None:
-    """Stream for half a second, watched or not, many times.
+def body(rank: int, options: Options, reporter: Reporter) -> None:
+    """Stream for half a second, watched and unwatched in turns, many times.
 
-    It is the same world all the time: two would differ by more than what is sought, by
-    where their memory happens to lie.
+    The same world is used throughout. Two worlds would differ by more than the effect,
+    because their memory lies at different addresses.
+
+    Args:
+        rank: Rank of this process.
+        options: Extent of the measurements.
+        reporter: Receiver of the samples.
     """
     world = OneWorld(rank, options.ports[0], config=WorldConfig(silence_s=SILENCE_S))
     pairs = 4 if options.is_quick else max(PAIRS, options.rounds)
     counts: dict[int, int] = {}
     for number in range(pairs):
-        teller.step(number / pairs, f"pair {number + 1} of {pairs}")
+        reporter.step(number / pairs, f"pair {number + 1} of {pairs}")
         for size in SIZES:
             tensor = torch.zeros(size, dtype=torch.uint8)
             if size not in counts:
@@ -44,14 +54,14 @@ def body(rank: int, options: Options, teller: Teller) -> None:
                 world.watch(is_on=name == "watched")
                 took, cpu = _stream(rank, world, tensor, counts[size])
                 rate = counts[size] / took
-                teller.sample("stream", size, name, "messages/s", rate)
+                reporter.sample("stream", size, name, "messages/s", rate)
                 cost = cpu / counts[size] * 1e6
-                teller.sample("cpu of sender", size, name, "us", cost)
+                reporter.sample("cpu of sender", size, name, "us", cost)
     world.close()
 
 
 def _calibrate(rank: int, rival: OneWorld, tensor: torch.Tensor) -> int:
-    """Return how many messages take about so long; both ends agree on it."""
+    """Return how many messages take about ``SECONDS``, as rank 0 decides."""
     took, _ = _stream(rank, rival, tensor, 200)
     agreed = torch.tensor([int(200 * SECONDS / took)])
     if rank == 0:
@@ -70,7 +80,7 @@ def _stream(
 
 
 def _cpu_s(rival: OneWorld) -> float:
-    """Return what this process and the one that beats for it have taken of a core."""
+    """Return the processor seconds of this process and its heartbeat helper."""
     helper = rival.manager.watchdog.helper_pid
     schedstat = Path(f"/proc/{helper}/schedstat")
     beating = int(schedstat.read_text().split()[0]) / 1e9 if schedstat.exists() else 0.0

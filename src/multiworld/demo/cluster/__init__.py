@@ -1,6 +1,6 @@
-"""The demo of a cluster: three tenants, two models, four Ray nodes; one node is lost.
+"""Cluster demo: three tenants and two models on four Ray nodes, one of which is lost.
 
-Real text in bursts, which one model is scaled for; meanwhile a node is taken away with
-all that runs on it, it comes back, one tenant floods the others, and a third model is
-added and removed.
+The tenants send real text, and one model is scaled for the bursts. Meanwhile a node is
+removed with everything that runs on it and added again, one tenant floods the service,
+and a third model is added and removed.
 """

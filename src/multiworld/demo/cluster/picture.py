@@ -1,4 +1,4 @@
-"""The timeline of the demo as a picture: load, latency, replicas, what happened."""
+"""Picture of the demo's timeline: load, latency, ready replicas and events. Shell."""
 
 from __future__ import annotations
 
@@ -7,25 +7,34 @@ from pathlib import Path
 from typing import Any
 
 from multiworld.demo.pipeline.picture import COLORS, mark
-from multiworld.demo.pipeline.story import Scene, Strength
+from multiworld.demo.pipeline.story import ReplicaCounts, Scene
 from multiworld.serve.load.summary import Sample
 
 BAD = "#e6194b"
+"""Color of lost and wrong answers."""
+
 SLOT_S = 1.0
+"""Seconds that one step of the load curve covers."""
 
 
 def draw(
     path: Path,
     samples: dict[str, list[Sample]],
     scenes: list[Scene],
-    strengths: list[Strength],
-    lanes: list[str],
+    replica_counts: list[ReplicaCounts],
+    labels: list[str],
 ) -> None:
-    """Draw it.
+    """Draw load, latency and ready replicas over time, with the scenes marked.
 
     Args:
-        samples: By tenant.
-        lanes: What ``strengths`` count, in order.
+        path: File to write; its suffix decides the format.
+        samples: Requests of each tenant, by tenant name.
+        scenes: Events to mark.
+        replica_counts: Ready replicas over time.
+        labels: Labels of the counts in ``replica_counts``, in the same order.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
     """
     import matplotlib
 
@@ -45,7 +54,7 @@ def draw(
         color = COLORS[number % len(COLORS)]
         _load(above, found, color, tenant)
         _latency(middle, found, color, tenant)
-    _replicas(below, strengths, lanes)
+    _replicas(below, replica_counts, labels)
     mark(scenes, middle, rows, "bottom")
     above.set_title("Three tenants on four nodes: load, latency, replicas")
     above.set_ylabel("requests/s")
@@ -94,13 +103,15 @@ def _latency(axes: Any, samples: list[Sample], color: str, tenant: str) -> None:
             )
 
 
-def _replicas(axes: Any, strengths: list[Strength], lanes: list[str]) -> None:
-    for number, lane in enumerate(lanes):
+def _replicas(
+    axes: Any, replica_counts: list[ReplicaCounts], labels: list[str]
+) -> None:
+    for number, label in enumerate(labels):
         axes.step(
-            [s.at_s for s in strengths],
-            [s.ready[number] + 0.05 * number for s in strengths],
+            [s.at_s for s in replica_counts],
+            [s.ready[number] + 0.05 * number for s in replica_counts],
             where="post",
-            label=lane,
+            label=label,
             color=COLORS[number % len(COLORS)],
         )
     axes.set_ylim(bottom=-0.2)

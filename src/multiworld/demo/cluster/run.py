@@ -1,4 +1,4 @@
-"""Puts the demo of a cluster together."""
+"""Runs the cluster demo from start to report. Shell."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rich.table import Table
 
 from multiworld.demo.cluster.picture import draw
 from multiworld.demo.cluster.story import ClusterStory
-from multiworld.demo.cluster.tenants import GUESTS, Guest, load_of
+from multiworld.demo.cluster.tenants import TENANTS, DemoTenant, load_of
 from multiworld.demo.pipeline.screen import Screen, event_table
 from multiworld.demo.pipeline.texts import is_equal, reference, texts
 from multiworld.errors import ServeError
@@ -29,17 +29,32 @@ from multiworld.testing.ray_nodes import RayNodes, ray_nodes
 
 SPEC = Path(__file__).parent / "app.yaml"
 NODES = 4
+"""Ray nodes, all on this machine."""
+
 FLOOD_PAUSES = 4
-"""The flood lasts as long as so many pauses."""
+"""Length of the flood, in pauses between events."""
 
 CPUS = 4.0
-"""Of each node, as Ray is told: this machine's cores are shared by all of them."""
+"""CPUs that each node declares to Ray; the nodes share this machine's cores."""
 
 
 def run(rate: float, pause_s: float, picture: Path, *, as_json: bool) -> int:
-    """Run the demo; return 1 if a request was lost or wrong."""
+    """Run the demo.
+
+    Args:
+        rate: Base rate, in requests a second; each tenant sends multiples of it.
+        pause_s: Seconds between events.
+        picture: File for the timeline.
+        as_json: Print the outcome as JSON, and everything else to standard error.
+
+    Returns:
+        The exit code: 1 if a request was lost or answered wrongly.
+
+    Raises:
+        ServeError: The service did not do what the demo shows. Its logs are kept.
+    """
     console = Console(stderr=as_json)
-    console.print("embedding the texts in a single process, to compare with …")
+    console.print("computing reference embeddings in a single process …")
     sentences = texts()
     wanted = reference(sentences)
     root = Path(tempfile.mkdtemp(prefix="multiworld-demo-"))
@@ -49,7 +64,7 @@ def run(rate: float, pause_s: float, picture: Path, *, as_json: bool) -> int:
             demo = _Demo(console, sentences, wanted, root, nodes)
             outcome = asyncio.run(demo.run(rate, pause_s, picture))
     except ServeError:
-        console.print(f"its logs are in {root}", soft_wrap=True)
+        console.print(f"the logs of the service are in {root}", soft_wrap=True)
         raise
     shutil.rmtree(root, ignore_errors=True)
     if as_json:
@@ -71,31 +86,35 @@ class _Demo:
         self._story = ClusterStory(SPEC, root, self._screen.tell, nodes)
 
     async def run(self, rate: float, pause_s: float, picture: Path) -> dict[str, Any]:
-        """Play it; return what came of it."""
+        """Run the service and the story; return the outcome, ready for JSON.
+
+        Cancellation:
+            Stops the load and the service, and returns nothing.
+        """
         self._screen.tell("starting the service: two models, three tenants …")
         try:
             url = await self._story.start()
             self._screen.tell(f"[green]ready[/] at {url}")
-            loads = {g.name: await self._load(url, g, rate) for g in GUESTS}
-            await self._under(loads, pause_s)
+            loads = {g.name: await self._load(url, g, rate) for g in TENANTS}
+            await self._run_under_load(loads, pause_s)
             decided = await self._story.decisions()
             usage = await self._story.usage()
         finally:
             await self._story.end()
         return self._outcome(loads, decided, usage, picture)
 
-    async def _load(self, url: str, guest: Guest, rate: float) -> Load:
+    async def _load(self, url: str, tenant: DemoTenant, rate: float) -> Load:
         def check(number: int, answer: Any) -> bool:
             row = answer["data"][0]["embedding"]
             return is_equal(row, self._wanted[number % len(self._wanted)])
 
-        key = await self._story.welcome(guest)
-        target = embeddings(url, guest.model, self._sentences)
-        return load_of(guest, target, key, rate, check)
+        key = await self._story.create_tenant(tenant)
+        target = embeddings(url, tenant.model, self._sentences)
+        return load_of(tenant, target, key, rate, check)
 
-    async def _under(self, loads: dict[str, Load], pause_s: float) -> None:
-        steady = [loads[g.name] for g in GUESTS if not g.is_flood]
-        floods = [loads[g.name] for g in GUESTS if g.is_flood]
+    async def _run_under_load(self, loads: dict[str, Load], pause_s: float) -> None:
+        steady = [loads[g.name] for g in TENANTS if not g.is_flood]
+        floods = [loads[g.name] for g in TENANTS if g.is_flood]
         running = [asyncio.ensure_future(load.run()) for load in steady]
         around = [
             asyncio.ensure_future(self._story.watch(steady[0])),
@@ -115,7 +134,7 @@ class _Demo:
     async def _play(self, pause_s: float, floods: list[Load]) -> None:
         story = self._story
         await asyncio.sleep(pause_s)
-        await story.until_scaled("encoder", up=True)
+        await story.wait_until_scaled("encoder", up=True)
         name = await story.lose_node()
         await asyncio.sleep(pause_s)
         await story.add_node(name)
@@ -124,13 +143,13 @@ class _Demo:
         await story.add_model()
         await asyncio.sleep(pause_s)
         await story.remove_model()
-        await story.until_scaled("encoder", up=False)
+        await story.wait_until_scaled("encoder", up=False)
         await asyncio.sleep(pause_s)
 
     async def _flood(self, pause_s: float, floods: list[Load]) -> None:
-        """Let a tenant ask for much more than there is."""
+        """Let a tenant send much more than the service can answer."""
         scene = self._story.begin("a tenant floods")
-        self._screen.tell("[yellow]lab[/] asks for much more than its share")
+        self._screen.tell("[yellow]lab[/] sends much more than its share")
         running = []
         for load in floods:
             load.offset_s = scene.begin_s
@@ -153,11 +172,11 @@ class _Demo:
             name: sorted(load.samples, key=lambda s: s.due_s)
             for name, load in loads.items()
         }
-        steady = [s for g in GUESTS if not g.is_flood for s in samples[g.name]]
+        steady = [s for g in TENANTS if not g.is_flood for s in samples[g.name]]
         console.print(event_table(story.scenes, steady))
         console.print(_moves(story))
         console.print(tenant_table(loads, usage))
-        console.print("what was decided about scaling, and why (multiworld explain):")
+        console.print("scaling decisions and their reasons (multiworld explain):")
         for decision in decided:
             if decision["kind"] != "scaling":
                 continue
@@ -165,8 +184,8 @@ class _Demo:
             at_s = decision["at"] - first.wall_s + first.begin_s
             text = f"  {at_s:6.1f} s  {decision['about']}: {decision['what']}"
             console.print(text, markup=False, highlight=False, soft_wrap=True)
-        draw(picture, samples, story.scenes, story.strengths, story.lanes)
-        console.print(f"the timeline: {os.fspath(picture)}", soft_wrap=True)
+        draw(picture, samples, story.scenes, story.replica_counts, story.labels)
+        console.print(f"timeline drawn to {os.fspath(picture)}", soft_wrap=True)
         found = {name: summarise(samples[name]) for name in loads}
         is_good = all(
             load.sent == len(load.samples)
@@ -175,9 +194,7 @@ class _Demo:
             for name, load in loads.items()
         )
         if is_good:
-            console.print(
-                "[green]no request was lost, and none was answered wrongly[/]"
-            )
+            console.print("[green]no request was lost or answered wrongly[/]")
         return {
             "is_good": is_good,
             "tenants": {n: dataclasses.asdict(summary) for n, summary in found.items()},
@@ -190,13 +207,13 @@ class _Demo:
 
 
 def _allowed(name: str) -> set[int]:
-    """Return the statuses that are no loss: who floods is refused some of it."""
-    is_flood = next(g.is_flood for g in GUESTS if g.name == name)
+    """Return the HTTP statuses that count as no loss; a flood may be refused (429)."""
+    is_flood = next(g.is_flood for g in TENANTS if g.name == name)
     return {200, 429} if is_flood else {200}
 
 
 def tenant_table(loads: dict[str, Load], usage: list[dict[str, Any]]) -> Table:
-    """Return what each tenant got, and what the service has written down."""
+    """Return the table of requests sent, answered and billed for each tenant."""
     table = Table(title="tenants", box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     for title in ("tenant", "model"):
         table.add_column(title)
@@ -206,26 +223,26 @@ def tenant_table(loads: dict[str, Load], usage: list[dict[str, Any]]) -> Table:
     billed: Counter[str] = Counter()
     for row in usage:
         billed[row["tenant"]] += row["answered"]
-    for guest in GUESTS:
-        load = loads[guest.name]
+    for tenant in TENANTS:
+        load = loads[tenant.name]
         found = summarise(load.samples)
         refused = found.statuses.get(429, 0)
         numbers = (load.sent, found.answered, refused, found.failed - refused)
         table.add_row(
-            guest.name,
-            guest.model,
+            tenant.name,
+            tenant.model,
             *map(str, numbers),
             str(found.wrong),
             f"{found.p50_s * 1000:.0f}",
             f"{found.p99_s * 1000:.0f}",
-            str(billed[guest.name]),
+            str(billed[tenant.name]),
         )
     return table
 
 
 def _moves(story: ClusterStory) -> Table:
-    table = Table(title="what was moved where, and why")
-    for title in ("lost", "was on", "now", "on", "why"):
+    table = Table(title="replicas lost with the node, and their replacements")
+    for title in ("lost", "node", "replacement", "node", "reason"):
         table.add_column(title)
     for move in story.moves:
         table.add_row(move.lost, move.was_on, move.new, move.is_on, move.why)

@@ -1,4 +1,4 @@
-"""What happens to the cluster, in order, and what was moved where. Shell."""
+"""Events of the cluster demo, and the replicas that they moved. Shell."""
 
 from __future__ import annotations
 
@@ -12,20 +12,32 @@ from typing import Any
 
 import yaml
 
-from multiworld.demo.cluster.tenants import Guest
+from multiworld.demo.cluster.tenants import DemoTenant
 from multiworld.demo.pipeline.story import Story
 from multiworld.serve.gateway.process import USAGE_S
 from multiworld.testing.ray_nodes import RayNodes
 
 SETTLE_S = 90.0
-"""A replica's process imports torch anew on a node: seconds, on a busy machine."""
+"""Seconds that the service may take to recover from an event.
+
+On a busy machine, each replica's process needs many of them to import torch.
+"""
 
 NOTICE_S = 20.0
+"""Seconds that a loss may take to be noticed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A replica that was lost, and the one that took its place."""
+    """A lost replica and its replacement.
+
+    Attributes:
+        lost: Name of the lost replica.
+        was_on: Node of the lost replica.
+        new: Name of the replacement.
+        is_on: Node of the replacement.
+        why: Reason that the placement gave for this node.
+    """
 
     lost: str
     was_on: str
@@ -35,10 +47,10 @@ class Move:
 
 
 class ClusterStory(Story):
-    """Runs the service on the nodes, and takes nodes away.
+    """Runs the service on Ray nodes, and removes and adds nodes.
 
     Attributes:
-        moves: What took the place of what was lost with a node.
+        moves: Replicas lost with a node, and their replacements.
     """
 
     settle_s = SETTLE_S
@@ -48,7 +60,7 @@ class ClusterStory(Story):
     ) -> None:
         super().__init__(_with_address(spec, root, nodes), root, tell)
         self._nodes = nodes
-        self._lanes = [
+        self._labels = [
             f"{model} {stage['name']}"
             for model, spec in self._app["models"].items()
             for stage in spec["stages"]
@@ -56,18 +68,18 @@ class ClusterStory(Story):
         self.moves: list[Move] = []
 
     @property
-    def lanes(self) -> list[str]:
-        """What replicas are counted by: the stages that are there from the start."""
-        return self._lanes
+    def labels(self) -> list[str]:
+        """Labels that replicas are counted under: the stages of the first spec."""
+        return self._labels
 
-    def lane_of(self, process: dict[str, Any]) -> str:
-        """Return where a replica is counted."""
+    def label_of(self, process: dict[str, Any]) -> str:
+        """Return the label that a replica is counted under."""
         spec = self._app["models"].get(process["model"])
         name = spec["stages"][process["stage"]]["name"] if spec else ""
         return f"{process['model']} {name}"
 
     def is_whole(self) -> bool:
-        """Tell whether every stage that is wanted has its replicas, and no other."""
+        """Tell whether the ready replicas are exactly the desired ones."""
         ready = Counter(
             (p["model"], p["stage"])
             for p in self.status["processes"]
@@ -81,18 +93,27 @@ class ClusterStory(Story):
         return ready == wanted
 
     async def lose_node(self) -> str:
-        """Take the node away on which most replicas are; return its name."""
+        """Kill the node with the most replicas; return its name.
+
+        Waits until the losses were noticed and every replica has a replacement.
+
+        Raises:
+            DemoFailedError: The service did not notice, or did not recover in time.
+
+        Cancellation:
+            The node stays lost and the service heals on its own.
+        """
         here = {p["name"]: p["node"] for p in self.status["processes"] if p["model"]}
         counts = Counter(node for node in here.values() if node != "head")
         name: str = counts.most_common(1)[0][0]
         scene = self.begin(f"{name} is lost")
         since = await self.last_event()
-        self.tell(f"[red]lost[/] {name}, with {counts[name]} replicas")
+        self.tell(f"[red]killing[/] {name}, which runs {counts[name]} replicas")
         await asyncio.to_thread(self._nodes.remove, name)
         gone = [replica for replica, node in here.items() if node == name]
         lost = [await self.event(since, "lost", replica) for replica in gone]
         scene.detect_s = max(e["at"] for e in lost) - scene.wall_s
-        await self.until(self.is_whole)
+        await self.wait_until(self.is_whole)
         self.finish(scene)
         await self._note_moves(since, dict.fromkeys(gone, name))
         return name
@@ -112,39 +133,68 @@ class ClusterStory(Story):
                     break
 
     async def add_node(self, name: str) -> None:
-        """Add a node again; it is used by what is started next."""
+        """Add a lost node again; replicas started later can use it.
+
+        Raises:
+            DemoFailedError: The service did not notice the node in time.
+
+        Cancellation:
+            The node stays.
+        """
         scene = self.begin(f"{name} is back")
         since = await self.last_event()
-        # Ray starts a node in the main thread only: the demo's loop waits for it, the
-        # load catches up, and counts from when each request was due.
+        # Ray can start a node in the main thread only, which blocks the event loop.
+        # The load catches up, and its latencies count from when each request was due.
         self._nodes.add(name)
         await self.event(since, "node added", None)
         self.tell(
-            f"[green]added[/] {name} (the load stood still while Ray started it, and "
-            "caught up)"
+            f"[green]added[/] {name} (the load paused while Ray started it, and caught "
+            "up)"
         )
         self.finish(scene)
 
     async def change_models(self, title: str, models: dict[str, Any]) -> None:
-        """Have other models served, by an update."""
+        """Change the models of the service by an update, and wait until it is done.
+
+        Raises:
+            DemoFailedError: The update was not done in time.
+            ServeError: The service refused the update.
+
+        Cancellation:
+            The update goes on.
+        """
         scene = self.begin(title)
         self._app["models"] = models
         text = yaml.safe_dump(self._app, sort_keys=False)
         await self.ask("POST", "/update", json={"text": text, "where": "the demo"})
         self.tell(f"[cyan]update[/] {title}")
-        await self.until(self.is_whole)
+        await self.wait_until(self.is_whole)
         self.finish(scene)
 
-    async def welcome(self, guest: Guest) -> str:
-        """Make a tenant; return its key."""
-        asked = {"name": guest.name, **guest.settings}
+    async def create_tenant(self, tenant: DemoTenant) -> str:
+        """Create a tenant; return its API key.
+
+        Raises:
+            ServeError: The service refused.
+
+        Cancellation:
+            The tenant may have been created.
+        """
+        asked = {"name": tenant.name, **tenant.settings}
         made = await self.ask("POST", "/tenants", json=asked)
-        self.tell(f"tenant {guest.name}: {guest.settings}")
+        self.tell(f"tenant {tenant.name}: {tenant.settings}")
         key: str = made["key"]
         return key
 
-    async def until_scaled(self, model: str, *, up: bool) -> None:
-        """Wait until the load has had a model scaled up, or back to the least."""
+    async def wait_until_scaled(self, model: str, *, up: bool) -> None:
+        """Wait until a model is scaled up, or back down to its minimum, by its load.
+
+        Raises:
+            DemoFailedError: It did not happen in time.
+
+        Cancellation:
+            Changes nothing.
+        """
         self.tell(f"waiting until {model} is scaled {'up' if up else 'down again'} …")
         least = sum(
             stage.get("autoscaling_config", {}).get("min_replicas")
@@ -152,40 +202,56 @@ class ClusterStory(Story):
             for stage in self._app["models"][model]["stages"]
         )
 
-        def is_so() -> bool:
+        def condition() -> bool:
             wanted = self.status["wanted"]["models"][model]["replicas"]
             return (sum(wanted) > least) is up and self.is_whole()
 
-        await self.until(is_so)
+        await self.wait_until(condition)
         wanted = self.status["wanted"]["models"][model]["replicas"]
         self.tell(f"[cyan]{model}[/] has {wanted} replicas")
 
     async def decisions(self) -> list[dict[str, Any]]:
-        """Return what was decided, and why."""
+        """Return the controller's last decisions with their reasons.
+
+        Cancellation:
+            Changes nothing.
+        """
         found = await self.ask("GET", "/decisions", params={"last": 50})
         decided: list[dict[str, Any]] = found["decisions"]
         return decided
 
     async def usage(self) -> list[dict[str, Any]]:
-        """Return what the service says that tenants have used, all of it."""
+        """Return the usage of every tenant, once all of it was reported.
+
+        Cancellation:
+            Changes nothing.
+        """
         await asyncio.sleep(2 * USAGE_S)
         found: list[dict[str, Any]] = await self.ask("GET", "/usage")
         return found
 
     async def add_model(self) -> None:
-        """Add a model beside those that serve."""
+        """Add a third model, a copy of the second; see ``change_models``.
+
+        Cancellation:
+            The update goes on.
+        """
         models = copy.deepcopy(self._app["models"])
         models["third"] = copy.deepcopy(models["search"])
         await self.change_models("a third model is added", models)
 
     async def remove_model(self) -> None:
-        """Remove it again."""
+        """Remove the third model again; see ``change_models``.
+
+        Cancellation:
+            The update goes on.
+        """
         models = {k: v for k, v in self._app["models"].items() if k != "third"}
         await self.change_models("and removed", models)
 
 
 def _with_address(spec: Path, root: Path, nodes: RayNodes) -> Path:
-    """Write the spec for this cluster; return where."""
+    """Write a copy of the spec with this cluster's address; return its path."""
     app = yaml.safe_load(spec.read_text())
     app["ray"] = {"address": nodes.address}
     path = root / "app.yaml"

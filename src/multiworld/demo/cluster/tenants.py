@@ -1,4 +1,4 @@
-"""The three tenants of the demo, and what each of them asks for."""
+"""The demo's three tenants and their loads. Shell."""
 
 from __future__ import annotations
 
@@ -10,48 +10,52 @@ from multiworld.serve.load.generator import Check, Load, Target
 from multiworld.serve.simulation.traces import generated
 
 LONG_S = 900.0
-"""Traces are made for so long; the demo ends before."""
+"""Seconds that a tenant's trace covers; the demo ends before."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPhase:
-    """A part of what a tenant asks, again and again.
+    """One phase of a tenant's load; the phases repeat.
 
     Attributes:
-        times: Of the demo's rate.
-        cv: Coefficient of variation of the distances; 1: as by chance.
+        rate_factor: Rate, as a multiple of the demo's base rate.
+        seconds: Length of the phase.
+        cv: Coefficient of variation of the times between requests; 1 is Poisson.
     """
 
-    times: float
+    rate_factor: float
     seconds: float
     cv: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Guest:
-    """A tenant.
+class DemoTenant:
+    """A tenant and its load.
 
     Attributes:
-        settings: As ``multiworld tenants create`` has them.
-        is_flood: It asks for much more than there is, when the story says so.
+        name: Name of the tenant.
+        model: Model that it sends requests to.
+        phases: Phases of its load, repeated in this order.
+        settings: Options of ``multiworld tenants create``.
+        is_flood: Sends only during the flood, much more than the service can answer.
     """
 
     name: str
     model: str
-    parts: tuple[LoadPhase, ...]
+    phases: tuple[LoadPhase, ...]
     settings: dict[str, Any] = field(default_factory=dict)
     is_flood: bool = False
 
 
-GUESTS = (
-    Guest(
+TENANTS = (
+    DemoTenant(
         "shop",
         "encoder",
         (LoadPhase(0.5, 15, 1.5), LoadPhase(3.0, 25, 1.5), LoadPhase(0.5, 20, 1.5)),
         {"weight": 2.0},
     ),
-    Guest("bank", "search", (LoadPhase(0.5, 30),), {"models": ["search"]}),
-    Guest(
+    DemoTenant("bank", "search", (LoadPhase(0.5, 30),), {"models": ["search"]}),
+    DemoTenant(
         "lab",
         "encoder",
         (LoadPhase(12.0, 30),),
@@ -61,17 +65,23 @@ GUESTS = (
 )
 
 
-def load_of(guest: Guest, target: Target, key: str, rate: float, check: Check) -> Load:
+def load_of(
+    tenant: DemoTenant, target: Target, key: str, rate: float, check: Check
+) -> Load:
     """Return the load of a tenant.
 
     Args:
-        rate: Requests a second that the parts are multiples of.
+        tenant: The tenant.
+        target: URL, bodies and headers to send, without the key.
+        key: API key of the tenant.
+        rate: Base rate that the phases multiply, in requests a second.
+        check: Function that says whether an answer is right.
     """
     texts = [
-        f"gamma:rate={part.times * rate},seconds={part.seconds},cv={part.cv}"
-        for part in guest.parts
+        f"gamma:rate={phase.rate_factor * rate},seconds={phase.seconds},cv={phase.cv}"
+        for phase in tenant.phases
     ]
-    period_s = sum(part.seconds for part in guest.parts)
+    period_s = sum(phase.seconds for phase in tenant.phases)
     due: list[float] = []
     for number in range(int(LONG_S / period_s)):
         found = generated("+".join(texts), seed=100 * number)

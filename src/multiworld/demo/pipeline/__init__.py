@@ -1,5 +1,5 @@
-"""The demo: a sentence encoder in three stages behind HTTP, and everything that breaks.
+"""Pipeline demo: a sentence encoder in three stages behind HTTP, broken on purpose.
 
-Real text at a steady rate; meanwhile a replica of each stage is killed, one is stopped,
-the bottleneck is scaled up and down, and the model is replaced by a new version.
+Real text arrives at a steady rate. Meanwhile one replica of each stage is killed, one
+is stopped, the bottleneck is scaled up and down, and a new version replaces the model.
 """

@@ -1,4 +1,4 @@
-"""The timeline as a picture."""
+"""Picture of the demo's timeline: latency, ready replicas and events. Shell."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from multiworld.demo.pipeline.story import Scene, Strength
+from multiworld.demo.pipeline.story import ReplicaCounts, Scene
 from multiworld.serve.load.summary import Sample
 
 COLORS = ("#4363d8", "#911eb4", "#3cb44b", "#f58231", "#469990")
+"""Colors of tenants, models and stages, in order."""
+
 SHADE = "#f58231"
+"""Color behind the time that an event took."""
 
 
 def draw(
@@ -18,14 +21,21 @@ def draw(
     title: str,
     samples: dict[str, list[Sample]],
     scenes: list[Scene],
-    strengths: list[Strength],
-    lanes: list[str],
+    replica_counts: list[ReplicaCounts],
+    labels: list[str],
 ) -> None:
-    """Draw latencies and ready replicas over time, with what happened.
+    """Draw latencies and ready replicas over time, with the scenes marked.
 
     Args:
-        samples: By model.
-        lanes: What ``strengths`` count, in order.
+        path: File to write; its suffix decides the format.
+        title: Title of the picture.
+        samples: Requests of each model, by model name.
+        scenes: Events to mark.
+        replica_counts: Ready replicas over time.
+        labels: Labels of the counts in ``replica_counts``, in the same order.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
     """
     import matplotlib
 
@@ -43,27 +53,30 @@ def draw(
     above.set_title(title)
     mark(scenes, above, (above, below), "top")
     above.legend(loc="lower left")
-    for number, lane in enumerate(lanes):
+    for number, label in enumerate(labels):
         below.step(
-            [s.at_s for s in strengths],
-            [s.ready[number] + 0.06 * number for s in strengths],
+            [s.at_s for s in replica_counts],
+            [s.ready[number] + 0.06 * number for s in replica_counts],
             where="post",
-            label=lane,
+            label=label,
             color=COLORS[number % len(COLORS)],
         )
     below.set_ylabel("ready replicas")
     below.set_xlabel("seconds")
     below.set_ylim(bottom=-0.2)
-    below.legend(loc="upper left", ncols=len(lanes))
+    below.legend(loc="upper left", ncols=len(labels))
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
 def mark(scenes: list[Scene], named: Any, every: Sequence[Any], side: str) -> None:
-    """Shade what happened on every part of a picture, with its name on one.
+    """Shade the time of each scene, and write its title.
 
     Args:
-        side: Where names begin: "top" or "bottom".
+        scenes: Events to mark.
+        named: Axes that get the titles.
+        every: Axes that get the shading.
+        side: Edge that the titles start at: "top" or "bottom".
     """
     for scene in scenes:
         for axes in every:

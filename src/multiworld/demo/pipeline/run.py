@@ -1,4 +1,4 @@
-"""Puts the demo together."""
+"""Runs the pipeline demo from start to report. Shell."""
 
 from __future__ import annotations
 
@@ -26,9 +26,22 @@ SPEC = Path(__file__).parent / "app.yaml"
 
 
 def run(rate: float, pause_s: float, picture: Path, *, as_json: bool) -> int:
-    """Run the demo; return 1 if a request was lost or wrong."""
+    """Run the demo.
+
+    Args:
+        rate: Requests a second.
+        pause_s: Seconds between events.
+        picture: File for the timeline.
+        as_json: Print the outcome as JSON, and everything else to standard error.
+
+    Returns:
+        The exit code: 1 if a request was lost or answered wrongly.
+
+    Raises:
+        ServeError: The service did not do what the demo shows. Its logs are kept.
+    """
     console = Console(stderr=as_json)
-    console.print("embedding the texts in a single process, to compare with …")
+    console.print("computing reference embeddings in a single process …")
     sentences = texts()
     wanted = reference(sentences)
     root = Path(tempfile.mkdtemp(prefix="multiworld-demo-"))
@@ -37,7 +50,7 @@ def run(rate: float, pause_s: float, picture: Path, *, as_json: bool) -> int:
             _run(console, sentences, wanted, root, rate, pause_s, picture)
         )
     except ServeError:
-        console.print(f"its logs are in {root}", soft_wrap=True)
+        console.print(f"the logs of the service are in {root}", soft_wrap=True)
         raise
     shutil.rmtree(root, ignore_errors=True)
     if as_json:
@@ -62,7 +75,7 @@ async def _run(
         return is_equal(row, wanted[number % len(wanted)])
 
     try:
-        screen.tell("starting the service: three stages, the middle one twice …")
+        screen.tell("starting the service: three stages, two replicas of the middle …")
         url = await story.start()
         screen.tell(f"[green]ready[/] at {url}; sending {rate:g} texts a second")
         load = Load(embeddings(url, MODEL, sentences), rate, check)
@@ -88,9 +101,9 @@ async def _run(
 async def _play(story: Story, pause_s: float) -> None:
     await asyncio.sleep(pause_s)
     for stage in story.stages:
-        await story.harm("kill", stage)
+        await story.break_replica("kill", stage)
         await asyncio.sleep(pause_s)
-    await story.harm("stop", story.stages[1])
+    await story.break_replica("stop", story.stages[1])
     await asyncio.sleep(pause_s)
     stage = await story.bottleneck()
     for replicas in (3, 1):
@@ -113,19 +126,19 @@ def _outcome(
         f"{found.max_s * 1000:.0f} ms"
     )
     for error, count in found.errors.items():
-        console.print(f"[red]{count} times[/] {error}")
+        console.print(f"[red]{count} times:[/] {error}")
     draw(
         picture,
-        "MiniLM in three stages over HTTP, while it is broken on purpose",
+        "MiniLM in three stages over HTTP, broken on purpose",
         {MODEL: samples},
         story.scenes,
-        story.strengths,
+        story.replica_counts,
         story.stages,
     )
-    console.print(f"the timeline: {os.fspath(picture)}", soft_wrap=True)
+    console.print(f"timeline drawn to {os.fspath(picture)}", soft_wrap=True)
     is_good = load.sent == found.answered and not found.wrong
     if is_good:
-        console.print("[green]no request was lost, and none was answered wrongly[/]")
+        console.print("[green]no request was lost or answered wrongly[/]")
     return {
         "is_good": is_good,
         "sent": load.sent,

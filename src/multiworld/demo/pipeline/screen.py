@@ -1,4 +1,4 @@
-"""What the demo shows while it runs, and at the end."""
+"""Terminal output of the demo, while it runs and at the end. Shell."""
 
 from __future__ import annotations
 
@@ -15,14 +15,21 @@ from multiworld.serve.load.generator import Load
 from multiworld.serve.load.summary import Sample, summarise
 
 REFRESH_S = 0.1
+"""Seconds between refreshes of the live view."""
+
 RECENT_S = 3.0
+"""Seconds before and after an event that its row of the table covers."""
+
 LINES = 6
+"""Log lines that the live view shows."""
+
 BARS = " ▁▂▃▄▅▆▇█"
 PHASES = {"ready": "green", "draining": "yellow", "finishing": "yellow"}
+"""Colors of a replica's phases; all others are red."""
 
 
 class Screen:
-    """A live table on a terminal, lines elsewhere."""
+    """Shows a live table on a terminal, and plain lines elsewhere."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -42,10 +49,14 @@ class Screen:
         return asyncio.get_running_loop().time() - first.began_at
 
     async def show(self, story: Story, loads: dict[str, Load]) -> None:
-        """Refresh until cancelled.
+        """Refresh the live view until cancelled.
 
         Args:
-            loads: By model.
+            story: Story whose processes are shown.
+            loads: Loads to show, by model or tenant.
+
+        Cancellation:
+            Ends the live view; this is the only way to end it.
         """
         self._story, self._loads = story, loads
         if not self._console.is_terminal:
@@ -56,7 +67,7 @@ class Screen:
                 await asyncio.sleep(REFRESH_S)
 
     def finish(self) -> None:
-        """Print what a live view has shown and taken away."""
+        """Print all lines again, since a live view leaves nothing behind."""
         if self._console.is_terminal:
             for line in self._lines:
                 self._console.print(line, highlight=False)
@@ -83,7 +94,7 @@ class Screen:
         )
 
     def _bars(self, load: Load) -> str:
-        """Return the slowest latency of each fifth of a second, lately."""
+        """Return the highest latency of each fifth of a second as a bar chart."""
         slots = [0.0] * 60
         now = self._now()
         for sample in load.samples[-2000:]:
@@ -106,10 +117,10 @@ def _totals(name: str, load: Load) -> Text:
 
 
 def event_table(scenes: list[Scene], samples: list[Sample]) -> Table:
-    """Return what each event cost."""
+    """Return the table of latencies before, during and after each event."""
     table = Table(title="latency before, during and after each event (p50 / p99, ms)")
     table.add_column("event")
-    for title in ("noticed", "full strength", "before", "during", "after"):
+    for title in ("detected in", "recovered in", "before", "during", "after"):
         table.add_column(title, justify="right")
     for scene in scenes:
         begin, end = scene.begin_s, max(scene.end_s, scene.begin_s + 0.25)
@@ -117,7 +128,7 @@ def event_table(scenes: list[Scene], samples: list[Sample]) -> Table:
         table.add_row(
             scene.title,
             noticed,
-            f"{scene.strength_s:.2f} s",
+            f"{scene.recovery_s:.2f} s",
             _span(samples, begin - RECENT_S, begin),
             _span(samples, begin, end),
             _span(samples, end, end + RECENT_S),

@@ -1,4 +1,4 @@
-"""What happens to the pipeline, in order, and what became of it. Shell."""
+"""Events of the pipeline demo, and how the service recovered from each. Shell."""
 
 from __future__ import annotations
 
@@ -20,15 +20,20 @@ from multiworld.serve.control.client import Service
 from multiworld.serve.load.generator import Load
 
 MODEL = "minilm"
+"""Model that the demo serves, as the spec names it."""
+
 SETTLE_S = 30.0
-"""How long the service may take to be at full strength after an event."""
+"""Seconds that the service may take to recover from an event."""
 
 START_S = 180.0
+"""Seconds that the service may take to start."""
+
 POLL_S = 0.05
+"""Seconds between questions to the controller."""
 
 
 class DemoFailedError(ServeError):
-    """The service did not do what the demo is about."""
+    """The service did not do what the demo shows."""
 
 
 @dataclass(slots=True)
@@ -36,10 +41,11 @@ class Scene:
     """One event of the story.
 
     Attributes:
-        begin_s: When it began, in seconds of the load's clock.
-        wall_s: The same, in seconds since the epoch.
-        end_s: When the service was at full strength again.
-        detect_s: How long it took to be noticed; None where nothing was lost.
+        title: Name of the event, for people.
+        begin_s: Start of the event, in seconds since the load started.
+        wall_s: Start of the event, in seconds since 1970.
+        end_s: Time of the recovery, in seconds since the load started.
+        detect_s: Seconds until the loss was detected; None if nothing was lost.
     """
 
     title: str
@@ -49,25 +55,31 @@ class Scene:
     detect_s: float | None = None
 
     @property
-    def strength_s(self) -> float:
-        """How long until full strength."""
+    def recovery_s(self) -> float:
+        """Seconds from the event to the recovery."""
         return self.end_s - self.begin_s
 
 
 @dataclass(slots=True)
-class Strength:
-    """How many replicas of each lane were ready, at one moment."""
+class ReplicaCounts:
+    """Number of ready replicas at one moment.
+
+    Attributes:
+        at_s: Seconds since the load started.
+        ready: Ready replicas under each label of ``Story.labels``.
+    """
 
     at_s: float
     ready: tuple[int, ...]
 
 
 class Story:
-    """Runs the service as a user would, by its commands.
+    """Runs the service as a user would, by its commands, and breaks it.
 
     Attributes:
-        scenes: What has happened.
-        strengths: How many replicas were ready, over time.
+        scenes: Events so far.
+        replica_counts: Ready replicas over time.
+        status: Latest answer of the controller to ``GET /status``.
     """
 
     settle_s = SETTLE_S
@@ -79,21 +91,21 @@ class Story:
         self._service: Service | None = None
         self._load: Load | None = None
         self.scenes: list[Scene] = []
-        self.strengths: list[Strength] = []
+        self.replica_counts: list[ReplicaCounts] = []
         self.status: dict[str, Any] = {}
 
     @property
     def stages(self) -> list[str]:
-        """Names of the stages."""
+        """Names of the model's stages."""
         return [s["name"] for s in self._app["models"][MODEL]["stages"]]
 
     @property
-    def lanes(self) -> list[str]:
-        """What replicas are counted by: their stage."""
+    def labels(self) -> list[str]:
+        """Labels that replicas are counted under: the names of the stages."""
         return self.stages
 
-    def lane_of(self, process: dict[str, Any]) -> str:
-        """Return where a replica is counted."""
+    def label_of(self, process: dict[str, Any]) -> str:
+        """Return the label that a replica is counted under."""
         stage: int = process["stage"]
         return self.stages[stage]
 
@@ -101,7 +113,10 @@ class Story:
         """Start the service; return its URL when it is ready.
 
         Raises:
-            DemoFailedError: It did not become ready.
+            DemoFailedError: The service did not become ready within ``START_S``.
+
+        Cancellation:
+            The service may be running; ``end`` stops it.
         """
         state = self._root / "state"
         command = [sys.executable, "-m", "multiworld.cli.main", "serve"]
@@ -121,7 +136,9 @@ class Story:
         except TimeoutError:
             text = b""
         if not text:
-            raise DemoFailedError(f"the service did not start: {self._last_words()}")
+            raise DemoFailedError(
+                f"the service did not start; its log ends with: {self._last_words()}"
+            )
         self._service = Service(None, state)
         self.status = json.loads(text)
         url: str = self.status["url"]
@@ -132,7 +149,11 @@ class Story:
         return "\n".join(lines[-5:])
 
     async def end(self) -> None:
-        """End the service, and see to it that nothing stays."""
+        """Shut the service down; kill its processes if that takes too long.
+
+        Cancellation:
+            The shutdown goes on, but nothing is killed if it hangs.
+        """
         if self._process is None:
             return
         if self._process.returncode is None:
@@ -144,14 +165,30 @@ class Story:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     async def ask(self, method: str, path: str, **what: Any) -> Any:
-        """Ask the controller, off the loop."""
+        """Send a request to the controller from a thread, and return its answer.
+
+        Args:
+            method: HTTP method.
+            path: Path of the controller's API.
+            what: Further arguments of ``httpx.Client.request``.
+
+        Raises:
+            ServeError: The controller refused, or did not answer.
+
+        Cancellation:
+            The request is still sent, and its answer dropped.
+        """
         assert self._service is not None
         return await asyncio.to_thread(self._service.ask, method, path, **what)
 
     # Watching.
 
     async def watch(self, load: Load) -> None:
-        """Note how many replicas are ready, until cancelled."""
+        """Record the number of ready replicas until cancelled.
+
+        Cancellation:
+            Ends the recording; this is the only way to end it.
+        """
         self._load = load
         while True:
             try:
@@ -159,25 +196,36 @@ class Story:
             except ServeError:
                 await asyncio.sleep(POLL_S)
                 continue
-            lanes = self.lanes
-            ready = [0] * len(lanes)
+            labels = self.labels
+            ready = [0] * len(labels)
             for process in self.status["processes"]:
                 if process["model"] and process["phase"] == "ready":
-                    lane = self.lane_of(process)
-                    if lane in lanes:
-                        ready[lanes.index(lane)] += 1
-            self.strengths.append(Strength(self.now(), tuple(ready)))
+                    label = self.label_of(process)
+                    if label in labels:
+                        ready[labels.index(label)] += 1
+            self.replica_counts.append(ReplicaCounts(self.now(), tuple(ready)))
             await asyncio.sleep(POLL_S)
 
     def now(self) -> float:
-        """Return the seconds of the load's clock."""
+        """Return the seconds since the load started."""
         assert self._load is not None
         return asyncio.get_running_loop().time() - self._load.began_at
 
-    # What happens.
+    # Events.
 
-    async def harm(self, action: str, stage: str) -> None:
-        """Break a replica; wait until another has taken its place."""
+    async def break_replica(self, action: str, stage: str) -> None:
+        """Break a replica, and wait until its replacement is ready.
+
+        Args:
+            action: Fault of ``multiworld chaos``: "kill" or "stop".
+            stage: Name of the stage.
+
+        Raises:
+            DemoFailedError: The loss was not detected, or nothing replaced the replica.
+
+        Cancellation:
+            The replica stays broken and the service heals on its own.
+        """
         scene = self.begin(f"{action} {stage}")
         since = await self.last_event()
         asked = {"action": action, "model": MODEL, "stage": stage}
@@ -189,12 +237,20 @@ class Story:
         scene.detect_s = lost["at"] - began["at"]
         scene.end_s = scene.begin_s + ready["at"] - began["at"]
         self.tell(
-            f"noticed after {scene.detect_s:.3f} s, {ready['name']} has taken its "
-            f"place after {scene.strength_s:.2f} s"
+            f"loss detected after {scene.detect_s:.3f} s, replaced by {ready['name']} "
+            f"after {scene.recovery_s:.2f} s"
         )
 
     async def scale(self, stage: str, replicas: int) -> None:
-        """Scale a stage; wait until it runs in so many replicas."""
+        """Scale a stage, and wait until it has this many replicas.
+
+        Raises:
+            DemoFailedError: It did not happen in time.
+            ServeError: The service refused.
+
+        Cancellation:
+            The scaling goes on.
+        """
         scene = self.begin(f"scale {stage} to {replicas}")
         asked = {"model": MODEL, "stage": stage, "replicas": replicas}
         answer = await self.ask("POST", "/scale", json=asked)
@@ -202,7 +258,7 @@ class Story:
             f"[cyan]scale[/] {stage} from {answer['before']} to {answer['replicas']}"
         )
         number = self.stages.index(stage)
-        await self.until(
+        await self.wait_until(
             lambda: (
                 self._count(number) == replicas and not self._count(number, going=True)
             )
@@ -210,13 +266,21 @@ class Story:
         self.finish(scene)
 
     async def update(self, version: str) -> None:
-        """Replace the model by a new version; wait until the old one has gone."""
+        """Update the model to a new version, and wait until the old one is gone.
+
+        Raises:
+            DemoFailedError: It did not happen in time.
+            ServeError: The service refused.
+
+        Cancellation:
+            The update goes on.
+        """
         scene = self.begin(f"version {version}")
         self._app["models"][MODEL]["version"] = version
         text = yaml.safe_dump(self._app, sort_keys=False)
         await self.ask("POST", "/update", json={"text": text, "where": "the demo"})
         self.tell(f"[cyan]update[/] to version {version}")
-        await self.until(
+        await self.wait_until(
             lambda: all(
                 (p["version"], p["phase"]) == (version, "ready")
                 for p in self.status["processes"]
@@ -226,14 +290,18 @@ class Story:
         self.finish(scene)
 
     async def bottleneck(self) -> str:
-        """Return the stage whose replicas have computed longest, each."""
+        """Return the stage with the most computing time a request, over its replicas.
+
+        Cancellation:
+            Changes nothing.
+        """
         found = await self.ask("GET", "/status", params={"reports": True})
         busy: dict[int, list[float]] = {}
         for process in found["processes"]:
-            said = found["reports"].get(process["name"])
-            if process["model"] and said:
-                requests = max(1, said["counts"].get("requests", 0))
-                share = said["computed_s"] / requests / self._wanted(process["stage"])
+            report = found["reports"].get(process["name"])
+            if process["model"] and report:
+                requests = max(1, report["counts"].get("requests", 0))
+                share = report["computed_s"] / requests / self._wanted(process["stage"])
                 busy.setdefault(process["stage"], []).append(share)
         return self.stages[max(busy, key=lambda s: max(busy[s]))]
 
@@ -249,42 +317,58 @@ class Story:
         )
 
     def begin(self, title: str) -> Scene:
-        """Note that an event begins."""
+        """Record the start of an event; return its scene."""
         scene = Scene(title, self.now(), time.time())
         self.scenes.append(scene)
         return scene
 
     def finish(self, scene: Scene) -> None:
-        """Note that the service is at full strength again."""
+        """Record that the service has recovered from an event."""
         scene.end_s = self.now()
-        self.tell(f"at full strength after {scene.strength_s:.2f} s")
+        self.tell(f"recovered after {scene.recovery_s:.2f} s")
 
-    async def until(self, is_so: Callable[[], bool]) -> None:
-        """Wait until the status says that something is so.
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait until a condition holds in a status that arrives after this call.
 
         Raises:
-            DemoFailedError: It never was.
+            DemoFailedError: The condition did not hold within ``settle_s``.
+
+        Cancellation:
+            Changes nothing.
         """
         limit = time.monotonic() + self.settle_s
         fresh = self.status
-        while fresh is self.status or not is_so():
+        while fresh is self.status or not condition():
             if time.monotonic() > limit:
                 last = self.scenes[-1].title if self.scenes else "the beginning"
-                raise DemoFailedError(f"after {last}: no end to it")
+                raise DemoFailedError(f"the service did not recover in time: {last}")
             await asyncio.sleep(POLL_S)
 
     async def last_event(self) -> int:
-        """Return the number of the last event."""
+        """Return the number of the controller's last event; 0 if there is none.
+
+        Cancellation:
+            Changes nothing.
+        """
         events = await self.ask("GET", "/events")
         return int(events[-1]["number"]) if events else 0
 
     async def event(
         self, since: int, kind: str, name: str | None = None, after: float = 0.0
     ) -> dict[str, Any]:
-        """Wait for an event of a kind, of a process if it is named.
+        """Wait for an event of the controller, and return it.
+
+        Args:
+            since: Number of the last event to ignore.
+            kind: Kind of the event: "lost", "ready" …
+            name: Process that the event is about; None: any.
+            after: Earliest time of the event, in seconds since 1970.
 
         Raises:
-            DemoFailedError: There was none.
+            DemoFailedError: No such event came within ``settle_s``.
+
+        Cancellation:
+            Changes nothing.
         """
         limit = time.monotonic() + self.settle_s
         while time.monotonic() < limit:
@@ -296,4 +380,6 @@ class Story:
                 if event["kind"] == kind and is_its:
                     return event
             await asyncio.sleep(POLL_S)
-        raise DemoFailedError(f"{self.scenes[-1].title}: nobody told of {kind!r}")
+        raise DemoFailedError(
+            f"{self.scenes[-1].title}: no event {kind!r} came in time"
+        )

@@ -1,4 +1,4 @@
-"""Texts of very different lengths, and what a single process makes of them."""
+"""Texts of very different lengths, and their reference embeddings. Shell."""
 
 from __future__ import annotations
 
@@ -18,19 +18,24 @@ RESTS = (
 )
 
 TOLERANCE = 1e-4
-"""Largest difference of a component: rows of a batch are padded to the longest, which
-changes the order of some sums of 32-bit floats."""
+"""Largest accepted difference of a component.
+
+Padding a batch to its longest row changes the order of some sums of 32-bit floats.
+"""
 
 
 def texts() -> list[str]:
-    """Return 125 of them."""
+    """Return 125 texts; neighbours differ in length, so that batches are ragged."""
     found = [f"{s} {v}{r}." for r in RESTS for s in SUBJECTS for v in VERBS]
-    # neighbours differ in length, so that batches are ragged
     return [found[(number * 37) % len(found)] for number in range(len(found))]
 
 
 def reference(sentences: list[str]) -> list[list[float]]:
-    """Return the embeddings by the model's own library, in this process."""
+    """Return the embedding of each text, computed by sentence-transformers.
+
+    Raises:
+        ModuleNotFoundError: sentence-transformers is not installed.
+    """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from sentence_transformers import SentenceTransformer
 
@@ -40,7 +45,7 @@ def reference(sentences: list[str]) -> list[list[float]]:
 
 
 def is_equal(answer: list[float], wanted: list[float]) -> bool:
-    """Return whether two embeddings agree to float tolerance."""
+    """Tell whether two embeddings agree within ``TOLERANCE``."""
     return len(answer) == len(wanted) and all(
         abs(a - b) <= TOLERANCE for a, b in zip(answer, wanted, strict=True)
     )

@@ -1,1 +1,1 @@
-"""The demo: a leader, two workers, a real model, and a worker that is killed."""
+"""Worlds demo: a leader and two workers run a real model, and one worker is killed."""

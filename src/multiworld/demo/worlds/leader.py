@@ -1,7 +1,7 @@
-"""The demo's leader: one world for each worker, and all the drama. Shell.
+"""Leader of the demo: has one world with each worker, and kills a worker. Shell.
 
-Phases: both workers serve; the second is killed (SIGKILL); the first serves alone until
-a replacement has joined under the lost world's name; both serve again.
+Phases: both workers serve. The second is killed (SIGKILL). The first serves alone until
+a replacement has joined under the broken world's name. Both serve again.
 """
 
 from __future__ import annotations
@@ -30,19 +30,28 @@ from multiworld.demo.worlds.ledger import RequestLedger, WorldAccount, percentil
 from multiworld.demo.worlds.model import Digits
 
 BATCH = 8
+"""Images in one batch."""
+
 WINDOW = 2
-"""Batches in flight at each worker: one at work, one under way."""
+"""Batches in flight at each worker: one being computed, one on its way."""
 
 SURVIVOR, VICTIM = "world1", "world2"
 MIN_PAUSE_S = 0.25
+"""Pause of the survivor that is always accepted, in seconds."""
+
 PAUSE_FACTOR = 5
+"""Longest accepted pause, as a multiple of the p99 gap before the kill."""
+
 MIN_ACCURACY = 0.95
+"""Lowest accepted share of right answers."""
+
 REJOIN_LIMIT_S = 60.0
+"""Seconds that workers may take to join, and a replacement to answer."""
 
 
 @dataclass(slots=True)
 class DemoOutcome:
-    """What the demo measured. Times are seconds."""
+    """Measurements of the demo; all times are in seconds."""
 
     images: dict[str, int] = field(default_factory=dict)
     replacement_images: int = 0
@@ -60,18 +69,18 @@ class DemoOutcome:
     failures: list[str] = field(default_factory=list)
 
     def judge(self) -> None:
-        """Note every promise that did not hold."""
+        """Add every promise that did not hold to ``failures``."""
         checks = [
             (self.accuracy >= MIN_ACCURACY, f"accuracy is {self.accuracy:.3f}"),
-            (self.lost == 0, f"{self.lost} images were lost"),
+            (self.lost == 0, f"{self.lost} images were never answered"),
             (
                 self.longest_pause_s <= self.pause_limit_s,
                 f"the surviving world paused for {self.longest_pause_s * 1e3:.0f} ms",
             ),
             (self.detect_s is not None, "the loss was not detected"),
-            (self.lost_rank == 1, f"rank {self.lost_rank} was named, not rank 1"),
+            (self.lost_rank == 1, f"the error named rank {self.lost_rank}, not rank 1"),
             (self.recover_s is not None, "the replacement answered nothing"),
-            (self.replacement_images > 0, "work did not spread to the replacement"),
+            (self.replacement_images > 0, "the replacement got no work"),
             (all(self.images.values()), "a worker answered nothing"),
         ]
         self.failures += [text for held, text in checks if not held]
@@ -101,13 +110,18 @@ class Leader:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the start."""
+        """Seconds since the leader was created."""
         return time.monotonic() - self._began
 
     async def run(self) -> DemoOutcome:
-        """Run all phases and return what was measured.
+        """Run all phases, and return the measurements.
 
-        Cancellation: the workers are killed.
+        Raises:
+            ExceptionGroup: With a TimeoutError if a worker did not join, or the
+                replacement did not answer, within ``REJOIN_LIMIT_S``.
+
+        Cancellation:
+            The workers are killed.
         """
         try:
             async with WorldManager() as manager, asyncio.TaskGroup() as group:
@@ -118,7 +132,7 @@ class Leader:
                 ]
                 for name in (SURVIVOR, VICTIM):
                     await self._launch(name)
-                await self._drama()
+                await self._run_phases()
                 self._is_draining = True
                 await asyncio.wait(serving)
                 watching.cancel()
@@ -129,7 +143,7 @@ class Leader:
         self._sum_up()
         return self.outcome
 
-    async def _drama(self) -> None:
+    async def _run_phases(self) -> None:
         async with asyncio.timeout(REJOIN_LIMIT_S):
             for joined in self._joined.values():
                 await joined.wait()
@@ -174,7 +188,8 @@ class Leader:
             if code != 0:
                 log = (Path(self._logs.name) / f"{world}.log").read_text()
                 self.outcome.failures.append(
-                    f"the worker of {world} ended with {code}: {log[-500:].strip()}"
+                    f"the worker of {world} exited with {code}; its log ends with "
+                    f"{log[-500:].strip()}"
                 )
 
     def _kill_all(self) -> None:
@@ -206,11 +221,11 @@ class Leader:
         outcome.lost_rank, outcome.lost_reason = event.rank, event.reason
         self._tell(
             f"{event.world} lost rank {event.rank}: {event.reason} ({event.evidence}); "
-            f"{outcome.detect_s * 1e3:.1f} ms from kill to notice"
+            f"detected {outcome.detect_s * 1e3:.1f} ms after the kill"
         )
 
     async def _serve(self, manager: WorldManager, name: str) -> None:
-        """Keep one world alive: join, work, and join again when it breaks."""
+        """Join a world and work in it; join it again each time it breaks."""
         account = self.ledger.worlds.setdefault(name, WorldAccount())
         while not self._is_draining:
             account.state = "waiting for its worker"
@@ -224,19 +239,19 @@ class Leader:
             except* MultiWorldError as errors:
                 images = self.ledger.give_back(name)
                 if images:
-                    self._tell(f"{images} images in flight at {name} go to the other")
+                    self._tell(f"resending {images} images in flight at {name}")
                 elif not self._joined[name].is_set():
                     self._tell(str(errors.exceptions[0]))
         account.state = "done"
 
     async def _pump(self, world: World) -> None:
-        """Keep ``WINDOW`` batches in flight until the end."""
-        async with asyncio.TaskGroup() as lanes:
+        """Keep ``WINDOW`` batches in flight until the leader drains."""
+        async with asyncio.TaskGroup() as slots:
             for _ in range(WINDOW):
-                lanes.create_task(self._ask_and_collect(world))
+                slots.create_task(self._ask_and_collect(world))
 
     async def _ask_and_collect(self, world: World) -> None:
-        """One slot of the window. Answers come in the order of the questions."""
+        """Fill one slot of the window; answers arrive in the order of the requests."""
         while not self._is_draining or self.ledger.has_returned:
             batch, images = self.ledger.take(world.name, time.monotonic())
             tensors = {"images": self._test.images[images]}
@@ -259,7 +274,7 @@ class Leader:
             self._replaced.set()
         self.outcome.replacement_images += images
 
-    # The end.
+    # Report.
 
     def _sum_up(self) -> None:
         outcome, ledger = self.outcome, self.ledger

@@ -1,4 +1,4 @@
-"""What was sent to whom, answered by whom, and when. Pure: times are arguments."""
+"""Accounting of requests and answers; times are arguments. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ Batch = int
 
 @dataclass(slots=True)
 class WorldAccount:
-    """One world's share of the work."""
+    """Work of one world.
+
+    Attributes:
+        state: State to show to a person.
+        epoch: Latest epoch of the world.
+        images: Images answered.
+        in_flight: Batches sent and not answered, with the time when each was sent.
+        answered_at: Times of the answers, in seconds.
+    """
 
     state: str = "starting"
     epoch: int = 0
@@ -21,9 +29,10 @@ class WorldAccount:
     answered_at: list[float] = field(default_factory=list)
 
     def gaps(self, begin: float, end: float) -> list[float]:
-        """Return the seconds between answers that came from ``begin`` to ``end``.
+        """Return the seconds between consecutive answers from ``begin`` to ``end``.
 
-        The last gap is the one that was still open at ``end``, if answers were due.
+        The first gap starts at the last answer before ``begin``, if there was one. The
+        gap that is still open at ``end`` is left out.
         """
         times = [t for t in self.answered_at if begin <= t <= end]
         before = [t for t in self.answered_at if t < begin]
@@ -32,7 +41,10 @@ class WorldAccount:
 
 
 class RequestLedger:
-    """Hands out batches of image numbers and takes the answers, each exactly once."""
+    """Hands out batches of image numbers, and counts each answer exactly once.
+
+    Batches of a lost world are handed out again before new ones.
+    """
 
     def __init__(self, count: int, batch_size: int) -> None:
         self._count, self._batch_size = count, batch_size
@@ -43,7 +55,14 @@ class RequestLedger:
         self.sent = self.answered = self.correct = self.resent = 0
 
     def take(self, world: str, now: float) -> tuple[Batch, list[int]]:
-        """Return a batch for ``world``: one that came back, else the next."""
+        """Return the next batch for ``world`` and its image numbers.
+
+        Batches that were given back come first.
+
+        Args:
+            world: World that the batch is sent to.
+            now: Time, in seconds.
+        """
         if self._returned:
             batch = self._returned.popleft()
         else:
@@ -56,7 +75,13 @@ class RequestLedger:
         return batch, self._open[batch]
 
     def answer(self, world: str, batch: Batch, now: float) -> list[int] | None:
-        """Note an answer; return its images, or None if it was answered before."""
+        """Record an answer; return its images, or None if it is a duplicate.
+
+        Args:
+            world: World that answered.
+            batch: Number of the batch.
+            now: Time, in seconds.
+        """
         account = self.worlds[world]
         account.in_flight.pop(batch, None)
         images = self._open.pop(batch, None)
@@ -68,7 +93,7 @@ class RequestLedger:
         return images
 
     def give_back(self, world: str) -> int:
-        """Put a world's work in flight back, for others; return how many images."""
+        """Take a world's unanswered batches back for others; return their images."""
         account = self.worlds[world]
         images = sum(len(self._open.get(batch, ())) for batch in account.in_flight)
         self._returned.extendleft(reversed(account.in_flight))
@@ -78,22 +103,22 @@ class RequestLedger:
 
     @property
     def has_returned(self) -> bool:
-        """True while work that came back waits for another world."""
+        """Whether batches that were given back wait for another world."""
         return bool(self._returned)
 
     @property
     def lost(self) -> int:
-        """Images that were sent and never answered."""
+        """Number of images that were sent and not answered."""
         return self.sent - self.answered
 
     @property
     def accuracy(self) -> float:
-        """Share of answers that were right."""
+        """Share of right answers, from 0 to 1."""
         return self.correct / self.answered if self.answered else 0.0
 
 
 def percentile_99(values: list[float]) -> float:
-    """Return the 99th percentile, or 0 of nothing."""
+    """Return the 99th percentile; 0 if there are no values."""
     if len(values) < 2:
         return max(values, default=0.0)
     return statistics.quantiles(values, n=100, method="inclusive")[98]

@@ -1,4 +1,4 @@
-"""A small ResNet for 8x8 images of handwritten digits, trained for real.
+"""A small ResNet for 8x8 images of handwritten digits, and its training. Shell.
 
 Shapes: B batch, C channels, H and W pixels. Images are [B, 1, 8, 8] float32 in 0..1.
 """
@@ -14,15 +14,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 VERSION = 1
-"""Part of the file's name: raise it when the model or its training changes."""
+"""Part of the weight file's name; raise it when the model or its training changes."""
 
 EPOCHS = 12
+"""Passes over the training images."""
+
 BATCH = 64
+"""Images in one step of the training."""
+
 TEST_SHARE = 0.3
+"""Share of the images that is kept for the test."""
 
 
 class Block(nn.Module):
-    """Two 3x3 convolutions and the way around them."""
+    """Residual block: two 3x3 convolutions and a shortcut."""
 
     def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
         super().__init__()
@@ -38,7 +43,7 @@ class Block(nn.Module):
             )
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        """Return [B, channels_out, H / stride, W / stride]."""
+        """Return features [B, channels_out, H / stride, W / stride]."""
         y = functional.relu(self.first_norm(self.first(x_BCHW)))
         y = self.second_norm(self.second(y))
         return functional.relu(y + self.around(x_BCHW))
@@ -61,14 +66,18 @@ class DigitsResNet(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Digits:
-    """Images [N, 1, 8, 8] and labels [N]."""
+    """Images [N, 1, 8, 8] float32 and their labels [N] int64."""
 
     images: Tensor
     labels: Tensor
 
 
 def load_digits() -> tuple[Digits, Digits]:
-    """Return scikit-learn's handwritten digits, split for training and test."""
+    """Return scikit-learn's handwritten digits: the training set, and the test set.
+
+    Raises:
+        ModuleNotFoundError: scikit-learn is not installed.
+    """
     from sklearn.datasets import load_digits as load
     from sklearn.model_selection import train_test_split
 
@@ -85,7 +94,7 @@ def _digits(images: Tensor, labels: Tensor) -> Digits:
 
 
 def train(digits: Digits) -> DigitsResNet:
-    """Train from scratch; a few seconds on two cores."""
+    """Train a network from scratch; takes a few seconds on two cores."""
     torch.manual_seed(0)
     model = DigitsResNet()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -109,19 +118,19 @@ def cache_folder() -> Path:
 
 
 def trained_weights(digits: Digits) -> tuple[Path, bool]:
-    """Return a file of trained weights, and whether it had to be made."""
+    """Return the file of trained weights, and whether this call trained them."""
     path = cache_folder() / f"digits-resnet-v{VERSION}.pt"
     if path.exists():
         return path, False
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(f".{os.getpid()}")
     torch.save(train(digits).state_dict(), draft)
-    draft.replace(path)  # whoever looks sees a whole file or none
+    draft.replace(path)  # atomic: a concurrent reader sees a complete file or none
     return path, True
 
 
 def load_model(path: Path) -> DigitsResNet:
-    """Return the model with the weights in ``path``, ready to infer."""
+    """Return the model with the weights in ``path``, in evaluation mode."""
     model = DigitsResNet()
     model.load_state_dict(torch.load(path, weights_only=True))
     return model.eval()

@@ -1,4 +1,4 @@
-"""Puts the demo together."""
+"""Runs the worlds demo from start to report. Shell."""
 
 from __future__ import annotations
 
@@ -15,12 +15,21 @@ from multiworld.demo.worlds.screen import show, summary, tell
 
 
 def run(backend: str, phase_s: float, *, as_json: bool) -> int:
-    """Run the demo, print what happened, and return the exit code."""
+    """Run the demo, and print the outcome.
+
+    Args:
+        backend: Backend of the worlds.
+        phase_s: Seconds of traffic before the kill and after the replacement.
+        as_json: Print the outcome as JSON, and everything else to standard error.
+
+    Returns:
+        The exit code: 1 if a promise did not hold.
+    """
     console = Console(stderr=as_json)
     training, test = load_digits()
-    console.print("a ResNet for scikit-learn's handwritten digits: ", end="")
+    console.print("ResNet for scikit-learn's handwritten digits: ", end="")
     weights, was_trained = trained_weights(training)
-    how = "trained just now, kept in" if was_trained else "weights from"
+    how = "trained now, weights saved to" if was_trained else "weights from"
     console.print(f"{how} {weights}", highlight=False, soft_wrap=True)
     torch.set_num_threads(1)
 
@@ -41,7 +50,7 @@ def run(backend: str, phase_s: float, *, as_json: bool) -> int:
     else:
         console.print(summary(outcome))
         for failure in outcome.failures:
-            console.print(f"[red]did not hold:[/] {failure}")
+            console.print(f"[red]promise broken:[/] {failure}")
         if not outcome.failures:
-            console.print("[green]everything that was promised held[/]")
+            console.print("[green]every promise held[/]")
     return 1 if outcome.failures else 0

@@ -1,4 +1,4 @@
-"""What the demo shows: a live table on a terminal, lines elsewhere, and a summary."""
+"""Terminal output of the demo: a live table or plain lines, and a summary. Shell."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from rich.text import Text
 from multiworld.demo.worlds.leader import DemoOutcome, Leader
 
 REFRESH_S = 0.2
+"""Seconds between refreshes of the live table."""
 
 
 def live_view(leader: Leader) -> Group:
-    """Return the state of every world and the totals."""
+    """Return a table of every world's state, and the totals."""
     table = Table(title=f"{leader.elapsed_s:5.1f} s")
     for column in ("world", "epoch", "state"):
         table.add_column(column)
@@ -33,7 +34,13 @@ def live_view(leader: Leader) -> Group:
 
 
 async def show(leader: Leader, console: Console) -> None:
-    """Refresh the live view until cancelled; a line a second where it cannot be."""
+    """Refresh the live view until cancelled.
+
+    Without a terminal, print one line every two seconds instead.
+
+    Cancellation:
+        Ends the view; this is the only way to end it.
+    """
     if not console.is_terminal:
         while True:
             await asyncio.sleep(2)
@@ -53,25 +60,25 @@ def _line(leader: Leader) -> str:
 
 
 def tell(leader: Leader, console: Console, text: str) -> None:
-    """Print one line with the time."""
+    """Print one line after the seconds since the start."""
     console.print(f"[dim]{leader.elapsed_s:6.2f} s[/]  {text}", highlight=False)
 
 
 def summary(outcome: DemoOutcome) -> Table:
-    """Return the summary."""
+    """Return the summary as a table."""
     table = Table(title="Summary", show_header=False)
     table.add_column()
     table.add_column(justify="right")
     for name, images in outcome.images.items():
         table.add_row(f"images answered by {name}", str(images))
-    table.add_row("… of these by the replacement", str(outcome.replacement_images))
+    table.add_row("images answered by the replacement", str(outcome.replacement_images))
     table.add_row("accuracy", f"{outcome.accuracy:.3f}")
     table.add_row("images sent", str(outcome.sent))
     table.add_row("images sent again after the kill", str(outcome.resent))
     table.add_row("images lost", str(outcome.lost))
-    table.add_row("p99 between answers of the survivor", _ms(outcome.p99_before_s))
+    table.add_row("p99 gap between the survivor's answers", _ms(outcome.p99_before_s))
     pause = f"{_ms(outcome.longest_pause_s)} (limit {_ms(outcome.pause_limit_s)})"
-    table.add_row("longest pause of the survivor", pause)
+    table.add_row("survivor's longest pause", pause)
     table.add_row("time to detect", _ms(outcome.detect_s))
     table.add_row("time to recover", _ms(outcome.recover_s))
     return table

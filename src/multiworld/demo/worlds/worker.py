@@ -1,4 +1,4 @@
-"""A worker of the demo: joins its world, and classifies what the leader sends."""
+"""Worker of the demo: joins its world and classifies the leader's images. Shell."""
 
 from __future__ import annotations
 
@@ -15,13 +15,26 @@ from multiworld.demo.worlds.model import DigitsResNet, load_model
 
 @torch.inference_mode()
 def classify(model: DigitsResNet, images: Tensor) -> Tensor:
-    """Return the most likely digit of each image [B, 1, 8, 8], as [B] int64."""
+    """Return the most likely digit of each image: [B, 1, 8, 8] to [B] int64."""
     logits: Tensor = model(images)
     return logits.argmax(dim=1)
 
 
 async def work(world_name: str, store: str, backend: str, weights: Path) -> None:
-    """Answer until the leader leaves or is lost."""
+    """Answer the leader until it leaves or is lost.
+
+    Args:
+        world_name: World to join, as rank 1 of 2.
+        store: Address of the store.
+        backend: Backend of the world.
+        weights: File of trained weights.
+
+    Raises:
+        SystemExit: The world broke.
+
+    Cancellation:
+        Leaves the world.
+    """
     model = load_model(weights)
     async with WorldManager() as manager:
         world = await manager.join(
@@ -30,7 +43,7 @@ async def work(world_name: str, store: str, backend: str, weights: Path) -> None
         try:
             while True:
                 batch = await world.recv_bundle(src=0)
-                # Never compute on the loop: other worlds live there.
+                # Computing on the event loop would hold up every other world on it.
                 digits = await asyncio.to_thread(
                     classify, model, batch.tensors["images"]
                 )
@@ -42,7 +55,7 @@ async def work(world_name: str, store: str, backend: str, weights: Path) -> None
 
 
 def main() -> None:
-    """Run one worker."""
+    """Run one worker, as the arguments say."""
     parser = argparse.ArgumentParser(description=work.__doc__)
     parser.add_argument("--world", required=True)
     parser.add_argument("--store", required=True)
