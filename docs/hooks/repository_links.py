@@ -44,38 +44,24 @@ def on_files(files: Files, config: Any) -> Files:
         (f"docs/{file.src_uri}", Path(str(file.abs_src_path)).read_text())
         for file in files.documentation_pages()
     ]
-    waiting += [
-        (name, (ROOT / name).read_text())
-        for name in _nav_files(config.nav)
-        if not (ROOT / "docs" / name).exists() and (ROOT / name).exists()
-    ]
-    for name, text in waiting:
-        if not name.startswith("docs/"):
-            _add(files, config, name, text)
+    for name in _nav_files(config.nav):
+        if (ROOT / name).exists():
+            waiting.append(_add(files, config, name))
     while waiting:
         source, text = waiting.pop()
         for target in _targets(source, text):
-            path = ROOT / target
-            if target.startswith(("docs/", "..")) or not path.exists():
-                continue
+            is_outside = (
+                not target.startswith(("docs/", "..")) and target != "README.md"
+            )
             here = _site_path(target)
-            if here == "index.md" or files.get_file_from_path(here) is not None:
+            is_known = files.get_file_from_path(here) is not None
+            if not is_outside or is_known or not (ROOT / target).exists():
                 continue
-            if path.suffix == ".md" or (path.is_dir() and (path / "README.md").exists()):
-                name = target if path.suffix == ".md" else f"{target}/README.md"
-                text = (ROOT / name).read_text()
-                waiting.append((name, text))
-                _add(files, config, name, text)
-            elif path.is_dir():
-                text = _listing(target, path)
-                waiting.append((f"{target}/index.md", text))
-                _add(files, config, f"{target}/index.md", text)
-            elif path.suffix in LANGUAGES:
-                code = path.read_text().rstrip()
-                text = f"# {target}\n\n````{LANGUAGES[path.suffix]}\n{code}\n````\n"
-                _add(files, config, f"{target}.md", text)
+            if here.endswith(".md"):
+                waiting.append(_add(files, config, here))
             else:
-                files.append(File.generated(config, target, abs_src_path=str(path)))
+                source_path = str(ROOT / target)
+                files.append(File.generated(config, here, abs_src_path=source_path))
     return files
 
 
@@ -94,13 +80,31 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return _outside_code(markdown, lambda text: LINK.sub(rewritten, text))
 
 
-def _add(files: Files, config: Any, name: str, text: str) -> None:
-    if files.get_file_from_path(name) is None:
-        nav = _nav_files(config.nav)
-        level = InclusionLevel.INCLUDED if name in nav else InclusionLevel.NOT_IN_NAV
-        page = File.generated(config, name, content=text, inclusion=level)
-        files.append(page)
-        _sources[name] = name
+def _add(files: Files, config: Any, name: str) -> tuple[str, str]:
+    """Add a page for a file or folder of the repository; return its path and text."""
+    text = _page(name)
+    in_nav = name in _nav_files(config.nav)
+    level = InclusionLevel.INCLUDED if in_nav else InclusionLevel.NOT_IN_NAV
+    files.append(File.generated(config, name, content=text, inclusion=level))
+    _sources[name] = name
+    return name, text
+
+
+def _page(name: str) -> str:
+    path = ROOT / name
+    if path.exists():
+        return path.read_text()
+    if path.name == "index.md":
+        rows = "".join(
+            f"- [`{inner.name}`]({inner.name})\n"
+            for inner in sorted(path.parent.iterdir())
+            if inner.is_file()
+        )
+        return f"# {posixpath.dirname(name)}\n\n{rows}"
+    shown = path.with_suffix("")
+    code = shown.read_text().rstrip()
+    title = name.removesuffix(".md")
+    return f"# {title}\n\n````{LANGUAGES[shown.suffix]}\n{code}\n````\n"
 
 
 def _site_path(target: str) -> str:
@@ -138,12 +142,6 @@ def _targets(source: str, text: str) -> list[str]:
 def _outside_code(text: str, change: Callable[[str], str]) -> str:
     parts = FENCE.split(text)
     return "".join(p if n % 2 else change(p) for n, p in enumerate(parts))
-
-
-def _listing(target: str, folder: Path) -> str:
-    names = sorted(p.name for p in folder.iterdir() if p.is_file())
-    rows = "".join(f"- [`{name}`]({name})\n" for name in names)
-    return f"# {target}\n\n{rows}"
 
 
 def _nav_files(nav: Any) -> list[str]:

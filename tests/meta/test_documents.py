@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from multiworld import errors
+from multiworld.serve.gateway.metrics import Metrics
+from multiworld.serve.transport.routing_table import RoutingTable
 from tests.ports import free_port
 from tests.words import unhurried
 
@@ -85,3 +88,25 @@ def test_nothing_speaks_of_where_it_was_made() -> None:
             continue  # removed, and not committed yet
         if path.suffix in (".py", ".md", ".toml", ".txt", ".yml", ".yaml", ""):
             assert "/work" + "/main" not in path.read_text(), name
+
+
+def test_every_metric_is_documented() -> None:
+    """By its name and type."""
+    report = {"in_flight": 0, "waiting": {}, "attained": {}, "missed": {}}
+    report |= {"counts": {}, "connected": [], "load": {}, "silent": []}
+    shown = Metrics("gateway/1").render(report, {}, RoutingTable()).decode()
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
+    metrics = re.findall(r"^# TYPE (\w+) (\w+)$", shown, re.MULTILINE)
+    assert len(metrics) > 20
+    for name, kind in metrics:
+        if not name.endswith("_created"):
+            assert f"| `{name}` | {kind} |" in page, name
+
+
+def test_statuses_of_errors_are_documented() -> None:
+    """They are those of the classes."""
+    page = (ROOT / "docs" / "reference" / "errors.md").read_text()
+    for name in errors.__all__:
+        status = getattr(getattr(errors, name), "status", 500)
+        if status != 500 and name != "PlacementError":
+            assert f"| {status} | `{name}` |" in page, name
