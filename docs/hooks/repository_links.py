@@ -27,6 +27,9 @@ LINK = re.compile(r"(?<=\]\()([^)\s#]+)(#[^)\s]*)?(?=\))")
 FENCE = re.compile(r"(^ *```.*?^ *```|`[^`\n]*`)", re.DOTALL | re.MULTILINE)
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml"}
 
+README = "readme.md"
+"""The page of the repository's README; MkDocs would take ``README.md`` for the index."""
+
 _sources: dict[str, str] = {}
 """The repository path of each page that was added, by its path on the site."""
 
@@ -44,9 +47,11 @@ def on_files(files: Files, config: Any) -> Files:
         (f"docs/{file.src_uri}", Path(str(file.abs_src_path)).read_text())
         for file in files.documentation_pages()
     ]
-    for name in _nav_files(config.nav):
-        if (ROOT / name).exists():
-            waiting.append(_add(files, config, name))
+    waiting += [
+        _add(files, config, name)
+        for name in _nav_files(config.nav)
+        if name == README or (ROOT / name).exists()
+    ]
     while waiting:
         source, text = waiting.pop()
         for target in _targets(source, text):
@@ -86,12 +91,12 @@ def _add(files: Files, config: Any, name: str) -> tuple[str, str]:
     in_nav = name in _nav_files(config.nav)
     level = InclusionLevel.INCLUDED if in_nav else InclusionLevel.NOT_IN_NAV
     files.append(File.generated(config, name, content=text, inclusion=level))
-    _sources[name] = name
-    return name, text
+    _sources[name] = "README.md" if name == README else name
+    return _sources[name], text
 
 
 def _page(name: str) -> str:
-    path = ROOT / name
+    path = ROOT / ("README.md" if name == README else name)
     if path.exists():
         return path.read_text()
     if path.name == "index.md":
@@ -110,7 +115,7 @@ def _page(name: str) -> str:
 def _site_path(target: str) -> str:
     """Return where a file of the repository is among the site's sources."""
     if target == "README.md":
-        return "index.md"
+        return README
     if target.startswith("docs/"):
         return target.removeprefix("docs/")
     path = ROOT / target
