@@ -28,7 +28,7 @@ FENCE = re.compile(r"(^ *```.*?^ *```|`[^`\n]*`)", re.DOTALL | re.MULTILINE)
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml"}
 
 README = "readme.md"
-"""The page of the repository's README; MkDocs would take ``README.md`` for the index."""
+"""Page of the repository's README; MkDocs would take ``README.md`` for the index."""
 
 _sources: dict[str, str] = {}
 """The repository path of each page that was added, by its path on the site."""
