@@ -55,7 +55,7 @@ def _command(
     if records:
         yield "| option | meaning |\n|---|---|"
         for names, meaning in records:
-            yield f"| `{_cell(names)}` | {_cell(meaning)} |"
+            yield f"| `{' '.join(names.split())}` | {_cell(meaning)} |"
         yield ""
 
 
