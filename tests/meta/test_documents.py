@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from multiworld import errors
 from multiworld.serve.gateway.metrics import Metrics
 from multiworld.serve.transport.routing_table import RoutingTable
+from tests.meta.imports import modules, tree
 from tests.ports import free_port
 from tests.words import unhurried
 
@@ -88,6 +91,29 @@ def test_nothing_speaks_of_where_it_was_made() -> None:
             continue  # removed, and not committed yet
         if path.suffix in (".py", ".md", ".toml", ".txt", ".yml", ".yaml", ""):
             assert "/work" + "/main" not in path.read_text(), name
+
+
+def test_troubleshooting_quotes_real_messages() -> None:
+    """Every quoted text is part of a string in the code."""
+    page = (ROOT / "docs" / "operations" / "troubleshooting.md").read_text()
+    quoted = re.findall("\u201c(.*?)\u201d", page)
+    assert len(quoted) > 20
+    messages = "\n".join(
+        text for path in modules().values() for text in _strings(tree(path))
+    )
+    for text in quoted:
+        assert text in messages, text
+
+
+def _strings(module: ast.Module) -> Iterator[str]:
+    for node in ast.walk(module):
+        if isinstance(node, ast.JoinedStr):
+            parts = (
+                p.value if isinstance(p, ast.Constant) else "?" for p in node.values
+            )
+            yield "".join(map(str, parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
 
 
 def test_every_metric_is_documented() -> None:
