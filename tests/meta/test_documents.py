@@ -15,6 +15,7 @@ from multiworld import errors
 from multiworld.serve.gateway.metrics import Metrics
 from multiworld.serve.transport.routing_table import RoutingTable
 from tests.meta.imports import modules, tree
+from tests.meta.test_layers import LAYERS
 from tests.ports import free_port
 from tests.words import unhurried
 
@@ -136,3 +137,10 @@ def test_statuses_of_errors_are_documented() -> None:
         status = getattr(getattr(errors, name), "status", 500)
         if status != 500 and name != "PlacementError":
             assert f"| {status} | `{name}` |" in page, name
+
+
+def test_contributing_names_every_layer() -> None:
+    """The table has what the test of the layers has."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    for name in {name for names in LAYERS for name in names}:
+        assert f"`{name}`" in text, name
