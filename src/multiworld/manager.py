@@ -1,4 +1,4 @@
-"""Alias of ``multiworld.world.manager``, the name that pymultiworld 0.2 uses. Shell."""
+"""Alias of ``multiworld.world.manager`` under the name that pymultiworld uses. Shell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Alias of ``multiworld.world.communicator``, the name that pymultiworld 0.1 uses. Shell."""
+"""Alias of ``multiworld.world.communicator`` under the name that pymultiworld uses. Shell."""
 
 from __future__ import annotations
 

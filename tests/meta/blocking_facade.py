@@ -70,10 +70,11 @@ def _method(node: ast.AsyncFunctionDef) -> str:
     args.kw_defaults.append(ast.Constant(None))
     assert node.returns is not None
     doc = (ast.get_docstring(node) or "").partition("\n\nCancellation:")[0]
+    given = ", ".join([*positional, *keyword])
     text = (
         f"\ndef {node.name}({ast.unparse(args)}) -> {ast.unparse(node.returns)}:\n"
         f'    """{_with_timeout(doc)}\n    """\n'
-        f"    step = self._collectives.{node.name}({', '.join([*positional, *keyword])})\n"
+        f"    step = self._collectives.{node.name}({given})\n"
         f"    return self._wait(step, timeout_s)"
     )
     return textwrap.indent(text, "    ")

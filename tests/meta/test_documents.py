@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from multiworld import errors
+from multiworld.serve.gateway.metrics import Metrics
+from multiworld.serve.transport.routing_table import RoutingTable
+from tests.meta.imports import modules, tree
+from tests.meta.test_layers import LAYERS
 from tests.ports import free_port
 from tests.words import unhurried
 
@@ -22,9 +29,9 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_readme_code_runs(tmp_path: Path, compiled: dict[str, str]) -> None:
-    """The README's program runs as it is, with another port."""
+    """It prints what the document says, on another port."""
     (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(code.splitlines()) < 40
+    assert len(code.splitlines()) <= 40
     program = tmp_path / "readme.py"
     program.write_text(code.replace("29500", str(free_port())))
     done = subprocess.run(
@@ -36,8 +43,14 @@ def test_readme_code_runs(tmp_path: Path, compiled: dict[str, str]) -> None:
         env=compiled,
     )
     assert done.returncode == 0, done.stderr
-    assert "tensor([0, 1, 2, 3])" in done.stdout
+    (printed,) = re.findall(r"It prints:\n\n((?:    .*\n)+)", README)
+    assert done.stdout == re.sub("^    ", "", printed, flags=re.MULTILINE)
     assert unhurried(done.stderr) == ""
+
+
+def test_readme_has_no_relative_images() -> None:
+    """They break where only the package's metadata is shown."""
+    assert re.findall(r"!\[[^]]*\]\((?!https?://)", README) == []
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
@@ -79,3 +92,55 @@ def test_nothing_speaks_of_where_it_was_made() -> None:
             continue  # removed, and not committed yet
         if path.suffix in (".py", ".md", ".toml", ".txt", ".yml", ".yaml", ""):
             assert "/work" + "/main" not in path.read_text(), name
+
+
+def test_troubleshooting_quotes_real_messages() -> None:
+    """Every quoted text is part of a string in the code."""
+    page = (ROOT / "docs" / "operations" / "troubleshooting.md").read_text()
+    quoted = re.findall("\u201c(.*?)\u201d", page)
+    assert len(quoted) > 20
+    messages = "\n".join(
+        text for path in modules().values() for text in _strings(tree(path))
+    )
+    for text in quoted:
+        assert text in messages, text
+
+
+def _strings(module: ast.Module) -> Iterator[str]:
+    for node in ast.walk(module):
+        if isinstance(node, ast.JoinedStr):
+            parts = (
+                p.value if isinstance(p, ast.Constant) else "?" for p in node.values
+            )
+            yield "".join(map(str, parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_every_metric_is_documented() -> None:
+    """By its name and type."""
+    report = {"in_flight": 0, "waiting": {}, "attained": {}, "missed": {}}
+    report |= {"counts": {}, "connected": [], "load": {}, "silent": []}
+    shown = Metrics("gateway/1").render(report, {}, RoutingTable()).decode()
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
+    metrics = re.findall(r"^# TYPE (\w+) (\w+)$", shown, re.MULTILINE)
+    assert len(metrics) > 20
+    for name, kind in metrics:
+        if not name.endswith("_created"):
+            assert f"| `{name}` | {kind} |" in page, name
+
+
+def test_statuses_of_errors_are_documented() -> None:
+    """They are those of the classes."""
+    page = (ROOT / "docs" / "reference" / "errors.md").read_text()
+    for name in errors.__all__:
+        status = getattr(getattr(errors, name), "status", 500)
+        if status != 500 and name != "PlacementError":
+            assert f"| {status} | `{name}` |" in page, name
+
+
+def test_contributing_names_every_layer() -> None:
+    """The table has what the test of the layers has."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    for name in {name for names in LAYERS for name in names}:
+        assert f"`{name}`" in text, name
