@@ -1,4 +1,4 @@
-"""Alias of ``multiworld.world.manager`` under the name that pymultiworld uses. Shell."""
+"""Alias of ``multiworld.world.manager``, under the prototype's name. Shell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Alias of ``multiworld.world.communicator`` under the name that pymultiworld uses. Shell."""
+"""Alias of ``multiworld.world.communicator``, under the prototype's name. Shell."""
 
 from __future__ import annotations
 
