@@ -1,4 +1,4 @@
-"""Worlds for programs without an event loop: alias of ``multiworld.world.blocking``. Shell."""
+"""Worlds without an event loop: alias of ``multiworld.world.blocking``. Shell."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ import pytest
 
 from multiworld import errors
 from multiworld.serve.gateway.metrics import Metrics
+from multiworld.serve.transport.protocol import FleetReport, GatewayReport
 from multiworld.serve.transport.routing_table import RoutingTable
 from tests.meta.imports import modules, tree
 from tests.meta.test_layers import LAYERS
@@ -119,9 +120,8 @@ def _strings(module: ast.Module) -> Iterator[str]:
 
 def test_every_metric_is_documented() -> None:
     """By its name and type."""
-    report = {"in_flight": 0, "waiting": {}, "attained": {}, "missed": {}}
-    report |= {"counts": {}, "connected": [], "load": {}, "silent": []}
-    shown = Metrics("gateway/1").render(report, {}, RoutingTable()).decode()
+    metrics_of = Metrics("gateway/1").render
+    shown = metrics_of(GatewayReport(), FleetReport(), RoutingTable()).decode()
     page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
     metrics = re.findall(r"^# TYPE (\w+) (\w+)$", shown, re.MULTILINE)
     assert len(metrics) > 20

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from multiworld.backends.dtypes import DTYPES
 from multiworld.backends.reduction import OP_NAMES
-
-if TYPE_CHECKING:
-    from multiworld.backends.lane_collectives import LaneCollectives
 
 
 class Operation(NamedTuple):
@@ -62,13 +59,14 @@ class Collective:
         name: Its name as a method of ``World``.
         code: Its number on the wire, 1 byte; never used for another one.
         has_root: Whether one rank gives or gets.
-        start: Checks a call at once, before it gets its number; returns its steps.
+        start: Takes ``LaneCollectives`` and a call; checks the call at once,
+            before it gets its number; returns its steps.
     """
 
     name: str
     code: int
     has_root: bool
-    start: Callable[[LaneCollectives, Call], Steps]
+    start: Callable[..., Steps]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +115,10 @@ def name_of(code: int) -> str:
 
 def declare(
     code: int, *, has_root: bool = False
-) -> Callable[[Callable[[LaneCollectives, Call], Steps]], Collective]:
+) -> Callable[[Callable[..., Steps]], Collective]:
     """Return a decorator that declares a collective by its function over lanes."""
 
-    def add(start: Callable[[LaneCollectives, Call], Steps]) -> Collective:
+    def add(start: Callable[..., Steps]) -> Collective:
         assert code not in _BY_CODE, f"two collectives have the code {code}"
         found = Collective(start.__name__.lower(), code, has_root, start)
         _BY_CODE[code] = found

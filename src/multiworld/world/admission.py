@@ -25,7 +25,8 @@ from multiworld.rendezvous.membership import Incarnation, Member, MemberUnreacha
 from multiworld.rendezvous.store_address import StoreAddresses
 from multiworld.rendezvous.store_service import MAX_SIZE
 from multiworld.rendezvous.store_session import StoreSession
-from multiworld.world.local_member import JoinRequest, LocalMember, ManagerServices
+from multiworld.world.join_request import JoinRequest
+from multiworld.world.local_member import LocalMember, ManagerServices
 from multiworld.world.world import Changes, World
 
 

@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
-
 from multiworld.backends import make_backend
 from multiworld.backends.base import Lingering
-from multiworld.config import WorldConfig
 from multiworld.errors import MemberLeftError, UsedAfterForkError, WorldClosedError
 from multiworld.incarnation.events import Event, MemberWaiting
 from multiworld.incarnation.lifecycle import (
@@ -51,7 +47,8 @@ from multiworld.liveness.failure_detector import (
 from multiworld.liveness.watchdog import WatchDog
 from multiworld.net.streams import Stream
 from multiworld.rendezvous.membership import Incarnation
-from multiworld.rendezvous.store_address import StoreAddress, StoreAddresses
+from multiworld.rendezvous.store_address import StoreAddress
+from multiworld.world.join_request import JoinRequest
 
 T = TypeVar("T")
 
@@ -59,40 +56,6 @@ LINK_GRACE_S = 1.0
 """Seconds that a world waits, after a data connection has failed, for the control link
 to tell the reason. Both end together when a process dies, so the reason has only to be
 read."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JoinRequest:
-    """Arguments of a join; kept for ``reform`` and ``grow``.
-
-    Attributes:
-        name: The world's name.
-        rank: The member's rank.
-        size: World size.
-        where: The store or stores.
-        backend: Name of the backend.
-        config: The world's settings.
-        device: Device of a c10d backend's tensors.
-    """
-
-    name: str
-    rank: int
-    size: int
-    where: StoreAddresses
-    backend: str
-    config: WorldConfig
-    device: torch.device
-
-    def terms(self) -> str:
-        """Return the options that all members must agree on, in words."""
-        terms = f"backend {self.backend}, host_p2p {self.config.host_p2p}"
-        # With another order of stores, two of them could give out the same epoch.
-        several = len(self.where.stores) > 1
-        return f"{terms}, stores {self.where}" if several else terms
-
-    def replace(self, **changes: Any) -> JoinRequest:
-        """Return a copy with ``changes`` applied."""
-        return dataclasses.replace(self, **changes)
 
 
 def _nothing(_: LocalMember) -> None:

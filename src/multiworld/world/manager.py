@@ -21,7 +21,6 @@ import torch
 from multiworld.backends.base import Lingering
 from multiworld.config import WorldConfig
 from multiworld.errors import (
-    ConfigError,
     UnknownWorldError,
     UsedAfterForkError,
     WorldClosedError,
@@ -32,18 +31,14 @@ from multiworld.incarnation.events import Event
 from multiworld.incarnation.lifecycle import CloseAsked
 from multiworld.liveness.watchdog import WatchDog
 from multiworld.net.security import Security
-from multiworld.rendezvous.store_address import parse_store
-from multiworld.rendezvous.store_service import MAX_SIZE
 from multiworld.world.admission import Admission
 from multiworld.world.communicator import BrokenWorldException, WorldCommunicator
-from multiworld.world.local_member import JoinRequest, ManagerServices
+from multiworld.world.join_request import request_of
+from multiworld.world.local_member import ManagerServices
 from multiworld.world.rejoin import keep
 from multiworld.world.world import World
 
 __all__ = ["BrokenWorldException", "WorldManager"]
-
-MAX_NAME = 1024
-"""Characters in a world's name, at most."""
 
 DEFAULT_PORT = 29500
 """Port that ``port=-1`` stands for: torch's default for a store."""
@@ -182,8 +177,8 @@ class WorldManager:
         self,
         name: str,
         *,
-        rank: int,
-        size: int,
+        rank: int | None = None,
+        size: int | None = None,
         store: str | None = None,
         backend: str = "direct",
         config: WorldConfig | None = None,
@@ -196,14 +191,16 @@ class WorldManager:
 
         Args:
             name: The world's name, the same on every member.
-            rank: This member's rank, 0 to ``size`` - 1.
-            size: World size, the same on every member.
+            rank: This member's rank, 0 to ``size`` - 1; by default ``RANK`` in the
+                environment, as torchrun sets it.
+            size: World size, the same on every member; by default ``WORLD_SIZE``.
             store: Address of the store: ``tcp://HOST:PORT``, or ``memory://NAME`` for
                 ``backend="memory"``. The default is ``MULTIWORLD_STORE`` in the
-                environment. If nobody serves the address and it belongs to this host,
-                rank 0 embeds the store. Commas separate several addresses, the same
-                list for every member; the first store that answers is used, and none is
-                embedded.
+                environment, or else ``MASTER_ADDR`` and ``MASTER_PORT`` (under
+                torchrun, which has a store of its own there, the port after it). If
+                nobody serves the address and it belongs to this host, rank 0 embeds the
+                store. Commas separate several addresses, the same list for every
+                member; the first store that answers is used, and none is embedded.
             backend: ``direct``, ``memory``, ``gloo``, ``nccl``, or any other backend
                 of ``torch.distributed``.
             config: The world's settings; the manager's by default.
@@ -229,16 +226,8 @@ class WorldManager:
             Safe; the claim is withdrawn and nothing stays behind.
         """
         self._check_usable(name)
-        request = JoinRequest(
-            name=name,
-            rank=rank,
-            size=size,
-            where=parse_store(_default_store() if store is None else store),
-            backend=backend,
-            config=config or self._config,
-            device=_device_of(device),
-        )
-        _check_request(request)
+        config = config or self._config
+        request = request_of(name, rank, size, store, backend, config, device)
         self._security.check_backend(backend)
         self._reserve(name)
         return await self._exclusively(name, self._admission.join(request))
@@ -303,8 +292,8 @@ class WorldManager:
         self,
         name: str,
         *,
-        rank: int,
-        size: int,
+        rank: int | None = None,
+        size: int | None = None,
         store: str | None = None,
         backend: str = "direct",
         config: WorldConfig | None = None,
@@ -594,49 +583,3 @@ def _after_fork() -> None:
 def _is_spent(world: World) -> bool:
     """Tell whether the next epoch may replace a world."""
     return world.is_broken or world.is_closed or bool(world.left)
-
-
-def _device_of(device: torch.device | str) -> torch.device:
-    try:
-        return torch.device(device)
-    except RuntimeError as error:
-        raise ConfigError("device", device, "a torch device such as 'cpu'") from error
-
-
-def _default_store() -> str:
-    store = os.environ.get("MULTIWORLD_STORE", "")
-    if not store:
-        raise ConfigError(
-            "store", None, "give an address, or set MULTIWORLD_STORE in the environment"
-        )
-    return store
-
-
-def _check_request(request: JoinRequest) -> None:
-    name, rank, size = request.name, request.rank, request.size
-    if not isinstance(name, str) or not name:
-        raise ConfigError("name", name, "a non-empty str")
-    if len(name) > MAX_NAME:
-        raise ConfigError("name", f"{name[:20]}...", f"at most {MAX_NAME} characters")
-    if not isinstance(size, int) or not 1 <= size <= MAX_SIZE:
-        raise ConfigError("size", size, f"an int from 1 to {MAX_SIZE}")
-    if not isinstance(rank, int) or not 0 <= rank < size:
-        rule = f"an int from 0 to {size - 1} in a world of {size}"
-        raise ConfigError("rank", rank, rule)
-    if not isinstance(request.config, WorldConfig):
-        raise ConfigError("config", request.config, "a WorldConfig")
-    backend, device = request.backend, request.device
-    if (backend == "memory") != request.where.is_local:
-        raise ConfigError(
-            "store",
-            str(request.where),
-            "backend 'memory' needs memory://NAME, all others tcp://HOST:PORT",
-        )
-    if backend in ("direct", "memory", "gloo") and device.type != "cpu":
-        raise ConfigError(
-            "device", str(device), f"backend {backend!r} carries tensors on 'cpu' only"
-        )
-    if backend not in ("direct", "memory"):
-        from multiworld.backends.c10d.backend import check_backend
-
-        check_backend(backend, device)

@@ -1,0 +1,162 @@
+"""The arguments of a join: their defaults and their checks. Shell."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from multiworld.config import WorldConfig
+from multiworld.errors import ConfigError
+from multiworld.rendezvous.store_address import StoreAddresses, parse_store
+from multiworld.rendezvous.store_service import MAX_SIZE
+
+MAX_NAME = 1024
+"""Characters in a world's name, at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinRequest:
+    """Arguments of a join; kept for ``reform`` and ``grow``.
+
+    Attributes:
+        name: The world's name.
+        rank: The member's rank.
+        size: World size.
+        where: The store or stores.
+        backend: Name of the backend.
+        config: The world's settings.
+        device: Device of a c10d backend's tensors.
+    """
+
+    name: str
+    rank: int
+    size: int
+    where: StoreAddresses
+    backend: str
+    config: WorldConfig
+    device: torch.device
+
+    def terms(self) -> str:
+        """Return the options that all members must agree on, in words."""
+        terms = f"backend {self.backend}, host_p2p {self.config.host_p2p}"
+        # With another order of stores, two of them could give out the same epoch.
+        several = len(self.where.stores) > 1
+        return f"{terms}, stores {self.where}" if several else terms
+
+    def replace(self, **changes: Any) -> JoinRequest:
+        """Return a copy with ``changes`` applied."""
+        return dataclasses.replace(self, **changes)
+
+
+def request_of(
+    name: str,
+    rank: int | None,
+    size: int | None,
+    store: str | None,
+    backend: str,
+    config: WorldConfig,
+    device: torch.device | str,
+) -> JoinRequest:
+    """Return the checked arguments of a join, with defaults from the environment.
+
+    Args:
+        name: The world's name.
+        rank: The member's rank; None: ``RANK``.
+        size: World size; None: ``WORLD_SIZE``.
+        store: Address of the store or stores; None: see ``default_store``.
+        backend: Name of the backend.
+        config: The world's settings.
+        device: Device of a c10d backend's tensors.
+
+    Raises:
+        ConfigError: An argument is not valid, or missing and not in the environment.
+    """
+    request = JoinRequest(
+        name=name,
+        rank=_number("rank", rank, "RANK"),
+        size=_number("size", size, "WORLD_SIZE"),
+        where=parse_store(default_store(os.environ) if store is None else store),
+        backend=backend,
+        config=config,
+        device=_device_of(device),
+    )
+    _check(request)
+    return request
+
+
+def default_store(environment: Mapping[str, str]) -> str:
+    """Return the address of the store that the environment names.
+
+    ``MULTIWORLD_STORE`` wins. Launchers such as torchrun set ``MASTER_ADDR`` and
+    ``MASTER_PORT``. torchrun keeps a store of its own at that port, so that the next
+    one is used under it.
+
+    Raises:
+        ConfigError: It names none.
+    """
+    if store := environment.get("MULTIWORLD_STORE"):
+        return store
+    host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT", "")
+    if not host or not port.isdigit():
+        raise ConfigError(
+            "store",
+            None,
+            "give store=, or set MULTIWORLD_STORE (or MASTER_ADDR and MASTER_PORT) in "
+            "the environment",
+        )
+    is_taken = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    shown = f"[{host}]" if ":" in host else host
+    return f"tcp://{shown}:{int(port) + is_taken}"
+
+
+def _number(field: str, value: int | None, variable: str) -> int:
+    if value is not None:
+        return value
+    text = os.environ.get(variable, "")
+    if not text.isdigit():
+        raise ConfigError(
+            field, text or None, f"give {field}=, or set {variable} in the environment"
+        )
+    return int(text)
+
+
+def _device_of(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError("device", device, "a torch device such as 'cpu'") from error
+
+
+def _check(request: JoinRequest) -> None:
+    name, rank, size = request.name, request.rank, request.size
+    if not isinstance(name, str) or not name:
+        raise ConfigError("name", name, "a non-empty str")
+    if len(name) > MAX_NAME:
+        raise ConfigError("name", f"{name[:20]}...", f"at most {MAX_NAME} characters")
+    if not isinstance(size, int) or not 1 <= size <= MAX_SIZE:
+        raise ConfigError("size", size, f"an int from 1 to {MAX_SIZE}")
+    if not isinstance(rank, int) or not 0 <= rank < size:
+        rule = f"an int from 0 to {size - 1} in a world of {size}"
+        raise ConfigError("rank", rank, rule)
+    if not isinstance(request.config, WorldConfig):
+        raise ConfigError("config", request.config, "a WorldConfig")
+    backend, device = request.backend, request.device
+    if (backend == "memory") != request.where.is_local:
+        raise ConfigError(
+            "store",
+            str(request.where),
+            "backend 'memory' needs memory://NAME, all others tcp://HOST:PORT",
+        )
+    if backend in ("direct", "memory", "gloo") and device.type != "cpu":
+        raise ConfigError(
+            "device", str(device), f"backend {backend!r} carries tensors on 'cpu' only"
+        )
+    if backend not in ("direct", "memory"):
+        from multiworld.backends.c10d.backend import check_backend
+
+        check_backend(backend, device)
