@@ -46,6 +46,11 @@ class WorldConfig:
     close_s: float = 5.0
     """Seconds that ``close`` waits, at most, for sent data to leave this process."""
 
+    heartbeat_s: float = 0.1
+    """Seconds between heartbeats, less than ``silence_s``; a tenth of it or less, so
+    that a few late or lost ones are harmless. Like ``heartbeat``, this is taken from
+    the settings of the manager. Every manager should use the same."""
+
     heartbeat: Literal["process", "thread"] = "process"
     """Sender of this process's heartbeats: a helper process or a thread. A process
     keeps sending while one C call holds the GIL (an unpickle held it for 20 s) and
@@ -93,6 +98,7 @@ class WorldConfig:
         for name in (
             "join_s",
             "silence_s",
+            "heartbeat_s",
             "stall_s",
             "stalled_limit_s",
             "close_s",
@@ -101,6 +107,9 @@ class WorldConfig:
             value = getattr(self, name)
             if not _is_number(value) or not value > 0:
                 raise ConfigError(name, value, "seconds, more than 0")
+        if self.heartbeat_s >= self.silence_s:
+            rule = f"seconds, less than silence_s, which is {self.silence_s:g}"
+            raise ConfigError("heartbeat_s", self.heartbeat_s, rule)
         for name in (
             "eager_bytes",
             "shared_memory_bytes",

@@ -291,7 +291,9 @@ async def test_lost_connection_for_beats_is_no_loss_and_comes_back(
     config = WorldConfig(join_s=20, silence_s=1.0)
     world, child = await stage.affected("direct", config)
     for _ in range(2):
-        for line in list(stage.manager.watchdog._beats._connections.values()):
+        for line in list(
+            stage.manager.watchdog._links.heartbeats._connections.values()
+        ):
             line.sock.shutdown(socket.SHUT_RDWR)
         over = asyncio.ensure_future(world.wait_over())
         done, _ = await asyncio.wait((over,), timeout=2.5)

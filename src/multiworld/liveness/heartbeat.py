@@ -54,9 +54,13 @@ class Heartbeat:
 
     Args:
         on_report: Called on the event loop with a connection's number and its report.
+        heartbeat_s: Seconds between heartbeats.
     """
 
-    def __init__(self, on_report: OnReport) -> None:
+    def __init__(
+        self, on_report: OnReport, heartbeat_s: float = heartbeat_helper.BEAT_S
+    ) -> None:
+        self._heartbeat_s = heartbeat_s
         self._on_report = on_report
         self._reported = asyncio.Event()
         self._control: socket.socket | None = None
@@ -186,7 +190,7 @@ class Heartbeat:
         self._reported.clear()
         self._send_order(heartbeat_helper.encode_order(heartbeat_helper.TICK))
         try:
-            async with asyncio.timeout(2 * heartbeat_helper.BEAT_S):
+            async with asyncio.timeout(2 * self._heartbeat_s):
                 await self._reported.wait()
         except TimeoutError:
             self._missed += 1
@@ -239,7 +243,9 @@ class Heartbeat:
 
     def _begin(self, ours: socket.socket, theirs: socket.socket, mode: Mode) -> None:
         if mode == "thread":
-            helper = heartbeat_helper.HeartbeatHelper(theirs, owner=None)
+            helper = heartbeat_helper.HeartbeatHelper(
+                theirs, owner=None, heartbeat_s=self._heartbeat_s
+            )
             self._thread = threading.Thread(
                 target=helper.run, name="multiworld-heartbeat", daemon=True
             )
@@ -251,7 +257,13 @@ class Heartbeat:
         thread = str(threading.get_native_id())
         with theirs:
             self._process = subprocess.Popen(
-                [*command, str(theirs.fileno()), str(os.getpid()), thread],
+                [
+                    *command,
+                    str(theirs.fileno()),
+                    str(os.getpid()),
+                    thread,
+                    str(self._heartbeat_s),
+                ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -269,7 +281,7 @@ class Heartbeat:
             self._process.wait()
             self._process = None
         if self._thread is not None:
-            self._thread.join(timeout=heartbeat_helper.BEAT_S * 5)
+            self._thread.join(timeout=self._heartbeat_s * 5)
             self._thread = None
 
     def _send_sockets(self, number: int) -> None:

@@ -3,7 +3,7 @@
 It runs as a script in a helper process (``python -I -S -E heartbeat_helper.py FD PID
 TID``) or in a thread, and uses the standard library only.
 
-The owner passes sockets to the helper over a control socket. Every ``BEAT_S`` the
+The owner passes sockets to the helper over a control socket. Every ``heartbeat_s`` the
 helper sends one frame on each: the state of the owner, how long ago its event loop last
 gave a sign, what the thread of that loop is doing, and how long ago this peer was last
 heard. The helper also reads the peers' heartbeats and stamps them with their time of
@@ -31,9 +31,9 @@ import sys
 import time
 
 BEAT_S = 0.1
-"""Seconds between heartbeats. The default silence of 2 s holds twenty, so that a few
-lost or late ones are harmless, and a network that is back within ``silence_s`` is heard
-in time. See ``failure_detector`` for the consequences."""
+"""Default of ``WorldConfig.heartbeat_s``, the seconds between heartbeats. The default
+silence of 2 s holds twenty, so that a few lost or late ones are harmless, and a network
+that is back within ``silence_s`` is heard in time."""
 
 RUNNING, STOPPED, GONE, ENDED = 0, 1, 2, 3
 """State of a process, or ``ENDED`` for a heartbeat connection that has ended."""
@@ -267,11 +267,17 @@ class HeartbeatHelper:
         control: Socket to the owner. The helper owns it from now on.
         owner: Process ID of the owner; None in a thread of the owner.
         thread: Native ID of the thread that runs the owner's event loop.
+        heartbeat_s: Seconds between heartbeats.
     """
 
     def __init__(
-        self, control: socket.socket, owner: int | None, thread: int = 0
+        self,
+        control: socket.socket,
+        owner: int | None,
+        thread: int = 0,
+        heartbeat_s: float = BEAT_S,
     ) -> None:
+        self._heartbeat_s = heartbeat_s
         control.setblocking(False)
         self._control, self._owner, self._thread = control, owner, thread
         self._targets: dict[int, HeartbeatTarget] = {}
@@ -283,7 +289,7 @@ class HeartbeatHelper:
 
     def run(self) -> None:
         """Send and read heartbeats until the owner exits."""
-        due = time.monotonic() + BEAT_S
+        due = time.monotonic() + self._heartbeat_s
         while not self._is_over:
             has_order = False
             for selected, _ in self._selector.select(max(0.0, due - time.monotonic())):
@@ -295,7 +301,7 @@ class HeartbeatHelper:
                 self._handle_order()
             now = time.monotonic()
             if now >= due:
-                due = now + BEAT_S
+                due = now + self._heartbeat_s
                 self._beat(now)
         for number in list(self._targets):
             self._drop(number)
@@ -310,7 +316,7 @@ class HeartbeatHelper:
             if state == GONE or os.getppid() != self._owner:
                 self._is_over = True
                 return
-            if lag_ms > 2 * BEAT_S * 1000:
+            if lag_ms > 2 * self._heartbeat_s * 1000:
                 doing = thread_doing(self._owner, self._thread)
         sequence = int(now * 1000)
         for target in self._targets.values():
@@ -403,7 +409,8 @@ def _report_of(number: int, target: HeartbeatTarget) -> bytes:
 def main() -> None:
     """Run as the helper process."""
     control, owner, thread = map(int, sys.argv[1:4])
-    HeartbeatHelper(socket.socket(fileno=control), owner, thread).run()
+    sock, heartbeat_s = socket.socket(fileno=control), float(sys.argv[4])
+    HeartbeatHelper(sock, owner, thread, heartbeat_s).run()
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ class HeartbeatLinks:
 
     Args:
         mode: Kind of helper.
+        heartbeat_s: Seconds between heartbeats.
         on_heard: Called with the peer's link and its report when a heartbeat arrived.
         on_ended: Called with the peer's link when the peer's side ended a connection.
     """
@@ -40,11 +41,12 @@ class HeartbeatLinks:
     def __init__(
         self,
         mode: Mode,
+        heartbeat_s: float,
         on_heard: Callable[[LinkKey, HeartbeatReport], None],
         on_ended: Callable[[LinkKey], None],
     ) -> None:
         self._mode, self._on_heard, self._on_ended = mode, on_heard, on_ended
-        self._heartbeat = Heartbeat(self._take_report)
+        self._heartbeat = Heartbeat(self._take_report, heartbeat_s)
         self._connections: dict[LinkKey, _Connection] = {}
         self._keys: dict[int, LinkKey] = {}
         self._ports: dict[LinkKey, int] = {}

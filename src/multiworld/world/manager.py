@@ -81,6 +81,7 @@ class WorldManager:
             self._uid,
             is_enabled=enable_monitor,
             mode=self._config.heartbeat,
+            heartbeat_s=self._config.heartbeat_s,
             security=self._security,
         )
         self._joining: dict[str, asyncio.Task[World] | None] = {}

@@ -1,0 +1,441 @@
+"""Control links of a manager to its peers: listening, dialing, accepting. Shell.
+
+However many worlds two processes share, they have one link and one heartbeat
+connection. Of two managers, the one with the smaller uid dials; so no two connections
+ever cross.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+import weakref
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from multiworld.liveness.control_link import Link, LinkKey, LocalLink, SocketLink
+from multiworld.liveness.endpoint import Endpoint, dialing_filenos, reach
+from multiworld.liveness.heartbeat import HeartbeatReport, Mode
+from multiworld.liveness.heartbeat_links import HeartbeatLinks
+from multiworld.net.handshake import HandshakeError, refusal
+from multiworld.net.security import Security
+from multiworld.net.streams import Stream
+from multiworld.rendezvous.membership import Address, Member, this_host
+
+logger = logging.getLogger("multiworld.watchdog")
+
+Message = dict[str, Any]
+
+PROBE_S = 1.0
+"""Seconds between probes of a peer that is to dial this manager. Without them, a peer
+that died between its admission and dialing would cost all of ``join_s``."""
+
+AGAIN_S = (0.0, 0.2, 0.5, 1.0, 2.0)
+"""Pauses between attempts to open another heartbeat connection, in seconds."""
+
+
+class LinkTableOwner(Protocol):
+    """What happens on the links of a manager."""
+
+    def link_joined(self, key: LinkKey) -> None:
+        """Handle a new link."""
+
+    def link_closed(self, key: LinkKey, reason: str, evidence: str) -> None:
+        """Handle the end of a link.
+
+        Args:
+            key: The link.
+            reason: What happened to the peer, in words.
+            evidence: The observation.
+        """
+
+    def link_message(self, link: Link, message: Message) -> None:
+        """Handle a message that arrived on a link."""
+
+    def heard(self, key: LinkKey, report: HeartbeatReport) -> None:
+        """Handle a heartbeat of a peer."""
+
+    def lane_refusal(self, nonce: int) -> str | None:
+        """Return why a data connection for an incarnation is unwanted, or None."""
+
+    def lane_arrived(self, nonce: int, rank: int, channel: str, sock: Stream) -> None:
+        """Take a data connection that a member opened.
+
+        Args:
+            nonce: The incarnation.
+            rank: Rank of the member.
+            channel: Purpose of the connection.
+            sock: The connection; the receiver owns it.
+        """
+
+
+@dataclass(slots=True)
+class Peer:
+    """A peer manager.
+
+    Attributes:
+        link: The control link to it.
+        seal: Key that authenticates the heartbeats of this link.
+        address: Where to dial it again, if this side dials.
+    """
+
+    link: Link
+    seal: bytes = b""
+    address: Address | None = None
+
+
+_tables: weakref.WeakValueDictionary[str, LinkTable] = weakref.WeakValueDictionary()
+"""The tables of this process by uid, for links inside it."""
+
+
+class LinkTable:
+    """The links of one manager.
+
+    Args:
+        uid: Name of the manager.
+        mode: Kind of heartbeat helper.
+        heartbeat_s: Seconds between heartbeats.
+        security: Secret and TLS of the manager.
+        owner: Told what happens.
+    """
+
+    def __init__(
+        self,
+        uid: str,
+        mode: Mode,
+        heartbeat_s: float,
+        security: Security,
+        owner: LinkTableOwner,
+    ) -> None:
+        self.uid, self._security, self._owner = uid, security, owner
+        self.heartbeats = HeartbeatLinks(
+            mode, heartbeat_s, owner.heard, self._heartbeat_ended
+        )
+        self._endpoints: dict[str, Endpoint] = {}
+        self._peers: dict[LinkKey, Peer] = {}
+        self._awaited: dict[LinkKey, asyncio.Future[None]] = {}
+        self._linking: dict[LinkKey, asyncio.Task[None]] = {}
+        self._is_closed = False
+        _tables[uid] = self
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def __iter__(self) -> Iterator[LinkKey]:
+        return iter(list(self._peers))
+
+    def __contains__(self, key: LinkKey) -> bool:
+        return key in self._peers
+
+    def listen(self, host: str) -> Address:
+        """Return where this manager listens on ``host``; "" is this process alone."""
+        if not host:
+            where = this_host()
+            return Address(host="", port=0, unix="", boot=where.boot, netns=where.netns)
+        if host not in self._endpoints:
+            self._endpoints[host] = Endpoint.listen(host, self, self._security)
+        return self._endpoints[host].address
+
+    def key_of(self, me: Member, member: Member) -> LinkKey:
+        """Return the key of the link between this manager's member and another one."""
+        return LinkKey(member.uid, me.address.host, member.address.host)
+
+    def dials(self, member: Member) -> bool:
+        """Return True if this manager dials ``member``, False if it waits for it."""
+        return self.uid < member.uid
+
+    def link(self, key: LinkKey) -> Link | None:
+        """Return a link, or None if there is none."""
+        peer = self._peers.get(key)
+        return None if peer is None else peer.link
+
+    @property
+    def refused(self) -> Counter[str]:
+        """Number of connections refused, by kind."""
+        return sum((e.refused for e in self._endpoints.values()), Counter[str]())
+
+    # Opening.
+
+    async def connect(self, key: LinkKey, member: Member) -> None:
+        """Open the link to a member's manager, or wait until that manager opens it.
+
+        Raises:
+            OSError: The manager cannot be reached.
+
+        Cancellation: safe; dialing goes on for other worlds that need the link.
+        """
+        if key in self._peers:
+            return
+        if not member.address.host:
+            self._join_local(key, member)
+        elif self.dials(member):
+            dialing = self._once(key, lambda: self._dial(key, member.address))
+            await asyncio.shield(dialing)
+        else:
+            await self._wait_for_link(key, member)
+
+    async def reach(
+        self, address: Address, hello: Message, security: Security | None = None
+    ) -> Stream:
+        """Return a connection to another manager after its handshake.
+
+        Args:
+            address: Where it listens.
+            hello: The kind of connection and what belongs to it.
+            security: The secret to prove; the manager's own by default.
+
+        Raises:
+            OSError: It cannot be reached, or refuses.
+
+        Cancellation: safe; nothing stays open.
+        """
+        return await reach(address, hello, security or self._security)
+
+    def _once(
+        self, key: LinkKey, dial: Callable[[], Coroutine[Any, Any, None]]
+    ) -> asyncio.Task[None]:
+        """Dial in a task of the table.
+
+        A join that is cancelled must not cut the link that another world uses.
+        """
+        if key not in self._linking:
+            loop = asyncio.get_running_loop()
+            task = loop.create_task(dial(), name=f"multiworld dial {key.peer[:8]}")
+            self._linking[key] = task
+            task.add_done_callback(lambda _: self._linking.pop(key, None))
+            task.add_done_callback(_forget_error)
+        return self._linking[key]
+
+    async def _wait_for_link(self, key: LinkKey, member: Member) -> None:
+        """Wait for the other side to dial; probe now and then whether it is there."""
+        awaited = self._await_link(key)
+        while True:
+            done, _ = await asyncio.wait((awaited,), timeout=PROBE_S)
+            if done:
+                awaited.result()
+                return
+            await self.reach(member.address, {"kind": "probe", "to": member.uid})
+
+    async def _dial(self, key: LinkKey, address: Address) -> None:
+        fresh = secrets.token_hex(16)
+        seal = self._seal_of(fresh)
+        hello = {"kind": "link", "seal": fresh, **self._ends_of(key)}
+        control = await self.reach(address, hello)
+        try:
+            beat = await self._dial_heartbeat(key, address, seal)
+        except BaseException:
+            control.close()
+            raise
+        peer = self._add(SocketLink(key, control, self), seal)
+        peer.address = address
+        self.heartbeats.begin(peer.link, beat, seal, dialed=True)
+
+    async def _dial_heartbeat(
+        self, key: LinkKey, address: Address, seal: bytes
+    ) -> socket.socket:
+        # The link's seal is the secret: nobody else can take part in this link.
+        hello = {"kind": "beat", **self._ends_of(key)}
+        beat = await self.reach(address, hello, Security(secret=seal))
+        assert isinstance(beat, socket.socket)
+        return beat
+
+    async def _dial_heartbeat_again(self, key: LinkKey) -> None:
+        for pause_s in AGAIN_S:
+            peer = self._peers.get(key)
+            if peer is None or peer.address is None:
+                return
+            try:
+                beat = await self._dial_heartbeat(key, peer.address, peer.seal)
+            except OSError as error:
+                logger.info("no heartbeat connection to %s: %s", key.peer, error)
+                await asyncio.sleep(pause_s)
+                continue
+            if self._peers.get(key) is peer:
+                self.heartbeats.begin(peer.link, beat, peer.seal, dialed=True)
+            else:
+                beat.close()
+            return
+
+    def _heartbeat_ended(self, key: LinkKey) -> None:
+        """Open another connection: its end alone says nothing about the process."""
+        peer = self._peers.get(key)
+        if peer is not None and peer.address is not None:
+            self._once(key, lambda: self._dial_heartbeat_again(key))
+
+    def _ends_of(self, key: LinkKey) -> Message:
+        hosts = {"from_host": key.local_host, "to_host": key.remote_host}
+        return {"from": self.uid, "to": key.peer, **hosts}
+
+    def _seal_of(self, fresh: str) -> bytes:
+        """Return the key that authenticates the heartbeats of one link.
+
+        With a secret, a reader of the link's hello cannot derive it; with TLS, there
+        is no such reader.
+        """
+        return bytes.fromhex(self._security.proof("beats", fresh))
+
+    def _join_local(self, key: LinkKey, member: Member) -> None:
+        other = _tables.get(member.uid)
+        if other is None or other._is_closed:
+            raise ConnectionRefusedError(f"{member} is not in this process")
+        other_key = LinkKey(self.uid, key.remote_host, key.local_host)
+        ours, theirs = LocalLink.pair(key, self, other_key, other)
+        self._add(ours)
+        other._add(theirs)
+
+    def _add(self, link: Link, seal: bytes = b"") -> Peer:
+        peer = self._peers[link.key] = Peer(link, seal)
+        self._owner.link_joined(link.key)
+        awaited = self._awaited.pop(link.key, None)
+        if awaited is not None and not awaited.done():
+            awaited.set_result(None)
+        return peer
+
+    def _await_link(self, key: LinkKey) -> asyncio.Future[None]:
+        if key not in self._awaited:
+            self._awaited[key] = asyncio.get_running_loop().create_future()
+        return self._awaited[key]
+
+    # Ending.
+
+    def _drop(self, peer: Peer) -> None:
+        peer.link.close()
+        self.heartbeats.end(peer.link.key)
+
+    def give_up(self, key: LinkKey, reason: str, evidence: str) -> None:
+        """End a link as if it had been lost.
+
+        Args:
+            key: The link.
+            reason: What happened to the peer, in words.
+            evidence: The observation.
+        """
+        peer = self._peers.get(key)
+        if peer is not None:
+            self.link_ended(peer.link, reason, evidence)
+
+    def filenos(self) -> list[int]:
+        """Return the descriptors that a forked child must close."""
+        found = self.heartbeats.filenos() + dialing_filenos()
+        for endpoint in self._endpoints.values():
+            found += endpoint.filenos()
+        for peer in self._peers.values():
+            found += peer.link.filenos()
+        return found
+
+    def close_nowait(self, *, politely: bool) -> None:
+        """End all links at once; ``politely`` tells the peers that this is intended."""
+        self._is_closed = True
+        _tables.pop(self.uid, None)
+        for key in list(self._peers):
+            peer = self._peers.pop(key)
+            if politely:
+                peer.link.say_bye()
+            self._drop(peer)
+        for awaited in self._awaited.values():
+            awaited.cancel()
+        for linking in list(self._linking.values()):
+            linking.cancel()
+        for endpoint in self._endpoints.values():
+            endpoint.close_nowait()
+        self.heartbeats.close()
+
+    async def wait_closed(self) -> None:
+        """Wait until the listeners have ended, after ``close_nowait``.
+
+        Cancellation: safe.
+        """
+        for endpoint in self._endpoints.values():
+            await endpoint.close()
+
+    # LinkOwner.
+
+    def link_message(self, link: Link, message: Message) -> None:
+        """Handle a message that is about the link; pass on the others."""
+        if not isinstance(message.get("nonce"), int):
+            if link.key in self._peers and message.get("op") == "datagrams":
+                self.heartbeats.datagrams_at(link.key, message.get("port"))
+            return
+        self._owner.link_message(link, message)
+
+    def link_ended(self, link: Link, reason: str, evidence: str) -> None:
+        """Remove a link that has ended, and tell the owner.
+
+        Args:
+            link: The link.
+            reason: What happened to the peer, in words.
+            evidence: The observation.
+        """
+        peer = self._peers.get(link.key)
+        if peer is None or peer.link is not link:
+            return
+        del self._peers[link.key]
+        self._drop(peer)
+        self._owner.link_closed(link.key, reason, evidence)
+
+    # Acceptor.
+
+    def refusal(self, hello: Message) -> str | None:
+        """Return why a connection is unwanted, or None."""
+        if self._is_closed:
+            return "this manager is closed"
+        match hello["kind"]:
+            case "link" | "probe" if hello["to"] != self.uid:
+                return f"this is manager {self.uid}, not {hello['to']}"
+            case "lane":
+                return self._owner.lane_refusal(int(hello["nonce"]))
+            case "link" | "beat" | "probe":
+                return None
+            case other:
+                return f"unknown kind of connection {other!r}"
+
+    def security_for(self, hello: Message) -> Security | None:
+        """Return the seal of the link for heartbeats; None for what all must prove."""
+        if hello.get("kind") != "beat":
+            return None
+        peer = self._peers.get(self._inbound_key(hello))
+        if peer is None or not peer.seal:
+            why = "no control link goes with this heartbeat connection"
+            raise HandshakeError("refused", why, answer=refusal(why))
+        return Security(secret=peer.seal)
+
+    def turned_away(self, hello: Message, error: HandshakeError, where: object) -> None:
+        """Ignore a refused connection: nobody waits for it.
+
+        Args:
+            hello: What it asked for.
+            error: Why it was refused.
+            where: Where it came from.
+        """
+
+    def take(self, sock: Stream, hello: Message) -> None:
+        """Own an accepted connection."""
+        if hello["kind"] == "probe":
+            sock.close()  # the prober knows now that this manager is there
+            return
+        if hello["kind"] == "lane":
+            nonce, rank = int(hello["nonce"]), int(hello["rank"])
+            self._owner.lane_arrived(nonce, rank, str(hello["channel"]), sock)
+            return
+        key = self._inbound_key(hello)
+        if hello["kind"] == "link":
+            # The peer dialed again before this side saw the old link end.
+            self.give_up(key, "it replaced its control link", "it dialled again")
+            self._add(SocketLink(key, sock, self), self._seal_of(str(hello["seal"])))
+        else:
+            assert isinstance(sock, socket.socket)
+            peer = self._peers[key]
+            self.heartbeats.begin(peer.link, sock, peer.seal, dialed=False)
+
+    def _inbound_key(self, hello: Message) -> LinkKey:
+        return LinkKey(
+            str(hello["from"]), str(hello["to_host"]), str(hello["from_host"])
+        )
+
+
+def _forget_error(task: asyncio.Task[None]) -> None:
+    _ = task.cancelled() or task.exception()  # the callers got it
