@@ -12,16 +12,13 @@ world has heard from the control link who is to blame.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import socket
-import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
-from multiworld.backends.direct import shared_memory
 from multiworld.backends.direct.header import FRAGMENT_BYTES, HeaderError
 from multiworld.backends.direct.inbound import Inbound
+from multiworld.backends.direct.lane_memory import LaneMemory
+from multiworld.backends.direct.lane_socket import LaneSocket
 from multiworld.backends.direct.outbound import SHARED_BYTES, Outbound, Outgoing
 from multiworld.backends.mailbox import MESSAGE_BYTES, Description, Mailbox
 from multiworld.backends.offload import in_thread
@@ -39,9 +36,8 @@ so a lane gives way after the whole ring, which takes well under a millisecond."
 LOW_WATER_BYTES = 256 * 1024
 """Least of a large payload that it is worth to be woken for over TCP."""
 
-LOOK_S = 0.002
 HOLD_TURNS = 4
-RIGHTS_BYTES = socket.CMSG_SPACE(4)
+"""Turns of the loop that a message which nobody has asked for stays in the buffer."""
 
 OUTBOX_BYTES = 4 * 1024 * 1024
 """Most bytes of eager messages that are copied while the socket is full; then even a
@@ -76,46 +72,37 @@ class Lane:
         owner: LaneOwner,
     ) -> None:
         self.rank = rank
-        self._sock, self._owner, self._config = sock, owner, config
-        # Under TLS, bytes can be there that the loop does not see.
-        self._pending: Callable[[], int] | None = getattr(sock, "pending", None)
-        self._fd = sock.fileno()
-        # What the peer shares is taken whatever this side's own setting is.
-        is_shared = shared_memory.is_usable(sock)
-        self._slots = (
-            shared_memory.slots_in(config.shared_memory_bytes) if is_shared else 0
-        )
-        self._descriptors: list[int] = []  # arrived, and not mapped yet
-        self._takes_memory = is_shared
-        self._is_tcp = isinstance(sock, socket.socket) and sock.family != socket.AF_UNIX
-        self._low_water = 0
+        self._owner, self._config, self._mailbox = owner, config, mailbox
         self._loop = asyncio.get_running_loop()
-        self._mailbox = mailbox
+        self._outbound = Outbound(nonce, is_summed=config.payload_checksum)
+        self._socket = LaneSocket(sock, self._on_readable, self._flush, self.poll)
+        self._memory = LaneMemory(
+            self._socket,
+            self._outbound,
+            config.shared_memory_bytes,
+            self._flush,
+            self._may_send,
+        )
         self._inbound = Inbound(
             rank,
             nonce,
             mailbox,
             max_message_bytes=config.max_message_bytes,
             on_fin=self._on_fin,
-            shared=self if is_shared else None,
+            shared=self._memory if self._memory.is_usable else None,
         )
-        self._outbound = Outbound(nonce, is_summed=config.payload_checksum)
         self._drained: asyncio.Future[None] | None = None
-        self._is_open = True
-        self._is_reading = self._is_writing = False
-        self._is_mute = False  # nothing more can be written
         self._is_dead = False  # nothing more can arrive: it ended without a fin
         self._is_leaving = False  # our fin is queued: what arrives is dropped
         self._refusal: ErrorMaker | None = None  # why nothing more can be sent
         self._closed = self._loop.create_future()
         self._messages = self._bytes = 0
-        self._looking: asyncio.TimerHandle | None = None
         self._is_holding = False
-        self._read_on()
+        self._socket.read_on()
 
     def fileno(self) -> int:
         """Return the descriptor, or -1 once closed."""
-        return self._fd if self._is_open else -1
+        return self._socket.fileno()
 
     @property
     def is_finished(self) -> bool:
@@ -162,24 +149,24 @@ class Lane:
     ) -> Outgoing | None:
         """Hand over what the socket takes; return the message if it must be awaited."""
         outbound, size = self._outbound, description.size
-        if size >= SHARED_BYTES and self._slots and outbound.is_idle:
-            self._share_memory()
+        if size >= SHARED_BYTES and outbound.is_idle:
+            self._memory.share()
         is_large = size > FRAGMENT_BYTES or (
             outbound.ring is not None and size >= SHARED_BYTES
         )
-        if is_large or self._is_mute or not outbound.is_idle:
+        if is_large or self._socket.is_mute or not outbound.is_idle:
             message = self._outgoing(description, memory, owner)
             outbound.put(message)
-            if not self._is_writing:
+            if not self._socket.is_writing:
                 self._flush()
         else:
             head = outbound.frame_header(description, 0, 0, memory)
-            written = self._write([head, memory] if size else [head])
+            written = self._socket.write([head, memory] if size else [head])
             if written == len(head) + size:
                 return None
             message = self._outgoing(description, memory, owner)
             outbound.resume(message, head, written)
-            self._write_on()
+            self._socket.write_on()
         future = message.future
         return None if future is None or future.done() else message
 
@@ -193,125 +180,34 @@ class Lane:
             return Outgoing(description, memoryview(bytes(memory)), None, None)
         return Outgoing(description, memory, owner, self._loop.create_future())
 
-    def _write(self, pieces: Sequence[bytes | memoryview]) -> int:
-        try:
-            return self._sock.sendmsg(pieces)
-        except (BlockingIOError, InterruptedError):
-            return 0
-        except OSError:
-            # The reader finds the end of the connection, behind what the member sent.
-            self._is_mute = True
-            return 0
-
     def _flush(self) -> None:
         moved = 0
-        while self._is_open and not self._is_mute and moved < TURN_BYTES:
+        while self._socket.is_open and not self._socket.is_mute and moved < TURN_BYTES:
             chunks = self._outbound.chunks()
             if not chunks:
                 break
             wanted = sum(map(len, chunks))
-            written = self._write(chunks)
+            written = self._socket.write(chunks)
             self._outbound.advance(written)
             moved += written + self._outbound.shared_bytes // SHARED_IS_FASTER
             self._outbound.shared_bytes = 0
             if written < wanted:
                 break
-        if self._outbound.is_idle or self._is_mute:
-            self._write_off()
+        if self._outbound.is_idle or self._socket.is_mute:
+            self._socket.write_off()
             self._wake_drained()
         elif self._outbound.is_starving and not self._outbound.has_frame:
-            self._write_off()
-            self._look_later()
+            self._socket.write_off()
+            self._memory.look_later()
         else:
-            self._write_on()
-
-    def _look_later(self) -> None:
-        """Look for a free slot again: the bell cannot be heard while reading pauses."""
-        if self._looking is None:
-            self._looking = self._loop.call_later(LOOK_S, self._look_for_room)
-
-    def _look_for_room(self) -> None:
-        if self._looking is not None:
-            self._looking.cancel()
-            self._looking = None
-        if self._outbound.is_starving and self._is_open:
-            self._flush()
+            self._socket.write_on()
 
     def _wake_drained(self) -> None:
         if self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
 
-    # Shared memory.
-
-    def _share_memory(self) -> None:
-        """Make a ring and pass it on; without one, sockets carry everything."""
-        slots, self._slots = self._slots, 0
-        try:
-            ring = shared_memory.Ring(slots)
-        except OSError:
-            return
-        head = self._outbound.announcement(slots)
-        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", ring.fd))
-        try:
-            written = self._sock.sendmsg([head], [rights])  # type: ignore[call-arg]
-        except OSError:  # full, or gone; the next message tries again
-            self._slots = slots
-            ring.close()
-            return
-        ring.close_fd()
-        self._outbound.announced(ring, head, written)
-        if not self._outbound.is_idle:
-            self._write_on()
-
-    def open_window(self, slots: int) -> shared_memory.Window:
-        """Map the memory whose descriptor has arrived.
-
-        Raises:
-            HeaderError: There is none, or it is not what was announced.
-        """
-        if not self._descriptors:
-            raise HeaderError("it announces shared memory, and passed none")
-        return shared_memory.Window(self._descriptors.pop(), slots)
-
-    def ring_bell(self) -> None:
-        """Tell the sender that a slot is free."""
-        if self._refusal is None and not self._is_mute:
-            self._outbound.put_bell()
-            if not self._is_writing:
-                self._loop.call_soon(self._flush)
-
-    def on_bell(self) -> None:
-        """A slot is free."""
-        self._loop.call_soon(self._look_for_room)
-
-    def _receive(self, buffers: list[memoryview]) -> int:
-        if not self._takes_memory:
-            return int(self._sock.recvmsg_into(buffers)[0])
-        count, rights, _, _ = self._sock.recvmsg_into(  # type: ignore[call-arg]
-            buffers, RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC
-        )
-        for level, kind, data in rights:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                self._keep(data)
-        return int(count)
-
-    def _keep(self, data: bytes) -> None:
-        for (fd,) in struct.iter_unpack("i", data[: len(data) // 4 * 4]):
-            if self._descriptors:
-                os.close(fd)  # nobody has asked for it
-            else:
-                self._descriptors.append(fd)
-
-    def _drop_memory(self) -> None:
-        self._inbound.close()
-        if self._outbound.ring is not None:
-            self._outbound.ring.close()
-            self._outbound.ring = None
-        while self._descriptors:
-            os.close(self._descriptors.pop())
-        if self._looking is not None:
-            self._looking.cancel()
-            self._looking = None
+    def _may_send(self) -> bool:
+        return self._refusal is None and not self._socket.is_mute
 
     # Receiving.
 
@@ -319,7 +215,7 @@ class Lane:
         """Take what has arrived already, without waiting for the loop."""
         if self._inbound.is_held:
             self._go_on()  # it is what is waited for, or that is behind it
-        elif self._is_reading:
+        elif self._socket.is_reading:
             self._on_readable()
 
     @property
@@ -341,7 +237,7 @@ class Lane:
         if self._inbound.is_held:
             self._hold()
         else:
-            self._look_again()
+            self._socket.poll_again()
 
     def _on_readable(self) -> None:
         if self._is_leaving:
@@ -350,16 +246,15 @@ class Lane:
         if self._inbound.is_held:
             return
         self._read_turn()
-        if self._is_tcp and self._inbound.missing_bytes != self._low_water:
-            self._wake_at(min(self._inbound.missing_bytes, LOW_WATER_BYTES))
+        self._socket.wake_at(min(self._inbound.missing_bytes, LOW_WATER_BYTES))
 
     def _read_turn(self) -> None:
         """Read until there is nothing more, or others have to have their turn."""
         moved = 0
-        while moved < TURN_BYTES and self._is_reading:
+        while moved < TURN_BYTES and self._socket.is_reading:
             buffers = self._inbound.buffers()
             try:
-                count = self._receive(buffers)
+                count = self._memory.receive(buffers)
             except (BlockingIOError, InterruptedError):
                 self._inbound.give_back()
                 return
@@ -374,36 +269,13 @@ class Lane:
             if not self._advance(count) or is_drained:
                 return
             moved += count
-        self._look_again()
-
-    def _wake_at(self, wanted: int) -> None:
-        """Let the kernel wake us for a good part of a large payload, not each packet.
-
-        The rest of a frame always comes, or the connection ends.
-        """
-        if wanted == self._low_water or not self._is_open:
-            return
-        self._low_water = wanted
-        with contextlib.suppress(OSError):
-            self._sock.setsockopt(  # type: ignore[attr-defined]
-                socket.SOL_SOCKET, socket.SO_RCVLOWAT, max(1, wanted)
-            )
-
-    def _look_again(self) -> None:
-        if self._pending is not None and self._is_reading and self._pending():
-            self._loop.call_soon(self.poll)
+        self._socket.poll_again()
 
     def _drain(self) -> None:
         """Read and drop: the caller's tensors are no longer ours to write to."""
         self._inbound.free_memory()  # a sender that waits for it may be leaving, too
-        try:
-            if self._sock.recv(TURN_BYTES):
-                return
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError:
-            pass
-        self._end("connection closed by peer")
+        if not self._socket.drain(TURN_BYTES):
+            self._end("connection closed by peer")
 
     def _advance(self, count: int) -> bool:
         try:
@@ -416,7 +288,7 @@ class Lane:
             return False
         if self._inbound.is_stalled:
             self._stall()
-        return self._is_reading
+        return self._socket.is_reading
 
     def _hold(self) -> None:
         """Give whoever may want what comes now a few turns of the loop to say so."""
@@ -426,7 +298,7 @@ class Lane:
 
     def _hold_on(self, turns: int) -> None:
         self._is_holding = False
-        if not self._inbound.is_held or not self._is_open or self._is_leaving:
+        if not self._inbound.is_held or not self._socket.is_open or self._is_leaving:
             return
         if turns:
             self._is_holding = True
@@ -436,7 +308,7 @@ class Lane:
 
     def _go_on(self) -> None:
         """Go on with the message that was held, or for which there is room now."""
-        if not self._is_open or self._is_leaving:
+        if not self._socket.is_open or self._is_leaving:
             return
         try:
             goes_on = self._inbound.retry()
@@ -445,33 +317,33 @@ class Lane:
             return
         if self._inbound.is_held:
             self._hold()
-            self._read_on()
+            self._socket.read_on()
         elif not goes_on:
             self._stall()
         elif not self._inbound.is_finished:
-            self._read_on()
-            self._look_again()
+            self._socket.read_on()
+            self._socket.poll_again()
 
     def _stall(self) -> None:
-        self._read_off()
+        self._socket.read_off()
         self._mailbox.stall(self.rank, self._go_on)
 
     def _corrupt(self, error: HeaderError) -> None:
-        self._read_off()
-        self._is_dead = self._is_mute = True
+        self._socket.read_off()
+        self._is_dead = self._socket.is_mute = True
         self._owner.lane_corrupt(self.rank, str(error))
 
     def _on_fin(self) -> None:
-        self._read_off()
+        self._socket.read_off()
         self._owner.lane_finished(self.rank)
 
     def _end(self, evidence: str) -> None:
-        self._read_off()
-        self._is_dead = self._is_mute = True
+        self._socket.read_off()
+        self._is_dead = self._socket.is_mute = True
         if self._is_leaving:
             self.close_nowait()
         elif not self._inbound.is_finished:
-            self._write_off()
+            self._socket.write_off()
             self._owner.lane_ended(self.rank, evidence)
 
     # The end.
@@ -479,33 +351,37 @@ class Lane:
     @property
     def is_dead(self) -> bool:
         """True once nothing more can arrive."""
-        return self._is_dead or not self._is_open
+        return self._is_dead or not self._socket.is_open
 
     def fail_sends(self, make_error: ErrorMaker) -> None:
         """Fail every send, now and from now on; receives go on to the fin."""
         self._refusal = make_error
         self._outbound.fail(make_error)
-        self._write_off()
+        self._socket.write_off()
         self._wake_drained()
 
     def begin_close(self, make_error: ErrorMaker) -> None:
         """Queue the fin behind all that was sent; refuse what comes after it."""
-        if self._is_leaving or not self._is_open:
+        if self._is_leaving or not self._socket.is_open:
             return
         self._is_leaving = True
-        if self._refusal is None and not self._is_mute:
+        if self._refusal is None and not self._socket.is_mute:
             self._refusal = make_error
             self._outbound.put_fin()
             self._flush()
-        if self._is_open and not self._is_dead:
-            self._read_on()
+        if self._socket.is_open and not self._is_dead:
+            self._socket.read_on()
 
     async def wait_drained(self) -> None:
         """Wait until everything, the fin included, was handed to the kernel.
 
         Cancellation: safe.
         """
-        while self._is_open and not self._is_mute and not self._outbound.is_idle:
+        while (
+            self._socket.is_open
+            and not self._socket.is_mute
+            and not self._outbound.is_idle
+        ):
             self._drained = self._loop.create_future()
             await self._drained
 
@@ -516,12 +392,11 @@ class Lane:
         what the member has not read. So it stays until the member hangs up, or for
         ``linger_s`` at most. A Unix socket needs none of that.
         """
-        is_needed = self._sock.family != socket.AF_UNIX and self._outbound.is_idle
+        is_needed = not self._socket.is_local and self._outbound.is_idle
         if self.is_dead or self._inbound.is_finished or not is_needed:
             self.close_nowait()
             return False
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_WR)
+        self._socket.finish_writing()
         self._loop.call_later(linger_s, self.close_nowait)
         return True
 
@@ -542,46 +417,21 @@ class Lane:
 
         Cancellation: waits for the thread.
         """
-        was_reading = self._is_reading
-        self._read_off()
+        was_reading = self._socket.is_reading
+        self._socket.read_off()
         try:
             await in_thread(call)
         finally:
             if was_reading and not self.is_dead:
-                self._read_on()
+                self._socket.read_on()
 
     def close_nowait(self) -> None:
         """Hang up; safe to repeat."""
-        if not self._is_open:
+        if not self._socket.is_open:
             return
-        self._read_off()
-        self._write_off()
-        self._is_open = False
-        self._sock.close()
-        self._drop_memory()
+        self._socket.close()
+        self._inbound.close()
+        self._memory.close()
         self._wake_drained()
         if not self._closed.done():
             self._closed.set_result(None)
-
-    # The loop.
-
-    def _read_on(self) -> None:
-        if not self._is_reading and self._is_open:
-            self._is_reading = True
-            self._loop.add_reader(self._fd, self._on_readable)
-            self._look_again()
-
-    def _read_off(self) -> None:
-        if self._is_reading:
-            self._is_reading = False
-            self._loop.remove_reader(self._fd)
-
-    def _write_on(self) -> None:
-        if not self._is_writing and self._is_open:
-            self._is_writing = True
-            self._loop.add_writer(self._fd, self._flush)
-
-    def _write_off(self) -> None:
-        if self._is_writing:
-            self._is_writing = False
-            self._loop.remove_writer(self._fd)

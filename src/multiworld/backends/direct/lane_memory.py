@@ -1,0 +1,159 @@
+"""The shared memory of a lane: a ring to send through, and the peer's window. Shell.
+
+The descriptor of a ring travels over the lane's Unix socket once; from then on the
+socket carries headers, and the bell that says that a slot is free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+from collections.abc import Callable
+
+from multiworld.backends.direct import shared_memory
+from multiworld.backends.direct.header import HeaderError
+from multiworld.backends.direct.lane_socket import LaneSocket
+from multiworld.backends.direct.outbound import Outbound
+
+LOOK_S = 0.002
+"""Seconds between looks for a free slot while the bell cannot be heard."""
+
+RIGHTS_BYTES = socket.CMSG_SPACE(4)
+
+
+class LaneMemory:
+    """The shared-memory half of a lane; the ``SharedEnd`` of its ``Inbound``.
+
+    Args:
+        connection: The lane's connection.
+        outbound: What the lane sends.
+        ring_bytes: Size of the ring to send through; 0: none.
+        flush: Writes what can be written.
+        may_send: Returns False once nothing may be sent any more.
+
+    Attributes:
+        is_usable: Whether the two processes can share memory.
+    """
+
+    def __init__(
+        self,
+        connection: LaneSocket,
+        outbound: Outbound,
+        ring_bytes: int,
+        flush: Callable[[], None],
+        may_send: Callable[[], bool],
+    ) -> None:
+        self._connection, self._outbound = connection, outbound
+        self._flush, self._may_send = flush, may_send
+        # What the peer shares is taken whatever this side's own setting is.
+        self.is_usable = shared_memory.is_usable(connection.sock)
+        self._slots = shared_memory.slots_in(ring_bytes) if self.is_usable else 0
+        self._descriptors: list[int] = []  # arrived, and not mapped yet
+        self._looking: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+
+    # Sending.
+
+    def share(self) -> None:
+        """Make a ring and pass it on, unless that was done or cannot be.
+
+        Without a ring, the socket carries everything.
+        """
+        if not self._slots:
+            return
+        slots, self._slots = self._slots, 0
+        try:
+            ring = shared_memory.Ring(slots)
+        except OSError:
+            return
+        head = self._outbound.announcement(slots)
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", ring.fd))
+        sock = self._connection.sock
+        try:
+            written = sock.sendmsg([head], [rights])  # type: ignore[call-arg]
+        except OSError:  # full, or gone; the next message tries again
+            self._slots = slots
+            ring.close()
+            return
+        ring.close_fd()
+        self._outbound.announced(ring, head, written)
+        if not self._outbound.is_idle:
+            self._connection.write_on()
+
+    def look_later(self) -> None:
+        """Look for a free slot again: the bell is not heard while reading pauses."""
+        if self._looking is None:
+            self._looking = self._loop.call_later(LOOK_S, self._look)
+
+    def _look(self) -> None:
+        self._stop_looking()
+        if self._outbound.is_starving and self._connection.is_open:
+            self._flush()
+
+    def _stop_looking(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
+
+    # Receiving.
+
+    def receive(self, buffers: list[memoryview]) -> int:
+        """Read into buffers, and keep a descriptor that comes along.
+
+        Returns:
+            The number of bytes; 0 at the end of the stream.
+
+        Raises:
+            OSError: There is nothing to read, or the connection was reset.
+        """
+        sock = self._connection.sock
+        if not self.is_usable:
+            return int(sock.recvmsg_into(buffers)[0])
+        count, rights, _, _ = sock.recvmsg_into(  # type: ignore[call-arg]
+            buffers, RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC
+        )
+        for level, kind, data in rights:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                self._keep(data)
+        return int(count)
+
+    def _keep(self, data: bytes) -> None:
+        for (fd,) in struct.iter_unpack("i", data[: len(data) // 4 * 4]):
+            if self._descriptors:
+                os.close(fd)  # nobody has asked for it
+            else:
+                self._descriptors.append(fd)
+
+    # SharedEnd.
+
+    def open_window(self, slots: int) -> shared_memory.Window:
+        """Map the memory whose descriptor has arrived.
+
+        Raises:
+            HeaderError: There is none, or it is not what was announced.
+        """
+        if not self._descriptors:
+            raise HeaderError("the frame announces shared memory but passes none")
+        return shared_memory.Window(self._descriptors.pop(), slots)
+
+    def ring_bell(self) -> None:
+        """Tell the sender that a slot is free."""
+        if self._may_send():
+            self._outbound.put_bell()
+            if not self._connection.is_writing:
+                self._loop.call_soon(self._flush)
+
+    def on_bell(self) -> None:
+        """Look for the slot that has become free."""
+        self._loop.call_soon(self._look)
+
+    def close(self) -> None:
+        """Give back the ring and what has arrived; safe to repeat."""
+        if self._outbound.ring is not None:
+            self._outbound.ring.close()
+            self._outbound.ring = None
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+        self._stop_looking()

@@ -1,0 +1,133 @@
+"""The connection of a lane, and its registration with the event loop. Shell."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Sequence
+
+from multiworld.net.streams import Stream
+
+
+class LaneSocket:
+    """A connection that is read and written when the loop says so.
+
+    Args:
+        sock: The connection, non-blocking.
+        on_readable: Called when there is something to read.
+        on_writable: Called when there is room to write.
+        poll: Called soon when bytes wait that the loop does not see.
+
+    Attributes:
+        is_open: False once closed.
+        is_reading: Whether ``on_readable`` is registered.
+        is_writing: Whether ``on_writable`` is registered.
+        is_mute: True once nothing more can be written.
+    """
+
+    def __init__(
+        self,
+        sock: Stream,
+        on_readable: Callable[[], None],
+        on_writable: Callable[[], None],
+        poll: Callable[[], None],
+    ) -> None:
+        self.sock = sock
+        self._on_readable, self._on_writable, self._poll = (
+            on_readable,
+            on_writable,
+            poll,
+        )
+        # Under TLS, bytes can be there that the loop does not see.
+        self._pending: Callable[[], int] | None = getattr(sock, "pending", None)
+        self._fd = sock.fileno()
+        self._is_tcp = isinstance(sock, socket.socket) and sock.family != socket.AF_UNIX
+        self._low_water = 0
+        self._loop = asyncio.get_running_loop()
+        self.is_open = True
+        self.is_reading = self.is_writing = self.is_mute = False
+
+    def fileno(self) -> int:
+        """Return the descriptor, or -1 once closed."""
+        return self._fd if self.is_open else -1
+
+    def write(self, pieces: Sequence[bytes | memoryview]) -> int:
+        """Write what the connection takes; return the number of bytes."""
+        try:
+            return self.sock.sendmsg(pieces)
+        except (BlockingIOError, InterruptedError):
+            return 0
+        except OSError:
+            # The reader finds the end of the connection, behind what the member sent.
+            self.is_mute = True
+            return 0
+
+    def read_on(self) -> None:
+        """Call ``on_readable`` from now on."""
+        if not self.is_reading and self.is_open:
+            self.is_reading = True
+            self._loop.add_reader(self._fd, self._on_readable)
+            self.poll_again()
+
+    def read_off(self) -> None:
+        """Stop calling ``on_readable``."""
+        if self.is_reading:
+            self.is_reading = False
+            self._loop.remove_reader(self._fd)
+
+    def write_on(self) -> None:
+        """Call ``on_writable`` from now on."""
+        if not self.is_writing and self.is_open:
+            self.is_writing = True
+            self._loop.add_writer(self._fd, self._on_writable)
+
+    def write_off(self) -> None:
+        """Stop calling ``on_writable``."""
+        if self.is_writing:
+            self.is_writing = False
+            self._loop.remove_writer(self._fd)
+
+    def poll_again(self) -> None:
+        """Call ``poll`` soon if TLS holds bytes that were read already."""
+        if self._pending is not None and self.is_reading and self._pending():
+            self._loop.call_soon(self._poll)
+
+    def wake_at(self, wanted: int) -> None:
+        """Call ``on_readable`` over TCP for a good part of a payload, not each packet.
+
+        The rest of a frame always comes, or the connection ends.
+        """
+        if not self._is_tcp or wanted == self._low_water or not self.is_open:
+            return
+        self._low_water = wanted
+        with contextlib.suppress(OSError):
+            self.sock.setsockopt(  # type: ignore[attr-defined]
+                socket.SOL_SOCKET, socket.SO_RCVLOWAT, max(1, wanted)
+            )
+
+    def drain(self, size: int) -> bool:
+        """Read and drop up to ``size`` bytes; return False at the end of the stream."""
+        try:
+            return bool(self.sock.recv(size))
+        except (BlockingIOError, InterruptedError):
+            return True
+        except OSError:
+            return False
+
+    @property
+    def is_local(self) -> bool:
+        """True for a Unix socket."""
+        return self.sock.family == socket.AF_UNIX
+
+    def finish_writing(self) -> None:
+        """Tell the member that nothing more comes."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """Close the connection; the caller does so once."""
+        self.read_off()
+        self.write_off()
+        self.is_open = False
+        self.sock.close()
