@@ -1,4 +1,4 @@
-"""``multiworld explain``: who waits for whom, and why it is scaled and placed so."""
+"""``multiworld explain``: who waits for whom, and why. Shell."""
 
 from __future__ import annotations
 
@@ -28,63 +28,86 @@ def run(service: Service, last: int, *, snapshots: bool, as_json: bool) -> int:
         return 0
     for name, line in zip(names, lines, strict=True):
         click.echo(f"{name}: {line}")
+    for failing in found["failing"]:
+        click.echo(
+            f"{failing['model']}, stage {failing['stage']}: has no replica; failed "
+            f"{failing['failures']} times, the last: {failing['cause']}"
+        )
     for title, why in found["unplaced"].items():
         click.echo(f"{title} has no place: {why}")
-    _show_thoughts(decided["thoughts"])
+    _show_operations(found["operations"])
+    _show_assessments(decided["thoughts"])
     _show_decisions(decided["decisions"])
     return 0
 
 
-def _show_thoughts(thoughts: list[dict[str, Any]]) -> None:
-    if thoughts:
-        click.echo("\nwhat is thought now:")
-    for thought in thoughts:
-        about = f" of {thought['about']}" if thought["about"] else ""
-        ago_s = time.time() - thought["at"]
-        click.echo(f"  {thought['kind']}{about} ({ago_s:.0f} s ago): {thought['what']}")
+def _show_operations(operations: list[dict[str, Any]]) -> None:
+    if operations:
+        click.echo("\nthe last operations:")
+    for event in operations:
+        when = time.strftime("%H:%M:%S", time.localtime(event["at"]))
+        click.echo(f"  {when} {event['kind']}: {event['text']}")
+
+
+def _show_assessments(assessments: list[dict[str, Any]]) -> None:
+    if assessments:
+        click.echo("\nthe last assessments:")
+    for assessment in assessments:
+        about = f" of {assessment['about']}" if assessment["about"] else ""
+        ago_s = time.time() - assessment["at"]
+        click.echo(
+            f"  {assessment['kind']}{about} ({ago_s:.0f} s ago): {assessment['what']}"
+        )
 
 
 def _show_decisions(decisions: list[dict[str, Any]]) -> None:
     if not decisions:
-        click.echo("\nnothing was decided yet about scaling and placement")
+        click.echo("\nno policy has decided anything yet about scaling and placement")
         return
     click.echo(
         "\nthe last decisions (with --json --snapshots: all they were made from):"
     )
-    for decided in decisions:
-        when = time.strftime("%H:%M:%S", time.localtime(decided["at"]))
-        about = f" {decided['about']}" if decided["about"] else ""
-        click.echo(f"  {when} {decided['kind']}{about}: {decided['what']}")
+    for decision in decisions:
+        when = time.strftime("%H:%M:%S", time.localtime(decision["at"]))
+        about = f" {decision['about']}" if decision["about"] else ""
+        click.echo(f"  {when} {decision['kind']}{about}: {decision['what']}")
 
 
-def _explained(process: Any, said: Any) -> str:
+def _explained(process: Any, report: Any) -> str:
     if process["phase"] in ("launching", "joined"):
         return f"{process['phase']} for {process['since_s']:.1f} s: loads its stage"
     if process["phase"] == "loaded":
         return f"waits for a probe to come back, for {process['since_s']:.1f} s"
-    if said is None:
+    if report is None:
         return "does not answer: stopped, stuck in a long call, or cut off"
     if not process["model"]:
-        at = [f"{count} at {name}" for name, count in said["load"].items() if count]
-        waiting = sum(said["waiting"].values())
-        silent = f"; silent: {', '.join(said['silent'])}" if said["silent"] else ""
+        at = [f"{count} at {name}" for name, count in report["load"].items() if count]
+        waiting = sum(report["waiting"].values())
+        silent = f"; silent: {', '.join(report['silent'])}" if report["silent"] else ""
         return (
-            f"has {said['in_flight']} requests in flight ({', '.join(at) or 'none'}), "
-            f"{waiting} wait to be sent{silent}"
+            f"{_count(report['in_flight'], 'request')} in flight"
+            f"{' (' + ', '.join(at) + ')' if at else ''}, {waiting} waiting to be "
+            f"sent{silent}"
         )
     parts = []
-    if said["computing"]:
+    if report["computing"]:
         parts.append(
-            f"computes {said['computing']} requests, for {said['computing_s']:.3f} s"
+            f"has computed {_count(report['computing'], 'request')} for "
+            f"{report['computing_s']:.3f} s"
         )
-    if said["waiting_for_next"]:
-        names = ", ".join(said["downstream"]) or "a replica of the next stage"
-        parts.append(f"{said['waiting_for_next']} answers wait for room at {names}")
-    if said["handed"]:
-        parts.append(f"{said['handed']} were handed on and are not begun")
-    if said["queued"]:
-        parts.append(f"{said['queued']} requests wait to be computed")
+    if report["waiting_for_next"]:
+        names = ", ".join(report["downstream"]) or "a replica of the next stage"
+        count = _count(report["waiting_for_next"], "output")
+        parts.append(f"{count} waiting for room at {names}")
+    if report["handed"]:
+        parts.append(f"{report['handed']} handed on and not begun")
+    if report["queued"]:
+        parts.append(f"{_count(report['queued'], 'request')} waiting to be computed")
     return "; ".join(parts) or "waits for work from upstream"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 @click.command()

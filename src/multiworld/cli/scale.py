@@ -2,19 +2,50 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import click
 
-from multiworld.cli.options import JSON, ask, of_service
+from multiworld.cli.options import JSON, of_service, service_of, show
+from multiworld.errors import ServeError
+from multiworld.serve.control.client import Service
+from multiworld.serve.control.operations import ConfirmationNeededError
 
 
 @click.command()
 @click.argument("model")
 @click.argument("stage")
 @click.argument("replicas", type=click.IntRange(0, 4096))
+@click.option("--yes", is_flag=True, help="Do not ask before an unusual scale.")
 @of_service
 @JSON
-def scale(**options: Any) -> None:
-    """Run a STAGE (its name or number) of MODEL in so many REPLICAS."""
-    ask("/scale", "{model}/{stage}: from {before} to {replicas}", **options)
+def scale(
+    model: str,
+    stage: str,
+    replicas: int,
+    yes: bool,
+    app: str | None,
+    state: Path | None,
+    as_json: bool,
+) -> None:
+    """Run a STAGE (its name or number) of MODEL in another number of REPLICAS.
+
+    Asks before it starts many more replicas than the machines have cores.
+    """
+    service = service_of(app, state)
+    what = {"model": model, "stage": stage, "replicas": replicas}
+    try:
+        answer = _ask(service, {**what, "is_confirmed": yes})
+    except ServeError as error:
+        if error.status != ConfirmationNeededError.status or not sys.stdin.isatty():
+            raise
+        click.confirm(f"{error}. Scale all the same?", abort=True)
+        answer = _ask(service, {**what, "is_confirmed": True})
+    text = f"{model}/{stage}: from {answer['before']} to {answer['replicas']} replicas"
+    show(answer, as_json=as_json, text=text)
+
+
+def _ask(service: Service, what: dict[str, Any]) -> Any:
+    return service.ask("POST", "/scale", json=what)

@@ -2,30 +2,78 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import click
 
 from multiworld.cli.options import JSON, SPEC, of_service, service_of, show
+from multiworld.serve.control.client import Service
+
+LOOK_S = 0.3
+"""Seconds between looks at how far an update is."""
+
+EXTRA_S = 10.0
+"""Seconds that an update may take beyond the spec's ready_s."""
 
 
 @click.command()
 @SPEC
+@click.option("--no-wait", is_flag=True, help="Return as soon as the spec is accepted.")
 @of_service
 @JSON
-def update(spec: Path, app: str | None, state: Path | None, as_json: bool) -> None:
-    """Have the running service be as SPEC says, without a pause.
+def update(
+    spec: Path, no_wait: bool, app: str | None, state: Path | None, as_json: bool
+) -> None:
+    """Change the running service to SPEC, without a pause.
 
     A model with a new version is started beside the old one and takes over when all of
-    it is ready; one that does not become ready is rolled back.
+    it is ready; one that does not become ready is rolled back. Waits until then, and
+    exits with 1 after a rollback. Ctrl-C stops the waiting, not the update.
     """
     try:
         text = spec.read_text()
     except OSError as error:
         raise click.ClickException(f"cannot read {spec}: {error.strerror}") from error
     service = service_of(app, state)
-    answer = service.ask(
-        "POST", "/update", json={"text": text, "where": str(spec.resolve())}
-    )
+    body = {"text": text, "where": str(spec.resolve())}
+    answer = service.ask("POST", "/update", json=body)
     wanted = ", ".join(f"{name} {v}" for name, v in answer["versions"].items())
-    show(answer, as_json=as_json, text=f"wanted now: {wanted}; see multiworld status")
+    if no_wait:
+        show(answer, as_json=as_json, text=f"accepted: {wanted}")
+        return
+    if not as_json:
+        click.echo(f"updating to {wanted} ...")
+    try:
+        failure = _wait(service, answer)
+    except KeyboardInterrupt:
+        raise click.ClickException(
+            "not waiting any more; the update goes on, see `multiworld status`"
+        ) from None
+    answer["failure"] = failure
+    show(answer, as_json=as_json, text=failure or f"done: {wanted}")
+    sys.exit(1 if failure else 0)
+
+
+def _wait(service: Service, answer: dict[str, Any]) -> str:
+    """Wait until an update is done; return why it failed, or ""."""
+    limit = time.monotonic() + answer["ready_s"] + EXTRA_S
+    while True:
+        params = {"since": answer["since"]}
+        events = service.ask("GET", "/events", params=params)
+        for event in events:
+            if event["kind"] == "rolled back":
+                return f"rolled back: {event['text']}"
+        status = service.ask("GET", "/status")
+        active, versions = status["active"], answer["versions"]
+        is_active = all(active.get(name) == v for name, v in versions.items())
+        if is_active and status["is_ready"]:
+            return ""
+        if time.monotonic() > limit:
+            short = [f"{k}: {why}" for k, why in status["unplaced"].items()]
+            short += [f"{f['model']}: {f['cause']}" for f in status["failing"]]
+            reason = "; ".join(short) or "see `multiworld explain`"
+            return f"not all of it is ready after {answer['ready_s']:g} s: {reason}"
+        time.sleep(LOOK_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 from typing import Any, Literal
 
 import msgspec
@@ -26,6 +27,7 @@ class Scale(_AdminRequest):
     model: str
     stage: str
     replicas: int = Field(ge=0, le=4096)
+    is_confirmed: bool = False
 
 
 class Update(_AdminRequest):
@@ -92,23 +94,29 @@ def make_admin(controller: Controller, ended: asyncio.Event) -> FastAPI:
 
     @app.post("/scale")
     async def scale(asked: Scale) -> dict[str, Any]:
-        before = controller.scale(asked.model, asked.stage, asked.replicas)
-        return {"before": before, "replicas": asked.replicas}
+        scaled = controller.operations.scale(
+            asked.model, asked.stage, asked.replicas, is_confirmed=asked.is_confirmed
+        )
+        return asdict(scaled)
 
     @app.post("/update")
     async def update(asked: Update) -> dict[str, Any]:
-        controller.update(parse_spec(asked.text, asked.where))
-        wanted = controller.fleet.desired.models
-        return {"versions": {name: model.version for name, model in wanted.items()}}
+        app = parse_spec(asked.text, asked.where)
+        since = controller.operations.update(app)
+        desired = controller.fleet.desired.models
+        versions = {name: model.version for name, model in desired.items()}
+        return {"versions": versions, "since": since, "ready_s": app.ready_s}
 
     @app.post("/drain")
     async def drain(asked: Drain) -> dict[str, Any]:
-        controller.drain(asked.name)
+        controller.operations.drain(asked.name)
         return {"name": asked.name}
 
     @app.post("/chaos")
     async def chaos(asked: Chaos) -> dict[str, Any]:
-        harmed = controller.harm(asked.action, asked.model, asked.stage, asked.seconds)
+        harmed = controller.operations.harm(
+            asked.action, asked.model, asked.stage, asked.seconds
+        )
         return {"name": harmed.name, "pid": harmed.pid, "action": asked.action}
 
     @app.post("/shutdown")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 
 from multiworld.serve.fleet.record import ProcessRecord
@@ -14,7 +13,7 @@ Adopted = tuple[ProcessRecord, RunningProcess, Process]
 
 
 def adopted(
-    records: Iterable[ProcessRecord], specs: Specs, launcher: Launcher
+    records: Iterable[ProcessRecord], specs: Specs, launcher: Launcher, now: float
 ) -> list[Adopted]:
     """Return the processes that live; end those that nobody knows any more."""
     found = []
@@ -32,7 +31,7 @@ def adopted(
                 said.version,
                 said.stage,
                 ProcessPhase(said.phase),
-                time.monotonic(),
+                now,
             )
             found.append((said, running, process))
     return found

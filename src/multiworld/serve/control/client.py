@@ -48,7 +48,9 @@ class Service:
                 text = response.json()["error"]
             except (ValueError, KeyError, TypeError):
                 text = response.text
-            raise ServeError(str(text))
+            refused = ServeError(str(text))
+            refused.__dict__["status"] = response.status_code
+            raise refused
         return response.json()
 
 

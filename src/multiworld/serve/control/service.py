@@ -159,6 +159,11 @@ async def _until_ended(
     try:
         await asyncio.wait({up, end}, return_when=asyncio.FIRST_COMPLETED)
         if up.done():
+            try:
+                up.result()
+            except ServeError:
+                await controller.shutdown()
+                raise
             on_up(controller)
         await end
     finally:

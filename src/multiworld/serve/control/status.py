@@ -11,7 +11,7 @@ from typing import Any
 
 from multiworld.serve.fleet.reconciler import Reconciler
 from multiworld.serve.fleet.record import ProcessRecord, Record, StoreRecord
-from multiworld.serve.fleet.state import ProcessPhase
+from multiworld.serve.fleet.state import Process, ProcessPhase
 from multiworld.serve.launchers.base import RunningProcess
 from multiworld.serve.placement.replica_bookings import ReplicaBookings, Specs
 from multiworld.serve.spec.schema import AppSpec, GatewaySpec
@@ -38,6 +38,7 @@ def status_of(
     running: Mapping[str, RunningProcess],
     places: ReplicaBookings,
     log_of: Callable[[str], Path],
+    stage_name: Callable[[Process], str],
     now: float,
 ) -> dict[str, Any]:
     """Return what runs, and what is wanted."""
@@ -51,12 +52,29 @@ def status_of(
             f"{name}/{stage} ({version})": why
             for (name, version, stage), why in fleet.unplaced.items()
         },
+        "failing": [
+            {
+                "model": name,
+                "version": model.version,
+                "stage": stage,
+                "failures": fleet.backoff.failures((name, model.version, stage)),
+                "cause": fleet.backoff.cause((name, model.version, stage)),
+                "next_in_s": max(
+                    0.0, fleet.backoff.not_before((name, model.version, stage)) - now
+                ),
+            }
+            for name, model in fleet.desired.models.items()
+            for stage in range(len(model.replicas))
+            if fleet.backoff.failures((name, model.version, stage))
+            and not _has_ready(fleet, name, model.version, stage)
+        ],
         "processes": [
             {
                 "name": p.name,
                 "model": p.model,
                 "version": p.version,
                 "stage": p.stage,
+                "stage_name": stage_name(p),
                 "phase": p.phase.value,
                 "since_s": now - p.since,
                 "pid": running[p.name].pid if p.name in running else None,
@@ -68,6 +86,14 @@ def status_of(
             for p in fleet.processes.values()
         ],
     }
+
+
+def _has_ready(fleet: Reconciler, model: str, version: str, stage: int) -> bool:
+    where = (model, version, stage, ProcessPhase.READY)
+    return any(
+        (p.model, p.version, p.stage, p.phase) == where
+        for p in fleet.processes.values()
+    )
 
 
 def record_of(

@@ -66,4 +66,21 @@ class LogEvent:
     name: str = ""
 
 
-Action = Launch | Kill | Probe | Finish | Announce | LogEvent
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Report that a stage cannot be started: it failed the same way every time.
+
+    Attributes:
+        model: Name of the model.
+        stage: Number of the stage.
+        failures: Number of attempts.
+        cause: Why the last one failed.
+    """
+
+    model: str
+    stage: int
+    failures: int
+    cause: str
+
+
+Action = GiveUp | Launch | Kill | Probe | Finish | Announce | LogEvent

@@ -25,6 +25,8 @@ STABLE_S = 10.0
 class _Count:
     failures: int = 0
     not_before: float = 0.0
+    cause: str = ""
+    same: int = 0
 
 
 class CrashBackoff:
@@ -33,15 +35,21 @@ class CrashBackoff:
     def __init__(self) -> None:
         self._counts: dict[Hashable, _Count] = {}
 
-    def record_failure(self, key: Hashable, ready_s: float | None, now: float) -> float:
+    def record_failure(
+        self, key: Hashable, ready_s: float | None, now: float, cause: str = ""
+    ) -> float:
         """Record a crash; return the backoff of the replacement in seconds.
 
         Args:
             key: Stage and version that crashed.
             ready_s: Seconds for which the process had been ready; None if it never was.
             now: Current time, in monotonic seconds.
+            cause: Why it crashed, in words.
         """
         count = self._counts.setdefault(key, _Count())
+        is_same = ready_s is None and cause == count.cause
+        count.same = count.same + 1 if is_same else 1
+        count.cause = cause
         if ready_s is not None and ready_s >= STABLE_S:
             count.failures = 0
         count.failures += 1
@@ -62,6 +70,16 @@ class CrashBackoff:
         """Return the number of consecutive failures."""
         count = self._counts.get(key)
         return 0 if count is None else count.failures
+
+    def cause(self, key: Hashable) -> str:
+        """Return why the last process of a key crashed."""
+        count = self._counts.get(key)
+        return "" if count is None else count.cause
+
+    def equal_failures(self, key: Hashable) -> int:
+        """Return the number of last failures in a row that had the same cause."""
+        count = self._counts.get(key)
+        return 0 if count is None else count.same
 
     def not_before(self, key: Hashable) -> float:
         """Return the earliest time to start a replacement, in monotonic seconds."""

@@ -64,11 +64,13 @@ class ProcessGone:
         name: Name of the process.
         why: Cause, for people.
         is_clean: True if the process exited because it was told to.
+        cause: What crashed it, in its own words; tells equal crashes apart from others.
     """
 
     name: str
     why: str
     is_clean: bool = False
+    cause: str = ""
 
 
 @dataclass(frozen=True, slots=True)

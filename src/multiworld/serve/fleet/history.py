@@ -11,6 +11,18 @@ from typing import Any
 logger = logging.getLogger("multiworld.serve")
 
 EVENTS = 1000
+OPERATIONS = (
+    "update",
+    "updated",
+    "rolled back",
+    "scale",
+    "scaled",
+    "drain requested",
+    "chaos",
+    "move",
+)
+"""Kinds of events by which people or policies changed what runs."""
+
 BAD = ("lost", "probe failed", "rolled back", "unplaced", "outgrown", "launcher")
 
 
@@ -43,6 +55,16 @@ class History:
         self.kinds[kind] += 1
         level = logging.WARNING if kind in BAD else logging.INFO
         logger.log(level, "%s: %s", kind, text)
+
+    @property
+    def last_number(self) -> int:
+        """Number of the last event; 0 before the first."""
+        return self._happened[-1].number if self._happened else 0
+
+    def operations(self, count: int) -> list[dict[str, Any]]:
+        """Return the last events that changed what runs, and who asked for it."""
+        found = [asdict(e) for e in self._happened if e.kind in OPERATIONS]
+        return found[max(0, len(found) - count) :]
 
     def since(self, number: int) -> list[dict[str, Any]]:
         """Return what happened after the event of that number."""

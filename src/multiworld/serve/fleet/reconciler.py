@@ -16,6 +16,7 @@ from multiworld.serve.fleet.actions import (
     Action,
     Announce,
     Finish,
+    GiveUp,
     Kill,
     Launch,
     LogEvent,
@@ -214,11 +215,17 @@ class Reconciler:
             yield LogEvent("left", f"{event.name}: {event.why}", event.name)
             return
         ready_s = now - process.since if process.phase is ProcessPhase.READY else None
-        pause_s = self.backoff.record_failure(_key_of(process), ready_s, now)
+        key, cause = _key_of(process), event.cause or event.why
+        pause_s = self.backoff.record_failure(key, ready_s, now, cause)
         text = f"{event.name}: {event.why}"
         if pause_s:
             text += f"; its replacement starts in {pause_s:.1f} s"
         yield LogEvent("lost", text, event.name)
+        failures = self.backoff.equal_failures(key)
+        is_first = ready_s is None and key not in self.start_s
+        is_first = is_first and not process.is_gateway and key[0] not in self._updates
+        if is_first and failures == FIRST_START_FAILURES:
+            yield GiveUp(process.model, process.stage, failures, cause)
 
     def _unplaced(self, process: Process, why: str, now: float) -> Iterator[Action]:
         """Retry later: a replica may exit, or a machine may be added."""
@@ -267,6 +274,9 @@ class Reconciler:
         old = self._versions[name, self.active[name]]
         self.desired = replace(self.desired, models={**self.desired.models, name: old})
         text = f"{name}: version {version} is not ready; {old.version} stays active"
+        for stage in range(len(self._versions[name, version].replicas)):
+            if cause := self.backoff.cause((name, version, stage)):
+                text += f"; stage {stage}: {cause}"
         yield LogEvent("rolled back", text)
         for process in list(self.processes.values()):
             if (process.model, process.version) == (name, version):
@@ -498,6 +508,9 @@ results, or cannot be reached."""
 
 PROBE_LIMIT_S = 15.0
 """Seconds without an outcome after which a probe counts as lost and is repeated."""
+
+FIRST_START_FAILURES = 4
+"""Equal failures in a row after which the first start of a stage is given up."""
 
 ROLL_BACK_FAILURES = 3
 """Consecutive crashes of one stage after which a new version is rolled back."""

@@ -26,7 +26,7 @@ from multiworld.serve.placement.replanner import (
     snapshot_of,
 )
 from multiworld.serve.placement.replica_bookings import ReplicaBookings, Specs, asks_of
-from multiworld.serve.resources.amounts import Location, mib, needs_of
+from multiworld.serve.resources.amounts import Location, Node, mib, needs_of
 from multiworld.serve.resources.assignment import Policy
 
 logger = logging.getLogger("multiworld.serve")
@@ -64,6 +64,11 @@ class PlacementManager:
         self.places = ReplicaBookings(launcher.nodes(), policy)
         self._planner = Replanner(self._snapshot, self._planned)
         self._text = self._trouble = ""
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The machines that there are."""
+        return self._launcher.nodes()
 
     # Before anything is started.
 

@@ -1,0 +1,206 @@
+"""What administrators ask of a running service: scale, update, drain, break. Shell."""
+
+from __future__ import annotations
+
+import random
+import signal
+from dataclasses import dataclass
+from typing import Protocol
+
+from multiworld.errors import PlacementError, ServeError, UnknownModelError
+from multiworld.serve.control.processes import Processes
+from multiworld.serve.control.status import models_order
+from multiworld.serve.control.versions import Versions
+from multiworld.serve.fleet import events
+from multiworld.serve.fleet.desired_state import (
+    check_update,
+    desired_state_of,
+    rescaled,
+    stage_number,
+    with_new_versions_started,
+)
+from multiworld.serve.fleet.history import History
+from multiworld.serve.fleet.reconciler import Reconciler
+from multiworld.serve.fleet.state import DesiredState
+from multiworld.serve.launchers.base import RunningProcess
+from multiworld.serve.models.factory import check_policies
+from multiworld.serve.placement.manager import PlacementManager
+from multiworld.serve.spec.schema import AppSpec
+from multiworld.serve.transport.protocol import Cut, Order
+
+REPLICAS_A_CORE = 4
+"""Replicas for each core of the machines beyond which a scale must be confirmed."""
+
+
+class ConfirmationNeededError(ServeError):
+    """The operation is unusual; repeat it with a confirmation."""
+
+    status = 428
+
+
+class OperationsOwner(Protocol):
+    """The controller."""
+
+    app: AppSpec
+
+    def want(self, desired: DesiredState) -> None:
+        """Set the desired state."""
+
+    def happened(self, event: events.Event) -> None:
+        """Handle an event."""
+
+    def send(self, name: str, order: Order) -> None:
+        """Send an order to a process."""
+
+    def tell_gateways(self, order: Order) -> None:
+        """Send an order to all gateways."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """The outcome of a scale: replicas before, and from now on."""
+
+    before: int
+    replicas: int
+
+
+class Operations:
+    """The operations on one service.
+
+    Args:
+        owner: The controller.
+        fleet: Desired and observed state.
+        versions: The known versions.
+        placement: Admits what is to run.
+        processes: What runs.
+        history: Where operations are recorded.
+    """
+
+    def __init__(
+        self,
+        owner: OperationsOwner,
+        fleet: Reconciler,
+        versions: Versions,
+        placement: PlacementManager,
+        processes: Processes,
+        history: History,
+    ) -> None:
+        self._owner, self._fleet, self._versions = owner, fleet, versions
+        self._placement, self._processes = placement, processes
+        self._history = history
+
+    def scale(
+        self, model: str, stage: str, replicas: int, *, is_confirmed: bool = False
+    ) -> Scaled:
+        """Run a stage in another number of replicas.
+
+        Args:
+            model: Name of the model.
+            stage: Name or number of the stage.
+            replicas: The new number.
+            is_confirmed: Whether a number far above the machines' cores is meant.
+
+        Raises:
+            UnknownModelError: There is no such model or stage.
+            ServeError: The spec's range does not allow it.
+            PlacementError: No machine has room for so many.
+            ConfirmationNeededError: So many replicas would share few cores.
+        """
+        spec = self._versions.desired(self._fleet.desired, model)
+        number = stage_number(spec, model, stage)
+        desired = self._fleet.desired
+        before, desired = rescaled(desired, spec, model, number, replicas)
+        if replicas > before:
+            self._placement.admit(desired)
+            if not is_confirmed:
+                self._check_sane(desired)
+        name = spec.stages[number].name or str(number)
+        text = f"{model}/{name}: from {before} to {replicas} replicas"
+        self._history.say("scale", text)
+        self._owner.want(desired)
+        return Scaled(before, replicas)
+
+    def _check_sane(self, desired: DesiredState) -> None:
+        count = sum(sum(model.replicas) for model in desired.models.values())
+        cores = sum(node.cpus for node in self._placement.nodes)
+        if count > max(16.0, REPLICAS_A_CORE * cores):
+            raise ConfirmationNeededError(
+                f"{count} replicas would share {cores:g} cores; repeat with --yes if "
+                "that is meant"
+            )
+
+    def update(self, app: AppSpec) -> int:
+        """Change the service to another spec, without a pause.
+
+        Returns:
+            Number of the last event before, to follow the update by.
+
+        Raises:
+            ServeError: It changes what cannot be changed while it runs.
+            PlacementError: There is no room for it beside what runs.
+        """
+        owner = self._owner
+        if app.host == "auto":
+            app = app.model_copy(update={"host": owner.app.host})
+        check_update(owner.app, app, self._versions.specs)
+        check_policies(app)
+        desired = self._fleet.desired
+        counts = {n: list(m.replicas) for n, m in desired.models.items()}
+        changed = with_new_versions_started(desired_state_of(app, counts), desired)
+        before, old_app = self._versions.copy(), owner.app
+        owner.app = app
+        self._versions.add(app)
+        try:
+            self._placement.admit(changed)
+        except PlacementError as error:
+            owner.app = old_app
+            self._versions.restore(before)
+            raise PlacementError(
+                f"{error}; a model that is updated runs in both versions until the new "
+                "one is ready",
+                short=error.short,
+            ) from None
+        last = self._history.last_number
+        owner.tell_gateways(models_order(self._versions.specs))
+        owner.want(changed)
+        return last
+
+    def drain(self, name: str) -> None:
+        """Replace one process; it ends when its replacement is ready.
+
+        Raises:
+            UnknownModelError: There is no such process.
+        """
+        if name not in self._fleet.processes:
+            known = ", ".join(sorted(self._fleet.processes))
+            raise UnknownModelError(f"no process {name!r}; there are {known}")
+        self._history.say("drain requested", f"{name} is to be replaced", name)
+        self._owner.happened(events.DrainRequested(name))
+
+    def harm(
+        self, action: str, model: str, stage: str, seconds: float
+    ) -> RunningProcess:
+        """Break a ready replica on purpose.
+
+        Args:
+            action: "kill", "stop" or "cut".
+            model: Name of the model.
+            stage: Name or number of the stage.
+            seconds: How long it is cut off.
+
+        Raises:
+            UnknownModelError: There is no such stage.
+            ServeError: It has no ready replica.
+        """
+        spec = self._versions.desired(self._fleet.desired, model)
+        number = stage_number(spec, model, stage)
+        name = random.choice(self._fleet.ready_at(model, number))
+        running = self._processes.running[name]
+        text = f"{action} {name} (process {running.pid})"
+        self._history.say("chaos", text, name)
+        if action == "cut":
+            self._owner.send(name, Cut(seconds))
+        else:
+            sent = signal.SIGKILL if action == "kill" else signal.SIGSTOP
+            self._processes.signal(name, sent)
+        return running

@@ -1,0 +1,115 @@
+"""The processes of a service: started, signalled, ended. Shell."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+
+from multiworld.serve.control.status import exit_words, last_words
+from multiworld.serve.launchers.base import Launcher, RunningProcess
+from multiworld.serve.resources.amounts import Location, Need
+from multiworld.serve.resources.bookings import Bookings
+from multiworld.serve.transport.process_args import ProcessArgs
+
+
+class Processes:
+    """What runs, as the launcher knows it.
+
+    Args:
+        launcher: Starts and ends processes.
+        bookings: Resources that the processes have booked.
+        logs: Folder for their output.
+
+    Attributes:
+        running: The processes that run, by name.
+    """
+
+    def __init__(self, launcher: Launcher, bookings: Bookings, logs: Path) -> None:
+        self._launcher, self._bookings, self._logs = launcher, bookings, logs
+        self.running: dict[str, RunningProcess] = {}
+        self._starting: set[str] = set()
+        self._changed = asyncio.Event()
+
+    def log_of(self, name: str) -> Path:
+        """Return the file that holds the output of a process."""
+        return self._logs / f"{name.replace('/', '-')}.log"
+
+    def last_words(self, name: str) -> str:
+        """Return the last line of a process's output."""
+        return last_words(self.log_of(name))
+
+    async def launch(
+        self, args: ProcessArgs, location: Location | None, need: Need
+    ) -> RunningProcess:
+        """Start a process.
+
+        Args:
+            args: What it is started with.
+            location: Where it runs; None for what belongs beside the controller.
+            need: What it has booked there.
+
+        Raises:
+            LaunchError: It could not be started; its booking is released.
+
+        Cancellation: the process may start all the same; a new controller ends it.
+        """
+        name = args.name
+        self._starting.add(name)
+        try:
+            return await self._launcher.launch(
+                name, args, self.log_of(name), location, need
+            )
+        except Exception:
+            self._bookings.release(name)
+            raise
+        finally:
+            self._starting.discard(name)
+
+    def add(self, running: RunningProcess) -> None:
+        """Add a process that runs."""
+        self.running[running.name] = running
+
+    def signal(self, name: str, number: int) -> None:
+        """Send a signal to a process, if it runs."""
+        if name in self.running:
+            self._launcher.kill(self.running[name], number)
+
+    def kill(self, running: RunningProcess) -> None:
+        """Kill a process that nobody wants; its booking ends with it."""
+        self._launcher.kill(running)
+
+    def forget(self, name: str) -> None:
+        """Kill a process, if it runs, and forget it."""
+        running = self.running.pop(name, None)
+        if running is not None:
+            self._launcher.kill(running)  # its booking is released when it has ended
+        elif name not in self._starting:
+            self._bookings.release(name)
+
+    def exited(self, name: str, code: int | None) -> str:
+        """Forget a process that has ended; return how it ended, in words."""
+        self.running.pop(name, None)
+        self._bookings.release(name)
+        self._changed.set()
+        return "it ended" if code is None else f"it ended with {exit_words(code)}"
+
+    async def end_all(self, names: Iterable[str], limit_s: float) -> None:
+        """Ask processes to end, and kill those that have not after ``limit_s`` seconds.
+
+        Cancellation: those that were asked end all the same.
+        """
+        names = list(names)
+        for name in names:
+            self.signal(name, signal.SIGTERM)
+            self.signal(name, signal.SIGCONT)
+        try:
+            async with asyncio.timeout(limit_s):
+                while any(name in self.running for name in names):
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            for name in names:
+                if name in self.running:
+                    self._launcher.kill(self.running.pop(name))

@@ -1,0 +1,72 @@
+"""The specs of every version that a service knows. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from multiworld.errors import UnknownModelError
+from multiworld.serve.fleet.state import DesiredState
+from multiworld.serve.placement.replica_bookings import Specs
+from multiworld.serve.spec.schema import AppSpec, ModelSpec
+
+
+class Versions:
+    """Specs by model and version: of what is desired, and of what still runs.
+
+    Args:
+        specs: Those of an earlier controller.
+    """
+
+    def __init__(self, specs: Specs | None = None) -> None:
+        self._specs = {name: dict(found) for name, found in (specs or {}).items()}
+
+    @property
+    def specs(self) -> Specs:
+        """Every known version, by model and version."""
+        return self._specs
+
+    def add(self, app: AppSpec) -> None:
+        """Add the version of each model of a spec."""
+        for name, model in app.models.items():
+            self._specs.setdefault(name, {})[model.version] = model
+
+    def copy(self) -> Versions:
+        """Return a copy, to go back to."""
+        return Versions(self._specs)
+
+    def restore(self, other: Versions) -> None:
+        """Go back to a copy."""
+        self._specs = other._specs
+
+    def get(self, model: str, version: str) -> ModelSpec:
+        """Return the spec of a known version."""
+        return self._specs[model][version]
+
+    def stage_name(self, model: str, version: str, stage: int) -> str:
+        """Return the name of a stage as commands take it: its name, or its number."""
+        spec = self._specs.get(model, {}).get(version)
+        if spec is None or stage >= len(spec.stages):
+            return str(stage)
+        return spec.stages[stage].name or str(stage)
+
+    def desired(self, desired: DesiredState, model: str) -> ModelSpec:
+        """Return the spec of the desired version; after a rollback, the old one's.
+
+        Raises:
+            UnknownModelError: The service has no such model.
+        """
+        found = desired.models.get(model)
+        if found is None:
+            known = ", ".join(desired.models)
+            raise UnknownModelError(
+                f"no model {model!r}; this service has {known or 'none'}"
+            )
+        return self._specs[model][found.version]
+
+    def keep_only(self, needed: Iterable[tuple[str, str]]) -> None:
+        """Forget all versions but these pairs of model and version."""
+        kept = set(needed)
+        self._specs = {
+            name: {v: spec for v, spec in found.items() if (name, v) in kept}
+            for name, found in self._specs.items()
+        }
