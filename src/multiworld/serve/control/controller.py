@@ -137,7 +137,7 @@ class Controller:
         self._loop = asyncio.get_running_loop()
         self._is_started = self._is_ending = False
         self._may_give_up = old is None
-        self.failure: asyncio.Future[None] = self._loop.create_future()
+        self._failure: LaunchError | None = None
         self._saved: Record | None = None
 
     # Starting and ending.
@@ -211,13 +211,13 @@ class Controller:
         """Wait until everything that is desired is ready.
 
         Raises:
-            ServeError: The first start of a stage failed in the same way every time.
+            LaunchError: The first start of a stage failed in the same way every time.
 
         Cancellation: safe.
         """
         while not self.is_ready:
-            if self.failure.done():
-                self.failure.result()
+            if self._failure is not None:
+                raise self._failure
             self._changed.clear()
             await self._changed.wait()
         self._may_give_up = False
@@ -263,8 +263,6 @@ class Controller:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if not self.failure.cancel():
-            self.failure.exception()
         await self.tenanting.close()
 
     def store_restarted(self, store: StoreRecord) -> None:
@@ -354,16 +352,14 @@ class Controller:
 
     def _give_up(self, action: actions.GiveUp) -> None:
         """End a service that was never ready: it would fail like this for ever."""
-        if not self._may_give_up or self.failure.done():
+        if not self._may_give_up or self._failure is not None:
             return
         version = self.app.models[action.model].version
         name = self._versions.stage_name(action.model, version, action.stage)
-        self.failure.set_exception(
-            LaunchError(
-                f"stage {name} of model {action.model!r} failed {action.failures} "
-                f"times in the same way while it started: {action.cause}; logs are in "
-                f"{self._folder.logs}"
-            )
+        self._failure = LaunchError(
+            f"stage {name} of model {action.model!r} failed {action.failures} times in "
+            f"the same way while it started: {action.cause}; logs are in "
+            f"{self._folder.logs}"
         )
         self._changed.set()
 
