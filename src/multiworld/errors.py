@@ -359,9 +359,17 @@ class InvalidRequestError(ServeError):
     """The request is malformed or does not fit the model.
 
     A model's stage may raise it too; its message becomes the response.
+
+    Attributes:
+        param: Field of the request that is at fault, or "".
+        code: Kind of the fault as OpenAI's API names it, or "".
     """
 
     status = 400
+
+    def __init__(self, message: str = "", *, param: str = "", code: str = "") -> None:
+        self.param, self.code = param, code
+        super().__init__(message)
 
 
 class UnknownModelError(ServeError):

@@ -250,10 +250,10 @@ def test_values_that_the_model_cannot_take_are_the_clients_fault(
 
     assert ask([101, 102], [1, 1]).status_code == 200
     for ids, mask, words in (
-        ([10**7], [1], "knows 0 to"),
-        ([-1], [1], "knows 0 to"),
+        ([10**7], [1], "vocabulary has 0 to"),
+        ([-1], [1], "vocabulary has 0 to"),
         ([101] * 513, [1] * 513, "at most 512"),
-        ([101, 102], [1], "must be equal"),
+        ([101, 102], [1], "same shape"),
     ):
         answer = ask(ids, mask)
         assert answer.status_code == 400, answer.text

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from fastapi.responses import RedirectResponse
 from fastapi_offline import FastAPIOffline
 
 import multiworld
@@ -13,7 +14,7 @@ from multiworld.errors import ServeError
 from multiworld.serve.gateway import open_inference
 from multiworld.serve.gateway.gateway import Gateway
 from multiworld.serve.gateway.openai import add_openai
-from multiworld.serve.gateway.openapi import INFER
+from multiworld.serve.gateway.openapi import INFER, KNOWN_MODEL
 from multiworld.serve.gateway.request_body import read_body, while_connected
 from multiworld.serve.gateway.responses import (
     OFFLOAD_BYTES,
@@ -22,8 +23,12 @@ from multiworld.serve.gateway.responses import (
     respond,
     timeout_of,
 )
+from multiworld.serve.gateway.routes import allowed, finish_routes
 from multiworld.serve.spec.dedicated import is_dedicated
 from multiworld.serve.tenants.authenticator import AdmittedRequest
+
+PLATFORM = "multiworld_pytorch"
+"""Platform of every model in the Open Inference Protocol."""
 
 SERVER = {"name": "multiworld", "version": multiworld.__version__}
 """Server metadata in the Open Inference Protocol."""
@@ -40,22 +45,96 @@ def make_app(gateway: Gateway) -> FastAPI:
     _health(app, gateway)
     _inference(app, gateway)
     add_openai(app, gateway)
+    _triton(app, gateway)
+    _errors(app)
+    finish_routes(app)
+    return app
 
+
+def _errors(app: FastAPI) -> None:
     @app.exception_handler(404)
     @app.exception_handler(405)
     async def unknown(request: Request, error: Any) -> Response:
         status = error.status_code
         what = "not found" if status == 404 else "method not allowed"
         text = f"{request.method} {request.url.path}: {what}; see /docs for the API"
+        headers = {"Allow": allowed(app, request)} if status == 405 else None
         if not request.url.path.startswith("/v1"):
-            return json_response({"error": text}, status)
+            return json_response({"error": text}, status, headers)
         kind = {"type": "invalid_request_error", "param": None, "code": None}
-        return json_response({"error": {"message": text, **kind}}, status)
+        return json_response({"error": {"message": text, **kind}}, status, headers)
 
-    return app
+
+def _triton(app: FastAPI, gateway: Gateway) -> None:
+    """Add the routes that Triton's clients know beyond the protocol."""
+
+    @app.get("/v2/models/{name}/config", tags=["inference"], openapi_extra=KNOWN_MODEL)
+    @app.get(
+        "/v2/models/{name}/versions/{version}/config",
+        tags=["inference"],
+        openapi_extra=KNOWN_MODEL,
+    )
+    async def config(
+        name: str, request: Request, version: str | None = None
+    ) -> Response:
+        """Return the configuration of a model, as far as it has one here."""
+        try:
+            tenant = gateway.authenticator.identify(request.headers)
+            current, model = gateway.model(name, version, tenant)
+        except ServeError as error:
+            return error_response(error)
+        specs = {"input": model.inputs, "output": model.outputs}
+        fields = {
+            key: [
+                {"name": s.name, "data_type": f"TYPE_{s.datatype}", "dims": s.shape}
+                for s in found
+            ]
+            for key, found in specs.items()
+        }
+        shown = {"name": name, "platform": PLATFORM, "backend": "multiworld"}
+        versions = {"specific": {"versions": [current]}}
+        return json_response({**shown, **fields, "version_policy": versions})
+
+    @app.post("/v2/repository/index", tags=["inference"])
+    async def index(request: Request) -> Response:
+        """List the models that the client may use, with their states."""
+        try:
+            tenant = gateway.authenticator.identify(request.headers)
+            found = [gateway.model(n, None, tenant) for n in gateway.names(tenant)]
+        except ServeError as error:
+            return error_response(error)
+        rows = [
+            {
+                "name": name,
+                "version": version,
+                "state": "READY"
+                if gateway.is_ready(gateway.route(name, tenant))
+                else "UNAVAILABLE",
+                "reason": "",
+            }
+            for name, (version, _) in zip(gateway.names(tenant), found, strict=True)
+        ]
+        return json_response(rows)
+
+    async def absent() -> Response:
+        """Refuse what this server does another way: see the text of the error."""
+        text = (
+            "not offered here; Prometheus metrics are at /metrics, models are changed "
+        )
+        return json_response({"error": f"{text}with `multiworld update`"}, 501)
+
+    for path in ("/v2/models/stats", "/v2/models/{name}/stats"):
+        app.add_api_route(path, absent, methods=["GET"], include_in_schema=False)
+    path = "/v2/repository/models/{name}/{action}"
+    app.add_api_route(path, absent, methods=["POST"], include_in_schema=False)
 
 
 def _health(app: FastAPI, gateway: Gateway) -> None:
+    @app.get("/", include_in_schema=False)
+    async def root() -> Response:
+        """Lead to the documentation of the API."""
+        return RedirectResponse("/docs")
+
     def readiness() -> tuple[bool, dict[str, Any]]:
         routes = gateway.dispatcher.table.routes
         missing = {n: gateway.missing_stages(n) for n in routes if not is_dedicated(n)}
@@ -184,8 +263,12 @@ def _inference(app: FastAPI, gateway: Gateway) -> None:
             return error_response(error)
         return json_response({"models": [{"name": name} for name in names]})
 
-    @app.get("/v2/models/{name}", tags=["inference"])
-    @app.get("/v2/models/{name}/versions/{version}", tags=["inference"])
+    @app.get("/v2/models/{name}", tags=["inference"], openapi_extra=KNOWN_MODEL)
+    @app.get(
+        "/v2/models/{name}/versions/{version}",
+        tags=["inference"],
+        openapi_extra=KNOWN_MODEL,
+    )
     async def metadata(
         name: str, request: Request, version: str | None = None
     ) -> Response:
@@ -199,14 +282,18 @@ def _inference(app: FastAPI, gateway: Gateway) -> None:
             {
                 "name": name,
                 "versions": [current],
-                "platform": "multiworld_pytorch",
+                "platform": PLATFORM,
                 "inputs": [_spec(spec) for spec in model.inputs],
                 "outputs": [_spec(spec) for spec in model.outputs],
             }
         )
 
-    @app.get("/v2/models/{name}/ready", tags=["inference"])
-    @app.get("/v2/models/{name}/versions/{version}/ready", tags=["inference"])
+    @app.get("/v2/models/{name}/ready", tags=["inference"], openapi_extra=KNOWN_MODEL)
+    @app.get(
+        "/v2/models/{name}/versions/{version}/ready",
+        tags=["inference"],
+        openapi_extra=KNOWN_MODEL,
+    )
     async def model_ready(
         name: str, request: Request, version: str | None = None
     ) -> Response:

@@ -7,19 +7,22 @@ gateway shows the same ones: read them from any one gateway.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+import itertools
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
+    HistogramMetricFamily,
     Metric,
-    SummaryMetricFamily,
 )
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from multiworld.serve.transport.protocol import (
+    ROWS_BOUNDS,
+    SECONDS_BOUNDS,
     FleetReport,
     GatewayReport,
     WorkerReport,
@@ -242,17 +245,17 @@ class _Snapshot(Collector):
             for name, report in reports.items():
                 gauge.add_metric(self._labels(name), float(getattr(report, what)))
             yield gauge
-        sizes = SummaryMetricFamily(
+        sizes = HistogramMetricFamily(
             "multiworld_batch_rows", "Rows of a batch.", labels=OF_REPLICA
         )
-        times = SummaryMetricFamily(
+        times = HistogramMetricFamily(
             "multiworld_batch_seconds", "Seconds of a batch.", labels=OF_REPLICA
         )
         for name, report in reports.items():
-            batches = report.counts.get("batches", 0)
-            labels = self._labels(name)
-            sizes.add_metric(labels, batches, report.counts.get("rows", 0))
-            times.add_metric(labels, batches, report.computed_s)
+            labels, rows = self._labels(name), report.counts.get("rows", 0)
+            sizes.add_metric(labels, _buckets(ROWS_BOUNDS, report.batch_rows), rows)
+            seconds = _buckets(SECONDS_BOUNDS, report.batch_seconds)
+            times.add_metric(labels, seconds, report.computed_s)
         yield sizes
         yield times
 
@@ -271,3 +274,10 @@ class _Snapshot(Collector):
         if replica is None:
             return ["", "", "", name]
         return [replica.model, replica.version, str(replica.stage), name]
+
+
+def _buckets(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
+    """Return the cumulative buckets of a histogram, as Prometheus wants them."""
+    ends = [f"{bound:g}" for bound in bounds] + ["+Inf"]
+    sums = itertools.accumulate(counts or [0] * len(ends))
+    return list(zip(ends, map(float, sums), strict=True))

@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request, Response
 from multiworld.backends.dtypes import memory_of, plain
 from multiworld.errors import InvalidRequestError, ServeError
 from multiworld.serve.gateway.gateway import Gateway
-from multiworld.serve.gateway.openapi import EMBEDDINGS
+from multiworld.serve.gateway.openapi import EMBEDDINGS, OPENAI_KNOWN_MODEL
 from multiworld.serve.gateway.request_body import read_body, while_connected
 from multiworld.serve.gateway.responses import (
     OFFLOAD_BYTES,
@@ -42,7 +42,7 @@ def add_openai(app: FastAPI, gateway: Gateway) -> None:
         ]
         return json_response({"object": "list", "data": data})
 
-    @app.get("/v1/models/{name}", tags=["openai"])
+    @app.get("/v1/models/{name}", tags=["openai"], openapi_extra=OPENAI_KNOWN_MODEL)
     async def model(name: str, request: Request) -> Response:
         """Return one model."""
         try:
@@ -83,31 +83,56 @@ def _embedding_request(body: bytes) -> dict[str, Any]:
     except orjson.JSONDecodeError as error:
         raise InvalidRequestError(f"body is not valid JSON: {error}") from error
     if not isinstance(payload, dict) or not isinstance(payload.get("model"), str):
-        raise InvalidRequestError('body has no "model"; give the name of a model')
-    texts = payload.get("input")
-    texts = [texts] if isinstance(texts, str) else texts
-    if (
-        not isinstance(texts, list)
-        or not texts
-        or not all(isinstance(text, str) and text for text in texts)
-    ):
         raise InvalidRequestError(
-            '"input" must be a string or a list of strings, none of them empty; arrays '
-            "of tokens are not supported"
+            'body has no "model"; give the name of a model',
+            param="model",
+            code="missing_required_parameter",
         )
-    if len(texts) > MAX_TEXTS:
-        raise InvalidRequestError(f'"input" has more than {MAX_TEXTS} texts; split it')
+    inputs = _inputs(payload.get("input"))
+    if len(inputs) > MAX_TEXTS:
+        raise _invalid("input", f"has more than {MAX_TEXTS} texts; split it")
     if payload.get("encoding_format", "float") not in ("float", "base64"):
-        raise InvalidRequestError('"encoding_format" must be "float" or "base64"')
+        raise _invalid("encoding_format", 'must be "float" or "base64"')
     dimensions = payload.get("dimensions")
     if dimensions is not None and type(dimensions) is not int:
-        raise InvalidRequestError('"dimensions" must be an integer')
+        raise _invalid("dimensions", "must be an integer")
     return {
         "model": payload["model"],
-        "texts": texts,
+        "inputs": inputs,
         "dimensions": dimensions,
         "is_base64": payload.get("encoding_format") == "base64",
     }
+
+
+Input = str | list[int]
+"""A text, or its token ids."""
+
+
+def _inputs(given: Any) -> list[Input]:
+    """Return the texts or arrays of tokens of a request."""
+    if isinstance(given, str) or _is_tokens(given):
+        given = [given]
+    if not isinstance(given, list) or not given:
+        raise _invalid("input", "must be a text, an array of tokens, or a list of them")
+    is_text = all(isinstance(one, str) and one for one in given)
+    if not is_text and not all(map(_is_tokens, given)):
+        raise _invalid(
+            "input", "must hold texts or arrays of token ids, none of them empty"
+        )
+    found: list[Input] = given
+    return found
+
+
+def _is_tokens(given: Any) -> bool:
+    return (
+        isinstance(given, list)
+        and bool(given)
+        and all(type(token) is int and 0 <= token < 2**63 for token in given)
+    )
+
+
+def _invalid(param: str, rule: str) -> InvalidRequestError:
+    return InvalidRequestError(f'"{param}" {rule}', param=param, code="invalid_value")
 
 
 MAX_TEXTS = 2048
@@ -120,9 +145,18 @@ WINDOW = 32
 def _check_dimensions(dimensions: int | None, model: Model) -> None:
     size = next((s.shape[-1] for s in model.outputs if s.name == model.embedding), -1)
     if dimensions is not None and dimensions != size:
-        raise InvalidRequestError(
-            f'"dimensions" is {dimensions}, but this model returns {size}; leave it out'
-        )
+        rule = f"is {dimensions}, but this model returns {size}; leave it out"
+        raise _invalid("dimensions", rule)
+
+
+def _encoded(frontend: Any, inputs: list[Input]) -> list[Tensors]:
+    """Return the inputs of stage 0 for each text or array of tokens."""
+    if isinstance(inputs[0], str):
+        return [frontend.encode(text) for text in inputs]
+    encode = getattr(frontend, "encode_tokens", None)
+    if encode is None:
+        raise _invalid("input", "must be text: this model takes no arrays of tokens")
+    return [encode(tokens) for tokens in inputs]
 
 
 async def _embed(
@@ -140,13 +174,11 @@ async def _embed(
     deadline_at = time.monotonic() + deadline_s
     _check_dimensions(parsed["dimensions"], model)
     frontend = await gateway.text(name, version, model)
-    size = sum(map(len, parsed["texts"]))
+    size = sum(map(len, parsed["inputs"]))
     if size >= OFFLOAD_BYTES // 16:
-        inputs = await asyncio.to_thread(
-            lambda: [frontend.encode(text) for text in parsed["texts"]]
-        )
+        inputs = await asyncio.to_thread(_encoded, frontend, parsed["inputs"])
     else:
-        inputs = [frontend.encode(text) for text in parsed["texts"]]
+        inputs = _encoded(frontend, parsed["inputs"])
     window = asyncio.Semaphore(WINDOW)
 
     async def one(tensors: Tensors) -> Tensors:

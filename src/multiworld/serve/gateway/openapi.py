@@ -7,6 +7,7 @@ from typing import Any
 from multiworld.serve.spec.datatypes import TORCH_OF
 
 _ERRORS = {
+    401: "A key is needed, or the given one is not valid.",
     400: "The request is malformed or does not fit the model.",
     404: "The model is unknown, or another version of it is active.",
     408: "The body did not arrive in time.",
@@ -42,8 +43,51 @@ _TIMEOUT = {
 }
 
 
+ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {"error": {"type": "string"}},
+}
+"""Body of an error in the Open Inference Protocol."""
+
+OPENAI_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+"""Body of an error in OpenAI's API."""
+
+
+def errors(schema: dict[str, Any], *statuses: int) -> dict[str, Any]:
+    """Return the description of error responses.
+
+    Args:
+        schema: Schema of their body.
+        statuses: Their statuses; all by default.
+    """
+    content = {"application/json": {"schema": schema}}
+    return {
+        str(status): {"description": _ERRORS[status], "content": content}
+        for status in sorted(statuses or _ERRORS)
+    }
+
+
 def _described(
-    schema: dict[str, Any], example: Any, parameters: list[dict[str, Any]]
+    schema: dict[str, Any],
+    example: Any,
+    parameters: list[dict[str, Any]],
+    error: dict[str, Any],
 ) -> dict[str, Any]:
     return {
         "requestBody": {
@@ -51,9 +95,7 @@ def _described(
             "content": {"application/json": {"schema": schema, "example": example}},
         },
         "parameters": parameters,
-        "responses": {
-            str(status): {"description": text} for status, text in _ERRORS.items()
-        },
+        "responses": errors(error),
     }
 
 
@@ -85,6 +127,7 @@ INFER = _described(
             "schema": {"type": "integer"},
         },
     ],
+    ERROR,
 )
 
 EMBEDDINGS = _described(
@@ -97,6 +140,14 @@ EMBEDDINGS = _described(
                 "oneOf": [
                     {"type": "string"},
                     {"type": "array", "items": {"type": "string"}},
+                    {"type": "array", "items": {"type": "integer", "minimum": 0}},
+                    {
+                        "type": "array",
+                        "items": {
+                            "type": "array",
+                            "items": {"type": "integer", "minimum": 0},
+                        },
+                    },
                 ]
             },
             "encoding_format": {"type": "string", "enum": ["float", "base64"]},
@@ -106,4 +157,11 @@ EMBEDDINGS = _described(
     },
     {"model": "minilm", "input": ["hello world"]},
     [_TIMEOUT],
+    OPENAI_ERROR,
 )
+
+KNOWN_MODEL = {"responses": errors(ERROR, 401, 404)}
+"""Routes about one model in the Open Inference Protocol."""
+
+OPENAI_KNOWN_MODEL = {"responses": errors(OPENAI_ERROR, 401, 404)}
+"""Routes about one model in OpenAI's API."""

@@ -53,12 +53,19 @@ def error_response(error: ServeError) -> Response:
 def openai_error_response(error: ServeError) -> Response:
     """Return an error in the form of OpenAI's API."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
-    code = "model_not_found" if isinstance(error, UnknownModelError) else None
+    param, code = getattr(error, "param", ""), getattr(error, "code", "")
+    if isinstance(error, UnknownModelError):
+        param, code = "model", "model_not_found"
     if error.status == 429:
         kind, code = "requests", "rate_limit_exceeded"
     if isinstance(error, UnauthorizedError):
         code = "invalid_api_key"
-    body = {"message": str(error), "type": kind, "param": None, "code": code}
+    body = {
+        "message": str(error),
+        "type": kind,
+        "param": param or None,
+        "code": code or None,
+    }
     return json_response({"error": body}, error.status, _retry(error))
 
 

@@ -117,7 +117,9 @@ def _check(vocabulary: int, longest: int, tensors: Tensors) -> None:
     if ids.shape[1] > longest:
         raise InvalidRequestError(
             f"input_ids has {ids.shape[1]} tokens per row; the model takes at most "
-            f"{longest}"
+            f"{longest}",
+            param="input",
+            code="context_length_exceeded",
         )
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocabulary:
@@ -225,7 +227,8 @@ class Tokenizer:
 
     Args:
         folder: Folder of the model, with ``tokenizer.json``.
-        max_length: Maximum number of tokens; longer texts are cut.
+        max_length: Most tokens of a text; a longer one is cut, as the model's own
+            tokenizer does. Token ids are never cut: see ``_check``.
     """
 
     def __init__(self, folder: Path, max_length: int) -> None:
@@ -237,10 +240,21 @@ class Tokenizer:
         self._max_characters = max_length * MAX_CHARACTERS_PER_TOKEN
 
     def encode(self, text: str) -> Tensors:
-        """Return ``input_ids`` and ``attention_mask``, of shape [1, length], int64."""
-        ids = self._fast.encode(text[: self._max_characters]).ids
+        """Return ``input_ids`` and ``attention_mask``, of shape [1, length], int64.
+
+        Args:
+            text: The text; cut to the maximum length.
+        """
+        return self.encode_tokens(self._fast.encode(text[: self._max_characters]).ids)
+
+    def encode_tokens(self, ids: Sequence[int]) -> Tensors:
+        """Return ``input_ids`` and ``attention_mask``, of shape [1, length], int64.
+
+        Args:
+            ids: Token ids, with those that begin and end a text.
+        """
         return {
-            "input_ids": torch.tensor([ids], dtype=torch.int64),
+            "input_ids": torch.tensor([list(ids)], dtype=torch.int64),
             "attention_mask": torch.ones((1, len(ids)), dtype=torch.int64),
         }
 

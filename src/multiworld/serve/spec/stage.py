@@ -126,7 +126,9 @@ class Stage:
 class TextFrontend(Protocol):
     """Tokenizer for ``/v1/embeddings``: turns text into the inputs of stage 0.
 
-    It runs in the gateway.
+    It runs in the gateway. One that also has ``encode_tokens(ids)`` takes arrays of
+    token ids. By convention a text that is longer than the model takes is cut, and
+    token ids that are more than it takes are refused, on every API.
     """
 
     def encode(self, text: str) -> Tensors:

@@ -103,6 +103,16 @@ class Cut(Message, frozen=True):
     seconds: float
 
 
+ROWS_BOUNDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
+"""Upper bounds of the rows of a batch in its histogram; larger ones come last."""
+
+SECONDS_BOUNDS = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05),
+    *(0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0),
+)
+"""Upper bounds of the seconds of a batch in its histogram; longer ones come last."""
+
+
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     """What a replica does at this moment.
 
@@ -115,6 +125,8 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
         handed: Outputs at the next stage that it has not begun.
         computed_s: Seconds of all batches so far.
         counts: Events so far, by kind.
+        batch_rows: Batches so far by their rows, up to each of ``ROWS_BOUNDS``.
+        batch_seconds: Batches so far by their duration, up to ``SECONDS_BOUNDS``.
     """
 
     queued: int = 0
@@ -125,6 +137,8 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     handed: int = 0
     computed_s: float = 0.0
     counts: dict[str, int] = {}
+    batch_rows: tuple[int, ...] = ()
+    batch_seconds: tuple[int, ...] = ()
     upstream: tuple[str, ...] = ()
     routers: tuple[str, ...] = ()
     downstream: tuple[str, ...] = ()

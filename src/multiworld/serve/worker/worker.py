@@ -14,6 +14,7 @@ import os
 import random
 import sys
 import time
+from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from multiworld.serve.transport.protocol import (
     CANCELS,
     CREDITS,
     NOTES,
+    ROWS_BOUNDS,
+    SECONDS_BOUNDS,
     WORK,
     AnswerItem,
     Attempt,
@@ -121,6 +124,8 @@ class Worker:
         self._running_since = 0.0
         self.counts: Counter[str] = Counter()
         self.computed_s = 0.0
+        self._batch_rows = [0] * (len(ROWS_BOUNDS) + 1)
+        self._batch_seconds = [0] * (len(SECONDS_BOUNDS) + 1)
 
     # What the process around it asks.
 
@@ -167,6 +172,8 @@ class Worker:
             handed=self._forwarding.handed_count,
             computed_s=self.computed_s,
             counts=dict(self.counts),
+            batch_rows=tuple(self._batch_rows),
+            batch_seconds=tuple(self._batch_seconds),
             upstream=tuple(sorted(self._upstream)),
             routers=tuple(sorted(self._routers)),
             downstream=tuple(sorted(self._downstream)),
@@ -275,7 +282,11 @@ class Worker:
                 outcomes = await self._runner.run(batch)
             finally:
                 self._running = []
-            self.computed_s += self._clock() - self._running_since
+            took_s = self._clock() - self._running_since
+            self.computed_s += took_s
+            rows = sum(work.rows for work in batch)
+            self._batch_rows[bisect_left(ROWS_BOUNDS, rows)] += 1
+            self._batch_seconds[bisect_left(SECONDS_BOUNDS, took_s)] += 1
             self._end(batch, outcomes)
 
     async def _next_batch(self) -> list[Work]:
