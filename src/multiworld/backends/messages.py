@@ -393,7 +393,7 @@ class _Fits:
         if (found.dtype, found.size) == (self._code, self._size):
             return None
         return TensorMismatchError(
-            f"rank {source} sent {_say(found)}, but the tensor to receive into holds "
+            f"rank {source} sent {_describe(found)}, but the tensor to receive into holds "
             f"{self._out.numel()} of {self._out.dtype}; the message is still there: "
             "receive it with a tensor that fits, or with none"
         )
@@ -402,7 +402,7 @@ class _Fits:
         return self._out if is_plain(self._out) else None
 
 
-def _say(found: Description) -> str:
+def _describe(found: Description) -> str:
     return f"{list(found.shape)} of {DTYPES[found.dtype]}"
 
 

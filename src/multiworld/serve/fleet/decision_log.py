@@ -53,9 +53,9 @@ class DecisionLog:
         self._path = path
         self._decided: deque[LoggedDecision] = deque(maxlen=KEPT)
         self._number = 0
-        self.thought: dict[tuple[str, str], tuple[float, str]] = {}
+        self._reasons: dict[tuple[str, str], tuple[float, str]] = {}
 
-    def decide(
+    def record(
         self,
         kind: str,
         about: str,
@@ -75,12 +75,12 @@ class DecisionLog:
             snapshot=snapshot,
         )
         self._decided.append(decided)
-        self.think(kind, about, what)
+        self.set_reason(kind, about, what)
         self._write(decided)
 
-    def think(self, kind: str, about: str, what: str) -> None:
+    def set_reason(self, kind: str, about: str, what: str) -> None:
         """Note what was thought last, whether it changes something or not."""
-        self.thought[kind, about] = time.time(), what
+        self._reasons[kind, about] = time.time(), what
 
     def last(self, count: int, *, with_snapshots: bool) -> list[dict[str, Any]]:
         """Return the last decisions, oldest first."""
@@ -92,11 +92,11 @@ class DecisionLog:
         ]
         return [{name: getattr(d, name) for name in names} for d in chosen]
 
-    def thoughts(self) -> list[dict[str, Any]]:
+    def reasons(self) -> list[dict[str, Any]]:
         """Return what was thought last, of each kind and about each model."""
         return [
             {"kind": kind, "about": about, "at": at, "what": what}
-            for (kind, about), (at, what) in self.thought.items()
+            for (kind, about), (at, what) in self._reasons.items()
         ]
 
     def _write(self, decided: LoggedDecision) -> None:
@@ -107,7 +107,7 @@ class DecisionLog:
                 self._path.replace(self._path.with_suffix(".old.jsonl"))
             with open(self._path, "a") as file:
                 names = [f.name for f in fields(LoggedDecision)]
-                said = {name: getattr(decided, name) for name in names}
-                file.write(json.dumps(said, default=str, skipkeys=True) + "\n")
+                entry = {name: getattr(decided, name) for name in names}
+                file.write(json.dumps(entry, default=str, skipkeys=True) + "\n")
         except (OSError, ValueError) as error:  # the service does not depend on it
             logger.error("a decision cannot be recorded: %s", error)

@@ -33,17 +33,17 @@ class History:
     """The last things that happened, and how many of each kind."""
 
     def __init__(self) -> None:
-        self._happened: deque[HistoryEntry] = deque(maxlen=EVENTS)
+        self._entries: deque[HistoryEntry] = deque(maxlen=EVENTS)
         self.kinds: Counter[str] = Counter()
 
     def say(self, kind: str, text: str, name: str = "") -> None:
         """Note something, and log it."""
-        number = self._happened[-1].number + 1 if self._happened else 1
-        self._happened.append(HistoryEntry(number, time.time(), kind, text, name))
+        number = self._entries[-1].number + 1 if self._entries else 1
+        self._entries.append(HistoryEntry(number, time.time(), kind, text, name))
         self.kinds[kind] += 1
         level = logging.WARNING if kind in BAD else logging.INFO
         logger.log(level, "%s: %s", kind, text)
 
     def since(self, number: int) -> list[dict[str, Any]]:
         """Return what happened after the event of that number."""
-        return [asdict(event) for event in self._happened if event.number > number]
+        return [asdict(event) for event in self._entries if event.number > number]

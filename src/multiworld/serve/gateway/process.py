@@ -23,7 +23,7 @@ from multiworld.serve.routing.dispatcher import Dispatcher
 from multiworld.serve.spec.datatypes import example_of
 from multiworld.serve.spec.schema import GatewaySpec, ModelSpec
 from multiworld.serve.spec.stage import Tensors
-from multiworld.serve.tenants.authenticator import Authenticator, Post
+from multiworld.serve.tenants.authenticator import Authenticator, ModelVersion
 from multiworld.serve.tenants.directory import Tenant
 from multiworld.serve.transport.control_agent import ControlAgent
 from multiworld.serve.transport.edges import EdgeKeeper
@@ -104,12 +104,14 @@ class GatewayProcess:
         self._dispatcher.on_missing = self._ask_for
         self._asked_at: dict[str, float] = {}
         limit = int(args.gateway.max_body_mb * 2**20)
-        self._door = Authenticator(needs_key=args.gateway.authentication == "keys")
-        self._gateway = Gateway(self._dispatcher, limit, self._door)
-        self._gateway.on_poison = self._tell_poison
+        self._authenticator = Authenticator(
+            needs_key=args.gateway.authentication == "keys"
+        )
+        self._gateway = Gateway(self._dispatcher, limit, self._authenticator)
+        self._gateway.on_poison = self._report_poison
         self._usage_kept = asyncio.Event()
         self._meter = secrets.token_hex(8)
-        self._coming: dict[str, Tenant] = {}
+        self._incoming_tenants: dict[str, Tenant] = {}
         self._poison: deque[PoisonFound] = deque(maxlen=POISON)
         config = args.config()
         self._agent = ControlAgent(
@@ -152,12 +154,12 @@ class GatewayProcess:
             for body in (
                 self._agent.run,
                 self._dispatcher.look,
-                self._orphan,
-                self._tell_usage,
+                self._exit_if_orphaned,
+                self._report_usage,
             )
         ]
         serving = loop.create_task(self._serve(sock))
-        telling = loop.create_task(self._tell_when_up())
+        announcing = loop.create_task(self._announce_when_up())
         try:
             done, _ = await asyncio.wait(
                 {*tasks, serving}, return_when=asyncio.FIRST_COMPLETED
@@ -166,9 +168,9 @@ class GatewayProcess:
                 task.result()
             await self._flush_usage()
         finally:
-            for task in (*tasks, serving, telling, *self._probes):
+            for task in (*tasks, serving, announcing, *self._probes):
                 task.cancel()
-            await asyncio.gather(*tasks, serving, telling, return_exceptions=True)
+            await asyncio.gather(*tasks, serving, announcing, return_exceptions=True)
             await self._keeper.close()
 
     async def _serve(self, sock: socket.socket) -> None:
@@ -176,7 +178,7 @@ class GatewayProcess:
         await self._is_routed.wait()
         await self._server.serve(sockets=[sock])
 
-    async def _tell_when_up(self) -> None:
+    async def _announce_when_up(self) -> None:
         while not self._server.started:  # noqa: ASYNC110 - uvicorn has no event for it
             await asyncio.sleep(0.005)
         self._agent.fact(Loaded())
@@ -203,12 +205,14 @@ class GatewayProcess:
             case AllTenants():
                 self._all_tenants(order)
             case TenantsChanged(tenants, removed):
-                self._door.book.put(tenants)
+                self._authenticator.directory.put(tenants)
                 for name in removed:
-                    self._door.book.remove(name)
-                self._gateway.metrics.keep_tenants(self._door.book.tenants)
+                    self._authenticator.directory.remove(name)
+                self._gateway.metrics.keep_tenants(
+                    self._authenticator.directory.tenants
+                )
             case UsageStored(number):
-                self._door.meter.confirmed(number)
+                self._authenticator.meter.confirmed(number)
                 self._usage_kept.set()
             case PoisonFound(tenant, model, version, digest):
                 self._gateway.poisonous(tenant, (model, version), digest)
@@ -233,55 +237,57 @@ class GatewayProcess:
         self._dispatcher.table_changed(table)
         self._keeper.apply(edges_of(table, self._args.name))
         self._gateway.forget_versions()
-        self._door.gateways = len(table.gateways)
+        self._authenticator.gateways = len(table.gateways)
         self._agent.fact(Applied(table.number))
         self._is_routed.set()
 
     def _all_tenants(self, part: AllTenants) -> None:
         """Replace the tenants when the last part is there; until then the old hold."""
         if part.is_first:
-            self._coming = {}
-        self._coming.update((tenant.name, tenant) for tenant in part.tenants)
+            self._incoming_tenants = {}
+        self._incoming_tenants.update((tenant.name, tenant) for tenant in part.tenants)
         if part.is_last:
-            self._door.book.replace_all(self._coming)
-            self._gateway.metrics.keep_tenants(self._coming)
+            self._authenticator.directory.replace_all(self._incoming_tenants)
+            self._gateway.metrics.keep_tenants(self._incoming_tenants)
 
-    def _tell_poison(self, tenant: str, post: Post, digest: str) -> None:
+    def _report_poison(
+        self, tenant: str, model_version: ModelVersion, digest: str
+    ) -> None:
         """Tell the controller, now or when there is one; it tells other gateways."""
-        self._poison.append(PoisonFound(tenant, *post, digest))
-        self._tell_poison_waiting()
+        self._poison.append(PoisonFound(tenant, *model_version, digest))
+        self._send_pending_poison()
 
-    def _tell_poison_waiting(self) -> None:
+    def _send_pending_poison(self) -> None:
         while self._poison and self._agent.lost_at is None:
             self._agent.tell(self._poison.popleft())
 
-    async def _tell_usage(self) -> None:
+    async def _report_usage(self) -> None:
         """Tell the controller what tenants use, again and again."""
-        told_to: object = None
+        reported_to: object = None
         while True:
             await asyncio.sleep(USAGE_S)
             if self._agent.lost_at is not None:
                 continue
-            self._tell_poison_waiting()
-            if told_to is not self._agent.joined_at:
-                told_to = self._agent.joined_at
-                self._door.meter.tell_again()
-            self._tell_usage_once()
+            self._send_pending_poison()
+            if reported_to is not self._agent.joined_at:
+                reported_to = self._agent.joined_at
+                self._authenticator.meter.resend_all()
+            self._send_due_usage()
 
-    def _tell_usage_once(self) -> None:
-        for number, rows in self._door.meter.tell(time.monotonic()):
+    def _send_due_usage(self) -> None:
+        for number, rows in self._authenticator.meter.take_due(time.monotonic()):
             self._agent.tell(UsageTold(self._meter, number, rows))
 
     async def _flush_usage(self) -> None:
         """Tell the last of it, and wait until it is written down, but not for long."""
         if self._agent.lost_at is not None:
             return
-        self._door.meter.tell_again()
+        self._authenticator.meter.resend_all()
         try:
             async with asyncio.timeout(USAGE_S):
-                while not self._door.meter.is_all_told:
+                while not self._authenticator.meter.is_all_confirmed:
                     self._usage_kept.clear()
-                    self._tell_usage_once()
+                    self._send_due_usage()
                     await self._usage_kept.wait()
         except TimeoutError:
             logger.warning("the controller has not confirmed the last of the usage")
@@ -312,7 +318,7 @@ class GatewayProcess:
             )
         return example_of(model)
 
-    async def _orphan(self) -> None:
+    async def _exit_if_orphaned(self) -> None:
         """End when there is no controller, and nobody asks anything."""
         while True:
             await asyncio.sleep(LOOK_S)

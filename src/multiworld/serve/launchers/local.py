@@ -62,7 +62,7 @@ class LocalLauncher:
             "multiworld.serve.launchers.fork_server",
             log,
             FORK_NEWS,
-            self._told,
+            self._on_news,
             self._server_ended,
         )
         self._starting: dict[str, asyncio.Future[int]] = {}
@@ -90,7 +90,7 @@ class LocalLauncher:
                 env = {"OPENBLAS_NUM_THREADS": "1", **self._env}
                 await self._server.start(list(self._preload), env, WARM_S)
 
-    def _told(self, news: ForkNews) -> None:
+    def _on_news(self, news: ForkNews) -> None:
         match news:
             case Exited(name, code):
                 self._unwatch(name)

@@ -62,7 +62,7 @@ class PlacementManager:
         self._history, self._owner = history, owner
         self._journal = journal or DecisionLog()
         self.places = ReplicaBookings(launcher.nodes(), policy)
-        self._planner = Replanner(self._snapshot, self._planned)
+        self._replanner = Replanner(self._snapshot, self._apply_plan)
         self._text = self._trouble = ""
 
     # Before anything is started.
@@ -77,13 +77,13 @@ class PlacementManager:
             wanted = replace(wanted, models={model: wanted.models[model]})
         self.places.admit(asks_of(wanted, self._owner.specs))
 
-    def restore(self, said: ProcessRecord) -> None:
+    def restore(self, record: ProcessRecord) -> None:
         """Enter a replica of an earlier controller."""
-        spec = self._owner.specs[said.model][said.version]
-        post = said.model, said.version, said.stage
-        spot = Location(said.node, said.gpu)
-        need = needs_of(spec)[said.stage]
-        self.places.ledger.restore(said.name, post, spot, need)
+        spec = self._owner.specs[record.model][record.version]
+        post = record.model, record.version, record.stage
+        spot = Location(record.node, record.gpu)
+        need = needs_of(spec)[record.stage]
+        self.places.ledger.restore(record.name, post, spot, need)
 
     # Planning.
 
@@ -93,24 +93,24 @@ class PlacementManager:
         Cancellation: safe.
         """
         try:
-            planned = await self._planner.plan(self._snapshot(wanted))
+            planned = await self._replanner.plan(self._snapshot(wanted))
         except Exception:  # a service starts without a plan
             logger.exception("no plan could be made")
             return
         if planned is not None:
-            self._planned(planned)
+            self._apply_plan(planned)
 
     def start(self) -> None:
         """Plan whenever something changes, from now on."""
-        self._planner.start()
+        self._replanner.start()
 
     def wake(self) -> None:
         """Plan soon: something has changed."""
-        self._planner.wake()
+        self._replanner.wake()
 
     async def close(self) -> None:
         """Plan no more."""
-        await self._planner.close()
+        await self._replanner.close()
 
     def _snapshot(self, wanted: DesiredState | None = None) -> PlacementSnapshot:
         models = (wanted or self._fleet.desired).models
@@ -129,13 +129,13 @@ class PlacementManager:
         running = self.places.runs(versions, stays)
         return PlacementSnapshot(self._launcher.nodes(), asks, running)
 
-    def _planned(self, planned: PlanReady) -> None:
+    def _apply_plan(self, planned: PlanReady) -> None:
         self.places.plan = planned.plan
         text = in_words(planned.placement)
         if text != self._text:
             self._text = text
             self._history.say("plan", text)
-            self._journal.decide(
+            self._journal.record(
                 "placement", "", text, facts_of(planned), snapshot_of(planned)
             )
         if self._launcher.trouble():

@@ -68,7 +68,7 @@ class _Model:
             if s.autoscaling_config is not None
         ]
         self.spec = spec
-        self.watch = SampleWindow(name, len(spec.stages), max(look_back))
+        self.window = SampleWindow(name, len(spec.stages), max(look_back))
         self.interval_s = limits.interval_s(spec)
         self.due_at = 0.0
         self.memory: Any = None
@@ -130,7 +130,7 @@ class Autoscaler:
 
     async def _look(self) -> None:
         """Decide about every model that is due."""
-        self._know_models()
+        self._sync_models()
         now = time.monotonic()
         due = [name for name, model in self._models.items() if model.due_at <= now]
         if not due:
@@ -144,10 +144,10 @@ class Autoscaler:
             except Exception as error:  # somebody's policy; the others are scaled
                 logger.exception("%s cannot be scaled", name)
                 text = f"the policy failed: {type(error).__name__}: {error}"
-                self._journal.think("scaling", name, text)
+                self._journal.set_reason("scaling", name, text)
                 self._models[name].due_at = time.monotonic() + START_S
 
-    def _know_models(self) -> None:
+    def _sync_models(self) -> None:
         """Follow what is wanted: models come, go, and change their versions."""
         specs = {
             name: self._owner.specs[name][wanted.version]
@@ -164,7 +164,9 @@ class Autoscaler:
                     self._models[name] = _Model(spec, name)
                 except SpecError as error:  # it was there when the service was started
                     self._models.pop(name, None)
-                    self._journal.think("scaling", name, f"it is not scaled: {error}")
+                    self._journal.set_reason(
+                        "scaling", name, f"it is not scaled: {error}"
+                    )
 
     def _decide(self, name: str, reports: Reports) -> None:
         known, now = self._models[name], time.monotonic()
@@ -173,12 +175,12 @@ class Autoscaler:
             return  # a new version is on its way: nothing is scaled meanwhile
         replicas = self._replicas(name, wanted.version)
         gateways = [p.name for p in self._fleet.processes.values() if p.is_gateway]
-        known.watch.note(now, gateways, replicas, reports)
+        known.window.note(now, gateways, replicas, reports)
         snapshot = Snapshot(
             model=name,
             now=now,
             stages=limits.stages_now(known.spec, wanted.replicas),
-            samples=tuple(known.watch.samples),
+            samples=tuple(known.window.samples),
             objective_s=wanted.objective_s,
             objective_share=known.spec.objective_share,
             deadline_s=wanted.deadline_s,
@@ -188,7 +190,7 @@ class Autoscaler:
         )
         decision = within(known.policy(snapshot), snapshot.stages)
         known.memory = decision.memory
-        self._journal.think("scaling", name, decision.why)
+        self._journal.set_reason("scaling", name, decision.why)
         if tuple(decision.replicas) != wanted.replicas:
             self._carry_out(known, snapshot, decision)
 
@@ -216,7 +218,9 @@ class Autoscaler:
             self._history.say("unplaced", f"{name}: not all of it has a place: {short}")
         known.short = short
         if after == before:
-            self._journal.think("scaling", name, f"{decision.why}; no room: {short}")
+            self._journal.set_reason(
+                "scaling", name, f"{decision.why}; no room: {short}"
+            )
             return
         why = decision.why
         if short:
@@ -224,7 +228,7 @@ class Autoscaler:
         self._history.say("scaled", f"{name}: {why}")
         self._owner.want(wanted)
         facts = {"before": before, "after": after, "short": short, **decision.facts}
-        self._journal.decide("scaling", name, why, facts, snapshot_to_json(snapshot))
+        self._journal.record("scaling", name, why, facts, snapshot_to_json(snapshot))
 
     def _admitted(
         self, name: str, before: Sequence[int], after: Sequence[int]

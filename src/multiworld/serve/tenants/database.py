@@ -16,7 +16,7 @@ from typing import Any
 
 from multiworld.errors import ServeError
 from multiworld.serve.tenants.directory import Tenant, tenant_from_json
-from multiworld.serve.tenants.usage_meter import FIELDS, MOST_TOLD, UsageRow
+from multiworld.serve.tenants.usage_meter import FIELDS, MAX_UNCONFIRMED, UsageRow
 
 SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS tenants (name TEXT PRIMARY KEY, data TEXT NOT NULL);
@@ -35,7 +35,7 @@ CREATE TABLE IF NOT EXISTS told (
 ) WITHOUT ROWID;
 """
 
-KEPT = 4 * MOST_TOLD
+KEPT = 4 * MAX_UNCONFIRMED
 """Numbers of a gateway that are remembered; it has fewer that are not confirmed."""
 
 PUT = "INSERT OR REPLACE INTO tenants VALUES (?, ?)"

@@ -15,7 +15,7 @@ from typing import NamedTuple
 MINUTE_S = 60
 """Seconds covered by one row."""
 
-MOST_TOLD = 16
+MAX_UNCONFIRMED = 16
 """Most unconfirmed batches; with as many, no new one is made."""
 
 RESEND_S = 5.0
@@ -92,12 +92,12 @@ class UsageMeter:
         minute = int(wall_s) // MINUTE_S * MINUTE_S
         return self._open.setdefault((minute, tenant, model), UsageTotals())
 
-    def tell(self, now: float) -> list[tuple[int, tuple[UsageRow, ...]]]:
+    def take_due(self, now: float) -> list[tuple[int, tuple[UsageRow, ...]]]:
         """Return what is to be told now, each under its number."""
-        if self._open and len(self._unconfirmed) < MOST_TOLD:
+        if self._open and len(self._unconfirmed) < MAX_UNCONFIRMED:
             rows = tuple(
-                UsageRow(*post, *(getattr(sums, name) for name in FIELDS))
-                for post, sums in self._open.items()
+                UsageRow(*key, *(getattr(sums, name) for name in FIELDS))
+                for key, sums in self._open.items()
             )
             self._open.clear()
             self._number += 1
@@ -108,11 +108,11 @@ class UsageMeter:
         return [(number, batch.rows) for number, batch in due]
 
     @property
-    def is_all_told(self) -> bool:
+    def is_all_confirmed(self) -> bool:
         """True if all usage was confirmed."""
         return not self._unconfirmed and not self._open
 
-    def tell_again(self) -> None:
+    def resend_all(self) -> None:
         """Send all unconfirmed batches again, because the controller is a new one."""
         for batch in self._unconfirmed.values():
             batch.at = -math.inf

@@ -33,7 +33,7 @@ M = TypeVar("M")
 SILENT_S = 0.4
 """Seconds without a sign of a replica until its work is hedged: four heartbeats."""
 
-AGAIN_S = 1.0
+RETRY_S = 1.0
 SEND_S = 1.0
 """How long what was to be sent may take when an edge is left."""
 
@@ -173,7 +173,7 @@ class EdgeKeeper:
         try:
             while True:
                 await self._stay(edge)
-                await asyncio.sleep(AGAIN_S)
+                await asyncio.sleep(RETRY_S)
         finally:
             if edge.world in self._manager.worlds:
                 await asyncio.shield(self._manager.leave(edge.world))
@@ -190,7 +190,7 @@ class EdgeKeeper:
             ):
                 await self._live(edge, world)
         except (MultiWorldError, OSError):
-            logger.exception("edge %s: again in %g s", edge.world, AGAIN_S)
+            logger.exception("edge %s: again in %g s", edge.world, RETRY_S)
 
     async def _live(self, edge: Edge, world: World) -> None:
         """Let the owner use one incarnation until it is over or the peer has left."""

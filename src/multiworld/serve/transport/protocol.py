@@ -283,10 +283,10 @@ News = (
 
 
 class Begun(Message, frozen=True):
-    """These are being computed now; suspects alone, if ``is_solo``."""
+    """These are being computed now; suspects alone, if ``is_isolated``."""
 
     attempts: tuple[Attempt, ...]
-    is_solo: bool
+    is_isolated: bool
 
 
 class Dropped(Message, frozen=True):
@@ -372,7 +372,7 @@ class WorkItem(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         remaining_s: Seconds until its deadline, when it was sent.
-        is_solo: It is a suspect, and computed alone.
+        is_isolated: It is a suspect, and computed alone.
         session: What keeps it at one replica of a stateful stage.
         via: Replicas that a probe must go through, by stage.
         share: Whose it is, and what that counts.
@@ -380,7 +380,7 @@ class WorkItem(msgspec.Struct, frozen=True, array_like=True):
 
     key: Key
     remaining_s: float
-    is_solo: bool = False
+    is_isolated: bool = False
     session: str | None = None
     via: dict[str, str] | None = None
     share: Share = DEFAULT_SHARE

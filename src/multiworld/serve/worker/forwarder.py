@@ -33,7 +33,7 @@ class FinishedWork:
     Attributes:
         key: Router, request number and attempt number.
         deadline_at: Time in seconds after which nobody wants the answer.
-        is_solo: It runs in isolation: alone in its batch.
+        is_isolated: It runs in isolation: alone in its batch.
         session: Work of one session goes to the same replica.
         via: For a probe: replicas by stage that it must go through.
         content: The outputs; opaque here.
@@ -43,7 +43,7 @@ class FinishedWork:
 
     key: Key
     deadline_at: float
-    is_solo: bool
+    is_isolated: bool
     session: str | None
     via: dict[str, str] | None
     content: Any

@@ -35,7 +35,7 @@ def works_of(
                 rows=rows_of(tensors),
                 deadline_at=now + item.remaining_s,
                 arrived_at=now,
-                is_solo=item.is_solo,
+                is_isolated=item.is_isolated,
                 session=item.session,
                 via=item.via,
                 content=tensors,

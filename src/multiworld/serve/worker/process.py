@@ -59,7 +59,7 @@ OUTGROWN = 99
 """The exit code of a process that has used more memory than it declared."""
 
 
-def _following(spec: ModelSpec, stage: int) -> int:
+def _credit_of_next(spec: ModelSpec, stage: int) -> int:
     """Return how much the next stage takes of a sender."""
     return spec.stages[min(stage + 1, len(spec.stages) - 1)].max_ongoing_requests
 
@@ -86,7 +86,7 @@ class WorkerProcess:
             WorkerLimits(
                 max_batch_size=limits.max_batch_size,
                 max_wait_s=limits.max_wait_ms / 1000,
-                max_ongoing_requests=_following(args.spec, args.stage),
+                max_ongoing_requests=_credit_of_next(args.spec, args.stage),
                 compute_s=limits.compute_s,
             ),
         )
@@ -112,8 +112,8 @@ class WorkerProcess:
                 self._agent.run,
                 self._load,
                 self._worker.look,
-                self._orphan,
-                self._mind_memory,
+                self._exit_if_orphaned,
+                self._monitor_memory,
             )
         ]
         ending = loop.create_task(self._finish())
@@ -144,7 +144,7 @@ class WorkerProcess:
                 self._manager, self._args.name, LEADER, ranks, self._args.store, config
             )
             group = RankGroup(world)
-            self._guard = asyncio.get_running_loop().create_task(_end_with(world))
+            self._guard = asyncio.get_running_loop().create_task(_exit_with(world))
         limit_gpu(device, needs_of(self._args.spec)[self._args.stage])
         await self._runner.load(StageContext(device=device, group=group))
         logger.info("loaded in %.3f s", time.monotonic() - began)
@@ -173,7 +173,7 @@ class WorkerProcess:
             gpu_memory_bytes=gpu_memory_of(self._args.device),
         )
 
-    async def _orphan(self) -> None:
+    async def _exit_if_orphaned(self) -> None:
         """End when there has been nobody to work for."""
         alone_since: float | None = None
         while True:
@@ -187,7 +187,7 @@ class WorkerProcess:
                     logger.warning("no controller and no gateway: this worker ends")
                     self._is_finishing.set()
 
-    async def _mind_memory(self) -> None:
+    async def _monitor_memory(self) -> None:
         """End this process if it outgrows what it declared; the controller is told."""
         assert self._args.spec is not None
         limit = memory_limit(self._args)
@@ -232,7 +232,7 @@ async def outgrown(limit: int) -> int:
             return used
 
 
-async def _end_if_outgrown(limit: int) -> None:
+async def _exit_if_outgrown(limit: int) -> None:
     await outgrown(limit)
     os._exit(OUTGROWN)
 
@@ -278,7 +278,7 @@ def cut(seconds: float) -> None:
     time.sleep(seconds)
 
 
-async def _end_with(world: World) -> None:
+async def _exit_with(world: World) -> None:
     """End this process when the world of its ranks is broken: it is one replica."""
     await world.wait_over()
     if world.is_broken:
@@ -295,7 +295,7 @@ async def run_follower(args: ProcessArgs, rank: int) -> int:
     runner = Executor(model.stages[args.stage], name, limits.threads)
     # A rank that was forked counts with its leader; an actor of its own by itself.
     limit = 0 if args.rank is None else memory_limit(args)
-    guard = asyncio.get_running_loop().create_task(_end_if_outgrown(limit))
+    guard = asyncio.get_running_loop().create_task(_exit_if_outgrown(limit))
     try:
         async with WorldManager(config=args.config()) as manager:
             world = await join_group(

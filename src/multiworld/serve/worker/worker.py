@@ -47,14 +47,14 @@ logger = logging.getLogger("multiworld.serve")
 LOOK_S = 0.1
 """Seconds between looks at deadlines and at who is silent."""
 
-CANCELLED = 4096
+MAX_CANCELLED = 4096
 """Cancelled requests that are remembered, lest their work arrives afterwards."""
 
 TELL_S = 0.1
 """How long a batch waits for a router to be told of it; one that is stopped, or whose
 socket is full, does not read."""
 
-HUNG_S, FORSAKEN_S = 30.0, 10.0
+HUNG_S, OVERDUE_S = 30.0, 10.0
 """A batch that computes for so long, and so long after the last deadline of its
 requests, is taken for one that never ends."""
 
@@ -106,7 +106,7 @@ class Worker:
         self.name, self._number, self._is_last = name, number, is_last
         self._runner, self._limits = runner, limits
         self._batcher = BatchQueue(limits.max_batch_size, limits.max_wait_s)
-        self._forwarding = Forwarder(
+        self._forwarder = Forwarder(
             number + 1, limits.max_ongoing_requests, random.random
         )
         self._table = RoutingTable()
@@ -130,15 +130,15 @@ class Worker:
         me = table.replicas.get(self.name)
         if me is not None:
             following = table.stage(me.model, me.version, self._number + 1)
-            self._forwarding.table_changed(following)
-            self._return(self._forwarding.give_back())
+            self._forwarder.table_changed(following)
+            self._return(self._forwarder.give_back())
             self._hand([])
 
     @property
     def is_idle(self) -> bool:
         """Whether there is nothing that it still has to do."""
-        busy = len(self._batcher) + len(self._forwarding) + len(self._running)
-        return busy + self._forwarding.handed_count == 0
+        busy = len(self._batcher) + len(self._forwarder) + len(self._running)
+        return busy + self._forwarder.handed_count == 0
 
     @property
     def has_router(self) -> bool:
@@ -163,8 +163,8 @@ class Worker:
             probing=self._batcher.probes
             + sum(work.via is not None for work in self._running),
             computing_s=now - self._running_since if self._running else 0.0,
-            waiting_for_next=len(self._forwarding),
-            handed=self._forwarding.handed_count,
+            waiting_for_next=len(self._forwarder),
+            handed=self._forwarder.handed_count,
             computed_s=self.computed_s,
             counts=dict(self.counts),
             upstream=tuple(sorted(self._upstream)),
@@ -179,7 +179,7 @@ class Worker:
         peer = outbox.edge.peer
         if not outbox.edge.is_upstream:
             self._downstream[peer] = outbox
-            self._forwarding.connected(peer)
+            self._forwarder.connected(peer)
             self._hand([])
             return [lambda: self._read_credit(outbox)]
         if peer in self._table.gateways:
@@ -196,12 +196,12 @@ class Worker:
         peer = outbox.edge.peer
         if self._downstream.get(peer) is outbox:
             del self._downstream[peer]
-            self._drop(self._forwarding.lost(peer))
+            self._drop(self._forwarder.lost(peer))
         elif self._routers.get(peer) is outbox:
             del self._routers[peer]
             # Nobody waits for these any more: a router that comes back sends anew.
             self._release(self._batcher.cancel_of(peer))
-            self._forwarding.cancel_of(peer)
+            self._forwarder.cancel_of(peer)
         else:
             self._upstream.pop(peer, None)
 
@@ -243,14 +243,14 @@ class Worker:
     def _cancel(self, key: Key) -> None:
         """Free the work of a request that nobody waits for, wherever it has got to."""
         self._cancelled[key] = None
-        while len(self._cancelled) > CANCELLED:
+        while len(self._cancelled) > MAX_CANCELLED:
             self._cancelled.popitem(last=False)
         work = self._batcher.cancel(key)
         if work is not None:
             self.counts["cancelled"] += 1
             self._release([work])
-        self._forwarding.cancel(key)
-        holder = self._downstream.get(self._forwarding.holder(key) or "")
+        self._forwarder.cancel(key)
+        holder = self._downstream.get(self._forwarder.holder(key) or "")
         if holder is not None:
             holder.send_nowait(CANCELS, protocol.Cancel(key))
 
@@ -258,10 +258,10 @@ class Worker:
         while True:
             match await receive(outbox.world, CREDITS, src=1):
                 case protocol.Refused(keys):
-                    self._forwarding.refused(outbox.edge.peer, keys, self._clock())
+                    self._forwarder.refused(outbox.edge.peer, keys, self._clock())
                     self._return(keys)
                 case protocol.Released(keys):
-                    self._forwarding.begun(outbox.edge.peer, keys)
+                    self._forwarder.begun(outbox.edge.peer, keys)
             self._hand([])
 
     # Computing.
@@ -280,7 +280,7 @@ class Worker:
 
     async def _next_batch(self) -> list[Work]:
         while True:
-            while len(self._forwarding) >= self._limits.max_ongoing_requests:
+            while len(self._forwarder) >= self._limits.max_ongoing_requests:
                 self._room.clear()
                 await self._room.wait()
             now = self._clock()
@@ -305,10 +305,10 @@ class Worker:
         self.counts["batches"] += 1
         self.counts["rows"] += sum(work.rows for work in batch)
         self.counts["requests"] += len(batch)
-        is_solo = batch[0].is_solo
+        is_isolated = batch[0].is_isolated
         by_router = _by_router(work.key for work in batch)
         for router, keys in by_router.items():
-            self._tell(router, protocol.Begun(tuple(keys), is_solo))
+            self._tell(router, protocol.Begun(tuple(keys), is_isolated))
         boxes = [self._routers[r] for r in by_router if r in self._routers]
         untold = [box.wait_sent() for box in boxes if not box.is_idle]
         if untold:
@@ -347,7 +347,7 @@ class Worker:
                     FinishedWork(
                         work.key,
                         work.deadline_at,
-                        work.is_solo,
+                        work.is_isolated,
                         work.session,
                         work.via,
                         outcome,
@@ -374,12 +374,12 @@ class Worker:
         if self._is_last:
             return
         now = self._clock() if now is None else now
-        for name, pieces in self._forwarding.hand(finished, now).items():
+        for name, pieces in self._forwarder.hand(finished, now).items():
             items = tuple(
                 WorkItem(
                     piece.key,
                     piece.deadline_at - now,
-                    piece.is_solo,
+                    piece.is_isolated,
                     piece.session,
                     piece.via,
                     piece.share,
@@ -389,7 +389,7 @@ class Worker:
             tensors = pack([piece.content for piece in pieces])
             outbox = self._downstream[name]
             outbox.bundle_nowait(WORK, protocol.Work(items), tensors)
-        if len(self._forwarding) < self._limits.max_ongoing_requests:
+        if len(self._forwarder) < self._limits.max_ongoing_requests:
             self._room.set()
 
     # Telling.
@@ -431,9 +431,9 @@ class Worker:
             self._release(self._batcher.expired(now))
             for name, outbox in list(self._downstream.items()):
                 is_silent = outbox.silent_s() > SILENT_S
-                stuck = self._forwarding.silent(name, is_silent=is_silent)
+                stuck = self._forwarder.silent(name, is_silent=is_silent)
                 self._tell_of(stuck, "stuck", protocol.Stuck)
-            self._return(self._forwarding.give_back())
+            self._return(self._forwarder.give_back())
             self._hand([])
 
     def _is_hung(self, now: float) -> bool:
@@ -444,7 +444,7 @@ class Worker:
         if self._limits.compute_s is not None:
             return running_s > self._limits.compute_s
         last = max(work.deadline_at for work in self._running)
-        return running_s > HUNG_S and now - last > FORSAKEN_S
+        return running_s > HUNG_S and now - last > OVERDUE_S
 
     def _end_process(self, now: float) -> None:
         """End at once: a thread that computes cannot be stopped in any other way.

@@ -78,7 +78,7 @@ class Bench:
         self.bridge = Bridge()
         made: Any = self.launcher
         made._bridge = self.bridge
-        self.hear: Callable[[BridgeNews], None] = made._told
+        self.hear: Callable[[BridgeNews], None] = made._on_news
         self.hear(ClusterNodes((NODE,), False))
 
     def launch(self, name: str) -> asyncio.Future[Any]:

@@ -54,17 +54,17 @@ START_S = 60.0
 """How long it may take to start the actor's process."""
 
 LOOK_S = 0.5
-ALONE_S = 5.0
+CLAIM_S = 5.0
 """How long the end of an earlier controller may take to be known to the head."""
 
 GPU_S = 30.0
-TRIFLE = 0.0001
+MINIMAL_SHARE = 0.0001
 """Of a machine's own resource: a bundle must not be empty, and what books no CPU takes
 none, in our ledger as in Ray's."""
 
 HEAD = "node:__internal_head__"
 STARTERS = 64
-LAST_S = 5.0
+DRAIN_S = 5.0
 """What was ordered before the end gets so long to be done."""
 
 NAME_LABEL = "multiworld/name"
@@ -91,14 +91,14 @@ class Bridge:
         self._gpus: dict[str, list[tuple[int, str, int]]] = {}
         self._asked: set[str] = set()
 
-    def be_only(self) -> None:
+    def claim_service(self) -> None:
         """Be the only controller of the service on this cluster.
 
         Raises:
             RuntimeError: There is one. What says so is gone with its bridge.
         """
         name = f"{self._app}/controller"
-        limit = time.monotonic() + ALONE_S
+        limit = time.monotonic() + CLAIM_S
         while True:
             try:
                 there = get_placement_group(name)
@@ -111,7 +111,7 @@ class Bridge:
                     "another name (app:)"
                 )
             time.sleep(LOOK_S)
-        self._lock = placement_group([{HEAD: TRIFLE}], name=name)
+        self._lock = placement_group([{HEAD: MINIMAL_SHARE}], name=name)
         ray.get(self._lock.ready(), timeout=PLACE_S)
 
     def run(self) -> None:
@@ -130,7 +130,7 @@ class Bridge:
                     self._sweep(order.known)  # before anything that is ordered later
                 else:
                     self._starters.submit(self._carry_out, order)
-        self._start(_exit_after, LAST_S)
+        self._start(_exit_after, DRAIN_S)
         self._starters.shutdown(wait=True)
 
     def _carry_out(self, order: ActorOrder) -> None:
@@ -200,7 +200,7 @@ class Bridge:
         name, ranks, bundle = order.name, len(order.args), order.bundle
         try:
             group = placement_group(
-                [{f"node:{order.address}": TRIFLE, **bundle}] * ranks,
+                [{f"node:{order.address}": MINIMAL_SHARE, **bundle}] * ranks,
                 strategy="STRICT_PACK",
                 name=self._named(name),
                 lifetime="detached",
@@ -211,7 +211,7 @@ class Bridge:
             hellos = ray.get([a.hello.remote() for a in actors], timeout=START_S)
         except Exception as error:
             self._end(name, ranks)
-            why = f"Ray did not start it: {_words(error)}"
+            why = f"Ray did not start it: {_message(error)}"
             self._news.put(LaunchFailed(name, why))
             return
         pid, began = hellos[0]
@@ -307,7 +307,7 @@ def _name(node: dict[str, Any]) -> str:
     return str(label or given or f"node-{node['NodeID'][:8]}")
 
 
-def _words(error: Exception) -> str:
+def _message(error: Exception) -> str:
     if isinstance(error, ray.exceptions.GetTimeoutError):
         return "no room, or no process, in time (other jobs of the cluster may have it)"
     return str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
@@ -325,7 +325,7 @@ def main() -> None:
         options |= {"include_dashboard": False, "_system_config": LOCAL}
     ray.init(address=address, configure_logging=True, **options)
     bridge = Bridge(control, namespace, app)
-    bridge.be_only()
+    bridge.claim_service()
     bridge.run()
     os._exit(0)  # what a lost head keeps waiting is not waited for
 

@@ -48,10 +48,10 @@ ADOPT_S = 15.0
 SILENT_S = 5.0
 """A head that has not answered for so long is lost."""
 
-AGAIN_S = 5.0
+RETRY_S = 5.0
 REACH_S = 5.0
 LAUNCH_S = 90.0
-GPU_TRIFLE = 0.0001
+MINIMAL_GPU = 0.0001
 """Of a GPU, for what books nothing of it."""
 
 
@@ -84,15 +84,15 @@ class RayLauncher:
         self._log, self._on_exit, self._on_nodes = log, on_exit, on_nodes
         self._loop = asyncio.get_running_loop()
         self._bridge = HelperProcess(
-            BRIDGE, log, BRIDGE_NEWS, self._told, self._bridge_ended
+            BRIDGE, log, BRIDGE_NEWS, self._on_news, self._bridge_ended
         )
         self._nodes: dict[str, Node] = {}
         self._ranks: dict[str, int] = {}
-        self._doomed: set[str] = set()
+        self._ending: set[str] = set()
         self._starting: dict[str, asyncio.Future[RunningProcess]] = {}
         self._heard_at = self._clock()
         self._trouble = ""
-        self._minding: asyncio.Task[None] | None = None
+        self._monitoring: asyncio.Task[None] | None = None
 
     async def start(self, *, is_new: bool) -> None:
         """Connect to the cluster, or start it.
@@ -109,15 +109,15 @@ class RayLauncher:
         try:
             await self._connect(START_S if is_new else ADOPT_S)
         except (LaunchError, OSError) as error:
-            said = _last_line(self._log) or error
-            text = f"no Ray cluster at {self._spec.address!r}: {said}"
+            reason = _last_line(self._log) or error
+            text = f"no Ray cluster at {self._spec.address!r}: {reason}"
             if is_new:
                 raise ServeError(
                     f"{text}. It needs multiworld-elastic[ray], and `ray start --head` "
                     "or `address: local`"
                 ) from error
             self._trouble = f"{text}: what runs goes on, nothing is started or scaled"
-        self._minding = self._loop.create_task(self._mind())
+        self._monitoring = self._loop.create_task(self._monitor())
 
     async def _connect(self, limit_s: float = START_S) -> None:
         await _check_reachable(self._spec.address)
@@ -127,7 +127,7 @@ class RayLauncher:
             self._set_nodes(first.nodes)
         self._heard_at = self._clock()
 
-    async def _mind(self) -> None:
+    async def _monitor(self) -> None:
         """Notice when the head is silent; come back to it when it answers."""
         while True:
             await asyncio.sleep(1.0)
@@ -145,11 +145,11 @@ class RayLauncher:
             await self._connect()
         except (LaunchError, OSError) as error:
             logger.debug("the Ray cluster is still away: %s", error)
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(RETRY_S)
             return
         self.settle()
         for name in list(self._ranks):
-            if name in self._doomed:
+            if name in self._ending:
                 self._exited(name, None)  # the order to end it may have been lost
             else:
                 self._adopt(name, must_be_known=False)
@@ -165,7 +165,7 @@ class RayLauncher:
 
     # What the bridge tells.
 
-    def _told(self, news: BridgeNews) -> None:
+    def _on_news(self, news: BridgeNews) -> None:
         match news:
             case ClusterNodes(nodes, is_same):
                 self._heard_at = self._clock()
@@ -177,24 +177,24 @@ class RayLauncher:
             case Launched(name, pid, began):
                 if name not in self._starting:
                     self._end(name)  # it was given up meanwhile
-                self._settle(name, RunningProcess(name, pid, began))
+                self._resolve(name, RunningProcess(name, pid, began))
             case LaunchFailed(name, error):
                 self._ranks.pop(name, None)
-                self._settle(name, LaunchError(f"{name}: {error}"))
+                self._resolve(name, LaunchError(f"{name}: {error}"))
             case Exited(name, code):
                 self._exited(name, code)
 
     def _exited(self, name: str, code: int | None) -> None:
-        self._doomed.discard(name)
+        self._ending.discard(name)
         if self._ranks.pop(name, None) is not None:
             self._on_exit(name, code)
 
     def _end(self, name: str) -> None:
         if name in self._ranks:
-            self._doomed.add(name)
+            self._ending.add(name)
             self._bridge.tell(KillActor(name, self._ranks[name]))
 
-    def _settle(self, name: str, outcome: RunningProcess | LaunchError) -> None:
+    def _resolve(self, name: str, outcome: RunningProcess | LaunchError) -> None:
         future = self._starting.pop(name, None)
         if future is None or future.done():
             return
@@ -320,15 +320,15 @@ class RayLauncher:
 
     def settle(self) -> None:
         """End what an earlier controller left behind that was not adopted."""
-        known = tuple(name for name in self._ranks if name not in self._doomed)
+        known = tuple(name for name in self._ranks if name not in self._ending)
         self._bridge.tell(Sweep(known))
 
     async def close(self) -> None:
         """End the bridge; the replicas go on, but for those that just start."""
         for name in list(self._starting):
             self._end(name)
-        if self._minding is not None:
-            self._minding.cancel()
+        if self._monitoring is not None:
+            self._monitoring.cancel()
         await self._bridge.close()
         await self._local.close()
 
@@ -344,7 +344,7 @@ def bundle_of(need: Need, node: Node) -> dict[str, float]:
         size = max((gpu.memory_bytes for gpu in node.gpus), default=0)
         share = need.gpu_memory_bytes / need.ranks / size if size else 0.0
         # Rounded down to what Ray counts in: what fits in our ledger fits there.
-        bundle["GPU"] = max(GPU_TRIFLE, min(1.0, math.floor(share * 1e4) / 1e4))
+        bundle["GPU"] = max(MINIMAL_GPU, min(1.0, math.floor(share * 1e4) / 1e4))
     return bundle
 
 
