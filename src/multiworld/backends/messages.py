@@ -43,14 +43,7 @@ vector load."""
 
 
 class MessageBackend:
-    """A backend that moves messages over lanes. Subclasses define how a lane opens.
-
-    Args:
-        view: The world.
-
-    Attributes:
-        collectives: The world's collectives.
-    """
+    """A backend that moves messages over lanes. Subclasses define how a lane opens."""
 
     def __init__(self, view: WorldView) -> None:
         self._view = view
@@ -495,11 +488,7 @@ def _check_object(source: int, found: Description) -> Exception | None:
 
 
 def encode_object(obj: Any, what: str) -> bytes:
-    """Return plain data as JSON.
-
-    Args:
-        obj: The data.
-        what: Name of the data, for the error.
+    """Return plain data as JSON; ``what`` names it in the error.
 
     Raises:
         ConfigError: ``obj`` is not JSON data.
