@@ -162,7 +162,9 @@ def test_second_controller_is_refused(
     service: Served, cluster: RayNodes, tmp_path: Path
 ) -> None:
     """A second controller is refused, even with another state folder."""
-    wanted = pytest.raises(AssertionError, match="a controller of 'under-test' runs")
+    wanted = pytest.raises(
+        AssertionError, match="a controller of 'under-test' already runs"
+    )
     with wanted, served(tmp_path, service.spec):
         pass
     assert is_whole(service)

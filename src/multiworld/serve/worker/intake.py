@@ -1,4 +1,4 @@
-"""Bundles of work as what a replica queues. Shell."""
+"""Conversion of received bundles into queued work. Shell."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ def works_of(
     """Return the work of one bundle.
 
     Args:
-        header: What its tensors are.
+        header: Header of the bundle.
         bundle: The tensors.
-        now: When it arrived, on the monotonic clock.
-        stage: Says what may be computed together.
+        now: Monotonic time of its arrival, in seconds.
+        stage: The stage; defines which requests can share a batch.
+
+    Raises:
+        InvalidRequestError: The tensors of a request differ in their number of rows.
     """
     works = []
     contents = unpack(bundle, len(header.items))
