@@ -1,4 +1,4 @@
-"""A gateway's process: HTTP server, router, and the connection to the controller."""
+"""Process of a gateway: HTTP server, router and controller connection. Shell."""
 
 from __future__ import annotations
 
@@ -53,34 +53,44 @@ from multiworld.world.manager import WorldManager
 logger = logging.getLogger("multiworld.serve")
 
 PROBE_S = 10.0
-"""How long a probe may take."""
+"""Most seconds that a probe may take."""
 
 POISON = 256
-"""Poisonous requests that wait for a controller to be told of."""
+"""Most poison requests that wait to be reported while there is no controller."""
 
 USAGE_S = 1.0
-"""What tenants use is told so often."""
+"""Seconds between usage reports."""
 
 ASK_S = 0.2
-"""A model that nothing runs of is asked for so often."""
+"""Least seconds between two requests for replicas of a model that has none."""
 
 BACKLOG = 2048
+"""Most connections that wait to be accepted."""
+
 KEEP_ALIVE_S = 30
+"""Seconds after which an idle HTTP connection is closed."""
+
 LOOK_S = 1.0
+"""Seconds between checks whether the gateway is orphaned."""
+
 ORPHAN_FACTOR = 60
-"""A gateway without a controller serves on, and ends when nobody has asked anything for
-so many times ``orphan_s``."""
+"""Idle time after which a gateway without a controller exits, as a multiple of
+``orphan_s``; 1 for a gateway that never had a controller."""
 
 
 def listen(spec: GatewaySpec, port: int) -> socket.socket:
     """Return a socket that shares its port with the other gateways.
 
+    Args:
+        spec: Spec of the gateway; names the address.
+        port: Port number.
+
     Raises:
         OSError: The address cannot be used.
     """
     family = socket.AF_INET6 if ":" in spec.host else socket.AF_INET
-    # asyncio switches Nagle's algorithm off where the protocol says TCP; with it on, an
-    # answer in two parts waits 40 ms for an acknowledgement.
+    # asyncio switches Nagle's algorithm off if the protocol is given as TCP. With it,
+    # an answer in two parts waits 40 ms for an acknowledgement.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -89,13 +99,18 @@ def listen(spec: GatewaySpec, port: int) -> socket.socket:
 
 
 def _allow_files() -> None:
-    """Let the process open as many connections as the system lets it."""
+    """Raise the limit of open files to the most that the system allows."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class GatewayProcess:
-    """A gateway and its connection to the controller."""
+    """A gateway and its connection to the controller.
+
+    Args:
+        args: Arguments of the process.
+        manager: Manager of the process's worlds.
+    """
 
     def __init__(self, args: ProcessArgs, manager: WorldManager) -> None:
         assert args.gateway is not None
@@ -139,10 +154,13 @@ class GatewayProcess:
         )
 
     async def run(self) -> None:
-        """Serve until told to end, or forgotten.
+        """Serve until the controller or a signal ends it, or it is orphaned.
 
         Raises:
             OSError: The port cannot be used.
+
+        Cancellation: Stops at once and closes the edges; usage that the controller has
+            not confirmed is lost.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -174,7 +192,10 @@ class GatewayProcess:
             await self._keeper.close()
 
     async def _serve(self, sock: socket.socket) -> None:
-        """Serve from when it is known what; before that, others share the port."""
+        """Serve once there is a routing table.
+
+        Until then the other gateways on the port serve alone.
+        """
         await self._is_routed.wait()
         await self._server.serve(sockets=[sock])
 
@@ -242,7 +263,7 @@ class GatewayProcess:
         self._is_routed.set()
 
     def _all_tenants(self, part: AllTenants) -> None:
-        """Replace the tenants when the last part is there; until then the old hold."""
+        """Replace all tenants once the last part has arrived."""
         if part.is_first:
             self._incoming_tenants = {}
         self._incoming_tenants.update((tenant.name, tenant) for tenant in part.tenants)
@@ -253,7 +274,10 @@ class GatewayProcess:
     def _report_poison(
         self, tenant: str, model_version: ModelVersion, digest: str
     ) -> None:
-        """Tell the controller, now or when there is one; it tells other gateways."""
+        """Report a poison request, now or once there is a controller.
+
+        The controller tells the other gateways.
+        """
         self._poison.append(PoisonFound(tenant, *model_version, digest))
         self._send_pending_poison()
 
@@ -262,7 +286,7 @@ class GatewayProcess:
             self._agent.tell(self._poison.popleft())
 
     async def _report_usage(self) -> None:
-        """Tell the controller what tenants use, again and again."""
+        """Report usage and pending poison requests to the controller, for ever."""
         reported_to: object = None
         while True:
             await asyncio.sleep(USAGE_S)
@@ -279,7 +303,7 @@ class GatewayProcess:
             self._agent.tell(UsageTold(self._meter, number, rows))
 
     async def _flush_usage(self) -> None:
-        """Tell the last of it, and wait until it is written down, but not for long."""
+        """Report the remaining usage and wait briefly until it is stored."""
         if self._agent.lost_at is not None:
             return
         self._authenticator.meter.resend_all()
@@ -290,10 +314,10 @@ class GatewayProcess:
                     self._send_due_usage()
                     await self._usage_kept.wait()
         except TimeoutError:
-            logger.warning("the controller has not confirmed the last of the usage")
+            logger.warning("the controller did not confirm the last usage report")
 
     def _ask_for(self, model: str) -> None:
-        """Tell the controller that somebody asks for what nothing runs of."""
+        """Tell the controller that a request needs a model without replicas."""
         now = time.monotonic()
         if now - self._asked_at.get(model, -ASK_S) >= ASK_S:
             self._asked_at[model] = now
@@ -314,12 +338,12 @@ class GatewayProcess:
         model = versions.get(known.version) if known else None
         if model is None:
             raise UnknownModelError(
-                f"this gateway does not know the model of {replica}"
+                f"this gateway does not have the model of replica {replica}"
             )
         return example_of(model)
 
     async def _exit_if_orphaned(self) -> None:
-        """End when there is no controller, and nobody asks anything."""
+        """Shut down if there is no controller and there are no requests."""
         while True:
             await asyncio.sleep(LOOK_S)
             now = time.monotonic()
@@ -329,12 +353,15 @@ class GatewayProcess:
             if lost_at is None:
                 continue
             if now - max(asked_at, lost_at) > factor * self._args.orphan_s:
-                logger.warning("no controller and no client: this gateway ends")
+                logger.warning("no controller and no client: this gateway exits")
                 self._end()
 
 
 async def run_gateway(args: ProcessArgs) -> int:
-    """Run a gateway; return the exit code of its process."""
+    """Run a gateway; return the exit code of its process.
+
+    Cancellation: As for ``GatewayProcess.run``.
+    """
     try:
         async with WorldManager(config=args.config()) as manager:
             await GatewayProcess(args, manager).run()
