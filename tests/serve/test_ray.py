@@ -162,7 +162,9 @@ def test_second_controller_is_refused(
     service: Served, cluster: RayNodes, tmp_path: Path
 ) -> None:
     """A second controller is refused, even with another state folder."""
-    wanted = pytest.raises(AssertionError, match="a controller of 'under-test' runs")
+    wanted = pytest.raises(
+        AssertionError, match="a controller of 'under-test' already runs"
+    )
     with wanted, served(tmp_path, service.spec):
         pass
     assert is_whole(service)
@@ -213,7 +215,7 @@ async def test_lost_head_stops_scaling_and_not_serving(
         await asyncio.sleep(3.0)
         assert where(service) == before
         said = service.events("launcher")
-        assert any("nothing is started" in e["text"] for e in said)
+        assert any("none is started" in e["text"] for e in said)
         service.kill_controller()
         await asyncio.to_thread(service.start)
         assert where(service) == before, "adopted without a cluster"

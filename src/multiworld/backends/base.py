@@ -1,4 +1,4 @@
-"""What a backend is, and what it may ask of the world it serves."""
+"""Interfaces of a backend, and of the world that it serves. Shell."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ Meta = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Several named tensors and a little metadata that travelled as one message.
+    """Named tensors and metadata that arrived as one message.
 
     Attributes:
-        tensors: By name, in the order they were sent. They share one piece of memory.
-        meta: What JSON can say: str, int, float, bool, None, lists and dicts.
-        source: The rank it came from.
+        tensors: Tensors by name, in the order they were sent, any dtypes and shapes.
+            They share one storage.
+        meta: JSON data: str, int, float, bool, None, lists and dicts.
+        source: Rank of the sender.
     """
 
     tensors: dict[str, Tensor]
@@ -38,20 +39,32 @@ class Bundle:
 
 
 class Lingering(Protocol):
-    """Something that will close itself, unless it is told to do so earlier."""
+    """A connection that closes by itself, or earlier on request."""
 
     def close_nowait(self) -> None:
-        """Close now."""
+        """Close the connection now."""
 
     def fileno(self) -> int:
-        """Return the descriptor, or -1 once closed."""
+        """Return the file descriptor, or -1 once the connection is closed."""
 
     async def wait_closed(self) -> None:
-        """Wait until it has closed."""
+        """Wait until the connection is closed.
+
+        Cancellation: Safe.
+        """
 
 
 class WorldView(Protocol):
-    """What a backend sees of its world."""
+    """A world as its backend sees it.
+
+    Attributes:
+        incarnation: The incarnation and its members.
+        rank: This member's rank.
+        config: The world's settings.
+        device: Device of a c10d backend's tensors.
+        store: Address of the store that admitted this member.
+        security: Secret and TLS settings.
+    """
 
     incarnation: Incarnation
     rank: int
@@ -61,117 +74,189 @@ class WorldView(Protocol):
     security: Security
 
     async def lane(self, rank: int, channel: str) -> Stream:
-        """Return a new connection with a member, for data."""
+        """Open a data connection with a member, and return it.
+
+        Args:
+            rank: Rank of the member.
+            channel: Purpose of the connection: messages or collectives.
+
+        Raises:
+            MemberUnreachableError: The member could not be reached.
+
+        Cancellation: Safe. Nothing stays open.
+        """
 
     def has_lane(self, rank: int, channel: str) -> bool:
-        """Tell whether a connection that the member opened waits to be taken."""
+        """Tell whether a connection that the member opened waits to be used."""
 
     def dials(self, rank: int) -> bool:
-        """Tell whether this member dials the other one, or waits for it."""
+        """Tell whether this member dials the other one; otherwise the other dials."""
 
     def report(self, happening: Happening) -> None:
-        """Tell the world what happened; it decides what follows."""
+        """Report an event to the world, which decides what follows."""
 
     def trouble(self, rank: int | None, evidence: str) -> None:
-        """Note that a data connection (to ``rank``, if known) failed.
+        """Report that a data connection (to ``rank``, if known) failed.
 
-        The control link should tell soon whose fault it is; if it does not, the world
-        breaks without a member to blame.
+        The control link should soon report the member that was lost. If it does not,
+        the world breaks without naming a member.
         """
 
     async def wait_over(self) -> None:
-        """Wait until the world is broken or closed."""
+        """Wait until the world is broken or closed.
+
+        Cancellation: Safe.
+        """
 
     async def wait_incomplete(self) -> None:
-        """Wait until the world is over, or a member has left."""
+        """Wait until the world is broken or closed, or a member has left.
+
+        Cancellation: Safe.
+        """
 
     @property
     def is_broken(self) -> bool:
-        """True once something outside has ended it."""
+        """True once the world is broken."""
 
     @property
     def left(self) -> frozenset[int]:
         """Ranks that have left politely."""
 
     def linger(self, connection: Lingering) -> None:
-        """Keep a connection that closes itself later."""
+        """Keep a connection that closes by itself later."""
 
     def has_left(self, rank: int) -> bool:
         """Tell whether a member has left politely."""
 
     def tell(self, rank: int, message: dict[str, Any]) -> None:
-        """Send a control message to the member's backend."""
+        """Send a control message to a member's backend."""
 
     def broken_error(self) -> Exception:
-        """Return a fresh error for an operation that cannot be."""
+        """Return a new error for operations on a broken or closed world."""
 
     def left_error(self, rank: int) -> Exception:
-        """Return a fresh error for an operation that needs a member that left."""
+        """Return a new error for an operation that needs a member that has left."""
 
 
 class Backend(Protocol):
-    """One world's way of moving tensors.
+    """Data transfer of one world.
 
-    Ranks were checked by the caller. Every operation raises ``TensorMismatchError`` on
-    a message it cannot take, and whatever ``abort`` was given once that was called.
-    Unless its docstring says otherwise, cancelling an operation breaks the world.
+    The caller has checked the ranks. Every operation raises ``TensorMismatchError`` for
+    a message that it cannot take, and ``WorldView.broken_error`` once ``abort`` was
+    called. An implementation states for each operation what cancelling does; if it
+    cannot withdraw the operation, cancelling breaks the world.
     """
 
     async def open(self) -> None:
-        """Connect to the other members."""
+        """Connect to the other members.
+
+        Cancellation: Connections may stay open; call ``close_nowait`` afterwards.
+        """
 
     async def send(self, tensor: Tensor, dst: int, tag: int) -> None:
-        """Send one tensor."""
+        """Send one tensor.
+
+        Args:
+            tensor: Any shape and strides, of a dtype in ``backends.dtypes``.
+            dst: Rank of the receiver.
+            tag: Tag of the message.
+
+        Cancellation: Withdraws the message, or breaks the world.
+        """
 
     async def recv(self, out: Tensor | None, src: int | None, tag: int) -> Received:
-        """Receive one tensor, from anybody if ``src`` is None."""
+        """Receive one tensor.
+
+        Args:
+            out: Tensor to fill, of the sent dtype and number of elements. None: a new
+                tensor of the sent dtype and shape.
+            src: Rank of the sender; None: any member.
+            tag: Tag of the message.
+
+        Cancellation: Loses no message, or breaks the world.
+        """
 
     async def send_bundle(
         self, tensors: Mapping[str, Tensor], meta: Meta, dst: int, tag: int
     ) -> None:
-        """Send several tensors as one message."""
+        """Send several named tensors and metadata as one message.
+
+        Args:
+            tensors: Tensors by name; any dtypes and shapes, on the host.
+            meta: JSON data.
+            dst: Rank of the receiver.
+            tag: Tag of the message.
+
+        Cancellation: Withdraws the message, or breaks the world.
+        """
 
     async def recv_bundle(self, src: int | None, tag: int) -> Bundle:
-        """Receive several tensors."""
+        """Receive a bundle; from any member if ``src`` is None.
+
+        Cancellation: Loses no message, or breaks the world.
+        """
 
     async def send_object(self, obj: Any, dst: int, tag: int) -> None:
-        """Send plain data."""
+        """Send JSON data.
+
+        Args:
+            obj: The data.
+            dst: Rank of the receiver.
+            tag: Tag of the message.
+
+        Cancellation: Withdraws the message, or breaks the world.
+        """
 
     async def recv_object(self, src: int | None, tag: int) -> Any:
-        """Receive plain data."""
+        """Receive JSON data; from any member if ``src`` is None.
+
+        Cancellation: Loses no message, or breaks the world.
+        """
 
     @property
     def collectives(self) -> Collectives:
-        """The operations of all members together."""
+        """The world's collective operations."""
 
     def on_message(self, rank: int, message: dict[str, Any]) -> None:
-        """Take a control message of another member's backend."""
+        """Handle a control message from another member's backend."""
 
     def member_left(self, rank: int) -> None:
-        """Fail what only this member could have completed."""
+        """Fail the operations that need a member that has left."""
 
     def abort(self) -> None:
-        """Fail everything with ``WorldView.broken_error`` and free all; at once."""
+        """Fail all operations with ``WorldView.broken_error`` and free everything.
+
+        Does not wait.
+        """
 
     def begin_close(self) -> None:
-        """Announce our end behind what was sent; never waits."""
+        """Queue a final frame behind the data that was sent. Does not wait."""
 
     async def close(self) -> None:
-        """Wait until what was sent has left, then free all; the caller sets a limit."""
+        """Wait until sent data has left this process, then free all resources.
+
+        The caller limits the time.
+
+        Cancellation: Data may stay unsent; call ``close_nowait`` afterwards.
+        """
 
     def close_nowait(self) -> None:
-        """Free all at once."""
+        """Free all resources at once."""
 
     def filenos(self) -> list[int]:
-        """Return the descriptors that a forked child must close."""
+        """Return the file descriptors that a forked child must close."""
 
     @property
     def process_group(self) -> ProcessGroup:
-        """The c10d group, where there is one."""
+        """The c10d group.
+
+        Raises:
+            UnsupportedOperationError: The backend has none.
+        """
 
 
 class Received(NamedTuple):
-    """A tensor and the rank it came from."""
+    """A tensor and the rank of its sender."""
 
     tensor: Tensor
     source: int

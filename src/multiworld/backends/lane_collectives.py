@@ -1,4 +1,4 @@
-"""The steps that collectives over lanes are made of, and their order. Shell.
+"""Algorithms of collectives over lanes, and their order. Shell.
 
 Sources: binomial trees for broadcast and reduce, recursive doubling for short
 all-reduces, pairwise exchange for reduce-scatter, all-gather and all-to-all, and for
@@ -7,9 +7,9 @@ long all-reduces as the first two in turn: R. Thakur, R. Rabenseifner, W. Gropp,
 dissemination barrier: D. Hensgen, R. Finkel, U. Manber, IJPP 17(1), 1988.
 
 Collectives of one world run one after the other, in the order in which they were
-called. Every message says which operation it belongs to; the first that does not fit
-breaks the world with an error that names both sides' operation, because nobody knows
-what the other members made of it.
+called. Every message names its operation. The first message of another operation breaks
+the world with an error that names both operations, because the other members may
+already have used data of the wrong one.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ from multiworld.errors import MemberLeftError, TensorMismatchError
 from multiworld.incarnation.lifecycle import Failed
 
 CHUNK_BYTES = 2 * 1024 * 1024
-"""Most bytes that a member reduces before it passes the result on: both fit into the
-shared memory of a lane (``WorldConfig.shared_memory_bytes``), and stay in the cache."""
+"""Most bytes that a member reduces before it passes the result on. Operand and result
+fit into a lane's shared memory (``WorldConfig.shared_memory_bytes``) and into the
+cache."""
 
 
 def operation_of(found: Description) -> Operation:
@@ -65,10 +66,10 @@ class LaneCollectives:
     Args:
         view: The world.
         channel: The lanes.
-        open_lane: Opens the lane to a rank, at the first need.
+        open_lane: Opens the lane to a rank, at its first use.
 
     Attributes:
-        rank: This member.
+        rank: This member's rank.
         size: World size.
     """
 
@@ -89,6 +90,15 @@ class LaneCollectives:
     async def binomial_down(
         self, operation: Operation, flat: Tensor, root: int
     ) -> None:
+        """Copy the root's tensor to all members along a binomial tree.
+
+        Args:
+            operation: The collective.
+            flat: One-dimensional, contiguous; sent on the root, filled elsewhere.
+            root: Rank of the sender.
+
+        Cancellation: Not safe by itself; ``run`` breaks the world.
+        """
         relative = (self.rank - root) % self.size
         mask = 1
         while mask < self.size and not relative & mask:
@@ -106,6 +116,17 @@ class LaneCollectives:
     async def binomial_up(
         self, operation: Operation, total: Tensor, root: int, combine: Combine
     ) -> None:
+        """Reduce all members' tensors into the root's along a binomial tree.
+
+        Args:
+            operation: The collective.
+            total: One-dimensional, contiguous; this member's operand. The root's holds
+                the result; the others' hold partial results.
+            root: Rank that gets the result.
+            combine: Combines two tensors into the first.
+
+        Cancellation: Not safe by itself; ``run`` breaks the world.
+        """
         relative = (self.rank - root) % self.size
         arrived = torch.empty_like(total)
         mask = 1
@@ -123,7 +144,18 @@ class LaneCollectives:
     async def recursive_doubling(
         self, operation: Operation, flat: Tensor, combine: Combine
     ) -> None:
-        """Reduce among the largest power of two; the rest hands in, and gets."""
+        """Reduce all members' tensors into every member's, by recursive doubling.
+
+        The largest power of two of members exchange their tensors. Each remaining
+        member sends its tensor to one of them first and gets the result from it.
+
+        Args:
+            operation: The collective.
+            flat: One-dimensional, contiguous; the operand, then the result.
+            combine: Combines two tensors into the first.
+
+        Cancellation: Not safe by itself; ``run`` breaks the world.
+        """
         power = 1 << (self.size.bit_length() - 1)
         extra = self.size - power
         arrived = torch.empty_like(flat)
@@ -147,7 +179,16 @@ class LaneCollectives:
     async def long_all_reduce(
         self, operation: Operation, flat: Tensor, combine: Combine, op: ReduceOp
     ) -> None:
-        """Let each member reduce a chunk and give it to all, a segment at a time."""
+        """Reduce by a reduce-scatter and an all-gather, one segment at a time.
+
+        Args:
+            operation: The collective.
+            flat: One-dimensional, contiguous; the operand, then the result.
+            combine: Combines two tensors into the first.
+            op: The reduce operation; an average is divided at the end.
+
+        Cancellation: Not safe by itself; ``run`` breaks the world.
+        """
         segments = -(-size_of(flat) // (self.size * CHUNK_BYTES))
         for segment in flat.tensor_split(segments):
             chunks = list(segment.tensor_split(self.size))
@@ -158,7 +199,15 @@ class LaneCollectives:
     async def reduce_mine(
         self, operation: Operation, chunks: Sequence[Tensor], combine: Combine
     ) -> None:
-        """Reduce everybody's chunk of this rank's number, always in the same order."""
+        """Reduce all members' chunks of this rank, always in the same order.
+
+        Args:
+            operation: The collective.
+            chunks: One chunk for each rank; the result is in this rank's.
+            combine: Combines two tensors into the first.
+
+        Cancellation: Not safe by itself; ``run`` breaks the world.
+        """
         mine = chunks[self.rank]
         sum_up = Sum(combine, mine, torch.empty_like(mine))
         gives = {dst: chunks[dst] for dst, _ in self.pairs()}
@@ -166,7 +215,10 @@ class LaneCollectives:
         await self._swap(operation, gives, takes)
 
     async def gather_all(self, operation: Operation, chunks: Sequence[Tensor]) -> None:
-        """Give this rank's chunk to all others, and take theirs."""
+        """Send this rank's chunk to all other members and receive theirs.
+
+        Cancellation: Not safe by itself; ``run`` breaks the world.
+        """
         gives = {dst: chunks[self.rank] for dst, _ in self.pairs()}
         takes: dict[int, Target] = {src: chunks[src] for _, src in self.pairs()}
         await self._swap(operation, gives, takes)
@@ -176,15 +228,15 @@ class LaneCollectives:
     async def run(self, call: Call) -> None:
         """Number a call, wait for its turn, and carry it out.
 
-        Everything is checked before the call gets its number, and copied only when it
-        is its turn: concurrent calls stay in the order in which they were made.
+        All arguments are checked before the call gets its number, and copied only when
+        its turn comes. So concurrent calls run in the order in which they were made.
 
         Raises:
-            TensorMismatchError: The tensors cannot be used, or the members did not call
-                the same; in the latter case the world breaks.
-            MemberLeftError: A member has left that it needs.
+            TensorMismatchError: The tensors cannot be used, or the members called
+                different collectives; in the latter case the world breaks.
+            MemberLeftError: A member that the collective needs has left.
 
-        Cancellation: breaks the world, since the others count on this member.
+        Cancellation: Breaks the world, because the other members wait for this one.
         """
         steps = call.collective.start(self, call)
         self._number += 1
@@ -209,7 +261,7 @@ class LaneCollectives:
             )
             raise
         except MemberLeftError as error:
-            # Members that wait for this one, not for the one that left, must hear.
+            # Tell the members that wait for this one and not for the one that left.
             self.end_from(operation.number, error.rank)
             for rank in self.others():
                 note = {"op": "uncollective", "number": operation.number}
@@ -217,7 +269,7 @@ class LaneCollectives:
             raise
 
     def end_from(self, number: int, left: int) -> None:
-        """Fail collective ``number`` and all after it: member ``left`` is not there."""
+        """Fail collective ``number`` and all later ones: member ``left`` has left."""
         if self._ends_at is None or number < self._ends_at[0]:
             self._ends_at = number, left
         if self._running >= number:
@@ -231,15 +283,30 @@ class LaneCollectives:
         self._view.report(Failed(f"the members do not agree: {error}"))
 
     def others(self) -> list[int]:
-        """The other ranks, this one's successors first, so that not all begin at 0."""
+        """Return the other ranks, from this one's successor on.
+
+        So the members do not all start with rank 0.
+        """
         return [(self.rank + i) % self.size for i in range(1, self.size)]
 
     def pairs(self) -> list[tuple[int, int]]:
-        """Whom to send to and whom to receive from, step by step: all are busy."""
+        """Return the destination and the source of each step of a pairwise exchange.
+
+        In every step each member sends to one member and receives from one.
+        """
         size, rank = self.size, self.rank
         return [((rank + i) % size, (rank - i) % size) for i in range(1, size)]
 
     async def send(self, operation: Operation, dst: int, flat: Tensor) -> None:
+        """Send a tensor as part of a collective.
+
+        Args:
+            operation: The collective.
+            dst: Rank of the receiver.
+            flat: One-dimensional, contiguous.
+
+        Cancellation: Not safe by itself; ``run`` breaks the world.
+        """
         memory = memory_of(flat)
         description = Description(
             wire.COLLECTIVE,
@@ -265,8 +332,8 @@ class LaneCollectives:
                 "members must call the same collectives in the same order, with equal "
                 "dtypes and sizes"
             )
-            # At once, and not when somebody looks at the receive: this member may be
-            # in a send that the other will never take.
+            # Break the world now and not when the receive is awaited: this member may
+            # be in a send that the other will never receive.
             asyncio.get_running_loop().call_soon(self._disagree, error)
             return error
 
@@ -284,9 +351,22 @@ class LaneCollectives:
     async def receive_into(
         self, operation: Operation, src: int, target: Target
     ) -> None:
+        """Receive a tensor of a collective into a target.
+
+        Args:
+            operation: The collective.
+            src: Rank of the sender.
+            target: Tensor to fill, or ``Sum`` to combine with.
+
+        Cancellation: Not safe by itself; ``run`` breaks the world.
+        """
         await self._finish(self._post(operation, src, target), target)
 
     async def receive_all(self, operation: Operation, flats: Sequence[Tensor]) -> None:
+        """Receive one tensor from each other member into ``flats``, by rank.
+
+        Cancellation: Not safe by itself; ``run`` breaks the world.
+        """
         posted = {
             rank: self._post(operation, rank, flats[rank]) for rank in self.others()
         }
@@ -296,6 +376,17 @@ class LaneCollectives:
     async def exchange(
         self, operation: Operation, dst: int, give: Tensor, src: int, take: Target
     ) -> None:
+        """Send one tensor and receive another at the same time.
+
+        Args:
+            operation: The collective.
+            dst: Rank of the receiver.
+            give: Tensor to send; one-dimensional, contiguous.
+            src: Rank of the sender.
+            take: Target of the received tensor.
+
+        Cancellation: Not safe by itself; ``run`` breaks the world.
+        """
         receive = self._post(operation, src, take)
         try:
             await self.send(operation, dst, give)
@@ -314,10 +405,10 @@ class LaneCollectives:
         gives: Mapping[int, Tensor],
         takes: Mapping[int, Target],
     ) -> None:
-        """Send to many at once, and take what they send one after the other.
+        """Send to many members at once, and receive from them one after the other.
 
-        Whatever the transport holds, somebody can always go on: all sends are under way
-        while any receive is waited for.
+        No deadlock can occur, however little the transport buffers: all sends are in
+        progress while a receive is awaited.
         """
         sending: list[asyncio.Future[None]] = []
         try:
@@ -340,16 +431,30 @@ class LaneCollectives:
     def alike(
         self, tensors: Sequence[Tensor] | None, like: Tensor, what: str
     ) -> list[Tensor]:
-        """Return ``tensors`` if there is one like ``like`` for each rank."""
+        """Check and return the tensors of a collective's argument.
+
+        Args:
+            tensors: One tensor for each rank.
+            like: Tensor whose dtype and number of elements they need.
+            what: Name of the argument, for errors.
+
+        Raises:
+            TensorMismatchError: Their number, dtype or size is wrong, or they cannot
+                be used.
+        """
         return require_alike(tensors, like, self.size, what, checked)
 
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """A target that what arrives is combined with, straight out of shared memory.
+    """A target that received data is combined with, directly from shared memory.
 
-    Nothing of ``total`` may be on its way to somebody else meanwhile. What comes over a
-    socket goes to ``scratch``, of the same size, first.
+    ``total`` must not be in a pending send meanwhile.
+
+    Attributes:
+        combine: Combines two tensors into the first.
+        total: The sum so far; one-dimensional, contiguous.
+        scratch: Buffer like ``total`` for data that arrives over a socket.
     """
 
     combine: Combine
@@ -357,36 +462,57 @@ class Sum:
     scratch: Tensor
 
     def merge(self, begin: int, payload: memoryview) -> None:
-        """Combine with the bytes from ``begin`` on: a fragment has whole elements."""
+        """Combine with a fragment that starts at byte ``begin``.
+
+        A fragment always holds whole elements.
+        """
         self.add(begin, torch.frombuffer(payload, dtype=torch.uint8))
 
     def add(self, begin: int, part: Tensor) -> None:
-        """Combine with a part that is given as bytes."""
+        """Combine with ``part``, a uint8 tensor that starts at byte ``begin``."""
         first = begin // self.total.element_size()
         other = part.view(self.total.dtype)
         self.combine(self.total[first : first + other.numel()], other)
 
 
 Target = Tensor | Sum
-"""Where what arrives goes; a plain tensor is overwritten."""
+"""Destination of received data; a plain tensor is overwritten."""
 
 
 def checked(tensor: Tensor) -> Tensor:
+    """Return a tensor that a collective can use.
+
+    Raises:
+        TensorMismatchError: The tensor's device, dtype or layout is not supported.
+    """
     tensor = require_host(tensor, "a collective's tensor")
     code_of(tensor)
     return tensor
 
 
 def flat_copy(tensor: Tensor) -> Tensor:
+    """Return a one-dimensional, contiguous copy."""
     return plain(tensor).view(-1).clone()
 
 
 async def copy_into(target: Tensor, source: Tensor) -> None:
+    """Copy all elements of ``source`` into ``target``; large copies in a thread.
+
+    Cancellation: Waits for a copy in a thread, then raises.
+    """
     await offload(size_of(target), target.copy_, source.reshape(target.shape))
 
 
 class Buffer:
-    """A tensor as flat, contiguous memory, and the way back if that is a copy."""
+    """A tensor as flat, contiguous memory, written back if that is a copy.
+
+    Args:
+        tensor: The tensor.
+        whole: ``tensor``, or a contiguous copy of it.
+
+    Attributes:
+        flat: One-dimensional view of ``whole``.
+    """
 
     def __init__(self, tensor: Tensor, whole: Tensor) -> None:
         self._tensor = tensor
@@ -395,12 +521,18 @@ class Buffer:
 
     @classmethod
     async def of(cls, tensor: Tensor) -> Buffer:
-        """Return the tensor's own memory, or a copy of it."""
+        """Return a buffer on the tensor's own memory, or on a copy.
+
+        Cancellation: Safe. Waits for a copy in a thread, then raises.
+        """
         if is_plain(tensor):
             return cls(tensor, tensor)
         return cls(tensor, await offload(size_of(tensor), plain, tensor))
 
     async def write_back(self) -> None:
-        """Bring the tensor up to date."""
+        """Copy the buffer back into the tensor if it is a copy.
+
+        Cancellation: Waits for a copy in a thread, then raises.
+        """
         if self._is_copy:
             await copy_into(self._tensor, self.flat)

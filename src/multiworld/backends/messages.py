@@ -1,4 +1,4 @@
-"""Sends, receives and collectives over lanes: what ``direct`` and ``memory`` share."""
+"""Operations over lanes, as ``direct`` and ``memory`` share them. Shell."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from multiworld.incarnation.lifecycle import Failed, Finished
 P2P, COLLECTIVE = "p2p", "collective"
 
 ALIGNMENT = 64
-"""Each tensor of a bundle begins at a multiple of this: a cache line, and enough for
-any vector load."""
+"""Bytes that each tensor of a bundle is aligned to: one cache line, and enough for any
+vector load."""
 
 
 class MessageBackend:
-    """A backend made of lanes. Subclasses say how a lane is opened."""
+    """A backend that moves messages over lanes. Subclasses define how a lane opens."""
 
     def __init__(self, view: WorldView) -> None:
         self._view = view
@@ -61,13 +61,13 @@ class MessageBackend:
         self._is_over = False
 
     async def _open_lane(self, rank: int, name: str, channel: Channel) -> Lane:
-        """Connect ``channel`` to ``rank``."""
+        """Open a lane of ``channel`` to ``rank``; ``name`` is the channel's name."""
         raise NotImplementedError
 
     async def open(self) -> None:
         """Open a lane to every other member.
 
-        Cancellation: safe; call ``close_nowait`` afterwards.
+        Cancellation: Safe; call ``close_nowait`` afterwards.
         """
         loop = asyncio.get_running_loop()
         opening = [loop.create_task(self._open_p2p(rank)) for rank in self._others]
@@ -89,7 +89,16 @@ class MessageBackend:
     async def send(self, tensor: Tensor, dst: int, tag: int) -> None:
         """Send one tensor.
 
-        Cancellation: what is left of the message is withdrawn; the world lives on.
+        Args:
+            tensor: Any shape and strides, on the host.
+            dst: Rank of the receiver.
+            tag: Tag of the message.
+
+        Raises:
+            TensorMismatchError: The tensor is not on the host, or its dtype or layout
+                cannot be sent.
+
+        Cancellation: Withdraws what is left of the message; the world stays usable.
         """
         tensor = require_host(tensor, "the tensor to send")
         code = code_of(tensor)
@@ -123,7 +132,17 @@ class MessageBackend:
     async def recv(self, out: Tensor | None, src: int | None, tag: int) -> Received:
         """Receive one tensor, into ``out`` or into a new one.
 
-        Cancellation: no message is lost.
+        Args:
+            out: Tensor on the host to fill, of the sent dtype and number of elements;
+                any shape and strides. None: a new tensor.
+            src: Rank of the sender; None: any member.
+            tag: Tag of the message.
+
+        Raises:
+            TensorMismatchError: The message does not fit ``out``, or is a bundle or an
+                object. It stays first in its queue.
+
+        Cancellation: Loses no message; the content of ``out`` is undefined.
         """
         if src is not None:
             found = await self._p2p.next_from(src, tag)
@@ -154,9 +173,19 @@ class MessageBackend:
     async def send_bundle(
         self, tensors: Mapping[str, Tensor], meta: Meta, dst: int, tag: int
     ) -> None:
-        """Send several tensors as one message.
+        """Send several named tensors and metadata as one message.
 
-        Cancellation: what is left of the message is withdrawn; the world lives on.
+        Args:
+            tensors: Tensors by name; any dtypes and shapes, on the host.
+            meta: JSON data.
+            dst: Rank of the receiver.
+            tag: Tag of the message.
+
+        Raises:
+            TensorMismatchError: A tensor cannot be sent.
+            ConfigError: A name is not a str, or ``meta`` is not JSON data.
+
+        Cancellation: Withdraws what is left of the message; the world stays usable.
         """
         layout = lay_out(tensors, meta)
         async with self._turn(dst):
@@ -166,9 +195,13 @@ class MessageBackend:
             await self._p2p.lanes[dst].send(description, memory_of(packed), packed)
 
     async def recv_bundle(self, src: int | None, tag: int) -> Bundle:
-        """Receive several tensors.
+        """Receive a bundle; from any member if ``src`` is None.
 
-        Cancellation: no message is lost.
+        Raises:
+            TensorMismatchError: The message is not a bundle, and stays first in its
+                queue; or its manifest is malformed.
+
+        Cancellation: Loses no message.
         """
         receive = self._p2p.post(src, tag, _check_bundle, _nowhere)
         arrival = await self._p2p.wait(receive)
@@ -176,9 +209,17 @@ class MessageBackend:
         return unpack_bundle(arrival.tensor, length, arrival.source)
 
     async def send_object(self, obj: Any, dst: int, tag: int) -> None:
-        """Send plain data as JSON.
+        """Send JSON data.
 
-        Cancellation: what is left of the message is withdrawn; the world lives on.
+        Args:
+            obj: The data.
+            dst: Rank of the receiver.
+            tag: Tag of the message.
+
+        Raises:
+            ConfigError: ``obj`` is not JSON data.
+
+        Cancellation: Withdraws what is left of the message; the world stays usable.
         """
         body = bytearray(encode_object(obj, "the object to send"))
         memory = memoryview(body)
@@ -190,21 +231,25 @@ class MessageBackend:
             await self._p2p.lanes[dst].send(description, memory, body)
 
     async def recv_object(self, src: int | None, tag: int) -> Any:
-        """Receive plain data.
+        """Receive JSON data; from any member if ``src`` is None.
 
-        Cancellation: no message is lost.
+        Raises:
+            TensorMismatchError: The message is not an object, and stays first in its
+                queue; or it is not JSON.
+
+        Cancellation: Loses no message.
         """
         receive = self._p2p.post(src, tag, _check_object, _nowhere)
         arrival = await self._p2p.wait(receive)
         return decode_object(bytes(arrival.memory))
 
-    # Collectives' lanes.
+    # Lanes for collectives.
 
     async def _collective_lane(self, rank: int) -> None:
-        """Open the lane for collectives with ``rank``, at the first need."""
+        """Open the lane for collectives with ``rank``, at its first use."""
         if rank in self._collective.lanes:
             return
-        if self._is_over:  # it ended between two lanes: nobody would end this wait
+        if self._is_over:  # nothing would end the wait for a lane any more
             raise self._view.broken_error()
         # A lane that the member opened before it left still brings what it sent.
         if self._view.has_left(rank) and not self._has_lane(rank):
@@ -221,7 +266,7 @@ class MessageBackend:
                 raise self._view.left_error(rank) from None
             raise
         except OSError as error:
-            # Not reached: the control link tells soon whose fault it is.
+            # The control link soon reports which member was lost.
             if self._view.has_left(rank):
                 raise self._view.left_error(rank) from error
             self._view.trouble(rank, str(error))
@@ -252,7 +297,7 @@ class MessageBackend:
         return self._view.has_lane(rank, COLLECTIVE)
 
     def on_message(self, rank: int, message: dict[str, Any]) -> None:
-        """Open a lane that another member needs."""
+        """Open a lane, or fail collectives, as another member asks."""
         if self._is_over:
             return
         if message.get("op") == "lane":
@@ -263,10 +308,14 @@ class MessageBackend:
     # The end.
 
     def lane_ended(self, rank: int, evidence: str) -> None:
-        """A connection ended without a fin; the world waits for the link's word."""
+        """Handle a connection that ended without a final frame.
+
+        If the member has left, fail operations that need it. Otherwise report trouble:
+        the control link decides.
+        """
         if self._is_over:
             return
-        if self._view.has_left(rank):  # it could not wait until all was sent
+        if self._view.has_left(rank):  # it left before all its data was sent
             self._p2p.member_left(rank, lambda: self._view.left_error(rank))
             if rank in self._collective.lanes:
                 self._collective.member_left(rank, lambda: self._view.left_error(rank))
@@ -274,12 +323,12 @@ class MessageBackend:
             self._view.trouble(rank, evidence)
 
     def lane_corrupt(self, rank: int, evidence: str) -> None:
-        """What arrived was garbage; nothing of this world can be trusted."""
+        """Break the world: a corrupt frame arrived, so no data can be trusted."""
         reason = f"a corrupt frame arrived from rank {rank}"
         self._view.report(Failed(reason, evidence))
 
     def lane_finished(self, rank: int) -> None:
-        """A member's fin arrived."""
+        """Handle the final frame of a member."""
         self._view.report(Finished(rank))
         for channel in (self._p2p, self._collective):
             lane = channel.lanes.get(rank)
@@ -288,7 +337,7 @@ class MessageBackend:
                 lane.fail_sends(lambda: self._view.left_error(rank))
 
     def member_left(self, rank: int) -> None:
-        """Fail sends to a member that left; what it sent can still be received."""
+        """Fail sends to a member that left; its messages can still be received."""
         self._p2p.member_left(rank, lambda: self._view.left_error(rank))
         if rank in self._collective.lanes or not self._has_lane(rank):
             self._collective.member_left(rank, lambda: self._view.left_error(rank))
@@ -297,24 +346,27 @@ class MessageBackend:
             opening.cancel()
 
     def abort(self) -> None:
-        """Fail everything and free all."""
+        """Fail all operations with ``WorldView.broken_error`` and free everything."""
         self._is_over = True
         self._cancel_opening()
         self._p2p.abort(self._view.broken_error)
         self._collective.abort(self._view.broken_error)
 
     def begin_close(self) -> None:
-        """Queue a fin on every lane."""
+        """Queue a final frame on every lane."""
         for lane in self._lanes():
             lane.begin_close(self._view.broken_error)
 
     async def close(self) -> None:
-        """Wait until what was sent has left, then free all."""
+        """Queue a final frame on every lane and wait until all sent data has left.
+
+        Cancellation: Data may stay unsent; call ``close_nowait`` afterwards.
+        """
         self.begin_close()
         await asyncio.gather(*(lane.wait_drained() for lane in self._lanes()))
 
     def close_nowait(self) -> None:
-        """Free all; TCP connections linger for the other side's sake."""
+        """Free everything; TCP connections linger until the other side has read."""
         self._is_over = True
         self._cancel_opening()
         for channel in (self._p2p, self._collective):
@@ -332,15 +384,15 @@ class MessageBackend:
         return [*self._p2p.lanes.values(), *self._collective.lanes.values()]
 
     def filenos(self) -> list[int]:
-        """Return the descriptors that a forked child must close."""
+        """Return the file descriptors that a forked child must close."""
         return self._p2p.filenos() + self._collective.filenos()
 
     @property
     def process_group(self) -> ProcessGroup:
-        """Not here.
+        """Unavailable; only c10d worlds have a process group.
 
         Raises:
-            UnsupportedOperationError: Always; c10d worlds have one.
+            UnsupportedOperationError: Always.
         """
         raise UnsupportedOperationError(
             "this world's backend has no c10d process group; join it with "
@@ -349,13 +401,16 @@ class MessageBackend:
 
 
 def _retrieve(task: asyncio.Task[Any]) -> None:
-    """Look at a background task's error: whoever awaits the task gets it too."""
+    """Retrieve a background task's error, so that asyncio does not log it.
+
+    The task's awaiters get it, too.
+    """
     if not task.cancelled():
         task.exception()
 
 
 def _target(out: Tensor | None, found: Description) -> Tensor | None:
-    """Return where a message can be copied to at once; None if it is not so simple."""
+    """Return a tensor that a message can be copied into at once, if there is one."""
     if found.kind != wire.TENSOR:
         return None
     if out is None:
@@ -365,7 +420,7 @@ def _target(out: Tensor | None, found: Description) -> Tensor | None:
     return out if fits and is_plain(out) else None
 
 
-# Checks: what a receive accepts.
+# Checks of the messages that a receive accepts.
 
 
 def _nowhere(_: Description) -> Tensor | None:
@@ -373,14 +428,14 @@ def _nowhere(_: Description) -> Tensor | None:
 
 
 class _Fits:
-    """A receive into a given tensor."""
+    """The check of a receive into a given tensor."""
 
     def __init__(self, out: Tensor) -> None:
         if not out.is_contiguous() and any(
             s == 0 and n > 1 for s, n in zip(out.stride(), out.shape, strict=True)
         ):
             raise TensorMismatchError(
-                "the tensor to receive into overlaps itself (expand); give one whose "
+                "the tensor to receive into overlaps itself (expand); use one whose "
                 "elements have memory of their own"
             )
         self._out = out
@@ -393,16 +448,16 @@ class _Fits:
         if (found.dtype, found.size) == (self._code, self._size):
             return None
         return TensorMismatchError(
-            f"rank {source} sent {_say(found)}, but the tensor to receive into holds "
-            f"{self._out.numel()} of {self._out.dtype}; the message is still there: "
-            "receive it with a tensor that fits, or with none"
+            f"rank {source} sent {_describe(found)}, but the tensor to receive into "
+            f"holds {self._out.numel()} of {self._out.dtype}; the message is "
+            "still there: receive it with a tensor that fits, or with none"
         )
 
     def place(self, found: Description) -> Tensor | None:
         return self._out if is_plain(self._out) else None
 
 
-def _say(found: Description) -> str:
+def _describe(found: Description) -> str:
     return f"{list(found.shape)} of {DTYPES[found.dtype]}"
 
 
@@ -433,10 +488,10 @@ def _check_object(source: int, found: Description) -> Exception | None:
 
 
 def encode_object(obj: Any, what: str) -> bytes:
-    """Return plain data as JSON.
+    """Return plain data as JSON; ``what`` names it in the error.
 
     Raises:
-        ConfigError: JSON cannot say it.
+        ConfigError: ``obj`` is not JSON data.
     """
     try:
         return json.dumps(obj, separators=(",", ":"), allow_nan=True).encode()
@@ -446,10 +501,10 @@ def encode_object(obj: Any, what: str) -> bytes:
 
 
 def decode_object(body: bytes) -> Any:
-    """Read plain data.
+    """Return the data that ``encode_object`` encoded.
 
     Raises:
-        TensorMismatchError: It is not JSON.
+        TensorMismatchError: ``body`` is not JSON.
     """
     try:
         return json.loads(body)
@@ -459,28 +514,36 @@ def decode_object(body: bytes) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where everything in a bundle goes."""
+    """The memory layout of a bundle.
+
+    Attributes:
+        manifest: JSON of the tensors' names, dtypes, shapes and offsets, and of the
+            metadata.
+        pieces: Each tensor with its offset, in bytes.
+        size: Bytes of the whole bundle.
+    """
 
     manifest: bytes
     pieces: list[tuple[int, Tensor]]
     size: int
 
     def pack(self) -> Tensor:
-        """Return one tensor of bytes that holds the manifest and all tensors."""
+        """Return one uint8 tensor that holds the manifest and all tensors."""
         packed = torch.empty(self.size, dtype=torch.uint8)
         memory_of(packed)[: len(self.manifest)] = self.manifest
         for begin, tensor in self.pieces:
             source = plain(tensor).view(-1).view(torch.uint8)
-            # By torch and not by memoryview, which would hold the GIL meanwhile.
+            # Not by memoryview, because its copy would hold the GIL.
             packed[begin : begin + len(source)].copy_(source)
         return packed
 
 
 def lay_out(tensors: Mapping[str, Tensor], meta: Meta) -> Layout:
-    """Plan a bundle.
+    """Return the layout of a bundle.
 
     Raises:
-        TensorMismatchError, ConfigError: Something in it cannot be sent.
+        TensorMismatchError: A tensor cannot be sent.
+        ConfigError: A name is not a str, or ``meta`` is not JSON data.
     """
     entries, pieces, offset = [], [], 0
     for name, given in tensors.items():
@@ -502,6 +565,11 @@ def _aligned(size: int) -> int:
 
 def unpack_bundle(packed: Tensor, length: int, source: int) -> Bundle:
     """Return the bundle whose manifest is the first ``length`` bytes of ``packed``.
+
+    Args:
+        packed: The bundle as a uint8 tensor; the bundle's tensors share its storage.
+        length: Bytes of the manifest.
+        source: Rank of the sender.
 
     Raises:
         TensorMismatchError: The manifest does not describe what follows it.

@@ -1,6 +1,6 @@
 """Worlds for programs that have no event loop. Shell.
 
-An existing send/recv loop changes in a line or two::
+Porting a send/recv loop takes a line or two::
 
     from multiworld import blocking
 
@@ -9,14 +9,14 @@ An existing send/recv loop changes in a line or two::
         while True:
             world.send(compute(world.recv(src=1)), dst=1)
 
-Which thread may call what: everything in this module may be called from any thread, by
-several at once, but not from inside an event loop (use ``multiworld.WorldManager``
-there). The worlds live on a loop in a thread of the manager's own. Everything else in
-``multiworld`` belongs to the thread of the loop it was made on.
+Any thread may call everything in this module, several threads at once, but not from
+inside an event loop; use ``multiworld.WorldManager`` there. The manager runs its worlds
+on an event loop in a thread of its own. Everything else in ``multiworld`` belongs to
+the thread of the loop that created it.
 
-Each call takes ``timeout_s``; when it has passed, the operation is cancelled (what that
-means is on the same method of ``multiworld.World``) and ``TimeoutError`` is raised.
-Ctrl-C cancels likewise.
+Operations take ``timeout_s``. When that time has passed, the operation is cancelled and
+``TimeoutError`` is raised; the same method of ``multiworld.World`` describes what
+cancelling does. Ctrl-C cancels the operation, too.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Loop:
         self._loop.run_forever()
 
     def call(self, step: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """Run ``step`` on the loop and wait for it."""
+        """Run ``step`` on the loop, wait for it and return its result."""
         try:
             _check_outside_a_loop()
         except ConfigError:
@@ -82,13 +82,13 @@ class _Loop:
             raise
 
     def _cancel(self, future: Future[Any]) -> None:
-        """Cancel, and wait until the operation has seen it."""
+        """Cancel the operation, and wait until the cancellation has reached it."""
         future.cancel()
         settled = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
         settled.result()
 
     def close(self) -> None:
-        """Stop the loop and end the thread."""
+        """Stop the loop, and wait for the thread to exit."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.run_until_complete(self._loop.shutdown_default_executor())
@@ -113,7 +113,17 @@ async def _next(items: AsyncIterator[T]) -> T:
 
 
 class World(BlockingCollectives):
-    """A world for threads; see ``multiworld.World`` for what each method does."""
+    """A world for threads; ``multiworld.World`` describes each method in full.
+
+    Every operation raises the errors of the same method of ``multiworld.World``,
+    ``TimeoutError`` after ``timeout_s``, and ``ConfigError`` inside an event loop.
+
+    Attributes:
+        name: The world's name.
+        epoch: Number of this incarnation.
+        rank: This member's rank.
+        size: World size.
+    """
 
     def __init__(self, world: _world.World, loop: _Loop) -> None:
         super().__init__(world)
@@ -129,12 +139,12 @@ class World(BlockingCollectives):
 
     @property
     def is_ready(self) -> bool:
-        """True while traffic may flow."""
+        """True while operations are possible."""
         return self._world.is_ready
 
     @property
     def is_broken(self) -> bool:
-        """True once something outside has ended it."""
+        """True once a fault has broken the world."""
         return self._world.is_broken
 
     @property
@@ -144,21 +154,36 @@ class World(BlockingCollectives):
 
     @property
     def process_group(self) -> ProcessGroup:
-        """The c10d group; see ``multiworld.World.process_group``."""
+        """The c10d process group; see ``multiworld.World.process_group``."""
         return self._world.process_group
 
     def device_mesh(self, dim_name: str = "world") -> Any:
-        """Return a DeviceMesh; see ``multiworld.World.device_mesh``."""
+        """Return a one-dimensional DeviceMesh over this world, for DTensor.
+
+        Args:
+            dim_name: Name of the mesh's dimension.
+        """
         return self._world.device_mesh(dim_name)
 
     def statistics(self) -> WorldStatistics:
-        """Return a snapshot."""
+        """Return a snapshot of this world."""
         return self._world.statistics()
 
     def send(
         self, tensor: Tensor, *, dst: int, tag: int = 0, timeout_s: float | None = None
     ) -> None:
-        """Send one tensor."""
+        """Send one tensor.
+
+        Args:
+            tensor: Any dtype, shape and strides.
+            dst: The receiver's rank in this world.
+            tag: Tag of the message; a receive takes only messages of its own tag.
+            timeout_s: Seconds to wait; None: without limit.
+
+        Raises:
+            TensorMismatchError: The tensor's device, dtype or layout cannot be sent.
+            TimeoutError: The tensor was not sent in time.
+        """
         self._loop.call(self._world.send(tensor, dst=dst, tag=tag), timeout_s)
 
     def recv(
@@ -169,7 +194,23 @@ class World(BlockingCollectives):
         tag: int = 0,
         timeout_s: float | None = None,
     ) -> Tensor:
-        """Receive one tensor."""
+        """Receive one tensor.
+
+        Args:
+            out: Tensor to fill, of the sent dtype and number of elements; None: a new
+                tensor of the sent dtype and shape.
+            src: The sender's rank in this world.
+            tag: Tag of the message.
+            timeout_s: Seconds to wait; None: without limit.
+
+        Returns:
+            ``out``, or the new tensor.
+
+        Raises:
+            TensorMismatchError: The message does not fit ``out``, or is a bundle or an
+                object. It stays first in its queue.
+            TimeoutError: No message arrived in time; none is lost.
+        """
         return self._loop.call(self._world.recv(out, src=src, tag=tag), timeout_s)
 
     def recv_any(
@@ -179,7 +220,21 @@ class World(BlockingCollectives):
         tag: int = 0,
         timeout_s: float | None = None,
     ) -> tuple[int, Tensor]:
-        """Receive one tensor from whichever member is first."""
+        """Receive one tensor from the first member whose message arrives.
+
+        Args:
+            out: Tensor to fill, as for ``recv``.
+            tag: Tag of the message.
+            timeout_s: Seconds to wait; None: without limit.
+
+        Returns:
+            The sender's rank, and the tensor as ``recv`` returns it.
+
+        Raises:
+            MemberLeftError: All other members have left.
+            ConfigError: The world has no other members.
+            TimeoutError: No message arrived in time; none is lost.
+        """
         return self._loop.call(self._world.recv_any(out, tag=tag), timeout_s)
 
     def send_bundle(
@@ -191,7 +246,20 @@ class World(BlockingCollectives):
         tag: int = 0,
         timeout_s: float | None = None,
     ) -> None:
-        """Send several named tensors and metadata as one message."""
+        """Send several named tensors and metadata as one message.
+
+        Args:
+            tensors: Tensors by name; any dtypes and shapes, on the host.
+            dst: The receiver's rank in this world.
+            meta: JSON data: str, int, float, bool, None, lists and dicts.
+            tag: Tag of the message.
+            timeout_s: Seconds to wait; None: without limit.
+
+        Raises:
+            TensorMismatchError: A tensor cannot be sent.
+            ConfigError: A name is not a str, or ``meta`` is not JSON data.
+            TimeoutError: The bundle was not sent in time.
+        """
         step = self._world.send_bundle(tensors, dst=dst, meta=meta, tag=tag)
         self._loop.call(step, timeout_s)
 
@@ -202,13 +270,38 @@ class World(BlockingCollectives):
         tag: int = 0,
         timeout_s: float | None = None,
     ) -> Bundle:
-        """Receive what ``send_bundle`` sent."""
+        """Receive a message that ``send_bundle`` sent.
+
+        Args:
+            src: The sender's rank in this world; None: any member.
+            tag: Tag of the message.
+            timeout_s: Seconds to wait; None: without limit.
+
+        Returns:
+            The tensors, the metadata and the sender's rank.
+
+        Raises:
+            TensorMismatchError: The message is not a bundle. It stays first in its
+                queue.
+            TimeoutError: No message arrived in time; none is lost.
+        """
         return self._loop.call(self._world.recv_bundle(src=src, tag=tag), timeout_s)
 
     def send_object(
         self, obj: Any, *, dst: int, tag: int = 0, timeout_s: float | None = None
     ) -> None:
-        """Send small plain data."""
+        """Send small JSON data. Nothing is ever pickled.
+
+        Args:
+            obj: JSON data: str, int, float, bool, None, lists and dicts.
+            dst: The receiver's rank in this world.
+            tag: Tag of the message.
+            timeout_s: Seconds to wait; None: without limit.
+
+        Raises:
+            ConfigError: ``obj`` is not JSON data.
+            TimeoutError: The data was not sent in time.
+        """
         self._loop.call(self._world.send_object(obj, dst=dst, tag=tag), timeout_s)
 
     def recv_object(
@@ -218,32 +311,77 @@ class World(BlockingCollectives):
         tag: int = 0,
         timeout_s: float | None = None,
     ) -> Any:
-        """Receive what ``send_object`` sent."""
+        """Receive data that ``send_object`` sent.
+
+        Args:
+            src: The sender's rank in this world; None: any member.
+            tag: Tag of the message.
+            timeout_s: Seconds to wait; None: without limit.
+
+        Returns:
+            The data, with tuples as lists.
+
+        Raises:
+            TensorMismatchError: The message is not an object. It stays first in its
+                queue.
+            TimeoutError: No message arrived in time; none is lost.
+        """
         return self._loop.call(self._world.recv_object(src=src, tag=tag), timeout_s)
 
     @property
     def lost(self) -> frozenset[int]:
-        """Ranks known to be lost."""
+        """Ranks known to be lost; the set may grow after the world broke."""
         return self._world.lost
 
     def wait_over(self, timeout_s: float | None = None) -> None:
-        """Wait until the world is broken or closed."""
+        """Wait until the world is broken or closed.
+
+        Args:
+            timeout_s: Seconds to wait; None: without limit.
+
+        Raises:
+            TimeoutError: The world is still open after ``timeout_s``.
+        """
         self._loop.call(self._world.wait_over(), timeout_s)
 
     def wait_incomplete(self, timeout_s: float | None = None) -> None:
-        """Wait until the world is broken or closed, or a member has left."""
+        """Wait until the world is broken or closed, or a member has left.
+
+        Args:
+            timeout_s: Seconds to wait; None: without limit.
+
+        Raises:
+            TimeoutError: The world is still complete after ``timeout_s``.
+        """
         self._loop.call(self._world.wait_incomplete(), timeout_s)
 
     def reform(self) -> World:
-        """Go on in a smaller world, without the lost."""
+        """Go on in a smaller world, without the members that are lost or have left.
+
+        Returns:
+            The next incarnation.
+
+        Raises:
+            MultiWorldError: As for ``multiworld.World.reform``.
+        """
         return World(self._loop.call(self._world.reform()), self._loop)
 
     def grow(self, *, to: int) -> World:
-        """Let newcomers into this world."""
+        """Let newcomers into this world without closing it first.
+
+        Args:
+            to: The new world size.
+
+        Returns:
+            The next incarnation.
+
+        Raises:
+            MultiWorldError: As for ``multiworld.World.grow``.
+        """
         return World(self._loop.call(self._world.grow(to=to)), self._loop)
 
     def close(self) -> None:
-        """Leave politely."""
+        """Leave politely: the others get what was sent, then ``MemberLeftError``."""
         self._loop.call(self._world.close())
 
 
@@ -251,6 +389,17 @@ class WorldManager:
     """A manager for threads; see ``multiworld.WorldManager``.
 
     Use it with ``with``, or call ``close``.
+
+    Args:
+        enable_monitor: False switches the detection of silent members off; the end of a
+            member's process is still detected.
+        config: Settings for worlds that are joined without settings of their own.
+        security: Secret and TLS; by default as the environment says, see
+            ``Security.from_environment``.
+
+    Raises:
+        ConfigError: The environment's settings for security are invalid, or an event
+            loop runs in this thread.
     """
 
     def __init__(
@@ -300,7 +449,24 @@ class WorldManager:
         config: WorldConfig | None = None,
         device: torch.device | str = "cpu",
     ) -> World:
-        """Join a world and wait until every member has done so."""
+        """Join a world and wait until every member has joined.
+
+        Args:
+            name: The world's name, the same on every member.
+            rank: This member's rank; by default ``RANK`` in the environment.
+            size: World size; by default ``WORLD_SIZE`` in the environment.
+            store: Address of the store; see ``multiworld.WorldManager.join`` for the
+                default.
+            backend: Name of the backend.
+            config: The world's settings; the manager's by default.
+            device: Device of a c10d backend's tensors.
+
+        Returns:
+            The world, ready for traffic.
+
+        Raises:
+            MultiWorldError: As for ``multiworld.WorldManager.join``.
+        """
         step = self._manager.join(
             name,
             rank=rank,
@@ -323,7 +489,20 @@ class WorldManager:
         config: WorldConfig | None = None,
         device: torch.device | str = "cpu",
     ) -> Iterator[World]:
-        """Stay in a world: yield it, and its next incarnation whenever it is over."""
+        """Stay in a world: join, and join again after every fault.
+
+        Ends when the program leaves the loop, closes the manager, or leaves the world
+        with ``leave``.
+
+        Args:
+            name, rank, size, store, backend, config, device: As for ``join``.
+
+        Yields:
+            A ready world.
+
+        Raises:
+            MultiWorldError: As for ``multiworld.WorldManager.keep``.
+        """
         worlds = self._manager.keep(
             name,
             rank=rank,
@@ -341,13 +520,21 @@ class WorldManager:
             yield World(world, self._loop)
 
     def leave(self, name: str) -> None:
-        """Leave one world politely and forget it."""
+        """Leave one world politely.
+
+        Args:
+            name: The world's name.
+
+        Raises:
+            UnknownWorldError: This process is in no world of that name.
+        """
         self._loop.call(self._manager.leave(name))
 
     def events(self) -> Iterator[Event]:
-        """Iterate over what happens to the worlds from now on, waiting for it.
+        """Return an iterator over the events of the worlds from now on.
 
-        Subscribes when it is called. Ends when the manager is closed.
+        The subscription starts with this call. The iterator waits for each event, and
+        ends when the manager is closed.
         """
 
         async def subscribe() -> Any:
@@ -365,7 +552,7 @@ class WorldManager:
         return iterate()
 
     def close(self) -> None:
-        """Leave every world politely, free everything, and end the thread."""
+        """Leave every world politely, free all resources, and end the thread."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -247,7 +247,7 @@ class WorldManager:
             MultiWorldError: As for ``World.reform``.
 
         Cancellation:
-            Withdraws the claim; the world stays as it is.
+            As for ``World.reform``.
         """
         self._check_usable(name)
         self._check_free(name)
@@ -268,7 +268,7 @@ class WorldManager:
             MultiWorldError: As for ``World.grow``.
 
         Cancellation:
-            Withdraws the claim; the world stays as it is.
+            As for ``World.grow``.
         """
         self._check_usable(name)
         self._check_free(name)

@@ -1,7 +1,7 @@
-"""A world: the operations on one incarnation. Thin: checks, then the backend.
+"""A world: the operations of one member on one incarnation. Shell.
 
-A broken world stays broken: the same name is joined again as the next epoch, and that
-is another ``World``.
+The methods check their arguments and call the backend. A broken world stays broken; a
+new join of the same name opens the next epoch, with another ``World`` object.
 """
 
 from __future__ import annotations
@@ -34,10 +34,14 @@ class WorldStatistics:
     """A snapshot of one world.
 
     Attributes:
+        world: The world's name.
+        epoch: Number of the incarnation.
+        rank: This member's rank.
+        size: World size.
         phase: "joining", "ready", "broken" or "closed".
         left: Ranks that have left politely.
-        pending: Operations that wait right now.
-        started: Operations that were started since the world was made.
+        pending: Operations in progress.
+        started: Operations started since the incarnation was opened.
     """
 
     world: str
@@ -51,7 +55,10 @@ class WorldStatistics:
 
 
 class _Pending:
-    """Counts operations while they run; a class, as it is entered for each message."""
+    """Counts operations while they run.
+
+    A class, because it is entered for each message and a generator would be slower.
+    """
 
     __slots__ = ("count", "started")
 
@@ -72,31 +79,46 @@ class _Pending:
 
 
 class Changes(Protocol):
-    """Who makes the next incarnation of a world."""
+    """Opens the next incarnation of a world."""
 
     async def reform(self, name: str) -> World:
-        """Go on without the lost."""
+        """Return the next incarnation, without the members that are lost or have left.
+
+        Args:
+            name: The world's name.
+
+        Cancellation: As for ``World.reform``.
+        """
 
     async def grow(self, name: str, to: int) -> World:
-        """Let newcomers in."""
+        """Return the next, larger incarnation.
+
+        Args:
+            name: The world's name.
+            to: The new world size.
+
+        Cancellation: As for ``World.grow``.
+        """
 
 
 class World(CollectiveMethods):
-    """One incarnation of a world, seen by one member. Made by ``WorldManager.join``.
+    """One incarnation of a world, as one member sees it.
 
-    All methods are for the manager's event loop only (``multiworld.blocking`` is for
-    threads). Any number of operations may be pending at once, on one world and on many.
+    ``WorldManager.join`` returns it. Call its methods on the manager's event loop only;
+    ``multiworld.blocking`` is for threads. Any number of operations may be pending at
+    once, on one world and on many.
 
-    Every operation raises ``WorldBrokenError`` (``MemberLostError`` where a member is
+    Every operation raises ``WorldBrokenError`` (``MemberLostError`` if a member is
     known to be lost) if the world is or becomes broken, ``WorldClosedError`` if this
     process has left it, ``MemberLeftError`` if a member that it needs has left, and
-    ``ConfigError`` for a rank or tag that cannot be.
+    ``ConfigError`` for an invalid rank or tag.
 
     Attributes:
         name: The world's name.
-        epoch: Its incarnation.
+        epoch: Number of this incarnation.
         rank: This member's rank.
         size: World size.
+        backend_name: Name of the backend.
     """
 
     def __init__(self, life: LocalMember, changes: Changes) -> None:
@@ -118,17 +140,17 @@ class World(CollectiveMethods):
 
     @property
     def is_ready(self) -> bool:
-        """True while traffic may flow."""
+        """True while operations are possible."""
         return self._life.phase is Phase.READY
 
     @property
     def is_broken(self) -> bool:
-        """True once something outside has ended it."""
+        """True once a fault has broken the world."""
         return self._life.phase is Phase.BROKEN
 
     @property
     def is_closed(self) -> bool:
-        """True once this process has left it."""
+        """True once this process has left the world."""
         return self._life.phase is Phase.CLOSED
 
     @property
@@ -138,27 +160,33 @@ class World(CollectiveMethods):
 
     @property
     def lost(self) -> frozenset[int]:
-        """Ranks known to be lost; it may grow after the world broke."""
+        """Ranks known to be lost; the set may grow after the world broke."""
         return self._life.lost
 
     def silent_s(self, rank: int) -> float:
-        """Return for how long a member has given no sign of life; 0 for this process.
+        """Return the seconds since a member's last sign of life; 0 for this process.
 
-        A verdict takes ``WorldConfig.silence_s``. Whoever hands out work can act long
-        before: a beat comes every tenth of a second, and is looked at as often, so that
-        from 0.3 s on something is odd. A stopped process gives no sign, though its
-        helper tells that it is there.
+        The failure detector waits for ``WorldConfig.silence_s``. A program that
+        distributes work can react earlier: heartbeats are sent and evaluated every
+        0.1 s, so a silence of 0.3 s or more is suspicious. A stopped process counts as
+        silent, although its heartbeat helper still sends.
+
+        Args:
+            rank: Rank of the member.
+
+        Raises:
+            ConfigError: The world has no such rank.
         """
         self._check_rank(rank, self_too=True)
         return self._life.silent_s(rank)
 
     @property
     def members(self) -> tuple[str, ...]:
-        """Who is in it, by rank, for messages to people."""
+        """Descriptions of the members, by rank, for messages to people."""
         return tuple(map(str, self._life.incarnation.members))
 
     def statistics(self) -> WorldStatistics:
-        """Return a snapshot."""
+        """Return a snapshot of this world."""
         return WorldStatistics(
             world=self.name,
             epoch=self.epoch,
@@ -173,39 +201,42 @@ class World(CollectiveMethods):
     async def wait_over(self) -> None:
         """Wait until the world is broken or closed.
 
-        Cancellation: safe.
+        Cancellation: Safe.
         """
         await self._life.wait_over()
 
     async def wait_incomplete(self) -> None:
         """Wait until the world is broken or closed, or a member has left.
 
-        Cancellation: safe.
+        Cancellation: Safe.
         """
         await self._life.wait_incomplete()
 
     # Point to point.
 
     async def send(self, tensor: Tensor, *, dst: int, tag: int = 0) -> None:
-        """Send one tensor; its dtype and shape travel with it.
+        """Send one tensor, with its dtype and shape.
 
-        Returns when the tensor may be used again. Messages of up to
-        ``WorldConfig.eager_bytes`` do not wait for the receiver; larger ones may.
+        Returns when the caller may change the tensor again. A message of up to
+        ``WorldConfig.eager_bytes`` does not wait for the receiver; a larger one may.
 
         Args:
-            tensor: Any dtype, shape and strides; on the host, or, on a c10d world for
+            tensor: Any dtype, shape and strides; on the host, or, in a c10d world for
                 devices, on this world's device.
             dst: The receiver's rank in this world.
-            tag: Messages of one tag arrive in the order they were sent; a receive takes
-                only those of its own tag.
+            tag: Messages of one tag arrive in the order in which they were sent; a
+                receive takes only messages of its own tag.
 
         Raises:
-            TensorMismatchError: The tensor cannot be sent (device, layout).
+            TensorMismatchError: The tensor's device, dtype or layout cannot be sent.
+            WorldBrokenError: The world is or becomes broken.
+            MemberLeftError: The receiver has left.
 
-        Cancellation: ``direct`` finishes the fragment that is being written (at most
-        256 KiB) and withdraws the rest: the receiver sees the whole message or nothing.
-        ``memory`` withdraws. A c10d backend's own send cannot be withdrawn: the world
-        breaks.
+        Cancellation:
+            ``direct`` finishes the fragment that is being written (at most 256 KiB over
+            a socket, 512 KiB in shared memory) and withdraws the rest: the receiver
+            gets the whole message or nothing. ``memory`` withdraws the message. A send
+            by a c10d backend itself cannot be withdrawn, so the world breaks.
         """
         with self._operation(dst, tag):
             await self._life.backend.send(tensor, dst, tag)
@@ -215,25 +246,28 @@ class World(CollectiveMethods):
     ) -> Tensor:
         """Receive one tensor.
 
-        Several receives from one source are served in the order they were called.
+        Receives from one source are served in the order in which they were called.
 
         Args:
-            out: Where to put it: of the sent dtype and number of elements, any shape
-                and strides. None: a new tensor of the sent dtype and shape, on this
-                world's device.
+            out: Tensor to fill, of the sent dtype and number of elements; any shape and
+                strides. None: a new tensor of the sent dtype and shape, on this world's
+                device.
             src: The sender's rank in this world.
-            tag: Only messages of this tag.
+            tag: Tag of the message.
 
         Returns:
             ``out``, or the new tensor.
 
         Raises:
             TensorMismatchError: The message does not fit ``out``, or is a bundle or an
-                object. It stays at the head: receive it another way.
+                object. It stays first in its queue; receive it with a call that fits.
+            WorldBrokenError: The world is or becomes broken.
+            MemberLeftError: The sender has left, and all its messages were received.
 
-        Cancellation: no message is lost, at whatever byte it is; the content of ``out``
-        is undefined. A c10d backend's own receive cannot be withdrawn: the world
-        breaks.
+        Cancellation:
+            Loses no message, even one that has arrived in part; the content of ``out``
+            is undefined. A receive by a c10d backend itself cannot be withdrawn, so the
+            world breaks.
         """
         with self._operation(src, tag):
             return (await self._life.backend.recv(out, src, tag)).tensor
@@ -241,16 +275,21 @@ class World(CollectiveMethods):
     async def recv_any(
         self, out: Tensor | None = None, *, tag: int = 0
     ) -> tuple[int, Tensor]:
-        """Receive one tensor from whichever member is first.
+        """Receive one tensor from the first member whose message arrives.
+
+        Args:
+            out: Tensor to fill, as for ``recv``.
+            tag: Tag of the message.
 
         Returns:
             The sender's rank, and the tensor as ``recv`` returns it.
 
         Raises:
+            TensorMismatchError: As for ``recv``.
             MemberLeftError: All other members have left.
-            ConfigError: There are no other members.
+            ConfigError: The world has no other members.
 
-        Cancellation: as for ``recv``.
+        Cancellation: As for ``recv``.
         """
         if self.size == 1:
             raise ConfigError("recv_any", self.size, "a world with other members")
@@ -266,39 +305,73 @@ class World(CollectiveMethods):
         meta: Mapping[str, Any] | None = None,
         tag: int = 0,
     ) -> None:
-        """Send several named tensors and a little metadata as one message.
+        """Send several named tensors and metadata as one message.
 
         Args:
-            tensors: By name; any dtypes and shapes, on the host.
+            tensors: Tensors by name; any dtypes and shapes, on the host.
             dst: The receiver's rank in this world.
-            meta: What JSON can say.
-            tag: As for ``send``.
+            meta: JSON data: str, int, float, bool, None, lists and dicts.
+            tag: Tag of the message, as for ``send``.
 
-        Cancellation: as for ``send``.
+        Raises:
+            TensorMismatchError: A tensor cannot be sent.
+            ConfigError: A name is not a str, or ``meta`` is not JSON data.
+
+        Cancellation: As for ``send``.
         """
         with self._operation(dst, tag):
             await self._life.backend.send_bundle(tensors, meta or {}, dst, tag)
 
     async def recv_bundle(self, *, src: int | None = None, tag: int = 0) -> Bundle:
-        """Receive what ``send_bundle`` sent; from anybody if ``src`` is None.
+        """Receive a message that ``send_bundle`` sent.
 
-        Cancellation: as for ``recv``.
+        Args:
+            src: The sender's rank in this world; None: any member.
+            tag: Tag of the message.
+
+        Returns:
+            The tensors, the metadata and the sender's rank.
+
+        Raises:
+            TensorMismatchError: The message is not a bundle. It stays first in its
+                queue; receive it with a call that fits.
+
+        Cancellation: As for ``recv``.
         """
         with self._operation(src, tag):
             return await self._life.backend.recv_bundle(src, tag)
 
     async def send_object(self, obj: Any, *, dst: int, tag: int = 0) -> None:
-        """Send small plain data: what JSON can say. Nothing is ever unpickled.
+        """Send small JSON data. Nothing is ever pickled.
 
-        Cancellation: as for ``send``.
+        Args:
+            obj: JSON data: str, int, float, bool, None, lists and dicts.
+            dst: The receiver's rank in this world.
+            tag: Tag of the message, as for ``send``.
+
+        Raises:
+            ConfigError: ``obj`` is not JSON data.
+
+        Cancellation: As for ``send``.
         """
         with self._operation(dst, tag):
             await self._life.backend.send_object(obj, dst, tag)
 
     async def recv_object(self, *, src: int | None = None, tag: int = 0) -> Any:
-        """Receive what ``send_object`` sent; from anybody if ``src`` is None.
+        """Receive data that ``send_object`` sent.
 
-        Cancellation: as for ``recv``.
+        Args:
+            src: The sender's rank in this world; None: any member.
+            tag: Tag of the message.
+
+        Returns:
+            The data, with tuples as lists.
+
+        Raises:
+            TensorMismatchError: The message is not an object. It stays first in its
+                queue; receive it with a call that fits.
+
+        Cancellation: As for ``recv``.
         """
         with self._operation(src, tag):
             return await self._life.backend.recv_object(src, tag)
@@ -312,11 +385,13 @@ class World(CollectiveMethods):
 
     @property
     def process_group(self) -> ProcessGroup:
-        """The c10d group, for code that wants one: ``torch.distributed`` functions,
-        functional collectives, DeviceMesh, DTensor. It dies with this world.
+        """The c10d process group, which ends with this world.
+
+        It is for code that needs one: functions of ``torch.distributed``, functional
+        collectives, DeviceMesh and DTensor.
 
         Raises:
-            UnsupportedOperationError: The backend is not one of c10d's.
+            UnsupportedOperationError: This world's backend is not a c10d backend.
         """
         self._life.check()
         return self._life.backend.process_group
@@ -324,8 +399,11 @@ class World(CollectiveMethods):
     def device_mesh(self, dim_name: str = "world") -> DeviceMesh:
         """Return a one-dimensional DeviceMesh over this world, for DTensor.
 
+        Args:
+            dim_name: Name of the mesh's dimension.
+
         Raises:
-            UnsupportedOperationError: The backend is not one of c10d's.
+            UnsupportedOperationError: This world's backend is not a c10d backend.
         """
         from multiworld.backends.c10d.registration import mesh_of
 
@@ -335,42 +413,48 @@ class World(CollectiveMethods):
 
     @property
     def waiting(self) -> dict[int, int]:
-        """Ranks that strangers claim in the next incarnation, and the world size that
-        each expects; see ``grow`` and the event ``MemberWaiting``."""
+        """World size that each waiting process expects, by the rank that it claims.
+
+        See ``grow`` and the event ``MemberWaiting``.
+        """
         return dict(self._life.waiting)
 
     async def reform(self) -> World:
         """Go on in a smaller world, without the members that are lost or have left.
 
-        Every survivor calls it; all of them return when the last has. Ranks are
-        compacted in their old order. The name stays, the epoch grows; this object stays
-        broken. Who survives is settled at the store by the first who come: members
-        that accused each other do not both go on. If one more is lost meanwhile, it
-        goes on without that one too. On an object that is not the newest of its name
-        it acts on the newest.
+        Every survivor calls it, and all of them return when the last one has called.
+        The survivors keep their order; their ranks become consecutive. The name stays
+        and the epoch grows; this object stays broken. The store decides who survives by
+        the first claims, so two members that accused each other do not both continue.
+        If another member is lost meanwhile, the world goes on without that one, too.
+        Called on an older incarnation, this acts on the newest one of the name.
 
         Returns:
             The next incarnation, which may have only this member.
 
         Raises:
             StaleEpochError: The others went on without this member; join again.
-            JoinTimeoutError: A survivor did not call within ``join_s``.
-            ConfigError: Nobody is lost and nobody has left.
+            JoinTimeoutError: A survivor did not call within ``WorldConfig.join_s``.
+            ConfigError: No member is lost, and none has left.
             WorldClosedError: This process has closed the world.
-            StoreUnreachableError: The store is needed for this.
+            StoreUnreachableError: No store answered.
 
-        Cancellation: the claim is withdrawn; the world stays as it is.
+        Cancellation:
+            Before the store admits the next incarnation, withdraws the claim, and this
+            world stays as it is. After that this world is closed. If members of the
+            next incarnation had not connected yet, it is kept as broken and
+            ``manager.world(name).reform()`` goes on; otherwise it is closed.
         """
         return await self._changes.reform(self.name)
 
     async def grow(self, *, to: int) -> World:
-        """Let newcomers into this world, while it lives.
+        """Let newcomers into this world without closing it first.
 
-        A collective: every member calls it with the same ``to``, and each newcomer
-        joins as usual, ``manager.join(name, rank=r, size=to, ...)``, with one of the
-        ranks that are new; ``MemberWaiting`` tells the members that one wants in.
-        Members keep their ranks. No other world is touched. Messages of this
-        incarnation that were not received before are dropped, and so is this object.
+        This is a collective: every member calls it with the same ``to``. Each newcomer
+        joins as usual, with ``manager.join(name, rank=r, size=to, ...)`` and one of the
+        new ranks; the event ``MemberWaiting`` tells the members that one waits. Members
+        keep their ranks. Other worlds are not affected. This incarnation is closed, and
+        its messages that were not received are dropped.
 
         Args:
             to: The new world size.
@@ -379,14 +463,20 @@ class World(CollectiveMethods):
             The next incarnation.
 
         Raises:
-            JoinTimeoutError: Not everybody came within ``join_s``; this world lives on.
-            WorldBrokenError: A member was lost. If this happened after all had been
-                admitted, the next incarnation is the one that broke, on every member:
+            JoinTimeoutError: Not all members claimed their ranks within
+                ``WorldConfig.join_s``, and this world stays usable; or one did not
+                connect after its admission, and this world is closed.
+            WorldBrokenError: A member was lost. If the store had already admitted the
+                next incarnation, that one is broken, on every member:
                 ``manager.world(name).reform()`` goes on.
-            ConfigError: ``to`` is not more than the present size.
-            StoreUnreachableError: The store is needed for this; this world lives on.
+            ConfigError: ``to`` is not greater than the present size.
+            StoreUnreachableError: No store answered; this world stays usable.
 
-        Cancellation: the claim is withdrawn; the world stays as it is.
+        Cancellation:
+            Before the store admits the next incarnation, withdraws the claim, and this
+            world stays as it is. After that this world is closed. If members of the
+            next incarnation had not connected yet, it is kept as broken and
+            ``manager.world(name).reform()`` goes on; otherwise it is closed.
         """
         self._life.check()
         return await self._changes.grow(self.name, to)
@@ -396,10 +486,10 @@ class World(CollectiveMethods):
     async def close(self) -> None:
         """Leave politely: the others get what was sent, then ``MemberLeftError``.
 
-        Waits at most ``WorldConfig.close_s`` for what was sent to leave this process.
-        Safe to repeat, and on a broken world.
+        Waits at most ``WorldConfig.close_s`` until sent data has left this process. It
+        may be called again, and on a broken world.
 
-        Cancellation: the world is closed all the same, at once.
+        Cancellation: The world is closed all the same, at once.
         """
         await self._life.close()
 
@@ -408,7 +498,7 @@ class World(CollectiveMethods):
     def _operation(
         self, peer: int | None = None, tag: int = 0, *, self_too: bool = False
     ) -> _Pending:
-        """Check what every operation needs; what is returned counts it."""
+        """Check an operation's arguments; return the context that counts it."""
         self._life.check()
         if peer is not None:
             self._check_rank(peer, self_too=self_too)

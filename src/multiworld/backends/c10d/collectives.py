@@ -39,12 +39,12 @@ from multiworld.incarnation.lifecycle import Failed
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    """How the group carries out one call.
+    """The steps that carry out one call on the group.
 
     Attributes:
         prepare: Returns the tensors that the group works on.
         start: Starts the work on the group with them; returns the work.
-        finish: Brings the results to the caller's tensors.
+        finish: Writes the results to the caller's tensors.
     """
 
     prepare: Callable[[], list[Tensor]]
@@ -76,13 +76,14 @@ class GroupCollectives:
     # finished in its turn; large copies run in a thread.
 
     async def run(self, call: Call) -> None:
-        """Carry out a call; over lanes, if the group has nothing for it.
+        """Carry out a call; over lanes, if the group does not have the collective.
 
         Raises:
-            TensorMismatchError: The tensors cannot be used, or the members did not call
-                the same; in the latter case the world breaks.
+            TensorMismatchError: The tensors cannot be used, or the members called
+                different collectives. In the latter case no data was moved, and the
+                world stays usable.
 
-        Cancellation: breaks the world, since the others count on this member.
+        Cancellation: Breaks the world, because the other members wait for this one.
         """
         prepare_native = getattr(self, f"_{call.collective.name}", None)
         if prepare_native is None:
@@ -91,8 +92,7 @@ class GroupCollectives:
         else:
             await self._run_native(call, prepare_native(call))
 
-    # What the group does for each. A call is checked at once, and prepared, run and
-    # finished when it is its turn; what copies much does so in a thread.
+    # One method for each collective that the group has.
 
     def _broadcast(self, call: Call) -> Native:
         tensor, src = call.tensor, call.root

@@ -85,7 +85,7 @@ def make_admin(controller: Controller, ended: asyncio.Event) -> FastAPI:
         journal = controller.journal
         return {
             "decisions": journal.last(last, with_snapshots=snapshots),
-            "thoughts": journal.thoughts(),
+            "thoughts": journal.reasons(),
         }
 
     @app.get("/events")

@@ -1,4 +1,4 @@
-"""The decisions of a service, with what they were made from. Shell."""
+"""Log of a service's decisions, with the snapshots they are based on. Shell."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ KEPT = 200
 """Decisions that are kept in memory."""
 
 SNAPSHOT = "snapshot"
+"""Name of the field that is left out of short answers."""
 
 FILE_BYTES = 8 * 2**20
-"""A file that has grown so large is put aside, in place of the one before."""
+"""Size in bytes above which the log file is rotated; one old file is kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +27,13 @@ class LoggedDecision:
     """One decision.
 
     Attributes:
+        number: Number of the decision, from 1.
+        at: Time in seconds since the epoch.
         kind: "scaling" or "placement".
-        about: The model; empty for all.
-        what: Was decided, in a line.
-        facts: Numbers behind it.
-        snapshot: All that it was made from.
+        about: Name of the model; empty for all models.
+        what: The decision, in one line.
+        facts: Numbers behind the decision.
+        snapshot: Complete input of the decision.
     """
 
     number: int
@@ -43,19 +46,19 @@ class LoggedDecision:
 
 
 class DecisionLog:
-    """Decisions that changed something, and what was thought last about the others.
+    """Decisions that changed something, and the latest reason for each model.
 
     Args:
-        path: Where they are kept, a line each; None: nowhere.
+        path: File that gets one line of JSON per decision; None: no file.
     """
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
         self._decided: deque[LoggedDecision] = deque(maxlen=KEPT)
         self._number = 0
-        self.thought: dict[tuple[str, str], tuple[float, str]] = {}
+        self._reasons: dict[tuple[str, str], tuple[float, str]] = {}
 
-    def decide(
+    def record(
         self,
         kind: str,
         about: str,
@@ -63,7 +66,15 @@ class DecisionLog:
         facts: dict[str, Any],
         snapshot: dict[str, Any],
     ) -> None:
-        """Note a decision that changes something."""
+        """Record a decision that changes something.
+
+        Args:
+            kind: "scaling" or "placement".
+            about: Name of the model; empty for all models.
+            what: The decision, in one line.
+            facts: Numbers behind the decision.
+            snapshot: Complete input of the decision.
+        """
         self._number += 1
         decided = LoggedDecision(
             number=self._number,
@@ -75,15 +86,26 @@ class DecisionLog:
             snapshot=snapshot,
         )
         self._decided.append(decided)
-        self.think(kind, about, what)
+        self.set_reason(kind, about, what)
         self._write(decided)
 
-    def think(self, kind: str, about: str, what: str) -> None:
-        """Note what was thought last, whether it changes something or not."""
-        self.thought[kind, about] = time.time(), what
+    def set_reason(self, kind: str, about: str, what: str) -> None:
+        """Set the latest reason, whether the decision changes something or not.
+
+        Args:
+            kind: "scaling" or "placement".
+            about: Name of the model; empty for all models.
+            what: The reason, in one line.
+        """
+        self._reasons[kind, about] = time.time(), what
 
     def last(self, count: int, *, with_snapshots: bool) -> list[dict[str, Any]]:
-        """Return the last decisions, oldest first."""
+        """Return the last decisions, oldest first.
+
+        Args:
+            count: Most decisions to return.
+            with_snapshots: Whether to include their snapshots.
+        """
         chosen = list(self._decided)[max(0, len(self._decided) - count) :]
         names = [
             f.name
@@ -92,11 +114,11 @@ class DecisionLog:
         ]
         return [{name: getattr(d, name) for name in names} for d in chosen]
 
-    def thoughts(self) -> list[dict[str, Any]]:
-        """Return what was thought last, of each kind and about each model."""
+    def reasons(self) -> list[dict[str, Any]]:
+        """Return the latest reason of each kind and model."""
         return [
             {"kind": kind, "about": about, "at": at, "what": what}
-            for (kind, about), (at, what) in self.thought.items()
+            for (kind, about), (at, what) in self._reasons.items()
         ]
 
     def _write(self, decided: LoggedDecision) -> None:
@@ -107,7 +129,7 @@ class DecisionLog:
                 self._path.replace(self._path.with_suffix(".old.jsonl"))
             with open(self._path, "a") as file:
                 names = [f.name for f in fields(LoggedDecision)]
-                said = {name: getattr(decided, name) for name in names}
-                file.write(json.dumps(said, default=str, skipkeys=True) + "\n")
+                entry = {name: getattr(decided, name) for name in names}
+                file.write(json.dumps(entry, default=str, skipkeys=True) + "\n")
         except (OSError, ValueError) as error:  # the service does not depend on it
-            logger.error("a decision cannot be recorded: %s", error)
+            logger.error("cannot write the decision log: %s", error)

@@ -1,4 +1,4 @@
-"""What has happened to a service, for people: the last of it, numbered."""
+"""History of a service: its last events, numbered, for people. Shell."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 logger = logging.getLogger("multiworld.serve")
 
 EVENTS = 1000
+"""Most events that are kept."""
+
 OPERATIONS = (
     "update",
     "updated",
@@ -24,14 +26,19 @@ OPERATIONS = (
 """Kinds of events by which people or policies changed what runs."""
 
 BAD = ("lost", "probe failed", "rolled back", "unplaced", "outgrown", "launcher")
+"""Kinds of events that are logged as warnings."""
 
 
 @dataclass(frozen=True, slots=True)
 class HistoryEntry:
-    """Something that happened to the service.
+    """An event in the life of a service.
 
     Attributes:
-        at: Seconds since the epoch.
+        number: Number of the event, from 1.
+        at: Time in seconds since the epoch.
+        kind: Kind of the event.
+        text: Description for people.
+        name: Name of the process concerned; empty if there is none.
     """
 
     number: int
@@ -42,16 +49,26 @@ class HistoryEntry:
 
 
 class History:
-    """The last things that happened, and how many of each kind."""
+    """The last events of a service, and counts of all events.
+
+    Attributes:
+        kinds: Number of events so far, by kind.
+    """
 
     def __init__(self) -> None:
-        self._happened: deque[HistoryEntry] = deque(maxlen=EVENTS)
+        self._entries: deque[HistoryEntry] = deque(maxlen=EVENTS)
         self.kinds: Counter[str] = Counter()
 
     def say(self, kind: str, text: str, name: str = "") -> None:
-        """Note something, and log it."""
-        number = self._happened[-1].number + 1 if self._happened else 1
-        self._happened.append(HistoryEntry(number, time.time(), kind, text, name))
+        """Record and log an event.
+
+        Args:
+            kind: Kind of the event.
+            text: Description for people.
+            name: Name of the process concerned; empty if there is none.
+        """
+        number = self._entries[-1].number + 1 if self._entries else 1
+        self._entries.append(HistoryEntry(number, time.time(), kind, text, name))
         self.kinds[kind] += 1
         level = logging.WARNING if kind in BAD else logging.INFO
         logger.log(level, "%s: %s", kind, text)
@@ -59,13 +76,13 @@ class History:
     @property
     def last_number(self) -> int:
         """Number of the last event; 0 before the first."""
-        return self._happened[-1].number if self._happened else 0
+        return self._entries[-1].number if self._entries else 0
 
     def operations(self, count: int) -> list[dict[str, Any]]:
         """Return the last events that changed what runs, and who asked for it."""
-        found = [asdict(e) for e in self._happened if e.kind in OPERATIONS]
+        found = [asdict(e) for e in self._entries if e.kind in OPERATIONS]
         return found[max(0, len(found) - count) :]
 
     def since(self, number: int) -> list[dict[str, Any]]:
-        """Return what happened after the event of that number."""
-        return [asdict(event) for event in self._happened if event.number > number]
+        """Return the events after the event with this number."""
+        return [asdict(event) for event in self._entries if event.number > number]

@@ -1,4 +1,4 @@
-"""What is known of a service, on disk: a new controller goes on from here. Shell."""
+"""Record of a service on disk, from which a new controller continues. Shell."""
 
 from __future__ import annotations
 
@@ -16,7 +16,19 @@ from multiworld.serve.spec.schema import AppSpec, ModelSpec
 
 
 class ProcessRecord(BaseModel):
-    """One process."""
+    """A process of the service.
+
+    Attributes:
+        name: Its name.
+        model: Name of its model; empty for a gateway.
+        version: Version of the model.
+        stage: Number of the stage, from 0.
+        phase: Phase of its life.
+        pid: Process id.
+        began: Start time in the kernel's ticks.
+        node: Name of its machine; empty for a process beside the controller.
+        gpu: Index of its GPU; None: none.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -32,7 +44,13 @@ class ProcessRecord(BaseModel):
 
 
 class StoreRecord(BaseModel):
-    """The store's process."""
+    """The store's process.
+
+    Attributes:
+        address: Address of the store.
+        pid: Process id.
+        began: Start time in the kernel's ticks.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -42,13 +60,18 @@ class StoreRecord(BaseModel):
 
 
 class Record(BaseModel):
-    """A service.
+    """The state of a service.
 
     Attributes:
-        specs: Of every version that is known, by model and version.
-        number: Of the last table.
-        next_number: For the next name.
-        replicas: How many are wanted, by model and stage.
+        app: Spec of the service.
+        specs: Specs of all known versions, by model and version.
+        active: Active version of each model.
+        store: The store's process.
+        port: Port of the gateways.
+        number: Number of the last routing table.
+        next_number: Number for the name of the next process.
+        replicas: Desired number of replicas of each stage, by model.
+        processes: The running processes.
     """
 
     app: AppSpec
@@ -63,11 +86,11 @@ class Record(BaseModel):
 
 
 class AlreadyServedError(ServeError):
-    """Another controller runs this service."""
+    """The service already has a controller."""
 
 
 def state_root() -> Path:
-    """Return where the state of services is kept."""
+    """Return the folder that holds the state of all services of this user."""
     given = os.environ.get("MULTIWORLD_STATE")
     if given:
         return Path(given)
@@ -78,9 +101,18 @@ def state_root() -> Path:
 class StateFolder:
     """The folder of one service.
 
-    Holds ``record.json``, the ``secret`` of its processes, ``logs/``, the socket of the
-    controller, and two files that are only locked: ``controller`` by the controller,
-    ``alive`` by every process of the service.
+    It holds ``record.json``, the ``secret`` of the service's processes, ``logs/``, the
+    controller's socket, and two lock files: the controller locks ``controller``, and
+    every process of the service locks ``alive``.
+
+    Args:
+        path: The folder.
+
+    Attributes:
+        path: The folder.
+        logs: Folder of the log files.
+        socket: The controller's socket.
+        alive: Lock file of the service's processes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -92,28 +124,28 @@ class StateFolder:
         self._lock: int | None = None
 
     def make(self) -> None:
-        """Make it, for this user only."""
+        """Create the folder, readable by this user only."""
         self.logs.mkdir(parents=True, exist_ok=True)
         self.path.chmod(0o700)
         self.alive.touch(mode=0o600)
 
     def lock(self) -> None:
-        """Be the only controller.
+        """Lock the folder for this process as the service's only controller.
 
         Raises:
-            AlreadyServedError: There is one.
+            AlreadyServedError: Another controller holds the lock.
         """
         self._lock = os.open(self.path / "controller", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise AlreadyServedError(
-                f"{self.path} has a controller; end it with `multiworld shutdown`, or "
-                "give this service another name (app:)"
+                f"a controller already runs in {self.path}; end it with `multiworld "
+                "shutdown`, or give this service another name (app:)"
             ) from None
 
     def is_controlled(self) -> bool:
-        """Return whether a controller runs."""
+        """Tell whether a controller runs."""
         try:
             with open(self.path / "controller", "rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -124,13 +156,16 @@ class StateFolder:
         return False
 
     def hold(self) -> int:
-        """Hold the lock of living processes; return the descriptor that does."""
+        """Take the shared lock of the service's processes; return its descriptor."""
         held = os.open(self.alive, os.O_RDONLY)
         fcntl.flock(held, fcntl.LOCK_SH)
         return held
 
     def secret(self) -> str:
-        """Return the secret of this service's processes, made at the first call."""
+        """Return the secret of this service's processes; create it at the first call.
+
+        ``MULTIWORLD_SECRET`` in the environment takes precedence.
+        """
         given = os.environ.get("MULTIWORLD_SECRET")
         if given:
             return given
@@ -142,10 +177,10 @@ class StateFolder:
         return path.read_text()
 
     def load(self) -> Record | None:
-        """Return the record, or None if there is none.
+        """Return the record; None if there is none.
 
         Raises:
-            ServeError: It cannot be read.
+            ServeError: The record cannot be read.
         """
         try:
             data: Any = json.loads(self._record.read_text())
@@ -159,12 +194,12 @@ class StateFolder:
             ) from error
 
     def save(self, record: Record) -> None:
-        """Replace the record, as a whole or not at all."""
+        """Replace the record atomically."""
         fresh = self._record.with_suffix(".new")
         fresh.write_text(record.model_dump_json(indent=1))
         fresh.replace(self._record)
 
     def forget(self) -> None:
-        """Remove the record: nothing runs any more."""
+        """Remove the record and the socket, because no process runs any more."""
         self._record.unlink(missing_ok=True)
         self.socket.unlink(missing_ok=True)

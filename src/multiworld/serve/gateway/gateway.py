@@ -19,7 +19,7 @@ from multiworld.serve.spec.stage import Model, Tensors
 from multiworld.serve.tenants.authenticator import (
     AdmittedRequest,
     Authenticator,
-    Post,
+    ModelVersion,
     digest_of,
 )
 from multiworld.serve.tenants.directory import ANONYMOUS, Tenant
@@ -59,7 +59,7 @@ class Gateway:
     ) -> None:
         self.dispatcher, self.max_body_bytes = dispatcher, max_body_bytes
         self.authenticator = authenticator or Authenticator(needs_key=False)
-        self.on_poison: Callable[[str, Post, str], None] = lambda *_: None
+        self.on_poison: Callable[[str, ModelVersion, str], None] = lambda *_: None
         self.models: dict[str, dict[str, Model]] = {}
         self.texts: dict[tuple[str, str], Any] = {}
         self.metrics = Metrics(dispatcher.name)
@@ -159,9 +159,11 @@ class Gateway:
 
         Cancellation: Safe. The request is withdrawn, and its attempts are cancelled.
         """
-        tenant, post = admitted.tenant, (name, version)
-        if self.authenticator.needs_digest(tenant, post):
-            self.authenticator.check_poison(admitted, post, await _digest(tensors))
+        tenant, model_version = admitted.tenant, (name, version)
+        if self.authenticator.needs_digest(tenant, model_version):
+            self.authenticator.check_poison(
+                admitted, model_version, await _digest(tensors)
+            )
         admitted.rows += rows_of(tensors)
         served = self.route(name, tenant)
         try:
@@ -174,20 +176,20 @@ class Gateway:
             return await self._infer(tenant, name, tensors, deadline_s, session)
         except RequestPoisonedError:
             digest = await _digest(tensors)
-            self.poisonous(tenant.name, post, digest)
-            self.on_poison(tenant.name, post, digest)
+            self.poisonous(tenant.name, model_version, digest)
+            self.on_poison(tenant.name, model_version, digest)
             raise
 
-    def poisonous(self, tenant: str, post: Post, digest: str) -> None:
+    def poisonous(self, tenant: str, model_version: ModelVersion, digest: str) -> None:
         """Record a poison request; reject waiting ones if its tenant is quarantined.
 
         Args:
             tenant: Name of its tenant.
-            post: Model and version.
+            model_version: Model and version.
             digest: Digest of the request's inputs.
         """
-        if self.authenticator.add_poison(tenant, post, digest):
-            self.dispatcher.quarantine(tenant, post[0])
+        if self.authenticator.add_poison(tenant, model_version, digest):
+            self.dispatcher.quarantine(tenant, model_version[0])
 
     async def _infer(
         self,

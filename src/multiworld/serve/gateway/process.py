@@ -1,4 +1,4 @@
-"""A gateway's process: HTTP server, router, and the connection to the controller."""
+"""Process of a gateway: HTTP server, router and controller connection. Shell."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from multiworld.serve.routing.dispatcher import Dispatcher
 from multiworld.serve.spec.datatypes import example_of
 from multiworld.serve.spec.schema import GatewaySpec, ModelSpec
 from multiworld.serve.spec.stage import Tensors
-from multiworld.serve.tenants.authenticator import Authenticator, Post
+from multiworld.serve.tenants.authenticator import Authenticator, ModelVersion
 from multiworld.serve.tenants.directory import Tenant
 from multiworld.serve.transport.control_agent import ControlAgent
 from multiworld.serve.transport.edges import EdgeKeeper
@@ -53,34 +53,44 @@ from multiworld.world.manager import WorldManager
 logger = logging.getLogger("multiworld.serve")
 
 PROBE_S = 10.0
-"""How long a probe may take."""
+"""Most seconds that a probe may take."""
 
 POISON = 256
-"""Poisonous requests that wait for a controller to be told of."""
+"""Most poison requests that wait to be reported while there is no controller."""
 
 USAGE_S = 1.0
-"""What tenants use is told so often."""
+"""Seconds between usage reports."""
 
 ASK_S = 0.2
-"""A model that nothing runs of is asked for so often."""
+"""Least seconds between two requests for replicas of a model that has none."""
 
 BACKLOG = 2048
+"""Most connections that wait to be accepted."""
+
 KEEP_ALIVE_S = 30
+"""Seconds after which an idle HTTP connection is closed."""
+
 LOOK_S = 1.0
+"""Seconds between checks whether the gateway is orphaned."""
+
 ORPHAN_FACTOR = 60
-"""A gateway without a controller serves on, and ends when nobody has asked anything for
-so many times ``orphan_s``."""
+"""Idle time after which a gateway without a controller exits, as a multiple of
+``orphan_s``; 1 for a gateway that never had a controller."""
 
 
 def listen(spec: GatewaySpec, port: int) -> socket.socket:
     """Return a socket that shares its port with the other gateways.
 
+    Args:
+        spec: Spec of the gateway; names the address.
+        port: Port number.
+
     Raises:
         OSError: The address cannot be used.
     """
     family = socket.AF_INET6 if ":" in spec.host else socket.AF_INET
-    # asyncio switches Nagle's algorithm off where the protocol says TCP; with it on, an
-    # answer in two parts waits 40 ms for an acknowledgement.
+    # asyncio switches Nagle's algorithm off if the protocol is given as TCP. With it,
+    # an answer in two parts waits 40 ms for an acknowledgement.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -89,13 +99,18 @@ def listen(spec: GatewaySpec, port: int) -> socket.socket:
 
 
 def _allow_files() -> None:
-    """Let the process open as many connections as the system lets it."""
+    """Raise the limit of open files to the most that the system allows."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class GatewayProcess:
-    """A gateway and its connection to the controller."""
+    """A gateway and its connection to the controller.
+
+    Args:
+        args: Arguments of the process.
+        manager: Manager of the process's worlds.
+    """
 
     def __init__(self, args: ProcessArgs, manager: WorldManager) -> None:
         assert args.gateway is not None
@@ -104,12 +119,14 @@ class GatewayProcess:
         self._dispatcher.on_missing = self._ask_for
         self._asked_at: dict[str, float] = {}
         limit = int(args.gateway.max_body_mb * 2**20)
-        self._door = Authenticator(needs_key=args.gateway.authentication == "keys")
-        self._gateway = Gateway(self._dispatcher, limit, self._door)
-        self._gateway.on_poison = self._tell_poison
+        self._authenticator = Authenticator(
+            needs_key=args.gateway.authentication == "keys"
+        )
+        self._gateway = Gateway(self._dispatcher, limit, self._authenticator)
+        self._gateway.on_poison = self._report_poison
         self._usage_kept = asyncio.Event()
         self._meter = secrets.token_hex(8)
-        self._coming: dict[str, Tenant] = {}
+        self._incoming_tenants: dict[str, Tenant] = {}
         self._poison: deque[PoisonFound] = deque(maxlen=POISON)
         config = args.config()
         self._agent = ControlAgent(
@@ -137,10 +154,13 @@ class GatewayProcess:
         )
 
     async def run(self) -> None:
-        """Serve until told to end, or forgotten.
+        """Serve until the controller or a signal ends it, or it is orphaned.
 
         Raises:
             OSError: The port cannot be used.
+
+        Cancellation: Stops at once and closes the edges; usage that the controller has
+            not confirmed is lost.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -152,12 +172,12 @@ class GatewayProcess:
             for body in (
                 self._agent.run,
                 self._dispatcher.look,
-                self._orphan,
-                self._tell_usage,
+                self._exit_if_orphaned,
+                self._report_usage,
             )
         ]
         serving = loop.create_task(self._serve(sock))
-        telling = loop.create_task(self._tell_when_up())
+        announcing = loop.create_task(self._announce_when_up())
         try:
             done, _ = await asyncio.wait(
                 {*tasks, serving}, return_when=asyncio.FIRST_COMPLETED
@@ -166,17 +186,20 @@ class GatewayProcess:
                 task.result()
             await self._flush_usage()
         finally:
-            for task in (*tasks, serving, telling, *self._probes):
+            for task in (*tasks, serving, announcing, *self._probes):
                 task.cancel()
-            await asyncio.gather(*tasks, serving, telling, return_exceptions=True)
+            await asyncio.gather(*tasks, serving, announcing, return_exceptions=True)
             await self._keeper.close()
 
     async def _serve(self, sock: socket.socket) -> None:
-        """Serve from when it is known what; before that, others share the port."""
+        """Serve once there is a routing table.
+
+        Until then the other gateways on the port serve alone.
+        """
         await self._is_routed.wait()
         await self._server.serve(sockets=[sock])
 
-    async def _tell_when_up(self) -> None:
+    async def _announce_when_up(self) -> None:
         while not self._server.started:  # noqa: ASYNC110 - uvicorn has no event for it
             await asyncio.sleep(0.005)
         self._agent.fact(Loaded())
@@ -203,12 +226,14 @@ class GatewayProcess:
             case AllTenants():
                 self._all_tenants(order)
             case TenantsChanged(tenants, removed):
-                self._door.book.put(tenants)
+                self._authenticator.directory.put(tenants)
                 for name in removed:
-                    self._door.book.remove(name)
-                self._gateway.metrics.keep_tenants(self._door.book.tenants)
+                    self._authenticator.directory.remove(name)
+                self._gateway.metrics.keep_tenants(
+                    self._authenticator.directory.tenants
+                )
             case UsageStored(number):
-                self._door.meter.confirmed(number)
+                self._authenticator.meter.confirmed(number)
                 self._usage_kept.set()
             case PoisonFound(tenant, model, version, digest):
                 self._gateway.poisonous(tenant, (model, version), digest)
@@ -233,61 +258,66 @@ class GatewayProcess:
         self._dispatcher.table_changed(table)
         self._keeper.apply(edges_of(table, self._args.name))
         self._gateway.forget_versions()
-        self._door.gateways = len(table.gateways)
+        self._authenticator.gateways = len(table.gateways)
         self._agent.fact(Applied(table.number))
         self._is_routed.set()
 
     def _all_tenants(self, part: AllTenants) -> None:
-        """Replace the tenants when the last part is there; until then the old hold."""
+        """Replace all tenants once the last part has arrived."""
         if part.is_first:
-            self._coming = {}
-        self._coming.update((tenant.name, tenant) for tenant in part.tenants)
+            self._incoming_tenants = {}
+        self._incoming_tenants.update((tenant.name, tenant) for tenant in part.tenants)
         if part.is_last:
-            self._door.book.replace_all(self._coming)
-            self._gateway.metrics.keep_tenants(self._coming)
+            self._authenticator.directory.replace_all(self._incoming_tenants)
+            self._gateway.metrics.keep_tenants(self._incoming_tenants)
 
-    def _tell_poison(self, tenant: str, post: Post, digest: str) -> None:
-        """Tell the controller, now or when there is one; it tells other gateways."""
-        self._poison.append(PoisonFound(tenant, *post, digest))
-        self._tell_poison_waiting()
+    def _report_poison(
+        self, tenant: str, model_version: ModelVersion, digest: str
+    ) -> None:
+        """Report a poison request, now or once there is a controller.
 
-    def _tell_poison_waiting(self) -> None:
+        The controller tells the other gateways.
+        """
+        self._poison.append(PoisonFound(tenant, *model_version, digest))
+        self._send_pending_poison()
+
+    def _send_pending_poison(self) -> None:
         while self._poison and self._agent.lost_at is None:
             self._agent.tell(self._poison.popleft())
 
-    async def _tell_usage(self) -> None:
-        """Tell the controller what tenants use, again and again."""
-        told_to: object = None
+    async def _report_usage(self) -> None:
+        """Report usage and pending poison requests to the controller, for ever."""
+        reported_to: object = None
         while True:
             await asyncio.sleep(USAGE_S)
             if self._agent.lost_at is not None:
                 continue
-            self._tell_poison_waiting()
-            if told_to is not self._agent.joined_at:
-                told_to = self._agent.joined_at
-                self._door.meter.tell_again()
-            self._tell_usage_once()
+            self._send_pending_poison()
+            if reported_to is not self._agent.joined_at:
+                reported_to = self._agent.joined_at
+                self._authenticator.meter.resend_all()
+            self._send_due_usage()
 
-    def _tell_usage_once(self) -> None:
-        for number, rows in self._door.meter.tell(time.monotonic()):
+    def _send_due_usage(self) -> None:
+        for number, rows in self._authenticator.meter.take_due(time.monotonic()):
             self._agent.tell(UsageTold(self._meter, number, rows))
 
     async def _flush_usage(self) -> None:
-        """Tell the last of it, and wait until it is written down, but not for long."""
+        """Report the remaining usage and wait briefly until it is stored."""
         if self._agent.lost_at is not None:
             return
-        self._door.meter.tell_again()
+        self._authenticator.meter.resend_all()
         try:
             async with asyncio.timeout(USAGE_S):
-                while not self._door.meter.is_all_told:
+                while not self._authenticator.meter.is_all_confirmed:
                     self._usage_kept.clear()
-                    self._tell_usage_once()
+                    self._send_due_usage()
                     await self._usage_kept.wait()
         except TimeoutError:
-            logger.warning("the controller has not confirmed the last of the usage")
+            logger.warning("the controller did not confirm the last usage report")
 
     def _ask_for(self, model: str) -> None:
-        """Tell the controller that somebody asks for what nothing runs of."""
+        """Tell the controller that a request needs a model without replicas."""
         now = time.monotonic()
         if now - self._asked_at.get(model, -ASK_S) >= ASK_S:
             self._asked_at[model] = now
@@ -308,12 +338,12 @@ class GatewayProcess:
         model = versions.get(known.version) if known else None
         if model is None:
             raise UnknownModelError(
-                f"this gateway does not know the model of {replica}"
+                f"this gateway does not have the model of replica {replica}"
             )
         return example_of(model)
 
-    async def _orphan(self) -> None:
-        """End when there is no controller, and nobody asks anything."""
+    async def _exit_if_orphaned(self) -> None:
+        """Shut down if there is no controller and there are no requests."""
         while True:
             await asyncio.sleep(LOOK_S)
             now = time.monotonic()
@@ -323,12 +353,15 @@ class GatewayProcess:
             if lost_at is None:
                 continue
             if now - max(asked_at, lost_at) > factor * self._args.orphan_s:
-                logger.warning("no controller and no client: this gateway ends")
+                logger.warning("no controller and no client: this gateway exits")
                 self._end()
 
 
 async def run_gateway(args: ProcessArgs) -> int:
-    """Run a gateway; return the exit code of its process."""
+    """Run a gateway; return the exit code of its process.
+
+    Cancellation: As for ``GatewayProcess.run``.
+    """
     try:
         async with WorldManager(config=args.config()) as manager:
             await GatewayProcess(args, manager).run()

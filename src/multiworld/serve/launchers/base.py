@@ -1,7 +1,7 @@
-"""The interface of launchers: start a process, end it, tell when one has ended. Shell.
+"""Interface of launchers, which start, signal and watch processes. Shell.
 
-It is small, so that a cluster's scheduler fits behind it. See ``registry`` for how a
-launcher is chosen.
+It is small, so that a cluster's scheduler can implement it. ``registry`` chooses the
+launcher of a service.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class RunningProcess:
     Attributes:
         name: Its name in the service.
         pid: Its process id.
-        began: When it began, in the kernel's ticks; tells a reused ``pid`` apart.
-        node: The machine that it runs on; empty for the controller's own.
+        began: Start time in the kernel's ticks; distinguishes a reused ``pid``.
+        node: Name of its machine; empty for a process beside the controller.
     """
 
     name: str
@@ -35,23 +35,23 @@ class RunningProcess:
 
 
 OnExit = Callable[[str, int | None], None]
-"""Called with the name of a process that has ended, and its exit code if known."""
+"""Callback with the name of a process that has exited, and its exit code if known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LauncherContext:
-    """What a launcher is made from.
+    """Arguments for creating a launcher.
 
     Attributes:
         app: The spec of the service.
-        preload: Modules that a warm process imports.
-        env: Added to the environment of every process.
+        preload: Modules that the fork server imports.
+        env: Variables added to the environment of every process.
         logs: Folder for the launcher's own output.
-        node: The controller's machine, as far as the service may use it.
-        on_exit: To be told of every process that ends.
-        on_nodes: To be told when machines were added or are gone, or ``trouble`` has
+        node: The controller's machine, with the resources that the service may use.
+        on_exit: Called for every process that exits.
+        on_nodes: Called when machines were added or removed, or ``trouble`` has
             changed.
-        is_new: Whether nothing of this service runs yet.
+        is_new: True if no process of this service runs yet.
     """
 
     app: AppSpec
@@ -65,13 +65,13 @@ class LauncherContext:
 
 
 class Launcher(Protocol):
-    """Starts and ends processes."""
+    """Starts processes on machines, signals them and watches for their exit."""
 
     def nodes(self) -> tuple[Node, ...]:
-        """Return the machines that there are."""
+        """Return the machines that processes can run on."""
 
     def trouble(self) -> str:
-        """Say why nothing can be started now; empty if it can."""
+        """Return why no process can be started now; empty if one can."""
 
     async def launch(
         self,
@@ -85,41 +85,62 @@ class Launcher(Protocol):
 
         Args:
             name: Its name in the service.
-            args: What it is started with.
-            log: The file that its output goes to.
-            spot: Where it runs; None for what belongs beside the controller.
-            need: What it books there.
+            args: Its arguments.
+            log: File for its output.
+            spot: Machine and GPU to run on; None: beside the controller.
+            need: Resources that it books there.
 
         Raises:
-            LaunchError: It could not be started.
+            LaunchError: The process could not be started.
 
-        Cancellation: the process may start all the same.
+        Cancellation: The process may start all the same.
         """
 
     def kill(self, running: RunningProcess, number: int = signal.SIGKILL) -> None:
-        """Send a signal to a process; nothing happens if it has ended."""
+        """Send a signal to a process; do nothing if it has exited.
+
+        Args:
+            running: The process.
+            number: Number of the signal.
+        """
 
     def outgrown(self, running: RunningProcess, limit: int) -> int | None:
-        """Return the memory that a process uses, if it is more than ``limit`` bytes.
+        """Return the bytes of memory that a process uses, if more than ``limit``.
 
-        None where that cannot be seen from here; every replica looks at itself, too.
+        None if it uses less, or if this process cannot see it. Every replica also
+        checks its own memory.
+
+        Args:
+            running: The process.
+            limit: Bytes that it may use.
         """
 
     def adopt(self, running: RunningProcess, ranks: int) -> bool:
-        """Watch a process of an earlier controller; False if it has ended."""
+        """Watch a process that an earlier controller started.
+
+        Args:
+            running: The process.
+            ranks: Number of its ranks.
+
+        Returns:
+            False if it has exited.
+        """
 
     def settle(self) -> None:
-        """End what an earlier controller left behind that was not adopted."""
+        """End the processes of an earlier controller that were not adopted."""
 
     async def close(self) -> None:
-        """End the launcher; the processes go on.
+        """Shut the launcher down; the processes go on.
 
-        Cancellation: helper processes end when they notice.
+        Cancellation: Helper processes exit once they see that their socket is closed.
         """
 
 
 def began_at(pid: int) -> int | None:
-    """Return when a process began, in ticks since the machine started; None if gone."""
+    """Return a process's start time, in ticks since the machine booted.
+
+    None if the process has exited.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:

@@ -21,7 +21,7 @@ def main(text: str) -> int:
     """Run a process of the service; return its exit code.
 
     Args:
-        text: Its ``ProcessArgs`` as JSON.
+        text: The process's ``ProcessArgs`` as JSON.
     """
     logging.basicConfig(
         level=logging.INFO,
@@ -30,10 +30,10 @@ def main(text: str) -> int:
     )
     args = ProcessArgs.model_validate_json(text)
     if args.alive and Path(args.alive).exists():
-        # Held until this process ends: the store ends when nobody holds it any more.
+        # Held until this process exits; the store exits when no process holds it.
         fcntl.flock(os.open(args.alive, os.O_RDONLY), fcntl.LOCK_SH)
     if args.role == "gateway":
-        # Not at the top: a replica on another machine need not import a web server.
+        # Not at the top, because replicas need no web server.
         from multiworld.serve.gateway.process import run_gateway
 
         return asyncio.run(run_gateway(args))
@@ -51,4 +51,4 @@ def _offer_to_oom_killer() -> None:
     try:
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
     except OSError:
-        pass  # this machine does not allow it
+        pass  # the machine does not allow it

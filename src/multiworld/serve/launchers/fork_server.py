@@ -1,12 +1,12 @@
-"""A process that has imported everything, run nothing, and forks the others. Shell.
+"""Fork server: imports a service's modules once and forks its processes. Shell.
 
-Importing torch and a model's code takes seconds, forking a hundredth of one: so that is
-what scaling a stage costs. It has a single thread (a fork copies no other), runs no
-torch operation (a pool of threads that was started would hang every child), and ends
-with the controller; the forked processes go on.
+Importing torch and a model's code takes seconds; a fork takes about 10 ms. So a stage
+scales up quickly. The fork server has a single thread, because a fork copies no other.
+It runs no torch operation: torch's thread pool would hang in every child. It exits with
+the controller; the forked processes go on.
 
-Run as ``python -m multiworld.serve.launchers.fork_server FD MODULE...``: orders come
-and news go as lines (``launchers.protocol``) on the socket FD.
+Run it as ``python -m multiworld.serve.launchers.fork_server FD MODULE...``. It reads
+orders and writes news as lines (``launchers.protocol``) on the socket FD.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ from multiworld.serve.launchers.protocol import (
 
 
 class ForkServer:
-    """The loop of the process."""
+    """The main loop of the fork server.
+
+    Args:
+        control: Socket to the controller.
+    """
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
@@ -43,7 +47,7 @@ class ForkServer:
         self._selector.register(control, selectors.EVENT_READ, None)
 
     def run(self) -> None:
-        """Fork until the controller ends."""
+        """Fork processes until the controller closes the socket."""
         self._tell(Warm(os.getpid()))
         while True:
             for key, _ in self._selector.select():
@@ -64,14 +68,15 @@ class ForkServer:
         try:
             self._control.sendall(LineCodec.encode(news))
         except OSError:
-            pass  # the next read finds the end
+            pass  # the next read sees that the socket is closed
 
     def _launch(self, order: Launch) -> None:
         name = order.name
         threads = len(os.listdir("/proc/self/task"))
         if threads != 1:
             error = (
-                f"the fork server has {threads} threads; a model's module starts one"
+                f"the fork server has {threads} threads, so it cannot fork; a module "
+                "that the model imports starts one"
             )
             self._tell(LaunchFailed(name, error))
             return
@@ -94,7 +99,7 @@ class ForkServer:
         self._tell(Exited(name, code))
 
     def _child(self, order: Launch) -> None:
-        """Become the process that was ordered; does not return."""
+        """Run the ordered process in the forked child; does not return."""
         code = 1
         try:
             for key in list(self._selector.get_map().values()):
@@ -112,7 +117,7 @@ class ForkServer:
 
 
 def _settle(order: Launch) -> None:
-    """Give a forked process a session, a log and random numbers of its own."""
+    """Give a forked process its own session, log and random seeds."""
     os.setsid()
     log = os.open(order.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -134,7 +139,7 @@ def _settle(order: Launch) -> None:
 
 def main() -> None:
     """Run as the fork server."""
-    # The terminal's Ctrl-C is for the controller, which ends this by its socket.
+    # Ctrl-C in the terminal is for the controller, which closes the socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
@@ -142,7 +147,7 @@ def main() -> None:
         try:
             importlib.import_module(module)
         except Exception:
-            traceback.print_exc()  # whoever needs it says so again, with its name
+            traceback.print_exc()  # a process that needs the module fails with it
     gc.collect()
     gc.freeze()
     ForkServer(control).run()

@@ -1,4 +1,4 @@
-"""A helper process of the controller, spoken to in lines. Shell."""
+"""Helper process of the controller, connected by lines on a socket. Shell."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ logger = logging.getLogger("multiworld.serve")
 M = TypeVar("M")
 
 END_S = 5.0
+"""Seconds that a helper process gets to exit before it is killed."""
+
 LINE = 2**24
-"""Bytes of the longest line: thousands of machines."""
+"""Most bytes of a line; enough for thousands of machines."""
 
 
 class HelperProcess(Generic[M]):
-    """Runs ``python -m MODULE FD WORDS...``, which sends one line when it is ready.
+    """A process ``python -m MODULE FD WORDS...`` that sends a line when it is ready.
 
     Args:
         module: The module to run.
-        log: The file that its output goes to.
-        codec: Reads its lines.
+        log: File for its output.
+        codec: Codec of its lines.
         on_news: Called with every message after the first.
-        on_end: Called when it has ended.
+        on_end: Called when the process has closed its socket.
     """
 
     def __init__(
@@ -50,21 +52,22 @@ class HelperProcess(Generic[M]):
 
     @property
     def is_running(self) -> bool:
-        """Whether it has said that it is ready, and has not ended."""
+        """True if the process is ready and has not exited."""
         return self._reading is not None and not self._reading.done()
 
     async def start(self, words: list[str], env: dict[str, str], limit_s: float) -> M:
-        """Start the process; return its first message.
+        """Start the process and return its first message.
 
         Args:
-            words: Further arguments.
-            env: Added to its environment.
-            limit_s: Seconds until it must be ready.
+            words: Further command-line arguments.
+            env: Variables added to its environment.
+            limit_s: Most seconds until it must be ready.
 
         Raises:
-            LaunchError: It ended, or took longer than ``limit_s``.
+            LaunchError: The process exited, or was not ready within ``limit_s``.
 
-        Cancellation: the process ends when this one drops its socket.
+        Cancellation: The process runs until its socket is closed, by ``close`` or by
+            another ``start``.
         """
         ours, theirs = socket.socketpair()
         with open(self._log, "ab") as log:  # noqa: ASYNC230 - opened, not read
@@ -97,19 +100,23 @@ class HelperProcess(Generic[M]):
         try:
             while line := await reader.readline():
                 self._on_news(self._codec.decode(line))
-        except (OSError, ValueError) as error:  # it ended in the midst of a line
+        except (OSError, ValueError) as error:  # it exited in the middle of a line
             logger.warning("%s: %s", self._module, error)
         self._on_end()
 
     def tell(self, order: Line) -> None:
-        """Send it a message; it is lost if the process has ended."""
+        """Send the process a message; the message is lost if it has exited."""
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(LineCodec.encode(order))
 
     async def close(self, limit_s: float = END_S) -> None:
-        """End it by closing its socket; it is killed if it does not.
+        """Close the process's socket and wait until it exits; kill it if it does not.
 
-        Cancellation: it may live on until it sees its socket closed.
+        Args:
+            limit_s: Seconds until it is killed.
+
+        Cancellation: The process is not killed; it exits once it sees that its socket
+            is closed.
         """
         if self._reading is not None:
             self._reading.cancel()

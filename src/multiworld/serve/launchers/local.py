@@ -1,4 +1,4 @@
-"""The launcher for this machine: forks processes from a warm server. Shell."""
+"""Launcher for this machine, which forks processes from a fork server. Shell."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from multiworld.serve.transport.process_args import ProcessArgs
 logger = logging.getLogger("multiworld.serve")
 
 WARM_S = 120.0
-"""How long the fork server may import."""
+"""Most seconds that the fork server may take to import its modules."""
 
 
 class LocalLauncher:
-    """Processes of this machine, forked from a warm server.
+    """Processes of this machine, forked from a fork server; see ``base.Launcher``.
 
     Args:
         preload: Modules that the fork server imports.
-        env: What the processes find in their environment.
-        log: Where the output of the fork server itself goes.
-        on_exit: Told of every process that ends.
-        node: This machine, as far as it may be used.
+        env: Variables added to the environment of every process.
+        log: File for the output of the fork server itself.
+        on_exit: Called for every process that exits.
+        node: This machine, with the resources that may be used.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class LocalLauncher:
             "multiworld.serve.launchers.fork_server",
             log,
             FORK_NEWS,
-            self._told,
+            self._on_news,
             self._server_ended,
         )
         self._starting: dict[str, asyncio.Future[int]] = {}
@@ -74,23 +74,23 @@ class LocalLauncher:
         return (self._node,)
 
     def trouble(self) -> str:
-        """Say why nothing can be started now; empty if it can."""
+        """Return an empty string: processes can always be started."""
         return ""
 
     async def warm(self) -> None:
-        """Start the fork server and wait until it has imported everything.
+        """Start the fork server, if it does not run, and wait until it is ready.
 
         Raises:
-            LaunchError: It ended, or takes too long.
+            LaunchError: It exited, or was not ready within ``WARM_S``.
 
-        Cancellation: safe.
+        Cancellation: Safe; see ``HelperProcess.start``.
         """
         async with self._warming:
             if not self._server.is_running:
                 env = {"OPENBLAS_NUM_THREADS": "1", **self._env}
                 await self._server.start(list(self._preload), env, WARM_S)
 
-    def _told(self, news: ForkNews) -> None:
+    def _on_news(self, news: ForkNews) -> None:
         match news:
             case Exited(name, code):
                 self._unwatch(name)
@@ -107,7 +107,7 @@ class LocalLauncher:
     def _server_ended(self) -> None:
         for name, future in self._starting.items():
             if not future.done():
-                future.set_exception(LaunchError(f"{name}: the fork server has ended"))
+                future.set_exception(LaunchError(f"{name}: the fork server has exited"))
         self._starting.clear()
 
     async def launch(
@@ -118,12 +118,19 @@ class LocalLauncher:
         spot: Location | None,
         need: Need,
     ) -> RunningProcess:
-        """Start a process.
+        """Start a process on this machine.
+
+        Args:
+            name: Its name in the service.
+            args: Its arguments.
+            log: File for its output.
+            spot: This machine and a GPU of it; None: beside the controller.
+            need: Not used.
 
         Raises:
-            LaunchError: It could not be started.
+            LaunchError: The process could not be started, or exited at once.
 
-        Cancellation: the process may start all the same.
+        Cancellation: The process may start all the same.
         """
         await self.warm()
         future: asyncio.Future[int] = self._loop.create_future()
@@ -134,19 +141,19 @@ class LocalLauncher:
         node = "" if spot is None else spot.node
         running = RunningProcess(name, pid, began_at(pid) or 0, node)
         if not self._watch(running):
-            raise LaunchError(f"{name} ended at once; see {log}")
+            raise LaunchError(f"{name} exited at once; see {log}")
         return running
 
     def outgrown(self, running: RunningProcess, limit: int) -> int | None:
-        """Return the memory that a process uses, if it is more than ``limit``."""
+        """Return the bytes of memory that a process uses, if more than ``limit``."""
         return outgrows(running.pid, limit)
 
     def adopt(self, running: RunningProcess, ranks: int) -> bool:
-        """Watch a process of an earlier controller; False if it has ended."""
+        """Watch a process of an earlier controller; return False if it has exited."""
         return began_at(running.pid) == running.began and self._watch(running)
 
     def settle(self) -> None:
-        """Do nothing: what is not adopted ends by itself."""
+        """Do nothing: processes that were not adopted exit by themselves."""
 
     def _watch(self, running: RunningProcess) -> bool:
         try:
@@ -158,7 +165,7 @@ class LocalLauncher:
         return True
 
     def _gone(self, name: str) -> None:
-        # The fork server may know the code, and tells it in a moment.
+        # Wait a moment: the fork server may report the exit code.
         self._unwatch(name)
         self._loop.call_later(0.05, self._on_exit, name, None)
 
@@ -169,7 +176,7 @@ class LocalLauncher:
             os.close(pidfd)
 
     def kill(self, running: RunningProcess, number: int = signal.SIGKILL) -> None:
-        """Send a signal to a process; nothing happens if it has ended."""
+        """Send a signal to a process; do nothing if it has exited."""
         if began_at(running.pid) == running.began:
             try:
                 os.kill(running.pid, number)
@@ -177,7 +184,10 @@ class LocalLauncher:
                 pass
 
     async def close(self) -> None:
-        """End the fork server; the processes go on."""
+        """Shut the fork server down; the processes go on.
+
+        Cancellation: The fork server exits once it sees that its socket is closed.
+        """
         for name in list(self._watched):
             self._unwatch(name)
         await self._server.close()
@@ -186,7 +196,7 @@ class LocalLauncher:
 async def make(context: LauncherContext) -> LocalLauncher:
     """Return a launcher; its fork server starts with the first process.
 
-    Cancellation: nothing is left.
+    Cancellation: Safe.
     """
     log = context.logs / "launcher.log"
     return LocalLauncher(

@@ -1,7 +1,7 @@
 """Messages between the controller and its helper processes, one line each. Pure.
 
-The fork server and the Ray bridge are started by the controller from its own release,
-so both sides always speak the same version; the first line says which all the same.
+The controller starts the fork server and the Ray bridge from its own release, so both
+sides speak the same version. The first line states it all the same.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ M = TypeVar("M")
 
 
 class Line(msgspec.Struct, frozen=True, tag=True, tag_field="kind"):
-    """One message; its type's name says which."""
+    """One message; the name of its type is its tag."""
 
 
-# What both are told, and tell.
+# Messages of both helper processes.
 
 
 class Launch(Line, frozen=True):
-    """Start a process of the service.
+    """An order to start a process of the service.
 
     Attributes:
+        name: Its name in the service.
         args: Its ``ProcessArgs`` as JSON.
-        log: The file that its output goes to.
-        env: Added to its environment.
+        log: File for its output.
+        env: Variables added to its environment.
     """
 
     name: str
@@ -39,7 +40,7 @@ class Launch(Line, frozen=True):
 
 
 class Launched(Line, frozen=True):
-    """A process runs; ``began`` as in ``RunningProcess``, 0 if it is not known."""
+    """A started process; ``began`` as in ``RunningProcess``, 0 if unknown."""
 
     name: str
     pid: int
@@ -47,24 +48,24 @@ class Launched(Line, frozen=True):
 
 
 class LaunchFailed(Line, frozen=True):
-    """A process could not be started."""
+    """A process that could not be started, and why."""
 
     name: str
     error: str
 
 
 class Exited(Line, frozen=True):
-    """A process has ended; ``code`` is None where nobody could tell it."""
+    """A process that has exited; ``code`` is None if unknown."""
 
     name: str
     code: int | None
 
 
-# The fork server.
+# Messages of the fork server.
 
 
 class Warm(Line, frozen=True):
-    """Everything is imported; the first line of the fork server."""
+    """The first line of the fork server: all modules are imported."""
 
     pid: int
     version: int = VERSION
@@ -73,20 +74,22 @@ class Warm(Line, frozen=True):
 ForkNews = Warm | Launched | LaunchFailed | Exited
 
 
-# The Ray bridge.
+# Messages of the Ray bridge.
 
 
 class LaunchActor(Line, frozen=True):
-    """Start a replica as actors, one for each of its ranks, in a placement group.
+    """An order to start a replica in a placement group, with one actor for each rank.
 
     Attributes:
+        name: Name of the replica.
         key: Ray's id of the machine.
-        address: Its address.
-        bundle: What Ray sets aside for each rank.
+        address: Address of the machine.
+        bundle: Resources that Ray reserves for each rank.
         args: ``ProcessArgs`` as JSON, by rank.
-        env: Added to the environment of each.
-        folder: Where the service was started; what is imported may lie there.
-        log: The file that its output goes to.
+        env: Variables added to the environment of each rank.
+        folder: Folder in which the service was started; modules may be imported from
+            it.
+        log: File for the output.
     """
 
     name: str
@@ -100,10 +103,12 @@ class LaunchActor(Line, frozen=True):
 
 
 class AdoptActor(Line, frozen=True):
-    """Watch a replica of an earlier controller.
+    """An order to watch a replica of an earlier controller.
 
     Attributes:
-        must_be_known: It has ended if the head does not know it.
+        name: Name of the replica.
+        ranks: Number of its ranks.
+        must_be_known: True if a replica that the head does not know counts as exited.
     """
 
     name: str
@@ -112,14 +117,14 @@ class AdoptActor(Line, frozen=True):
 
 
 class KillActor(Line, frozen=True):
-    """End a replica, and give its resources back."""
+    """An order to end a replica and release its resources."""
 
     name: str
     ranks: int
 
 
 class Sweep(Line, frozen=True):
-    """End all replicas of this service but the named ones."""
+    """An order to end all replicas of this service except ``known``."""
 
     known: tuple[str, ...]
 
@@ -128,7 +133,16 @@ ActorOrder = LaunchActor | AdoptActor | KillActor | Sweep
 
 
 class ClusterNode(msgspec.Struct, frozen=True):
-    """A machine of the cluster; GPUs as index, kind and bytes of memory."""
+    """A machine of the cluster.
+
+    Attributes:
+        name: Its name for people.
+        key: Ray's id of it.
+        address: Its address.
+        cpus: Number of CPU cores.
+        memory_bytes: Bytes of memory.
+        gpus: Index, kind and bytes of memory of each GPU.
+    """
 
     name: str
     key: str
@@ -139,14 +153,19 @@ class ClusterNode(msgspec.Struct, frozen=True):
 
 
 class ClusterReady(Line, frozen=True):
-    """The bridge is connected; its first line."""
+    """The first line of the bridge: it is connected."""
 
     nodes: tuple[ClusterNode, ...]
     version: int = VERSION
 
 
 class ClusterNodes(Line, frozen=True):
-    """The head answers; ``is_same``: with the same machines as before."""
+    """An answer of the head.
+
+    Attributes:
+        nodes: The machines of the cluster.
+        is_same: True if the machines have not changed since the last answer.
+    """
 
     nodes: tuple[ClusterNode, ...]
     is_same: bool
@@ -156,10 +175,10 @@ BridgeNews = ClusterReady | ClusterNodes | Launched | LaunchFailed | Exited
 
 
 class LineCodec(Generic[M]):
-    """Reads and writes messages as lines.
+    """Encoder and decoder of messages as lines.
 
     Args:
-        kind: The expected type, or a union of them.
+        kind: Type of the messages, or a union of types.
     """
 
     def __init__(self, kind: Any) -> None:
@@ -174,7 +193,7 @@ class LineCodec(Generic[M]):
         """Return the message of a line.
 
         Raises:
-            ValueError: It is none that is expected.
+            ValueError: The line is malformed or of an unexpected type.
         """
         return self._decoder.decode(line)
 

@@ -1,7 +1,7 @@
-"""Launchers by name, or by the import path of a function that makes one. Shell.
+"""Launchers by name, or by the import path of their factory. Shell.
 
 To add a launcher, write a module with ``async def make(context) -> Launcher`` and name
-it here; one that lives elsewhere is given as ``launcher: package.module:make``.
+it here. A launcher outside this package is used with ``launcher: package.module:make``.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ LAUNCHERS = {
     "local": "multiworld.serve.launchers.local:make",
     "ray": "multiworld.serve.launchers.ray.launcher:make",
 }
-"""The function that makes each launcher, by the name that a spec gives."""
+"""Import path of each launcher's factory, by its name in a spec."""
 
 
 async def make_launcher(context: LauncherContext) -> Launcher:
     """Return the launcher that a spec names.
 
     Raises:
-        SpecError: It cannot be imported.
-        ServeError: It cannot be started.
+        SpecError: The launcher is unknown or cannot be imported.
+        ServeError: The launcher cannot be started.
 
-    Cancellation: as for the launcher.
+    Cancellation: As for the launcher's factory.
     """
     launcher: Launcher = await _maker(context.app.launcher)(context)
     return launcher
 
 
 def check_launcher(name: str) -> None:
-    """Check that there is a launcher of this name, or at this import path.
+    """Check that a launcher of this name or import path exists.
 
     Raises:
-        SpecError: There is none.
+        SpecError: The launcher is unknown or cannot be imported.
     """
     _maker(name)
 
@@ -46,7 +46,5 @@ def _maker(name: str) -> Callable[[LauncherContext], Any]:
     path = LAUNCHERS.get(name, name)
     if ":" not in path:
         known = ", ".join(LAUNCHERS)
-        raise SpecError(
-            f"no launcher {name!r}; there are {known}, or give package.module:function"
-        )
+        raise SpecError(f"no launcher {name!r}; use {known} or package.module:function")
     return import_factory(path)

@@ -1,7 +1,7 @@
-"""Carries out what the ledger, the policy and the solvers decide. Shell.
+"""Manager of placements: carries out what bookings, policy and solvers decide. Shell.
 
-Watches machines and memory for the controller: admits, plans, moves, and ends what has
-outgrown what it booked.
+It admits models, plans placements, moves replicas, follows the machines, and ends
+replicas that use more memory than they booked.
 """
 
 from __future__ import annotations
@@ -33,21 +33,33 @@ logger = logging.getLogger("multiworld.serve")
 
 
 class PlacementOwner(Protocol):
-    """Who runs the processes."""
+    """The runner of a service's processes."""
 
     @property
     def specs(self) -> Specs:
-        """Every version that is known, by model and version."""
+        """Specs of all known versions, by model and version."""
 
     def happened(self, event: events.Event) -> None:
-        """Take note of something that the placer has found out."""
+        """Handle an event that the placement manager has observed."""
 
     def running(self, name: str) -> RunningProcess | None:
-        """Return a process, if it runs."""
+        """Return a process by its name; None if it does not run."""
 
 
 class PlacementManager:
-    """The machines of a service, and who is where."""
+    """The machines of a service, the bookings on them, and the placement plan.
+
+    Args:
+        launcher: Launcher of the processes.
+        fleet: Desired and observed state of the service.
+        history: Log of events, for people.
+        owner: Runner of the processes.
+        policy: Policy for choosing a machine.
+        journal: Log of decisions; by default one in memory.
+
+    Attributes:
+        places: Bookings of the replicas.
+    """
 
     def __init__(
         self,
@@ -62,7 +74,7 @@ class PlacementManager:
         self._history, self._owner = history, owner
         self._journal = journal or DecisionLog()
         self.places = ReplicaBookings(launcher.nodes(), policy)
-        self._planner = Replanner(self._snapshot, self._planned)
+        self._replanner = Replanner(self._snapshot, self._apply_plan)
         self._text = self._trouble = ""
 
     @property
@@ -73,49 +85,56 @@ class PlacementManager:
     # Before anything is started.
 
     def admit(self, wanted: DesiredState, model: str | None = None) -> None:
-        """Check that all that is wanted has a place, or all of one model.
+        """Check that the machines have room for a desired state.
+
+        Args:
+            wanted: The desired state.
+            model: Check this model only; None: all models.
 
         Raises:
-            PlacementError: It has not; nothing changes.
+            PlacementError: Some replicas do not fit.
         """
         if model is not None:
             wanted = replace(wanted, models={model: wanted.models[model]})
         self.places.admit(asks_of(wanted, self._owner.specs))
 
-    def restore(self, said: ProcessRecord) -> None:
-        """Enter a replica of an earlier controller."""
-        spec = self._owner.specs[said.model][said.version]
-        post = said.model, said.version, said.stage
-        spot = Location(said.node, said.gpu)
-        need = needs_of(spec)[said.stage]
-        self.places.ledger.restore(said.name, post, spot, need)
+    def restore(self, record: ProcessRecord) -> None:
+        """Book a replica of an earlier controller."""
+        spec = self._owner.specs[record.model][record.version]
+        post = record.model, record.version, record.stage
+        spot = Location(record.node, record.gpu)
+        need = needs_of(spec)[record.stage]
+        self.places.ledger.restore(record.name, post, spot, need)
 
     # Planning.
 
     async def plan_first(self, wanted: DesiredState) -> None:
         """Plan for a service that is not started yet.
 
-        Cancellation: safe.
+        Cancellation: Safe; no plan is applied.
         """
         try:
-            planned = await self._planner.plan(self._snapshot(wanted))
-        except Exception:  # a service starts without a plan
-            logger.exception("no plan could be made")
+            planned = await self._replanner.plan(self._snapshot(wanted))
+        except Exception:  # the service can start without a plan
+            logger.exception("planning failed; the service starts without a plan")
             return
         if planned is not None:
-            self._planned(planned)
+            self._apply_plan(planned)
 
     def start(self) -> None:
-        """Plan whenever something changes, from now on."""
-        self._planner.start()
+        """Start planning after every change."""
+        self._replanner.start()
 
     def wake(self) -> None:
-        """Plan soon: something has changed."""
-        self._planner.wake()
+        """Plan soon, because something has changed."""
+        self._replanner.wake()
 
     async def close(self) -> None:
-        """Plan no more."""
-        await self._planner.close()
+        """Stop planning.
+
+        Cancellation: Safe; planning stops all the same.
+        """
+        await self._replanner.close()
 
     def _snapshot(self, wanted: DesiredState | None = None) -> PlacementSnapshot:
         models = (wanted or self._fleet.desired).models
@@ -134,17 +153,17 @@ class PlacementManager:
         running = self.places.runs(versions, stays)
         return PlacementSnapshot(self._launcher.nodes(), asks, running)
 
-    def _planned(self, planned: PlanReady) -> None:
+    def _apply_plan(self, planned: PlanReady) -> None:
         self.places.plan = planned.plan
         text = in_words(planned.placement)
         if text != self._text:
             self._text = text
             self._history.say("plan", text)
-            self._journal.decide(
+            self._journal.record(
                 "placement", "", text, facts_of(planned), snapshot_of(planned)
             )
         if self._launcher.trouble():
-            return  # what leaves its place would find no other
+            return  # a replica that leaves its machine could not start elsewhere
         ready = [
             p.name
             for p in self._fleet.processes.values()
@@ -153,19 +172,19 @@ class PlacementManager:
             and p.name in self.places.ledger.bookings
         ]
         for name in self.places.moves(ready):
-            self._history.say("move", f"{name}: the plan has it elsewhere", name)
+            self._history.say("move", f"{name}: moved as planned", name)
             self._owner.happened(events.DrainRequested(name))
 
     # Machines.
 
     def nodes_changed(self) -> None:
-        """Take note of machines that were added, or are gone; or of trouble."""
+        """Apply added and removed machines, or a change of the launcher's trouble."""
         added, gone = self.places.set_nodes(self._launcher.nodes())
         for name in added:
-            self._history.say("node added", f"{name} is there")
+            self._history.say("node added", f"{name} was added")
         for name in gone:
             here = ", ".join(b.name for b in self.places.ledger.on(name))
-            self._history.say("node lost", f"{name} is gone, with {here or 'nothing'}")
+            self._history.say("node lost", f"{name} was lost, with {here or 'nothing'}")
         trouble = self._launcher.trouble()
         if trouble != self._trouble:
             self._trouble = trouble
@@ -175,7 +194,7 @@ class PlacementManager:
         self.wake()
 
     def check_memory(self) -> None:
-        """End what uses more memory than it declared, before its neighbours suffer."""
+        """End replicas that use more memory than they booked."""
         for name, limit in self.places.limits().items():
             running = self._owner.running(name)
             used = running and self._launcher.outgrown(running, limit)
@@ -183,7 +202,13 @@ class PlacementManager:
                 self.outgrown(name, used, limit)
 
     def outgrown(self, name: str, used: int, limit: int) -> None:
-        """End a replica, and name it."""
-        text = f"it used {mib(used)} of memory, and memory_mb: books {mib(limit)}"
+        """End a replica that uses more memory than it booked.
+
+        Args:
+            name: Name of the replica.
+            used: Bytes that it uses.
+            limit: Bytes that it booked.
+        """
+        text = f"it used {mib(used)} of memory; memory_mb books {mib(limit)}"
         self._history.say("outgrown", f"{name}: {text}", name)
         self._owner.happened(events.ProcessGone(name, text))

@@ -10,11 +10,11 @@ from multiworld.serve.transport.protocol import Attempt
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Send an attempt to a replica of stage 0; ``is_solo``: in isolation."""
+    """Send an attempt to a replica of stage 0; ``is_isolated``: in isolation."""
 
     replica: str
     attempt: Attempt
-    is_solo: bool
+    is_isolated: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -287,8 +287,8 @@ class Dispatcher:
         peer = outbox.edge.peer
         while True:
             match await receive(outbox.world, NOTES, src=1):
-                case protocol.Begun(attempts, is_solo):
-                    self._handle(events.Begun(peer, attempts, is_solo))
+                case protocol.Begun(attempts, is_isolated):
+                    self._handle(events.Begun(peer, attempts, is_isolated))
                 case protocol.Dropped(attempts, stage):
                     self._handle(events.Dropped(attempts, stage))
                 case protocol.Returned(attempts, stage):
@@ -333,13 +333,13 @@ class Dispatcher:
         to_send: dict[str, list[tuple[WorkItem, Tensors]]] = {}
         for action in self._router.handle(event, now):
             match action:
-                case actions.Dispatch(replica, (number, nth), is_solo):
+                case actions.Dispatch(replica, (number, nth), is_isolated):
                     call = self._calls[number]
                     via = call.job.via
                     item = WorkItem(
                         (self.name, number, nth),
                         call.deadline_at - now,
-                        is_solo,
+                        is_isolated,
                         call.job.session,
                         {str(k): v for k, v in via.items()} if via else None,
                         call.job.share,

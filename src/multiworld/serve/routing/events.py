@@ -42,12 +42,12 @@ class Begun:
     Attributes:
         replica: Name of the replica.
         attempts: The batch.
-        is_solo: The batch is one suspect in isolation.
+        is_isolated: The batch is one suspect in isolation.
     """
 
     replica: str
     attempts: tuple[Attempt, ...]
-    is_solo: bool
+    is_isolated: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,13 @@ class AttemptState:
     Attributes:
         replica: The replica that holds the attempt.
         is_begun: The replica has begun to compute it.
-        is_solo: It runs in isolation: alone in its batch.
+        is_isolated: It runs in isolation: alone in its batch.
         is_done: The replica has finished it, because it has begun another batch since.
     """
 
     replica: str
     is_begun: bool = False
-    is_solo: bool = False
+    is_isolated: bool = False
     is_done: bool = False
 
 

@@ -272,7 +272,7 @@ class Router:
                 continue
             if self._stage_of(event.replica) >= self._stage_of(state.replica):
                 self._move((number, nth), state, event.replica)
-                state.is_begun, state.is_solo = True, event.is_solo
+                state.is_begun, state.is_isolated = True, event.is_isolated
                 state.is_done = False
             models[request.job.model] = None
         self._note_done(event)
@@ -367,7 +367,7 @@ class Router:
             request.is_suspect |= request.queued_losses >= SUSPECT_LOSSES
             return
         request.is_suspect = True
-        request.isolated_losses += state.is_solo
+        request.isolated_losses += state.is_isolated
 
     def _dropped(self, event: Dropped) -> list[Action]:
         actions: list[Action] = []
@@ -526,7 +526,7 @@ class Router:
         self._dequeue(request)
         request.attempted += 1
         nth = request.attempted
-        request.attempts[nth] = AttemptState(replica, is_solo=request.is_suspect)
+        request.attempts[nth] = AttemptState(replica, is_isolated=request.is_suspect)
         attempt = (request.job.number, nth)
         self._held.setdefault(replica, {})[attempt] = None
         return Dispatch(replica, attempt, request.is_suspect)

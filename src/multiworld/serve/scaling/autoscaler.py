@@ -1,7 +1,7 @@
-"""Asks the scaling policy of every model, and has done what it says. Shell.
+"""Autoscaler: asks each model's scaling policy and applies its decisions. Shell.
 
-What it asks with comes from the reports of all processes; a model that nothing runs of
-is asked about as soon as a gateway says that somebody wants it.
+The policies decide from samples of all processes' reports. A model that is scaled to
+zero is decided about as soon as a gateway reports a request for it.
 """
 
 from __future__ import annotations
@@ -32,34 +32,45 @@ from multiworld.serve.transport.protocol import Reports
 logger = logging.getLogger("multiworld.serve")
 
 LOOK_S = 0.1
-"""Between looks at whose interval is over."""
+"""Seconds between checks for models whose interval has passed."""
 
 REPORT_S = 0.5
-"""How long a process may take to report; one that does not counts as before."""
+"""Most seconds that a process may take to report; a late one counts as before."""
 
 START_S = 1.0
-"""How long a replica takes to start, until one has."""
+"""Assumed seconds to start a replica, until one was measured."""
 
 
 class AutoscalerOwner(Protocol):
-    """Who runs the processes."""
+    """The runner of a service's processes."""
 
     @property
     def specs(self) -> Specs:
-        """Every version that is known, by model and version."""
+        """Specs of all known versions, by model and version."""
 
     async def reports(self, limit_s: float) -> Reports:
-        """Ask every process what it does."""
+        """Return reports of all processes that answer within ``limit_s``.
+
+        Cancellation: Safe.
+        """
 
     def admit(self, wanted: DesiredState, model: str) -> None:
-        """Check that all of a model has a place, whatever others lack."""
+        """Check that all replicas of a model fit, whatever other models lack.
+
+        Args:
+            wanted: The desired state.
+            model: Name of the model.
+
+        Raises:
+            PlacementError: They do not fit.
+        """
 
     def want(self, wanted: DesiredState) -> None:
-        """Have the service be so."""
+        """Set the desired state."""
 
 
 class _Model:
-    """What is remembered of one model."""
+    """State of one model that is scaled."""
 
     def __init__(self, spec: ModelSpec, name: str) -> None:
         look_back = [
@@ -68,7 +79,7 @@ class _Model:
             if s.autoscaling_config is not None
         ]
         self.spec = spec
-        self.watch = SampleWindow(name, len(spec.stages), max(look_back))
+        self.window = SampleWindow(name, len(spec.stages), max(look_back))
         self.interval_s = limits.interval_s(spec)
         self.due_at = 0.0
         self.memory: Any = None
@@ -81,7 +92,14 @@ class _Model:
 
 
 class Autoscaler:
-    """Scales the models of a service."""
+    """Scales the models of a service.
+
+    Args:
+        fleet: Desired and observed state of the service.
+        history: Log of events, for people.
+        journal: Log of decisions.
+        owner: Runner of the processes.
+    """
 
     def __init__(
         self,
@@ -97,11 +115,11 @@ class Autoscaler:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin."""
+        """Start scaling in the background."""
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     def wake(self, model: str) -> None:
-        """Ask at once: somebody wants what nothing runs of."""
+        """Decide at once about a model that is scaled to zero and has a request."""
         known = self._models.get(model)
         wanted = self._fleet.desired.models.get(model)
         if known is not None and wanted is not None and 0 in wanted.replicas:
@@ -109,7 +127,10 @@ class Autoscaler:
             self._woken.set()
 
     async def close(self) -> None:
-        """End it."""
+        """Stop scaling.
+
+        Cancellation: Safe; scaling stops all the same.
+        """
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -124,31 +145,31 @@ class Autoscaler:
             self._woken.clear()
             try:
                 await self._look()
-            except Exception:  # a bug; a service that is scaled no more is worse
-                logger.exception("the models cannot be scaled")
+            except Exception:  # a bug; go on, rather than scale no more
+                logger.exception("scaling failed; trying again")
                 await asyncio.sleep(START_S)
 
     async def _look(self) -> None:
-        """Decide about every model that is due."""
-        self._know_models()
+        """Decide about every model whose interval has passed."""
+        self._sync_models()
         now = time.monotonic()
         due = [name for name, model in self._models.items() if model.due_at <= now]
         if not due:
             return
-        for name in due:  # before it is waited: who is woken meanwhile is due again
+        for name in due:  # first, because ``wake`` may make one due while this waits
             self._models[name].due_at = now + self._models[name].interval_s
         reports = await self._owner.reports(REPORT_S)
         for name in sorted(due, key=lambda n: -self._models[n].spec.weight):
             try:
                 self._decide(name, reports)
-            except Exception as error:  # somebody's policy; the others are scaled
-                logger.exception("%s cannot be scaled", name)
+            except Exception as error:  # a user's policy; go on with other models
+                logger.exception("scaling of model %s failed", name)
                 text = f"the policy failed: {type(error).__name__}: {error}"
-                self._journal.think("scaling", name, text)
+                self._journal.set_reason("scaling", name, text)
                 self._models[name].due_at = time.monotonic() + START_S
 
-    def _know_models(self) -> None:
-        """Follow what is wanted: models come, go, and change their versions."""
+    def _sync_models(self) -> None:
+        """Follow the desired state: models are added, removed and updated."""
         specs = {
             name: self._owner.specs[name][wanted.version]
             for name, wanted in self._fleet.desired.models.items()
@@ -162,23 +183,23 @@ class Autoscaler:
             elif known is None or known.spec != spec:
                 try:
                     self._models[name] = _Model(spec, name)
-                except SpecError as error:  # it was there when the service was started
+                except SpecError as error:  # its policy was removed since the start
                     self._models.pop(name, None)
-                    self._journal.think("scaling", name, f"it is not scaled: {error}")
+                    self._journal.set_reason("scaling", name, f"not scaled: {error}")
 
     def _decide(self, name: str, reports: Reports) -> None:
         known, now = self._models[name], time.monotonic()
         wanted = self._fleet.desired.models.get(name)
         if wanted is None or self._fleet.active.get(name) != wanted.version:
-            return  # a new version is on its way: nothing is scaled meanwhile
+            return  # a rolling update is in progress: do not scale meanwhile
         replicas = self._replicas(name, wanted.version)
         gateways = [p.name for p in self._fleet.processes.values() if p.is_gateway]
-        known.watch.note(now, gateways, replicas, reports)
+        known.window.note(now, gateways, replicas, reports)
         snapshot = Snapshot(
             model=name,
             now=now,
             stages=limits.stages_now(known.spec, wanted.replicas),
-            samples=tuple(known.watch.samples),
+            samples=tuple(known.window.samples),
             objective_s=wanted.objective_s,
             objective_share=known.spec.objective_share,
             deadline_s=wanted.deadline_s,
@@ -188,7 +209,7 @@ class Autoscaler:
         )
         decision = within(known.policy(snapshot), snapshot.stages)
         known.memory = decision.memory
-        self._journal.think("scaling", name, decision.why)
+        self._journal.set_reason("scaling", name, decision.why)
         if tuple(decision.replicas) != wanted.replicas:
             self._carry_out(known, snapshot, decision)
 
@@ -213,23 +234,25 @@ class Autoscaler:
         wanted, short = self._admitted(name, before, decision.replicas)
         after = list(wanted.models[name].replicas)
         if short and short != known.short:
-            self._history.say("unplaced", f"{name}: not all of it has a place: {short}")
+            self._history.say("unplaced", f"{name}: not all replicas fit: {short}")
         known.short = short
         if after == before:
-            self._journal.think("scaling", name, f"{decision.why}; no room: {short}")
+            self._journal.set_reason(
+                "scaling", name, f"{decision.why}; no room: {short}"
+            )
             return
         why = decision.why
         if short:
-            why = f"{before} → {after}, no more for want of room ({short}); {why}"
+            why = f"{before} → {after}, limited by the machines ({short}); {why}"
         self._history.say("scaled", f"{name}: {why}")
         self._owner.want(wanted)
         facts = {"before": before, "after": after, "short": short, **decision.facts}
-        self._journal.decide("scaling", name, why, facts, snapshot_to_json(snapshot))
+        self._journal.record("scaling", name, why, facts, snapshot_to_json(snapshot))
 
     def _admitted(
         self, name: str, before: Sequence[int], after: Sequence[int]
     ) -> tuple[DesiredState, str]:
-        """Return as much of what a policy wants as has a place, and what is short."""
+        """Return the part of a policy's decision that fits, and what is lacking."""
         wanted = self._with(name, after)
         try:
             self._owner.admit(wanted, name)
@@ -237,7 +260,7 @@ class Autoscaler:
             short = str(error)
         else:
             return wanted, ""
-        # What becomes less does so; what becomes more, one by one while there is room.
+        # Scale down as decided; scale up one replica at a time while there is room.
         counts = [min(one, other) for one, other in zip(before, after, strict=True)]
         growing = [k for k, count in enumerate(after) if count > counts[k]]
         while growing:

@@ -25,7 +25,7 @@ from multiworld.serve.tenants.quarantine import Quarantine
 from multiworld.serve.tenants.rate_limits import RateLimiter
 from multiworld.serve.tenants.usage_meter import UsageMeter
 
-Post = tuple[str, str]
+ModelVersion = tuple[str, str]
 """Model and version."""
 
 FORGET_S = 60.0
@@ -71,7 +71,7 @@ class Authenticator:
 
     Attributes:
         needs_key: Whether every request needs an API key.
-        book: The tenants and their keys.
+        directory: The tenants and their keys.
         limiter: The rate limits.
         quarantine: Poison requests and quarantined tenants.
         meter: Usage that is not written down yet.
@@ -81,7 +81,7 @@ class Authenticator:
 
     def __init__(self, *, needs_key: bool) -> None:
         self.needs_key = needs_key
-        self.book = TenantDirectory()
+        self.directory = TenantDirectory()
         self.limiter = RateLimiter()
         self.quarantine = Quarantine()
         self.meter = UsageMeter()
@@ -102,10 +102,10 @@ class Authenticator:
                 self._count_refusal("", "no key")
                 raise UnauthorizedError(NO_KEY)
             return ANONYMOUS
-        tenant = self.book.find(*parse_key(key), time.time())
+        tenant = self.directory.find(*parse_key(key), time.time())
         if tenant is not None:
             return tenant
-        if not self.needs_key and not self.book.tenants:
+        if not self.needs_key and not self.directory.tenants:
             return ANONYMOUS  # OpenAI's clients always send one
         self._count_refusal("", "wrong key")
         raise UnauthorizedError(BAD_KEY)
@@ -182,17 +182,19 @@ class Authenticator:
 
     # Poison requests.
 
-    def needs_digest(self, tenant: Tenant, post: Post) -> bool:
+    def needs_digest(self, tenant: Tenant, model_version: ModelVersion) -> bool:
         """Tell whether ``check_poison`` must be called for a tenant's requests."""
-        model_key = f"{post[0]} {post[1]}"
+        model_key = f"{model_version[0]} {model_version[1]}"
         return self.quarantine.has_records(tenant.name, model_key)
 
-    def check_poison(self, admitted: AdmittedRequest, post: Post, digest: str) -> None:
+    def check_poison(
+        self, admitted: AdmittedRequest, model_version: ModelVersion, digest: str
+    ) -> None:
         """Refuse poison requests, and all requests of a quarantined tenant.
 
         Args:
             admitted: The request.
-            post: Model and version.
+            model_version: Model and version.
             digest: Digest of the request's inputs.
 
         Raises:
@@ -200,34 +202,37 @@ class Authenticator:
             RequestPoisonedError: This request is poison.
         """
         tenant, now = admitted.tenant, time.monotonic()
-        model_key = f"{post[0]} {post[1]}"
+        model_key = f"{model_version[0]} {model_version[1]}"
         quarantine_s = self.quarantine.remaining_s(tenant.name, model_key, now)
         if quarantine_s:
             self._count_refusal_once(admitted, "quarantined")
             raise QuarantinedError(
-                f"your requests to model {post[0]!r} are quarantined: several of them "
-                f"killed their replicas; retry in {quarantine_s:.0f} s, without those",
+                f"your requests to model {model_version[0]!r} are quarantined: "
+                f"several of them killed their replicas; retry in {quarantine_s:.0f} "
+                "s, without those",
                 retry_after_s=quarantine_s,
             )
         if self.quarantine.is_poison(tenant.name, model_key, digest, now):
             self._count_refusal_once(admitted, "poisonous")
             raise RequestPoisonedError(
-                f"this request to model {post[0]!r} is a poison request: it killed the "
-                "replicas that computed it before; do not retry it"
+                f"this request to model {model_version[0]!r} is a poison request: it "
+                "killed the replicas that computed it before; do not retry it"
             )
 
-    def add_poison(self, tenant: str, post: Post, digest: str) -> float:
+    def add_poison(
+        self, tenant: str, model_version: ModelVersion, digest: str
+    ) -> float:
         """Record a poison request, found here or at another gateway.
 
         Args:
             tenant: Name of its tenant.
-            post: Model and version.
+            model_version: Model and version.
             digest: Digest of the request's inputs.
 
         Returns:
             Seconds for which the tenant is now quarantined; 0 if it is not.
         """
-        model_key = f"{post[0]} {post[1]}"
+        model_key = f"{model_version[0]} {model_version[1]}"
         return self.quarantine.add(tenant, model_key, digest, time.monotonic())
 
 

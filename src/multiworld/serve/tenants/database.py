@@ -1,6 +1,7 @@
-"""Tenants, usage and the audit log of a service, in SQLite. Shell, and blocking.
+"""Database of tenants, usage and the audit log of a service, in SQLite. Shell.
 
-One file in the service's folder; it outlives the service, whose record does not.
+Its methods block. It is one file in the service's folder. The file remains when the
+service is shut down, unlike the service's record.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from multiworld.errors import ServeError
 from multiworld.serve.tenants.directory import Tenant, tenant_from_json
-from multiworld.serve.tenants.usage_meter import FIELDS, MOST_TOLD, UsageRow
+from multiworld.serve.tenants.usage_meter import FIELDS, MAX_UNCONFIRMED, UsageRow
 
 SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS tenants (name TEXT PRIMARY KEY, data TEXT NOT NULL);
@@ -35,8 +36,8 @@ CREATE TABLE IF NOT EXISTS told (
 ) WITHOUT ROWID;
 """
 
-KEPT = 4 * MOST_TOLD
-"""Numbers of a gateway that are remembered; it has fewer that are not confirmed."""
+KEPT = 4 * MAX_UNCONFIRMED
+"""Batch numbers of a gateway that are remembered; it resends fewer than that."""
 
 PUT = "INSERT OR REPLACE INTO tenants VALUES (?, ?)"
 
@@ -48,10 +49,13 @@ ADD = (
 
 
 class TenantDatabase:
-    """The database of one service.
+    """The database of one service. Its methods may be called from any thread.
+
+    Args:
+        path: The file; it is created if it does not exist.
 
     Raises:
-        ServeError: It cannot be opened.
+        ServeError: The file cannot be used.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,7 +72,7 @@ class TenantDatabase:
         except sqlite3.Error as error:
             raise ServeError(
                 f"{path} cannot be used ({error}); it holds tenants, usage and the "
-                "audit log: repair it, or move it away to begin anew"
+                "audit log: repair it, or move it away to start with an empty one"
             ) from error
 
     @contextmanager
@@ -86,37 +90,52 @@ class TenantDatabase:
                 raise ServeError(f"{self._path}: {error}") from error
 
     def close(self) -> None:
-        """Close it."""
+        """Close the database."""
         with self._lock:
             self._db.close()
 
     # Tenants.
 
     def tenants(self) -> dict[str, Tenant]:
-        """Return all of them, by name."""
+        """Return all tenants by name."""
         with self._lock:
             rows = self._db.execute("SELECT data FROM tenants ORDER BY name").fetchall()
         found = [tenant_from_json(json.loads(data)) for (data,) in rows]
         return {tenant.name: tenant for tenant in found}
 
     def save(self, tenant: Tenant) -> None:
-        """Enter a tenant, in place of the one before."""
+        """Store a tenant; replace the one of the same name.
+
+        Raises:
+            ServeError: The database cannot be written.
+        """
         data = json.dumps(tenant.to_json())
         with self._transaction() as db:
             db.execute(PUT, (tenant.name, data))
 
     def delete(self, name: str) -> None:
-        """Remove a tenant; what it has used stays."""
+        """Remove a tenant; its usage stays.
+
+        Raises:
+            ServeError: The database cannot be written.
+        """
         with self._transaction() as db:
             db.execute("DELETE FROM tenants WHERE name = ?", (name,))
 
     # Usage.
 
     def add_usage(self, meter: str, number: int, rows: Sequence[UsageRow]) -> None:
-        """Add what a gateway tells; what it tells again counts once, in any order.
+        """Add a batch of usage; a batch that arrives again is ignored.
+
+        Batches may arrive in any order.
 
         Args:
-            meter: A name that no two gateways have.
+            meter: Random name of the gateway's usage meter.
+            number: Number of the batch at that meter.
+            rows: Rows of the batch.
+
+        Raises:
+            ServeError: The database cannot be written.
         """
         with self._transaction() as db:
             known = db.execute(
@@ -132,14 +151,24 @@ class TenantDatabase:
             )
 
     def forget_meters(self) -> None:
-        """Forget what gateways have told that run no more."""
+        """Remove the batch numbers of all meters, when no gateway runs.
+
+        Raises:
+            ServeError: The database cannot be written.
+        """
         with self._transaction() as db:
             db.execute("DELETE FROM told")
 
     def usage(
         self, tenant: str | None, since: float, *, by_minute: bool
     ) -> list[dict[str, Any]]:
-        """Return what was used, by tenant and model."""
+        """Return the usage by tenant and model.
+
+        Args:
+            tenant: Name of the tenant; None: all tenants.
+            since: First minute, in seconds since the epoch.
+            by_minute: Return one row per minute, instead of one in total.
+        """
         minute = "minute" if by_minute else "min(minute)"
         last = "minute" if by_minute else "max(minute)"
         group = "minute, tenant, model" if by_minute else "tenant, model"
@@ -159,7 +188,16 @@ class TenantDatabase:
     # Audit.
 
     def audit(self, who: str, act: str, what: dict[str, Any]) -> int:
-        """Write down an administrative act before it is done; return its number."""
+        """Record an administrative action before it is done; return its number.
+
+        Args:
+            who: The user.
+            act: Name of the action.
+            what: Its parameters.
+
+        Raises:
+            ServeError: The database cannot be written.
+        """
         entry = time.time(), who, act, json.dumps(what, default=str), "begun"
         with self._transaction() as db:
             done = db.execute(
@@ -170,14 +208,26 @@ class TenantDatabase:
             return done.lastrowid or 0
 
     def audit_outcome(self, number: int, outcome: str) -> None:
-        """Write down what came of an act."""
+        """Record the outcome of an administrative action.
+
+        Args:
+            number: Number of the action.
+            outcome: "done", "failed" or "refused (STATUS)".
+
+        Raises:
+            ServeError: The database cannot be written.
+        """
         with self._transaction() as db:
             db.execute(
                 "UPDATE audit SET outcome = ? WHERE number = ?", (outcome, number)
             )
 
     def audited(self, last: int) -> list[dict[str, Any]]:
-        """Return the last acts, oldest first."""
+        """Return the last administrative actions, oldest first.
+
+        Args:
+            last: Number of actions.
+        """
         with self._lock:
             rows = self._db.execute(
                 "SELECT number, at, who, act, what, outcome FROM audit "
@@ -192,7 +242,7 @@ class TenantDatabase:
 
 
 def _whole(row: dict[str, Any]) -> dict[str, Any]:
-    """Return counts as whole numbers."""
+    """Convert the counts of a row to int; return the row."""
     for name in FIELDS:
         if name != "seconds":
             row[name] = int(row[name])

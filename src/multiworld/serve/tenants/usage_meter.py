@@ -15,8 +15,8 @@ from typing import NamedTuple
 MINUTE_S = 60
 """Seconds covered by one row."""
 
-MOST_TOLD = 16
-"""Most unconfirmed batches; with as many, no new one is made."""
+MAX_UNCONFIRMED = 16
+"""Most unconfirmed batches; at this number no new batch is made."""
 
 RESEND_S = 5.0
 """Seconds after which an unconfirmed batch is sent again."""
@@ -52,7 +52,15 @@ FIELDS = tuple(field.name for field in fields(UsageTotals))
 
 
 class UsageRow(NamedTuple):
-    """What a tenant used of a model in one minute (seconds since the epoch)."""
+    """Usage of one tenant and model in one minute.
+
+    Attributes:
+        minute: Start of the minute, in seconds since the epoch.
+        tenant: Name of the tenant.
+        model: Name of the model.
+
+    The other fields are those of ``UsageTotals``.
+    """
 
     minute: int
     tenant: str
@@ -92,12 +100,19 @@ class UsageMeter:
         minute = int(wall_s) // MINUTE_S * MINUTE_S
         return self._open.setdefault((minute, tenant, model), UsageTotals())
 
-    def tell(self, now: float) -> list[tuple[int, tuple[UsageRow, ...]]]:
-        """Return what is to be told now, each under its number."""
-        if self._open and len(self._unconfirmed) < MOST_TOLD:
+    def take_due(self, now: float) -> list[tuple[int, tuple[UsageRow, ...]]]:
+        """Return the batches to send now, each with its number.
+
+        Open minutes become a new batch. Unconfirmed batches are due again after
+        ``RESEND_S``.
+
+        Args:
+            now: Monotonic time in seconds.
+        """
+        if self._open and len(self._unconfirmed) < MAX_UNCONFIRMED:
             rows = tuple(
-                UsageRow(*post, *(getattr(sums, name) for name in FIELDS))
-                for post, sums in self._open.items()
+                UsageRow(*key, *(getattr(sums, name) for name in FIELDS))
+                for key, sums in self._open.items()
             )
             self._open.clear()
             self._number += 1
@@ -108,15 +123,15 @@ class UsageMeter:
         return [(number, batch.rows) for number, batch in due]
 
     @property
-    def is_all_told(self) -> bool:
-        """True if all usage was confirmed."""
+    def is_all_confirmed(self) -> bool:
+        """True if the controller has stored all usage."""
         return not self._unconfirmed and not self._open
 
-    def tell_again(self) -> None:
-        """Send all unconfirmed batches again, because the controller is a new one."""
+    def resend_all(self) -> None:
+        """Make all unconfirmed batches due, because there is a new controller."""
         for batch in self._unconfirmed.values():
             batch.at = -math.inf
 
     def confirmed(self, number: int) -> None:
-        """Forget the batch of this number: the controller has stored it."""
+        """Remove a batch that the controller has stored."""
         self._unconfirmed.pop(number, None)

@@ -1,4 +1,4 @@
-"""Joining the rows of several requests into one batch, and taking them apart again."""
+"""Collation of requests into one batch, and splitting of its outputs. Shell."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from multiworld.serve.spec.stage import Tensors
 
 
 def rows_of(tensors: Tensors) -> int:
-    """Return the number of rows of one request.
+    """Return the number of rows of one request: the size of dimension 0.
 
     Raises:
-        InvalidRequestError: The tensors have none, or not equally many.
+        InvalidRequestError: There are no tensors, one has no dimensions, or they differ
+            in their number of rows.
     """
     sizes = {name: t.shape[0] if t.dim() else -1 for name, t in tensors.items()}
     if not sizes or -1 in sizes.values() or len(set(sizes.values())) > 1:
@@ -26,7 +27,15 @@ def rows_of(tensors: Tensors) -> int:
 
 
 def group_of(tensors: Tensors, ragged: Mapping[str, float]) -> Hashable:
-    """Return what is equal for requests that can run together."""
+    """Return a key that is equal for requests that can share a batch.
+
+    It has the names, dtypes and fixed dimensions of the tensors. Dimension 0 (rows)
+    and, for ragged tensors, dimension 1 (length) may differ.
+
+    Args:
+        tensors: Inputs of one request.
+        ragged: Padding value of each ragged tensor, by name.
+    """
     return tuple(
         (name, tensor.dtype, _fixed(name, tensor, ragged))
         for name, tensor in sorted(tensors.items())
@@ -41,7 +50,7 @@ def _fixed(
 
 
 def length_of(tensors: Tensors, ragged: Mapping[str, float]) -> int:
-    """Return the longest dimension 1 of the ragged tensors; 0 if there are none."""
+    """Return the largest dimension 1 of the ragged tensors; 0 if there are none."""
     lengths = [t.shape[1] for n, t in tensors.items() if n in ragged and t.dim() > 1]
     return max(lengths, default=0)
 
@@ -49,12 +58,15 @@ def length_of(tensors: Tensors, ragged: Mapping[str, float]) -> int:
 def collate(
     requests: Sequence[Tensors], ragged: Mapping[str, float], buckets: Sequence[int]
 ) -> Tensors:
-    """Return one dict of tensors with everybody's rows, padded where they are ragged.
+    """Return one batch with the rows of all requests.
+
+    Ragged tensors are padded to the smallest bucket that fits all of them, or to the
+    longest if no bucket does. Shapes: ``[rows, ...]``, ragged ``[rows, length, ...]``.
 
     Args:
-        requests: Of one group, in order.
-        ragged: Value to pad with, by name.
-        buckets: Lengths to pad to.
+        requests: Inputs of each request, all of one ``group_of``.
+        ragged: Padding value of each ragged tensor, by name.
+        buckets: Lengths to pad to, ascending.
     """
     longest = max(length_of(tensors, ragged) for tensors in requests)
     length = next((bucket for bucket in buckets if bucket >= longest), longest)
@@ -83,10 +95,18 @@ def split(
     ragged: Mapping[str, float],
     stage: str,
 ) -> list[Tensors]:
-    """Return each request's share of the outputs.
+    """Return the outputs of each request, without padding.
+
+    Args:
+        outputs: Outputs of the batch, ``[rows, ...]`` by name.
+        rows: Number of rows of each request.
+        lengths: Length of each request's ragged inputs.
+        ragged: Padding value of each ragged tensor, by name; outputs of these names are
+            cut to the length.
+        stage: Name of the stage, for errors.
 
     Raises:
-        ModelFailedError: The outputs are no dict of tensors with these rows.
+        ModelFailedError: The outputs are not a dict of tensors with this many rows.
     """
     _check(outputs, sum(rows), stage)
     shares: list[Tensors] = []

@@ -1,4 +1,4 @@
-"""The process's side of its control world: reports and obeys. Shell."""
+"""Connection of a process to the controller, over its control world. Shell."""
 
 from __future__ import annotations
 
@@ -33,18 +33,25 @@ def control_world(app: str, name: str) -> str:
 
 
 class ControlAgent:
-    """The control world of one process; it outlives the loss of the controller.
+    """The process's side of its control world.
 
-    What is told while there is no controller is told to the next one.
+    It survives the loss of the controller and connects to the next one. Facts are sent
+    to every new controller; other messages are dropped while there is none.
 
     Args:
-        manager: Keeps the world.
+        manager: Manager of the world.
         app: Name of the service.
         name: Name of this process.
         store: Address of the store.
         config: Configuration of the world.
         obey: Carries out one order.
         clock: Returns the monotonic time in seconds.
+
+    Attributes:
+        lost_at: Monotonic time since when there is no controller; None while there is
+            one.
+        was_joined: True once a controller has been connected.
+        joined_at: Monotonic time of the last connection; None before the first.
     """
 
     def __init__(
@@ -68,19 +75,22 @@ class ControlAgent:
         self.joined_at: float | None = None
 
     def fact(self, news: News) -> None:
-        """Tell the controller something that stays true; a new one is told again."""
+        """Send a fact to the controller, and again to every later controller.
+
+        A later fact of the same type replaces it.
+        """
         self._facts[type(news)] = news
         self._outbox.put_nowait(news)
 
     def tell(self, news: News) -> None:
-        """Tell the controller something; nobody is told while there is none."""
+        """Send a message to the controller; drop it if there is none."""
         if self._world is not None:
             self._outbox.put_nowait(news)
 
     async def run(self) -> None:
         """Stay connected until cancelled.
 
-        Cancellation: leaves the control world.
+        Cancellation: Safe; the control world stays open until its manager is closed.
         """
         self._facts[Hello] = Hello(os.getpid())
         async for world in self._manager.keep(
@@ -95,7 +105,7 @@ class ControlAgent:
             try:
                 await self._read(world)
             except (WorldBrokenError, WorldClosedError) as error:
-                logger.info("the controller is away: %s", error)
+                logger.info("the controller is lost: %s", error)
             finally:
                 sending.cancel()
                 await asyncio.gather(sending, return_exceptions=True)
@@ -105,8 +115,8 @@ class ControlAgent:
         while True:
             try:
                 order = await receive(world, ORDERS, src=0)
-            except MessageError as error:  # of a newer controller; the rest is obeyed
-                logger.error("an order is not understood: %s", error)
+            except MessageError as error:  # from a newer controller; read on
+                logger.error("ignored an unknown order: %s", error)
                 continue
             await self._obey(order)
 

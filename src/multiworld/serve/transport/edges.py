@@ -1,7 +1,8 @@
-"""Keeps a process's edges as the table wants them. Shell.
+"""The edges of a process, kept as the routing table demands. Shell.
 
-Each edge has a task that stays in its world for as long as the table names it, joining
-again after a fault (``WorldManager.keep``), and hands each incarnation to its owner.
+Each edge has a task that stays in the edge's world while the table contains the edge.
+It joins again after a fault (``WorldManager.keep``) and passes each incarnation to the
+edge's owner.
 """
 
 from __future__ import annotations
@@ -24,26 +25,33 @@ from multiworld.world.world import World
 logger = logging.getLogger("multiworld.serve")
 
 Body = Callable[[], Awaitable[None]]
-"""Something that runs while an edge lives."""
+"""Coroutine function that runs while an edge is up."""
 
 Send = Callable[[], Coroutine[Any, Any, None]]
 
 M = TypeVar("M")
 
 SILENT_S = 0.4
-"""Seconds without a sign of a replica until its work is hedged: four heartbeats."""
+"""Seconds of silence after which a replica's work is hedged: four heartbeats."""
 
-AGAIN_S = 1.0
+RETRY_S = 1.0
+"""Seconds before an edge that failed unexpectedly is opened again."""
+
 SEND_S = 1.0
-"""How long what was to be sent may take when an edge is left."""
+"""Most seconds to wait for queued messages when an edge is closed."""
 
 OUTBOX_LIMIT = 4096
-"""Messages that wait to be sent on one edge; what puts them there is bounded by windows
-and credits, so this is reached by a bug only."""
+"""Most messages that wait to be sent on one edge. Windows and credits bound the
+senders, so only a bug reaches this limit."""
 
 
 class Outbox:
-    """Sends on one incarnation of an edge, in order, without making anybody wait."""
+    """Queue of messages to send on one incarnation of an edge, in order.
+
+    Args:
+        edge: The edge.
+        world: Its incarnation.
+    """
 
     def __init__(self, edge: Edge, world: World) -> None:
         self.edge, self.world = edge, world
@@ -52,17 +60,17 @@ class Outbox:
         self._waiting = 0
 
     def send_nowait(self, codec: Codec[M], message: M) -> None:
-        """Send a small message."""
+        """Queue a small message."""
         text, tag = codec.encode(message), codec.tag
         self._put(lambda: self.world.send_object(text, dst=self._peer, tag=tag))
 
     def bundle_nowait(self, codec: Codec[M], header: M, tensors: Tensors) -> None:
-        """Send a header and its tensors.
+        """Queue a header and its tensors.
 
         Args:
-            codec: The conversation that it belongs to.
-            header: What the tensors are.
-            tensors: By the names that ``messages.pack`` gives them.
+            codec: Codec of the header.
+            header: Description of the tensors.
+            tensors: Tensors, named by ``messages.pack``.
         """
         meta, tag = {HEADER: codec.encode(header)}, codec.tag
         self._put(
@@ -71,16 +79,16 @@ class Outbox:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all was sent."""
+        """True if no message waits to be sent."""
         return self._waiting == 0
 
     def _put(self, send: Send) -> None:
         if self._waiting >= OUTBOX_LIMIT:
-            logger.error("edge %s: its outbox is full", self.edge.world)
+            logger.error("edge %s: outbox full, message dropped", self.edge.world)
             return
         rest: Body = send
         if self.is_idle:
-            # Most often the socket takes it, and nobody has to be woken.
+            # Usually the socket takes the message at once and no task has to wake up.
             try:
                 left = begin(send())
             except Exception as error:
@@ -93,7 +101,14 @@ class Outbox:
         self._queue.put_nowait(rest)
 
     async def run(self) -> None:
-        """Send until the world is over."""
+        """Send queued messages until sending fails.
+
+        Raises:
+            WorldBrokenError: The world is broken.
+            WorldClosedError: The world is closed.
+
+        Cancellation: Withdraws the message that is being sent; queued ones stay unsent.
+        """
         while True:
             send = await self._queue.get()
             try:
@@ -103,14 +118,14 @@ class Outbox:
                 self._queue.task_done()
 
     async def wait_sent(self) -> None:
-        """Wait until nothing waits.
+        """Wait until all queued messages were sent.
 
-        Cancellation: safe.
+        Cancellation: Safe.
         """
         await self._queue.join()
 
     def silent_s(self) -> float:
-        """Return for how long the peer has given no sign."""
+        """Return the seconds since the peer's last sign of life."""
         return self.world.silent_s(self._peer) if self.world.is_ready else 0.0
 
 
@@ -119,7 +134,7 @@ def _constant(awaitable: Awaitable[None]) -> Body:
 
 
 def _raising(error: Exception) -> Body:
-    """Return what raises it where the world's end is waited for."""
+    """Return a body that raises ``error`` in the outbox's task."""
 
     async def body() -> None:
         raise error
@@ -128,17 +143,34 @@ def _raising(error: Exception) -> Body:
 
 
 class EdgeOwner(Protocol):
-    """What happens on the edges of a process."""
+    """The user of a process's edges."""
 
     def edge_up(self, outbox: Outbox) -> list[Body]:
-        """Take note of a new incarnation; return what is to run while it lives."""
+        """Handle a new incarnation; return coroutine functions to run while it is up.
+
+        Args:
+            outbox: Queue of messages to send on it.
+        """
 
     def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
-        """Take note of its end."""
+        """Handle the end of an incarnation.
+
+        Args:
+            outbox: Its outbox.
+            is_polite: True if the peer has left; False if it was lost, or if the table
+                has no such edge any more.
+        """
 
 
 class EdgeKeeper:
-    """The edges of one process."""
+    """The edges of one process.
+
+    Args:
+        manager: Manager of the worlds.
+        store: Address of the store.
+        config: Configuration of the worlds.
+        owner: User of the edges.
+    """
 
     def __init__(
         self, manager: WorldManager, store: str, config: WorldConfig, owner: EdgeOwner
@@ -149,7 +181,11 @@ class EdgeKeeper:
         self._loop = asyncio.get_running_loop()
 
     def apply(self, wanted: dict[str, Edge]) -> None:
-        """Open what is missing and leave what is not wanted any more."""
+        """Open missing edges and close the ones that are not in ``wanted``.
+
+        Args:
+            wanted: The edges that the process should have, by peer.
+        """
         edges = set(wanted.values())
         for edge in [edge for edge in self._tasks if edge not in edges]:
             self._tasks.pop(edge).cancel()
@@ -159,9 +195,9 @@ class EdgeKeeper:
             )
 
     async def close(self) -> None:
-        """Leave all edges, what was sent before first.
+        """Send queued messages and close all edges.
 
-        Cancellation: safe; what is left is dropped by ``WorldManager.close``.
+        Cancellation: Safe; ``WorldManager.close`` closes the remaining edges.
         """
         tasks = list(self._tasks.values())
         self._tasks.clear()
@@ -173,13 +209,13 @@ class EdgeKeeper:
         try:
             while True:
                 await self._stay(edge)
-                await asyncio.sleep(AGAIN_S)
+                await asyncio.sleep(RETRY_S)
         finally:
             if edge.world in self._manager.worlds:
                 await asyncio.shield(self._manager.leave(edge.world))
 
     async def _stay(self, edge: Edge) -> None:
-        """Use one incarnation after the other, until an unexpected error."""
+        """Use one incarnation after another, until an unexpected error."""
         try:
             async for world in self._manager.keep(
                 edge.world,
@@ -190,10 +226,10 @@ class EdgeKeeper:
             ):
                 await self._live(edge, world)
         except (MultiWorldError, OSError):
-            logger.exception("edge %s: again in %g s", edge.world, AGAIN_S)
+            logger.exception("edge %s: retrying in %g s", edge.world, RETRY_S)
 
     async def _live(self, edge: Edge, world: World) -> None:
-        """Let the owner use one incarnation until it is over or the peer has left."""
+        """Let the owner use one incarnation until it ends or the peer has left."""
         outbox = Outbox(edge, world)
         bodies = [outbox.run, *self._owner.edge_up(outbox)]
         tasks = [self._loop.create_task(_until_over(body, world)) for body in bodies]
@@ -207,13 +243,13 @@ class EdgeKeeper:
                 pass
             raise
         finally:
-            # What the peer had sent before it left is still to be read.
+            # Messages that the peer sent before it left are still to be read.
             has_left = bool(world.left) and not world.is_broken
             try:
                 await _drain(tasks, is_polite=has_left)
             finally:  # a table without the peer may cancel this at any moment
-                # Who is left out of a table without a word was given up, and may have
-                # been killed for what it computed.
+                # A peer that was removed from the table without having left was
+                # given up; what it was computing may have killed it.
                 has_left = bool(world.left) and not world.is_broken
                 self._owner.edge_down(outbox, is_polite=has_left)
 
@@ -224,17 +260,17 @@ async def _until_over(body: Body, world: World) -> None:
     except (WorldBrokenError, WorldClosedError):
         pass  # the keeper sees it
     except Exception:
-        # A bug, and nobody reads this edge any more: better none than a deaf one.
-        logger.exception("on the edge %s", world.name)
+        # A bug: nobody reads this edge any more, so close it.
+        logger.exception("edge %s: closed after an unexpected error", world.name)
         await world.close()
 
 
 async def _drain(tasks: list[asyncio.Task[None]], *, is_polite: bool) -> None:
-    """End the tasks of an incarnation; its readers read to the end first."""
+    """Cancel the tasks of an incarnation; after a polite end, its readers finish."""
     if is_polite:
         await asyncio.wait(tasks[1:], timeout=0.5) if tasks[1:] else None
     for task in tasks:
         task.cancel()
     for result in await asyncio.gather(*tasks, return_exceptions=True):
         if isinstance(result, Exception):
-            logger.error("on an edge: %r", result, exc_info=result)
+            logger.error("a task of an edge failed: %r", result, exc_info=result)

@@ -16,21 +16,22 @@ from multiworld.world.world import Bundle, World
 M = TypeVar("M")
 
 HEADER = "header"
+"""Key of the header in a bundle's metadata."""
 
 
 async def receive(world: World, codec: Codec[M], src: int) -> M:
     """Receive one small message.
 
     Args:
-        world: Where it comes from.
-        codec: The conversation that it belongs to.
+        world: World of the sender.
+        codec: Codec of the message.
         src: Rank of the sender.
 
     Raises:
-        MessageError: This release does not know it.
+        MessageError: This release does not know the message.
         WorldBrokenError: The sender, or another member, was lost.
 
-    Cancellation: safe; the message stays for the next call.
+    Cancellation: Safe; the message stays for the next call.
     """
     return codec.decode(await world.recv_object(src=src, tag=codec.tag))
 
@@ -39,22 +40,22 @@ async def receive_bundle(world: World, codec: Codec[M], src: int) -> tuple[M, Bu
     """Receive a header and its tensors.
 
     Args:
-        world: Where it comes from.
-        codec: The conversation that it belongs to.
+        world: World of the sender.
+        codec: Codec of the header.
         src: Rank of the sender.
 
     Raises:
-        MessageError: This release does not know it.
+        MessageError: This release does not know the header.
         WorldBrokenError: The sender, or another member, was lost.
 
-    Cancellation: safe; the message stays for the next call.
+    Cancellation: Safe; the message stays for the next call.
     """
     bundle = await world.recv_bundle(src=src, tag=codec.tag)
     return codec.decode(bundle.meta.get(HEADER)), bundle
 
 
 def pack(contents: Sequence[Tensors]) -> Tensors:
-    """Return the tensors of several requests as those of one bundle."""
+    """Return the tensors of several requests under the names of one bundle."""
     return {
         f"{number}.{name}": tensor
         for number, tensors in enumerate(contents)
@@ -63,7 +64,7 @@ def pack(contents: Sequence[Tensors]) -> Tensors:
 
 
 def unpack(bundle: Bundle, count: int) -> list[Tensors]:
-    """Return the tensors of each of ``count`` requests."""
+    """Return the tensors of each of the ``count`` requests of a bundle."""
     contents: list[Tensors] = [{} for _ in range(count)]
     for name, tensor in bundle.tensors.items():
         number, _, plain = name.partition(".")

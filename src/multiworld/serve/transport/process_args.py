@@ -8,11 +8,29 @@ from multiworld.config import WorldConfig
 from multiworld.serve.spec.schema import AppSpec, GatewaySpec, ModelSpec
 
 JOIN_S = 10.0
-"""Seconds that a process waits for the other member of a world."""
+"""Most seconds that a process waits for the other member of a world."""
 
 
 class ProcessArgs(BaseModel):
-    """The arguments of one process: a gateway, or one rank of a replica."""
+    """The arguments of one process: a gateway, or one rank of a replica.
+
+    Attributes:
+        app: Name of the service.
+        name: Name of the process.
+        role: "gateway" or "worker".
+        store: Address of the store.
+        silence_s: Seconds of silence after which a peer is declared lost.
+        orphan_s: Seconds after which it exits if it has neither controller nor work;
+            see ``gateway.process.ORPHAN_FACTOR`` for gateways.
+        model: Name of the model; empty for a gateway.
+        stage: Number of the stage, from 0.
+        gpu: Index of the GPU; None: the device of the spec.
+        rank: Rank in its replica if each rank is started separately; else None.
+        spec: Spec of the model.
+        gateway: Spec of the gateway.
+        port: Port of the gateways.
+        alive: File whose lock every process of the service holds; empty: none.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -33,13 +51,13 @@ class ProcessArgs(BaseModel):
 
     @property
     def device(self) -> str:
-        """The device of its stage's tensors, as torch names it."""
+        """Device of the stage's tensors, as torch names it."""
         assert self.spec is not None
         wanted = self.spec.stages[self.stage].device
         return wanted if self.gpu is None else f"cuda:{self.gpu}"
 
     def config(self) -> WorldConfig:
-        """Return the configuration of its worlds."""
+        """Return the configuration of the process's worlds."""
         return WorldConfig(silence_s=self.silence_s, join_s=JOIN_S, embed_store=False)
 
 

@@ -1,9 +1,9 @@
-"""Messages between the processes of a service, and their one encoding. Pure.
+"""Messages between the processes of a service, and their encoding. Pure.
 
-Each message is a declared type. It travels as text: the version of the protocol, and
-``[name, field, …]`` as JSON. Fields stand by position: a new one is added at the end,
-with a default, and the release before ignores it. What a release does not know is
-refused by name (``MessageError``).
+Each message is a declared type. It is sent as text: the version of the protocol, then
+``[name, field, …]`` as JSON. Fields are positional: a new field is added at the end,
+with a default, and the previous release ignores it. A release rejects messages that it
+does not know (``MessageError``).
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from multiworld.serve.tenants.usage_meter import UsageRow
 from multiworld.serve.transport.routing_table import RoutingTable
 
 PROTOCOL = 1
-"""Version of these messages. A process also understands the version before."""
+"""Version of these messages. A process also understands the previous version."""
 
 UNDERSTOOD = (str(PROTOCOL - 1), str(PROTOCOL))
+"""Versions that this release understands."""
 
 Attempt = tuple[int, int]
-"""Number of the request at its router, number of the attempt."""
+"""Number of a request at its router, and number of the attempt."""
 
 Key = tuple[str, int, int]
-"""Name of the router, number of the request, number of the attempt."""
+"""Name of a router, number of the request at it, and number of the attempt."""
 
 M = TypeVar("M")
 
@@ -38,30 +39,38 @@ class MessageError(InternalError):
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """One message; its type's name says which."""
+    """One message; the name of its type is its tag."""
 
 
-# What the controller tells a process.
+# Orders: messages of the controller to a process.
 
 
 class ModelsChanged(Message, frozen=True):
-    """Every version of every model that may answer.
+    """All versions of all models that may answer requests.
 
     Attributes:
-        specs: The spec of each as JSON, by model and version.
+        specs: Spec of each version as JSON, by model and version.
     """
 
     specs: dict[str, dict[str, str]]
 
 
 class TableChanged(Message, frozen=True):
-    """The routing table."""
+    """A new routing table."""
 
     table: RoutingTable
 
 
 class AllTenants(Message, frozen=True):
-    """A part of all tenants; those of before hold until the last part is there."""
+    """A part of the list of all tenants.
+
+    The previous list stays valid until the last part has arrived.
+
+    Attributes:
+        tenants: Tenants of this part.
+        is_first: True for the first part.
+        is_last: True for the last part.
+    """
 
     tenants: tuple[Tenant, ...]
     is_first: bool
@@ -69,36 +78,36 @@ class AllTenants(Message, frozen=True):
 
 
 class TenantsChanged(Message, frozen=True):
-    """Tenants that are new or have changed, and names of those removed."""
+    """New or changed tenants, and the names of removed ones."""
 
     tenants: tuple[Tenant, ...]
     removed: tuple[str, ...]
 
 
 class UsageStored(Message, frozen=True):
-    """The usage that was told under this number is on disk."""
+    """The batch of usage with this number is on disk."""
 
     number: int
 
 
 class ProbeReplica(Message, frozen=True):
-    """Send one request through a replica, and answer ``Probed``."""
+    """An order to send one request through a replica and answer with ``Probed``."""
 
     replica: str
 
 
 class Finish(Message, frozen=True):
-    """End as soon as nothing is left to do."""
+    """An order to exit as soon as no work is left."""
 
 
 class AskReport(Message, frozen=True):
-    """Answer with a ``Report`` of the same number."""
+    """An order to answer with a ``Report`` of the same number."""
 
     number: int
 
 
 class Cut(Message, frozen=True):
-    """Be cut off from the network for some seconds: a fault that is made on purpose."""
+    """An order to simulate a lost network for some seconds; for fault injection."""
 
     seconds: float
 
@@ -114,19 +123,25 @@ SECONDS_BOUNDS = (
 
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a replica does at this moment.
+    """The current state of a replica.
 
     Attributes:
         queued: Requests that wait to be computed.
-        computing: Requests in the batch that is computed.
-        probing: Probes among those two.
-        computing_s: Seconds since that batch began.
-        waiting_for_next: Outputs that wait for room at the next stage.
-        handed: Outputs at the next stage that it has not begun.
-        computed_s: Seconds of all batches so far.
-        counts: Events so far, by kind.
+        computing: Requests in the batch that is being computed.
+        probing: Probes among the queued and computing requests.
+        computing_s: Seconds since the current batch started.
+        waiting_for_next: Outputs that wait for credit of the next stage.
+        handed: Outputs sent to the next stage and not begun there.
+        computed_s: Total computing time of all batches, in seconds.
+        counts: Number of events since the start, by kind.
         batch_rows: Batches so far by their rows, up to each of ``ROWS_BOUNDS``.
         batch_seconds: Batches so far by their duration, up to ``SECONDS_BOUNDS``.
+        upstream: Connected replicas of the previous stage.
+        routers: Connected gateways.
+        downstream: Connected replicas of the next stage.
+        cpu_s: CPU time of the process, in seconds.
+        memory_bytes: Memory that the process uses.
+        gpu_memory_bytes: GPU memory that torch has reserved.
     """
 
     queued: int = 0
@@ -148,20 +163,20 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a gateway does at this moment; counts are since its start, by model.
+    """The current state of a gateway; counters start with the process.
 
     Attributes:
-        in_flight: Requests that are accepted and not answered.
-        load: Attempts under way, by replica.
-        waiting: Requests that were never sent.
-        pending: Requests that wait to be sent, those that are sent again too.
-        silent: Replicas that give no sign.
+        in_flight: Requests that were accepted and are not answered.
+        load: Attempts in progress, by replica.
+        waiting: Requests that were never sent to a replica, by model.
+        pending: Requests that wait to be sent, first attempts and retries, by model.
+        silent: Replicas that are silent.
         connected: Replicas that it has an edge to.
-        counts: Events so far, by kind.
-        arrived: Requests that came.
-        attained: Requests answered within the model's objective.
-        missed: Requests answered later, or not at all for want of replicas.
-        refused: Requests refused as too many waited.
+        counts: Number of events, by kind.
+        arrived: Requests received, by model.
+        attained: Requests answered within the latency objective, by model.
+        missed: Requests answered late, or not at all for lack of replicas, by model.
+        refused: Requests rejected because too many waited, by model.
     """
 
     in_flight: int = 0
@@ -178,23 +193,29 @@ class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reports(msgspec.Struct, frozen=True):
-    """The reports of all processes that answered, by name."""
+    """Reports of all processes that answered, by name."""
 
     workers: dict[str, WorkerReport] = {}
     gateways: dict[str, GatewayReport] = {}
 
 
 class FleetReport(Message, frozen=True):
-    """What replicas report, and how often what has happened, for the metrics."""
+    """Reports of replicas and counts of events by kind, for the metrics."""
 
     events: dict[str, int] = {}
     replicas: dict[str, WorkerReport] = {}
 
 
 class PoisonFound(Message, frozen=True):
-    """A request that kills replicas: nobody is to try it again.
+    """A poison request, which must not be retried.
 
-    A gateway tells the controller, which tells the other gateways.
+    A gateway reports it to the controller, which tells the other gateways.
+
+    Attributes:
+        tenant: Name of the tenant.
+        model: Name of the model.
+        version: Version of the model.
+        digest: Digest of the request's inputs.
     """
 
     tenant: str
@@ -216,30 +237,30 @@ Order = (
     | FleetReport
     | PoisonFound
 )
-"""What the controller tells a process."""
+"""Message of the controller to a process."""
 
 
-# What a process tells the controller.
+# News: messages of a process to the controller.
 
 
 class Hello(Message, frozen=True):
-    """The first message of a process."""
+    """The first message of a process, with its process id."""
 
     pid: int
 
 
 class Loaded(Message, frozen=True):
-    """A worker has its weights, or a gateway listens."""
+    """A worker has loaded its stage, or a gateway listens."""
 
 
 class Applied(Message, frozen=True):
-    """This process goes by the routing table of this number."""
+    """This process has applied the routing table of this number."""
 
     number: int
 
 
 class Report(Message, frozen=True):
-    """The answer to ``AskReport``: one of the two reports."""
+    """The answer to ``AskReport``, with one of the two reports."""
 
     number: int
     worker: WorkerReport | None = None
@@ -247,11 +268,12 @@ class Report(Message, frozen=True):
 
 
 class UsageTold(Message, frozen=True):
-    """What tenants have used at one gateway.
+    """A batch of usage at one gateway.
 
     Attributes:
-        meter: A name that no two gateways have.
-        number: Of this batch of rows, for that meter.
+        meter: Random name of the gateway's usage meter.
+        number: Number of the batch at that meter.
+        rows: Usage by minute, tenant and model.
     """
 
     meter: str
@@ -260,20 +282,20 @@ class UsageTold(Message, frozen=True):
 
 
 class ModelNeeded(Message, frozen=True):
-    """Somebody asks for a model of which a stage has no replica."""
+    """A request arrived for a model of which a stage has no replica."""
 
     model: str
 
 
 class Outgrown(Message, frozen=True):
-    """A replica uses more memory than it booked; both in bytes."""
+    """A replica uses more memory than it booked; both numbers in bytes."""
 
     used: int
     limit: int
 
 
 class Probed(Message, frozen=True):
-    """A probe came back, or did not: ``error`` says why."""
+    """The result of a probe; ``error`` is None if it was answered."""
 
     replica: str
     error: str | None = None
@@ -290,49 +312,60 @@ News = (
     | Probed
     | PoisonFound
 )
-"""What a process tells the controller."""
+"""Message of a process to the controller."""
 
 
-# Edges: what replicas tell routers and the stage before them.
+# Edges: messages of replicas to routers and to the previous stage, and back.
 
 
 class Begun(Message, frozen=True):
-    """These are being computed now; suspects alone, if ``is_solo``."""
+    """Attempts whose computation starts now.
+
+    Attributes:
+        attempts: The attempts of one batch, as far as they are of this router.
+        is_isolated: True for a suspect that runs alone in its batch.
+    """
 
     attempts: tuple[Attempt, ...]
-    is_solo: bool
+    is_isolated: bool
 
 
 class Dropped(Message, frozen=True):
-    """These were handed on to a replica of ``stage``, and may be lost with it."""
+    """Attempts that were sent to a replica of ``stage`` and may be lost with it."""
 
     attempts: tuple[Attempt, ...]
     stage: int
 
 
 class Returned(Message, frozen=True):
-    """These come back: ``stage`` has nobody who takes them."""
+    """Attempts that come back because no replica of ``stage`` takes them."""
 
     attempts: tuple[Attempt, ...]
     stage: int
 
 
 class Stuck(Message, frozen=True):
-    """These are at a replica of ``stage`` that gives no sign."""
+    """Attempts at a replica of ``stage`` that has fallen silent."""
 
     attempts: tuple[Attempt, ...]
     stage: int
 
 
 class Failed(Message, frozen=True):
-    """The model raised for this one."""
+    """An attempt for which the model raised an error."""
 
     attempt: Attempt
     error: RemoteError
 
 
 class RemoteError(msgspec.Struct, frozen=True, array_like=True):
-    """A ``ServeError`` of another process: its class's name, its text, its stage."""
+    """A ``ServeError`` of another process.
+
+    Attributes:
+        kind: Name of its class.
+        text: Its message.
+        stage: Name of the stage that raised it; empty if none did.
+    """
 
     kind: str
     text: str
@@ -340,12 +373,12 @@ class RemoteError(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def of(error: ServeError) -> RemoteError:
-        """Return what another process needs to raise ``error`` again."""
+        """Return the message from which another process can raise ``error`` again."""
         stage = getattr(error, "stage", "")
         return RemoteError(type(error).__name__, str(error), stage)
 
     def error(self) -> ServeError:
-        """Return the error to raise here; a ``ServeError`` if its class is unknown."""
+        """Return the error to raise; a plain ``ServeError`` if its class is unknown."""
         kind = getattr(errors, self.kind, ServeError)
         if not (isinstance(kind, type) and issubclass(kind, ServeError)):
             kind = ServeError
@@ -356,27 +389,27 @@ class RemoteError(msgspec.Struct, frozen=True, array_like=True):
 
 
 Note = Begun | Dropped | Returned | Stuck | Failed
-"""What a replica tells a router."""
+"""Message of a replica to a router."""
 
 
 class Released(Message, frozen=True):
-    """These were begun: the sender has room for as many more."""
+    """Work that was begun, so that its sender gets its credit back."""
 
     keys: tuple[Key, ...]
 
 
 class Refused(Message, frozen=True):
-    """These go back to the sender, as their router is not connected here."""
+    """Work that goes back to the sender: its router is not connected here."""
 
     keys: tuple[Key, ...]
 
 
 Credit = Released | Refused
-"""What a replica tells the replica that handed it work."""
+"""Message of a replica to the replica that sent it work."""
 
 
 class Cancel(Message, frozen=True):
-    """Nobody waits for this one any more."""
+    """An attempt whose answer nobody waits for any more."""
 
     key: Key
 
@@ -385,16 +418,17 @@ class WorkItem(msgspec.Struct, frozen=True, array_like=True):
     """The header of one attempt at one request.
 
     Attributes:
-        remaining_s: Seconds until its deadline, when it was sent.
-        is_solo: It is a suspect, and computed alone.
-        session: What keeps it at one replica of a stateful stage.
-        via: Replicas that a probe must go through, by stage.
-        share: Whose it is, and what that counts.
+        key: Router, request and attempt.
+        remaining_s: Seconds until its deadline, at the time of sending.
+        is_isolated: True for a suspect, which is computed alone.
+        session: Requests of one session go to the same replica of a stateful stage.
+        via: For a probe: replicas by stage that it must go through.
+        share: The tenant, its weight and its priority.
     """
 
     key: Key
     remaining_s: float
-    is_solo: bool = False
+    is_isolated: bool = False
     session: str | None = None
     via: dict[str, str] | None = None
     share: Share = DEFAULT_SHARE
@@ -407,7 +441,12 @@ class Work(Message, frozen=True):
 
 
 class AnswerItem(msgspec.Struct, frozen=True, array_like=True):
-    """The header of one answer."""
+    """The header of one answer.
+
+    Attributes:
+        attempt: Request and attempt.
+        is_last: True for the last part of an answer; today an answer is one part.
+    """
 
     attempt: Attempt
     is_last: bool = True
@@ -423,11 +462,12 @@ class Answers(Message, frozen=True):
 
 
 class Codec(Generic[M]):
-    """Reads and writes the messages of one kind of conversation.
+    """Encoder and decoder of one kind of messages.
 
     Args:
-        kind: The expected type, or a union of them.
-        tag: The tag that they travel with. What must overtake tensors has another one.
+        kind: Type of the messages, or a union of types.
+        tag: Tag that they are sent with. Messages that must overtake tensors have a tag
+            of their own.
     """
 
     def __init__(self, kind: Any, tag: int) -> None:
@@ -439,18 +479,18 @@ class Codec(Generic[M]):
         return f"{PROTOCOL} {_ENCODER.encode(message).decode()}"
 
     def decode(self, text: object) -> M:
-        """Return the message that ``encode`` made a text of.
+        """Return the message that ``encode`` encoded.
 
         Raises:
-            MessageError: It is of another version, of no type that is expected, or
-                damaged.
+            MessageError: The text is of another version, has an unexpected type, or is
+                malformed.
         """
         version, _, body = str(text).partition(" ")
         if version not in UNDERSTOOD:
             raise MessageError(
                 f"a message of protocol version {version[:20]!r} arrived; this process "
-                f"understands {' and '.join(UNDERSTOOD)}: run releases that are next "
-                "to each other"
+                f"understands {' and '.join(UNDERSTOOD)}: use the same or adjacent "
+                "releases"
             )
         try:
             return self._decoder.decode(body)

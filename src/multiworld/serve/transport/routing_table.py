@@ -1,7 +1,7 @@
-"""The table of a running service: who serves what, and who is connected to whom. Pure.
+"""The routing table of a service: its routes, its replicas and their edges. Pure.
 
-The controller makes it, numbers it, and tells it to every process. Each process finds
-in it the edges that it should have, and which replicas it may send work to.
+The controller makes the table, numbers it and sends it to every process. Each process
+derives from it which edges to open and which replicas to send work to.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 
 
 class ReplicaState(enum.StrEnum):
-    """How far a replica is."""
+    """State of a replica in its life."""
 
     STARTING = "starting"
-    """Its process runs, loads and connects; probes go through it."""
+    """The process loads the model and connects; only probes go through it."""
     READY = "ready"
-    """A real forward pass has gone through it."""
+    """A probe has passed through it; it gets work."""
     DRAINING = "draining"
-    """It gets no new work, and ends what it has."""
+    """It gets no new work and finishes the work it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,11 @@ class Replica:
     """One running copy of a stage.
 
     Attributes:
-        name: Unique for ever in this service.
-        version: The version of the model it belongs to.
+        name: Its name, never reused in this service.
+        model: Name of the model.
+        version: Version of the model.
         stage: Number of the stage, from 0.
+        state: State in its life.
     """
 
     name: str
@@ -40,17 +42,17 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How requests for a model travel.
+    """Routing settings of a model.
 
     Attributes:
         version: The version that new requests go to.
-        stages: Number of stages of each version that runs.
-        max_queued_requests: Most that wait at a router.
-        max_ongoing_requests: Most that a replica of stage 0 has of one router.
-        deadline_s: For requests that name none.
-        objective_s: Within which answers should come, for the count of those that did.
-        on_demand: The stages that have no replica while nobody asks; who asks waits
-            until there is one.
+        stages: Number of stages of each running version.
+        max_queued_requests: Most requests that wait at one router.
+        max_ongoing_requests: Most requests of one router at a replica of stage 0.
+        deadline_s: Deadline of requests that name none, in seconds.
+        objective_s: Latency objective in seconds, for counting SLO attainment.
+        on_demand: Stages that are scaled to zero while there are no requests; a request
+            waits until they have a replica.
     """
 
     version: str
@@ -64,11 +66,13 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class RoutingTable:
-    """Everything that the processes of a service must know of each other.
+    """The gateways, routes and replicas of a service.
 
     Attributes:
-        number: Grows with each change.
-        gateways: Names of the processes that routers live in.
+        number: Version of the table; grows with each change.
+        gateways: Names of the gateways; each has one router.
+        routes: Routing settings by model.
+        replicas: Replicas by name.
     """
 
     number: int = 0
@@ -77,7 +81,13 @@ class RoutingTable:
     replicas: dict[str, Replica] = field(default_factory=dict)
 
     def stage(self, model: str, version: str, stage: int) -> list[Replica]:
-        """Return the replicas of a stage."""
+        """Return the replicas of a stage.
+
+        Args:
+            model: Name of the model.
+            version: Version of the model.
+            stage: Number of the stage, from 0.
+        """
         return [
             replica
             for replica in self.replicas.values()
@@ -88,14 +98,15 @@ class RoutingTable:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A world of two that carries work; the one nearer to the clients is rank 0.
+    """A world of two processes that carries work; rank 0 is nearer to the clients.
 
     Attributes:
         world: Name of the world.
-        peer: The process at the other end.
+        peer: Name of the process at the other end.
         rank: Rank of this process.
-        is_upstream: Work comes from the peer. A router is upstream of everybody: work
-            of stage 0 and cancels come from it, answers and notes go to it.
+        is_upstream: True if work comes from the peer. A router is upstream of every
+            replica: it sends work to stage 0 and cancellations to all stages, and
+            receives notes and answers.
     """
 
     world: str
@@ -105,7 +116,12 @@ class Edge:
 
 
 def edges_of(table: RoutingTable, process: str) -> dict[str, Edge]:
-    """Return the edges that ``process`` should have, by peer."""
+    """Return the edges that a process should have, by peer.
+
+    Args:
+        table: The routing table.
+        process: Name of the process.
+    """
     if process in table.gateways:
         return {name: _edge(process, name, 0) for name in table.replicas}
     me = table.replicas.get(process)
@@ -125,7 +141,10 @@ def _edge(upper: str, lower: str, rank: int) -> Edge:
 
 
 def first_ready(replicas: list[Replica]) -> list[str]:
-    """Return the ready ones for a probe, or else those that are starting."""
+    """Return the names of the ready replicas, or else of the starting ones.
+
+    A probe goes through these.
+    """
     ready = [r.name for r in replicas if r.state is ReplicaState.READY]
     starting = [r.name for r in replicas if r.state is ReplicaState.STARTING]
     return ready or starting

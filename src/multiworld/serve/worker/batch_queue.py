@@ -29,7 +29,7 @@ class Work:
         rows: Rows of the request; they count towards ``max_batch_size``.
         deadline_at: Time in seconds after which nobody wants the answer.
         arrived_at: Time in seconds at which this replica received it.
-        is_solo: It runs in isolation: alone in its batch.
+        is_isolated: It runs in isolation: alone in its batch.
         session: Work of one session goes to the same replica.
         via: For a probe: replicas by stage that it must go through.
         content: The tensors; opaque here.
@@ -41,7 +41,7 @@ class Work:
     rows: int
     deadline_at: float
     arrived_at: float
-    is_solo: bool = False
+    is_isolated: bool = False
     session: str | None = None
     via: dict[str, str] | None = None
     content: Any = None
@@ -99,7 +99,7 @@ class BatchQueue:
         if not self._waiting:
             return None
         oldest = next(iter(self._waiting.values()))
-        return oldest.arrived_at + (0.0 if oldest.is_solo else self._max_wait_s)
+        return oldest.arrived_at + (0.0 if oldest.is_isolated else self._max_wait_s)
 
     def take(self, now: float) -> list[Work]:
         """Remove and return the next batch; return an empty list if none is due."""
@@ -121,12 +121,12 @@ class BatchQueue:
         if self._fair.is_shared:
             everything = [self._waiting[key] for key in self._fair.order()]
         oldest = next(iter(everything))
-        if oldest.is_solo:
+        if oldest.is_isolated:
             return [oldest]
         batch: list[Work] = []
         rows = 0
         for work in everything:
-            if work.is_solo or work.group != oldest.group:
+            if work.is_isolated or work.group != oldest.group:
                 continue
             if batch and rows + work.rows > self._max_rows:
                 break

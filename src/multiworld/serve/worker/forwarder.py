@@ -33,7 +33,7 @@ class FinishedWork:
     Attributes:
         key: Router, request number and attempt number.
         deadline_at: Time in seconds after which nobody wants the answer.
-        is_solo: It runs in isolation: alone in its batch.
+        is_isolated: It runs in isolation: alone in its batch.
         session: Work of one session goes to the same replica.
         via: For a probe: replicas by stage that it must go through.
         content: The outputs; opaque here.
@@ -43,7 +43,7 @@ class FinishedWork:
 
     key: Key
     deadline_at: float
-    is_solo: bool
+    is_isolated: bool
     session: str | None
     via: dict[str, str] | None
     content: Any
@@ -129,7 +129,12 @@ class Forwarder:
         return list(self._handed[name])
 
     def begun(self, name: str, keys: Sequence[Key]) -> None:
-        """Take note that a replica began these."""
+        """Record that a replica has begun these pieces of work.
+
+        Args:
+            name: Name of the replica.
+            keys: The pieces of work.
+        """
         if name not in self._handed:
             return
         for key in keys:
@@ -137,7 +142,13 @@ class Forwarder:
         self._begun[name].extend(keys)
 
     def refused(self, name: str, keys: Sequence[Key], now: float) -> None:
-        """Take note that a replica does not know a router yet, or any more."""
+        """Record that a replica refused work because its router is not connected.
+
+        Args:
+            name: Name of the replica.
+            keys: The refused pieces of work.
+            now: Current time, in seconds.
+        """
         for key in keys:
             self._handed.get(name, {}).pop(key, None)
             self._refusals[name, key[0]] = now + REFUSED_S
@@ -202,8 +213,8 @@ class Forwarder:
             state: [n for n in open_ if self._replicas[n].state is state]
             for state in ReplicaState
         }
-        # A version that is being replaced ends with draining replicas only. A probe of
-        # the first replicas finds none that is ready.
+        # A version that is being replaced finally has only draining replicas. A probe
+        # of the first replicas finds none that is ready.
         candidates = by_state[ReplicaState.READY]
         is_any_ready = any(
             r.state is ReplicaState.READY and name in self._handed

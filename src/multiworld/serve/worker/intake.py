@@ -1,4 +1,4 @@
-"""Bundles of work as what a replica queues. Shell."""
+"""Conversion of received bundles into queued work. Shell."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ def works_of(
     """Return the work of one bundle.
 
     Args:
-        header: What its tensors are.
+        header: Header of the bundle.
         bundle: The tensors.
-        now: When it arrived, on the monotonic clock.
-        stage: Says what may be computed together.
+        now: Monotonic time of its arrival, in seconds.
+        stage: The stage; defines which requests can share a batch.
+
+    Raises:
+        InvalidRequestError: The tensors of a request differ in their number of rows.
     """
     works = []
     contents = unpack(bundle, len(header.items))
@@ -35,7 +38,7 @@ def works_of(
                 rows=rows_of(tensors),
                 deadline_at=now + item.remaining_s,
                 arrived_at=now,
-                is_solo=item.is_solo,
+                is_isolated=item.is_isolated,
                 session=item.session,
                 via=item.via,
                 content=tensors,

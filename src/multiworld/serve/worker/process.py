@@ -1,4 +1,4 @@
-"""What runs in a process of the service: a worker, or a gateway. Shell."""
+"""Process of a replica: its worker and its connection to the controller. Shell."""
 
 from __future__ import annotations
 
@@ -48,24 +48,36 @@ from multiworld.world.world import World
 logger = logging.getLogger("multiworld.serve")
 
 IDLE_S = 0.1
-"""For how long a worker that is to end must have had nothing to do."""
+"""Seconds without work after which a finishing worker exits."""
 
 LOOK_S = 0.25
+"""Seconds between checks for a controller and gateways."""
+
 SEND_S = 5.0
+"""Most seconds that an exiting worker waits until its messages are sent."""
 
 MEMORY_LOOK_S = 0.1
+"""Seconds between checks of the memory that is used."""
+
 TELL_S = 0.5
+"""Seconds between the report of too much memory and the exit."""
+
 OUTGROWN = 99
-"""The exit code of a process that has used more memory than it declared."""
+"""Exit code of a process that has used more memory than it booked."""
 
 
-def _following(spec: ModelSpec, stage: int) -> int:
-    """Return how much the next stage takes of a sender."""
+def _credit_of_next(spec: ModelSpec, stage: int) -> int:
+    """Return how many requests a replica of the next stage takes from a sender."""
     return spec.stages[min(stage + 1, len(spec.stages) - 1)].max_ongoing_requests
 
 
 class WorkerProcess:
-    """A worker and its connection to the controller."""
+    """A worker and its connection to the controller.
+
+    Args:
+        args: Arguments of the process.
+        manager: Manager of the process's worlds.
+    """
 
     def __init__(self, args: ProcessArgs, manager: WorldManager) -> None:
         assert args.spec is not None
@@ -86,7 +98,7 @@ class WorkerProcess:
             WorkerLimits(
                 max_batch_size=limits.max_batch_size,
                 max_wait_s=limits.max_wait_ms / 1000,
-                max_ongoing_requests=_following(args.spec, args.stage),
+                max_ongoing_requests=_credit_of_next(args.spec, args.stage),
                 compute_s=limits.compute_s,
             ),
         )
@@ -99,10 +111,12 @@ class WorkerProcess:
         self._is_finishing = asyncio.Event()
 
     async def run(self) -> None:
-        """Work until told to end, or orphaned.
+        """Work until the controller or a signal ends it, or it is orphaned.
 
         Raises:
             Exception: The stage cannot be loaded, or a part of the worker has a bug.
+
+        Cancellation: Closes the edges and stops at once; work is lost.
         """
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._is_finishing.set)
@@ -112,8 +126,8 @@ class WorkerProcess:
                 self._agent.run,
                 self._load,
                 self._worker.look,
-                self._orphan,
-                self._mind_memory,
+                self._exit_if_orphaned,
+                self._monitor_memory,
             )
         ]
         ending = loop.create_task(self._finish())
@@ -144,7 +158,7 @@ class WorkerProcess:
                 self._manager, self._args.name, LEADER, ranks, self._args.store, config
             )
             group = RankGroup(world)
-            self._guard = asyncio.get_running_loop().create_task(_end_with(world))
+            self._guard = asyncio.get_running_loop().create_task(_exit_with(world))
         limit_gpu(device, needs_of(self._args.spec)[self._args.stage])
         await self._runner.load(StageContext(device=device, group=group))
         logger.info("loaded in %.3f s", time.monotonic() - began)
@@ -173,8 +187,8 @@ class WorkerProcess:
             gpu_memory_bytes=gpu_memory_of(self._args.device),
         )
 
-    async def _orphan(self) -> None:
-        """End when there has been nobody to work for."""
+    async def _exit_if_orphaned(self) -> None:
+        """Finish if there is neither a controller nor a gateway for ``orphan_s``."""
         alone_since: float | None = None
         while True:
             await asyncio.sleep(LOOK_S)
@@ -184,16 +198,16 @@ class WorkerProcess:
             else:
                 alone_since = alone_since or now
                 if now - alone_since > self._args.orphan_s:
-                    logger.warning("no controller and no gateway: this worker ends")
+                    logger.warning("no controller and no gateway: this worker exits")
                     self._is_finishing.set()
 
-    async def _mind_memory(self) -> None:
-        """End this process if it outgrows what it declared; the controller is told."""
+    async def _monitor_memory(self) -> None:
+        """Report and exit if this process uses more memory than it booked."""
         assert self._args.spec is not None
         limit = memory_limit(self._args)
         used = await outgrown(limit)
         self._agent.tell(Outgrown(used, limit))
-        await asyncio.sleep(TELL_S)  # the controller kills it, if it can
+        await asyncio.sleep(TELL_S)  # the controller kills this process, if it can
         os._exit(OUTGROWN)
 
     async def _finish(self) -> None:
@@ -209,36 +223,50 @@ class WorkerProcess:
             async with asyncio.timeout(SEND_S):
                 await self._worker.wait_sent()
         except TimeoutError:
-            pass  # who does not read what is sent has lost this process anyway
+            pass  # a peer that does not read will see this process as lost
 
 
 def memory_limit(args: ProcessArgs) -> int:
-    """Return what this process may use, with those that it has forked; 0: no limit."""
+    """Return the bytes of memory that this process and its forks may use.
+
+    0: no limit.
+    """
     assert args.spec is not None
     need = needs_of(args.spec)[args.stage]
     return need.memory_bytes if args.rank is None else need.memory_bytes // need.ranks
 
 
 async def outgrown(limit: int) -> int:
-    """Wait until this process uses more memory than ``limit``; return how much.
+    """Wait until this process uses more than ``limit`` bytes; return how many.
 
-    Cancellation: safe.
+    Never returns if ``limit`` is 0.
+
+    Cancellation: Safe.
     """
     while True:
         await asyncio.sleep(MEMORY_LOOK_S)
         used = outgrows(os.getpid(), limit) if limit else None
         if used:
-            logger.error("%s used, %s booked: it ends", mib(used), mib(limit))
+            logger.error(
+                "memory limit exceeded: %s used, %s booked; this process exits",
+                mib(used),
+                mib(limit),
+            )
             return used
 
 
-async def _end_if_outgrown(limit: int) -> None:
+async def _exit_if_outgrown(limit: int) -> None:
     await outgrown(limit)
     os._exit(OUTGROWN)
 
 
 def limit_gpu(device: str, need: Need) -> None:
-    """Have torch refuse to take more of a GPU's memory than was declared."""
+    """Limit torch's GPU memory in this process to what the replica books.
+
+    Args:
+        device: Device of the stage.
+        need: Resources that the replica books.
+    """
     if not device.startswith("cuda") or not need.gpu_memory_bytes:
         return
     total = torch.cuda.get_device_properties(device).total_memory
@@ -247,24 +275,24 @@ def limit_gpu(device: str, need: Need) -> None:
 
 
 def gpu_memory_of(device: str) -> int:
-    """Return what this process holds of a GPU's memory, in bytes."""
+    """Return the bytes of GPU memory that torch has reserved; 0 without a GPU."""
     if not device.startswith("cuda"):
         return 0
     return torch.cuda.memory_reserved(device)
 
 
 def cut(seconds: float) -> None:
-    """Be cut off: for so long nothing is read, written or beaten; nobody is told.
+    """Simulate a lost network for some seconds, without notice to the peers.
 
-    What the model computes goes on. This is how a lost network looks to the others.
+    Nothing is read or written and no heartbeats are sent; the model goes on computing.
     """
-    # The whole event loop stands still on purpose, and the helper that beats with it.
+    # This blocks the event loop on purpose, and stops the heartbeat helper.
     found = subprocess.run(
         ["pgrep", "-P", str(os.getpid())], capture_output=True, text=True, check=False
     )
     helpers = found.stdout.split()
-    # Woken by somebody else: this process is most often killed before it is over, and a
-    # helper that is stopped would not notice, and stay.
+    # Another process wakes the helper: this one is usually killed meanwhile, and a
+    # stopped helper would not notice that and remain.
     waking = f"sleep {seconds}; kill -CONT {' '.join(helpers)}"
     subprocess.Popen(
         ["sh", "-c", waking],
@@ -278,8 +306,8 @@ def cut(seconds: float) -> None:
     time.sleep(seconds)
 
 
-async def _end_with(world: World) -> None:
-    """End this process when the world of its ranks is broken: it is one replica."""
+async def _exit_with(world: World) -> None:
+    """Exit when the world of the replica's ranks breaks: they fail together."""
     await world.wait_over()
     if world.is_broken:
         logger.error("a rank of this replica was lost: %r", world)
@@ -287,15 +315,22 @@ async def _end_with(world: World) -> None:
 
 
 async def run_follower(args: ProcessArgs, rank: int) -> int:
-    """Run a rank that does not lead; return the exit code of its process."""
+    """Run a rank other than the leader; return the exit code of its process.
+
+    Args:
+        args: Arguments of the process.
+        rank: Rank in the replica.
+
+    Cancellation: Closes its worlds; a computation goes on in its thread.
+    """
     assert args.spec is not None
     limits = args.spec.stages[args.stage]
     model = build_model(args.spec)
     name = stage_name(args.spec, model, args.stage)
     runner = Executor(model.stages[args.stage], name, limits.threads)
-    # A rank that was forked counts with its leader; an actor of its own by itself.
+    # A forked rank's memory counts with its leader's; a separate actor's does not.
     limit = 0 if args.rank is None else memory_limit(args)
-    guard = asyncio.get_running_loop().create_task(_end_if_outgrown(limit))
+    guard = asyncio.get_running_loop().create_task(_exit_if_outgrown(limit))
     try:
         async with WorldManager(config=args.config()) as manager:
             world = await join_group(
@@ -311,7 +346,10 @@ async def run_follower(args: ProcessArgs, rank: int) -> int:
 
 
 async def run_worker(args: ProcessArgs) -> int:
-    """Run a worker; return the exit code of its process."""
+    """Run a worker; return the exit code of its process.
+
+    Cancellation: As for ``WorkerProcess.run``.
+    """
     try:
         async with WorldManager(config=args.config()) as manager:
             await WorkerProcess(args, manager).run()

@@ -1,8 +1,8 @@
-"""One replica of one stage: takes work from upstream, computes, hands it on. Shell.
+"""One replica of one stage: receives work, computes it and sends it on. Shell.
 
-What comes together is decided by ``BatchQueue``, who gets it next by ``Forwarder``. The
-last stage answers to the router that a request came from. Every batch is announced to
-the routers when it begins: so they know what a lost replica was computing.
+``BatchQueue`` forms the batches, and ``Forwarder`` chooses the next replica. The last
+stage answers to the router of each request. Before a batch is computed, the replica
+announces it to the routers, so that they know what a lost replica was computing.
 """
 
 from __future__ import annotations
@@ -48,34 +48,34 @@ from multiworld.serve.worker.intake import works_of
 logger = logging.getLogger("multiworld.serve")
 
 LOOK_S = 0.1
-"""Seconds between looks at deadlines and at who is silent."""
+"""Seconds between checks of deadlines and of silent replicas."""
 
-CANCELLED = 4096
-"""Cancelled requests that are remembered, lest their work arrives afterwards."""
+MAX_CANCELLED = 4096
+"""Most cancelled requests that are remembered, in case their work arrives later."""
 
 TELL_S = 0.1
-"""How long a batch waits for a router to be told of it; one that is stopped, or whose
-socket is full, does not read."""
+"""Most seconds that a batch waits until its announcement is sent; a router that is
+stopped does not read."""
 
-HUNG_S, FORSAKEN_S = 30.0, 10.0
-"""A batch that computes for so long, and so long after the last deadline of its
-requests, is taken for one that never ends."""
+HUNG_S, OVERDUE_S = 30.0, 10.0
+"""Seconds of computing, and seconds after the last deadline of its requests, after
+which a batch is taken to hang."""
 
 EXIT_HUNG = 70
-"""Exit code of a replica that ends itself because its model hangs."""
+"""Exit code of a replica that exits because its model hangs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLimits:
-    """How much one replica takes at once.
+    """Limits of one replica.
 
     Attributes:
         max_batch_size: Most rows in a batch.
-        max_wait_s: How long the oldest work waits for company.
-        max_ongoing_requests: Most that this replica may have at one of the next stage
-            and that is not begun.
-        compute_s: How long one batch may be computed for; None for what nobody can be
-            waiting for any more.
+        max_wait_s: Most seconds that the oldest work waits for more work to batch.
+        max_ongoing_requests: Credit: most requests that this replica may have sent to
+            one replica of the next stage and that are not begun there.
+        compute_s: Most seconds for one batch; None: a batch hangs after ``HUNG_S`` and
+            ``OVERDUE_S``.
     """
 
     max_batch_size: int = 16
@@ -85,15 +85,19 @@ class WorkerLimits:
 
 
 class Worker:
-    """A replica. An ``EdgeOwner``.
+    """A replica, as the owner of its process's edges.
 
     Args:
-        name: Its name in the table.
-        number: Of its stage, from 0.
-        is_last: Whether its outputs are the answers.
-        runner: Its stage.
-        limits: How much it takes at once.
+        name: Its name in the routing table.
+        number: Number of its stage, from 0.
+        is_last: Whether its stage is the last one.
+        runner: Executor of its stage.
+        limits: Limits of the replica.
         clock: Returns the monotonic time in seconds.
+
+    Attributes:
+        counts: Number of events since the start, by kind.
+        computed_s: Total computing time of all batches, in seconds.
     """
 
     def __init__(
@@ -109,7 +113,7 @@ class Worker:
         self.name, self._number, self._is_last = name, number, is_last
         self._runner, self._limits = runner, limits
         self._batcher = BatchQueue(limits.max_batch_size, limits.max_wait_s)
-        self._forwarding = Forwarder(
+        self._forwarder = Forwarder(
             number + 1, limits.max_ongoing_requests, random.random
         )
         self._table = RoutingTable()
@@ -127,40 +131,43 @@ class Worker:
         self._batch_rows = [0] * (len(ROWS_BOUNDS) + 1)
         self._batch_seconds = [0] * (len(SECONDS_BOUNDS) + 1)
 
-    # What the process around it asks.
+    # For the process around it.
 
     def table_changed(self, table: RoutingTable) -> None:
-        """Take note of a new table."""
+        """Apply a new routing table."""
         self._table = table
         me = table.replicas.get(self.name)
         if me is not None:
             following = table.stage(me.model, me.version, self._number + 1)
-            self._forwarding.table_changed(following)
-            self._return(self._forwarding.give_back())
+            self._forwarder.table_changed(following)
+            self._return(self._forwarder.give_back())
             self._hand([])
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing that it still has to do."""
-        busy = len(self._batcher) + len(self._forwarding) + len(self._running)
-        return busy + self._forwarding.handed_count == 0
+        """True if the replica has no work left."""
+        busy = len(self._batcher) + len(self._forwarder) + len(self._running)
+        return busy + self._forwarder.handed_count == 0
 
     @property
     def has_router(self) -> bool:
-        """Whether work may come."""
+        """True if a router is connected, so that work may arrive."""
         return bool(self._routers)
 
     async def wait_sent(self) -> None:
-        """Wait until all that it has sent is on its way.
+        """Wait until all queued messages were sent.
 
-        Cancellation: safe.
+        Cancellation: Safe.
         """
         outboxes = {*self._routers.values(), *self._upstream.values()}
         for outbox in {*outboxes, *self._downstream.values()}:
             await outbox.wait_sent()
 
     def report(self) -> WorkerReport:
-        """Return what it does at this moment, for ``status`` and ``explain``."""
+        """Return the replica's current state, for ``status`` and ``explain``.
+
+        The process adds its CPU time and memory.
+        """
         now = self._clock()
         return WorkerReport(
             queued=len(self._batcher),
@@ -168,8 +175,8 @@ class Worker:
             probing=self._batcher.probes
             + sum(work.via is not None for work in self._running),
             computing_s=now - self._running_since if self._running else 0.0,
-            waiting_for_next=len(self._forwarding),
-            handed=self._forwarding.handed_count,
+            waiting_for_next=len(self._forwarder),
+            handed=self._forwarder.handed_count,
             computed_s=self.computed_s,
             counts=dict(self.counts),
             batch_rows=tuple(self._batch_rows),
@@ -182,11 +189,11 @@ class Worker:
     # Edges.
 
     def edge_up(self, outbox: Outbox) -> list[Body]:
-        """Take note of a new incarnation of an edge."""
+        """Handle a new incarnation of an edge; return the readers to run on it."""
         peer = outbox.edge.peer
         if not outbox.edge.is_upstream:
             self._downstream[peer] = outbox
-            self._forwarding.connected(peer)
+            self._forwarder.connected(peer)
             self._hand([])
             return [lambda: self._read_credit(outbox)]
         if peer in self._table.gateways:
@@ -199,16 +206,17 @@ class Worker:
         return [lambda: self._read_work(outbox), lambda: self._read_cancels(outbox)]
 
     def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
-        """Take note of its end."""
+        """Handle the end of an incarnation of an edge."""
         peer = outbox.edge.peer
         if self._downstream.get(peer) is outbox:
             del self._downstream[peer]
-            self._drop(self._forwarding.lost(peer))
+            self._drop(self._forwarder.lost(peer))
         elif self._routers.get(peer) is outbox:
             del self._routers[peer]
-            # Nobody waits for these any more: a router that comes back sends anew.
+            # Nobody waits for this work any more: a router that reconnects sends it
+            # again.
             self._release(self._batcher.cancel_of(peer))
-            self._forwarding.cancel_of(peer)
+            self._forwarder.cancel_of(peer)
         else:
             self._upstream.pop(peer, None)
 
@@ -231,16 +239,16 @@ class Worker:
                 self._batcher.add(work)
             else:
                 refused.append(work)
-        # What cannot be answered from here goes back, for its router to send again.
+        # Work whose router is not connected here goes back to its sender.
         for source, keys in self._by_source(refused).items():
             source.send_nowait(CREDITS, protocol.Refused(tuple(keys)))
         self._arrived.set()
 
     def _too_many(self, rows: int) -> InvalidRequestError:
         return InvalidRequestError(
-            f"a request with {rows} rows does not fit a batch of at most "
+            f"a request with {rows} rows does not fit into a batch of at most "
             f"{self._limits.max_batch_size} (max_batch_size of stage {self._number}); "
-            "send fewer rows at a time"
+            "send fewer rows in one request"
         )
 
     async def _read_cancels(self, outbox: Outbox) -> None:
@@ -248,16 +256,16 @@ class Worker:
             self._cancel((await receive(outbox.world, CANCELS, src=0)).key)
 
     def _cancel(self, key: Key) -> None:
-        """Free the work of a request that nobody waits for, wherever it has got to."""
+        """Cancel a request here, and at the next stage if it was sent there."""
         self._cancelled[key] = None
-        while len(self._cancelled) > CANCELLED:
+        while len(self._cancelled) > MAX_CANCELLED:
             self._cancelled.popitem(last=False)
         work = self._batcher.cancel(key)
         if work is not None:
             self.counts["cancelled"] += 1
             self._release([work])
-        self._forwarding.cancel(key)
-        holder = self._downstream.get(self._forwarding.holder(key) or "")
+        self._forwarder.cancel(key)
+        holder = self._downstream.get(self._forwarder.holder(key) or "")
         if holder is not None:
             holder.send_nowait(CANCELS, protocol.Cancel(key))
 
@@ -265,16 +273,20 @@ class Worker:
         while True:
             match await receive(outbox.world, CREDITS, src=1):
                 case protocol.Refused(keys):
-                    self._forwarding.refused(outbox.edge.peer, keys, self._clock())
+                    self._forwarder.refused(outbox.edge.peer, keys, self._clock())
                     self._return(keys)
                 case protocol.Released(keys):
-                    self._forwarding.begun(outbox.edge.peer, keys)
+                    self._forwarder.begun(outbox.edge.peer, keys)
             self._hand([])
 
     # Computing.
 
     async def run(self) -> None:
-        """Compute until cancelled."""
+        """Compute batches until cancelled.
+
+        Cancellation: A batch that is being computed goes on in its thread; its outputs
+            are dropped.
+        """
         while True:
             batch = await self._next_batch()
             await self._begin(batch)
@@ -291,7 +303,7 @@ class Worker:
 
     async def _next_batch(self) -> list[Work]:
         while True:
-            while len(self._forwarding) >= self._limits.max_ongoing_requests:
+            while len(self._forwarder) >= self._limits.max_ongoing_requests:
                 self._room.clear()
                 await self._room.wait()
             now = self._clock()
@@ -308,18 +320,18 @@ class Worker:
                 pass
 
     async def _begin(self, batch: list[Work]) -> None:
-        """Announce a batch; the routers are told before anything is computed.
+        """Announce a batch to its routers before it is computed.
 
-        Should it kill this process, they know what it was.
+        If the batch kills this process, they know which requests it had.
         """
         self._running, self._running_since = batch, self._clock()
         self.counts["batches"] += 1
         self.counts["rows"] += sum(work.rows for work in batch)
         self.counts["requests"] += len(batch)
-        is_solo = batch[0].is_solo
+        is_isolated = batch[0].is_isolated
         by_router = _by_router(work.key for work in batch)
         for router, keys in by_router.items():
-            self._tell(router, protocol.Begun(tuple(keys), is_solo))
+            self._tell(router, protocol.Begun(tuple(keys), is_isolated))
         boxes = [self._routers[r] for r in by_router if r in self._routers]
         untold = [box.wait_sent() for box in boxes if not box.is_idle]
         if untold:
@@ -327,18 +339,18 @@ class Worker:
                 async with asyncio.timeout(TELL_S):
                     await asyncio.gather(*untold)
             except TimeoutError:
-                pass  # a router that does not read keeps nobody from computing
+                pass  # compute anyway if a router does not read
         self._release(batch)
 
     def _release(self, works: list[Work]) -> None:
-        """Tell the senders that these do not wait any more: they have credit again."""
+        """Return the credit of this work to its senders."""
         for source, keys in self._by_source(works).items():
             source.send_nowait(CREDITS, protocol.Released(tuple(keys)))
 
     def _by_source(self, works: list[Work]) -> dict[Outbox, list[Key]]:
-        """Return the keys by the replica that sent them, and forget who it was.
+        """Remove the senders of this work; return its keys by sender.
 
-        Routers are left out: they are told by notes.
+        Routers are omitted: they give no credit and get notes instead.
         """
         found: dict[Outbox, list[Key]] = {}
         for work in works:
@@ -358,7 +370,7 @@ class Worker:
                     FinishedWork(
                         work.key,
                         work.deadline_at,
-                        work.is_solo,
+                        work.is_isolated,
                         work.session,
                         work.via,
                         outcome,
@@ -385,12 +397,12 @@ class Worker:
         if self._is_last:
             return
         now = self._clock() if now is None else now
-        for name, pieces in self._forwarding.hand(finished, now).items():
+        for name, pieces in self._forwarder.hand(finished, now).items():
             items = tuple(
                 WorkItem(
                     piece.key,
                     piece.deadline_at - now,
-                    piece.is_solo,
+                    piece.is_isolated,
                     piece.session,
                     piece.via,
                     piece.share,
@@ -400,10 +412,10 @@ class Worker:
             tensors = pack([piece.content for piece in pieces])
             outbox = self._downstream[name]
             outbox.bundle_nowait(WORK, protocol.Work(items), tensors)
-        if len(self._forwarding) < self._limits.max_ongoing_requests:
+        if len(self._forwarder) < self._limits.max_ongoing_requests:
             self._room.set()
 
-    # Telling.
+    # Notes to the routers.
 
     def _fail(self, key: Key, error: ServeError) -> None:
         self.counts["failed"] += 1
@@ -422,7 +434,7 @@ class Worker:
         what: str,
         kind: type[protocol.Dropped | protocol.Returned | protocol.Stuck],
     ) -> None:
-        """Count these, and tell their routers what became of them at the next stage."""
+        """Count attempts, and report to their routers what the next stage did."""
         for router, attempts in _by_router(keys).items():
             self.counts[what] += len(attempts)
             self._tell(router, kind(tuple(attempts), self._number + 1))
@@ -433,7 +445,12 @@ class Worker:
             outbox.send_nowait(NOTES, note)
 
     async def look(self) -> None:
-        """Look at deadlines and at who is silent, until cancelled."""
+        """Check deadlines, silent replicas and a hung model until cancelled.
+
+        Exits the process if the model hangs.
+
+        Cancellation: Safe.
+        """
         while True:
             await asyncio.sleep(LOOK_S)
             now = self._clock()
@@ -442,29 +459,29 @@ class Worker:
             self._release(self._batcher.expired(now))
             for name, outbox in list(self._downstream.items()):
                 is_silent = outbox.silent_s() > SILENT_S
-                stuck = self._forwarding.silent(name, is_silent=is_silent)
+                stuck = self._forwarder.silent(name, is_silent=is_silent)
                 self._tell_of(stuck, "stuck", protocol.Stuck)
-            self._return(self._forwarding.give_back())
+            self._return(self._forwarder.give_back())
             self._hand([])
 
     def _is_hung(self, now: float) -> bool:
-        """Whether what runs is taken to run for ever."""
+        """Tell whether the running batch is taken to hang."""
         if not self._running:
             return False
         running_s = now - self._running_since
         if self._limits.compute_s is not None:
             return running_s > self._limits.compute_s
         last = max(work.deadline_at for work in self._running)
-        return running_s > HUNG_S and now - last > FORSAKEN_S
+        return running_s > HUNG_S and now - last > OVERDUE_S
 
     def _end_process(self, now: float) -> None:
-        """End at once: a thread that computes cannot be stopped in any other way.
+        """Exit at once, because a computing thread cannot be stopped otherwise.
 
-        The routers see a lost replica, and know what it was computing.
+        The routers see a lost replica, and know which requests it was computing.
         """
         logger.error(
-            "the model of stage %d has computed %d request(s) for %.1f s; this replica "
-            "ends, here is where it was:",
+            "the model of stage %d hangs: it has computed %d request(s) for %.1f s; "
+            "this replica exits; stack traces of its threads follow",
             self._number,
             len(self._running),
             now - self._running_since,

@@ -78,7 +78,7 @@ class Bench:
         self.bridge = Bridge()
         made: Any = self.launcher
         made._bridge = self.bridge
-        self.hear: Callable[[BridgeNews], None] = made._told
+        self.hear: Callable[[BridgeNews], None] = made._on_news
         self.hear(ClusterNodes((NODE,), False))
 
     def launch(self, name: str) -> asyncio.Future[Any]:
@@ -136,7 +136,7 @@ async def test_new_bridge_keeps_what_runs_and_forgets_what_was_to_end() -> None:
     bench.bridge.is_running = False
     made: Any = bench.launcher
     made._bridge_ended()
-    assert "ended" in bench.launcher.trouble()
+    assert "lost" in bench.launcher.trouble()
     await made._connect_again()
     assert bench.launcher.trouble() == ""
     (sweep,) = bench.bridge.of(Sweep)
@@ -150,7 +150,7 @@ async def test_machine_that_is_gone_is_no_place() -> None:
     """Nothing of the try is left."""
     bench = Bench()
     bench.hear(ClusterNodes((), False))
-    with pytest.raises(LaunchError, match="n1 is gone"):
+    with pytest.raises(LaunchError, match="n1 is not in the cluster"):
         await bench.launch("m/0/1")
     assert bench.bridge.of(LaunchActor) == []
 

@@ -105,7 +105,9 @@ class Run:
 def dispatched(actions: list[Action]) -> list[tuple[str, int, int, bool]]:
     """Return the dispatched attempts."""
     return [
-        (a.replica, *a.attempt, a.is_solo) for a in actions if isinstance(a, Dispatch)
+        (a.replica, *a.attempt, a.is_isolated)
+        for a in actions
+        if isinstance(a, Dispatch)
     ]
 
 
@@ -425,9 +427,9 @@ class Fleet:
         """Carry out the router's actions."""
         for action in actions:
             match action:
-                case Dispatch(replica, (number, attempt), is_solo):
+                case Dispatch(replica, (number, attempt), is_isolated):
                     assert replica in self.up
-                    self.at[replica].append((number, attempt, is_solo))
+                    self.at[replica].append((number, attempt, is_isolated))
                 case Deliver(number, True) | Reject(number, _):
                     self.ended.setdefault(number, []).append(action)
                 case Cancel(replica, (number, attempt)):
@@ -443,15 +445,15 @@ class Fleet:
         """Let a replica compute its oldest work."""
         if not self.at[name] or name not in self.up:
             return
-        number, attempt, is_solo = self.at[name].pop(0)
-        self.handle(Begun(name, ((number, attempt),), is_solo))
+        number, attempt, is_isolated = self.at[name].pop(0)
+        self.handle(Begun(name, ((number, attempt),), is_isolated))
         if name in self.STAGES[1]:
             self.handle(Answered((number, attempt), True))
             return
         following = [n for n in self.STAGES[1] if n in self.up]
         if following:
             self.at[following[number % len(following)]].append(
-                (number, attempt, is_solo)
+                (number, attempt, is_isolated)
             )
         else:
             self.handle(Dropped(((number, attempt),), 1))
@@ -461,8 +463,8 @@ class Fleet:
         if name not in self.up:
             return
         begun = [w for w in self.at[name][:1] if w[0] % 2]
-        for number, attempt, is_solo in begun:
-            self.handle(Begun(name, ((number, attempt),), is_solo))
+        for number, attempt, is_isolated in begun:
+            self.handle(Begun(name, ((number, attempt),), is_isolated))
         held = [w[:2] for w in self.at[name]]
         self.at[name] = []
         self.up.discard(name)

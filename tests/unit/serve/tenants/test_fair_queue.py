@@ -236,7 +236,7 @@ def test_priority_comes_first_in_a_router(seed: int) -> None:
     for number in range(1, 5):
         submit(found, number + 10 * seed, FLOOD)
     submit(found, 77, Share("vip", 1.0, priority=2))
-    actions = found.handle(Begun("r", ((0, 1),), is_solo=False), 0.0)
+    actions = found.handle(Begun("r", ((0, 1),), is_isolated=False), 0.0)
     assert not [a for a in actions if isinstance(a, Dispatch)]
     (sent,) = [a for a in found.handle(Withdrawn(0), 0.0) if isinstance(a, Dispatch)]
     assert sent.attempt[0] == 77

@@ -48,7 +48,7 @@ from multiworld.serve.tenants.quarantine import (
 )
 from multiworld.serve.tenants.rate_limits import RateLimiter
 from multiworld.serve.tenants.usage_meter import (
-    MOST_TOLD,
+    MAX_UNCONFIRMED,
     RESEND_S,
     UsageMeter,
     UsageRow,
@@ -86,24 +86,25 @@ def test_keys_are_unique_and_stored_as_digests() -> None:
 def test_directory_finds_the_tenant_of_a_valid_key_only() -> None:
     """The whole key must match, be valid, and its tenant must not be suspended."""
     (acme, key), (beta, other) = keyed("acme"), keyed("beta")
-    book = TenantDirectory()
-    book.put([acme, beta])
-    assert book.find(*parse_key(key), 0.0) is acme
-    assert book.find(*parse_key(other), 0.0) is beta
-    assert book.find(parse_key(key)[0], parse_key(other)[1], 0.0) is None
+    directory = TenantDirectory()
+    directory.put([acme, beta])
+    assert directory.find(*parse_key(key), 0.0) is acme
+    assert directory.find(*parse_key(other), 0.0) is beta
+    assert directory.find(parse_key(key)[0], parse_key(other)[1], 0.0) is None
     assert (
-        book.find(*parse_key(key[:-1] + ("a" if key[-1] != "a" else "b")), 0.0) is None
+        directory.find(*parse_key(key[:-1] + ("a" if key[-1] != "a" else "b")), 0.0)
+        is None
     )
     ending = replace(acme, keys=(replace(acme.keys[0], expires_at=10.0),))
-    book.put([ending])
-    assert book.find(*parse_key(key), 9.9) is ending
-    assert book.find(*parse_key(key), 10.0) is None
-    book.put([replace(acme, is_suspended=True)])
-    assert book.find(*parse_key(key), 0.0) is None
-    book.put([replace(acme, keys=())])
-    assert book.find(*parse_key(key), 0.0) is None
-    book.remove("beta")
-    assert book.find(*parse_key(other), 0.0) is None
+    directory.put([ending])
+    assert directory.find(*parse_key(key), 9.9) is ending
+    assert directory.find(*parse_key(key), 10.0) is None
+    directory.put([replace(acme, is_suspended=True)])
+    assert directory.find(*parse_key(key), 0.0) is None
+    directory.put([replace(acme, keys=())])
+    assert directory.find(*parse_key(key), 0.0) is None
+    directory.remove("beta")
+    assert directory.find(*parse_key(other), 0.0) is None
 
 
 def test_unknown_key_ids_are_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,10 +117,10 @@ def test_unknown_key_ids_are_compared_too(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr("hmac.compare_digest", compare)
     acme, key = keyed("acme")
-    book = TenantDirectory()
-    book.put([acme])
+    directory = TenantDirectory()
+    directory.put([acme])
     for text in (key, make_key()[0], "nonsense", ""):
-        book.find(*parse_key(text), 0.0)
+        directory.find(*parse_key(text), 0.0)
     assert [len(one) + len(other) for one, other in compared] == [128] * 4
 
 
@@ -135,10 +136,10 @@ def test_ten_thousand_tenants_are_sent_in_chunks_and_found() -> None:
     assert len(orders) == 10_000 / CHUNK
     firsts = [order.is_first for order in orders]
     assert firsts == [True] + [False] * (len(orders) - 1)
-    book = TenantDirectory()
+    directory = TenantDirectory()
     for order in orders:
-        book.put(order.tenants)
-    found = book.find(f"{9876:012x}", f"{9876:064x}", 0.0)
+        directory.put(order.tenants)
+    found = directory.find(f"{9876:012x}", f"{9876:064x}", 0.0)
     assert found is not None
     assert found.name == "t9876"
 
@@ -258,7 +259,7 @@ def test_authenticator_admits_requests_with_a_key() -> None:
     """Other requests are refused and counted."""
     authenticator = Authenticator(needs_key=True)
     acme, key = keyed("acme", max_parallel_requests=1)
-    authenticator.book.put([acme])
+    authenticator.directory.put([acme])
     with pytest.raises(UnauthorizedError, match="needs an API key"):
         authenticator.admit({})
     with pytest.raises(UnauthorizedError, match="unknown, expired"):
@@ -274,7 +275,7 @@ def test_authenticator_admits_requests_with_a_key() -> None:
         ("", "wrong key"): 1,
         ("acme", "max_parallel_requests"): 1,
     }
-    (told,) = authenticator.meter.tell(0.0)
+    (told,) = authenticator.meter.take_due(0.0)
     rows = {(row[1], row[2]): row[3:] for row in told[1]}
     assert rows["acme", "m"][:4] == (1, 1, 0, 0)
     assert rows["acme", ""][3] == 1
@@ -287,7 +288,7 @@ def test_authenticator_without_keys_admits_everybody() -> None:
     assert authenticator.admit(headers("sk-anything")).tenant.name == ""
     assert authenticator.admit({}).tenant.name == ""
     acme, key = keyed("acme")
-    authenticator.book.put([acme])
+    authenticator.directory.put([acme])
     assert authenticator.admit(headers(key)).tenant is acme
     assert authenticator.admit({}).tenant.name == ""
     with pytest.raises(UnauthorizedError):
@@ -298,25 +299,25 @@ def test_authenticator_refuses_poison_requests() -> None:
     """First the request, then its tenant; never another tenant."""
     authenticator = Authenticator(needs_key=False)
     (acme, key), (beta, other) = keyed("acme"), keyed("beta")
-    authenticator.book.put([acme, beta])
+    authenticator.directory.put([acme, beta])
     one, two = authenticator.admit(headers(key)), authenticator.admit(headers(other))
-    post = "m", "1"
-    assert not authenticator.needs_digest(acme, post)
-    authenticator.add_poison("acme", post, "bad")
-    assert authenticator.needs_digest(acme, post)
+    model_version = "m", "1"
+    assert not authenticator.needs_digest(acme, model_version)
+    authenticator.add_poison("acme", model_version, "bad")
+    assert authenticator.needs_digest(acme, model_version)
     for _ in range(3):  # texts of one call
         with pytest.raises(RequestPoisonedError):
-            authenticator.check_poison(one, post, "bad")
+            authenticator.check_poison(one, model_version, "bad")
     assert authenticator.refused["acme", "poisonous"] == 1
-    authenticator.check_poison(one, post, "good")
+    authenticator.check_poison(one, model_version, "good")
     authenticator.check_poison(one, ("m", "2"), "bad")  # another version may survive it
-    authenticator.check_poison(two, post, "bad")
+    authenticator.check_poison(two, model_version, "bad")
     for number in range(2):
-        authenticator.add_poison("acme", post, f"d{number}")
+        authenticator.add_poison("acme", model_version, f"d{number}")
     with pytest.raises(QuarantinedError) as found:
-        authenticator.check_poison(one, post, "good")
+        authenticator.check_poison(one, model_version, "good")
     assert found.value.retry_after_s > 10
-    authenticator.check_poison(two, post, "good")
+    authenticator.check_poison(two, model_version, "good")
 
 
 def test_digest_differs_between_requests() -> None:
@@ -341,19 +342,19 @@ def test_usage_is_counted_once_however_often_it_is_sent(tmp_path: Path) -> None:
     registry, meter = TenantDatabase(tmp_path / "r.db"), UsageMeter()
     meter.at("acme", "m", 125.0).requests += 2
     meter.at("acme", "m", 130.0).requests += 1
-    (first,) = meter.tell(0.0)
+    (first,) = meter.take_due(0.0)
     meter.at("acme", "m", 190.0).requests += 5
-    (second,) = meter.tell(1.0)
+    (second,) = meter.take_due(1.0)
     registry.add_usage("a meter", *second)
     registry.add_usage("a meter", *first)
-    meter.tell_again()
-    assert meter.tell(2.0) == [first, second]
-    assert meter.tell(3.0) == []
-    assert meter.tell(2.0 + RESEND_S) == [first, second]
+    meter.resend_all()
+    assert meter.take_due(2.0) == [first, second]
+    assert meter.take_due(3.0) == []
+    assert meter.take_due(2.0 + RESEND_S) == [first, second]
     for told in (second, first, second):
         registry.add_usage("a meter", *told)
         meter.confirmed(told[0])
-    assert meter.is_all_told
+    assert meter.is_all_confirmed
     row_told = UsageRow(180, "acme", "m", 1, 0, 0, 0, 0, 0, 0, 0.0)
     registry.add_usage("another meter", 1, [row_told])
     (row,) = registry.usage(None, 0.0, by_minute=False)
@@ -368,14 +369,14 @@ def test_meter_keeps_unconfirmed_usage() -> None:
     """While nothing is confirmed, it goes on counting and sends the rest later."""
     meter = UsageMeter()
     told: dict[int, Any] = {}
-    for number in range(MOST_TOLD + 3):
+    for number in range(MAX_UNCONFIRMED + 3):
         meter.at("a", "m", number * 60.0).requests += 1
-        told.update(meter.tell(float(number)))
-    assert len(told) == MOST_TOLD
-    assert not meter.is_all_told
+        told.update(meter.take_due(float(number)))
+    assert len(told) == MAX_UNCONFIRMED
+    assert not meter.is_all_confirmed
     for number in told:
         meter.confirmed(number)
-    (rest,) = meter.tell(100.0)
+    (rest,) = meter.take_due(100.0)
     assert len(rest[1]) == 3
 
 
@@ -485,11 +486,11 @@ def test_decision_log_keeps_decisions_with_their_snapshots(tmp_path: Path) -> No
     """On disk always; in memory, they can be left out."""
     journal = DecisionLog(tmp_path / "d.jsonl")
     for number in range(3):
-        journal.decide("scaling", "m", f"what {number}", {"rate": number}, {"now": 1.0})
-    journal.think("scaling", "m", "nothing new")
+        journal.record("scaling", "m", f"what {number}", {"rate": number}, {"now": 1.0})
+    journal.set_reason("scaling", "m", "nothing new")
     last = journal.last(2, with_snapshots=False)
     assert [d["what"] for d in last] == ["what 1", "what 2"]
     assert "snapshot" not in last[0]
-    assert journal.thoughts()[0]["what"] == "nothing new"
+    assert journal.reasons()[0]["what"] == "nothing new"
     lines = (tmp_path / "d.jsonl").read_text().splitlines()
     assert json.loads(lines[2])["snapshot"] == {"now": 1.0}

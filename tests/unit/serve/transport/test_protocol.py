@@ -58,7 +58,7 @@ NEWS_SENT: list[News] = [
     Outgrown(used=2**40, limit=2**30),
 ]
 NOTES_SENT: list[Note] = [
-    Begun(((1, 2), (3, 1)), is_solo=True),
+    Begun(((1, 2), (3, 1)), is_isolated=True),
     Dropped(((1, 2),), 1),
     Failed((4, 1), RemoteError.of(ModelFailedError("no", stage="head"))),
 ]

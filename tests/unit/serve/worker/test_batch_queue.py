@@ -17,11 +17,11 @@ def work(
     rows: int = 1,
     at: float = 0.0,
     deadline: float = 100.0,
-    is_solo: bool = False,
+    is_isolated: bool = False,
     router: str = "r",
 ) -> Work:
     """Return a piece of work."""
-    return Work((router, number, 1), group, rows, deadline, at, is_solo)
+    return Work((router, number, 1), group, rows, deadline, at, is_isolated)
 
 
 def numbers(batch: list[Work]) -> list[int]:
@@ -72,9 +72,9 @@ def test_batch_when_groups_differ_then_one_at_a_time() -> None:
 def test_suspect_runs_in_isolation_without_waiting() -> None:
     """No earlier or later work shares its batch."""
     batcher = BatchQueue(8, 10.0)
-    batcher.add(work(0, is_solo=True))
+    batcher.add(work(0, is_isolated=True))
     batcher.add(work(1))
-    batcher.add(work(2, is_solo=True))
+    batcher.add(work(2, is_isolated=True))
     assert numbers(batcher.take(0.0)) == [0]
     assert batcher.take(0.0) == []
     assert numbers(batcher.take(10.0)) == [1]
@@ -107,12 +107,12 @@ def test_everything_runs_once_within_the_limits(
 ) -> None:
     """For any order of arrival."""
     batcher = BatchQueue(limit, 0.0)
-    for number, (group, rows, is_solo) in enumerate(wishes):
-        batcher.add(work(number, group=group, rows=rows, is_solo=is_solo))
+    for number, (group, rows, is_isolated) in enumerate(wishes):
+        batcher.add(work(number, group=group, rows=rows, is_isolated=is_isolated))
     seen: list[int] = []
     while batch := batcher.take(0.0):
         assert sum(w.rows for w in batch) <= limit
         assert len({w.group for w in batch}) == 1
-        assert len(batch) == 1 or not any(w.is_solo for w in batch)
+        assert len(batch) == 1 or not any(w.is_isolated for w in batch)
         seen += numbers(batch)
     assert sorted(seen) == list(range(len(wishes)))

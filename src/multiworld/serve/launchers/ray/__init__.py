@@ -1,6 +1,6 @@
 """Replicas on the machines of a Ray cluster.
 
-Ray starts, ends and counts them; what they say to each other goes over worlds. The
-driver is a process of its own (``bridge``), because Ray ends a driver that has lost the
-head of its cluster, and a controller must outlive that.
+Ray starts and ends the replicas and accounts for their resources; they exchange data
+over worlds. The driver is a process of its own (``bridge``), because Ray ends a driver
+that has lost the head of its cluster, and the controller must survive that.
 """

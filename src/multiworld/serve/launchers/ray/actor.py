@@ -1,4 +1,4 @@
-"""The actor of Ray that runs one rank of a replica. Shell."""
+"""Ray actor that runs one rank of a replica. Shell."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import threading
 from pathlib import Path
 
 LINGER_S = 5.0
-"""For how long a process outlives what it ran, to tell of its end."""
+"""Seconds that the actor stays after ``run``, so that its exit code can be read."""
 
 
 class ReplicaActor:
-    """One rank. Its ``run`` takes as long as the replica lives."""
+    """One rank of a replica. Its method ``run`` returns when the replica exits."""
 
     def hello(self) -> tuple[int, int]:
-        """Return this process's id, and when it began in the kernel's ticks."""
+        """Return this process's id, and its start time in the kernel's ticks."""
         stat = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
         return os.getpid(), int(stat[19])
 
@@ -24,10 +24,11 @@ class ReplicaActor:
 
         Args:
             args: Its ``ProcessArgs`` as JSON.
-            env: What it finds in its environment. Not in the actor's own options: they
-                are shown to everybody who sees the cluster.
-            folder: Where the service was started; what is imported may lie there.
-            log: Where the output goes, if its folder is on this machine.
+            env: Variables added to its environment. They are not in the actor's
+                options, because Ray shows those to all users of the cluster.
+            folder: Folder in which the service was started; modules may be imported
+                from it.
+            log: File for the output, if its folder exists on this machine.
         """
         os.environ.update(env)
         if Path(folder).is_dir() and folder not in sys.path:
@@ -40,15 +41,15 @@ class ReplicaActor:
         from multiworld.serve.launchers.entry import main
 
         code = main(args)
-        # The bridge ends the actor when it hears of this; a head that is lost just now
-        # would leave an idle process behind.
+        # The bridge ends the actor when it gets the code. If the head is lost just now
+        # it cannot, and an idle process would remain.
         timer = threading.Timer(LINGER_S, os._exit, [code])
         timer.daemon = True
         timer.start()
         return code
 
     def ended(self) -> None:
-        """Return when ``run`` has ended: calls of an actor come one after the other."""
+        """Return when ``run`` has returned, because actor calls run one by one."""
 
 
 def probe_gpus() -> list[tuple[int, str, int]]:

@@ -1,8 +1,8 @@
-"""The Ray driver of a service: starts and ends actors, tells of machines. Shell.
+"""Ray driver of a service, which starts and ends actors and lists machines. Shell.
 
-Run as ``python -m multiworld.serve.launchers.ray.bridge FD ADDRESS NAMESPACE APP``:
-orders come and news go as lines (``launchers.protocol``) on the socket FD. Actors
-outlive it: they are detached, and the next bridge finds them by name.
+Run it as ``python -m multiworld.serve.launchers.ray.bridge FD ADDRESS NAMESPACE APP``.
+It reads orders and writes news as lines (``launchers.protocol``) on the socket FD.
+Actors are detached and survive the bridge; the next bridge finds them by name.
 """
 
 from __future__ import annotations
@@ -48,29 +48,37 @@ from multiworld.serve.launchers.protocol import (
 from multiworld.serve.launchers.ray.actor import ReplicaActor, probe_gpus
 
 PLACE_S = 10.0
-"""How long Ray may take to set a replica's resources aside on a machine."""
+"""Most seconds that Ray may take to reserve a replica's resources on a machine."""
 
 START_S = 60.0
-"""How long it may take to start the actor's process."""
+"""Most seconds that an actor's process may take to start."""
 
 LOOK_S = 0.5
-ALONE_S = 5.0
-"""How long the end of an earlier controller may take to be known to the head."""
+"""Seconds between queries of the head."""
+
+CLAIM_S = 5.0
+"""Most seconds until the head knows that an earlier controller has exited."""
 
 GPU_S = 30.0
-TRIFLE = 0.0001
-"""Of a machine's own resource: a bundle must not be empty, and what books no CPU takes
-none, in our ledger as in Ray's."""
+"""Most seconds that a machine may take to list its GPUs."""
+
+MINIMAL_SHARE = 0.0001
+"""Share of a machine's own resource in every bundle. A bundle must not be empty, and a
+replica that books no CPU must not take one in Ray either."""
 
 HEAD = "node:__internal_head__"
+"""Resource that only the head has."""
+
 STARTERS = 64
-LAST_S = 5.0
-"""What was ordered before the end gets so long to be done."""
+"""Most orders that are carried out at the same time."""
+
+DRAIN_S = 5.0
+"""Seconds to finish pending orders after the controller has closed the socket."""
 
 NAME_LABEL = "multiworld/name"
 ID_LABEL = "ray.io/node-id"
 LOCAL = {
-    # A head that is lost must not take the replicas along; see docs/serve/ray.md.
+    # Replicas must survive the loss of the head; see docs/serve/ray.md.
     "gcs_rpc_server_reconnect_timeout_s": 10**6,
     "health_check_period_ms": 1000,
     "health_check_timeout_ms": 1000,
@@ -79,26 +87,34 @@ LOCAL = {
 
 
 class Bridge:
-    """The loop of the process; orders are carried out by threads."""
+    """The main loop of the bridge; a pool of threads carries out the orders.
+
+    Args:
+        control: Socket to the controller.
+        namespace: Ray namespace of the actors.
+        app: Name of the service.
+    """
 
     def __init__(self, control: socket.socket, namespace: str, app: str) -> None:
         self._control, self._namespace, self._app = control, namespace, app
         self._news: queue.SimpleQueue[BridgeNews] = queue.SimpleQueue()
         self._starters = ThreadPoolExecutor(STARTERS)
-        self._remote: Any = ray.remote  # its overloads know no keyword alone
+        self._remote: Any = ray.remote  # its overloads lack a call with keywords only
         self._class = self._remote(ReplicaActor)
         self._ask: Any = ray.nodes
         self._gpus: dict[str, list[tuple[int, str, int]]] = {}
         self._asked: set[str] = set()
 
-    def be_only(self) -> None:
-        """Be the only controller of the service on this cluster.
+    def claim_service(self) -> None:
+        """Register as the only controller of the service on this cluster.
+
+        A placement group of this driver is the lock; Ray removes it with the driver.
 
         Raises:
-            RuntimeError: There is one. What says so is gone with its bridge.
+            RuntimeError: The service already has a controller on this cluster.
         """
         name = f"{self._app}/controller"
-        limit = time.monotonic() + ALONE_S
+        limit = time.monotonic() + CLAIM_S
         while True:
             try:
                 there = get_placement_group(name)
@@ -106,16 +122,16 @@ class Bridge:
                 break
             if time.monotonic() > limit:
                 raise RuntimeError(
-                    f"a controller of {self._app!r} runs on this cluster already "
-                    f"(placement group {there.id.hex()}); end it, or give this service "
-                    "another name (app:)"
+                    f"a controller of {self._app!r} already runs on this cluster "
+                    f"(placement group {there.id.hex()}); shut it down, or give this "
+                    "service another name (app:)"
                 )
             time.sleep(LOOK_S)
-        self._lock = placement_group([{HEAD: TRIFLE}], name=name)
+        self._lock = placement_group([{HEAD: MINIMAL_SHARE}], name=name)
         ray.get(self._lock.ready(), timeout=PLACE_S)
 
     def run(self) -> None:
-        """Carry out orders until the controller ends."""
+        """Carry out orders until the controller closes the socket."""
         nodes = self._nodes()
         self._news.put(ClusterReady(nodes))
         self._start(self._write)
@@ -127,10 +143,10 @@ class Bridge:
                 line, _, buffer = buffer.partition(b"\n")
                 order = ACTOR_ORDERS.decode(line)
                 if isinstance(order, Sweep):
-                    self._sweep(order.known)  # before anything that is ordered later
+                    self._sweep(order.known)  # must precede all later orders
                 else:
                     self._starters.submit(self._carry_out, order)
-        self._start(_exit_after, LAST_S)
+        self._start(_exit_after, DRAIN_S)
         self._starters.shutdown(wait=True)
 
     def _carry_out(self, order: ActorOrder) -> None:
@@ -151,7 +167,7 @@ class Bridge:
             try:
                 self._control.sendall(LineCodec.encode(news))
             except OSError:
-                return  # the reader finds the end
+                return  # the reader sees that the socket is closed
 
     # Machines.
 
@@ -161,10 +177,10 @@ class Bridge:
             try:
                 found = self._nodes()
             except Exception as error:
-                sys.stderr.write(f"the head cannot be asked any more: {error}\n")
+                sys.stderr.write(f"the head of the cluster does not answer: {error}\n")
                 sys.stderr.flush()
-                os._exit(1)  # another bridge begins anew
-            # Said even if nothing has changed: that the head answers is news, too.
+                os._exit(1)  # the launcher starts another bridge
+            # Sent even if nothing has changed, as a sign that the head answers.
             self._news.put(ClusterNodes(found, found == before))
             before = found
 
@@ -186,13 +202,13 @@ class Bridge:
         )
 
     def _ask_gpus(self, key: str) -> None:
-        """Ask a machine for its GPUs; a later look tells of them."""
+        """Ask a machine for its GPUs; later node lists include them."""
         there = NodeAffinitySchedulingStrategy(key, soft=False)
         probe = self._remote(num_cpus=0, scheduling_strategy=there)(probe_gpus)
         try:
             self._gpus[key] = ray.get(probe.remote(), timeout=GPU_S)
-        except Exception as error:  # its GPUs are then not used
-            sys.stderr.write(f"the GPUs of {key} cannot be told: {error}\n")
+        except Exception as error:  # its GPUs stay unused
+            sys.stderr.write(f"cannot list the GPUs of {key}: {error}\n")
 
     # Replicas.
 
@@ -200,7 +216,7 @@ class Bridge:
         name, ranks, bundle = order.name, len(order.args), order.bundle
         try:
             group = placement_group(
-                [{f"node:{order.address}": TRIFLE, **bundle}] * ranks,
+                [{f"node:{order.address}": MINIMAL_SHARE, **bundle}] * ranks,
                 strategy="STRICT_PACK",
                 name=self._named(name),
                 lifetime="detached",
@@ -211,7 +227,7 @@ class Bridge:
             hellos = ray.get([a.hello.remote() for a in actors], timeout=START_S)
         except Exception as error:
             self._end(name, ranks)
-            why = f"Ray did not start it: {_words(error)}"
+            why = f"Ray did not start it: {_message(error)}"
             self._news.put(LaunchFailed(name, why))
             return
         pid, began = hellos[0]
@@ -235,7 +251,7 @@ class Bridge:
         ).remote()
 
     def _named(self, name: str, rank: int = 0) -> str:
-        """Return what Ray calls a rank, and its placement group."""
+        """Return Ray's name of a rank's actor; rank 0's is also the group's."""
         own = f"{self._app}/{name}"
         return own if rank == 0 else f"{own}#{rank}"
 
@@ -251,8 +267,8 @@ class Bridge:
         try:
             actor = ray.get_actor(self._named(name), self._namespace)
         except ValueError:
-            # A head that was started anew knows no actor, and yet they run: whoever is
-            # connected with them notices when they end.
+            # A restarted head knows no actors, although they still run. Connected
+            # processes notice when such a replica exits.
             if must_be_known:
                 self._end(name, ranks)
                 self._news.put(Exited(name, None))
@@ -261,11 +277,11 @@ class Bridge:
 
     def _kill(self, name: str, ranks: int) -> None:
         if not self._end(name, ranks):
-            # Nobody waits for what Ray does not know, or knows no more.
+            # Ray does not know the replica, so nothing else reports its exit.
             self._news.put(Exited(name, None))
 
     def _sweep(self, known: Sequence[str]) -> None:
-        """End what an earlier bridge left behind: all replicas but these."""
+        """End the replicas that an earlier bridge left behind, except ``known``."""
         names = {f"{self._app}/{name}" for name in [*known, "controller"]}
         for found in ray.util.placement_group_table().values():
             own = str(found["name"])
@@ -275,10 +291,10 @@ class Bridge:
                 self._end(name, max(1, len(found["bundles"])))
 
     def _end(self, name: str, ranks: int) -> bool:
-        """End what there is of a replica, and give its resources back.
+        """End a replica and release its resources.
 
         Returns:
-            Whether its leader was there.
+            True if Ray knew its leader.
         """
         was_there = False
         for rank in range(ranks):
@@ -287,11 +303,11 @@ class Bridge:
                 ray.kill(actor, no_restart=True)
                 was_there |= rank == 0
             except ValueError:
-                pass  # it has ended
+                pass  # it has exited
         try:
             remove_placement_group(get_placement_group(self._named(name)))
         except ValueError:
-            pass  # it was removed before
+            pass  # it was removed earlier
         return was_there
 
 
@@ -301,21 +317,21 @@ def _exit_after(seconds: float) -> None:
 
 
 def _name(node: dict[str, Any]) -> str:
-    """Return what people call a machine: its label, its name, or part of its id."""
+    """Return a machine's name for people: its label, its name or part of its id."""
     label = node.get("Labels", {}).get(NAME_LABEL)
     given = node["NodeName"] if node["NodeName"] != node["NodeManagerAddress"] else ""
     return str(label or given or f"node-{node['NodeID'][:8]}")
 
 
-def _words(error: Exception) -> str:
+def _message(error: Exception) -> str:
     if isinstance(error, ray.exceptions.GetTimeoutError):
-        return "no room, or no process, in time (other jobs of the cluster may have it)"
+        return "timed out (other jobs may use the cluster's resources)"
     return str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
 
 
 def main() -> None:
     """Run as the bridge."""
-    # The terminal's Ctrl-C is for the controller, which ends this by its socket.
+    # Ctrl-C in the terminal is for the controller, which closes the socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
@@ -325,9 +341,9 @@ def main() -> None:
         options |= {"include_dashboard": False, "_system_config": LOCAL}
     ray.init(address=address, configure_logging=True, **options)
     bridge = Bridge(control, namespace, app)
-    bridge.be_only()
+    bridge.claim_service()
     bridge.run()
-    os._exit(0)  # what a lost head keeps waiting is not waited for
+    os._exit(0)  # do not wait for calls that a lost head will never answer
 
 
 if __name__ == "__main__":

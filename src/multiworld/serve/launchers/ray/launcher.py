@@ -1,4 +1,4 @@
-"""Replicas as actors of a Ray cluster; gateways stay beside the controller. Shell."""
+"""Launcher of replicas as Ray actors; gateways run beside the controller. Shell."""
 
 from __future__ import annotations
 
@@ -43,28 +43,42 @@ from multiworld.serve.transport.process_args import ProcessArgs
 logger = logging.getLogger("multiworld.serve")
 
 BRIDGE = "multiworld.serve.launchers.ray.bridge"
-START_S = 60.0
-ADOPT_S = 15.0
-SILENT_S = 5.0
-"""A head that has not answered for so long is lost."""
+"""Module of the bridge."""
 
-AGAIN_S = 5.0
+START_S = 60.0
+"""Most seconds that the bridge may take to connect."""
+
+ADOPT_S = 15.0
+"""Most seconds that it may take if replicas of an earlier controller run."""
+
+SILENT_S = 5.0
+"""Seconds without an answer after which the head counts as lost."""
+
+RETRY_S = 5.0
+"""Seconds between attempts to connect again."""
+
 REACH_S = 5.0
+"""Most seconds that a connection to the head's address may take."""
+
 LAUNCH_S = 90.0
-GPU_TRIFLE = 0.0001
-"""Of a GPU, for what books nothing of it."""
+"""Most seconds that Ray may take to start a replica."""
+
+MINIMAL_GPU = 0.0001
+"""Share of a GPU for a replica that runs on it and books none of its memory."""
 
 
 class RayLauncher:
     """Replicas as actors of a Ray cluster; see ``base.Launcher``.
 
     Args:
-        app: The service's name.
-        local: For what belongs beside the controller.
-        env: What replicas find in their environment.
-        log: Where the output of the bridge goes.
-        on_exit: Told of every process that ends.
-        on_nodes: Told when machines were added or are gone, or the head is.
+        app: Name of the service.
+        local: Launcher of processes beside the controller.
+        spec: Address and namespace of the cluster.
+        env: Variables added to the environment of every replica.
+        log: File for the output of the bridge.
+        on_exit: Called for every process that exits.
+        on_nodes: Called when machines were added or removed, or ``trouble`` has
+            changed.
         clock: Returns the monotonic time in seconds.
     """
 
@@ -84,40 +98,40 @@ class RayLauncher:
         self._log, self._on_exit, self._on_nodes = log, on_exit, on_nodes
         self._loop = asyncio.get_running_loop()
         self._bridge = HelperProcess(
-            BRIDGE, log, BRIDGE_NEWS, self._told, self._bridge_ended
+            BRIDGE, log, BRIDGE_NEWS, self._on_news, self._bridge_ended
         )
         self._nodes: dict[str, Node] = {}
         self._ranks: dict[str, int] = {}
-        self._doomed: set[str] = set()
+        self._ending: set[str] = set()
         self._starting: dict[str, asyncio.Future[RunningProcess]] = {}
         self._heard_at = self._clock()
         self._trouble = ""
-        self._minding: asyncio.Task[None] | None = None
+        self._monitoring: asyncio.Task[None] | None = None
 
     async def start(self, *, is_new: bool) -> None:
-        """Connect to the cluster, or start it.
+        """Connect to the cluster, or start one with ``address: local``.
 
         Args:
-            is_new: Whether there is nothing to adopt. What runs is adopted without a
-                cluster, too: its head may just be lost.
+            is_new: False if there are replicas to adopt. They are adopted even if the
+                head of the cluster cannot be reached.
 
         Raises:
-            ServeError: There is none for a new service, or Ray is not installed.
+            ServeError: A new service has no cluster, or Ray is not installed.
 
-        Cancellation: safe.
+        Cancellation: Safe; call ``close`` afterwards.
         """
         try:
             await self._connect(START_S if is_new else ADOPT_S)
         except (LaunchError, OSError) as error:
-            said = _last_line(self._log) or error
-            text = f"no Ray cluster at {self._spec.address!r}: {said}"
+            reason = _last_line(self._log) or error
+            text = f"no Ray cluster at {self._spec.address!r}: {reason}"
             if is_new:
                 raise ServeError(
                     f"{text}. It needs multiworld-elastic[ray], and `ray start --head` "
                     "or `address: local`"
                 ) from error
-            self._trouble = f"{text}: what runs goes on, nothing is started or scaled"
-        self._minding = self._loop.create_task(self._mind())
+            self._trouble = f"{text}: replicas run on, but none is started or scaled"
+        self._monitoring = self._loop.create_task(self._monitor())
 
     async def _connect(self, limit_s: float = START_S) -> None:
         await _check_reachable(self._spec.address)
@@ -127,15 +141,15 @@ class RayLauncher:
             self._set_nodes(first.nodes)
         self._heard_at = self._clock()
 
-    async def _mind(self) -> None:
-        """Notice when the head is silent; come back to it when it answers."""
+    async def _monitor(self) -> None:
+        """Report a silent head, and start another bridge when one has exited."""
         while True:
             await asyncio.sleep(1.0)
             silent_s = self._clock() - self._heard_at
             if silent_s > SILENT_S and not self._trouble:
                 self._set_trouble(
                     f"the head of the Ray cluster has not answered for {silent_s:.0f} "
-                    "s: what runs goes on, nothing is started or scaled"
+                    "s: replicas run on, but none is started or scaled"
                 )
             if not self._bridge.is_running:
                 await self._connect_again()
@@ -144,13 +158,13 @@ class RayLauncher:
         try:
             await self._connect()
         except (LaunchError, OSError) as error:
-            logger.debug("the Ray cluster is still away: %s", error)
-            await asyncio.sleep(AGAIN_S)
+            logger.debug("the Ray cluster is still unreachable: %s", error)
+            await asyncio.sleep(RETRY_S)
             return
         self.settle()
         for name in list(self._ranks):
-            if name in self._doomed:
-                self._exited(name, None)  # the order to end it may have been lost
+            if name in self._ending:
+                self._exited(name, None)  # the order to end it may be lost
             else:
                 self._adopt(name, must_be_known=False)
         self._set_trouble("")
@@ -163,9 +177,9 @@ class RayLauncher:
                 future.set_exception(LaunchError(f"{name}: {text}"))
         self._on_nodes()
 
-    # What the bridge tells.
+    # News of the bridge.
 
-    def _told(self, news: BridgeNews) -> None:
+    def _on_news(self, news: BridgeNews) -> None:
         match news:
             case ClusterNodes(nodes, is_same):
                 self._heard_at = self._clock()
@@ -176,25 +190,25 @@ class RayLauncher:
                     self._on_nodes()
             case Launched(name, pid, began):
                 if name not in self._starting:
-                    self._end(name)  # it was given up meanwhile
-                self._settle(name, RunningProcess(name, pid, began))
+                    self._end(name)  # its launch was given up
+                self._resolve(name, RunningProcess(name, pid, began))
             case LaunchFailed(name, error):
                 self._ranks.pop(name, None)
-                self._settle(name, LaunchError(f"{name}: {error}"))
+                self._resolve(name, LaunchError(f"{name}: {error}"))
             case Exited(name, code):
                 self._exited(name, code)
 
     def _exited(self, name: str, code: int | None) -> None:
-        self._doomed.discard(name)
+        self._ending.discard(name)
         if self._ranks.pop(name, None) is not None:
             self._on_exit(name, code)
 
     def _end(self, name: str) -> None:
         if name in self._ranks:
-            self._doomed.add(name)
+            self._ending.add(name)
             self._bridge.tell(KillActor(name, self._ranks[name]))
 
-    def _settle(self, name: str, outcome: RunningProcess | LaunchError) -> None:
+    def _resolve(self, name: str, outcome: RunningProcess | LaunchError) -> None:
         future = self._starting.pop(name, None)
         if future is None or future.done():
             return
@@ -204,7 +218,7 @@ class RayLauncher:
             future.set_result(outcome)
 
     def _bridge_ended(self) -> None:
-        self._set_trouble("the connection to the Ray cluster has ended; it is tried on")
+        self._set_trouble("the connection to the Ray cluster was lost; reconnecting")
 
     def _set_nodes(self, found: Sequence[ClusterNode]) -> None:
         self._nodes = {
@@ -226,7 +240,7 @@ class RayLauncher:
         return tuple(self._nodes.values())
 
     def trouble(self) -> str:
-        """Say why nothing can be started now; empty if it can."""
+        """Return why no replica can be started now; empty if one can."""
         return self._trouble
 
     async def launch(
@@ -237,12 +251,21 @@ class RayLauncher:
         spot: Location | None,
         need: Need,
     ) -> RunningProcess:
-        """Start a replica as an actor, in a placement group of its own.
+        """Start a replica as actors in a placement group of its own.
+
+        Args:
+            name: Its name in the service.
+            args: Its arguments.
+            log: File for its output.
+            spot: Machine to run on, where Ray chooses the GPU; None: beside the
+                controller.
+            need: Resources that it books there.
 
         Raises:
-            LaunchError: Ray did not start it.
+            LaunchError: The head is lost, the machine is gone, or Ray did not start the
+                replica.
 
-        Cancellation: it may start all the same.
+        Cancellation: The replica may start all the same.
         """
         if spot is None:
             return await self._local.launch(name, args, log, spot, need)
@@ -250,10 +273,10 @@ class RayLauncher:
             raise LaunchError(f"{name}: {self._trouble}")
         node = self._nodes.get(spot.node)
         if node is None:
-            raise LaunchError(f"{name}: {spot.node} is gone")
+            raise LaunchError(f"{name}: machine {spot.node} is not in the cluster")
         future: asyncio.Future[RunningProcess] = self._loop.create_future()
         self._starting[name], self._ranks[name] = future, need.ranks
-        # Ray chooses among a machine's GPUs, and shows the process that one only.
+        # Ray chooses one of a machine's GPUs, and the process sees only that one.
         gpu = 0 if need.on_gpu else None
         of_ranks = [
             args.model_copy(update={"gpu": gpu, "rank": k if need.ranks > 1 else None})
@@ -275,12 +298,15 @@ class RayLauncher:
             async with asyncio.timeout(LAUNCH_S):
                 running = await future
         except TimeoutError:
-            self._starting.pop(name, None)  # it is ended when it is there
+            self._starting.pop(name, None)  # it is ended if it starts later
             raise LaunchError(f"{name}: Ray took more than {LAUNCH_S:g} s") from None
         return RunningProcess(name, running.pid, running.began, spot.node)
 
     def kill(self, running: RunningProcess, number: int = signal.SIGKILL) -> None:
-        """End a replica; other signals reach it if it runs on this machine."""
+        """End a replica, or send it a signal if it runs on this machine.
+
+        SIGKILL and SIGTERM end replicas on every machine.
+        """
         if running.name not in self._ranks:
             self._local.kill(running, number)
         elif number in (signal.SIGKILL, signal.SIGTERM):
@@ -290,7 +316,7 @@ class RayLauncher:
             self._local.kill(running, number)
 
     def _end_here(self, running: RunningProcess) -> None:
-        """Do what a lost head, or a frozen machine, leaves undone."""
+        """Kill a replica on this machine, in case Ray cannot."""
         if self._is_here(running):
             self._local.kill(running, signal.SIGKILL)
             if self._trouble:
@@ -302,13 +328,21 @@ class RayLauncher:
         return here and began_at(running.pid) == running.began
 
     def outgrown(self, running: RunningProcess, limit: int) -> int | None:
-        """Return the memory that a process uses, if that can be seen from here."""
+        """Return the bytes of memory that a process uses, if more than ``limit``.
+
+        None if it uses less, or runs on another machine.
+        """
         if running.name in self._ranks and not self._is_here(running):
             return None
         return self._local.outgrown(running, limit)
 
     def adopt(self, running: RunningProcess, ranks: int) -> bool:
-        """Watch a replica of an earlier controller; False if it has ended."""
+        """Watch a process of an earlier controller.
+
+        Returns:
+            False if a process beside the controller has exited. The exit of a replica
+            is reported by ``on_exit``.
+        """
         if not running.node:
             return self._local.adopt(running, ranks)
         self._ranks[running.name] = ranks
@@ -319,22 +353,30 @@ class RayLauncher:
         self._bridge.tell(AdoptActor(name, self._ranks[name], must_be_known))
 
     def settle(self) -> None:
-        """End what an earlier controller left behind that was not adopted."""
-        known = tuple(name for name in self._ranks if name not in self._doomed)
+        """End the replicas of an earlier controller that were not adopted."""
+        known = tuple(name for name in self._ranks if name not in self._ending)
         self._bridge.tell(Sweep(known))
 
     async def close(self) -> None:
-        """End the bridge; the replicas go on, but for those that just start."""
+        """Shut the bridge down; replicas that are still starting are ended.
+
+        Cancellation: Helper processes exit once they see that their socket is closed.
+        """
         for name in list(self._starting):
             self._end(name)
-        if self._minding is not None:
-            self._minding.cancel()
+        if self._monitoring is not None:
+            self._monitoring.cancel()
         await self._bridge.close()
         await self._local.close()
 
 
 def bundle_of(need: Need, node: Node) -> dict[str, float]:
-    """Return what Ray sets aside for each rank of a replica."""
+    """Return the resources that Ray reserves for each rank of a replica.
+
+    Args:
+        need: Resources that the replica books.
+        node: Its machine.
+    """
     bundle: dict[str, float] = {}
     if need.cpus:
         bundle["CPU"] = need.cpus / need.ranks
@@ -343,16 +385,17 @@ def bundle_of(need: Need, node: Node) -> dict[str, float]:
     if need.on_gpu:
         size = max((gpu.memory_bytes for gpu in node.gpus), default=0)
         share = need.gpu_memory_bytes / need.ranks / size if size else 0.0
-        # Rounded down to what Ray counts in: what fits in our ledger fits there.
-        bundle["GPU"] = max(GPU_TRIFLE, min(1.0, math.floor(share * 1e4) / 1e4))
+        # Rounded down to Ray's unit, so that a replica that fits in our bookings also
+        # fits in Ray's.
+        bundle["GPU"] = max(MINIMAL_GPU, min(1.0, math.floor(share * 1e4) / 1e4))
     return bundle
 
 
 async def _check_reachable(address: str) -> None:
-    """Find a wrong address at once; Ray tries for minutes.
+    """Check that the head's address is reachable; Ray itself retries for minutes.
 
     Raises:
-        OSError: Nobody listens there.
+        OSError: Nothing listens at the address.
     """
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit():
@@ -385,9 +428,9 @@ async def make(context: LauncherContext) -> RayLauncher:
     """Return a launcher that is connected to the cluster.
 
     Raises:
-        ServeError: There is no cluster for a new service, or Ray is not installed.
+        ServeError: A new service has no cluster, or Ray is not installed.
 
-    Cancellation: nothing is left.
+    Cancellation: The bridge exits once it sees that its socket is closed.
     """
     app = context.app
     launcher = RayLauncher(
