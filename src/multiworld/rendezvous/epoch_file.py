@@ -15,6 +15,9 @@ from typing import IO
 
 from multiworld.errors import ConfigError
 
+FORMAT = 1
+"""Format of the file; lines before the first release with formats have none."""
+
 
 class EpochFile:
     """Durable epochs of one store; see the module.
@@ -35,9 +38,14 @@ class EpochFile:
             self._lock.close()
             rule = "use a file that no other store uses"
             raise ConfigError("state", str(path), rule) from error
-        self._epochs = _read(path) if path.exists() else {}
+        try:
+            self._epochs = _read(path) if path.exists() else {}
+        except BaseException:
+            self._lock.close()
+            raise
         fresh = path.with_name(path.name + ".new")
         with fresh.open("w") as file:
+            file.write(json.dumps({"format": FORMAT}) + "\n")
             for world, epoch in self._epochs.items():
                 _write(file, world, epoch)
             file.flush()
@@ -80,6 +88,9 @@ def _read(path: Path) -> dict[str, int]:
     for number, line in enumerate(lines, start=1):
         try:
             entry = json.loads(line)
+            if "format" in entry:
+                _check_format(entry["format"], path)
+                continue
             world, epoch = str(entry["world"]), int(entry["epoch"])
         except (KeyError, TypeError, ValueError) as error:
             if number == len(lines) and not text.endswith("\n"):
@@ -88,3 +99,9 @@ def _read(path: Path) -> dict[str, int]:
             raise ConfigError("state", str(path), rule) from error
         epochs[world] = max(epoch, epochs.get(world, 0))
     return epochs
+
+
+def _check_format(found: object, path: Path) -> None:
+    if found != FORMAT:
+        rule = f"it has format {found!r}, this release reads {FORMAT}; use a newer one"
+        raise ConfigError("state", str(path), rule)

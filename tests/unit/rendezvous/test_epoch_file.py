@@ -20,4 +20,4 @@ def test_epochs_outlast_a_restart(tmp_path: Path) -> None:
     again = EpochFile(path)
     assert again.epochs() == {"w": 3, "x y\n": 7}
     again.close()
-    assert len(path.read_text().splitlines()) == 2
+    assert len(path.read_text().splitlines()) == 3, "the format, and two names"

@@ -6,14 +6,20 @@ import json
 import logging
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+from multiworld.errors import ServeError
 
 logger = logging.getLogger("multiworld.serve")
 
 KEPT = 200
 """Decisions that are kept in memory."""
+
+FORMAT = 1
+"""Format of a line; lines of releases before formats have none, and are the same."""
 
 SNAPSHOT = "snapshot"
 """Name of the field that is left out of short answers."""
@@ -129,7 +135,35 @@ class DecisionLog:
                 self._path.replace(self._path.with_suffix(".old.jsonl"))
             with open(self._path, "a") as file:
                 names = [f.name for f in fields(LoggedDecision)]
-                entry = {name: getattr(decided, name) for name in names}
+                entry = {"format": FORMAT}
+                entry |= {name: getattr(decided, name) for name in names}
                 file.write(json.dumps(entry, default=str, skipkeys=True) + "\n")
         except (OSError, ValueError) as error:  # the service does not depend on it
             logger.error("cannot write the decision log: %s", error)
+
+
+def read_decisions(path: Path) -> Iterator[LoggedDecision]:
+    """Yield the decisions of a ``decisions.jsonl``, oldest first.
+
+    Args:
+        path: The file.
+
+    Raises:
+        OSError: It cannot be read.
+        ServeError: A line is of another format, or not a decision.
+    """
+    known = {field.name for field in fields(LoggedDecision)}
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        try:
+            entry = json.loads(line)
+            found = entry.pop("format", FORMAT)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ServeError(
+                f"{path}, line {number}: not a decision: {error}"
+            ) from error
+        if found != FORMAT:
+            raise ServeError(
+                f"{path}, line {number} has format {found!r}, and this release reads "
+                f"{FORMAT}"
+            )
+        yield LoggedDecision(**{k: v for k, v in entry.items() if k in known})

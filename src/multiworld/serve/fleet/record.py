@@ -14,6 +14,10 @@ from pydantic import BaseModel, ConfigDict
 from multiworld.errors import ServeError
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 
+FORMAT = 1
+"""Format of ``record.json``. Records of releases before formats have none, and are read
+as the first."""
+
 
 class ProcessRecord(BaseModel):
     """A process of the service.
@@ -63,6 +67,7 @@ class Record(BaseModel):
     """The state of a service.
 
     Attributes:
+        format: Format of the file.
         app: Spec of the service.
         specs: Specs of all known versions, by model and version.
         active: Active version of each model.
@@ -74,6 +79,7 @@ class Record(BaseModel):
         processes: The running processes.
     """
 
+    format: int = FORMAT
     app: AppSpec
     specs: dict[str, dict[str, ModelSpec]]
     active: dict[str, str]
@@ -184,6 +190,12 @@ class StateFolder:
         """
         try:
             data: Any = json.loads(self._record.read_text())
+            found = data.get("format", FORMAT) if isinstance(data, dict) else FORMAT
+            if found != FORMAT:
+                raise ServeError(
+                    f"{self._record} has format {found!r}, and this release reads "
+                    f"{FORMAT}; go on with the release that wrote it"
+                )
             return Record.model_validate(data)
         except FileNotFoundError:
             return None

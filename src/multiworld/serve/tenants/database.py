@@ -19,6 +19,10 @@ from multiworld.errors import ServeError
 from multiworld.serve.tenants.directory import Tenant, tenant_from_json
 from multiworld.serve.tenants.usage_meter import FIELDS, MAX_UNCONFIRMED, UsageRow
 
+FORMAT = 1
+"""Format of the database (SQLite's user_version); 0 is that of earlier releases, whose
+tables are the same."""
+
 SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS tenants (name TEXT PRIMARY KEY, data TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS audit (
@@ -68,12 +72,23 @@ class TenantDatabase:
             path.chmod(0o600)
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA busy_timeout = 5000")
+            self._check_format()
             self._db.executescript(SCHEMA)
+            self._db.execute(f"PRAGMA user_version = {FORMAT}")
         except sqlite3.Error as error:
             raise ServeError(
                 f"{path} cannot be used ({error}); it holds tenants, usage and the "
                 "audit log: repair it, or move it away to start with an empty one"
             ) from error
+
+    def _check_format(self) -> None:
+        (found,) = self._db.execute("PRAGMA user_version").fetchone()
+        if found > FORMAT:
+            self._db.close()
+            raise ServeError(
+                f"{self._path} has format {found}, and this release reads up to "
+                f"{FORMAT}; go on with the release that wrote it"
+            )
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:

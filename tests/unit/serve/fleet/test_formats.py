@@ -1,0 +1,96 @@
+"""Files on disk carry a format; older ones are read, newer ones refused by name."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multiworld.errors import ConfigError, ServeError
+from multiworld.rendezvous.epoch_file import EpochFile
+from multiworld.serve.fleet import decision_log, record
+from multiworld.serve.fleet.decision_log import DecisionLog, read_decisions
+from multiworld.serve.fleet.record import Record, StateFolder
+from multiworld.serve.spec.schema import AppSpec
+from multiworld.serve.tenants import database
+from multiworld.serve.tenants.database import TenantDatabase
+
+APP: dict[str, Any] = {
+    "models": {"m": {"factory": "a:b", "version": "1", "stages": [{}]}}
+}
+
+
+def test_record_of_an_older_release_is_read_and_a_newer_one_refused(
+    tmp_path: Path,
+) -> None:
+    """The message says which formats they are."""
+    folder = StateFolder(tmp_path)
+    folder.make()
+    folder.save(Record(app=AppSpec.model_validate(APP), specs={}, active={"m": "1"}))
+    path = tmp_path / "record.json"
+    saved = json.loads(path.read_text())
+    assert saved.pop("format") == record.FORMAT
+    path.write_text(json.dumps(saved))
+    loaded = folder.load()
+    assert loaded is not None
+    assert loaded.active == {"m": "1"}
+    path.write_text(json.dumps({**saved, "format": record.FORMAT + 1}))
+    with pytest.raises(ServeError, match=f"has format {record.FORMAT + 1}"):
+        folder.load()
+
+
+def test_database_of_an_older_release_is_read_and_a_newer_one_refused(
+    tmp_path: Path,
+) -> None:
+    """SQLite keeps the format as its user_version."""
+    path = tmp_path / "registry.db"
+    TenantDatabase(path).close()
+    with sqlite3.connect(path) as db:
+        assert db.execute("PRAGMA user_version").fetchone() == (database.FORMAT,)
+        db.execute("PRAGMA user_version = 0")
+    db.close()
+    TenantDatabase(path).close()
+    with sqlite3.connect(path) as db:
+        db.execute(f"PRAGMA user_version = {database.FORMAT + 1}")
+    db.close()
+    with pytest.raises(ServeError, match=f"has format {database.FORMAT + 1}"):
+        TenantDatabase(path)
+
+
+def test_decisions_are_read_back_and_newer_ones_refused(tmp_path: Path) -> None:
+    """Lines without a format are those of older releases."""
+    path = tmp_path / "decisions.jsonl"
+    DecisionLog(path).record("scaling", "m", "1 -> 2", {"n": 1}, {"at": 0})
+    (decision,) = read_decisions(path)
+    assert (decision.about, decision.facts) == ("m", {"n": 1})
+    older = json.loads(path.read_text())
+    assert older.pop("format") == decision_log.FORMAT
+    path.write_text(json.dumps(older) + "\n")
+    assert next(read_decisions(path)).what == "1 -> 2"
+    path.write_text(json.dumps({**older, "format": 9}) + "\n")
+    with pytest.raises(ServeError, match="line 1 has format 9"):
+        list(read_decisions(path))
+    path.write_text("[]\n")
+    with pytest.raises(ServeError, match="line 1: not a decision"):
+        list(read_decisions(path))
+
+
+def test_epochs_of_an_older_release_are_read_and_newer_ones_refused(
+    tmp_path: Path,
+) -> None:
+    """Numbers must never go back, so an unknown format is no empty file."""
+    path = tmp_path / "epochs.json"
+    path.write_text('{"world": "w", "epoch": 4}\n')
+    first = EpochFile(path)
+    assert first.epochs() == {"w": 4}
+    first.close()
+    assert json.loads(path.read_text().splitlines()[0]) == {"format": 1}
+    second = EpochFile(path)
+    assert second.epochs() == {"w": 4}
+    second.close()
+    path.write_text('{"format": 7}\n{"world": "w", "epoch": 5}\n')
+    with pytest.raises(ConfigError, match="format 7"):
+        EpochFile(path)
