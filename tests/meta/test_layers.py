@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 
 import pytest
 
-from tests.meta.imports import cycles, imported, kind, modules, outside, own
+from tests.meta.imports import cycles, imported, kind, modules, outside, own, tree
 
 LAYERS = (
     {"errors"},
@@ -163,3 +164,16 @@ assert not [name for name in sys.modules if name.startswith(("rich", "click"))]
 def test_no_file_is_too_long(name: str) -> None:
     """No file has more than 600 lines."""
     assert len(modules()[name].read_text().splitlines()) <= 600
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in LIBRARY if name.startswith("multiworld.serve.")]
+)
+def test_serving_gets_its_clocks_injected(name: str) -> None:
+    """So that tests decide what time it is; the Ray bridge is a program of its own."""
+    calls = [
+        node
+        for node in ast.walk(tree(modules()[name]))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "time.monotonic"
+    ]
+    assert not calls or name == "multiworld.serve.launchers.ray.bridge"

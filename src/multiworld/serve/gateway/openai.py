@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import time
 from typing import Any
 
 import orjson
@@ -171,7 +170,8 @@ async def _embed(
     if deadline_s is None:
         served = gateway.route(name, admitted.tenant)
         deadline_s = gateway.dispatcher.table.routes[served].deadline_s
-    deadline_at = time.monotonic() + deadline_s
+    clock = gateway.authenticator.clock
+    deadline_at = clock() + deadline_s
     _check_dimensions(parsed["dimensions"], model)
     frontend = await gateway.text(name, version, model)
     size = sum(map(len, parsed["inputs"]))
@@ -183,7 +183,7 @@ async def _embed(
 
     async def one(tensors: Tensors) -> Tensors:
         async with window:
-            left_s = max(0.001, deadline_at - time.monotonic())
+            left_s = max(0.001, deadline_at - clock())
             return await gateway.infer(admitted, name, version, tensors, left_s)
 
     tasks = [asyncio.ensure_future(one(tensors)) for tensors in inputs]

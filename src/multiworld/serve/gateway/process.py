@@ -10,6 +10,7 @@ import signal
 import socket
 import time
 from collections import deque
+from collections.abc import Callable
 
 import uvicorn
 
@@ -112,7 +113,13 @@ class GatewayProcess:
         manager: Manager of the process's worlds.
     """
 
-    def __init__(self, args: ProcessArgs, manager: WorldManager) -> None:
+    def __init__(
+        self,
+        args: ProcessArgs,
+        manager: WorldManager,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
         assert args.gateway is not None
         self._args, self._spec = args, args.gateway
         self._dispatcher = Dispatcher(args.name)
@@ -299,7 +306,7 @@ class GatewayProcess:
             self._send_due_usage()
 
     def _send_due_usage(self) -> None:
-        for number, rows in self._authenticator.meter.take_due(time.monotonic()):
+        for number, rows in self._authenticator.meter.take_due(self._clock()):
             self._agent.tell(UsageTold(self._meter, number, rows))
 
     async def _flush_usage(self) -> None:
@@ -318,7 +325,7 @@ class GatewayProcess:
 
     def _ask_for(self, model: str) -> None:
         """Tell the controller that a request needs a model without replicas."""
-        now = time.monotonic()
+        now = self._clock()
         if now - self._asked_at.get(model, -ASK_S) >= ASK_S:
             self._asked_at[model] = now
             self._agent.tell(ModelNeeded(model))
@@ -346,7 +353,7 @@ class GatewayProcess:
         """Shut down if there is no controller and there are no requests."""
         while True:
             await asyncio.sleep(LOOK_S)
-            now = time.monotonic()
+            now = self._clock()
             asked_at = now if self._dispatcher.in_flight else self._dispatcher.asked_at
             lost_at = self._agent.lost_at
             factor = ORPHAN_FACTOR if self._agent.was_joined else 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -107,7 +106,7 @@ async def respond(
         is_known = gateway.may_use(admitted.tenant, model)
         label = model if is_known else "unknown"
         gateway.authenticator.finish(admitted, label, status)
-        took_s = time.monotonic() - admitted.started_at
+        took_s = gateway.authenticator.clock() - admitted.started_at
         gateway.metrics.count(label, admitted.tenant.name, status, took_s)
     return response
 

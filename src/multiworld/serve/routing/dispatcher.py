@@ -60,6 +60,7 @@ class Dispatcher:
 
     Args:
         name: Name of its gateway.
+        clock: Returns the monotonic time in seconds.
 
     Attributes:
         name: Name of its gateway.
@@ -70,8 +71,8 @@ class Dispatcher:
         asked_at: Monotonic time of the latest request, in seconds.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.name, self._clock = name, clock
         self.table = RoutingTable()
         self._router = Router(random.random)
         self._calls: dict[int, _Call] = {}
@@ -82,7 +83,7 @@ class Dispatcher:
         self._attainment = Attainment()
         self.on_missing: Callable[[str], None] = lambda model: None
         self._latest: Tensors = {}
-        self.asked_at = time.monotonic()
+        self.asked_at = self._clock()
 
     # Requests.
 
@@ -151,7 +152,7 @@ class Dispatcher:
             known = ", ".join(sorted(self.table.routes)) or "none"
             raise UnknownModelError(NO_MODEL.format(model, known))
         rows = rows_of(tensors)
-        now = self.asked_at = time.monotonic()
+        now = self.asked_at = self._clock()
         deadline_at = now + (route.deadline_s if deadline_s is None else deadline_s)
         number = next(self._numbers)
         job = events.Submitted(
@@ -199,7 +200,7 @@ class Dispatcher:
     ) -> None:
         """Count a finished request, unless it is a probe."""
         if job.via is None:
-            took_s = time.monotonic() - started_at
+            took_s = self._clock() - started_at
             self._attainment.ended(job.model, took_s, route.objective_s, error)
 
     async def probe(self, replica: str, tensors: Tensors, limit_s: float) -> None:
@@ -329,7 +330,7 @@ class Dispatcher:
     # Actions.
 
     def _handle(self, event: events.Event) -> None:
-        now = time.monotonic()
+        now = self._clock()
         to_send: dict[str, list[tuple[WorkItem, Tensors]]] = {}
         for action in self._router.handle(event, now):
             match action:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -107,7 +107,9 @@ class Autoscaler:
         history: History,
         journal: DecisionLog,
         owner: AutoscalerOwner,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._fleet, self._history, self._journal = fleet, history, journal
         self._owner = owner
         self._models: dict[str, _Model] = {}
@@ -152,7 +154,7 @@ class Autoscaler:
     async def _look(self) -> None:
         """Decide about every model whose interval has passed."""
         self._sync_models()
-        now = time.monotonic()
+        now = self._clock()
         due = [name for name, model in self._models.items() if model.due_at <= now]
         if not due:
             return
@@ -166,7 +168,7 @@ class Autoscaler:
                 logger.exception("scaling of model %s failed", name)
                 text = f"the policy failed: {type(error).__name__}: {error}"
                 self._journal.set_reason("scaling", name, text)
-                self._models[name].due_at = time.monotonic() + START_S
+                self._models[name].due_at = self._clock() + START_S
 
     def _sync_models(self) -> None:
         """Follow the desired state: models are added, removed and updated."""
@@ -188,7 +190,7 @@ class Autoscaler:
                     self._journal.set_reason("scaling", name, f"not scaled: {error}")
 
     def _decide(self, name: str, reports: Reports) -> None:
-        known, now = self._models[name], time.monotonic()
+        known, now = self._models[name], self._clock()
         wanted = self._fleet.desired.models.get(name)
         if wanted is None or self._fleet.active.get(name) != wanted.version:
             return  # a rolling update is in progress: do not scale meanwhile

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from multiworld.backends.dtypes import memory_of, plain
@@ -67,9 +67,11 @@ class Authenticator:
     """Admits requests to one gateway, and keeps account of them.
 
     Args:
+        clock: Returns the monotonic time in seconds.
         needs_key: Whether every request needs an API key.
 
     Attributes:
+        clock: Returns the monotonic time in seconds.
         needs_key: Whether every request needs an API key.
         directory: The tenants and their keys.
         limiter: The rate limits.
@@ -79,8 +81,10 @@ class Authenticator:
         gateways: Number of gateways that share the limits.
     """
 
-    def __init__(self, *, needs_key: bool) -> None:
-        self.needs_key = needs_key
+    def __init__(
+        self, *, needs_key: bool, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.needs_key, self.clock = needs_key, clock
         self.directory = TenantDirectory()
         self.limiter = RateLimiter()
         self.quarantine = Quarantine()
@@ -118,7 +122,7 @@ class Authenticator:
                 key is not valid.
             OverloadedError: Its tenant has reached a limit.
         """
-        tenant, now = self.identify(headers), time.monotonic()
+        tenant, now = self.identify(headers), self.clock()
         if now >= self._forget_at:
             self._forget_at = now + FORGET_S
             self.limiter.prune(now)
@@ -146,7 +150,7 @@ class Authenticator:
         sums.rows += admitted.rows if status == 200 else 0
         sums.bytes_in += admitted.bytes_in
         sums.bytes_out += admitted.bytes_out
-        sums.seconds += time.monotonic() - admitted.started_at if status == 200 else 0.0
+        sums.seconds += self.clock() - admitted.started_at if status == 200 else 0.0
 
     def count_bytes(self, admitted: AdmittedRequest, size: int) -> None:
         """Count bytes of a body that have arrived, whatever becomes of the request."""
@@ -201,7 +205,7 @@ class Authenticator:
             QuarantinedError: The tenant is quarantined for this model.
             RequestPoisonedError: This request is poison.
         """
-        tenant, now = admitted.tenant, time.monotonic()
+        tenant, now = admitted.tenant, self.clock()
         model_key = f"{model_version[0]} {model_version[1]}"
         quarantine_s = self.quarantine.remaining_s(tenant.name, model_key, now)
         if quarantine_s:
@@ -233,7 +237,7 @@ class Authenticator:
             Seconds for which the tenant is now quarantined; 0 if it is not.
         """
         model_key = f"{model_version[0]} {model_version[1]}"
-        return self.quarantine.add(tenant, model_key, digest, time.monotonic())
+        return self.quarantine.add(tenant, model_key, digest, self.clock())
 
 
 def digest_of(tensors: Tensors) -> str:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 
 import msgspec
 import torch
@@ -79,7 +80,13 @@ class WorkerProcess:
         manager: Manager of the process's worlds.
     """
 
-    def __init__(self, args: ProcessArgs, manager: WorldManager) -> None:
+    def __init__(
+        self,
+        args: ProcessArgs,
+        manager: WorldManager,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
         assert args.spec is not None
         self._args = args
         model = build_model(args.spec)
@@ -149,7 +156,7 @@ class WorkerProcess:
     async def _load(self) -> None:
         assert self._args.spec is not None
         device = self._args.device
-        began = time.monotonic()
+        began = self._clock()
         ranks = self._args.spec.stages[self._args.stage].ranks
         group = None
         if ranks > 1:
@@ -161,7 +168,7 @@ class WorkerProcess:
             self._guard = asyncio.get_running_loop().create_task(_exit_with(world))
         limit_gpu(device, needs_of(self._args.spec)[self._args.stage])
         await self._runner.load(StageContext(device=device, group=group))
-        logger.info("loaded in %.3f s", time.monotonic() - began)
+        logger.info("loaded in %.3f s", self._clock() - began)
         self._agent.fact(Loaded())
         await self._worker.run()
 
@@ -192,7 +199,7 @@ class WorkerProcess:
         alone_since: float | None = None
         while True:
             await asyncio.sleep(LOOK_S)
-            now = time.monotonic()
+            now = self._clock()
             if self._agent.lost_at is None or self._worker.has_router:
                 alone_since = None
             else:
@@ -213,12 +220,12 @@ class WorkerProcess:
     async def _finish(self) -> None:
         await self._is_finishing.wait()
         idle_since: float | None = None
-        while idle_since is None or time.monotonic() - idle_since < IDLE_S:
+        while idle_since is None or self._clock() - idle_since < IDLE_S:
             await asyncio.sleep(IDLE_S / 4)
             if not self._worker.is_idle:
                 idle_since = None
             elif idle_since is None:
-                idle_since = time.monotonic()
+                idle_since = self._clock()
         try:
             async with asyncio.timeout(SEND_S):
                 await self._worker.wait_sent()

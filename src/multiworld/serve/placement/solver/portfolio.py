@@ -6,6 +6,7 @@ import importlib.util
 import math
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 
 from multiworld.serve.placement.solver import cp_sat
@@ -23,23 +24,28 @@ SMALL = 400
 """Slots up to which HiGHS goes first, because it often proves its answer optimal."""
 
 
-def place(problem: Problem, limit_s: float = LIMIT_S) -> Placement:
+def place(
+    problem: Problem,
+    limit_s: float = LIMIT_S,
+    clock: Callable[[], float] = time.monotonic,
+) -> Placement:
     """Return the best placement found in time; never worse than the greedy one.
 
     Args:
         problem: Problem to solve.
         limit_s: Seconds for all solvers together; 0: the greedy answer, improved by a
             linear program.
+        clock: Returns the monotonic time in seconds.
     """
     formulation = Formulation(problem)
-    end = time.monotonic() + limit_s
+    end = clock() + limit_s
     hint = place_greedily(problem)
     best = _exact(formulation, hint, math.inf, "greedy")
     stay = _exact(formulation, _running(formulation), math.inf, "as it is")
     best = stay if stay.value >= best.value and stay.replicas else best
     names = _order(formulation)
     for name in names:
-        left_s = end - time.monotonic()
+        left_s = end - clock()
         if left_s <= 0 or best.gap <= formulation.close:
             break
         share_s = left_s if name == names[-1] else left_s / 2
