@@ -12,7 +12,7 @@ from tests.ports import free_port
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "common")
-STEPPED = [name for name in NAMES if name not in ("join_later", "single_world")]
+STEPPED = [n for n in NAMES if n not in ("ddp", "join_later", "single_world")]
 
 
 def run(name: str, *args: object, limit_s: float = 50) -> str:
@@ -31,7 +31,7 @@ def run(name: str, *args: object, limit_s: float = 50) -> str:
 def test_every_example_is_there() -> None:
     """The folder has exactly the promised examples."""
     wanted = "send_recv single_world resnet broadcast reduce all_reduce all_gather"
-    wanted += " gather scatter join_later"
+    wanted += " gather scatter join_later ddp"
     assert set(NAMES) == set(wanted.split())
 
 
@@ -115,3 +115,11 @@ def test_single_world_shows_that_one_failure_stops_all() -> None:
     """In plain torch.distributed, one failure stops every member."""
     assert "3 of 3 members took all steps" in run("single_world", "--steps", 20)
     assert "0 of 3 members took all steps" in run("single_world", "--kill")
+
+
+def test_ddp_names_the_lost_member_and_goes_on() -> None:
+    """The survivors are told who was lost, reform, and end with equal weights."""
+    output = run("ddp")
+    assert output.count("rank 2 was lost") == 2
+    assert output.count("goes on in a world of 2") == 2
+    assert output.count("20 steps, equal weights: True") == 2

@@ -22,6 +22,7 @@ cancelling does. Ctrl-C cancels the operation, too.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
@@ -354,6 +355,27 @@ class World(BlockingCollectives):
             TimeoutError: The world is still complete after ``timeout_s``.
         """
         self._loop.call(self._world.wait_incomplete(), timeout_s)
+
+    @contextlib.contextmanager
+    def named_errors(self) -> Iterator[None]:
+        """Raise the world's own error where code on ``process_group`` fails.
+
+        ``DistributedDataParallel`` and other users of ``process_group`` raise the
+        backend's ``RuntimeError``, which names nobody::
+
+            with world.named_errors():
+                loss.backward()
+
+        Raises:
+            WorldBrokenError: The world broke; ``MemberLostError`` says who was lost.
+            MemberLeftError: A member has left.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            self._loop.call(self._world._await_verdict())
+            self._world.raise_if_over(error)
+            raise
 
     def reform(self) -> World:
         """Go on in a smaller world, without the members that are lost or have left.

@@ -6,7 +6,9 @@ new join of the same name opens the next epoch, with another ``World`` object.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,7 +19,7 @@ from torch.distributed import ProcessGroup
 from multiworld.backends.base import Bundle
 from multiworld.backends.collective import Call
 from multiworld.backends.collectives import CollectiveMethods
-from multiworld.errors import ConfigError
+from multiworld.errors import ConfigError, MultiWorldError
 from multiworld.incarnation.lifecycle import Phase
 from multiworld.world.local_member import LocalMember
 
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
 __all__ = ["Bundle", "World", "WorldStatistics"]
 
 MAX_TAG = 2**63 - 1
+
+
+VERDICT_S = 1.0
+"""Seconds beyond ``silence_s`` that an error of a native group waits for its cause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,6 +217,54 @@ class World(CollectiveMethods):
         Cancellation: Safe.
         """
         await self._life.wait_incomplete()
+
+    @contextlib.asynccontextmanager
+    async def named_errors(self) -> AsyncIterator[None]:
+        """Raise the world's own error where code on ``process_group`` fails.
+
+        ``DistributedDataParallel`` and other users of ``process_group`` raise the
+        backend's ``RuntimeError``, which names nobody::
+
+            async with world.named_errors():
+                await asyncio.to_thread(train_step)
+
+        Raises:
+            WorldBrokenError: The world broke; ``MemberLostError`` says who was lost.
+            MemberLeftError: A member has left.
+
+        Cancellation: Safe. What runs inside decides what its own cancelling does.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            await self._await_verdict()
+            self.raise_if_over(error)
+            raise
+
+    async def _await_verdict(self) -> None:
+        try:
+            async with asyncio.timeout(self._life.config.silence_s + VERDICT_S):
+                await self.wait_incomplete()
+        except TimeoutError:
+            pass  # the error has another cause
+
+    def raise_if_over(self, cause: BaseException | None = None) -> None:
+        """Raise this world's error if it is broken or closed, or a member has left.
+
+        Args:
+            cause: The error that made the caller ask.
+
+        Raises:
+            WorldBrokenError: The world is broken.
+            WorldClosedError: This process has left it.
+            MemberLeftError: A member has left.
+        """
+        try:
+            self._life.check()
+            for rank in sorted(self.left):
+                raise self._life.left_error(rank)
+        except MultiWorldError as named:
+            raise named from cause
 
     # Point to point.
 

@@ -231,6 +231,8 @@ def _preload(app: AppSpec) -> list[str]:
         try:
             model = build_model(spec)
             example_of(model)
+            for note in model.notes:
+                logger.warning("model %s: %s", name, note)
         except SpecError as error:
             raise SpecError(f"models.{name}: {error}") from error
         modules += [m for m in modules_of(spec, model) if m not in modules]

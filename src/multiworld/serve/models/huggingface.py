@@ -101,6 +101,7 @@ def model(
             int(config.get("max_position_embeddings") or 2**31),
         ),
         text=functools.partial(Tokenizer, folder, tokens) if pooling else None,
+        notes=_notes(config),
         preload=_preloaded_modules(str(config.get("model_type", ""))),
         parts=functools.partial(model, path, layers, max_length, dtype=dtype),
     )
@@ -127,6 +128,18 @@ def _check(vocabulary: int, longest: int, tensors: Tensors) -> None:
             f"input_ids has tokens from {low} to {high}; the vocabulary has 0 to "
             f"{vocabulary - 1}"
         )
+
+
+HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForSequenceClassification")
+"""Endings of architectures with a head, which a folder is served without."""
+
+
+def _notes(config: dict[str, Any]) -> list[str]:
+    found = [a for a in config.get("architectures") or () if a.endswith(HEADS)]
+    return [
+        f"the head of {name} is not served: the outputs are hidden states, not logits"
+        for name in found
+    ]
 
 
 def _preloaded_modules(model_type: str) -> list[str]:

@@ -155,6 +155,7 @@ class Model:
             size 1 for each -1.
         text: Loads the tokenizer for ``/v1/embeddings``; None if the model has none.
         embedding: Output that ``/v1/embeddings`` answers with.
+        notes: What a user of the model should know; ``plan`` and ``serve`` print it.
         check: Validates the inputs of a request in the gateway, once their names,
             datatypes and shapes match ``inputs``. Raises ``InvalidRequestError`` for
             values that the model cannot take.
@@ -169,6 +170,7 @@ class Model:
     example: Callable[[], Tensors] | None = None
     text: Callable[[], TextFrontend] | None = None
     embedding: str = "embedding"
+    notes: Sequence[str] = ()
     check: Callable[[Tensors], None] | None = None
     preload: Sequence[str] = ()
     parts: Callable[[], Model] | None = None
