@@ -27,6 +27,7 @@ from multiworld.backends.c10d.work_runner import WorkRunner
 from multiworld.backends.direct.backend import DirectBackend
 from multiworld.backends.dtypes import CODES, DTYPES
 from multiworld.errors import TensorMismatchError, UnsupportedOperationError
+from multiworld.incarnation.lifecycle import Failed
 from multiworld.rendezvous.blocking_values import BlockingValues
 from multiworld.rendezvous.registry import key_prefix
 
@@ -140,7 +141,14 @@ class C10dBackend:
         ).contiguous()
         header = [CODES[contiguous.dtype], list(contiguous.shape)]
         async with self._sending[dst, tag]:
-            await self._direct.send_object(header, dst, HEADER_TAG_BASE + tag)
+            try:
+                await self._direct.send_object(header, dst, HEADER_TAG_BASE + tag)
+            except asyncio.CancelledError:
+                # The header may have left, and the receiver would meet the next tensor
+                # with this one's size: Gloo ends the process for that.
+                reason = f"rank {self._rank} cancelled a send that was announced"
+                self._view.report(Failed(reason))
+                raise
             await self._runner.wait_in_thread(
                 lambda native: native.send([as_bytes(contiguous)], dst, tag)
             )
