@@ -45,7 +45,7 @@ async def work(args: argparse.Namespace) -> bool:
                 f"world{world_id}",
                 rank=rank,
                 size=2,
-                store=f"tcp://{args.addr}",
+                store=args.store or f"tcp://{args.addr}",
                 backend=args.backend,
             )
             await answer(world)
@@ -54,8 +54,10 @@ async def work(args: argparse.Namespace) -> bool:
 
 async def lead(args: argparse.Namespace) -> bool:
     """Run the leader, which is rank 0 of both worlds."""
-    args.addr = args.addr or f"127.0.0.1:{free_port()}"
-    joining = {"rank": 0, "size": 2, "store": f"tcp://{args.addr}"}
+    if not args.store:
+        args.addr = args.addr or f"127.0.0.1:{free_port()}"
+    store = args.store or f"tcp://{args.addr}"
+    joining = {"rank": 0, "size": 2, "store": store}
     joining["backend"] = args.backend
     times: list[float] = []
     marks: list[float] = []

@@ -5,7 +5,7 @@ because Gloo's pairs are independent of each other. With --kill, or when you kil
 member by hand, every other member's loop ends with an error that names no rank.
 
     python examples/single_world.py --kill
-    python examples/single_world.py --worldsize 3 --rank 0 --addr 10.0.0.1 --multihost
+    python examples/single_world.py --multihost --rank 0 --addr 10.0.0.1:29500
 """
 
 from __future__ import annotations
@@ -29,13 +29,19 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--worldsize", type=int, default=3)
     parser.add_argument("--multihost", action="store_true", help="run one rank only")
     parser.add_argument("--rank", type=int, default=-1)
-    parser.add_argument("--addr", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument(
+        "--addr", default="127.0.0.1", metavar="HOST:PORT", help="address of rank 0"
+    )
+    # pymultiworld's example of this name has the port apart.
+    parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--kill", action="store_true", help="kill a member half way")
     args = parser.parse_args()
     if args.multihost and args.rank < 0:
         parser.error("--multihost needs --rank")
+    host, colon, port = args.addr.rpartition(":")
+    if colon:
+        args.addr, args.port = host, int(port)
     return args
 
 
@@ -63,20 +69,20 @@ def reduce_for_ever(args: argparse.Namespace) -> int:
 def start_all(args: argparse.Namespace) -> bool:
     """Start every member; tell whether all finished or, with --kill, none did."""
     port = str(args.port or free_port())
-    command = [sys.executable, sys.argv[0], "--multihost", "--port", port]
+    command = [sys.executable, sys.argv[0], "--multihost"]
     command += ["--worldsize", str(args.worldsize), "--steps", str(args.steps)]
-    command += ["--backend", args.backend, "--addr", args.addr]
+    command += ["--backend", args.backend, "--addr", f"{args.addr}:{port}"]
     command += ["--kill"] if args.kill else []
     members = [
         subprocess.Popen([*command, "--rank", str(rank)])
         for rank in range(args.worldsize)
     ]
-    codes = []
-    for process in members:
-        try:
-            codes.append(process.wait(timeout=60))
-        finally:
+    try:
+        codes = [process.wait(timeout=60) for process in members]
+    finally:
+        for process in members:
             process.kill()
+            process.wait()
     finished = sum(code == 0 for code in codes)
     print(f"{finished} of {args.worldsize} members took all steps")
     return finished == (0 if args.kill else args.worldsize)
