@@ -288,3 +288,18 @@ async def test_body_that_nobody_reads_any_more_does_not_hold_its_connection() ->
         assert (await client.ask(head + b"a"))[0] == 200
         client.send(b"b")
         assert await client.is_closed(limit_s=1.0)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="trailers have no limit, and joining their pieces takes quadratic time",
+)
+async def test_trailers_are_bounded_as_heads_are() -> None:
+    """Else one connection fills the memory, and stops the event loop meanwhile."""
+    async with serving() as server:
+        client = await server.connect()
+        head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        client.send(head + b"0\r\nX: ")
+        client.send(b"x" * 4 * HEAD_BYTES)
+        assert await client.is_closed(limit_s=1.0)
