@@ -259,13 +259,16 @@ async def test_signal_ends_it_as_an_order_does(number: signal.Signals) -> None:
         await ended(g)
 
 
-async def test_gateway_that_nobody_needs_ends_by_itself() -> None:
+async def test_gateway_that_nobody_needs_ends_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """At once, if it has never had a controller; later, if it serves."""
     async with gateway(orphan_s=0.05) as g:
         await ended(g)
-    async with gateway(orphan_s=0.002) as g:
+    monkeypatch.setattr(module, "ORPHAN_FACTOR", 0.0005)
+    async with gateway(orphan_s=100.0) as g:
         await g.up()
-        await asyncio.sleep(0.3)  # longer than an orphan may live
+        await asyncio.sleep(0.1)  # twice as long as an orphan may live
         assert not g.running.done()
         await g.controller.world.close()
         await ended(g)

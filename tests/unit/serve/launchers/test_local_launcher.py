@@ -17,6 +17,7 @@ from multiworld.serve.launchers.base import RunningProcess, began_at
 from multiworld.serve.launchers.local import LocalLauncher
 from multiworld.serve.resources.amounts import Location, Need, Node
 from multiworld.serve.transport.process_args import ProcessArgs
+from tests.unit.serve.edges import until
 
 WAIT_S = 50.0
 FAKE_ENTRY = "tests.unit.serve.launchers.fake_entry"
@@ -75,7 +76,7 @@ class Launched:
         """Wait until a process has written to its log; return what it wrote."""
         log = self.folder / f"{name}.log"
         async with asyncio.timeout(WAIT_S):
-            while not (log.exists() and log.read_text().endswith("\n")):
+            while not (log.exists() and log.read_text().endswith("\n")):  # noqa: ASYNC110 - a file has no event
                 await asyncio.sleep(0)
         return log.read_text()
 
@@ -151,8 +152,7 @@ async def test_server_that_dies_fails_what_waits_and_is_started_again(
     assert server is not None
     os.kill(server.pid, signal.SIGSTOP)
     waiting = asyncio.ensure_future(launched.launch("b", "says"))
-    while "b" not in launched.launcher._starting:
-        await asyncio.sleep(0)
+    await until(lambda: "b" in launched.launcher._starting)
     os.kill(server.pid, signal.SIGKILL)
     with pytest.raises(LaunchError, match="b: the fork server has ended"):
         await asyncio.wait_for(waiting, WAIT_S)
@@ -179,7 +179,8 @@ async def test_processes_of_an_earlier_controller_are_watched(
     launched: Launched,
 ) -> None:
     """Those that have ended, or are others by now, are not adopted."""
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    words = [sys.executable, "-c", "import time; time.sleep(60)"]
+    process = subprocess.Popen(words)  # noqa: ASYNC220 - asyncio would watch it, too
     began = began_at(process.pid)
     assert began is not None
     running = RunningProcess("old", process.pid, began)

@@ -67,7 +67,8 @@ def test_unknown_launcher_is_named_with_those_there_are(name: str, words: str) -
 
 async def test_launcher_is_made_from_the_context(tmp_path: Path) -> None:
     """That of the spec; the local one knows this machine only."""
-    assert await make_launcher(context(f"{__name__}:make", tmp_path)) == "mine"
+    made: object = await make_launcher(context(f"{__name__}:make", tmp_path))
+    assert made == "mine"
     local = await make_launcher(context("local", tmp_path))
     assert isinstance(local, LocalLauncher)
     assert local.nodes() == (Node("here", 2.0, 10),)

@@ -201,7 +201,7 @@ async def soon(work: Awaitable[Tensors]) -> list[float]:
 
 
 async def test_request_travels_with_its_header_and_its_answer_is_returned() -> None:
-    """The replica gets key, deadline, session and share; the caller gets its tensors."""
+    """The replica gets key, deadline, session and share; the caller its tensors."""
     async with gate(table(["a"])) as g:
         share = Share("acme", 2.0, 1)
         call = g.ask(1.0, 2.0, deadline_s=5.0, session="s", share=share)
@@ -249,7 +249,7 @@ async def test_stream_yields_each_answer_and_infer_returns_the_last() -> None:
 
         async def read() -> None:
             async for part in g.dispatcher.stream("m", x(1.0)):
-                parts.append(part["x"].item())
+                parts.append(part["x"].item())  # noqa: PERF401 - seen as it grows
 
         reading = asyncio.ensure_future(read())
         await g.replicas["a"].one()

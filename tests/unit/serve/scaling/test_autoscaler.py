@@ -207,7 +207,7 @@ async def service(path: Path | None = None) -> AsyncIterator[Service]:
 async def test_decision_is_carried_out_told_and_recorded(
     policies: dict[str, FakePolicy], tmp_path: Path
 ) -> None:
-    """The record has the facts and the snapshot; the snapshot has the spec's numbers."""
+    """The record has the facts and the snapshot, with the spec's numbers."""
     async with service(tmp_path / "decisions.jsonl") as s:
         s.serve("m", spec(2), 1, 2)
         policies["one"].decides = to(3, 1)
@@ -363,7 +363,7 @@ async def test_as_much_as_has_a_place_is_wanted_stage_by_stage(
         unplaced, scaled = s.said()
         assert unplaced[0] == "unplaced"
         assert "no machine has a core for the 10th" in unplaced[1]
-        assert "[1, 1] → [3, 2], no more for want of room" in scaled[1]  # noqa: RUF001
+        assert "[1, 1] → [3, 2], no more for want of room" in scaled[1]
         seen = len(policies["one"].seen)
         await until(lambda: len(policies["one"].seen) > seen + 2)
         assert len(s.said()) == 2
