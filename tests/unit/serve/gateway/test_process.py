@@ -211,7 +211,7 @@ def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[socket.socket]]:
     monkeypatch.setattr(module, "LOOK_S", 0.01)
     monkeypatch.setattr(module, "USAGE_S", 0.05)
     with monkeypatch.context() as patch:
-        patch.setattr(module.socket, "socket", Recorded)
+        patch.setattr(socket, "socket", Recorded)
         yield made
     for sock in made:
         sock.close()

@@ -97,7 +97,7 @@ def spec(
         scaling=policy if ":" in policy else f"{__name__}:{policy}",
         weight=weight,
         stages=[
-            {"name": f"s{k}", "autoscaling_config": _config(low, high)}  # type: ignore[list-item]
+            {"name": f"s{k}", "autoscaling_config": _config(low, high)}  # type: ignore[misc]
             for k in range(stages)
         ],
     )

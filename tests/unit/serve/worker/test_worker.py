@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
+import os
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -13,6 +15,7 @@ import torch
 
 from multiworld.errors import InvalidRequestError
 from multiworld.serve.spec.stage import Stage, StageContext, Tensors
+from multiworld.serve.tenants.fair_queue import Share
 from multiworld.serve.transport import protocol
 from multiworld.serve.transport.edges import SILENT_S
 from multiworld.serve.transport.protocol import (
@@ -437,7 +440,7 @@ async def test_output_is_handed_to_the_next_stage_with_all_that_belongs_to_it() 
     """Deadline, session, share and probe."""
     async with bench(0, 2, "1-a") as b:
         g, a = await b.connect("g"), await b.connect("1-a")
-        share = protocol.Share("acme", 2.0, 1)
+        share = Share("acme", 2.0, 1)
         sent = item(1, remaining_s=9.0, session="s", via={"1": "1-a"}, share=share)
         await send(g, [sent], 3.0)
         header, contents = await a.receive_bundle(WORK, lambda h: len(h.items))
@@ -630,8 +633,8 @@ async def test_model_that_never_ends_ends_its_process(
 ) -> None:
     """At its limit, or when nobody can be waiting any more (here: after 60 s)."""
     codes: list[int] = []
-    monkeypatch.setattr(module.os, "_exit", codes.append)
-    monkeypatch.setattr(module.faulthandler, "dump_traceback", lambda file: None)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(faulthandler, "dump_traceback", lambda file: None)
     async with bench(compute_s=compute_s) as b:
         g = await b.connect("g")
         b.model.gate.clear()
