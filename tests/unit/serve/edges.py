@@ -1,0 +1,115 @@
+"""Edges on the memory backend, with which tests play the other process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+from multiworld.serve.spec.stage import Tensors
+from multiworld.serve.transport.edges import Outbox
+from multiworld.serve.transport.messages import (
+    HEADER,
+    pack,
+    receive,
+    receive_bundle,
+    unpack,
+)
+from multiworld.serve.transport.protocol import Codec
+from multiworld.serve.transport.routing_table import Edge
+from multiworld.testing import Arena
+from multiworld.world.world import World
+
+M = TypeVar("M")
+
+HANG_S = 10.0
+"""Seconds after which a step of a test counts as hung."""
+
+
+async def until(is_so: Callable[[], object]) -> None:
+    """Let the other tasks run until something is so."""
+    async with asyncio.timeout(HANG_S):
+        while not is_so():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0)
+
+
+async def settle() -> None:
+    """Let every task run until nothing is left to do at this moment."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+async def break_world(world: World) -> None:
+    """Break a world for all its members, as the loss of one does."""
+    collective = asyncio.ensure_future(world.barrier())
+    await settle()
+    collective.cancel()
+    await asyncio.gather(collective, return_exceptions=True)
+    assert world.is_broken
+
+
+class QuietOutbox(Outbox):
+    """An outbox whose peer has been silent for as long as a test says.
+
+    Attributes:
+        quiet_s: Seconds of silence.
+    """
+
+    quiet_s = 0.0
+
+    def silent_s(self) -> float:
+        """Return ``quiet_s``."""
+        return self.quiet_s
+
+
+class Peer:
+    """The other process of an edge, played by the test.
+
+    Args:
+        world: The world, seen by that process.
+        rank: Rank of the process under test.
+    """
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.world, self._rank = world, rank
+
+    async def send(self, codec: Codec[M], message: M) -> None:
+        """Send a small message."""
+        text = codec.encode(message)
+        await self.world.send_object(text, dst=self._rank, tag=codec.tag)
+
+    async def send_bundle(
+        self, codec: Codec[M], header: M, contents: list[Tensors]
+    ) -> None:
+        """Send a header and the tensors of its items."""
+        meta = {HEADER: codec.encode(header)}
+        tensors = pack(contents)
+        await self.world.send_bundle(tensors, dst=self._rank, meta=meta, tag=codec.tag)
+
+    async def receive(self, codec: Codec[M]) -> M:
+        """Receive a small message."""
+        async with asyncio.timeout(HANG_S):
+            return await receive(self.world, codec, src=self._rank)
+
+    async def receive_bundle(
+        self, codec: Codec[M], count: Callable[[M], int]
+    ) -> tuple[M, list[Tensors]]:
+        """Receive a header and the tensors of its items."""
+        async with asyncio.timeout(HANG_S):
+            header, bundle = await receive_bundle(self.world, codec, src=self._rank)
+        return header, unpack(bundle, count(header))
+
+    async def has_sent(self, codec: Codec[M]) -> bool:
+        """Return whether the process under test has sent a message of this kind."""
+        waiting = asyncio.ensure_future(self.receive(codec))
+        await settle()
+        is_there = waiting.done()
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        return is_there
+
+
+async def connect(arena: Arena, edge: Edge) -> tuple[QuietOutbox, Peer]:
+    """Return this process's end of an edge, and the peer at its other end."""
+    worlds = await arena.world(2, edge.world)
+    return QuietOutbox(edge, worlds[edge.rank]), Peer(worlds[1 - edge.rank], edge.rank)

@@ -1,0 +1,113 @@
+"""The decision log: what is kept in memory, what on disk, and disks that fail."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multiworld.serve.fleet import decision_log as module
+from multiworld.serve.fleet.decision_log import KEPT, DecisionLog
+
+
+def decide(log: DecisionLog, what: str, **facts: Any) -> None:
+    """Log one decision about model ``m``."""
+    log.decide("scaling", "m", what, facts, {"now": 5})
+
+
+def test_decisions_are_kept_and_thoughts_replace_each_other() -> None:
+    """A thought changes nothing; a decision is one, too."""
+    log = DecisionLog()
+    log.think("scaling", "m", "enough")
+    log.think("scaling", "m", "still enough")
+    log.think("placement", "", "no better place")
+    assert log.last(10, with_snapshots=True) == []
+    assert {t["about"]: t["what"] for t in log.thoughts()} == {
+        "m": "still enough",
+        "": "no better place",
+    }
+    decide(log, "more")
+    assert log.thoughts()[0]["what"] == "more"
+    (one,) = log.last(10, with_snapshots=False)
+    assert (one["number"], one["what"], "snapshot" in one) == (1, "more", False)
+
+
+def test_last_decisions_come_oldest_first() -> None:
+    """No more than are kept; numbers go on."""
+    log = DecisionLog()
+    for number in range(KEPT + 3):
+        decide(log, str(number))
+    assert [d["number"] for d in log.last(2, with_snapshots=False)] == [
+        KEPT + 2,
+        KEPT + 3,
+    ]
+    assert len(log.last(10**6, with_snapshots=False)) == KEPT
+    assert log.last(0, with_snapshots=False) == []
+    (last,) = log.last(1, with_snapshots=True)
+    assert last["snapshot"] == {"now": 5}
+
+
+def test_each_decision_is_a_line_of_its_file(tmp_path: Path) -> None:
+    """Also with facts that JSON does not know; a later log goes on in it."""
+    path = tmp_path / "decisions.jsonl"
+    decide(DecisionLog(path), "one\nline", where=path, many={1, 2})
+    decide(DecisionLog(path), "two", nested={(1, 2): 3, "kept": None})
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["what"] for line in lines] == ["one\nline", "two"]
+    assert lines[0]["facts"]["where"] == str(path)
+    assert lines[1]["facts"] == {"nested": {"kept": None}}
+
+
+def test_large_file_is_put_aside_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk holds two of them at most."""
+    monkeypatch.setattr(module, "FILE_BYTES", 300)
+    path = tmp_path / "decisions.jsonl"
+    log = DecisionLog(path)
+    for number in range(12):
+        decide(log, f"decision {number}")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "decisions.jsonl",
+        "decisions.old.jsonl",
+    ]
+    kept = (path.with_suffix(".old.jsonl").read_text() + path.read_text()).splitlines()
+    numbers = [json.loads(line)["number"] for line in kept]
+    assert numbers == list(range(numbers[0], 13))
+    assert path.stat().st_size < 2 * 300
+
+
+@pytest.mark.parametrize("what", ["a folder", "no folder", "a circle"])
+def test_service_does_not_depend_on_the_file(
+    what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The decision is kept in memory; the log says what failed."""
+    facts: dict[str, Any] = {}
+    path = tmp_path / "decisions.jsonl"
+    if what == "a folder":
+        path.mkdir()
+    elif what == "no folder":
+        path = tmp_path / "none" / "decisions.jsonl"
+    else:
+        facts["circle"] = facts
+    log = DecisionLog(path)
+    log.decide("scaling", "m", "more", facts, {})
+    assert len(log.last(1, with_snapshots=False)) == 1
+    assert "a decision cannot be recorded" in caplog.text
+
+
+@pytest.mark.xfail(
+    strict=True, raises=RuntimeError, reason="only some errors of JSON are caught"
+)
+def test_fact_that_cannot_be_shown_does_not_fail_the_decision(tmp_path: Path) -> None:
+    """It comes from somebody's policy."""
+
+    class Odd:
+        def __str__(self) -> str:
+            raise RuntimeError("as asked")
+
+        __repr__ = __str__
+
+    decide(DecisionLog(tmp_path / "decisions.jsonl"), "more", odd=Odd())

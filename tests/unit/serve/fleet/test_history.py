@@ -1,0 +1,44 @@
+"""The history of a service: numbered, bounded, and in the log."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from multiworld.serve.fleet.history import BAD, EVENTS, History
+
+
+def test_entries_are_numbered_and_read_on_from_a_number() -> None:
+    """A reader asks for what came after the last that it has."""
+    history = History()
+    assert history.since(0) == []
+    for kind in ("ready", "lost", "ready"):
+        history.say(kind, f"text of {kind}", "m/0/1")
+    assert [entry["number"] for entry in history.since(0)] == [1, 2, 3]
+    assert [entry["kind"] for entry in history.since(1)] == ["lost", "ready"]
+    assert history.since(3) == []
+    assert history.since(2)[0].keys() == {"number", "at", "kind", "text", "name"}
+
+
+def test_oldest_entries_are_dropped_and_still_counted() -> None:
+    """Numbers go on, so a reader notices the gap."""
+    history = History()
+    for number in range(EVENTS + 5):
+        history.say("ready", str(number))
+    kept = history.since(0)
+    assert len(kept) == EVENTS
+    assert (kept[0]["number"], kept[-1]["number"]) == (6, EVENTS + 5)
+    assert history.kinds == {"ready": EVENTS + 5}
+
+
+@pytest.mark.parametrize("kind", ["ready", *BAD])
+def test_what_is_bad_is_logged_as_a_warning(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The rest for information."""
+    caplog.set_level(logging.INFO)
+    History().say(kind, "100 % of it")
+    (record,) = caplog.records
+    assert record.getMessage() == f"{kind}: 100 % of it"
+    assert (record.levelno == logging.WARNING) == (kind in BAD)

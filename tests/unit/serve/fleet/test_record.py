@@ -1,0 +1,225 @@
+"""The folder of a service: its record, its locks and its secret."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multiworld.errors import ServeError
+from multiworld.serve.fleet.record import (
+    AlreadyServedError,
+    ProcessRecord,
+    Record,
+    StateFolder,
+    StoreRecord,
+    state_root,
+)
+from multiworld.serve.spec.schema import AppSpec
+
+APP = AppSpec.model_validate({"models": {"m": {"factory": "x:y", "stages": [{}]}}})
+
+
+def record(**more: Any) -> Record:
+    """Return a record of a service with two processes."""
+    processes = [
+        ProcessRecord(
+            name=f"m/0/{pid}",
+            model="m",
+            version="1",
+            stage=0,
+            phase="ready",
+            pid=pid,
+            began=9,
+        )
+        for pid in (11, 12)
+    ]
+    given: dict[str, Any] = {
+        "app": APP,
+        "specs": {"m": {"1": APP.models["m"]}},
+        "active": {"m": "1"},
+        "store": StoreRecord(address="tcp://127.0.0.1:1", pid=10, began=8),
+        "replicas": {"m": [2]},
+        "processes": processes,
+    }
+    return Record(**{**given, **more})
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StateFolder:
+    """Return the folder of a new service."""
+    monkeypatch.delenv("MULTIWORLD_SECRET", raising=False)
+    made = StateFolder(tmp_path / "state" / "app")
+    made.make()
+    return made
+
+
+def test_root_follows_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Ours first, then that of the desktop, then the home."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.delenv("MULTIWORLD_STATE", raising=False)
+    assert state_root() == tmp_path / ".local/state/multiworld"
+    monkeypatch.setenv("XDG_STATE_HOME", "/xdg")
+    assert state_root() == Path("/xdg/multiworld")
+    monkeypatch.setenv("MULTIWORLD_STATE", "/ours")
+    assert state_root() == Path("/ours")
+
+
+# The record.
+
+
+def test_record_is_read_as_it_was_written(folder: StateFolder) -> None:
+    """There is none at first, and none when the service has ended."""
+    assert folder.load() is None
+    folder.save(record(number=3))
+    assert folder.load() == record(number=3)
+    folder.save(record(number=4, processes=[]))
+    assert folder.load() == record(number=4, processes=[])
+    folder.socket.touch()
+    folder.forget()
+    folder.forget()
+    assert folder.load() is None
+    assert not folder.socket.exists()
+
+
+def test_save_that_fails_leaves_the_record_before(
+    folder: StateFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For example on a full disk."""
+    folder.save(record(number=1))
+
+    def full(self: Path, text: str) -> int:
+        self.write_bytes(text.encode()[:10])
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        with pytest.raises(OSError, match="no space"):
+            folder.save(record(number=2))
+    assert folder.load() == record(number=1)
+    folder.save(record(number=3))
+    assert folder.load() == record(number=3)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"null", b'{"app": 1}', b"\xff\xfe"]
+)
+def test_record_that_cannot_be_read_is_named(
+    folder: StateFolder, content: bytes
+) -> None:
+    """It is not taken for a service that does not run."""
+    (folder.path / "record.json").write_bytes(content)
+    with pytest.raises(ServeError, match=r"record\.json cannot be read"):
+        folder.load()
+
+
+# Locks.
+
+
+def test_only_one_controller_holds_the_folder(folder: StateFolder) -> None:
+    """Until it ends, however it does; the lock is the kernel's."""
+    assert not StateFolder(folder.path.parent / "none").is_controlled()
+    assert not folder.is_controlled()
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from multiworld.serve.fleet.record import StateFolder\n"
+        "StateFolder(Path(sys.argv[1])).lock()\n"
+        "print('locked', flush=True); sys.stdin.read()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(folder.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with process.stdin, process.stdout:
+        assert process.stdout.readline() == b"locked\n"
+        assert folder.is_controlled()
+        with pytest.raises(AlreadyServedError, match="has a controller"):
+            folder.lock()
+        process.kill()
+        process.wait()
+    assert not folder.is_controlled()
+    folder.lock()
+    assert StateFolder(folder.path).is_controlled()
+    assert folder._lock is not None
+    os.close(folder._lock)
+
+
+def test_living_processes_share_their_lock(folder: StateFolder) -> None:
+    """The store sees when the last of them has ended."""
+    one, other = folder.hold(), folder.hold()
+    with open(folder.alive, "rb") as file:
+        for held in (one, other):
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.close(held)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=AlreadyServedError,
+    reason="who asks whether there is a controller holds its lock for a moment",
+)
+def test_asking_for_a_controller_keeps_none_from_starting(
+    folder: StateFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``multiworld status`` may be asked at any time."""
+    folder.lock()
+    assert folder._lock is not None
+    os.close(folder._lock)
+    real, asked = fcntl.flock, 0
+
+    def flock(file: Any, operation: int) -> None:
+        nonlocal asked
+        asked += 1
+        real(file, operation)
+        if asked == 1:  # the controller starts at this very moment
+            folder.lock()
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    StateFolder(folder.path).is_controlled()
+
+
+# The secret and who may read it.
+
+
+def test_secret_is_made_once_and_for_this_user_only(folder: StateFolder) -> None:
+    """Every process of the service gets the same one."""
+    secret = folder.secret()
+    assert len(bytes.fromhex(secret)) == 32
+    assert StateFolder(folder.path).secret() == secret
+    assert stat.S_IMODE((folder.path / "secret").stat().st_mode) == 0o600
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+    assert stat.S_IMODE(folder.alive.stat().st_mode) == 0o600
+    folder.make()  # again: a new controller of the same service
+    assert folder.secret() == secret
+
+
+def test_secret_of_the_environment_goes_before(
+    folder: StateFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not written to the disk."""
+    monkeypatch.setenv("MULTIWORLD_SECRET", "theirs")
+    assert folder.secret() == "theirs"
+    assert not (folder.path / "secret").exists()
+
+
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="an empty file is taken for the secret"
+)
+def test_secret_that_was_not_written_is_made_anew(folder: StateFolder) -> None:
+    """The process before may have died, or the disk been full, in the midst of it."""
+    (folder.path / "secret").touch()
+    assert folder.secret() != ""

@@ -1,0 +1,234 @@
+"""A gateway whose dispatcher a test plays, and clients of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import torch
+from fastapi import FastAPI
+
+from multiworld.serve.gateway.app import make_app
+from multiworld.serve.gateway.gateway import Gateway
+from multiworld.serve.routing.dispatcher import Dispatcher
+from multiworld.serve.spec.stage import Model, Stage, Tensors, TensorSpec
+from multiworld.serve.tenants.authenticator import Authenticator
+from multiworld.serve.tenants.directory import Key, Tenant
+from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
+from multiworld.serve.tenants.keys import make_key
+from multiworld.serve.transport.routing_table import Route, RoutingTable
+
+MODEL = Model(
+    stages=[Stage(load=lambda context: lambda tensors: tensors)],
+    inputs=[TensorSpec("x", "FP32", (-1,))],
+    outputs=[TensorSpec("y", "FP32", (-1,))],
+)
+
+
+class FakeText:
+    """A tokenizer: one token for each letter."""
+
+    def encode(self, text: str) -> Tensors:
+        """Return one row with the numbers of the letters."""
+        return {"ids": torch.tensor([[ord(letter) for letter in text]])}
+
+
+TEXT = Model(
+    stages=MODEL.stages,
+    inputs=[TensorSpec("ids", "INT64", (-1, -1))],
+    outputs=[TensorSpec("embedding", "FP32", (-1, 2))],
+    text=FakeText,
+)
+
+
+class FakeDispatcher(Dispatcher):
+    """A dispatcher that answers as a test says.
+
+    Attributes:
+        answers: Returns the answer to a request to a model; may raise or wait.
+        calls: What it was asked.
+        lacking: Stages without a replica, by model.
+        quarantined: Tenants and models.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("gateway/1")
+        self.answers: Callable[[str, Tensors], Awaitable[Tensors]] = doubled
+        self.calls: list[dict[str, Any]] = []
+        self.lacking: dict[str, list[int]] = {}
+        self.quarantined: list[tuple[str, str]] = []
+
+    async def infer(
+        self,
+        model: str,
+        tensors: Tensors,
+        *,
+        deadline_s: float | None = None,
+        session: str | None = None,
+        via: dict[int, str] | None = None,
+        share: Share = DEFAULT_SHARE,
+    ) -> Tensors:
+        """Return what the test set."""
+        call = {"model": model, "deadline_s": deadline_s, "session": session}
+        self.calls.append({**call, "tenant": share.tenant, "tensors": tensors})
+        return await self.answers(model, tensors)
+
+    def missing(self, model: str) -> list[int]:
+        """Return what the test set."""
+        return self.lacking.get(model, [])
+
+    def quarantine(self, tenant: str, model: str) -> None:
+        """Take note."""
+        self.quarantined.append((tenant, model))
+
+
+async def doubled(model: str, tensors: Tensors) -> Tensors:
+    """Return twice the inputs, or an embedding."""
+    if "ids" in tensors:
+        total = tensors["ids"].sum().float()
+        return {"embedding": torch.stack([total, -total]).reshape(1, 2)}
+    return {"y": tensors["x"] * 2}
+
+
+def raising(error: Exception) -> Callable[[str, Tensors], Awaitable[Tensors]]:
+    """Return answers that are all this error."""
+
+    async def answer(model: str, tensors: Tensors) -> Tensors:
+        raise error
+
+    return answer
+
+
+class Hanging:
+    """Answers that never come.
+
+    Attributes:
+        is_asked: Set when a request waits.
+        is_cancelled: Set when one was cancelled.
+    """
+
+    def __init__(self) -> None:
+        self.is_asked, self.is_cancelled = asyncio.Event(), asyncio.Event()
+
+    async def __call__(self, model: str, tensors: Tensors) -> Tensors:
+        self.is_asked.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.is_cancelled.set()
+            raise
+        raise AssertionError("unreachable")
+
+
+class Fake:
+    """A gateway under test.
+
+    Attributes:
+        keys: The API key of each tenant.
+    """
+
+    def __init__(self, *tenants: Tenant, max_body_bytes: int = 1 << 20) -> None:
+        self.dispatcher = FakeDispatcher()
+        self.keys: dict[str, str] = {}
+        authenticator = Authenticator(needs_key=bool(tenants))
+        for tenant in tenants:
+            text, key_id, digest = make_key()
+            self.keys[tenant.name] = text
+            key = Key(id=key_id, digest=digest, made_at=0.0)
+            authenticator.book.put([tenant.with_key(key)])
+        self.gateway = Gateway(self.dispatcher, max_body_bytes, authenticator)
+        self.serve(m=MODEL, t=TEXT)
+        self.app: FastAPI = make_app(self.gateway)
+
+    def serve(
+        self, version: str = "1", on_demand: tuple[int, ...] = (), **models: Model
+    ) -> None:
+        """Have the table list these models and no others, all loaded."""
+        routes = {
+            name.replace("__", "@"): Route(version, {version: 1}, on_demand=on_demand)
+            for name in models
+        }
+        self.dispatcher.table = RoutingTable(1, ("gateway/1",), routes)
+        for name, model in models.items():
+            known = self.gateway.models.setdefault(name.replace("__", "@"), {})
+            known[version] = model
+
+    def client(self, tenant: str = "", **headers: str) -> httpx.AsyncClient:
+        """Return a client, with the key of a tenant."""
+        if tenant:
+            headers["authorization"] = f"Bearer {self.keys[tenant]}"
+        transport = httpx.ASGITransport(app=self.app)
+        return httpx.AsyncClient(
+            transport=transport, base_url="http://gateway", headers=headers
+        )
+
+    def requests(self) -> dict[tuple[str, str], float]:
+        """Return how many requests were counted, by model and status."""
+        return {
+            (s.labels["model"], s.labels["status"]): s.value
+            for family in self.gateway.metrics.requests.collect()
+            for s in family.samples
+            if s.name.endswith("_total")
+        }
+
+
+def body(*values: float, **more: Any) -> dict[str, Any]:
+    """Return a request to model ``m``."""
+    size = [len(values)]
+    item = {"name": "x", "datatype": "FP32", "shape": size, "data": list(values)}
+    return {"inputs": [item], **more}
+
+
+class Disconnecting:
+    """A client that sends a request and then disconnects when told to.
+
+    Args:
+        app: The application.
+        path: Path of the request.
+        parts: Parts of its body.
+        is_whole: Whether the body is complete.
+    """
+
+    def __init__(
+        self, app: FastAPI, path: str, *parts: bytes, is_whole: bool = True
+    ) -> None:
+        self._app, self._path = app, path
+        self._messages: list[dict[str, Any]] = [
+            {
+                "type": "http.request",
+                "body": part,
+                "more_body": number + 1 < len(parts) or not is_whole,
+            }
+            for number, part in enumerate(parts)
+        ]
+        self.hangs_up = asyncio.Event()
+        self.sent: list[Any] = []
+
+    async def _receive(self) -> Any:
+        if self._messages:
+            return self._messages.pop(0)
+        await self.hangs_up.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    async def run(self) -> None:
+        """Send the request, and wait until the application is done with it."""
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "path": self._path,
+            "raw_path": self._path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "scheme": "http",
+            "headers": [(b"host", b"gateway")],
+            "server": ("gateway", 80),
+            "client": ("client", 1),
+        }
+        await self._app(scope, self._receive, self._send)

@@ -1,0 +1,567 @@
+"""The HTTP application: every route, every form of error, clients that hang up."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import re
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from multiworld.errors import (
+    DeadlineExceededError,
+    InternalError,
+    InvalidRequestError,
+    ModelFailedError,
+    NoReplicaError,
+    OverloadedError,
+    QuarantinedError,
+    RequestPoisonedError,
+    ServeError,
+    UnknownModelError,
+)
+from multiworld.serve.gateway import app as module
+from multiworld.serve.spec.stage import Model, Tensors
+from multiworld.serve.tenants.directory import Tenant
+from multiworld.serve.transport.routing_table import RoutingTable
+from tests.unit.serve.edges import HANG_S
+from tests.unit.serve.gateway.fakes import (
+    MODEL,
+    TEXT,
+    Disconnecting,
+    Fake,
+    Hanging,
+    body,
+    doubled,
+    raising,
+)
+
+INFER = "/v2/models/m/infer"
+ACME = Tenant(name="acme", models=("m",))
+OPERATOR = Tenant(name="boss", is_operator=True)
+
+GETS = [
+    "/health",
+    "/v2/health/live",
+    "/v2/health/ready",
+    "/version",
+    "/metrics",
+    "/v2",
+    "/v2/models",
+    "/v2/models/m",
+    "/v2/models/m/versions/1",
+    "/v2/models/m/ready",
+    "/v2/models/m/versions/1/ready",
+    "/v1/models",
+    "/v1/models/m",
+    "/openapi.json",
+    "/docs",
+]
+
+
+async def get(fake: Fake, path: str, tenant: str = "") -> httpx.Response:
+    """Return the answer to a GET."""
+    async with fake.client(tenant) as client:
+        return await client.get(path)
+
+
+async def infer(
+    fake: Fake, *values: float, tenant: str = "", path: str = INFER, **more: Any
+) -> httpx.Response:
+    """Return the answer to an inference request."""
+    async with fake.client(tenant) as client:
+        return await client.post(path, json=body(*values), **more)
+
+
+# Routes that answer.
+
+
+@pytest.mark.parametrize("path", GETS)
+async def test_route_answers(path: str) -> None:
+    """With 200, and as JSON where it is not text for people or for Prometheus."""
+    answer = await get(Fake(), path)
+    assert answer.status_code == 200
+    if path not in ("/metrics", "/docs"):
+        assert answer.headers["content-type"] == "application/json"
+        answer.json()
+
+
+async def test_every_route_is_among_the_tested_ones() -> None:
+    """A new one is to be added to these tests."""
+    posts = [INFER, "/v2/models/m/versions/1/infer", "/v1/embeddings"]
+    tested = {
+        re.sub(r"(models)/m", r"\1/{name}", path).replace("/1", "/{version}")
+        for path in (*GETS, *posts)
+    }
+    there = Fake().app.openapi()["paths"].keys()
+    assert there == tested - {"/openapi.json", "/docs"}
+
+
+async def test_answer_repeats_id_and_names_model_and_version() -> None:
+    """As the Open Inference Protocol says."""
+    fake = Fake()
+    async with fake.client() as client:
+        answer = await client.post(INFER, json=body(1.0, 2.0, id="mine"))
+    assert answer.status_code == 200
+    said = answer.json()
+    assert (said["model_name"], said["model_version"], said["id"]) == ("m", "1", "mine")
+    assert said["outputs"][0]["data"] == [2.0, 4.0]
+    assert fake.requests() == {("m", "200"): 1.0}
+
+
+async def test_binary_answer_tells_the_length_of_its_head() -> None:
+    """The tensors follow it."""
+    async with Fake().client() as client:
+        asked = body(3.0, parameters={"binary_data_output": True})
+        answer = await client.post(INFER, json=asked)
+    length = int(answer.headers["inference-header-content-length"])
+    assert answer.headers["content-type"] == "application/octet-stream"
+    item = json.loads(answer.content[:length])["outputs"][0]
+    assert item["parameters"] == {"binary_data_size": 4}
+    values = torch.frombuffer(bytearray(answer.content[length:]), dtype=torch.float32)
+    assert values.tolist() == [6.0]
+
+
+async def test_large_body_is_parsed_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a thread, compressed or not."""
+    monkeypatch.setattr(module, "OFFLOAD_BYTES", 10)
+    content = json.dumps(body(4.0)).encode()
+    async with Fake().client() as client:
+        plain = await client.post(INFER, content=content)
+        headers = {"content-encoding": "gzip"}
+        packed = await client.post(
+            INFER, content=gzip.compress(content), headers=headers
+        )
+        bad = await client.post(INFER, content=b"x" * 20)
+    assert plain.json()["outputs"] == packed.json()["outputs"]
+    assert plain.json()["outputs"][0]["data"] == [8.0]
+    assert bad.status_code == 400
+
+
+async def test_metadata_shows_inputs_and_outputs() -> None:
+    """Of the active version."""
+    said = (await get(Fake(), "/v2/models/m")).json()
+    assert said["versions"] == ["1"]
+    assert said["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1]}]
+    assert said["outputs"] == [{"name": "y", "datatype": "FP32", "shape": [-1]}]
+
+
+# Deadlines and sessions.
+
+
+@pytest.mark.parametrize(
+    ("parameters", "header", "seconds"),
+    [
+        ({}, None, None),
+        ({}, "2.5", 2.5),
+        ({"timeout_s": 3}, "2.5", 3.0),
+        ({"timeout": 1_500_000}, None, 1.5),
+        ({"timeout": 1_500_000}, "2.5", 2.5),
+        ({"timeout_s": "4"}, None, 4.0),
+        ({"timeout_s": 86400}, None, 86400.0),
+    ],
+)
+async def test_deadline_of_a_request(
+    parameters: dict[str, Any], header: str | None, seconds: float | None
+) -> None:
+    """In seconds; Triton's ``timeout`` is in microseconds."""
+    fake = Fake()
+    headers = {} if header is None else {"x-timeout-s": header}
+    async with fake.client(**headers) as client:
+        answer = await client.post(INFER, json=body(1.0, parameters=parameters))
+    assert answer.status_code == 200
+    assert fake.dispatcher.calls[0]["deadline_s"] == seconds
+
+
+@pytest.mark.parametrize(
+    "given", [0, -1, "soon", True, [], {}, 86401, "nan", "inf", 1e300, "-inf", ""]
+)
+async def test_deadline_that_cannot_be_is_refused(given: Any) -> None:
+    """Nothing is sent."""
+    fake = Fake()
+    async with fake.client() as client:
+        answer = await client.post(
+            INFER, json=body(1.0, parameters={"timeout_s": given})
+        )
+    assert answer.status_code == 400
+    assert "above 0 and at most 86400" in answer.json()["error"]
+    assert fake.dispatcher.calls == []
+
+
+@pytest.mark.parametrize(
+    ("given", "session"),
+    [(7, "\x007"), ("s", "\x00s"), (0, None), ("", None), (None, None)],
+)
+async def test_session_is_that_of_its_tenant(given: Any, session: str | None) -> None:
+    """Sessions of two tenants are two; Triton's 0 is none."""
+    fake = Fake()
+    async with fake.client() as client:
+        await client.post(INFER, json=body(1.0, parameters={"sequence_id": given}))
+    assert fake.dispatcher.calls[0]["session"] == session
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "headers"),
+    [
+        (InvalidRequestError("text"), 400, {}),
+        (UnknownModelError("text"), 404, {}),
+        (OverloadedError("text", retry_after_s=2.3), 429, {"retry-after": "3"}),
+        (QuarantinedError("text", retry_after_s=0.1), 429, {"retry-after": "1"}),
+        (ModelFailedError("text"), 500, {}),
+        (RequestPoisonedError("text"), 500, {}),
+        (NoReplicaError("text", retry_after_s=1.0), 503, {"retry-after": "1"}),
+        (DeadlineExceededError("text"), 504, {}),
+        (ServeError("text"), 500, {}),
+    ],
+)
+@pytest.mark.parametrize("is_openai", [False, True])
+async def test_error_has_the_form_of_its_protocol(
+    error: ServeError, status: int, headers: dict[str, str], is_openai: bool
+) -> None:
+    """Its status, its text, and when to try again."""
+    fake = Fake()
+    fake.dispatcher.answers = raising(error)
+    async with fake.client() as client:
+        if is_openai:
+            asked = {"model": "t", "input": "x"}
+            answer = await client.post("/v1/embeddings", json=asked)
+            assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
+            text = answer.json()["error"]["message"]
+        else:
+            answer = await client.post(INFER, json=body(1.0))
+            text = answer.json()["error"]
+    assert answer.status_code == status
+    if type(error) is not UnknownModelError:  # the gateway lists what there is
+        assert text == "text"
+    assert {k: v for k, v in answer.headers.items() if k == "retry-after"} == headers
+    assert fake.requests() == {("t" if is_openai else "m", str(status)): 1.0}
+
+
+@pytest.mark.parametrize("error", [RuntimeError("secret"), InternalError("secret")])
+async def test_bug_is_an_error_500_that_tells_nothing_of_it(error: Exception) -> None:
+    """The log does."""
+    fake = Fake()
+    fake.dispatcher.answers = raising(error)
+    answer = await infer(fake, 1.0)
+    assert answer.status_code == 500
+    assert answer.json() == {"error": "internal error of the gateway; see its log"}
+    assert fake.requests() == {("m", "500"): 1.0}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/nothing", 404),
+        ("GET", "/v2/nothing", 404),
+        ("GET", "/v1/nothing", 404),
+        ("GET", INFER, 405),
+        ("DELETE", "/v1/embeddings", 405),
+        ("POST", "/v2/models/a/b/infer", 404),
+    ],
+)
+async def test_unknown_address_answers_in_its_protocols_form(
+    method: str, path: str, status: int
+) -> None:
+    """It names the address, and where the API is described."""
+    async with Fake().client() as client:
+        answer = await client.request(method, path)
+    error = answer.json()["error"]
+    text = error["message"] if path.startswith("/v1") else error
+    assert answer.status_code == status
+    assert text.startswith(f"{method} {path}: ")
+    assert text.endswith("see /docs for the API")
+
+
+@pytest.mark.xfail(strict=True, raises=KeyError, reason="the header Allow is dropped")
+async def test_method_not_allowed_lists_those_that_are() -> None:
+    """RFC 9110 requires it of every 405."""
+    assert (await get(Fake(), INFER)).headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/v2/models/none/infer", "no model 'none' is served here; there are: m, t"),
+        ("/v2/models/m/versions/9/infer", "active version of this model is '1'"),
+    ],
+)
+async def test_unknown_model_or_version_lists_what_there_is(
+    path: str, words: str
+) -> None:
+    """The same for inference and for metadata."""
+    fake = Fake()
+    posted = await infer(fake, 1.0, path=path)
+    got = await get(fake, path.removesuffix("/infer"))
+    ready = await get(fake, path.replace("/infer", "/ready"))
+    for answer in (posted, got, ready):
+        assert answer.status_code == 404
+        assert words in answer.json()["error"]
+    assert fake.dispatcher.calls == []
+
+
+async def test_unknown_models_do_not_become_labels_of_metrics() -> None:
+    """Else a client could fill the memory with names."""
+    fake = Fake()
+    for number in range(5):
+        await infer(fake, 1.0, path=f"/v2/models/none{number}/infer")
+        async with fake.client() as client:
+            asked = {"model": f"none{number}", "input": "x"}
+            await client.post("/v1/embeddings", json=asked)
+    assert fake.requests() == {("unknown", "404"): 10.0}
+
+
+async def test_model_that_is_not_loaded_yet_is_to_be_retried() -> None:
+    """The table was faster than the spec."""
+    fake = Fake()
+    fake.gateway.models.clear()
+    answer = await infer(fake, 1.0)
+    assert answer.status_code == 503
+    assert "not loaded yet" in answer.json()["error"]
+
+
+async def test_output_that_the_model_did_not_return_is_named() -> None:
+    """A model may return less than it declares."""
+    fake = Fake()
+    fake.dispatcher.answers = _nothing
+    async with fake.client() as client:
+        answer = await client.post(INFER, json=body(1.0, outputs=[{"name": "y"}]))
+    assert answer.status_code == 400
+    assert "returned no output y" in answer.json()["error"]
+
+
+async def _nothing(model: str, tensors: Tensors) -> Tensors:
+    return {}
+
+
+# Readiness.
+
+
+async def test_service_is_ready_when_no_stage_lacks_a_replica() -> None:
+    """Stages that may scale to zero do not count; dedicated copies neither."""
+    fake = Fake()
+    fake.dispatcher.lacking = {"m": [0]}
+    health = await get(fake, "/health")
+    assert health.status_code == 503
+    assert health.json() == {
+        "status": "not ready",
+        "stages_without_replica": {"m": [0], "t": []},
+    }
+    assert (await get(fake, "/v2/health/ready")).status_code == 503
+    assert (await get(fake, "/v2/models/m/ready")).status_code == 503
+    assert (await get(fake, "/v2/models/t/ready")).status_code == 200
+    fake.serve(m=MODEL, m__acme=MODEL, on_demand=(0,))
+    fake.dispatcher.lacking["m@acme"] = [1]
+    assert (await get(fake, "/health")).status_code == 200
+    assert (await get(fake, "/v2/models/m/ready")).status_code == 200
+
+
+async def test_service_that_ends_or_serves_nothing_is_not_ready_but_lives() -> None:
+    """A load balancer sends it nothing more, and does not kill it."""
+    fake = Fake()
+    fake.gateway.is_ending = True
+    assert (await get(fake, "/v2/health/ready")).status_code == 503
+    assert (await get(fake, "/v2/health/live")).status_code == 200
+    fake.gateway.is_ending = False
+    fake.dispatcher.table = RoutingTable()
+    assert (await get(fake, "/health")).status_code == 503
+    assert (await get(fake, "/v2/models")).json() == {"models": []}
+
+
+# Tenants.
+
+
+async def test_requests_without_a_valid_key_are_refused_everywhere() -> None:
+    """With what to do about it; health stays open."""
+    fake = Fake(ACME)
+    for headers in ({}, {"authorization": "Bearer wrong"}, {"x-api-key": "wrong"}):
+        async with fake.client(**headers) as client:
+            for path in (
+                "/v2/models",
+                "/v2/models/m",
+                "/v2/models/m/ready",
+                "/metrics",
+            ):
+                answer = await client.get(path)
+                assert answer.status_code == 401
+                assert answer.headers["www-authenticate"] == "Bearer"
+            for path in ("/v1/models", "/v1/models/m"):
+                answer = await client.get(path)
+                assert answer.json()["error"]["code"] == "invalid_api_key"
+            posted = await client.post(INFER, json=body(1.0))
+            assert posted.status_code == 401
+            health = (await client.get("/health")).json()
+            assert "stages_without_replica" not in health
+    assert fake.requests() == {("unknown", "401"): 3.0}
+    assert fake.dispatcher.calls == []
+
+
+async def test_tenant_sees_and_uses_its_models_only() -> None:
+    """Others are unknown to it, and their names are not told."""
+    fake = Fake(ACME)
+    assert (await get(fake, "/v2/models", "acme")).json() == {"models": [{"name": "m"}]}
+    listed = (await get(fake, "/v1/models", "acme")).json()["data"]
+    assert [model["id"] for model in listed] == ["m"]
+    for path in ("/v2/models/t", "/v2/models/t/ready", "/v1/models/t"):
+        answer = await get(fake, path, "acme")
+        assert answer.status_code == 404
+        assert "there are: m" in answer.text
+    assert (await infer(fake, 1.0, tenant="acme")).status_code == 200
+    assert fake.dispatcher.calls[0]["tenant"] == "acme"
+
+
+async def test_metrics_are_for_operators_where_keys_are_needed() -> None:
+    """They show all tenants."""
+    fake = Fake(ACME, OPERATOR)
+    refused = await get(fake, "/metrics", "acme")
+    assert refused.status_code == 401
+    assert "operator" in refused.json()["error"]
+    await infer(fake, 1.0, tenant="acme")
+    shown = await get(fake, "/metrics", "boss")
+    assert shown.status_code == 200
+    assert 'tenant="acme"' in shown.text
+
+
+async def test_limit_of_parallel_requests_is_given_back_however_one_ends() -> None:
+    """After an answer, an error, a bug and a client that hung up."""
+    fake = Fake(Tenant(name="acme", max_parallel_requests=1))
+    hanging = fake.dispatcher.answers = Hanging()
+    async with fake.client("acme") as client:
+        first = asyncio.ensure_future(client.post(INFER, json=body(1.0)))
+        await asyncio.wait_for(hanging.is_asked.wait(), HANG_S)
+        second = await client.post(INFER, json=body(1.0))
+        assert second.status_code == 429
+        assert int(second.headers["retry-after"]) >= 1
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        assert hanging.is_cancelled.is_set()
+        for answers, status in (
+            (raising(ModelFailedError("no")), 500),
+            (raising(RuntimeError("no")), 500),
+            (doubled, 200),
+        ):
+            fake.dispatcher.answers = answers
+            assert (await client.post(INFER, json=body(1.0))).status_code == status
+
+
+async def test_dedicated_replicas_serve_their_tenant_until_they_are_removed() -> None:
+    """A request that finds them removed goes to the shared ones."""
+    fake = Fake(Tenant(name="acme"), Tenant(name="beta"))
+    fake.serve(m=MODEL, m__acme=MODEL)
+    for tenant in ("acme", "beta"):
+        assert (await infer(fake, 1.0, tenant=tenant)).status_code == 200
+    assert [c["model"] for c in fake.dispatcher.calls] == ["m@acme", "m"]
+
+    async def removed(model: str, tensors: Tensors) -> Tensors:
+        if model == "m@acme":
+            raise UnknownModelError("model 'm@acme' is no longer served")
+        return await doubled(model, tensors)
+
+    fake.dispatcher.answers = removed
+    fake.dispatcher.calls.clear()
+    assert (await infer(fake, 1.0, tenant="acme")).status_code == 200
+    assert [c["model"] for c in fake.dispatcher.calls] == ["m@acme", "m"]
+    direct = await infer(fake, 1.0, tenant="acme", path="/v2/models/m@acme/infer")
+    assert direct.status_code == 404
+
+
+async def test_poison_request_is_told_once_and_not_tried_again() -> None:
+    """Other requests of the tenant, and the same of another one, are."""
+    fake = Fake(Tenant(name="acme"), Tenant(name="beta"))
+    told: list[Any] = []
+    fake.gateway.on_poison = lambda *found: told.append(found)
+    fake.dispatcher.answers = raising(RequestPoisonedError("it kills"))
+    assert (await infer(fake, 6.0, tenant="acme")).status_code == 500
+    fake.dispatcher.answers = doubled
+    again = await infer(fake, 6.0, tenant="acme")
+    assert again.status_code == 500
+    assert "do not retry it" in again.json()["error"]
+    assert len(fake.dispatcher.calls) == 1
+    assert [found[:2] for found in told] == [("acme", ("m", "1"))]
+    assert (await infer(fake, 7.0, tenant="acme")).status_code == 200
+    assert (await infer(fake, 6.0, tenant="beta")).status_code == 200
+
+
+async def test_several_poison_requests_quarantine_their_tenant_for_this_model() -> None:
+    """What waits of it is rejected, too."""
+    fake = Fake(Tenant(name="acme"))
+    fake.dispatcher.answers = raising(RequestPoisonedError("it kills"))
+    for number in range(20):
+        answer = await infer(fake, float(number), tenant="acme")
+        if answer.status_code == 429:
+            break
+    assert answer.status_code == 429
+    assert int(answer.headers["retry-after"]) > 1
+    assert ("acme", "m") in fake.dispatcher.quarantined
+
+
+# Clients that hang up, and models that change meanwhile.
+
+
+async def test_client_that_hangs_up_withdraws_its_request() -> None:
+    """It is counted with nginx's status."""
+    fake = Fake()
+    hanging = fake.dispatcher.answers = Hanging()
+    client = Disconnecting(fake.app, INFER, json.dumps(body(1.0)).encode())
+    running = asyncio.ensure_future(client.run())
+    await asyncio.wait_for(hanging.is_asked.wait(), HANG_S)
+    client.hangs_up.set()
+    await asyncio.wait_for(running, HANG_S)
+    assert hanging.is_cancelled.is_set()
+    assert fake.requests() == {("m", "499"): 1.0}
+
+
+async def test_client_that_hangs_up_within_its_body_reaches_no_replica() -> None:
+    """What it sent counts as used."""
+    fake = Fake()
+    client = Disconnecting(fake.app, INFER, b'{"inputs"', b": [", is_whole=False)
+    client.hangs_up.set()
+    await asyncio.wait_for(client.run(), HANG_S)
+    assert fake.dispatcher.calls == []
+    assert fake.requests() == {("m", "499"): 1.0}
+
+
+async def test_server_that_ends_counts_what_it_cancels() -> None:
+    """The request is withdrawn."""
+    fake = Fake()
+    hanging = fake.dispatcher.answers = Hanging()
+    client = Disconnecting(fake.app, INFER, json.dumps(body(1.0)).encode())
+    running = asyncio.ensure_future(client.run())
+    await asyncio.wait_for(hanging.is_asked.wait(), HANG_S)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert hanging.is_cancelled.is_set()
+    assert fake.requests() == {("m", "499"): 1.0}
+
+
+async def test_version_that_changes_during_the_upload_is_the_one_that_answers() -> None:
+    """The inputs are checked against the model that computes them."""
+    fake = Fake()
+
+    async def content() -> Any:
+        fake.serve("2", m=Model(stages=MODEL.stages, inputs=MODEL.inputs))
+        yield json.dumps(body(1.0)).encode()
+
+    async with fake.client() as client:
+        answer = await client.post(INFER, content=content())
+        assert answer.json()["model_version"] == "2"
+        fixed = await client.post("/v2/models/m/versions/1/infer", json=body(1.0))
+    assert fixed.status_code == 404
+
+
+async def test_forgotten_versions_are_those_that_left_the_table() -> None:
+    """Their tokenizers with them."""
+    fake = Fake()
+    await fake.gateway.text("t", "1", TEXT)
+    fake.serve("2", t=TEXT)
+    fake.gateway.forget_versions()
+    assert fake.gateway.models == {"m": {}, "t": {"2": TEXT}}
+    assert fake.gateway.texts == {}

@@ -1,0 +1,169 @@
+"""Helper processes: they start, talk, hang, break off and end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from multiworld.errors import LaunchError
+from multiworld.serve.launchers.base import began_at
+from multiworld.serve.launchers.helper_process import HelperProcess
+from multiworld.serve.launchers.protocol import (
+    FORK_NEWS,
+    Exited,
+    ForkNews,
+    Launch,
+    LineCodec,
+    Warm,
+)
+from tests.unit.serve.edges import HANG_S
+
+MODULE = "tests.unit.serve.launchers.helpers"
+
+
+class Helper:
+    """A helper process and what it has said.
+
+    Attributes:
+        news: Messages after the first.
+        heard: Set when there is one, or when it has ended.
+        has_ended: Set when its end was told.
+    """
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        self.news: list[ForkNews] = []
+        self.heard, self.has_ended = asyncio.Event(), asyncio.Event()
+        self.process = HelperProcess(MODULE, log, FORK_NEWS, self._told, self._ended)
+
+    def _told(self, news: ForkNews) -> None:
+        self.news.append(news)
+        self.heard.set()
+
+    def _ended(self) -> None:
+        self.has_ended.set()
+        self.heard.set()
+
+    async def start(self, word: str, limit_s: float = HANG_S) -> ForkNews:
+        """Start it; return its first message."""
+        env = {"WORD": "said ", "PYTHONPATH": os.pathsep.join(_paths())}
+        return await self.process.start([word], env, limit_s)
+
+
+def _paths() -> list[str]:
+    root = Path(__file__).parents[4]
+    return [str(root), str(root / "src"), os.environ.get("PYTHONPATH", "")]
+
+
+@pytest.fixture
+async def helper(tmp_path: Path) -> AsyncIterator[Helper]:
+    """Return a helper that is not started yet."""
+    made = Helper(tmp_path / "log")
+    yield made
+    await made.process.close()
+
+
+def order(name: str) -> Launch:
+    """Return some message."""
+    return Launch(name, "{}", "/dev/null", {})
+
+
+async def wait(event: asyncio.Event) -> None:
+    """Wait for an event, but not for ever."""
+    await asyncio.wait_for(event.wait(), HANG_S)
+
+
+async def test_helper_says_that_it_is_ready_and_is_told_orders(helper: Helper) -> None:
+    """It has the words and the environment that it was started with."""
+    assert not helper.process.is_running
+    first = await helper.start("listens")
+    assert isinstance(first, Warm)
+    assert helper.process.is_running
+    helper.process.tell(order("a"))
+    await wait(helper.heard)
+    (news,) = helper.news
+    assert isinstance(news, Exited)
+    assert news.name.startswith("said ")
+    assert msgspec.json.decode(news.name.removeprefix("said ").encode())["name"] == "a"
+    assert not helper.has_ended.is_set()
+
+
+@pytest.mark.parametrize(("word", "limit_s"), [("ends", HANG_S), ("hangs", 0.5)])
+async def test_helper_that_does_not_become_ready_is_an_error(
+    helper: Helper, word: str, limit_s: float
+) -> None:
+    """The log is named; nothing of it stays."""
+    with pytest.raises(LaunchError, match=r"did not start; see .*log"):
+        await helper.start(word, limit_s)
+    assert not helper.process.is_running
+    process = helper.process._process
+    assert process is not None
+    assert process.returncode is not None
+    if word == "ends":
+        assert helper.log.read_text() == "why it ended\n"
+
+
+@pytest.mark.parametrize("word", ["breaks off", "talks"])
+async def test_helper_that_talks_nonsense_counts_as_ended(
+    helper: Helper, word: str
+) -> None:
+    """Whoever waits for its news would wait for ever."""
+    await helper.start(word)
+    await wait(helper.has_ended)
+    assert not helper.process.is_running
+    assert helper.news == []
+
+
+async def test_helper_that_ends_is_told_once_and_can_be_started_again(
+    helper: Helper,
+) -> None:
+    """What is told it in between is lost."""
+    await helper.start("listens")
+    helper.process.tell(order("end now"))
+    await wait(helper.has_ended)
+    assert len(helper.news) == 1
+    assert not helper.process.is_running
+    helper.process.tell(order("lost"))
+    helper.heard.clear()
+    await helper.start("listens")
+    helper.process.tell(order("b"))
+    await wait(helper.heard)
+    assert len(helper.news) == 2
+
+
+@pytest.mark.parametrize("word", ["listens", "stays"])
+async def test_close_ends_it_whatever_it_does(helper: Helper, word: str) -> None:
+    """By closing its socket; by force if it does not see that."""
+    first = await helper.start(word)
+    assert isinstance(first, Warm)
+    await asyncio.wait_for(helper.process.close(limit_s=0.2), HANG_S)
+    assert began_at(first.pid) is None
+    await helper.process.close()
+    assert not helper.has_ended.is_set()
+
+
+async def test_line_that_is_too_long_counts_as_the_end(
+    helper: Helper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory is bounded."""
+    monkeypatch.setattr("multiworld.serve.launchers.helper_process.LINE", 1000)
+    await helper.start("listens")
+    helper.process.tell(order("x" * 3000))
+    await wait(helper.has_ended)
+    assert helper.news == []
+
+
+def test_lines_are_read_as_they_were_written() -> None:
+    """One line each, whatever is in them."""
+    message = Exited("a\nb", None)
+    line = LineCodec.encode(message)
+    assert line.count(b"\n") == 1
+    assert FORK_NEWS.decode(line) == message
+    for bad in (b"", b"{}", b'{"kind": "Vanish"}', b"[]", line[:-3]):
+        with pytest.raises(ValueError, match=r"."):
+            FORK_NEWS.decode(bad)

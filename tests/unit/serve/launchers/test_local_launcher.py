@@ -1,0 +1,207 @@
+"""The local launcher: real processes, forked from a server that has imported little."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from multiworld.errors import LaunchError
+from multiworld.serve.launchers.base import RunningProcess, began_at
+from multiworld.serve.launchers.local import LocalLauncher
+from multiworld.serve.resources.amounts import Location, Need, Node
+from multiworld.serve.transport.process_args import ProcessArgs
+from tests.unit.serve.edges import until
+
+WAIT_S = 50.0
+FAKE_ENTRY = "tests.unit.serve.launchers.fake_entry"
+NEED = Need()
+
+
+def args(what: str) -> ProcessArgs:
+    """Return the arguments of a process that does what ``fake_entry`` says."""
+    return ProcessArgs(
+        app="app", name=what, role="worker", store="", silence_s=1.0, orphan_s=1.0
+    )
+
+
+class Launched:
+    """A launcher under test, and the ends that it has told.
+
+    Attributes:
+        exits: Names and exit codes.
+        told: Set at each.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.exits: list[tuple[str, int | None]] = []
+        self.told = asyncio.Event()
+        root = Path(__file__).parents[4]
+        paths = [str(root), str(root / "src"), os.environ.get("PYTHONPATH", "")]
+        env = {"PYTHONPATH": os.pathsep.join(paths), "GREETING": "hello"}
+        self.launcher = LocalLauncher(
+            [FAKE_ENTRY, "no.such.module"],
+            env,
+            folder / "launcher.log",
+            self._exited,
+            Node("here", 2.0, 10),
+        )
+
+    def _exited(self, name: str, code: int | None) -> None:
+        self.exits.append((name, code))
+        self.told.set()
+
+    async def launch(self, name: str, what: str) -> RunningProcess:
+        """Start a process."""
+        log = self.folder / f"{name}.log"
+        spot = Location("here", None)
+        return await self.launcher.launch(name, args(what), log, spot, NEED)
+
+    async def exit_of(self, name: str) -> int | None:
+        """Wait for the end of a process; return the first code that was told."""
+        async with asyncio.timeout(WAIT_S):
+            while name not in dict(self.exits):
+                self.told.clear()
+                await self.told.wait()
+        return next(code for known, code in self.exits if known == name)
+
+    async def log_of(self, name: str) -> str:
+        """Wait until a process has written to its log; return what it wrote."""
+        log = self.folder / f"{name}.log"
+        async with asyncio.timeout(WAIT_S):
+            while not (log.exists() and log.read_text().endswith("\n")):  # noqa: ASYNC110 - a file has no event
+                await asyncio.sleep(0)
+        return log.read_text()
+
+    async def end(self, running: RunningProcess) -> int:
+        """End a process; return its exit code, as the fork server tells it."""
+        await self.log_of(running.name)
+        self.launcher.kill(running, signal.SIGTERM)
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                for name, code in self.exits:
+                    if name == running.name and code is not None:
+                        return code
+                self.told.clear()
+                await self.told.wait()
+
+
+@pytest.fixture
+async def launched(tmp_path: Path) -> AsyncIterator[Launched]:
+    """Return a launcher whose server starts with the first process."""
+    made = Launched(tmp_path)
+    yield made
+    await made.launcher.close()
+
+
+async def test_process_runs_with_its_log_its_environment_and_its_session(
+    launched: Launched,
+) -> None:
+    """Its exit code is told; modules that cannot be imported only say so."""
+    running = await launched.launch("a", "says")
+    assert (running.name, running.node) == ("a", "here")
+    said = await launched.log_of("a")
+    assert said == f"hello {running.pid} {running.pid}\n"
+    assert "No module named 'no'" in (launched.folder / "launcher.log").read_text()
+    assert await launched.end(running) == 7
+    assert began_at(running.pid) is None
+
+
+async def test_process_is_killed_and_only_the_one_that_is_meant(
+    launched: Launched,
+) -> None:
+    """A process id that was given to another one is left alone."""
+    one, other = await asyncio.gather(
+        launched.launch("a", "waits"), launched.launch("b", "waits")
+    )
+    assert one.began == began_at(one.pid)
+    launched.launcher.kill(RunningProcess("b", other.pid, other.began - 1))
+    launched.launcher.kill(RunningProcess("c", 2**22 + 1, 0))
+    launched.launcher.kill(one)
+    assert await launched.exit_of("a") in (-signal.SIGKILL, None)
+    launched.launcher.kill(one)
+    assert began_at(other.pid) == other.began
+    assert launched.launcher.outgrown(other, 1) is not None
+    assert launched.launcher.outgrown(other, 2**40) is None
+    launched.launcher.kill(other, signal.SIGTERM)
+    assert await launched.exit_of("b") in (-signal.SIGTERM, None)
+
+
+async def test_process_that_raises_has_its_traceback_in_its_log(
+    launched: Launched,
+) -> None:
+    """The server goes on."""
+    assert await launched.end(await launched.launch("a", "raises")) == 1
+    assert "KeyError: 'as asked'" in (launched.folder / "a.log").read_text()
+    assert await launched.end(await launched.launch("b", "says")) == 7
+
+
+async def test_server_that_dies_fails_what_waits_and_is_started_again(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes that it has forked go on, and their end is still seen."""
+    running = await launched.launch("a", "waits")
+    server = launched.launcher._server._process
+    assert server is not None
+    os.kill(server.pid, signal.SIGSTOP)
+    waiting = asyncio.ensure_future(launched.launch("b", "says"))
+    await until(lambda: "b" in launched.launcher._starting)
+    os.kill(server.pid, signal.SIGKILL)
+    with pytest.raises(LaunchError, match="b: the fork server has ended"):
+        await asyncio.wait_for(waiting, WAIT_S)
+    assert began_at(running.pid) == running.began
+    assert await launched.end(await launched.launch("c", "says")) == 7
+    launched.launcher.kill(running)
+    assert await launched.exit_of("a") is None  # nobody who is left knows the code
+
+
+async def test_module_that_starts_a_thread_is_named_at_the_launch(
+    tmp_path: Path,
+) -> None:
+    """A fork would copy it without its locks."""
+    made = Launched(tmp_path)
+    made.launcher._preload = [f"{FAKE_ENTRY}_threads"]
+    try:
+        with pytest.raises(LaunchError, match="a: the fork server has 2 threads"):
+            await made.launch("a", "says")
+    finally:
+        await made.launcher.close()
+
+
+async def test_processes_of_an_earlier_controller_are_watched(
+    launched: Launched,
+) -> None:
+    """Those that have ended, or are others by now, are not adopted."""
+    words = [sys.executable, "-c", "import time; time.sleep(60)"]
+    process = subprocess.Popen(words)  # noqa: ASYNC220 - asyncio would watch it, too
+    began = began_at(process.pid)
+    assert began is not None
+    running = RunningProcess("old", process.pid, began)
+    other = RunningProcess("old", process.pid, began + 1)
+    assert not launched.launcher.adopt(other, ranks=1)
+    assert launched.launcher.adopt(running, ranks=1)
+    process.kill()
+    assert await launched.exit_of("old") is None
+    assert began_at(process.pid) is None  # not even as a zombie
+    process.wait()
+    assert not launched.launcher.adopt(running, ranks=1)
+
+
+async def test_processes_outlive_the_launcher(launched: Launched) -> None:
+    """A new controller adopts them."""
+    running = await launched.launch("a", "waits")
+    await launched.launcher.close()
+    assert began_at(running.pid) == running.began
+    again = Launched(launched.folder)
+    assert again.launcher.adopt(running, ranks=1)
+    again.launcher.kill(running)
+    assert await again.exit_of("a") is None
+    assert launched.exits == []
+    await again.launcher.close()

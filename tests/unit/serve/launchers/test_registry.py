@@ -1,0 +1,79 @@
+"""Launchers by name or by import path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multiworld.errors import SpecError
+from multiworld.serve.launchers.base import LauncherContext
+from multiworld.serve.launchers.local import LocalLauncher
+from multiworld.serve.launchers.registry import (
+    LAUNCHERS,
+    check_launcher,
+    make_launcher,
+)
+from multiworld.serve.resources.amounts import Node
+from multiworld.serve.spec.schema import AppSpec
+
+
+async def make(context: LauncherContext) -> Any:
+    """Return what stands for a launcher."""
+    return context.app.app
+
+
+NOT_A_FUNCTION = 5
+
+
+def context(launcher: str, logs: Path) -> LauncherContext:
+    """Return the context of a service with this launcher."""
+    models = {"m": {"factory": "x:y", "stages": [{}]}}
+    app = AppSpec.model_validate({"app": "mine", "models": models})
+    return LauncherContext(
+        app=app.model_copy(update={"launcher": launcher}),
+        preload=(),
+        env={},
+        logs=logs,
+        node=Node("here", 2.0, 10),
+        on_exit=lambda name, code: None,
+        on_nodes=lambda: None,
+        is_new=True,
+    )
+
+
+@pytest.mark.parametrize("name", [*LAUNCHERS, f"{__name__}:make"])
+def test_known_launchers_and_import_paths_are_accepted(name: str) -> None:
+    """Nothing is started."""
+    check_launcher(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("slurm", "no launcher 'slurm'; there are local, ray, or give"),
+        ("", "no launcher ''"),
+        ("no.such.module:make", "cannot be imported"),
+        (f"{__name__}:missing", "cannot be imported"),
+        (f"{__name__}:NOT_A_FUNCTION", "is not a function"),
+    ],
+)
+def test_unknown_launcher_is_named_with_those_there_are(name: str, words: str) -> None:
+    """Before anything is started."""
+    with pytest.raises(SpecError, match=words):
+        check_launcher(name)
+
+
+async def test_launcher_is_made_from_the_context(tmp_path: Path) -> None:
+    """That of the spec; the local one knows this machine only."""
+    made: object = await make_launcher(context(f"{__name__}:make", tmp_path))
+    assert made == "mine"
+    local = await make_launcher(context("local", tmp_path))
+    assert isinstance(local, LocalLauncher)
+    assert local.nodes() == (Node("here", 2.0, 10),)
+    assert local.trouble() == ""
+    local.settle()
+    await local.close()
+    with pytest.raises(SpecError):
+        await make_launcher(context("slurm", tmp_path))

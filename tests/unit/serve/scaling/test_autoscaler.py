@@ -1,0 +1,534 @@
+"""The autoscaler: policies that fail, machines that are full, models that change."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multiworld.errors import PlacementError
+from multiworld.serve.fleet.decision_log import DecisionLog
+from multiworld.serve.fleet.events import DesiredStateChanged
+from multiworld.serve.fleet.history import History
+from multiworld.serve.fleet.reconciler import Reconciler
+from multiworld.serve.fleet.state import DesiredModel, DesiredState
+from multiworld.serve.scaling import autoscaler as module
+from multiworld.serve.scaling.autoscaler import Autoscaler
+from multiworld.serve.scaling.snapshot import Decision, Snapshot
+from multiworld.serve.spec.schema import ModelSpec
+from multiworld.serve.transport.protocol import GatewayReport, Reports
+from tests.unit.serve.edges import until
+
+INTERVAL_S = 0.001
+"""Seconds between decisions in these tests."""
+
+
+class FakePolicy:
+    """A policy whose decision a test sets.
+
+    Attributes:
+        decides: Returns the decision; may raise.
+        seen: Snapshots that it was asked with.
+    """
+
+    def __init__(self) -> None:
+        self.decides: Callable[[Snapshot], Any] = keep
+        self.seen: list[Snapshot] = []
+
+    def __call__(self, snapshot: Snapshot) -> Any:
+        self.seen.append(snapshot)
+        return self.decides(snapshot)
+
+
+def keep(snapshot: Snapshot) -> Decision:
+    """Decide that all stays as it is."""
+    return Decision(replicas=tuple(s.replicas for s in snapshot.stages), why="enough")
+
+
+def to(*replicas: int, why: str = "needed") -> Callable[[Snapshot], Decision]:
+    """Return a policy that always wants these."""
+    return lambda snapshot: Decision(replicas=replicas, why=why, facts={"load": 3})
+
+
+POLICIES = {"one": FakePolicy(), "two": FakePolicy()}
+
+
+def one(snapshot: Snapshot) -> Any:
+    """Decide by the first fake policy."""
+    return POLICIES["one"](snapshot)
+
+
+def two(snapshot: Snapshot) -> Any:
+    """Decide by the second fake policy."""
+    return POLICIES["two"](snapshot)
+
+
+@pytest.fixture(autouse=True)
+def policies(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakePolicy]:
+    """Return fresh policies; nothing waits longer than it must."""
+    monkeypatch.setattr(module, "LOOK_S", 0.001)
+    monkeypatch.setattr(module, "START_S", 0.002)
+    POLICIES.update(one=FakePolicy(), two=FakePolicy())
+    return POLICIES
+
+
+def spec(
+    stages: int = 1,
+    *,
+    version: str = "1",
+    low: int = 0,
+    high: int = 8,
+    policy: str = "one",
+    interval_s: float = INTERVAL_S,
+    weight: float = 1.0,
+) -> ModelSpec:
+    """Return the spec of a model of which every stage is autoscaled."""
+    made = ModelSpec(
+        version=version,
+        factory="x:y",
+        scaling=policy if ":" in policy else f"{__name__}:{policy}",
+        weight=weight,
+        stages=[
+            {"name": f"s{k}", "autoscaling_config": _config(low, high)}  # type: ignore[misc]
+            for k in range(stages)
+        ],
+    )
+    for stage in made.stages:
+        assert stage.autoscaling_config is not None
+        stage.autoscaling_config.__dict__["metrics_interval_s"] = interval_s
+    return made
+
+
+def _config(low: int, high: int) -> dict[str, Any]:
+    return {"min_replicas": low, "max_replicas": high}
+
+
+class FakeOwner:
+    """The controller, as far as the autoscaler sees it.
+
+    Attributes:
+        room: Replicas that all stages of all models may have together.
+        asked: Calls of ``reports`` so far.
+        next_reports: Reports to return; an exception is raised.
+        wanted: States that it was told to bring about.
+        trials: States that it was asked to admit.
+        gate: Reports are returned while this is set.
+    """
+
+    def __init__(self, fleet: Reconciler) -> None:
+        self._fleet = fleet
+        self.specs: dict[str, dict[str, ModelSpec]] = {}
+        self.room = 100
+        self.asked = 0
+        self.next_reports: Reports | Exception = Reports()
+        self.wanted: list[DesiredState] = []
+        self.trials: list[tuple[int, ...]] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def reports(self, limit_s: float) -> Reports:
+        """Return what the test set."""
+        self.asked += 1
+        await self.gate.wait()
+        if isinstance(self.next_reports, Exception):
+            raise self.next_reports
+        return self.next_reports
+
+    def admit(self, wanted: DesiredState, model: str) -> None:
+        """Refuse more than there is room for."""
+        self.trials.append(tuple(wanted.models[model].replicas))
+        count = sum(sum(m.replicas) for m in wanted.models.values())
+        if count > self.room:
+            raise PlacementError(f"no machine has a core for the {count}th")
+
+    def want(self, wanted: DesiredState) -> None:
+        """Take the new state over."""
+        self.wanted.append(wanted)
+        self._fleet.handle(DesiredStateChanged(wanted), 0.0)
+
+
+class Service:
+    """An autoscaler under test, and what is around it."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.fleet = Reconciler(active={})
+        self.owner = FakeOwner(self.fleet)
+        self.history = History()
+        self.journal = DecisionLog(path)
+        self.scaler = Autoscaler(self.fleet, self.history, self.journal, self.owner)
+
+    def serve(
+        self, name: str, spec: ModelSpec, *replicas: int, is_active: bool = True
+    ) -> None:
+        """Want a model in so many replicas, and have its version answer."""
+        self.owner.specs.setdefault(name, {})[spec.version] = spec
+        desired = self.fleet.desired
+        model = DesiredModel(spec.version, tuple(replicas), deadline_s=7.0)
+        models = {**desired.models, name: model}
+        if is_active:
+            self.fleet.active[name] = spec.version
+        self.fleet.handle(DesiredStateChanged(replace(desired, models=models)), 0.0)
+
+    def replicas(self, name: str = "m") -> tuple[int, ...]:
+        """Return how many replicas of each stage are wanted."""
+        return tuple(self.fleet.desired.models[name].replicas)
+
+    def thought(self, name: str = "m") -> str:
+        """Return what was thought last about a model."""
+        return self.journal.thought.get(("scaling", name), (0.0, ""))[1]
+
+    def said(self) -> list[tuple[str, str]]:
+        """Return what people were told."""
+        return [(e["kind"], e["text"]) for e in self.history.since(0)]
+
+
+@asynccontextmanager
+async def service(path: Path | None = None) -> AsyncIterator[Service]:
+    """Return a service whose autoscaler is closed at the end."""
+    made = Service(path)
+    try:
+        yield made
+    finally:
+        made.owner.gate.set()
+        await made.scaler.close()
+
+
+# What a policy wants.
+
+
+async def test_decision_is_carried_out_told_and_recorded(
+    policies: dict[str, FakePolicy], tmp_path: Path
+) -> None:
+    """The record has the facts and the snapshot, with the spec's numbers."""
+    async with service(tmp_path / "decisions.jsonl") as s:
+        s.serve("m", spec(2), 1, 2)
+        policies["one"].decides = to(3, 1)
+        s.scaler.start()
+        await until(lambda: s.owner.wanted)
+        assert s.replicas() == (3, 1)
+        assert s.said() == [("scaled", "m: needed")]
+        (line,) = (tmp_path / "decisions.jsonl").read_text().splitlines()
+        recorded = json.loads(line)
+        assert (recorded["about"], recorded["what"]) == ("m", "needed")
+        facts = {"before": [1, 2], "after": [3, 1], "short": "", "load": 3}
+        assert recorded["facts"] == facts
+        assert recorded["snapshot"]["deadline_s"] == 7.0
+        seen = policies["one"].seen[0]
+        assert [stage.replicas for stage in seen.stages] == [1, 2]
+        assert seen.interval_s == INTERVAL_S
+
+
+async def test_unchanged_decision_is_thought_and_not_carried_out(
+    policies: dict[str, FakePolicy],
+) -> None:
+    """Nothing is recorded of it."""
+    async with service() as s:
+        s.serve("m", spec(), 2)
+        s.scaler.start()
+        await until(lambda: len(policies["one"].seen) > 2)
+        assert s.thought() == "enough"
+        assert (s.owner.wanted, s.said(), s.owner.trials) == ([], [], [])
+
+
+async def test_decision_beyond_the_limits_is_brought_within_them(
+    policies: dict[str, FakePolicy],
+) -> None:
+    """The spec has the last word."""
+    async with service() as s:
+        s.serve("m", spec(2, low=1, high=4), 2, 2)
+        policies["one"].decides = to(99, 0)
+        s.scaler.start()
+        await until(lambda: s.owner.wanted)
+        assert s.replicas() == (4, 1)
+
+
+async def test_policy_gets_its_memory_back(policies: dict[str, FakePolicy]) -> None:
+    """The first time it gets None."""
+    async with service() as s:
+        s.serve("m", spec(), 1)
+        policies["one"].decides = lambda snapshot: replace(
+            keep(snapshot), memory=(snapshot.memory or 0) + 1
+        )
+        s.scaler.start()
+        await until(lambda: len(policies["one"].seen) > 3)
+        assert [seen.memory for seen in policies["one"].seen][:3] == [None, 1, 2]
+
+
+async def test_policy_sees_what_gateways_report(
+    policies: dict[str, FakePolicy],
+) -> None:
+    """Requests that wait are the first stage's."""
+    async with service() as s:
+        s.serve("m", spec(), 1)
+        (gateway,) = [p.name for p in s.fleet.processes.values() if p.is_gateway]
+        report = GatewayReport(pending={"m": 5}, arrived={"m": 9})
+        s.owner.next_reports = Reports(gateways={gateway: report})
+        s.scaler.start()
+        await until(lambda: policies["one"].seen)
+        sample = policies["one"].seen[0].samples[-1]
+        assert sample.stages[0].ongoing == 5
+        s.owner.next_reports = Reports()  # none answers: as it was before
+        count = len(policies["one"].seen)
+        await until(lambda: len(policies["one"].seen) > count + 1)
+        assert policies["one"].seen[-1].samples[-1].stages[0].ongoing == 5
+
+
+# Policies that fail.
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        (ValueError("as asked"), "ValueError: as asked"),
+        (Decision(replicas=(1, 2)), "return 1 whole numbers"),
+        (Decision(replicas=(1.5,)), "return 1 whole numbers"),  # type: ignore[arg-type]
+        (None, "AttributeError"),
+        (Decision(replicas=None), "TypeError"),  # type: ignore[arg-type]
+    ],
+)
+async def test_policy_that_fails_keeps_no_other_model_from_being_scaled(
+    policies: dict[str, FakePolicy], returned: Any, words: str
+) -> None:
+    """It is asked again, and its model stays as it is meanwhile."""
+
+    def fails(snapshot: Snapshot) -> Any:
+        if isinstance(returned, Exception):
+            raise returned
+        return returned
+
+    async with service() as s:
+        s.serve("m", spec(weight=5.0), 1)
+        s.serve("n", spec(policy="two"), 1)
+        policies["one"].decides, policies["two"].decides = fails, to(2)
+        s.scaler.start()
+        await until(lambda: s.owner.wanted and len(policies["one"].seen) > 1)
+        assert words in s.thought("m")
+        assert s.thought("m").startswith("the policy failed")
+        assert (s.replicas("m"), s.replicas("n")) == ((1,), (2,))
+        policies["one"].decides = to(3)
+        await until(lambda: s.replicas("m") == (3,))
+
+
+async def test_policy_that_cannot_be_imported_leaves_its_model_alone(
+    policies: dict[str, FakePolicy],
+) -> None:
+    """It could be when the service was started; people are told."""
+    async with service() as s:
+        s.serve("m", spec(policy="no.such.module:policy"), 1)
+        s.serve("n", spec(policy="two"), 1)
+        policies["two"].decides = to(2)
+        s.scaler.start()
+        await until(lambda: s.owner.wanted)
+        assert s.thought("m").startswith("it is not scaled: factory 'no.such.module")
+        assert (s.replicas("m"), s.replicas("n")) == ((1,), (2,))
+
+
+async def test_owner_that_cannot_report_is_asked_again(
+    policies: dict[str, FakePolicy],
+) -> None:
+    """The models are scaled once it can."""
+    async with service() as s:
+        s.serve("m", spec(), 1)
+        policies["one"].decides = to(2)
+        s.owner.next_reports = RuntimeError("as asked")
+        s.scaler.start()
+        await until(lambda: s.owner.asked > 1)
+        assert s.replicas() == (1,)
+        s.owner.next_reports = Reports()
+        await until(lambda: s.replicas() == (2,))
+
+
+# Machines that are full.
+
+
+async def test_as_much_as_has_a_place_is_wanted_stage_by_stage(
+    policies: dict[str, FakePolicy],
+) -> None:
+    """Stages grow in turn; people are told once what is short."""
+    async with service() as s:
+        s.serve("m", spec(2), 1, 1)
+        s.owner.room = 5
+        policies["one"].decides = to(5, 5)
+        s.scaler.start()
+        await until(lambda: s.owner.wanted)
+        assert s.replicas() == (3, 2)
+        unplaced, scaled = s.said()
+        assert unplaced[0] == "unplaced"
+        assert "no machine has a core for the 10th" in unplaced[1]
+        assert "[1, 1] → [3, 2], no more for want of room" in scaled[1]
+        seen = len(policies["one"].seen)
+        await until(lambda: len(policies["one"].seen) > seen + 2)
+        assert len(s.said()) == 2
+        assert len(s.owner.wanted) == 1
+        assert "needed; no room: no machine has a core" in s.thought()
+
+
+async def test_what_shrinks_does_so_though_what_grows_has_no_place(
+    policies: dict[str, FakePolicy],
+) -> None:
+    """Shrinking makes room; it is used at once."""
+    async with service() as s:
+        s.serve("m", spec(2), 4, 1)
+        s.owner.room = 5
+        policies["one"].decides = to(2, 6)
+        s.scaler.start()
+        await until(lambda: s.owner.wanted)
+        assert s.replicas() == (2, 3)
+        assert all(sum(m.models["m"].replicas) <= 5 for m in s.owner.wanted)
+
+
+async def test_heavier_model_gets_the_last_place(
+    policies: dict[str, FakePolicy],
+) -> None:
+    """They are asked in the order of their weight."""
+    async with service() as s:
+        s.serve("light", spec(policy="one", weight=1.0), 1)
+        s.serve("heavy", spec(policy="two", weight=2.0), 1)
+        s.owner.room = 3
+        policies["one"].decides = policies["two"].decides = to(2)
+        s.scaler.start()
+        await until(lambda: len(policies["one"].seen) > 1)
+        assert (s.replicas("heavy"), s.replicas("light")) == ((2,), (1,))
+
+
+# Models that come, go and change.
+
+
+async def test_model_without_limits_is_never_asked_about(
+    policies: dict[str, FakePolicy],
+) -> None:
+    """Nor are its processes asked for reports."""
+    async with service() as s:
+        fixed = ModelSpec(factory="x:y", stages=[{}])  # type: ignore[list-item]
+        s.serve("fixed", fixed, 1)
+        s.serve("m", spec(interval_s=30.0), 1)
+        s.scaler.start()
+        await until(lambda: policies["one"].seen)
+        assert list(s.journal.thought) == [("scaling", "m")]
+        assert s.owner.asked == 1
+
+
+async def test_nothing_is_scaled_while_a_new_version_is_on_its_way(
+    policies: dict[str, FakePolicy],
+) -> None:
+    """It goes on, from no memory, when the new version answers."""
+    async with service() as s:
+        s.serve("m", spec(), 1)
+        policies["one"].decides = lambda snapshot: replace(keep(snapshot), memory=1)
+        s.scaler.start()
+        await until(lambda: len(policies["one"].seen) > 1)
+        s.serve("m", spec(2, version="2", policy="two"), 1, 1, is_active=False)
+        assert s.fleet.active["m"] == "1"
+        asked = s.owner.asked
+        await until(lambda: s.owner.asked > asked + 3)
+        assert policies["two"].seen == []
+        s.fleet.active["m"] = "2"
+        await until(lambda: policies["two"].seen)
+        assert policies["two"].seen[0].memory is None
+        assert len(policies["two"].seen[0].stages) == 2
+
+
+async def test_model_that_was_removed_is_forgotten_though_its_reports_are_under_way(
+    policies: dict[str, FakePolicy],
+) -> None:
+    """The others go on."""
+    async with service() as s:
+        s.serve("m", spec(), 1)
+        s.serve("n", spec(policy="two"), 1)
+        s.owner.gate.clear()
+        s.scaler.start()
+        await until(lambda: s.owner.asked == 1)
+        models = {"n": s.fleet.desired.models["n"]}
+        s.fleet.handle(DesiredStateChanged(DesiredState(models)), 0.0)
+        s.owner.gate.set()
+        await until(lambda: len(policies["two"].seen) > 1)
+        assert policies["one"].seen == []
+
+
+# Models at zero.
+
+
+async def test_model_at_zero_is_decided_about_as_soon_as_it_is_wanted(
+    policies: dict[str, FakePolicy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither its interval nor the next look is waited for."""
+    async with service() as s:
+        s.serve("m", spec(interval_s=3600.0), 0)
+        s.scaler.start()
+        await until(lambda: len(policies["one"].seen) == 1)
+        monkeypatch.setattr(module, "LOOK_S", 3600.0)
+        await until(lambda: s.owner.asked == 1)
+        policies["one"].decides = to(1)
+        s.scaler.wake("m")
+        await until(lambda: s.replicas() == (1,))
+        s.scaler.wake("m")  # it runs now: nothing is to be hurried
+        s.scaler.wake("unknown")
+        assert len(policies["one"].seen) == 2
+
+
+async def test_wish_that_comes_while_reports_are_under_way_is_not_forgotten(
+    policies: dict[str, FakePolicy],
+) -> None:
+    """The model is decided about once more."""
+    async with service() as s:
+        s.serve("m", spec(interval_s=3600.0), 0)
+        s.owner.gate.clear()
+        s.scaler.start()
+        await until(lambda: s.owner.asked == 1)
+        s.scaler.wake("m")
+        s.owner.gate.set()
+        await until(lambda: len(policies["one"].seen) == 2)
+
+
+async def test_close_ends_it_though_reports_are_under_way(
+    policies: dict[str, FakePolicy],
+) -> None:
+    """Nothing is decided afterwards."""
+    async with service() as s:
+        await s.scaler.close()  # it was never started
+        s.serve("m", spec(), 1)
+        s.owner.gate.clear()
+        s.scaler.start()
+        await until(lambda: s.owner.asked == 1)
+        await s.scaler.close()
+        assert policies["one"].seen == []
+
+
+class _CountingFinder:
+    """Counts attempts to import a module that does not exist."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: Any = None
+    ) -> Any:
+        """Count, and find nothing."""
+        self.counts[name] += 1
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="a policy that cannot be imported is imported at every look",
+)
+async def test_policy_that_cannot_be_imported_is_not_imported_at_every_look(
+    policies: dict[str, FakePolicy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Importing runs on the controller's loop, and may take long."""
+    finder = _CountingFinder()
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    async with service() as s:
+        s.serve("m", spec(policy="no_such_policy_module:policy"), 1)
+        s.serve("n", spec(policy="two"), 1)
+        s.scaler.start()
+        await until(lambda: len(policies["two"].seen) > 5)
+        assert finder.counts["no_such_policy_module"] == 1

@@ -1,0 +1,195 @@
+"""The process's side of its control world: controllers come, break and go."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import AsyncIterator
+
+import pytest
+
+from multiworld.config import WorldConfig
+from multiworld.serve.transport.control_agent import ControlAgent, control_world
+from multiworld.serve.transport.protocol import (
+    NEWS,
+    ORDERS,
+    Applied,
+    AskReport,
+    Finish,
+    Hello,
+    Loaded,
+    ModelNeeded,
+    News,
+    Order,
+)
+from multiworld.testing import FakeClock
+from multiworld.world.manager import WorldManager
+from multiworld.world.world import World
+from tests.unit.serve.edges import HANG_S, Peer, break_world, settle, until
+from tests.unit.serve.transport.test_edges import MemoryManager
+
+_numbers = itertools.count()
+
+CONFIG = WorldConfig(join_s=20)
+HELLO = Hello(os.getpid())
+
+
+class Control:
+    """An agent under test, and controllers that a test plays.
+
+    Attributes:
+        obeyed: Orders that it was given.
+    """
+
+    def __init__(self, store: str) -> None:
+        self._store = store
+        self._manager = MemoryManager(config=CONFIG)
+        self._manager.failures = []
+        self._controllers: list[WorldManager] = []
+        self.clock = FakeClock()
+        self.obeyed: list[Order] = []
+        self.agent = ControlAgent(
+            self._manager,
+            "app",
+            "m/0/1",
+            store,
+            CONFIG,
+            self._obey,
+            lambda: self.clock.now,
+        )
+        self.running = asyncio.ensure_future(self.agent.run())
+
+    async def _obey(self, order: Order) -> None:
+        if order == AskReport(13):
+            raise ValueError("as asked")
+        self.obeyed.append(order)
+
+    async def controller(self) -> Peer:
+        """Return a new controller, which the agent has joined."""
+        manager = WorldManager(config=CONFIG)
+        self._controllers.append(manager)
+        world = await manager.join(
+            control_world("app", "m/0/1"),
+            rank=0,
+            size=2,
+            store=self._store,
+            backend="memory",
+        )
+        await until(lambda: self.agent.lost_at is None)
+        return Peer(world, 1)
+
+    async def close(self) -> None:
+        """End everything."""
+        self.running.cancel()
+        await asyncio.gather(self.running, return_exceptions=True)
+        for manager in (self._manager, *self._controllers):
+            await manager.close()
+
+
+@pytest.fixture
+async def control() -> AsyncIterator[Control]:
+    """Return an agent that has no controller yet."""
+    made = Control(f"memory://agent-{next(_numbers)}")
+    yield made
+    await made.close()
+
+
+async def news(peer: Peer, count: int) -> list[News]:
+    """Return so many messages of the agent, and check that there are no more."""
+    found = [await peer.receive(NEWS) for _ in range(count)]
+    assert not await peer.has_sent(NEWS)
+    return found
+
+
+def over(world: World) -> bool:
+    """Return whether a world has ended."""
+    return world.is_broken or world.is_closed
+
+
+async def test_agent_reports_and_obeys(control: Control) -> None:
+    """It says hello first; orders are carried out in order."""
+    assert (control.agent.was_joined, control.agent.joined_at) == (False, None)
+    assert control.agent.lost_at == 1000.0
+    control.clock.advance(5.0)
+    peer = await control.controller()
+    assert (control.agent.was_joined, control.agent.joined_at) == (True, 1005.0)
+    control.agent.fact(Loaded())
+    control.agent.tell(ModelNeeded("m"))
+    assert await news(peer, 3) == [HELLO, Loaded(), ModelNeeded("m")]
+    for order in (AskReport(1), Finish(), AskReport(2)):
+        await peer.send(ORDERS, order)
+    await until(lambda: len(control.obeyed) == 3)
+    assert control.obeyed == [AskReport(1), Finish(), AskReport(2)]
+
+
+async def test_facts_are_told_to_every_controller_and_once_to_each(
+    control: Control,
+) -> None:
+    """The latest of each kind; what is merely told is told to one that is there."""
+    await settle()
+    control.agent.fact(Loaded())
+    control.agent.fact(Applied(1))
+    control.agent.fact(Applied(2))
+    control.agent.tell(ModelNeeded("nobody hears this"))
+    peer = await control.controller()
+    assert await news(peer, 3) == [HELLO, Loaded(), Applied(2)]
+    control.agent.fact(Applied(3))
+    assert await news(peer, 1) == [Applied(3)]
+    await break_world(peer.world)
+    await until(lambda: control.agent.lost_at is not None)
+    control.agent.fact(Applied(4))
+    peer = await control.controller()
+    assert await news(peer, 3) == [HELLO, Loaded(), Applied(4)]
+
+
+@pytest.mark.parametrize("is_polite", [True, False])
+async def test_agent_outlives_its_controller(control: Control, is_polite: bool) -> None:
+    """It notes when it lost one, and finds the next."""
+    peer = await control.controller()
+    control.clock.advance(7.0)
+    if is_polite:
+        await peer.world.close()
+    else:
+        await break_world(peer.world)
+    await until(lambda: control.agent.lost_at is not None)
+    assert control.agent.lost_at == 1007.0
+    assert control.agent.was_joined
+    control.clock.advance(1.0)
+    peer = await control.controller()
+    assert control.agent.joined_at == 1008.0
+    await peer.send(ORDERS, Finish())
+    await until(lambda: control.obeyed == [Finish()])
+
+
+@pytest.mark.parametrize("text", ['1 ["Vanish",1]', "9 []", "", "1 [", None, 7, {}])
+async def test_order_that_is_not_understood_is_skipped(
+    control: Control, text: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A newer controller may know more; the rest is obeyed."""
+    peer = await control.controller()
+    await peer.world.send_object(text, dst=1, tag=ORDERS.tag)
+    await peer.send(ORDERS, AskReport(1))
+    await until(lambda: control.obeyed)
+    assert control.obeyed == [AskReport(1)]
+    assert "an order is not understood" in caplog.text
+
+
+async def test_order_that_fails_ends_the_agent_with_its_error(control: Control) -> None:
+    """It is a bug: the process ends with it, and does not go on half."""
+    peer = await control.controller()
+    await peer.send(ORDERS, AskReport(13))
+    with pytest.raises(ValueError, match="as asked"):
+        await asyncio.wait_for(control.running, HANG_S)
+    assert control.agent.lost_at is not None
+
+
+async def test_cancelling_leaves_no_sender_behind(control: Control) -> None:
+    """What is told afterwards goes nowhere."""
+    peer = await control.controller()
+    assert await news(peer, 1) == [HELLO]
+    control.running.cancel()
+    await asyncio.gather(control.running, return_exceptions=True)
+    control.agent.tell(ModelNeeded("m"))
+    control.agent.fact(Loaded())
+    assert not await peer.has_sent(NEWS)

@@ -1,0 +1,338 @@
+"""Edges: outboxes that send in order, and a keeper that opens, leaves and reopens."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import torch
+
+from multiworld.config import WorldConfig
+from multiworld.errors import WorldBrokenError
+from multiworld.serve.transport import edges as module
+from multiworld.serve.transport.edges import Body, EdgeKeeper, Outbox
+from multiworld.serve.transport.messages import receive, receive_bundle, unpack
+from multiworld.serve.transport.protocol import (
+    ANSWERS,
+    CANCELS,
+    AnswerItem,
+    Answers,
+    Cancel,
+)
+from multiworld.serve.transport.routing_table import Edge
+from multiworld.testing import Arena
+from multiworld.world.manager import WorldManager
+from multiworld.world.world import World
+from tests.unit.serve.edges import HANG_S, break_world, settle, until
+
+_numbers = itertools.count()
+
+EDGE = Edge("edge:g>a", "a", 0, is_upstream=False)
+RENDEZVOUS = WorldConfig(join_s=20, eager_bytes=0)
+"""Every send waits for its receive."""
+
+
+def cancel(number: int) -> Cancel:
+    """Return a message with a number."""
+    return Cancel(("g", number, 1))
+
+
+async def numbers(world: World, count: int) -> list[int]:
+    """Receive so many messages; return their numbers."""
+    async with asyncio.timeout(HANG_S):
+        return [(await receive(world, CANCELS, src=0)).key[1] for _ in range(count)]
+
+
+# Outboxes.
+
+
+async def test_what_the_socket_takes_is_sent_at_once() -> None:
+    """Nobody has to be woken, and nothing waits."""
+    async with Arena("memory") as arena:
+        left, right = await arena.world(2)
+        outbox = Outbox(EDGE, left)
+        for number in range(3):
+            outbox.send_nowait(CANCELS, cancel(number))
+            assert outbox.is_idle
+        await outbox.wait_sent()
+        assert await numbers(right, 3) == [0, 1, 2]
+
+
+async def test_order_is_kept_while_something_waits() -> None:
+    """The first waits for its receiver; those behind it do not overtake it."""
+    async with Arena("memory", RENDEZVOUS) as arena:
+        left, right = await arena.world(2)
+        outbox = Outbox(EDGE, left)
+        sending = asyncio.ensure_future(outbox.run())
+        for number in range(4):
+            outbox.send_nowait(CANCELS, cancel(number))
+        waiting = asyncio.ensure_future(outbox.wait_sent())
+        await settle()
+        assert not outbox.is_idle
+        assert not waiting.done()
+        assert await numbers(right, 4) == [0, 1, 2, 3]
+        await asyncio.wait_for(waiting, HANG_S)
+        assert outbox.is_idle
+        sending.cancel()
+
+
+async def test_bundle_arrives_with_its_header() -> None:
+    """As ``receive_bundle`` reads it."""
+    async with Arena("memory") as arena:
+        left, right = await arena.world(2)
+        outbox = Outbox(EDGE, left)
+        header = Answers((AnswerItem((1, 2)),))
+        outbox.bundle_nowait(ANSWERS, header, {"0.x": torch.tensor([5.0])})
+        got, bundle = await receive_bundle(right, ANSWERS, src=0)
+        assert got == header
+        assert unpack(bundle, 1)[0]["x"].item() == 5.0
+
+
+async def test_send_that_fails_is_raised_where_the_end_is_waited_for() -> None:
+    """Who sends goes on: the keeper tells it when the edge is over."""
+    async with Arena("memory") as arena:
+        left, _ = await arena.world(2)
+        outbox = Outbox(EDGE, left)
+        await break_world(left)
+        outbox.send_nowait(CANCELS, cancel(1))
+        outbox.send_nowait(CANCELS, cancel(2))
+        with pytest.raises(WorldBrokenError):
+            await asyncio.wait_for(outbox.run(), HANG_S)
+        assert outbox.silent_s() == 0.0
+
+
+async def test_full_outbox_drops_what_is_too_much(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only a bug can fill it; it is logged, and memory stays bounded."""
+    monkeypatch.setattr(module, "OUTBOX_LIMIT", 2)
+    async with Arena("memory", RENDEZVOUS) as arena:
+        left, right = await arena.world(2)
+        outbox = Outbox(EDGE, left)
+        sending = asyncio.ensure_future(outbox.run())
+        for number in range(4):
+            outbox.send_nowait(CANCELS, cancel(number))
+        assert [r.message for r in caplog.records] == [
+            "edge edge:g>a: its outbox is full"
+        ] * 2
+        assert await numbers(right, 2) == [0, 1]
+        sending.cancel()
+
+
+# The keeper.
+
+
+class MemoryManager(WorldManager):
+    """A manager that keeps worlds on the memory backend.
+
+    Attributes:
+        failures: Errors that the next calls of ``keep`` raise.
+        kept: Calls of ``keep`` so far.
+    """
+
+    failures: list[Exception]
+    kept = 0
+
+    def keep(self, name: str, **options: Any) -> AsyncIterator[World]:
+        """Stay in a world of this process."""
+        self.kept += 1
+        if self.failures:
+            raise self.failures.pop(0)
+        return super().keep(name, **{**options, "backend": "memory"})
+
+
+class FakeOwner:
+    """Who uses the edges; its bodies are a test's.
+
+    Attributes:
+        ups: Incarnations that came up.
+        downs: Peers of those that ended, and whether politely.
+        bodies: Returns what runs while an incarnation lives.
+    """
+
+    def __init__(self) -> None:
+        self.ups: list[Outbox] = []
+        self.downs: list[tuple[str, bool]] = []
+        self.got: list[int] = []
+        self.bodies = self.reads
+
+    def reads(self, outbox: Outbox) -> list[Body]:
+        """Return a body that receives numbers."""
+
+        async def read() -> None:
+            while True:
+                src = 1 - outbox.edge.rank
+                message = await receive(outbox.world, CANCELS, src=src)
+                self.got.append(message.key[1])
+
+        return [read]
+
+    def edge_up(self, outbox: Outbox) -> list[Body]:
+        """Take note."""
+        self.ups.append(outbox)
+        return self.bodies(outbox)
+
+    def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
+        """Take note."""
+        self.downs.append((outbox.edge.peer, is_polite))
+
+
+class Side:
+    """One process: a keeper, its manager and its owner."""
+
+    def __init__(self, store: str) -> None:
+        config = WorldConfig(join_s=20)
+        self.manager = MemoryManager(config=config)
+        self.manager.failures = []
+        self.owner = FakeOwner()
+        self.keeper = EdgeKeeper(self.manager, store, config, self.owner)
+
+    async def close(self) -> None:
+        """End the process."""
+        await self.keeper.close()
+        await self.manager.close()
+
+
+def ends(upper: str, lower: str) -> tuple[Edge, Edge]:
+    """Return an edge, as both of its processes see it."""
+    name = f"edge:{upper}>{lower}"
+    return Edge(name, lower, 0, is_upstream=False), Edge(
+        name, upper, 1, is_upstream=True
+    )
+
+
+@pytest.fixture
+async def sides(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Side, Side]]:
+    """Return two processes that meet at a store of their own."""
+    monkeypatch.setattr(module, "AGAIN_S", 0.01)
+    store = f"memory://edges-{next(_numbers)}"
+    one, other = Side(store), Side(store)
+    yield one, other
+    await asyncio.gather(one.close(), other.close())
+
+
+async def test_edge_opens_and_carries_messages(sides: tuple[Side, Side]) -> None:
+    """Once both tables name it."""
+    g, a = sides
+    upper, lower = ends("g", "a")
+    g.keeper.apply({"a": upper})
+    await settle()
+    assert g.owner.ups == []
+    a.keeper.apply({"g": lower})
+    await until(lambda: g.owner.ups and a.owner.ups)
+    g.owner.ups[0].send_nowait(CANCELS, cancel(1))
+    a.owner.ups[0].send_nowait(CANCELS, cancel(2))
+    await until(lambda: (a.owner.got, g.owner.got) == ([1], [2]))
+    g.keeper.apply({"a": upper})  # the same table again changes nothing
+    await settle()
+    assert (len(g.owner.ups), g.owner.downs) == (1, [])
+
+
+async def test_edge_that_the_table_drops_is_left_and_its_last_message_sent(
+    sides: tuple[Side, Side],
+) -> None:
+    """The peer sees a process that left; this side took it for given up."""
+    g, a = sides
+    upper, lower = ends("g", "a")
+    g.keeper.apply({"a": upper})
+    a.keeper.apply({"g": lower})
+    await until(lambda: g.owner.ups and a.owner.ups)
+    g.owner.ups[0].send_nowait(CANCELS, cancel(7))
+    g.keeper.apply({})
+    await until(lambda: g.owner.downs and a.owner.downs)
+    assert a.owner.got == [7]
+    assert a.owner.downs == [("g", True)]
+    assert g.owner.downs == [("a", False)]
+    await until(lambda: not g.manager.worlds)
+
+
+async def test_lost_peer_ends_the_incarnation_and_the_next_is_joined(
+    sides: tuple[Side, Side],
+) -> None:
+    """It is not polite, and messages flow again."""
+    g, a = sides
+    upper, lower = ends("g", "a")
+    g.keeper.apply({"a": upper})
+    a.keeper.apply({"g": lower})
+    await until(lambda: g.owner.ups and a.owner.ups)
+    await break_world(g.owner.ups[0].world)
+    await until(lambda: len(g.owner.ups) == len(a.owner.ups) == 2)
+    assert (g.owner.downs, a.owner.downs) == ([("a", False)], [("g", False)])
+    g.owner.ups[1].send_nowait(CANCELS, cancel(3))
+    await until(lambda: a.owner.got == [3])
+
+
+async def test_reader_with_a_bug_closes_its_edge_which_then_opens_anew(
+    sides: tuple[Side, Side], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Better none than a deaf one; other edges go on."""
+    g, a = sides
+    upper, lower = ends("g", "a")
+    real = g.owner.bodies
+
+    def broken(outbox: Outbox) -> list[Body]:
+        async def read() -> None:
+            raise IndexError("as asked")
+
+        g.owner.bodies = real
+        return [read]
+
+    g.owner.bodies = broken
+    g.keeper.apply({"a": upper})
+    a.keeper.apply({"g": lower})
+    await until(lambda: len(g.owner.ups) == len(a.owner.ups) == 2)
+    assert "on the edge edge:g>a" in caplog.text
+    a.owner.ups[1].send_nowait(CANCELS, cancel(4))
+    await until(lambda: g.owner.got == [4])
+
+
+async def test_join_that_fails_is_tried_again(
+    sides: tuple[Side, Side], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever was wrong with it."""
+    caplog.set_level(logging.CRITICAL)
+    g, a = sides
+    upper, lower = ends("g", "a")
+    g.manager.failures += [OSError("no route"), WorldBrokenError("as asked")]
+    g.keeper.apply({"a": upper})
+    a.keeper.apply({"g": lower})
+    await until(lambda: g.owner.ups)
+    assert g.manager.kept == 3
+
+
+async def test_close_leaves_every_edge_and_those_that_nobody_answers(
+    sides: tuple[Side, Side],
+) -> None:
+    """What was put into the outbox before still arrives."""
+    g, a = sides
+    upper, lower = ends("g", "a")
+    g.keeper.apply({"a": upper, "b": ends("g", "b")[0]})
+    a.keeper.apply({"g": lower})
+    await until(lambda: g.owner.ups and a.owner.ups)
+    for number in range(5):
+        g.owner.ups[0].send_nowait(CANCELS, cancel(number))
+    await asyncio.wait_for(g.keeper.close(), HANG_S)
+    await until(lambda: a.owner.downs == [("g", True)])
+    assert a.owner.got == [0, 1, 2, 3, 4]
+    assert not g.manager.worlds
+
+
+async def test_edge_that_is_wanted_again_at_once_opens_again(
+    sides: tuple[Side, Side], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A table without the peer may be followed by one with it."""
+    caplog.set_level(logging.CRITICAL)
+    g, a = sides
+    upper, lower = ends("g", "a")
+    g.keeper.apply({"a": upper})
+    a.keeper.apply({"g": lower})
+    await until(lambda: g.owner.ups and a.owner.ups)
+    g.keeper.apply({})
+    g.keeper.apply({"a": upper})
+    await until(lambda: len(g.owner.ups) == 2 and len(a.owner.ups) == 2)
+    g.owner.ups[1].send_nowait(CANCELS, cancel(8))
+    await until(lambda: a.owner.got == [8])
