@@ -13,7 +13,7 @@ async def until(condition: Callable[[], object]) -> None:
     """Run the event loop, turn by turn, until a condition holds."""
     async with asyncio.timeout(HANG_S):
         while not condition():
-            await asyncio.sleep(0)
+            await turns(1)
 
 
 async def turns(count: int = 20) -> None:

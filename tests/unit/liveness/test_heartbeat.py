@@ -21,6 +21,18 @@ ONE, TWO = b"1" * 32, b"2" * 32
 HANG_S = 20.0
 
 
+def kill(pid: int) -> None:
+    """Kill a helper, and wait until it has died."""
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+
+def stop(pid: int) -> None:
+    """Stop a helper, and wait until it has stopped."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+
+
 class Side:
     """A heartbeat with one connection, and what it reports."""
 
@@ -116,8 +128,7 @@ async def test_helper_that_was_killed_is_replaced(
         await two.until_heard()
         pid = one.beat.helper_pid
         assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        kill(pid)
         await one.beat.tick()
         assert one.beat.helper_pid not in (None, pid)
         await one.until_heard(2)
@@ -138,8 +149,7 @@ async def test_helper_that_hangs_is_replaced(
         await one.until_heard()
         pid = one.beat.helper_pid
         assert pid is not None
-        os.kill(pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+        stop(pid)
         assert [await one.beat.tick() for _ in range(2)] == [False, False]
         await one.until_heard()
         assert one.beat.helper_pid != pid
@@ -186,8 +196,7 @@ async def test_helper_that_cannot_be_replaced_is_tried_again(
     both = Both("process")
     one = both.sides[0]
     assert one.beat.helper_pid is not None
-    os.kill(one.beat.helper_pid, signal.SIGKILL)
-    os.waitid(os.P_PID, one.beat.helper_pid, os.WEXITED | os.WNOWAIT)
+    kill(one.beat.helper_pid)
     with monkeypatch.context() as broken:
         broken.setattr(heartbeat_module.sys, "executable", "/no/python")
         for _ in range(2):
@@ -208,8 +217,7 @@ async def test_datagrams_wait_for_a_helper_that_could_not_be_replaced(
     one = both.sides[0]
     try:
         assert one.beat.helper_pid is not None
-        os.kill(one.beat.helper_pid, signal.SIGKILL)
-        os.waitid(os.P_PID, one.beat.helper_pid, os.WEXITED | os.WNOWAIT)
+        kill(one.beat.helper_pid)
         with monkeypatch.context() as broken:
             broken.setattr(heartbeat_module.sys, "executable", "/no/python")
             with pytest.raises(FileNotFoundError):

@@ -61,7 +61,12 @@ async def test_many_frames_in_one_read_are_all_reported(side: Side) -> None:
 
 @pytest.mark.parametrize(
     "garbage",
-    [b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00\x00\x02[]", b"\x00\x00\x00\x02{]", b"\xff" * 9],
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x00\x00\x00\x02[]",
+        b"\x00\x00\x00\x02{]",
+        b"\xff" * 9,
+    ],
 )
 async def test_garbage_ends_the_connection_as_a_violation(
     side: Side, garbage: bytes

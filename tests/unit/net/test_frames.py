@@ -67,7 +67,9 @@ def test_wrong_body_is_refused(body: bytes, said: str) -> None:
 @pytest.mark.parametrize("prefix", [b"HTTP", b"GET ", b"\x16\x03\x01\x02", b"\xff" * 4])
 def test_another_protocol_is_recognized_by_its_first_bytes(prefix: bytes) -> None:
     """HTTP and TLS announce absurd lengths, so nothing is allocated for them."""
-    with pytest.raises(frames.FrameError, match="may not speak the multiworld protocol"):
+    with pytest.raises(
+        frames.FrameError, match="may not speak the multiworld protocol"
+    ):
         frames.decode_length(prefix)
 
 

@@ -44,9 +44,7 @@ def test_tuned_tcp_socket_does_not_delay_or_block() -> None:
         tune(sock)
         assert sock.gettimeout() == 0.0
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-        unacknowledged = sock.getsockopt(
-            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT
-        )
+        unacknowledged = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
         assert unacknowledged == 15 * 60 * 1000
 
 

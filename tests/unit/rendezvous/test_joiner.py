@@ -119,9 +119,7 @@ async def test_only_a_host_embeds_the_store(joiners: list[Joiner]) -> None:
     """Rank 0 serves the address; it is free again after the last user."""
     where = parse_store(f"tcp://127.0.0.1:{free_port()}")
     with pytest.raises(StoreUnreachableError):
-        await joiners[1].enter(
-            where, may_host=False, world="w", deadline=later(0.05)
-        )
+        await joiners[1].enter(where, may_host=False, world="w", deadline=later(0.05))
     session = await enter(joiners[0], where, may_host=True)
     other = await enter(joiners[1], where)
     assert session.is_open

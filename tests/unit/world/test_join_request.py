@@ -65,7 +65,10 @@ TORCHRUN = {**MASTER, "TORCHELASTIC_USE_AGENT_STORE": "True"}
             "tcp://10.0.0.1:29500",
         ),
         ({"MASTER_ADDR": "::1", "MASTER_PORT": "5"}, "tcp://[::1]:5"),
-        ({"MASTER_ADDR": "node-3.cluster", "MASTER_PORT": "5"}, "tcp://node-3.cluster:5"),
+        (
+            {"MASTER_ADDR": "node-3.cluster", "MASTER_PORT": "5"},
+            "tcp://node-3.cluster:5",
+        ),
     ],
 )
 def test_store_comes_from_the_environment(

@@ -55,7 +55,9 @@ def fails(*_: object) -> Any:
         ("1 2 3", math.inf),
     ],
 )
-def test_quota_of_the_container_counts(cgroup: Path, cpu_max: str, limit: float) -> None:
+def test_quota_of_the_container_counts(
+    cgroup: Path, cpu_max: str, limit: float
+) -> None:
     """An unreadable or absent limit is none."""
     whole = this_node().cpus
     (cgroup / "cpu.max").write_text(cpu_max)
@@ -101,9 +103,7 @@ def test_machine_without_a_driver_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -
 def test_library_is_shut_down_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     """A failing GPU leaves no open handle to the driver."""
     ended: list[bool] = []
-    broken = driver(
-        nvmlDeviceGetName=fails, nvmlShutdown=lambda: ended.append(True)
-    )
+    broken = driver(nvmlDeviceGetName=fails, nvmlShutdown=lambda: ended.append(True))
     monkeypatch.setitem(sys.modules, "pynvml", broken)
     with pytest.raises(RuntimeError):
         gpus()

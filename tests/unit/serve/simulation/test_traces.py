@@ -19,9 +19,7 @@ from multiworld.serve.simulation.traces import (
 )
 
 
-def read(
-    folder: Path, text: str | bytes, *, by_tokens: bool = False
-) -> list[Arrival]:
+def read(folder: Path, text: str | bytes, *, by_tokens: bool = False) -> list[Arrival]:
     """Write a trace and read it."""
     path = folder / "trace.csv"
     path.write_bytes(text.encode() if isinstance(text, str) else text)
@@ -151,7 +149,10 @@ def test_wrong_description_shows_the_right_one(text: str) -> None:
 
 def test_parts_follow_each_other_and_differ() -> None:
     """A pause is a part without requests; the seed decides everything."""
-    text = "poisson:rate=20,seconds=5+poisson:rate=0,seconds=10+gamma:rate=20,seconds=5,cv=2"
+    text = (
+        "poisson:rate=20,seconds=5+poisson:rate=0,seconds=10"
+        "+gamma:rate=20,seconds=5,cv=2"
+    )
     found = [a.at for a in generated(text, seed=1)]
     assert found == sorted(found)
     assert not [at for at in found if 5 <= at < 15]
@@ -163,9 +164,7 @@ def test_parts_follow_each_other_and_differ() -> None:
     assert found != [a.at for a in generated(text, seed=2)]
 
 
-@given(
-    st.floats(0.5, 50), st.floats(0.1, 20), st.floats(0.05, 5), st.integers(0, 1000)
-)
+@given(st.floats(0.5, 50), st.floats(0.1, 20), st.floats(0.05, 5), st.integers(0, 1000))
 def test_generated_arrivals_are_in_order_and_within_the_length(
     rate: float, seconds: float, cv: float, seed: int
 ) -> None:
