@@ -1,0 +1,137 @@
+"""Events for subscribers: order, slow readers, and the end."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from multiworld.incarnation.event_hub import QUEUE_LIMIT, EventHub, Subscription
+from multiworld.incarnation.events import Event, EventsDropped, WorldClosed
+from tests.unit.waiting import turns
+
+
+def event(number: int) -> Event:
+    """Return a different event for each number."""
+    return WorldClosed(world="w", epoch=number)
+
+
+def epochs(subscription: Subscription) -> list[int]:
+    """Take everything that a subscription holds; return the numbers."""
+    found = []
+    while (taken := subscription.get_nowait()) is not None:
+        found.append(taken.epoch)
+    return found
+
+
+async def collect(subscription: Subscription) -> list[int]:
+    """Read until the hub closes; return the numbers."""
+    return [taken.epoch async for taken in subscription.events()]
+
+
+def test_every_subscriber_gets_every_event_from_now_on() -> None:
+    """What was published before a subscription is not for it."""
+    hub = EventHub()
+    early = hub.subscribe()
+    hub.publish(event(1))
+    late = hub.subscribe()
+    hub.publish(event(2))
+    assert (epochs(early), epochs(late)) == ([1, 2], [2])
+
+
+@pytest.mark.parametrize("extra", [0, 1, 5])
+def test_slow_reader_loses_the_oldest_and_is_told_how_many(extra: int) -> None:
+    """The report comes first, and only once."""
+    hub = EventHub()
+    subscription = hub.subscribe()
+    for number in range(QUEUE_LIMIT + extra):
+        hub.publish(event(number))
+    if extra:
+        assert subscription.get_nowait() == EventsDropped(
+            world="", epoch=0, count=extra
+        )
+    assert epochs(subscription) == list(range(extra, QUEUE_LIMIT + extra))
+    hub.publish(event(7))
+    assert epochs(subscription) == [7]
+
+
+def test_slow_reader_does_not_cost_another_one_its_events() -> None:
+    """Each subscription has a queue of its own."""
+    hub = EventHub()
+    slow, quick = hub.subscribe(), hub.subscribe()
+    found = []
+    for number in range(QUEUE_LIMIT + 10):
+        hub.publish(event(number))
+        found += epochs(quick)
+    assert found == list(range(QUEUE_LIMIT + 10))
+    assert isinstance(slow.get_nowait(), EventsDropped)
+
+
+async def test_reader_that_waits_is_woken() -> None:
+    """Events that come together are all read after one wake-up."""
+    hub = EventHub()
+    reading = asyncio.create_task(collect(hub.subscribe()))
+    await turns(3)
+    hub.publish(event(1))
+    hub.publish(event(2))
+    await turns(3)
+    hub.publish(event(3))
+    await turns(3)
+    hub.close()
+    assert await reading == [1, 2, 3]
+
+
+async def test_iteration_ends_with_the_hub_and_not_before_the_last_event() -> None:
+    """What was published before the end is still read; a late reader just ends."""
+    hub = EventHub()
+    subscription = hub.subscribe()
+    hub.publish(event(1))
+    hub.close()
+    hub.close()
+    assert await collect(subscription) == [1]
+    assert await collect(hub.subscribe()) == []
+
+
+async def test_cancelled_reader_is_unsubscribed() -> None:
+    """Nobody keeps events for a reader that is gone."""
+    hub = EventHub()
+    subscription = hub.subscribe()
+    reading = asyncio.create_task(collect(subscription))
+    await turns(3)
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+    hub.publish(event(1))
+    assert subscription.get_nowait() is None
+    hub.unsubscribe(subscription)
+
+
+async def test_reader_that_leaves_its_loop_is_unsubscribed() -> None:
+    """A closed iterator ends the subscription too."""
+    hub = EventHub()
+    subscription = hub.subscribe()
+    hub.publish(event(1))
+    hub.publish(event(2))
+    events = subscription.events()
+    assert (await anext(events)).epoch == 1
+    await events.aclose()  # type: ignore[attr-defined]
+    hub.publish(event(3))
+    assert epochs(subscription) == [2]
+
+
+async def test_publishing_in_a_reader_reaches_everybody() -> None:
+    """A program may close a world while it handles an event."""
+    hub = EventHub()
+    other = hub.subscribe()
+
+    async def react() -> None:
+        async for taken in hub.subscribe().events():
+            if taken.epoch == 1:
+                hub.publish(event(2))
+            else:
+                hub.close()
+
+    reacting = asyncio.create_task(react())
+    await turns(3)
+    hub.publish(event(1))
+    await reacting
+    assert await collect(other) == [1, 2]

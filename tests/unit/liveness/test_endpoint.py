@@ -1,0 +1,229 @@
+"""A manager's listener and the dialing of others, by both kinds of socket."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from multiworld import Security, Tls
+from multiworld.liveness import endpoint as endpoint_module
+from multiworld.liveness.endpoint import Endpoint, dial, dialing_filenos, reach
+from multiworld.net import frames
+from multiworld.net.handshake import HandshakeError
+from multiworld.net.streams import Stream, TlsStream
+from multiworld.rendezvous.membership import Address
+from multiworld.testing import no_leaks
+from tests.ports import free_port
+from tests.unit.rendezvous.sessions import Impostor, hangs_up, is_silent, says
+from tests.unit.waiting import until
+
+NONE = Security()
+SECRET = Security(secret=b"a secret long enough to be one")
+OTHER = Security(secret=b"another that is long enough, too")
+HELLO = {"kind": "link"}
+
+
+class Owner:
+    """Owner that takes every connection."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[Stream, dict[str, Any]]] = []
+
+    def security_for(self, hello: dict[str, Any]) -> Security | None:
+        return NONE if hello["kind"] == "beat" else None
+
+    def refusal(self, hello: dict[str, Any]) -> str | None:
+        return "no room" if hello["kind"] == "lane" else None
+
+    def take(self, stream: Stream, hello: dict[str, Any]) -> None:
+        self.taken.append((stream, hello))
+
+    def turned_away(
+        self, hello: dict[str, Any], error: HandshakeError, where: object
+    ) -> None:
+        pass
+
+
+class Bench:
+    """An endpoint on loopback."""
+
+    def __init__(self, security: Security) -> None:
+        self.owner = Owner()
+        self.endpoint = Endpoint.listen("127.0.0.1", self.owner, security)
+        self.near = self.endpoint.address
+        self.far = elsewhere(self.near)
+
+    async def free(self) -> None:
+        await self.endpoint.close()
+        for stream, _ in self.owner.taken:
+            stream.close()
+
+
+def elsewhere(address: Address) -> Address:
+    """Return the address as another host sees it: TCP only."""
+    return dataclasses.replace(address, boot="another", unix="")
+
+
+def at(port: int) -> Address:
+    """Return the address of another host's manager."""
+    return Address(host="127.0.0.1", port=port, unix="", boot="another", netns="1")
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    """Return an endpoint with a secret, and check that nothing leaks."""
+    async with no_leaks():
+        bench = Bench(SECRET)
+        yield bench
+        await bench.free()
+
+
+async def test_own_host_is_dialed_over_a_unix_socket(bench: Bench) -> None:
+    """The address tells where the listener is."""
+    stream = await dial(bench.near, HELLO, SECRET)
+    await until(lambda: bench.owner.taken)
+    assert stream.family == socket.AF_UNIX
+    assert dialing_filenos() == []
+    stream.close()
+
+
+async def test_other_host_is_dialed_over_tcp(bench: Bench) -> None:
+    """Even if it is this one by another name."""
+    stream = await dial(bench.far, HELLO, SECRET)
+    await until(lambda: bench.owner.taken)
+    assert stream.family == socket.AF_INET
+    stream.close()
+
+
+@pytest.mark.parametrize("security", [NONE, OTHER])
+async def test_other_secret_is_refused_by_name(
+    bench: Bench, security: Security
+) -> None:
+    """The error says that the secret is the reason."""
+    with pytest.raises(HandshakeError) as refused:
+        await dial(bench.near, HELLO, security)
+    assert refused.value.kind == "secret"
+    assert bench.endpoint.refused["secret"] == 1
+
+
+async def test_unwanted_connection_learns_the_reason(bench: Bench) -> None:
+    """The owner's words reach the dialer."""
+    with pytest.raises(HandshakeError, match="no room"):
+        await dial(bench.near, {"kind": "lane"}, SECRET)
+
+
+async def test_nobody_there_is_an_os_error() -> None:
+    """A closed port and a name that is gone are refused at once."""
+    async with no_leaks():
+        with pytest.raises(ConnectionRefusedError):
+            await dial(at(free_port()), HELLO, NONE)
+        bench = Bench(NONE)
+        await bench.free()
+        with pytest.raises(ConnectionRefusedError):
+            await dial(bench.near, HELLO, NONE)
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "malformed"),
+        (b"\0\0\0\2[]", "malformed"),
+        (frames.encode({"multiworld": 999, "ok": True}), "version"),
+        (frames.encode({"ok": True}), "version"),
+        (frames.encode({"multiworld": frames.PROTOCOL_VERSION}), "refused"),
+    ],
+)
+async def test_stranger_at_the_address_is_told_from_a_manager(
+    data: bytes, kind: str
+) -> None:
+    """Another process may have taken the port of a manager that died."""
+    async with Impostor(says(data)) as web:
+        with pytest.raises(HandshakeError) as refused:
+            await dial(at(web.port), HELLO, NONE)
+    assert refused.value.kind == kind
+    assert dialing_filenos() == []
+
+
+async def test_cancelled_dial_closes_its_connection() -> None:
+    """While the handshake goes on, a forked child knows the descriptor."""
+    async with Impostor(is_silent) as stopped:
+        dialing = asyncio.create_task(dial(at(stopped.port), HELLO, NONE))
+        await until(dialing_filenos)
+        (fd,) = dialing_filenos()
+        dialing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await dialing
+        assert dialing_filenos() == []
+        with pytest.raises(OSError, match="descriptor"):
+            os.fstat(fd)
+
+
+@pytest.mark.xfail(
+    strict=True, reason="TLS detaches the socket that is remembered for a fork"
+)
+async def test_descriptor_of_a_dial_under_tls_is_known(tls: Tls) -> None:
+    """A forked child must close it too, or hides its parent's death."""
+    async with Impostor(is_silent) as stopped:
+        security = Security(tls=tls)
+        dialing = asyncio.create_task(dial(at(stopped.port), HELLO, security))
+        await until(lambda: stopped.accepted)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        known = dialing_filenos()
+        dialing.cancel()
+        await asyncio.gather(dialing, return_exceptions=True)
+        assert len(known) == 1
+
+
+async def test_overloaded_listener_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may close the oldest handshakes; the last attempt's error counts."""
+    monkeypatch.setattr(endpoint_module, "CROWDED_S", (0.0, 0.0, 0.0))
+    async with Impostor(hangs_up) as crowded:
+        with pytest.raises(ConnectionResetError):
+            await reach(at(crowded.port), HELLO, NONE)
+        assert len(crowded.accepted) == 4
+
+
+async def test_refused_connection_is_not_tried_again(bench: Bench) -> None:
+    """Only a reset is a sign of overload."""
+    with pytest.raises(HandshakeError):
+        await reach(bench.near, HELLO, OTHER)
+    assert sum(bench.endpoint.refused.values()) == 1
+
+
+async def test_only_heartbeats_go_without_tls(tls: Tls) -> None:
+    """Each of their frames carries a proof of its own."""
+    bench = Bench(Security(tls=tls))
+    for kind in ("link", "beat"):
+        stream = await dial(bench.near, {"kind": kind}, Security(tls=tls))
+        assert isinstance(stream, TlsStream) == (kind == "link")
+        stream.close()
+    await until(lambda: len(bench.owner.taken) == 2)
+    with pytest.raises(OSError):  # noqa: PT011 - a reset or an end, by the kernel
+        await dial(bench.near, HELLO, NONE)
+    await bench.free()
+
+
+async def test_endpoint_that_is_closed_has_no_descriptors(bench: Bench) -> None:
+    """TCP and Unix listeners both end."""
+    assert len(bench.endpoint.filenos()) == 2
+    bench.endpoint.close_nowait()
+    bench.endpoint.close_nowait()
+    assert bench.endpoint.filenos() == []
+    for address in (bench.near, bench.far):
+        with pytest.raises(ConnectionRefusedError):
+            await dial(address, HELLO, SECRET)
+
+
+async def test_address_of_another_host_cannot_be_listened_on() -> None:
+    """The error names the system's reason."""
+    with pytest.raises(OSError, match="assign"):
+        Endpoint.listen("192.0.2.1", Owner(), NONE)

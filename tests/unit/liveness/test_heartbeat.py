@@ -1,0 +1,259 @@
+"""The owner's side of the heartbeat helper: reports, and helpers that die or hang."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+
+from multiworld.liveness import heartbeat as heartbeat_module
+from multiworld.liveness import heartbeat_helper
+from multiworld.liveness.heartbeat import Heartbeat, HeartbeatReport, Mode
+from multiworld.testing import no_leaks
+
+ONE, TWO = b"1" * 32, b"2" * 32
+
+HANG_S = 20.0
+
+
+def kill(pid: int) -> None:
+    """Kill a helper, and wait until it has died."""
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+
+def stop(pid: int) -> None:
+    """Stop a helper, and wait until it has stopped."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+
+
+class Side:
+    """A heartbeat with one connection, and what it reports."""
+
+    def __init__(self) -> None:
+        self.reports: list[tuple[int, HeartbeatReport]] = []
+        self.beat = Heartbeat(lambda *report: self.reports.append(report))
+
+    async def until_heard(self, count: int = 1) -> HeartbeatReport:
+        """Tick until so many more reports have come; return the last."""
+        wanted = len(self.reports) + count
+        async with asyncio.timeout(HANG_S):
+            while len(self.reports) < wanted:
+                await self.beat.tick()
+        return self.reports[-1][1]
+
+
+class Both:
+    """Two processes' heartbeats over one connection."""
+
+    def __init__(self, mode: Mode) -> None:
+        self.sockets = socket.socketpair()
+        self.sides = Side(), Side()
+        keys = ((ONE, TWO), (TWO, ONE))
+        self.numbers = [
+            side.beat.add(sock, *pair, mode)
+            for side, sock, pair in zip(self.sides, self.sockets, keys, strict=True)
+        ]
+
+    def free(self) -> None:
+        for side in self.sides:
+            side.beat.close()
+        for sock in self.sockets:
+            sock.close()
+
+
+@pytest.fixture(params=["thread", "process"])
+async def both(request: pytest.FixtureRequest) -> AsyncIterator[Both]:
+    """Return both sides, by both kinds of helper."""
+    async with no_leaks():
+        both = Both(request.param)
+        yield both
+        both.free()
+
+
+async def test_peers_hear_each_other(both: Both) -> None:
+    """The report says that the peer runs, and when it heard us."""
+    one, two = both.sides
+    await one.until_heard()
+    await two.until_heard()
+    report = await one.until_heard(3)
+    assert report.state == heartbeat_helper.RUNNING
+    assert report.heard_us_s is not None
+    assert report.heard_us_s < HANG_S
+    assert {number for number, _ in one.reports} == {both.numbers[0]}
+
+
+async def test_end_of_the_connection_is_reported_once(both: Both) -> None:
+    """Its owner dials again; the end is no verdict."""
+    one, two = both.sides
+    await one.until_heard()
+    two.beat.remove(both.numbers[1])
+    both.sockets[1].close()
+    async with asyncio.timeout(HANG_S):
+        while one.reports[-1][1].state != heartbeat_helper.ENDED:
+            await one.beat.tick()
+    for _ in range(3):
+        assert await one.beat.tick()
+    states = [report.state for _, report in one.reports]
+    assert states.count(heartbeat_helper.ENDED) == 1
+
+
+async def test_removed_connection_reports_nothing_more(both: Both) -> None:
+    """Removing is safe to repeat, and closes nothing of the caller's."""
+    one = both.sides[0]
+    await one.until_heard()
+    one.beat.remove(both.numbers[0])
+    one.beat.remove(both.numbers[0])
+    assert await one.beat.tick()
+    count = len(one.reports)
+    assert await one.beat.tick()
+    assert len(one.reports) == count
+    assert both.sockets[0].fileno() >= 0
+
+
+async def test_helper_that_was_killed_is_replaced(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The peers hear again, over the same connection."""
+    caplog.set_level(logging.WARNING)
+    async with no_leaks():
+        both = Both("process")
+        one, two = both.sides
+        await two.until_heard()
+        pid = one.beat.helper_pid
+        assert pid is not None
+        kill(pid)
+        await one.beat.tick()
+        assert one.beat.helper_pid not in (None, pid)
+        await one.until_heard(2)
+        await two.until_heard(2)
+        both.free()
+    assert "exited with -9" in caplog.text
+
+
+async def test_helper_that_hangs_is_replaced(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Meanwhile ticks say that nothing is known, so that nobody is accused."""
+    caplog.set_level(logging.WARNING)
+    monkeypatch.setattr(heartbeat_module, "MISSED_LIMIT", 2)
+    async with no_leaks():
+        both = Both("process")
+        one = both.sides[0]
+        await one.until_heard()
+        pid = one.beat.helper_pid
+        assert pid is not None
+        stop(pid)
+        assert [await one.beat.tick() for _ in range(2)] == [False, False]
+        await one.until_heard()
+        assert one.beat.helper_pid != pid
+        both.free()
+    assert "is stuck" in caplog.text
+
+
+async def test_stopped_owner_is_reported_by_its_helper(both: Both) -> None:
+    """A helper in a process sees /proc; one in a thread stops with its owner."""
+    report = await both.sides[0].until_heard()
+    assert report.state == heartbeat_helper.RUNNING
+    assert report.lag_s < HANG_S
+
+
+async def test_without_connections_there_is_no_helper() -> None:
+    """A process that has joined nothing starts nothing."""
+    async with no_leaks():
+        side = Side()
+        assert await side.beat.tick()
+        assert side.beat.helper_pid is None
+        assert side.beat.filenos() == []
+        side.beat.close()
+
+
+async def test_helper_that_cannot_start_is_an_error_and_leaks_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The caller closes the connection and tries again later."""
+    async with no_leaks():
+        side = Side()
+        ours, theirs = socket.socketpair()
+        with monkeypatch.context() as broken, ours, theirs:
+            broken.setattr(heartbeat_module.sys, "executable", "/no/python")
+            with pytest.raises(FileNotFoundError):
+                side.beat.add(ours, ONE, TWO, "process")
+        assert side.beat.filenos() == []
+        side.beat.close()
+
+
+async def test_helper_that_cannot_be_replaced_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A machine short of processes or descriptors recovers."""
+    both = Both("process")
+    one = both.sides[0]
+    assert one.beat.helper_pid is not None
+    kill(one.beat.helper_pid)
+    with monkeypatch.context() as broken:
+        broken.setattr(heartbeat_module.sys, "executable", "/no/python")
+        for _ in range(2):
+            with pytest.raises(FileNotFoundError):
+                await one.beat.tick()
+    await one.until_heard()
+    both.free()
+
+
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="an assertion fails without a helper"
+)
+async def test_datagrams_wait_for_a_helper_that_could_not_be_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The peer's port may arrive while there is no helper."""
+    both = Both("process")
+    one = both.sides[0]
+    try:
+        assert one.beat.helper_pid is not None
+        kill(one.beat.helper_pid)
+        with monkeypatch.context() as broken:
+            broken.setattr(heartbeat_module.sys, "executable", "/no/python")
+            with pytest.raises(FileNotFoundError):
+                await one.beat.tick()
+            sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+            one.beat.add_datagrams(both.numbers[0], sock)
+    finally:
+        both.free()
+
+
+async def test_datagrams_of_an_unknown_connection_are_closed() -> None:
+    """It was removed while its UDP socket was being made."""
+    side = Side()
+    sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    side.beat.add_datagrams(7, sock)
+    assert sock.fileno() == -1
+    side.beat.close()
+
+
+async def test_heartbeats_over_udp_outlive_the_connection(both: Both) -> None:
+    """They continue until the owner has made another one."""
+    udp = [socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2)]
+    for sock in udp:
+        sock.setblocking(False)
+        sock.bind(("127.0.0.1", 0))
+    udp[0].connect(udp[1].getsockname())
+    udp[1].connect(udp[0].getsockname())
+    one, two = both.sides
+    for side, number, sock in zip(both.sides, both.numbers, udp, strict=True):
+        side.beat.add_datagrams(number, sock)
+    assert udp[0].fileno() in one.beat.filenos()
+    for sock in both.sockets:
+        sock.shutdown(socket.SHUT_RDWR)
+    async with asyncio.timeout(HANG_S):
+        while not (one.reports and one.reports[-1][1].heard_us_s is not None):
+            await one.beat.tick()
+            await two.beat.tick()
+    await one.until_heard(3)
+    assert one.reports[-1][1].state == heartbeat_helper.RUNNING

@@ -1,0 +1,224 @@
+"""Heartbeat connections to the peers: replaced, ended, and beside them UDP."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from multiworld.liveness import heartbeat as heartbeat_module
+from multiworld.liveness.control_link import LinkKey
+from multiworld.liveness.heartbeat import HeartbeatReport
+from multiworld.liveness.heartbeat_links import HeartbeatLinks
+from multiworld.testing import no_leaks
+
+SEAL = b"s" * 32
+HANG_S = 20.0
+
+
+class Link:
+    """A control link that keeps what is sent on it."""
+
+    def __init__(self, key: LinkKey) -> None:
+        self.key = key
+        self.sent: list[dict[str, Any]] = []
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.sent.append(message)
+
+    def say_bye(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def filenos(self) -> list[int]:
+        return []
+
+
+class Side:
+    """One manager's heartbeats to one peer."""
+
+    def __init__(self, peer: str, host: str = "127.0.0.1") -> None:
+        self.link = Link(LinkKey(peer, host, host))
+        self.heard: list[HeartbeatReport] = []
+        self.ended = 0
+        self.links = HeartbeatLinks(
+            "thread", lambda _, report: self.heard.append(report), self._on_ended
+        )
+
+    def _on_ended(self, key: LinkKey) -> None:
+        self.ended += 1
+
+    def port(self) -> object:
+        return self.link.sent[-1]["port"]
+
+    def targets(self) -> list[int]:
+        """Return the ports that the UDP sockets are connected to."""
+        found = []
+        for fd in self.links.filenos():
+            with socket.socket(fileno=os.dup(fd)) as sock:
+                if sock.type == socket.SOCK_DGRAM:
+                    try:
+                        found.append(sock.getpeername()[1])
+                    except OSError:
+                        found.append(0)
+        return found
+
+    async def until_heard(self) -> None:
+        count = len(self.heard)
+        async with asyncio.timeout(HANG_S):
+            while len(self.heard) == count:
+                await self.links.tick()
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    """Return both ends of a TCP connection over loopback."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        theirs, _ = server.accept()
+    return ours, theirs
+
+
+class Bench:
+    """Two managers, one of which dialed the other."""
+
+    def __init__(self) -> None:
+        self.dialer, self.acceptor = Side("b"), Side("a")
+
+    def begin(self, pair: tuple[socket.socket, socket.socket] | None = None) -> None:
+        """Connect both; a second call replaces the connection."""
+        ours, theirs = pair or socket.socketpair()
+        self.dialer.links.begin(self.dialer.link, ours, SEAL, dialed=True)
+        self.acceptor.links.begin(self.acceptor.link, theirs, SEAL, dialed=False)
+
+    def tell_ports(self) -> None:
+        """Deliver to each side the port that the other has told."""
+        for one, other in (
+            (self.dialer, self.acceptor),
+            (self.acceptor, self.dialer),
+        ):
+            one.links.datagrams_at(one.link.key, other.port())
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    """Return two managers without a connection; afterwards nothing is open."""
+    async with no_leaks():
+        bench = Bench()
+        yield bench
+        bench.dialer.links.close()
+        bench.acceptor.links.close()
+
+
+async def test_peers_of_one_host_hear_each_other_without_udp(bench: Bench) -> None:
+    """A Unix socket loses nothing."""
+    bench.begin()
+    await bench.dialer.until_heard()
+    await bench.acceptor.until_heard()
+    assert bench.dialer.link.sent == []
+    assert bench.dialer.links.has(bench.dialer.link.key)
+
+
+async def test_reflected_or_foreign_frames_do_not_count(bench: Bench) -> None:
+    """Each direction and each link has a key of its own."""
+    ours, theirs = socket.socketpair()
+    bench.dialer.links.begin(bench.dialer.link, ours, SEAL, dialed=True)
+    bench.acceptor.links.begin(bench.acceptor.link, theirs, SEAL, dialed=True)
+    for _ in range(4):
+        assert await bench.dialer.links.tick()
+    assert bench.dialer.heard == []
+
+
+async def test_peers_on_two_hosts_tell_each_other_their_udp_ports(
+    bench: Bench,
+) -> None:
+    """UDP is used once both ports are known, whichever comes first."""
+    bench.begin(tcp_pair())
+    assert bench.dialer.link.sent[0]["op"] == "datagrams"
+    assert bench.dialer.targets() == [0]
+    bench.tell_ports()
+    assert bench.dialer.targets() == [bench.acceptor.port()]
+    assert bench.acceptor.targets() == [bench.dialer.port()]
+    await bench.dialer.until_heard()
+
+
+async def test_port_that_comes_before_the_connection_is_kept(bench: Bench) -> None:
+    """The control link may be quicker than the heartbeat connection."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as peer:
+        peer.bind(("127.0.0.1", 0))
+        port = peer.getsockname()[1]
+        bench.dialer.links.datagrams_at(bench.dialer.link.key, port)
+        bench.begin(tcp_pair())
+        assert bench.dialer.targets() == [port]
+
+
+@pytest.mark.parametrize("port", [None, "5", 0, -1, 65536, 1.5, [1], 10**30])
+async def test_wrong_port_is_ignored(bench: Bench, port: object) -> None:
+    """It comes from the peer, as JSON."""
+    bench.begin(tcp_pair())
+    bench.dialer.links.datagrams_at(bench.dialer.link.key, port)
+    assert bench.dialer.targets() == [0]
+
+
+async def test_name_instead_of_an_address_means_no_udp(bench: Bench) -> None:
+    """A look-up would block the event loop."""
+    named = Side("b", host="localhost")
+    ours, theirs = tcp_pair()
+    named.links.begin(named.link, ours, SEAL, dialed=True)
+    assert named.link.sent == []
+    assert named.targets() == []
+    named.links.close()
+    theirs.close()
+
+
+async def test_ended_connection_is_reported_and_can_be_replaced(bench: Bench) -> None:
+    """The peers hear each other over the new one."""
+    bench.begin()
+    await bench.dialer.until_heard()
+    bench.acceptor.links.end(bench.acceptor.link.key)
+    bench.acceptor.links.end(bench.acceptor.link.key)
+    assert not bench.acceptor.links.has(bench.acceptor.link.key)
+    async with asyncio.timeout(HANG_S):
+        while not bench.dialer.ended:
+            await bench.dialer.links.tick()
+    bench.begin()
+    bench.dialer.heard.clear()
+    await bench.dialer.until_heard()
+    await bench.acceptor.until_heard()
+    assert bench.dialer.ended == 1
+
+
+@pytest.mark.xfail(
+    strict=True, reason="UDP stays connected to the port of the previous connection"
+)
+async def test_replaced_connection_uses_the_new_udp_ports(bench: Bench) -> None:
+    """Both sides make new UDP sockets, and tell each other the new ports."""
+    bench.begin(tcp_pair())
+    bench.tell_ports()
+    bench.begin(tcp_pair())
+    bench.tell_ports()
+    assert bench.dialer.targets() == [bench.acceptor.port()]
+    assert bench.acceptor.targets() == [bench.dialer.port()]
+
+
+async def test_helper_that_cannot_start_closes_the_connection(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The watchdog tries again with another one."""
+    links = HeartbeatLinks("process", lambda *_: None, lambda _: None)
+    link = Link(LinkKey("b", "127.0.0.1", "127.0.0.1"))
+    ours, theirs = socket.socketpair()
+    with monkeypatch.context() as broken:
+        broken.setattr(heartbeat_module.sys, "executable", "/no/python")
+        with pytest.raises(FileNotFoundError):
+            links.begin(link, ours, SEAL, dialed=True)
+    assert ours.fileno() == -1
+    assert not links.has(link.key)
+    assert links.filenos() == []
+    theirs.close()
+    links.close()

@@ -1,0 +1,144 @@
+"""Security from the environment, proofs, and backends that would bypass it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from multiworld import ConfigError, Security, Tls
+from multiworld.net.security import describe
+
+SECRET = b"a secret long enough to be one"
+SEALED = Security(secret=SECRET)
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=5,
+)
+
+
+def test_empty_environment_switches_everything_off() -> None:
+    """Without variables there is neither a secret nor TLS."""
+    found = Security.from_environment({})
+    assert found == Security()
+    assert describe(found) == {"secret": False, "tls": False}
+
+
+def test_secret_comes_from_a_variable_or_a_file(tmp_path: Path) -> None:
+    """A file may end with a newline, as editors write it."""
+    text = SECRET.decode()
+    assert Security.from_environment({"MULTIWORLD_SECRET": text}).secret == SECRET
+    file = tmp_path / "secret"
+    file.write_bytes(SECRET + b"\n")
+    found = Security.from_environment({"MULTIWORLD_SECRET_FILE": str(file)})
+    assert found.secret == SECRET
+    assert describe(found) == {"secret": True, "tls": False}
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"MULTIWORLD_SECRET": ""}, "must not be empty"),
+        ({"MULTIWORLD_SECRET": "short"}, "16 bytes"),
+        ({"MULTIWORLD_SECRET_FILE": "/no/such/file"}, "readable file"),
+        ({"MULTIWORLD_SECRET_FILE": "/"}, "readable file"),
+        ({"MULTIWORLD_SECRET_FILE": "/dev/null"}, "holds no secret"),
+        (
+            {"MULTIWORLD_SECRET": "x" * 20, "MULTIWORLD_SECRET_FILE": "/dev/null"},
+            "not both",
+        ),
+        ({"MULTIWORLD_TLS_CERT": "/c"}, "MULTIWORLD_TLS_KEY"),
+        ({"MULTIWORLD_TLS_CERT": "/c", "MULTIWORLD_TLS_KEY": "/k"}, "TLS_CA"),
+        (
+            {
+                "MULTIWORLD_TLS_CERT": "/no/c",
+                "MULTIWORLD_TLS_KEY": "/no/k",
+                "MULTIWORLD_TLS_CA": "/no/a",
+            },
+            "PEM",
+        ),
+    ],
+)
+def test_wrong_settings_are_named(environment: dict[str, str], said: str) -> None:
+    """A process never starts with less security than was asked for."""
+    with pytest.raises(ConfigError, match=said):
+        Security.from_environment(environment)
+
+
+@pytest.mark.xfail(
+    strict=True, reason="a set but empty MULTIWORLD_SECRET_FILE means no secret"
+)
+def test_empty_name_of_the_secret_file_is_refused() -> None:
+    """A variable that a script failed to fill must not switch the secret off."""
+    with pytest.raises(ConfigError):
+        Security.from_environment({"MULTIWORLD_SECRET_FILE": ""})
+
+
+@pytest.mark.xfail(strict=True, reason="UnicodeEncodeError instead of ConfigError")
+def test_secret_that_is_not_utf8_is_a_config_error() -> None:
+    """The environment may hold any bytes, which Python shows as lone surrogates."""
+    text = b"\xff\xfe not utf-8, but long enough".decode(errors="surrogateescape")
+    with pytest.raises(ConfigError):
+        Security.from_environment({"MULTIWORLD_SECRET": text})
+
+
+def test_error_and_repr_do_not_show_the_secret() -> None:
+    """Logs are read by more people than secrets."""
+    assert "long enough" not in repr(SEALED)
+    with pytest.raises(ConfigError) as refused:
+        Security(secret=b"tiny secret")
+    assert "tiny" not in str(refused.value)
+
+
+def test_tls_files_are_checked_when_the_environment_is_read(tls: Tls) -> None:
+    """Whole files pass; a key that does not belong to the certificate does not."""
+    names = ("MULTIWORLD_TLS_CERT", "MULTIWORLD_TLS_KEY", "MULTIWORLD_TLS_CA")
+    files = (tls.certificate, tls.key, tls.authority)
+    environment = dict(zip(names, map(str, files), strict=True))
+    assert Security.from_environment(environment).tls == tls
+    environment["MULTIWORLD_TLS_KEY"] = str(tls.authority)
+    with pytest.raises(ConfigError, match="PEM"):
+        Security.from_environment(environment)
+
+
+@given(st.text(min_size=1), json_values, json_values)
+def test_proof_holds_for_its_role_and_parts_only(
+    role: str, part: object, other: object
+) -> None:
+    """Another role, another part, another secret: each makes the proof worthless."""
+    proof = SEALED.proof(role, part)
+    assert SEALED.is_proof(proof, role, part)
+    assert not SEALED.is_proof(proof, role + "x", part)
+    assert not SEALED.is_proof(proof, role, [part, other])
+    assert not SEALED.is_proof(proof, role, part, other)
+    assert not Security(secret=SECRET[::-1]).is_proof(proof, role, part)
+
+
+@pytest.mark.parametrize("proof", [None, 0, True, [], {}, "", "é", "0" * 64, b"x"])
+def test_anything_else_is_no_proof(proof: object) -> None:
+    """The value comes from a stranger and may be of any type."""
+    assert not SEALED.is_proof(proof, "dialer", {"kind": "link"})
+
+
+@pytest.mark.xfail(strict=True, reason="UnicodeEncodeError: the text is encoded as is")
+def test_proof_that_is_no_unicode_is_no_proof() -> None:
+    """JSON can say a lone surrogate, which UTF-8 cannot."""
+    assert not SEALED.is_proof("\ud800", "dialer", {"kind": "link"})
+
+
+def test_backends_that_bypass_security_are_refused(tls: Tls) -> None:
+    """With TLS nothing opens them; with a secret only an explicit decision does."""
+    for backend in ("direct", "memory"):
+        SEALED.check_backend(backend)
+        Security(tls=tls).check_backend(backend)
+    Security().check_backend("gloo")
+    with pytest.raises(ConfigError, match="OPEN_BACKENDS"):
+        SEALED.check_backend("gloo")
+    allowed = {"MULTIWORLD_SECRET": SECRET.decode(), "MULTIWORLD_OPEN_BACKENDS": "1"}
+    Security.from_environment(allowed).check_backend("gloo")
+    with pytest.raises(ConfigError, match="cannot encrypt"):
+        Security(secret=SECRET, tls=tls, open_backends=True).check_backend("nccl")

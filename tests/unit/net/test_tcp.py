@@ -1,0 +1,59 @@
+"""Socket options, and addresses from host names."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from multiworld.net.tcp import UNIX_BUFFER_BYTES, resolve, tune
+
+
+@pytest.mark.parametrize(
+    ("host", "family"),
+    [
+        ("127.0.0.1", socket.AF_INET),
+        ("0.0.0.0", socket.AF_INET),
+        ("::1", socket.AF_INET6),
+        ("fe80::1", socket.AF_INET6),
+    ],
+)
+async def test_numeric_address_is_used_as_it_is(host: str, family: int) -> None:
+    """No look-up is needed, so none can fail or block."""
+    assert await resolve(host, 29500) == (family, (host, 29500))
+
+
+async def test_name_is_looked_up() -> None:
+    """The result is an address that a socket of the family can connect to."""
+    family, where = await resolve("localhost", 29500)
+    assert where[1] == 29500
+    assert family in (socket.AF_INET, socket.AF_INET6)
+    assert where[0] in ("127.0.0.1", "::1")
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "256.0.0.1.invalid", "a b"])
+async def test_unknown_name_is_an_os_error(host: str) -> None:
+    """Callers retry or report it like any other failure to connect."""
+    with pytest.raises(OSError):  # noqa: PT011 - the text depends on the resolver
+        await resolve(host, 1)
+
+
+def test_tuned_tcp_socket_does_not_delay_or_block() -> None:
+    """A small message leaves at once, and a dead peer is the detector's decision."""
+    with socket.socket() as sock:
+        tune(sock)
+        assert sock.gettimeout() == 0.0
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        unacknowledged = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+        assert unacknowledged == 15 * 60 * 1000
+
+
+def test_tuned_unix_socket_does_not_block() -> None:
+    """The kernel limits the buffers; they never become smaller than they were."""
+    with socket.socket(socket.AF_UNIX) as plain, socket.socket(socket.AF_UNIX) as tuned:
+        tune(tuned)
+        assert tuned.gettimeout() == 0.0
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            before = plain.getsockopt(socket.SOL_SOCKET, option)
+            after = tuned.getsockopt(socket.SOL_SOCKET, option)
+            assert before <= after <= 2 * UNIX_BUFFER_BYTES

@@ -1,0 +1,404 @@
+"""Sessions and embedded stores of one manager, and the way from claim to admission."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from multiworld import (
+    JoinMismatchError,
+    JoinTimeoutError,
+    ProtocolVersionError,
+    RankTakenError,
+    Security,
+    StaleEpochError,
+    StoreUnreachableError,
+    WrongSecretError,
+)
+from multiworld.errors import RendezvousError
+from multiworld.net import frames
+from multiworld.rendezvous import joiner as joiner_module
+from multiworld.rendezvous.joiner import Claim, Joiner, Survivor, meet
+from multiworld.rendezvous.membership import Incarnation
+from multiworld.rendezvous.store_address import StoreAddresses, parse_store
+from multiworld.rendezvous.store_server import StoreServer
+from multiworld.rendezvous.store_session import StoreSession
+from multiworld.testing import no_leaks
+from tests.ports import free_port
+from tests.unit.rendezvous.sessions import Impostor, Owner, member_of, says
+from tests.unit.waiting import turns, until
+
+MEMORY = parse_store("memory://joiner")
+SECRET = Security(secret=b"a secret long enough to be one")
+OTHER = Security(secret=b"another that is long enough, too")
+
+
+def later(seconds: float = 10.0) -> float:
+    """Return a deadline on the event loop's clock."""
+    return asyncio.get_running_loop().time() + seconds
+
+
+async def enter(
+    joiner: Joiner, address: StoreAddresses = MEMORY, *, may_host: bool = False
+) -> StoreSession:
+    """Enter a store as a member of world "w"."""
+    return await joiner.enter(address, may_host=may_host, world="w", deadline=later())
+
+
+def claim(rank: int = 0, size: int = 1, terms: str = "", seen: int = 0) -> Claim:
+    """Return a claim on a rank of world "w"."""
+    return Claim(world="w", rank=rank, size=size, terms=terms, seen=seen)
+
+
+async def join(
+    joiner: Joiner,
+    wanted: Claim | Survivor,
+    address: StoreAddresses = MEMORY,
+    seconds: float = 10.0,
+    uid: str = "",
+) -> Incarnation:
+    """Enter a store, claim, and return the incarnation."""
+    session = await enter(joiner, address)
+    _, incarnation = await meet(
+        joiner,
+        address,
+        session,
+        wanted,
+        member_of(wanted.rank, uid),
+        later(seconds),
+        may_host=False,
+    )
+    return incarnation
+
+
+@pytest.fixture
+async def joiners() -> AsyncIterator[list[Joiner]]:
+    """Return three joiners, which close with the test."""
+    async with no_leaks(allow=("asyncio_",)):  # a look-up of a name
+        found = [Joiner(Owner(), Security()) for _ in range(3)]
+        yield found
+        for joiner in found:
+            joiner.close_nowait()
+
+
+async def test_session_is_shared_and_closes_with_its_last_user(
+    joiners: list[Joiner],
+) -> None:
+    """Each ``enter`` needs one ``leave``; more of them do no harm."""
+    joiner = joiners[0]
+    first = await enter(joiner)
+    assert await enter(joiner) is first
+    joiner.leave(MEMORY)
+    assert first.is_open
+    assert joiner.session(MEMORY) is first
+    joiner.leave(MEMORY)
+    assert not first.is_open
+    assert joiner.session(MEMORY) is None
+    joiner.leave(MEMORY)
+    with pytest.raises(RendezvousError, match="no longer uses"):
+        await joiner.reopen(MEMORY, may_host=False, world="w", deadline=later())
+
+
+async def test_concurrent_entries_open_one_session(joiners: list[Joiner]) -> None:
+    """Ten joins at once do not open ten connections."""
+    server = await StoreServer.listen("127.0.0.1", 0)
+    where = parse_store(f"tcp://127.0.0.1:{server.port}")
+    sessions = await asyncio.gather(*(enter(joiners[0], where) for _ in range(10)))
+    assert len(set(map(id, sessions))) == 1
+    await until(lambda: server.session_count == 1)
+    for _ in range(10):
+        joiners[0].leave(where)
+    await until(lambda: server.session_count == 0)
+    await server.close()
+
+
+async def test_only_a_host_embeds_the_store(joiners: list[Joiner]) -> None:
+    """Rank 0 serves the address; it is free again after the last user."""
+    where = parse_store(f"tcp://127.0.0.1:{free_port()}")
+    with pytest.raises(StoreUnreachableError):
+        await joiners[1].enter(where, may_host=False, world="w", deadline=later(0.05))
+    session = await enter(joiners[0], where, may_host=True)
+    other = await enter(joiners[1], where)
+    assert session.is_open
+    assert other.is_open
+    assert len(joiners[0].filenos()) >= 2
+    joiners[0].leave(where)
+    await until(lambda: not other.is_open)
+    assert joiners[0].filenos() == []
+    again = await StoreServer.listen("127.0.0.1", where.stores[0].port)
+    await again.close()
+    joiners[1].leave(where)
+
+
+async def test_address_in_use_by_a_store_is_used_not_hosted(
+    joiners: list[Joiner],
+) -> None:
+    """A separate store goes before an embedded one."""
+    server = await StoreServer.listen("127.0.0.1", 0)
+    where = parse_store(f"tcp://127.0.0.1:{server.port}")
+    await enter(joiners[0], where, may_host=True)
+    await until(lambda: server.session_count == 1)
+    joiners[0].leave(where)
+    await server.close()
+
+
+async def test_address_that_cannot_be_served_is_named(joiners: list[Joiner]) -> None:
+    """A privileged port or an unknown host fails at once, with the reason."""
+    where = parse_store("tcp://no.such.host.invalid:29500")
+    with pytest.raises(StoreUnreachableError, match="cannot listen at"):
+        await enter(joiners[0], where, may_host=True)
+    assert joiners[0].session(where) is None
+
+
+async def test_one_of_several_stores_is_never_embedded(joiners: list[Joiner]) -> None:
+    """Different members could embed different ones."""
+    ports = free_port(), free_port()
+    where = parse_store(",".join(f"tcp://127.0.0.1:{port}" for port in ports))
+    with pytest.raises(StoreUnreachableError):
+        await joiners[0].enter(where, may_host=True, world="w", deadline=later(0.1))
+    assert joiners[0].filenos() == []
+
+
+async def test_cancelled_entry_leaves_nothing(joiners: list[Joiner]) -> None:
+    """Neither a user nor an embedded store stays."""
+    where = parse_store(f"tcp://127.0.0.1:{free_port()}")
+    entering = asyncio.create_task(enter(joiners[0], where))
+    await turns(3)
+    entering.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await entering
+    with pytest.raises(RendezvousError, match="no longer uses"):
+        await joiners[0].reopen(where, may_host=False, world="w", deadline=later())
+
+
+async def test_lost_store_is_found_again_and_told_what_is_held(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It asks the holder before it gives the rank away."""
+    monkeypatch.setattr(joiner_module, "RETRY_S", 0.01)
+    joiner = Joiner(Owner(("w", 4, 0)), Security())
+    other = Joiner(Owner(), Security())
+    first = await StoreServer.listen("127.0.0.1", 0)
+    where = parse_store(f"tcp://127.0.0.1:{first.port}")
+    session = await enter(joiner, where)
+    await first.close()
+    await until(lambda: not session.is_open)
+    second = await StoreServer.listen("127.0.0.1", first.port)
+    await until(lambda: second.session_count == 1)
+    with pytest.raises(RankTakenError):
+        await join(other, claim(), where)
+    for each in (joiner, other):
+        each.close_nowait()
+    await second.close()
+
+
+async def test_store_that_stays_away_is_not_looked_for_after_leaving(
+    joiners: list[Joiner],
+) -> None:
+    """The background task ends with the last user."""
+    server = await StoreServer.listen("127.0.0.1", 0)
+    where = parse_store(f"tcp://127.0.0.1:{server.port}")
+    session = await enter(joiners[0], where)
+    await server.close()
+    await until(lambda: not session.is_open)
+    names = {task.get_name() for task in asyncio.all_tasks()}
+    assert f"multiworld back to {where}" in names
+    joiners[0].leave(where)
+    await turns()
+    names = {task.get_name() for task in asyncio.all_tasks()}
+    assert f"multiworld back to {where}" not in names
+
+
+async def test_members_meet(joiners: list[Joiner]) -> None:
+    """All get the same incarnation."""
+    found = await asyncio.gather(
+        *(join(joiners[rank], claim(rank, 3)) for rank in range(3))
+    )
+    assert found[0] == found[1] == found[2]
+    assert (found[0].epoch, found[0].size) == (1, 3)
+    assert [member.uid for member in found[0].members] == ["m0", "m1", "m2"]
+
+
+async def test_each_refusal_has_an_error_of_its_own(joiners: list[Joiner]) -> None:
+    """The errors name what to change."""
+    with pytest.raises(JoinTimeoutError, match="rank 1 of 2") as late:
+        await join(joiners[0], claim(0, 2), seconds=0.02)
+    assert (late.value.present, late.value.missing) == ((0,), (1,))
+    found = await asyncio.gather(
+        join(joiners[0], claim(0, 2, "backend direct")),
+        join(joiners[1], claim(1, 2, "backend gloo")),
+        return_exceptions=True,
+    )
+    assert [type(error) for error in found] == [JoinMismatchError] * 2
+    assert "backend gloo" in str(found[0])
+
+
+async def test_cancelled_claim_is_withdrawn(joiners: list[Joiner]) -> None:
+    """The rank is free for another process."""
+    joining = asyncio.create_task(join(joiners[0], claim(0, 2)))
+    await turns()
+    joining.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await joining
+    found = await asyncio.gather(
+        *(join(joiners[rank + 1], claim(rank, 2), uid=f"u{rank}") for rank in (0, 1))
+    )
+    assert [member.uid for member in found[0].members] == ["u0", "u1"]
+
+
+async def test_claim_outlives_a_lost_session(joiners: list[Joiner]) -> None:
+    """A store that restarts while members wait gets their claims again."""
+    first = await StoreServer.listen("127.0.0.1", 0)
+    where = parse_store(f"tcp://127.0.0.1:{first.port}")
+    joining = asyncio.create_task(join(joiners[0], claim(0, 2), where))
+    await until(lambda: first.waiting_count == 1)
+    await first.close()
+    second = await StoreServer.listen("127.0.0.1", first.port)
+    await until(lambda: second.waiting_count == 1)
+    assert (await join(joiners[1], claim(1, 2), where)).epoch == 1
+    assert (await joining).size == 2
+    for joiner in joiners:
+        joiner.close_nowait()
+    await second.close()
+
+
+async def test_survivor_that_the_others_left_behind_is_stale(
+    joiners: list[Joiner],
+) -> None:
+    """It lives, but the world went on without it."""
+    await asyncio.gather(*(join(joiners[rank], claim(rank, 2)) for rank in (0, 1)))
+
+    def survivor(rank: int, lost: int) -> Survivor:
+        return Survivor(
+            world="w", epoch=1, rank=rank, size=2, terms="", lost=frozenset({lost})
+        )
+
+    assert (await join(joiners[0], survivor(0, 1))).epoch == 2
+    with pytest.raises(StaleEpochError) as stale:
+        await join(joiners[1], survivor(1, 0))
+    assert stale.value.world == "w"
+
+
+async def test_forged_member_record_is_refused() -> None:
+    """A store may be open to others; records carry a proof of the secret."""
+    server = await StoreServer.listen("127.0.0.1", 0, security=SECRET)
+    where = parse_store(f"tcp://127.0.0.1:{server.port}")
+    joiners = [Joiner(Owner(), SECRET) for _ in range(2)]
+    sessions = [await enter(joiner, where) for joiner in joiners]
+    joiners[1].security = OTHER  # it knows the store's secret, but seals with its own
+    found = await asyncio.gather(
+        *(
+            meet(
+                joiners[rank],
+                where,
+                sessions[rank],
+                claim(rank, 2),
+                member_of(rank),
+                later(),
+                may_host=False,
+            )
+            for rank in (0, 1)
+        ),
+        return_exceptions=True,
+    )
+    assert [type(error) for error in found] == [WrongSecretError] * 2
+    assert "rank 1" in str(found[0])
+    for joiner in joiners:
+        joiner.close_nowait()
+    await server.close()
+
+
+def scripted(*replies: dict[str, Any]) -> bytes:
+    """Return a store's whole side of a session: handshake, then these replies."""
+    hello = {"multiworld": frames.PROTOCOL_VERSION, "ok": True}
+    return b"".join(map(frames.encode, (hello, *replies)))
+
+
+async def answered(joiner: Joiner, reply: dict[str, Any]) -> Incarnation:
+    """Claim rank 0 of 1 at a store that gives this reply."""
+    async with Impostor(says(scripted())) as store:
+        session = await enter(joiner, store.address)
+        claiming = asyncio.create_task(
+            meet(
+                joiner,
+                store.address,
+                session,
+                claim(),
+                member_of(0),
+                later(),
+                may_host=False,
+            )
+        )
+        await turns()
+        body = frames.encode({"op": "reply", "request": 1, **reply})
+        store.accepted[-1].sendall(body)
+        try:
+            return (await claiming)[1]
+        finally:
+            joiner.close_nowait()
+
+
+RECORD = member_of(0).to_json()
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind"),
+    [
+        ({"ok": True, "epoch": 1, "nonce": 5, "members": [{}]}, RendezvousError),
+        (
+            {"ok": True, "epoch": 1, "nonce": 5, "members": [{**RECORD, "rank": "x"}]},
+            RendezvousError,
+        ),
+        (
+            {"ok": True, "epoch": 1, "nonce": 5, "members": [{**RECORD, "address": 7}]},
+            RendezvousError,
+        ),
+        ({"error": "version", "theirs": 9, "detail": "x"}, ProtocolVersionError),
+        ({"error": "something new"}, RendezvousError),
+        ({}, RendezvousError),
+    ],
+)
+async def test_odd_reply_is_an_error_of_ours(
+    joiners: list[Joiner], reply: dict[str, Any], kind: type[Exception]
+) -> None:
+    """A store of another release must not make a member stumble."""
+    with pytest.raises(kind):
+        await answered(joiners[0], reply)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {"ok": True},
+        {"ok": True, "epoch": 1, "nonce": 5, "members": 3},
+        {"ok": True, "epoch": 1, "nonce": 5, "members": ["text"]},
+        {"ok": True, "epoch": "x", "nonce": 5, "members": [RECORD]},
+        {"error": "timeout"},
+        {"error": "mismatch"},
+        {"error": "stale", "current": None},
+    ],
+)
+@pytest.mark.xfail(
+    strict=True, reason="KeyError, TypeError, AttributeError or ValueError escapes"
+)
+async def test_reply_that_lacks_a_field_is_an_error_of_ours(
+    joiners: list[Joiner], reply: dict[str, Any]
+) -> None:
+    """``join`` promises MultiWorldErrors, whatever the store says."""
+    with pytest.raises(RendezvousError):
+        await answered(joiners[0], reply)
+
+
+async def test_store_that_never_answers_is_unreachable(
+    joiners: list[Joiner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It acknowledged the claim, and then its process stopped."""
+    monkeypatch.setattr(joiner_module, "SLACK_S", 0.02)
+    data = scripted({"op": "taken", "request": 1})
+    async with Impostor(says(data)) as store:
+        with pytest.raises(StoreUnreachableError, match="never answered"):
+            await join(joiners[0], claim(), store.address, seconds=0.05)
+        joiners[0].close_nowait()

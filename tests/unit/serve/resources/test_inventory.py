@@ -1,0 +1,122 @@
+"""Inventory of this machine: limits of the container, and GPUs that answer or fail."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from multiworld.serve.resources import inventory
+from multiworld.serve.resources.amounts import Gpu
+from multiworld.serve.resources.inventory import gpus, this_node
+
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return an empty control group, and a machine without GPUs."""
+    monkeypatch.setattr(inventory, "CGROUP", tmp_path)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    return tmp_path
+
+
+def driver(**changes: Any) -> SimpleNamespace:
+    """Return a management library with two GPUs, some of its calls replaced."""
+    calls = {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlDeviceGetCount": lambda: 2,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetName": lambda handle: ["A100", b"H200"][handle],
+        "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(total=80 * MIB),
+    }
+    return SimpleNamespace(**{**calls, **changes})
+
+
+def fails(*_: object) -> Any:
+    """Fail as the management library does."""
+    raise RuntimeError("NVML: GPU is lost")
+
+
+@pytest.mark.parametrize(
+    ("cpu_max", "limit"),
+    [
+        ("50000 100000", 0.5),
+        ("25000 50000\n", 0.5),
+        ("max 100000", math.inf),
+        ("", math.inf),
+        ("garbage", math.inf),
+        ("1 2 3", math.inf),
+    ],
+)
+def test_quota_of_the_container_counts(
+    cgroup: Path, cpu_max: str, limit: float
+) -> None:
+    """An unreadable or absent limit is none."""
+    whole = this_node().cpus
+    (cgroup / "cpu.max").write_text(cpu_max)
+    assert this_node().cpus == min(whole, limit)
+
+
+@pytest.mark.parametrize(
+    ("memory_max", "limit"),
+    [(f"{5 * MIB}\n", 5 * MIB), ("max\n", 2**63), ("", 2**63), ("1.5", 2**63)],
+)
+def test_memory_of_the_container_counts(
+    cgroup: Path, memory_max: str, limit: int
+) -> None:
+    """The machine's memory is the upper bound."""
+    (cgroup / "memory.max").write_text(memory_max)
+    assert this_node().memory_bytes == min(psutil.virtual_memory().total, limit)
+
+
+def test_declared_limits_only_reduce() -> None:
+    """A declaration cannot make a machine larger than it is."""
+    whole = this_node()
+    more = this_node(cpus=whole.cpus * 2, memory_bytes=whole.memory_bytes * 2)
+    assert (more.cpus, more.memory_bytes) == (whole.cpus, whole.memory_bytes)
+    less = this_node("small", cpus=0.25, memory_bytes=MIB)
+    assert (less.name, less.key) == ("small", "small")
+    assert (less.cpus, less.memory_bytes) == (0.25, MIB)
+
+
+def test_gpus_are_those_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Old versions of the library give names as bytes."""
+    monkeypatch.setitem(sys.modules, "pynvml", driver())
+    assert gpus() == (Gpu(0, "A100", 80 * MIB), Gpu(1, "H200", 80 * MIB))
+    assert this_node().gpus == gpus()
+
+
+def test_machine_without_a_driver_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a missing library nor a missing driver is an error."""
+    assert gpus() == ()
+    monkeypatch.setitem(sys.modules, "pynvml", driver(nvmlInit=fails))
+    assert gpus() == ()
+
+
+def test_library_is_shut_down_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failing GPU leaves no open handle to the driver."""
+    ended: list[bool] = []
+    broken = driver(nvmlDeviceGetName=fails, nvmlShutdown=lambda: ended.append(True))
+    monkeypatch.setitem(sys.modules, "pynvml", broken)
+    with pytest.raises(RuntimeError):
+        gpus()
+    assert ended == [True]
+
+
+@pytest.mark.xfail(strict=True, reason="the error of one GPU hides all resources")
+def test_lost_gpu_does_not_hide_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that has fallen off the bus is not there; the rest of the machine is."""
+
+    def handle(index: int) -> int:
+        return fails() if index == 0 else index
+
+    broken = driver(nvmlDeviceGetHandleByIndex=handle)
+    monkeypatch.setitem(sys.modules, "pynvml", broken)
+    assert [gpu.index for gpu in this_node().gpus] == [1]

@@ -1,0 +1,280 @@
+"""Joining, growing and reforming: refusals, losses on the way, and a store's notes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from multiworld import (
+    ConfigError,
+    JoinMismatchError,
+    JoinTimeoutError,
+    MemberLostError,
+    RankTakenError,
+    World,
+    WorldBrokenError,
+    WorldClosedError,
+    WorldConfig,
+    WorldExistsError,
+    WorldManager,
+)
+from multiworld.rendezvous.store_address import parse_store
+from multiworld.testing import Arena, no_leaks
+from multiworld.world.admission import Admission
+from tests.unit.waiting import turns, until
+
+
+@pytest.fixture
+async def arena() -> AsyncIterator[Arena]:
+    """Return an arena in this process; afterwards nothing is open."""
+    async with no_leaks(), Arena("memory", WorldConfig(join_s=0.3)) as arena:
+        yield arena
+
+
+def admission(arena: Arena, rank: int = 0) -> Admission:
+    """Return the admission of a rank's manager."""
+    return arena.manager(rank)._admission
+
+
+async def lose(arena: Arena, rank: int, worlds: list[World]) -> None:
+    """End a rank's manager as a killed process ends; wait until the others know."""
+    arena.managers[rank]._watchdog.close_nowait(politely=False)
+    await asyncio.gather(*(w.wait_over() for w in worlds if w.rank != rank))
+
+
+# Joining.
+
+
+async def test_rank_of_a_live_process_is_taken(arena: Arena) -> None:
+    """The holder answers the store's question."""
+    await arena.world(2, "w")
+    other = WorldManager(config=arena.config)
+    with pytest.raises(RankTakenError):
+        await other.join("w", rank=0, size=2, store=arena.store, backend="memory")
+    await other.close()
+
+
+async def test_rank_of_a_dead_process_is_free(arena: Arena) -> None:
+    """Its broken world is replaced on the other side."""
+    worlds = await arena.world(2, "w")
+    await lose(arena, 1, worlds)
+    arena.managers[1].cleanup()
+    arena.managers[1] = WorldManager(config=arena.config)
+    again = await arena.world(2, "w")
+    assert [world.epoch for world in again] == [2, 2]
+    assert worlds[0].is_closed
+
+
+async def test_members_that_ask_for_different_sizes_are_all_told(arena: Arena) -> None:
+    """Nobody waits for a world that cannot be."""
+    found = await asyncio.gather(
+        arena.join("w", 0, 2), arena.join("w", 1, 3), return_exceptions=True
+    )
+    assert JoinMismatchError in map(type, found)
+    assert all(isinstance(error, Exception) for error in found)
+    assert admission(arena).worlds == {}
+
+
+async def test_member_lost_between_admission_and_opening_is_named(
+    arena: Arena,
+) -> None:
+    """At whatever turn it dies, the other one gets an error in time, never a hang."""
+    kinds: set[type] = set()
+    for count in range(1, 25):
+        name = f"w{count}"
+        joins = [asyncio.create_task(arena.join(name, rank, 2)) for rank in (0, 1)]
+        await turns(count)
+        joins[1].cancel()
+        arena.managers[1]._watchdog.close_nowait(politely=False)
+        found = (await asyncio.gather(*joins, return_exceptions=True))[0]
+        ticker = arena.managers[1]._watchdog._ticker
+        if ticker is not None:  # see test_cleanup_while_joining_leaves_nothing
+            ticker.cancel()
+        arena.managers[1].cleanup()
+        arena.managers[1] = WorldManager(config=arena.config)
+        kinds.add(type(found))
+        if isinstance(found, World):
+            await found.wait_over()
+    assert kinds <= {MemberLostError, WorldBrokenError, JoinTimeoutError, World}
+
+
+# Growing.
+
+
+@pytest.mark.parametrize("to", [2, 1, 0, -1, 2.5, "3", None, 1 << 20])
+async def test_world_grows_only_to_a_larger_size(arena: Arena, to: Any) -> None:
+    """A wrong size harms nothing."""
+    worlds = await arena.world(2, "w")
+    with pytest.raises(ConfigError, match="from 3"):
+        await worlds[0].grow(to=to)
+    await asyncio.gather(*(world.barrier() for world in worlds))
+
+
+async def test_newcomer_is_let_in(arena: Arena) -> None:
+    """Members keep their ranks; the old object is closed."""
+    old = await arena.world(2, "w")
+    joining = asyncio.create_task(arena.join("w", 2, 3))
+    await until(lambda: all(world.waiting for world in old))
+    grown = await asyncio.gather(*(world.grow(to=3) for world in old))
+    newcomer = await joining
+    assert [(w.rank, w.size, w.epoch) for w in (*grown, newcomer)] == [
+        (0, 3, 2),
+        (1, 3, 2),
+        (2, 3, 2),
+    ]
+    await asyncio.gather(*(world.barrier() for world in (*grown, newcomer)))
+    await until(lambda: all(world.is_closed for world in old))
+    assert arena.managers[0].world("w") is grown[0]
+
+
+async def test_world_that_nobody_joins_lives_on(arena: Arena) -> None:
+    """The attempt ends with join_s, and can be made again."""
+    worlds = await arena.world(2, "w")
+    for _ in range(2):
+        with pytest.raises(JoinTimeoutError):
+            await worlds[0].grow(to=3)
+        await asyncio.gather(*(world.barrier() for world in worlds))
+
+
+async def test_cancelled_growth_leaves_the_world_as_it_is(arena: Arena) -> None:
+    """Only one change at a time is allowed."""
+    worlds = await arena.world(2, "w")
+    growing = asyncio.create_task(worlds[0].grow(to=3))
+    await turns(3)
+    with pytest.raises(WorldExistsError, match="already"):
+        await worlds[0].grow(to=3)
+    growing.cancel()
+    await asyncio.gather(growing, return_exceptions=True)
+    await asyncio.gather(*(world.barrier() for world in worlds))
+
+
+async def test_member_lost_while_growing_ends_the_wait(arena: Arena) -> None:
+    """The world is broken, so that it cannot grow."""
+    worlds = await arena.world(2, "w")
+    growing = asyncio.create_task(worlds[0].grow(to=3))
+    await turns(5)
+    arena.managers[1]._watchdog.close_nowait(politely=False)
+    with pytest.raises(MemberLostError):
+        await growing
+    assert (await worlds[0].reform()).size == 1
+
+
+# Reforming.
+
+
+async def test_survivors_go_on_in_a_smaller_world(arena: Arena) -> None:
+    """Ranks close up, in their old order."""
+    worlds = await arena.world(3, "w")
+    await lose(arena, 1, worlds)
+    found = await asyncio.gather(worlds[0].reform(), worlds[2].reform())
+    assert [(w.rank, w.size, w.epoch) for w in found] == [(0, 2, 2), (1, 2, 2)]
+    await asyncio.gather(*(world.barrier() for world in found))
+
+
+async def test_member_that_left_is_gone_on_without(arena: Arena) -> None:
+    """Nothing needs to be broken for that."""
+    worlds = await arena.world(3, "w")
+    await worlds[2].close()
+    await asyncio.gather(*(world.wait_incomplete() for world in worlds[:2]))
+    found = await asyncio.gather(*(world.reform() for world in worlds[:2]))
+    assert [world.size for world in found] == [2, 2]
+
+
+async def test_second_loss_is_gone_on_without_too(arena: Arena) -> None:
+    """A survivor that dies while it is waited for holds nobody up."""
+    worlds = await arena.world(3, "w")
+    await lose(arena, 1, worlds)
+    reforming = asyncio.create_task(worlds[0].reform())
+    await turns(5)
+    arena.managers[2]._watchdog.close_nowait(politely=False)
+    found = await reforming
+    assert (found.rank, found.size) == (0, 1)
+
+
+async def test_survivor_that_does_not_come_is_named(arena: Arena) -> None:
+    """The world stays as it is, and can be reformed later."""
+    worlds = await arena.world(3, "w")
+    await lose(arena, 1, worlds)
+    with pytest.raises(JoinTimeoutError) as late:
+        await worlds[0].reform()
+    assert late.value.missing == (2,)
+    found = await asyncio.gather(worlds[0].reform(), worlds[2].reform())
+    assert [world.size for world in found] == [2, 2]
+
+
+async def test_healthy_or_closed_world_cannot_be_reformed(arena: Arena) -> None:
+    """The errors say which."""
+    worlds = await arena.world(2, "w")
+    with pytest.raises(ConfigError, match="broken or that a member has left"):
+        await worlds[0].reform()
+    await worlds[0].close()
+    for change in (worlds[0].reform(), arena.managers[0].grow("w", 3)):
+        with pytest.raises(WorldClosedError, match="join it again"):
+            await change
+
+
+async def test_cancelled_reform_can_be_repeated(arena: Arena) -> None:
+    """Cancelled at any turn, it leaves a world that reforms."""
+    worlds = await arena.world(2, "w")
+    await lose(arena, 1, worlds)
+    for count in range(1, 15):
+        reforming = asyncio.create_task(arena.managers[0].reform("w"))
+        await turns(count)
+        reforming.cancel()
+        found = await asyncio.gather(reforming, return_exceptions=True)
+        if isinstance(found[0], World):
+            break
+        if "w" not in arena.managers[0].worlds:
+            return  # admitted already: the old one is closed, as documented
+    assert (await asyncio.wait_for(arena.managers[0].world("w").wait_over(), 1)) is None
+
+
+# Questions and notices of a store.
+
+
+async def test_store_is_told_what_is_held_and_nothing_else(arena: Arena) -> None:
+    """Broken and closed incarnations are not."""
+    where = parse_store(arena.store)
+    worlds = await asyncio.gather(arena.world(2, "a"), arena.world(2, "b"))
+    held = admission(arena)
+    assert held.holds("a", 1, 0)
+    assert not held.holds("a", 2, 0)
+    assert not held.holds("a", 1, 1)
+    assert not held.holds("x", 1, 0)
+    assert [(h["world"], h["epoch"], h["rank"]) for h in held.holdings(where)] == [
+        ("a", 1, 0),
+        ("b", 1, 0),
+    ]
+    assert held.holdings(parse_store("memory://elsewhere")) == []
+    await worlds[0][0].close()
+    await lose(arena, 1, worlds[1])
+    assert held.holdings(where) == []
+    assert not held.holds("b", 1, 0)
+
+
+async def test_note_about_another_incarnation_is_ignored(arena: Arena) -> None:
+    """It may be older than what this process knows."""
+    (world,) = await arena.world(1, "w")
+    held = admission(arena)
+    for name, epoch in (("w", 2), ("x", 1)):
+        where = {"world": name, "epoch": epoch, "rank": 0}
+        held.member_gave_up(where)
+        held.member_waits({**where, "size": 2, "is_gone": False})
+    assert world.is_ready
+    assert world.waiting == {}
+    with pytest.raises(KeyError):
+        held.member_waits({"world": "w", "epoch": 1})
+
+
+async def test_member_that_gave_up_while_it_was_admitted_breaks_the_world(
+    arena: Arena,
+) -> None:
+    """Nobody waits for a member that will never connect."""
+    worlds = await arena.world(2, "w")
+    admission(arena).member_gave_up({"world": "w", "epoch": 1, "rank": 1})
+    with pytest.raises(MemberLostError, match="gave up") as lost:
+        await worlds[0].barrier()
+    assert lost.value.rank == 1

@@ -1,0 +1,302 @@
+"""One member of one incarnation: what it is told, what it finds out, how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import torch
+
+from multiworld import (
+    MemberLostError,
+    StaleEpochError,
+    World,
+    WorldBrokenError,
+    WorldClosedError,
+)
+from multiworld.events import (
+    Event,
+    MemberLost,
+    MemberResumed,
+    MemberStalled,
+    MemberWaiting,
+)
+from multiworld.liveness.failure_detector import Resumed, Stalled, Verdict
+from multiworld.testing import Arena, no_leaks
+from multiworld.world import local_member
+from multiworld.world.local_member import LocalMember
+from tests.unit.waiting import turns
+
+
+class Bench:
+    """A world of three in this process, seen by its rank 0."""
+
+    def __init__(self, worlds: list[World]) -> None:
+        self.worlds = worlds
+        self.local: LocalMember = worlds[0]._life
+        self.events: list[Event] = []
+        self.local._services.publish = self.events.append
+
+    def kinds(self) -> list[type]:
+        return [type(event) for event in self.events]
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    """Return a ready world; afterwards nothing is open."""
+    async with no_leaks(), Arena("memory") as arena:
+        yield Bench(await arena.world(3))
+
+
+def broken(rank: int | None, reason: str = "it died") -> dict[str, Any]:
+    """Return the message that says why a world broke."""
+    return {
+        "op": "broken",
+        "rank": rank,
+        "reason": reason,
+        "evidence": "the kernel",
+        "silent_s": 0.5,
+    }
+
+
+def lost_by(reason: str, evidence: str) -> Verdict:
+    """Return the failure detector's verdict on a member's process."""
+    return Verdict(peer="p", world=1, reason=reason, evidence=evidence, silent_s=0.1)
+
+
+async def test_member_told_of_a_loss_names_the_same_rank(bench: Bench) -> None:
+    """It also says who told it, and repeats no prefix."""
+    bench.local.on_message(1, broken(2, "rank 2 was lost: it died"))
+    error = bench.local.broken_error()
+    assert isinstance(error, MemberLostError)
+    assert error.rank == 2
+    assert str(error).count("rank 2 was lost") == 1
+    assert "told by rank 1" in str(error)
+    assert bench.local.lost == {2}
+    with pytest.raises(MemberLostError):
+        await bench.worlds[0].barrier()
+
+
+async def test_member_told_of_a_fault_of_nobody_is_broken_too(bench: Bench) -> None:
+    """A corrupt frame has no rank to blame."""
+    bench.local.on_message(1, broken(None, "garbage"))
+    assert bench.local.is_broken
+    assert bench.local.lost == frozenset()
+    with pytest.raises(WorldBrokenError, match="garbage"):
+        bench.local.check()
+
+
+async def test_accused_member_that_lives_is_fenced(bench: Bench) -> None:
+    """The others go on without it, so it must not go on at all."""
+    bench.local.on_message(1, broken(0, "rank 0 was lost: it was silent"))
+    assert bench.local.is_stale
+    with pytest.raises(StaleEpochError, match="it was silent"):
+        bench.local.check()
+
+
+async def test_everybody_learns_the_reason_from_the_first(bench: Bench) -> None:
+    """All members of a broken world name the same rank."""
+    receiving = [asyncio.create_task(world.recv(src=2)) for world in bench.worlds[:2]]
+    await turns(3)
+    bench.local.on_finding(2, lost_by("it died", "the kernel"))
+    for task in receiving:
+        with pytest.raises(MemberLostError) as lost:
+            await task
+        assert lost.value.rank == 2
+    assert MemberLost in bench.kinds()
+    await bench.worlds[2].wait_over()
+    with pytest.raises(StaleEpochError):
+        await bench.worlds[2].barrier()
+
+
+async def test_stall_is_an_event_and_no_fault(bench: Bench) -> None:
+    """The world passes messages meanwhile."""
+    bench.local.on_finding(
+        1, Stalled(peer="p", world=1, stalled_s=3.0, is_computing=True)
+    )
+    bench.local.on_finding(1, Resumed(peer="p", world=1))
+    assert bench.kinds() == [MemberStalled, MemberResumed]
+    await bench.worlds[1].send(torch.ones(1), dst=0)
+    assert (await bench.worlds[0].recv(src=1)).item() == 1.0
+
+
+async def test_broken_world_still_learns_of_more_lost_members(bench: Bench) -> None:
+    """``reform`` needs the union of what its members know."""
+    waiting = asyncio.create_task(bench.local.wait_more_lost(frozenset({2})))
+    bench.local.on_message(1, broken(2))
+    await turns(3)
+    assert not waiting.done()
+    bench.local.on_finding(1, lost_by("it died too", ""))
+    await waiting
+    assert bench.local.lost == {1, 2}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [{}, {"op": None}, {"op": "new in a later release"}, {"op": ["ready"]}],
+)
+async def test_unknown_message_is_ignored(
+    bench: Bench, message: dict[str, Any]
+) -> None:
+    """A later release may say more."""
+    bench.local.on_message(1, message)
+    bench.local.check()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"op": "broken"},
+        {"op": "broken", "rank": 2},
+        {"op": "broken", "rank": "x", "reason": "", "evidence": "", "silent_s": 0},
+        {"op": "backend"},
+        {"op": "backend", "body": {"op": "uncollective"}},
+        {"op": "backend", "body": {"op": "uncollective", "number": [], "left": 1}},
+    ],
+)
+async def test_message_that_lacks_a_field_is_a_violation(
+    bench: Bench, message: dict[str, Any]
+) -> None:
+    """The link ends with these errors; nothing else happens."""
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        bench.local.on_message(1, message)
+    bench.local.check()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"op": "backend", "body": []},
+        {"op": "backend", "body": None},
+        {**broken(2), "rank": float("inf")},
+    ],
+    ids=str,
+)
+@pytest.mark.xfail(strict=True, reason="AttributeError or OverflowError")
+async def test_field_of_the_wrong_type_is_a_violation(
+    bench: Bench, message: dict[str, Any]
+) -> None:
+    """Other errors leave the link open, and its remaining messages stuck."""
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        bench.local.on_message(1, message)
+
+
+async def test_failed_connection_breaks_the_world_if_nobody_explains_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every member is alive, but data no longer flows."""
+    monkeypatch.setattr(local_member, "LINK_GRACE_S", 0.01)
+    bench.local.trouble(1, "reset by peer")
+    bench.local.trouble(1, "again")
+    assert not bench.local.is_broken
+    await bench.local.wait_over()
+    with pytest.raises(WorldBrokenError, match="every member is alive") as failed:
+        bench.local.check()
+    assert "reset by peer" in str(failed.value)
+    assert bench.local.lost == frozenset()
+
+
+async def test_link_explains_a_failed_connection(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member that died or left is the reason; the connection is not."""
+    monkeypatch.setattr(local_member, "LINK_GRACE_S", 0.01)
+    bench.local.trouble(1, "reset by peer")
+    await bench.worlds[1].close()
+    await asyncio.sleep(0.03)
+    bench.local.check()
+    assert bench.local.left == {1}
+    bench.local.trouble(1, "reset by peer")
+    bench.local.trouble(None, "some connection")
+    assert bench.local._grace == {}
+    bench.local.trouble(2, "reset by peer")
+    bench.local.on_finding(2, lost_by("it died", ""))
+    assert bench.local.lost == {2}
+    assert bench.local._grace == {}
+
+
+async def test_step_ends_with_the_world(bench: Bench) -> None:
+    """What waits for a broken world is cancelled, and says why it broke."""
+    is_cancelled = False
+
+    async def step() -> None:
+        nonlocal is_cancelled
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            is_cancelled = True
+            raise
+
+    waiting = asyncio.create_task(bench.local.until_over(step()))
+    await turns(3)
+    bench.local.on_message(1, broken(2))
+    with pytest.raises(MemberLostError):
+        await waiting
+    assert is_cancelled
+
+
+async def test_step_that_is_cancelled_is_not_left_running(bench: Bench) -> None:
+    """Its own result or error passes through otherwise."""
+    stuck = asyncio.Event()
+    waiting = asyncio.create_task(bench.local.until_over(stuck.wait()))
+    await turns(3)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert await bench.local.until_over(asyncio.sleep(0, "done")) == "done"
+
+
+async def test_closing_is_safe_to_repeat_and_tells_the_others_once(
+    bench: Bench,
+) -> None:
+    """So is closing a broken world."""
+    await asyncio.gather(bench.local.close(), bench.local.close())
+    bench.local.close_nowait()
+    with pytest.raises(WorldClosedError):
+        bench.local.check()
+    await bench.worlds[1].wait_incomplete()
+    assert bench.worlds[1].left == {0}
+    other = bench.worlds[1]._life
+    other.on_message(2, broken(2))
+    await other.close()
+    await other.close()
+
+
+async def test_cancelled_close_closes_all_the_same(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A caller that gives up waiting leaves nothing half open."""
+
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(bench.local.backend, "close", never)
+    closing = asyncio.create_task(bench.local.close())
+    await turns(3)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    await bench.local.wait_over()
+    with pytest.raises(WorldClosedError):
+        bench.local.check()
+
+
+async def test_newcomers_are_remembered_until_they_give_up(bench: Bench) -> None:
+    """A superseded incarnation publishes nothing more."""
+    bench.local.member_waits(3, 4, is_gone=False)
+    assert bench.worlds[0].waiting == {3: 4}
+    bench.local.member_waits(3, 4, is_gone=True)
+    bench.local.member_waits(7, 8, is_gone=True)
+    assert bench.worlds[0].waiting == {}
+    assert bench.kinds() == [MemberWaiting] * 3
+    bench.local.supersede()
+    bench.local.member_waits(3, 4, is_gone=False)
+    assert len(bench.events) == 3
+
+
+async def test_silence_of_this_member_is_none(bench: Bench) -> None:
+    """A member of the same process is judged by its link."""
+    assert bench.local.silent_s(0) == 0.0
+    assert bench.local.silent_s(1) >= 0.0
