@@ -361,6 +361,9 @@ async def test_what_arrived_is_read_though_nothing_more_can_be_written() -> None
     lane.close_nowait()
 
 
+@pytest.mark.xfail(
+    reason="Lane.begin_close frees no slots while nothing more arrives", strict=True
+)
 async def test_two_that_leave_with_full_rings_do_not_wait_for_each_other() -> None:
     """A closing lane frees the slots of messages that it will not read."""
     async with pair(
@@ -371,7 +374,7 @@ async def test_two_that_leave_with_full_rings_do_not_wait_for_each_other() -> No
             for a, b in ((one, 1), (two, 0))
         ]
         await until(lambda: is_starving(one) and is_starving(two))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(5):
             await asyncio.gather(one.close(), two.close())
         await asyncio.gather(*sends, return_exceptions=True)
 
