@@ -31,7 +31,8 @@ START_S = 90.0
 WAIT_S = 40.0
 """Seconds that a step may take; a hang bound, not a timing."""
 
-LOOK_S = 0.02
+LOOK_S = 0.1
+"""Seconds between two looks; each one is a request to the controller."""
 
 ENOUGH = 10
 """Answers before and after what happens under a load; fewer would prove nothing."""

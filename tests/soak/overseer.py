@@ -245,9 +245,9 @@ class Overseer:
 
     async def run(self, seconds: float) -> None:
         """Inject faults and check their effects for this many seconds."""
-        begin = time.monotonic()
         await self.start()
         await self._count_footprints()
+        begin = time.monotonic()
         while time.monotonic() - begin < seconds:
             fault = next_fault(self._chance, self.city)
             await self._one(fault)
