@@ -45,10 +45,9 @@ test: lint
 coverage: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --group coverage
 	rm -rf build/coverage
-	$(BIN)/coverage run -m pytest -m "not heavy" $(SIDE_BY_SIDE) $(ARGS)
-	$(BIN)/coverage combine --quiet
-	$(BIN)/coverage json --quiet
-	$(BIN)/python -m tests.meta.coverage_table
+	$(BIN)/coverage run -m pytest -m "not heavy" $(SIDE_BY_SIDE) $(ARGS); tests=$$?; \
+	$(BIN)/coverage combine --quiet && $(BIN)/coverage json --quiet && \
+	$(BIN)/python -m tests.meta.coverage_table && exit $$tests
 
 test-all: $(STAMP) lint types
 	$(BIN)/python -m pytest --timeout=1800 $(ARGS)

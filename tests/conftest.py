@@ -12,12 +12,19 @@ from pathlib import Path
 import pytest
 import torch
 import trustme
+from hypothesis import HealthCheck, settings
 
 import multiworld
 from multiworld import Tls
 from multiworld.testing import ProcessFleet, Role
 
 SOURCE = Path(multiworld.__file__).parent
+
+# How fast examples are drawn says how busy the machine is.
+settings.register_profile(
+    "busy", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("busy")
 
 torch.set_num_threads(1)  # a thread pool that starts during a test looks like a leak
 
