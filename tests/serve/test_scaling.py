@@ -53,7 +53,7 @@ async def test_load_scales_a_stage_and_lets_it_go_again(tmp_path: Path) -> None:
             )
             await asyncio.to_thread(service.kill_controller)
             await asyncio.to_thread(service.start)
-            # Longer than the stabilization window for scaling down.
+            # Longer than the stabilization window for scaling down; nothing happens.
             await asyncio.sleep(QUICK["downscale_delay_s"] + 1.0)
             assert service.stages()[1] >= 2, "one does not carry it"
         async with traffic(service, 5.0):
