@@ -9,7 +9,7 @@ STAMP := .venv/.ready
 MINUTES ?= 5
 SEED ?= 1
 
-.PHONY: setup demo demo-cluster test test-all lint types faults soak soak-serve bench bench-detection bench-serving docs clean
+.PHONY: setup demo demo-cluster test test-all lint types faults soak soak-serve bench bench-detection bench-serving matrix docs clean
 
 setup: $(STAMP)
 
@@ -63,6 +63,10 @@ bench-detection: $(STAMP)
 
 bench-serving: $(STAMP)
 	$(BIN)/multiworld bench serving --out benchmarks/results $(ARGS)
+
+# The wheel outside the source tree, in several Pythons and torches; one: CELLS="3.11x2.13".
+matrix:
+	$(PYTHON) -m tests.matrix $(if $(CELLS),--cells "$(CELLS)") $(ARGS)
 
 # Fails on a broken link, a missing anchor, or a page that mkdocs.yml does not list.
 docs: $(STAMP)
