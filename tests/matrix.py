@@ -17,8 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -110,16 +108,6 @@ def find_python(release: str) -> str:
     raise FileNotFoundError(f"no Python {release}; install it, or choose other CELLS")
 
 
-def lowest_bounds() -> Iterator[str]:
-    """Yield a constraint for the lower bound of each direct dependency."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    groups = project["optional-dependencies"].values()
-    for requirement in [*project["dependencies"], *(r for g in groups for r in g)]:
-        match = re.match(r"([\w-]+)(?:\[[\w,]*\])?>=([\w.]+)", requirement)
-        if match is not None:
-            yield f"{match[1]}=={match[2]}"
-
-
 def build_wheel(python: str, folder: Path) -> Path:
     """Build the wheel in ``folder`` from a copy of the source, and return its path."""
     source = folder / "source"
@@ -192,24 +180,30 @@ class Runner:
             subprocess.run(
                 [find_python(cell.python), "-m", "venv", place / "venv"], check=True
             )
-        constraints = place / "constraints.txt"
-        if cell.torch == LOWEST:
-            lines = list(lowest_bounds())
-        else:
-            lines = [f"torch=={cell.torch}.*"]
-        constraints.write_text("\n".join(lines) + "\n")
-        pip = [str(python), "-m", "pip", "install", "-q", "--no-cache-dir"]
         group = f"{ROOT / 'pyproject.toml'}:test"
+        pip = [str(python), "-m", "pip", "install", "-q", "--no-cache-dir"]
+        what = [f"multiworld-elastic[demo] @ {wheel.as_uri()}", "--group", group]
+        if cell.torch == LOWEST:
+            # pip cannot resolve to the lowest versions.
+            uv = [str(python), "-m", "uv", "pip", "install", "--python", str(python)]
+            commands = [
+                [*pip, "uv"],
+                [*uv, "-q", "--no-cache", "--resolution", "lowest-direct", *what],
+            ]
+        else:
+            # torch alone first: where a CPU build is offered, it is taken.
+            chosen = [f"torch=={cell.torch}.*"]
+            commands = [
+                [*pip, "pip>=25.1"],
+                [*pip, *chosen, "setuptools"],
+                [*pip, *chosen, *what],
+            ]
+        # An environment that is used again may have an earlier build of this version.
+        commands.append([*pip, "--force-reinstall", "--no-deps", str(wheel)])
         with (self.logs / f"{cell}-install.txt").open("w") as log:
-            for what in (
-                ["pip>=25.1"],
-                # torch alone first: where a CPU build is offered, it is taken
-                ["torch", "setuptools", "-c", str(constraints)],
-                [f"{wheel}[demo]", "--group", group, "-c", str(constraints)],
-                ["--force-reinstall", "--no-deps", str(wheel)],
-            ):
+            for command in commands:
                 subprocess.run(
-                    [*pip, *what], check=True, stdout=log, stderr=subprocess.STDOUT
+                    command, check=True, stdout=log, stderr=subprocess.STDOUT
                 )
             freeze = [str(python), "-m", "pip", "freeze"]
             subprocess.run(freeze, check=True, stdout=log)
