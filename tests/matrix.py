@@ -182,13 +182,15 @@ class Runner:
             )
         group = f"{ROOT / 'pyproject.toml'}:test"
         pip = [str(python), "-m", "pip", "install", "-q", "--no-cache-dir"]
-        what = [f"multiworld-elastic[demo] @ {wheel.as_uri()}", "--group", group]
         if cell.torch == LOWEST:
-            # pip cannot resolve to the lowest versions.
+            # pip cannot resolve to the lowest versions. Those of the wheel would not be
+            # direct dependencies, so they are read where the wheel has them from.
+            direct = ["-r", str(ROOT / "pyproject.toml"), "--extra", "demo"]
+            direct += ["--group", group, "--resolution", "lowest-direct"]
             uv = [str(python), "-m", "uv", "pip", "install", "--python", str(python)]
             commands = [
                 [*pip, "uv"],
-                [*uv, "-q", "--no-cache", "--resolution", "lowest-direct", *what],
+                [*uv, "-q", "--no-cache", *direct],
             ]
         else:
             # torch alone first: where a CPU build is offered, it is taken.
@@ -196,7 +198,7 @@ class Runner:
             commands = [
                 [*pip, "pip>=25.1"],
                 [*pip, *chosen, "setuptools"],
-                [*pip, *chosen, *what],
+                [*pip, *chosen, f"{wheel}[demo]", "--group", group],
             ]
         # An environment that is used again may have an earlier build of this version.
         commands.append([*pip, "--force-reinstall", "--no-deps", str(wheel)])
