@@ -18,6 +18,7 @@ from multiworld import TorchVersionError
 from multiworld.backends import torch_names
 from multiworld.backends.c10d.groups import check_backend
 from multiworld.backends.torch_names import NAMES, WORKS, Use
+from multiworld.cli import doctor
 from tests.meta.imports import modules, tree
 
 ROOT = Path(__file__).parents[3]
@@ -148,3 +149,31 @@ def _parts(node: ast.AST) -> list[str]:
         names = [alias.name for alias in node.names]
         return [part for name in names for part in name.split(".") if "torch" in name]
     return []
+
+
+def test_doctor_fails_on_a_missing_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doctor names what is missing, and the versions that work."""
+    assert doctor._torch_names().status == "ok"
+    names_of(monkeypatch, "torch._no_such_name")
+    finding = doctor._torch_names()
+    assert finding.status == "fail"
+    assert "torch._no_such_name" in finding.found
+    assert WORKS in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("version", "is_tested"),
+    [
+        ("2.10.0", False),
+        ("2.11.0", True),
+        ("2.13.0+cpu", True),
+        ("2.15.1+cu132", True),
+        ("2.16.0a0+git1234", False),
+        ("unknown", False),
+    ],
+)
+def test_versions_are_told_apart_by_their_minor_release(
+    version: str, is_tested: bool
+) -> None:
+    """Local and patch versions do not matter."""
+    assert torch_names.is_tested(version) is is_tested
