@@ -13,7 +13,7 @@ SEED ?= 1
 LANES ?= 2
 SIDE_BY_SIDE = --numprocesses=$(LANES) --dist=loadfile --no-loadscope-reorder
 
-.PHONY: setup demo demo-cluster test test-all coverage lint types faults soak soak-serve bench bench-detection bench-serving docs clean
+.PHONY: setup demo demo-cluster test test-all coverage lint types faults soak soak-serve bench bench-detection bench-serving matrix docs clean
 
 setup: $(STAMP)
 
@@ -80,6 +80,10 @@ bench-detection: $(STAMP)
 
 bench-serving: $(STAMP)
 	$(BIN)/multiworld bench serving --out benchmarks/results $(ARGS)
+
+# The wheel outside the source tree, in several Pythons and torches; one: CELLS="3.11x2.13".
+matrix:
+	$(PYTHON) -m tests.matrix $(if $(CELLS),--cells "$(CELLS)") $(ARGS)
 
 # Fails on a broken link, a missing anchor, or a page that mkdocs.yml does not list.
 docs: $(STAMP)

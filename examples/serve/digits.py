@@ -12,8 +12,9 @@ factory ``uncut``, and multiworld cuts the network. Images are [rows, 1, 8, 8] f
 from __future__ import annotations
 
 import argparse
+import json
+import urllib.request
 
-import httpx
 from torch import nn
 
 from multiworld.demo.worlds.model import load_digits, load_model, trained_weights
@@ -88,22 +89,23 @@ def main() -> None:
     given = parser.parse_args()
     _, test = load_digits()
     right = 0
-    with httpx.Client(base_url=given.url, timeout=60) as client:
-        for images, labels in zip(
-            test.images.split(8), test.labels.split(8), strict=True
-        ):
-            body = {
-                "name": "image",
-                "datatype": "FP32",
-                "shape": list(images.shape),
-                "data": images.flatten().tolist(),
-            }
-            answer = client.post("/v2/models/digits/infer", json={"inputs": [body]})
-            answer.raise_for_status()
-            logits = answer.json()["outputs"][0]["data"]
-            rows = [logits[n : n + 10] for n in range(0, len(logits), 10)]
-            found = [row.index(max(row)) for row in rows]
-            right += sum(a == b for a, b in zip(found, labels.tolist(), strict=True))
+    for images, labels in zip(test.images.split(8), test.labels.split(8), strict=True):
+        body = {
+            "name": "image",
+            "datatype": "FP32",
+            "shape": list(images.shape),
+            "data": images.flatten().tolist(),
+        }
+        request = urllib.request.Request(
+            f"{given.url}/v2/models/digits/infer",
+            data=json.dumps({"inputs": [body]}).encode(),
+            headers={"content-type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            logits = json.load(answer)["outputs"][0]["data"]
+        rows = [logits[n : n + 10] for n in range(0, len(logits), 10)]
+        found = [row.index(max(row)) for row in rows]
+        right += sum(a == b for a, b in zip(found, labels.tolist(), strict=True))
     print(f"accuracy {right / len(test.labels):.3f} of {len(test.labels)} images")
 
 

@@ -23,6 +23,7 @@
     │ └ JoinMismatchError                the members asked for different worlds
     ├ BackendError
     │ ├ UnsupportedOperationError
+    │ ├ TorchVersionError                .missing .installed .works
     │ └ TensorMismatchError              the two sides disagree about a message
     ├ ServeError                         .status, the HTTP status of the response
     │ ├ SpecError(ValueError)            .problems: line, field and remedy of each
@@ -75,6 +76,7 @@ __all__ = [
     "StaleEpochError",
     "StoreUnreachableError",
     "TensorMismatchError",
+    "TorchVersionError",
     "UnauthorizedError",
     "UnknownModelError",
     "UnknownWorldError",
@@ -327,6 +329,27 @@ class BackendError(MultiWorldError):
 
 class UnsupportedOperationError(BackendError):
     """The backend lacks this operation; the message names an alternative."""
+
+
+class TorchVersionError(BackendError):
+    """The installed torch lacks names that multiworld needs.
+
+    Attributes:
+        missing: The names that it lacks.
+        installed: Its version.
+        works: The versions that have them, as a version specifier.
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        missing: tuple[str, ...] = (),
+        installed: str = "",
+        works: str = "",
+    ) -> None:
+        self.missing, self.installed, self.works = missing, installed, works
+        super().__init__(message)
 
 
 class TensorMismatchError(BackendError):

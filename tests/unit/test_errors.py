@@ -29,6 +29,7 @@ MADE = [
     errors.BackendError("b"),
     errors.UnsupportedOperationError("u"),
     errors.TensorMismatchError("t"),
+    errors.TorchVersionError("old", missing=("a.b",), installed="2.0", works=">=2"),
     errors.ServeError("s"),
     errors.SpecError("two", problems=("line 1: a", "line 2: b")),
     errors.InvalidRequestError("bad"),

@@ -67,7 +67,7 @@ def _checked(name: str, dtype: torch.dtype) -> Combine:
         combine(one, one.clone())
         if name == "AVG":
             one.div_(2)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:  # TypeError from torch 2.15 on
         raise UnsupportedOperationError(
             f"{name} does not exist for {dtype} ({error}); convert the tensor, or "
             "use another operation"

@@ -91,9 +91,7 @@ class PlainGloo(Blocking):
     """``send`` and ``recv`` of torch.distributed, on Gloo."""
 
     def __init__(self, rank: int, port: int, size: int = 2) -> None:
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            "127.0.0.1", port, size, rank == 0
-        )
+        store = dist.TCPStore("127.0.0.1", port, size, rank == 0)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
         self._peer = 1 - rank
 

@@ -20,6 +20,9 @@ STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 LOOPBACK_S = 15.0
 
+NEXT_PYTHON = (3, 14)
+"""First Python release that the tests did not run with."""
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -40,7 +43,7 @@ def examine() -> list[Finding]:
     findings = [_python(), _platform(), _package(), _torch()]
     if findings[-1].status == "fail":
         return findings
-    findings += [*_backends(), _devices(), _helper(), *_addresses()]
+    findings += [_torch_names(), *_backends(), _devices(), _helper(), *_addresses()]
     findings += [_loopback("direct"), _loopback("gloo")]
     return findings
 
@@ -63,8 +66,9 @@ def report(findings: list[Finding]) -> None:
 
 def _python() -> Finding:
     found = platform.python_version()
-    if sys.version_info >= (3, 12):
-        return Finding("Python", "warn", found, "only Python 3.11 was tested")
+    if sys.version_info >= NEXT_PYTHON:
+        tested = f"3.11 to 3.{NEXT_PYTHON[1] - 1}"
+        return Finding("Python", "warn", found, f"tested with Python {tested}")
     return Finding("Python", "ok", found)
 
 
@@ -103,10 +107,28 @@ def _torch() -> Finding:
         import torch
     except ImportError as error:
         return Finding("torch", "fail", str(error), "pip install torch")
+    from multiworld.backends.torch_names import WORKS, is_tested
+
     found = torch.__version__
-    if not found.startswith("2.13."):
-        return Finding("torch", "warn", found, "only torch 2.13 was tested")
+    if not is_tested(found):
+        return Finding("torch", "warn", found, f"tested with torch {WORKS}")
     return Finding("torch", "ok", found)
+
+
+def _torch_names() -> Finding:
+    """Look up the private names of torch that this installation can need."""
+    import torch.distributed as dist
+
+    from multiworld.backends.torch_names import WORKS, Use, missing
+
+    uses: list[Use] = ["c10d", "tracing"]
+    uses += ["gloo"] if dist.is_gloo_available() else []
+    uses += ["nccl"] if dist.is_nccl_available() else []
+    gone = [name for use in uses for name in missing(use)]
+    if gone:
+        remedy = f"pip install 'torch{WORKS}', or use backend='direct' only"
+        return Finding("torch's names", "fail", f"missing: {', '.join(gone)}", remedy)
+    return Finding("torch's names", "ok", f"all found, for {', '.join(uses)}")
 
 
 def _backends() -> list[Finding]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
-from multiworld.liveness import heartbeat as heartbeat_module
 from multiworld.liveness.control_link import LinkKey
 from multiworld.liveness.heartbeat import HeartbeatReport
 from multiworld.liveness.heartbeat_links import HeartbeatLinks
@@ -48,7 +48,7 @@ class Side:
         self.heard: list[HeartbeatReport] = []
         self.ended = 0
         self.links = HeartbeatLinks(
-            "thread", lambda _, report: self.heard.append(report), self._on_ended
+            "thread", 0.1, lambda _, report: self.heard.append(report), self._on_ended
         )
 
     def _on_ended(self, key: LinkKey) -> None:
@@ -210,11 +210,11 @@ async def test_helper_that_cannot_start_closes_the_connection(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The watchdog tries again with another one."""
-    links = HeartbeatLinks("process", lambda *_: None, lambda _: None)
+    links = HeartbeatLinks("process", 0.1, lambda *_: None, print)
     link = Link(LinkKey("b", "127.0.0.1", "127.0.0.1"))
     ours, theirs = socket.socketpair()
     with monkeypatch.context() as broken:
-        broken.setattr(heartbeat_module.sys, "executable", "/no/python")
+        broken.setattr(sys, "executable", "/no/python")
         with pytest.raises(FileNotFoundError):
             links.begin(link, ours, SEAL, dialed=True)
     assert ours.fileno() == -1

@@ -149,6 +149,7 @@ async def test_close_reports_nothing_and_is_safe_to_repeat(side: Side) -> None:
 
 async def test_owner_that_closes_in_a_message_gets_no_more() -> None:
     """Messages that arrived in the same read are dropped after ``close``."""
+    side: Side
     got = []
 
     def take(message: dict[str, Any]) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions
 
+from multiworld.backends import torch_names
 from multiworld.backends.base import WorldView
 from multiworld.backends.c10d.flat import (
     as_bytes,
@@ -146,7 +146,7 @@ class GroupCollectives:
     def _all_gather(self, call: Call) -> Native:
         tensor, outs = call.tensor, call.tensors or ()
         self._alike(outs, self._checked(tensor), "outs")
-        options = self._options(AllgatherOptions())
+        options = self._options(torch_names.all_gather_options())
         return Native(
             prepare=lambda: [flat_of(tensor), *map(flat_of, outs)],
             start=lambda pg, work: pg.allgather(

@@ -15,8 +15,9 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import ProcessGroupGloo, Store
+from torch.distributed import Store
 
+from multiworld.backends import torch_names
 from multiworld.backends.c10d import nccl, sockets
 from multiworld.backends.c10d.store import C10dStore
 from multiworld.errors import ConfigError
@@ -69,24 +70,14 @@ def make_gloo(store: Store, rank: int, size: int, host: str, timeout_s: float) -
     Raises:
         RuntimeError: The members could not connect.
     """
-    gloo: Any = ProcessGroupGloo
-    options = gloo._Options()
-    try:
-        options._devices = [gloo.create_device(hostname=host, lazy_init=False)]
-        options._threads = 1
-        options._timeout = timedelta(seconds=CONNECT_S)
-        group = gloo(store, rank, size, options)
-        # CONNECT_S is for connecting only; operations have the world's limit.
-        group._set_default_timeout(timedelta(seconds=timeout_s))
-    finally:
-        # A stored traceback would keep the device alive: a thread and four descriptors.
-        del options
-    return group
+    return torch_names.new_gloo(
+        store, rank, size, host=host, connect_s=CONNECT_S, timeout_s=timeout_s
+    )
 
 
 def make_registered(name: str) -> GroupMaker:
     """Return a maker for a backend that a plugin registered with torch."""
-    plugin = dist.Backend._plugins[name.upper()]
+    plugin = torch_names.plugins()[name.upper()]
 
     def make(store: Store, rank: int, size: int, host: str, timeout_s: float) -> Any:
         if plugin.extended_api:
@@ -111,15 +102,18 @@ def check_backend(name: str, device: torch.device) -> None:
     Raises:
         ConfigError: torch does not know the backend or was built without it, or the
             backend does not work on ``device``.
+        TorchVersionError: This torch lacks names that multiworld needs.
     """
+    torch_names.check("c10d")
     known = ["direct", "memory", *dist.Backend.backend_list]
-    plugins = [plugin.lower() for plugin in dist.Backend._plugins]
+    plugins = [plugin.lower() for plugin in torch_names.plugins()]
     available = dist.is_backend_available(name) if isinstance(name, str) else False
     if name in ("gloo", "nccl") and available:
         if name == "nccl" and device.type != "cuda":
             raise ConfigError("device", str(device), "backend 'nccl' needs 'cuda'")
         if name == "nccl" and not torch.cuda.is_available():
             raise ConfigError("backend", name, "nccl needs a GPU, but torch finds none")
+        torch_names.check("gloo" if name == "gloo" else "nccl")
         return
     if name in plugins:
         return

@@ -26,11 +26,12 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
+
+from multiworld.backends import torch_names
 
 QUIET = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -78,12 +79,9 @@ def make_nccl(
         device: CUDA device of the communicator.
         timeout_s: Limit of the group's operations, in seconds.
     """
-    nccl: Any = torch._C._distributed_c10d.ProcessGroupNCCL
-    options = nccl.Options()
-    options._timeout = timedelta(seconds=timeout_s)
-    options.config.blocking = 0
+    options = torch_names.nccl_options(timeout_s)
     with quiet_environment(), torch.cuda.device(device):
-        group = nccl(store, rank, size, options)
+        group = torch_names.nccl_class()(store, rank, size, options)
         group.eager_connect_single_device(device)
     return group
 

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store
-from torch.distributed import ProcessGroup
-from torch.distributed import distributed_c10d as c10d
+from torch.distributed import HashStore, ProcessGroup, Store
 from torch.distributed.device_mesh import DeviceMesh
+
+from multiworld.backends import torch_names
 
 FIRST_ID = 1 << 20
 """First global id: above every rank of a default group, and within 32 bits."""
@@ -65,20 +65,24 @@ def register(
     kind = {"gloo": kinds.GLOO, "nccl": kinds.NCCL}.get(name, kinds.CUSTOM)
     with _lock:
         _ensure_default_group()
-        group_name: Any = f"multiworld:{next(_names)}:{world}"
-        group = ProcessGroup(store, rank, size)
-        group._set_default_backend(kind)
-        group._register_backend(torch.device(device.type), kind, backend)
-        group._set_group_name(group_name)
-        group._set_group_desc(group_name)
+        group_name = f"multiworld:{next(_names)}:{world}"
+        group = torch_names.new_group(
+            store,
+            rank,
+            size,
+            name=group_name,
+            kind=kind,
+            device=device,
+            backend=backend,
+        )
         ids = [next(_ids) for _ in range(size)]
         ids[rank] = dist.get_rank()
-        c10d._register_pg_in_world(
+        torch_names.register_group(
             group,
             name,
             store,
-            group_name,
-            f"{device.type}:{name}",
+            name=group_name,
+            config=f"{device.type}:{name}",
             rank_mapping={global_id: index for index, global_id in enumerate(ids)},
         )
         _meshes[group_name] = []
@@ -91,15 +95,9 @@ def unregister(group: ProcessGroup) -> None:
         for reference in _meshes.pop(group.group_name, []):
             mesh = reference()
             if mesh is not None:
-                mesh._pg_registry.clear()
-        if group not in c10d._world.pg_map:
-            return
-        tag = c10d._world.pg_to_tag.get(group)
-        try:
-            dist.destroy_process_group(group)
-        finally:
-            if tag is not None and not c10d._world.tags_to_pg.get(tag):
-                c10d._world.tags_to_pg.pop(tag, None)
+                torch_names.empty_mesh(mesh)
+        if torch_names.is_registered(group):
+            torch_names.destroy_group(group)
 
 
 def mesh_of(group: ProcessGroup, device: torch.device, dim_name: str) -> DeviceMesh:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
 from multiworld.rendezvous.blocking_values import BlockingValues
 

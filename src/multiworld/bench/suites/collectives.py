@@ -25,9 +25,7 @@ class PlainCollectives:
     """Collectives of torch.distributed, on Gloo."""
 
     def __init__(self, rank: int, size: int, port: int) -> None:
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            "127.0.0.1", port, size, rank == 0
-        )
+        store = dist.TCPStore("127.0.0.1", port, size, rank == 0)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
         self._size = size
 

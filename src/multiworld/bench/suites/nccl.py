@@ -41,9 +41,7 @@ class PlainNccl:
     def __init__(
         self, rank: int, port: int, backend: str, device: torch.device
     ) -> None:
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            "127.0.0.1", port, SIZE, rank == 0
-        )
+        store = dist.TCPStore("127.0.0.1", port, SIZE, rank == 0)
         dist.init_process_group(backend, store=store, rank=rank, world_size=SIZE)
         self._peer = 1 - rank
 

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.pipelining import Pipe, SplitPoint, pipeline
 from torch.utils.flop_counter import FlopCounterMode
 
+from multiworld.backends import torch_names
 from multiworld.errors import SpecError
 from multiworld.serve.models.chain_partition import chain_partition
 from multiworld.serve.models.weights import read_weights
@@ -54,6 +54,7 @@ class Cutter:
 
     Raises:
         SpecError: The module cannot be built, run, traced, or cut into these stages.
+        TorchVersionError: This torch lacks names that tracing needs.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Cutter:
         cut: Sequence[int] | None = None,
         least: int = 1,
     ) -> None:
+        torch_names.check("tracing")
         self._module = module
         with _tracing():
             self._whole = _build_module(module)
@@ -128,7 +130,7 @@ def _build_module(module: Module) -> nn.Module:
     if module.weights is None:
         made = module.make()
     else:
-        with FakeTensorMode() as mode:
+        with torch_names.fake_mode() as mode:
             made = module.make()
             if isinstance(made, nn.Module):
                 _unify_fake_modes(made, mode)
@@ -137,19 +139,22 @@ def _build_module(module: Module) -> nn.Module:
     return made.eval()
 
 
-def _unify_fake_modes(made: nn.Module, mode: FakeTensorMode) -> None:
+def _unify_fake_modes(made: nn.Module, mode: Any) -> None:
     """Move all fake tensors to one mode: deep copies come with a mode of their own."""
     known: dict[Tensor, Any] = {}
     for part in made.modules():
-        for held in (part._parameters, part._buffers):
-            for name, tensor in held.items():
-                if not isinstance(tensor, FakeTensor) or tensor.fake_mode is mode:
-                    continue
-                if tensor not in known:
-                    fresh = torch.empty(tensor.shape, dtype=tensor.dtype)
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    known[tensor] = nn.Parameter(fresh) if is_parameter else fresh
-                held[name] = known[tensor]
+        held = itertools.chain(
+            part.named_parameters(recurse=False, remove_duplicate=False),
+            part.named_buffers(recurse=False, remove_duplicate=False),
+        )
+        for name, tensor in list(held):
+            if torch_names.mode_of(tensor) in (None, mode):
+                continue
+            if tensor not in known:
+                fresh = torch.empty(tensor.shape, dtype=tensor.dtype)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                known[tensor] = nn.Parameter(fresh) if is_parameter else fresh
+            setattr(part, name, known[tensor])
 
 
 def _inputs(module: Module, whole: nn.Module) -> list[Tensor]:
@@ -165,15 +170,15 @@ def _inputs(module: Module, whole: nn.Module) -> list[Tensor]:
             tensor = torch.zeros(shape, dtype=TORCH_OF[spec.datatype])
             for dimension, size in enumerate(spec.shape):
                 if dimension == 0 or (size < 0 and shape[dimension] > 1):
-                    torch._dynamo.mark_dynamic(tensor, dimension)
+                    torch_names.mark_dynamic(tensor, dimension)
             found.append(tensor)
     return found
 
 
 def _mode_of(whole: nn.Module) -> Any:
     for tensor in itertools.chain(whole.parameters(), whole.buffers()):
-        if isinstance(tensor, FakeTensor):
-            return tensor.fake_mode
+        if (mode := torch_names.mode_of(tensor)) is not None:
+            return mode
     return contextlib.nullcontext()
 
 

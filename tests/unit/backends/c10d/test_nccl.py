@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from multiworld.backends import torch_names
 from multiworld.backends.c10d import groups, nccl
 
 DEVICE = torch.device("cuda", 1)
@@ -67,8 +68,7 @@ class FakeStore:
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Replace torch's NCCL with the fake."""
     FakeNccl.made.clear()
-    home = torch._C._distributed_c10d
-    monkeypatch.setattr(home, "ProcessGroupNCCL", FakeNccl, raising=False)
+    monkeypatch.setattr(torch_names, "nccl_class", lambda: FakeNccl)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     yield
     FakeNccl.made.clear()

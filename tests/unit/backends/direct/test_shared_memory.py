@@ -167,7 +167,7 @@ async def test_sender_goes_on_when_its_own_reading_pauses() -> None:
     async with pair(unexpected_bytes=300_000) as (one, two):
         for _ in range(3):  # fills the mailbox of "one", which stops reading
             sending = asyncio.ensure_future(two.send(some(200_000), dst=0, tag=7))
-        await until(lambda: has_lane(one) and not lane_of(one)._is_reading)
+        await until(lambda: has_lane(one) and not lane_of(one)._socket.is_reading)
         large = asyncio.ensure_future(one.send(some(40 * SLOT_BYTES), dst=1))
         async with asyncio.timeout(30):
             assert torch.equal(await two.recv(src=0), some(40 * SLOT_BYTES))

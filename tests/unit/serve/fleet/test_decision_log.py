@@ -14,22 +14,22 @@ from multiworld.serve.fleet.decision_log import KEPT, DecisionLog
 
 def decide(log: DecisionLog, what: str, **facts: Any) -> None:
     """Log one decision about model ``m``."""
-    log.decide("scaling", "m", what, facts, {"now": 5})
+    log.record("scaling", "m", what, facts, {"now": 5})
 
 
-def test_decisions_are_kept_and_thoughts_replace_each_other() -> None:
-    """A thought changes nothing; a decision is one, too."""
+def test_decisions_are_kept_and_reasons_replace_each_other() -> None:
+    """A reason changes nothing; a decision sets one, too."""
     log = DecisionLog()
-    log.think("scaling", "m", "enough")
-    log.think("scaling", "m", "still enough")
-    log.think("placement", "", "no better place")
+    log.set_reason("scaling", "m", "enough")
+    log.set_reason("scaling", "m", "still enough")
+    log.set_reason("placement", "", "no better place")
     assert log.last(10, with_snapshots=True) == []
-    assert {t["about"]: t["what"] for t in log.thoughts()} == {
+    assert {r["about"]: r["what"] for r in log.reasons()} == {
         "m": "still enough",
         "": "no better place",
     }
     decide(log, "more")
-    assert log.thoughts()[0]["what"] == "more"
+    assert log.reasons()[0]["what"] == "more"
     (one,) = log.last(10, with_snapshots=False)
     assert (one["number"], one["what"], "snapshot" in one) == (1, "more", False)
 
@@ -93,7 +93,7 @@ def test_service_does_not_depend_on_the_file(
     else:
         facts["circle"] = facts
     log = DecisionLog(path)
-    log.decide("scaling", "m", "more", facts, {})
+    log.record("scaling", "m", "more", facts, {})
     assert len(log.last(1, with_snapshots=False)) == 1
     assert "a decision cannot be recorded" in caplog.text
 

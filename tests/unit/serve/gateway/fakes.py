@@ -137,7 +137,7 @@ class Fake:
             text, key_id, digest = make_key()
             self.keys[tenant.name] = text
             key = Key(id=key_id, digest=digest, made_at=0.0)
-            authenticator.book.put([tenant.with_key(key)])
+            authenticator.directory.put([tenant.with_key(key)])
         self.gateway = Gateway(self.dispatcher, max_body_bytes, authenticator)
         self.serve(m=MODEL, t=TEXT)
         self.app: FastAPI = make_app(self.gateway)

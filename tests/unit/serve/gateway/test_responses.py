@@ -135,7 +135,7 @@ async def test_answer_is_counted_for_its_model_and_its_tenant() -> None:
     for name in ("m", "t", "none"):
         await respond(fake.gateway, asked, name, handler, error_response)
     assert fake.requests() == {("m", "200"): 1.0, ("unknown", "200"): 2.0}
-    rows = [row for _, told in door.meter.tell(1e9) for row in told]
+    rows = [row for _, told in door.meter.take_due(1e9) for row in told]
     by_model = {row.model: (row.requests, row.bytes_in, row.bytes_out) for row in rows}
     assert by_model == {"m": (1, 5, 7), "unknown": (2, 10, 14)}
     assert door.limiter.in_flight("acme") == 0

@@ -98,9 +98,9 @@ class FakeReplica:
         (item,), _ = await self.work()
         return item.key[1], item.key[2]
 
-    async def begin(self, *attempts: Attempt, is_solo: bool = False) -> None:
+    async def begin(self, *attempts: Attempt, is_isolated: bool = False) -> None:
         """Report that it computes these."""
-        await self.note(protocol.Begun(attempts, is_solo))
+        await self.note(protocol.Begun(attempts, is_isolated))
 
     async def note(self, note: Note) -> None:
         """Report something, and wait until the dispatcher has read it."""
@@ -208,7 +208,7 @@ async def test_request_travels_with_its_header_and_its_answer_is_returned() -> N
         (item,), (tensors,) = await g.replicas["a"].work()
         assert item.key == ("g", 1, 1)
         assert 4.0 < item.remaining_s <= 5.0
-        assert (item.session, item.share, item.is_solo) == ("s", share, False)
+        assert (item.session, item.share, item.is_isolated) == ("s", share, False)
         assert tensors["x"].tolist() == [1.0, 2.0]
         assert g.dispatcher.in_flight == 1
         await g.replicas["a"].answer((1, 1), 7.0, 8.0)
@@ -443,7 +443,7 @@ async def test_request_of_a_lost_replica_is_sent_to_another() -> None:
         raised = await g.lose(at)
         assert any(isinstance(error, WorldBrokenError) for error in raised)
         (item,), (tensors,) = await g.replicas[other].work()
-        assert (item.key, item.is_solo) == (("g", 1, 2), False)
+        assert (item.key, item.is_isolated) == (("g", 1, 2), False)
         assert tensors["x"].item() == 5.0
         await g.replicas[other].answer((1, 2), 6.0)
         assert await soon(call) == [6.0]
@@ -456,8 +456,8 @@ async def test_request_that_kills_whatever_computes_it_is_refused() -> None:
         call = g.ask(1.0)
         for nth in (1, 2, 3):
             (item,), _ = await g.replicas["a"].work()
-            assert item.is_solo == (nth > 1)
-            await g.replicas["a"].begin((1, nth), is_solo=nth > 1)
+            assert item.is_isolated == (nth > 1)
+            await g.replicas["a"].begin((1, nth), is_isolated=nth > 1)
             await g.lose("a")
             await g.connect("a")
         with pytest.raises(RequestPoisonedError, match="2 replicas died"):
@@ -474,7 +474,7 @@ async def test_replica_that_left_politely_makes_nobody_a_suspect() -> None:
         call = g.ask(1.0)
         for nth in (1, 2, 3, 4):
             (item,), _ = await g.replicas["a"].work()
-            assert (item.key[2], item.is_solo) == (nth, False)
+            assert (item.key[2], item.is_isolated) == (nth, False)
             await g.replicas["a"].begin((1, nth))
             await g.lose("a", is_polite=True)
             await g.connect("a")

@@ -181,9 +181,10 @@ class Service:
         """Return how many replicas of each stage are wanted."""
         return tuple(self.fleet.desired.models[name].replicas)
 
-    def thought(self, name: str = "m") -> str:
-        """Return what was thought last about a model."""
-        return self.journal.thought.get(("scaling", name), (0.0, ""))[1]
+    def reason(self, name: str = "m") -> str:
+        """Return the latest reason about a model."""
+        reasons = {r["about"]: str(r["what"]) for r in self.journal.reasons()}
+        return reasons.get(name, "")
 
     def said(self) -> list[tuple[str, str]]:
         """Return what people were told."""
@@ -234,7 +235,7 @@ async def test_unchanged_decision_is_thought_and_not_carried_out(
         s.serve("m", spec(), 2)
         s.scaler.start()
         await until(lambda: len(policies["one"].seen) > 2)
-        assert s.thought() == "enough"
+        assert s.reason() == "enough"
         assert (s.owner.wanted, s.said(), s.owner.trials) == ([], [], [])
 
 
@@ -310,8 +311,8 @@ async def test_policy_that_fails_keeps_no_other_model_from_being_scaled(
         policies["one"].decides, policies["two"].decides = fails, to(2)
         s.scaler.start()
         await until(lambda: s.owner.wanted and len(policies["one"].seen) > 1)
-        assert words in s.thought("m")
-        assert s.thought("m").startswith("the policy failed")
+        assert words in s.reason("m")
+        assert s.reason("m").startswith("the policy failed")
         assert (s.replicas("m"), s.replicas("n")) == ((1,), (2,))
         policies["one"].decides = to(3)
         await until(lambda: s.replicas("m") == (3,))
@@ -327,7 +328,7 @@ async def test_policy_that_cannot_be_imported_leaves_its_model_alone(
         policies["two"].decides = to(2)
         s.scaler.start()
         await until(lambda: s.owner.wanted)
-        assert s.thought("m").startswith("it is not scaled: factory 'no.such.module")
+        assert s.reason("m").startswith("it is not scaled: factory 'no.such.module")
         assert (s.replicas("m"), s.replicas("n")) == ((1,), (2,))
 
 
@@ -368,7 +369,7 @@ async def test_as_much_as_has_a_place_is_wanted_stage_by_stage(
         await until(lambda: len(policies["one"].seen) > seen + 2)
         assert len(s.said()) == 2
         assert len(s.owner.wanted) == 1
-        assert "needed; no room: no machine has a core" in s.thought()
+        assert "needed; no room: no machine has a core" in s.reason()
 
 
 async def test_what_shrinks_does_so_though_what_grows_has_no_place(
@@ -412,7 +413,9 @@ async def test_model_without_limits_is_never_asked_about(
         s.serve("m", spec(interval_s=30.0), 1)
         s.scaler.start()
         await until(lambda: policies["one"].seen)
-        assert list(s.journal.thought) == [("scaling", "m")]
+        assert [(r["kind"], r["about"]) for r in s.journal.reasons()] == [
+            ("scaling", "m")
+        ]
         assert s.owner.asked == 1
 
 

@@ -293,13 +293,13 @@ async def test_suspect_is_computed_alone() -> None:
     """The router is told so: it counts its losses by that."""
     async with bench(is_started=False) as b:
         g = await b.connect("g")
-        work = [item(1), item(2, is_solo=True), item(3)]
+        work = [item(1), item(2, is_isolated=True), item(3)]
         await send(g, work, 1.0, 2.0, 3.0)
         await until(lambda: b.worker.report().queued == 3)
         b.start()
         notes = [await note(g) for _ in range(2)]
-        assert protocol.Begun(((2, 1),), is_solo=True) in notes
-        assert protocol.Begun(((1, 1), (3, 1)), is_solo=False) in notes
+        assert protocol.Begun(((2, 1),), is_isolated=True) in notes
+        assert protocol.Begun(((1, 1), (3, 1)), is_isolated=False) in notes
 
 
 async def test_late_work_is_not_computed() -> None:

@@ -1,0 +1,299 @@
+"""Private names of torch that multiworld uses; no other module uses any. Shell.
+
+torch may rename them in any release. ``check`` therefore looks all of them up before
+they are used: the first world on c10d and the first traced model call it, and so does
+``multiworld doctor``. The functions below wrap them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch.distributed import ProcessGroup, Store
+
+from multiworld.errors import TorchVersionError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+OLDEST, NEWEST = (2, 11), (2, 15)
+"""First and last minor release of torch that the tests ran with."""
+
+WORKS = f">={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
+"""The same, as the version specifier of ``pyproject.toml``."""
+
+Use = Literal["c10d", "gloo", "nccl", "tracing"]
+"""What names are needed for; ``c10d`` is every world on a backend of torch."""
+
+_C10D = "torch._C._distributed_c10d"
+_PYTHON = "torch.distributed.distributed_c10d"
+_GROUP = "torch.distributed.ProcessGroup"
+
+NAMES: dict[Use, tuple[str, ...]] = {
+    "c10d": (
+        f"{_C10D}.AllgatherOptions",
+        f"{_GROUP}._set_default_backend",
+        f"{_GROUP}._register_backend",
+        f"{_GROUP}._set_group_name",
+        f"{_GROUP}._set_group_desc",
+        f"{_PYTHON}._register_pg_in_world",
+        f"{_PYTHON}._world.pg_map",
+        f"{_PYTHON}._world.pg_to_tag",
+        f"{_PYTHON}._world.tags_to_pg",
+        "torch.distributed.Backend._plugins",
+        "torch.distributed.device_mesh.DeviceMesh._pg_registry",
+    ),
+    "gloo": (
+        f"{_C10D}.ProcessGroupGloo._Options._devices",
+        f"{_C10D}.ProcessGroupGloo._Options._threads",
+        f"{_C10D}.ProcessGroupGloo._Options._timeout",
+        f"{_C10D}.ProcessGroupGloo._set_default_timeout",
+        f"{_C10D}.ProcessGroupGloo.create_device",
+    ),
+    "nccl": (
+        f"{_C10D}.ProcessGroupNCCL.Options._timeout",
+        f"{_C10D}.ProcessGroupNCCL.Options.config",
+        f"{_C10D}.ProcessGroupNCCL.eager_connect_single_device",
+        f"{_C10D}.ProcessGroupNCCL.abort",
+        f"{_C10D}.ProcessGroupNCCL.shutdown",
+    ),
+    "tracing": (
+        "torch._dynamo.mark_dynamic",
+        "torch._subclasses.fake_tensor.FakeTensor",
+        "torch._subclasses.fake_tensor.FakeTensorMode",
+    ),
+}
+"""Names by use. A name of a class may also be one that the class only annotates."""
+
+
+def is_tested(version: str) -> bool:
+    """Tell whether ``version`` is of a release that the tests ran with."""
+    parts = version.split(".")[:2]
+    minor = tuple(int(part) for part in parts if part.isdigit())
+    return OLDEST <= minor <= NEWEST
+
+
+def missing(use: Use) -> list[str]:
+    """Return the names needed for ``use`` that this torch lacks."""
+    return [name for name in NAMES[use] if not _has(name)]
+
+
+def check(use: Use) -> None:
+    """Check that this torch has every name needed for ``use``.
+
+    Raises:
+        TorchVersionError: It lacks some.
+    """
+    if names := _missing_once(use):
+        raise TorchVersionError(
+            f"torch {torch.__version__} lacks {', '.join(names)}, which multiworld "
+            f"needs for {use}; install a torch that has it: pip install 'torch{WORKS}'",
+            missing=names,
+            installed=str(torch.__version__),
+            works=WORKS,
+        )
+
+
+@functools.cache
+def _missing_once(use: Use) -> tuple[str, ...]:
+    return tuple(missing(use))
+
+
+def _has(name: str) -> bool:
+    try:
+        _resolve(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def _resolve(name: str) -> Any:
+    """Return what a dotted name stands for: modules first, then attributes.
+
+    Raises:
+        ImportError, AttributeError: There is no such module or attribute.
+    """
+    parts = name.split(".")
+    found: Any = importlib.import_module(parts[0])
+    for end, part in enumerate(parts[1:], start=2):
+        if isinstance(found, type) and part in inspect.get_annotations(found):
+            return None  # an attribute that instances get
+        if not hasattr(found, part) and hasattr(found, "__path__"):
+            found = importlib.import_module(".".join(parts[:end]))
+        else:
+            found = getattr(found, part)
+    return found
+
+
+# Registration of a group with torch.distributed.
+
+
+def new_group(
+    store: Store,
+    rank: int,
+    size: int,
+    *,
+    name: str,
+    kind: Any,
+    device: torch.device,
+    backend: Any,
+) -> ProcessGroup:
+    """Return a group around a native one.
+
+    Args:
+        store: Store that the native group was made on.
+        rank: This member's rank.
+        size: World size.
+        name: Name and description of the group.
+        kind: A value of ``ProcessGroup.BackendType``.
+        device: Device of the group's tensors; only its type counts.
+        backend: The native group.
+    """
+    group_name: Any = name
+    group = ProcessGroup(store, rank, size)
+    group._set_default_backend(kind)
+    group._register_backend(torch.device(device.type), kind, backend)
+    group._set_group_name(group_name)
+    group._set_group_desc(group_name)
+    return group
+
+
+def register_group(
+    group: ProcessGroup,
+    backend_name: str,
+    store: Store,
+    *,
+    name: str,
+    config: str,
+    rank_mapping: Mapping[int, int],
+) -> None:
+    """Add a group to those that ``torch.distributed`` knows.
+
+    Args:
+        group: The group.
+        backend_name: Name of its backend.
+        store: Store that it was made on.
+        name: Name of the group.
+        config: Backend by device, as ``cpu:gloo``.
+        rank_mapping: Rank in the group by global id.
+    """
+    from torch.distributed import distributed_c10d
+
+    group_name: Any = name
+    distributed_c10d._register_pg_in_world(
+        group,
+        backend_name,
+        store,
+        group_name,
+        config,
+        rank_mapping=dict(rank_mapping),
+    )
+
+
+def is_registered(group: ProcessGroup) -> bool:
+    """Tell whether ``torch.distributed`` knows a group."""
+    from torch.distributed import distributed_c10d
+
+    return group in distributed_c10d._world.pg_map
+
+
+def destroy_group(group: ProcessGroup) -> None:
+    """Make ``torch.distributed`` forget a group, and its tag if no other has it."""
+    from torch.distributed import destroy_process_group, distributed_c10d
+
+    world = distributed_c10d._world
+    tag = world.pg_to_tag.get(group)
+    try:
+        destroy_process_group(group)
+    finally:
+        if tag is not None and not world.tags_to_pg.get(tag):
+            world.tags_to_pg.pop(tag, None)
+
+
+def empty_mesh(mesh: DeviceMesh) -> None:
+    """Drop the groups that a mesh keeps alive."""
+    mesh._pg_registry.clear()
+
+
+# Native groups.
+
+
+def plugins() -> Mapping[str, Any]:
+    """Return the backends registered with torch, by their names in capitals."""
+    from torch.distributed import Backend
+
+    return Backend._plugins
+
+
+def all_gather_options() -> Any:
+    """Return new options of ``allgather``."""
+    return _resolve(f"{_C10D}.AllgatherOptions")()
+
+
+def new_gloo(
+    store: Store, rank: int, size: int, *, host: str, connect_s: float, timeout_s: float
+) -> Any:
+    """Return a Gloo group with a device of its own; blocks until it is connected.
+
+    Args:
+        store: Store over which the members find each other.
+        rank: This member's rank.
+        size: World size.
+        host: Address of the interface to bind to.
+        connect_s: Limit for connecting, in seconds.
+        timeout_s: Limit of the group's operations, in seconds.
+    """
+    gloo = _resolve(f"{_C10D}.ProcessGroupGloo")
+    options = gloo._Options()
+    try:
+        options._devices = [gloo.create_device(hostname=host, lazy_init=False)]
+        options._threads = 1
+        options._timeout = timedelta(seconds=connect_s)
+        group = gloo(store, rank, size, options)
+        group._set_default_timeout(timedelta(seconds=timeout_s))
+    finally:
+        # A stored traceback would keep the device alive: a thread and four descriptors.
+        del options
+    return group
+
+
+def nccl_class() -> Any:
+    """Return the class of NCCL groups."""
+    return _resolve(f"{_C10D}.ProcessGroupNCCL")
+
+
+def nccl_options(timeout_s: float) -> Any:
+    """Return options of a non-blocking NCCL group.
+
+    Args:
+        timeout_s: Limit of the group's operations, in seconds.
+    """
+    options = nccl_class().Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    options.config.blocking = 0
+    return options
+
+
+# Tracing of models.
+
+
+def fake_mode() -> Any:
+    """Return a new mode in which new tensors are fake: they use no memory."""
+    return _resolve("torch._subclasses.fake_tensor.FakeTensorMode")()
+
+
+def mode_of(tensor: torch.Tensor) -> Any:
+    """Return the mode that a fake tensor was made in; None for a real tensor."""
+    kind = _resolve("torch._subclasses.fake_tensor.FakeTensor")
+    return tensor.fake_mode if isinstance(tensor, kind) else None
+
+
+def mark_dynamic(tensor: torch.Tensor, dimension: int) -> None:
+    """Let a dimension have any size in a traced graph."""
+    _resolve("torch._dynamo.mark_dynamic")(tensor, dimension)
