@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 OLDEST, NEWEST = (2, 11), (2, 15)
-"""First and last minor release of torch that the tests ran with."""
+"""First and last minor release of torch that has all names."""
 
 WORKS = f">={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
 """The same, as the version specifier of ``pyproject.toml``."""
@@ -76,7 +76,7 @@ NAMES: dict[Use, tuple[str, ...]] = {
 
 
 def is_tested(version: str) -> bool:
-    """Tell whether ``version`` is of a release that the tests ran with."""
+    """Tell whether ``version`` is of a release from ``OLDEST`` to ``NEWEST``."""
     parts = version.split(".")[:2]
     minor = tuple(int(part) for part in parts if part.isdigit())
     return OLDEST <= minor <= NEWEST
