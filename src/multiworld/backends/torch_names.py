@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 OLDEST, NEWEST = (2, 11), (2, 15)
-"""First and last minor release of torch that the tests ran with."""
+"""First and last minor release of torch that has all names."""
 
 WORKS = f">={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
 """The same, as the version specifier of ``pyproject.toml``."""
@@ -42,8 +42,11 @@ NAMES: dict[Use, tuple[str, ...]] = {
         f"{_GROUP}._register_backend",
         f"{_GROUP}._set_group_name",
         f"{_GROUP}._set_group_desc",
-        f"{_PYTHON}._register_pg_in_world",
+        f"{_PYTHON}._register_process_group",
         f"{_PYTHON}._world.pg_map",
+        f"{_PYTHON}._world.pg_names",
+        f"{_PYTHON}._world.pg_backend_config",
+        f"{_PYTHON}._world.pg_group_ranks",
         f"{_PYTHON}._world.pg_to_tag",
         f"{_PYTHON}._world.tags_to_pg",
         "torch.distributed.Backend._plugins",
@@ -73,7 +76,7 @@ NAMES: dict[Use, tuple[str, ...]] = {
 
 
 def is_tested(version: str) -> bool:
-    """Tell whether ``version`` is of a release that the tests ran with."""
+    """Tell whether ``version`` is of a release from ``OLDEST`` to ``NEWEST``."""
     parts = version.split(".")[:2]
     minor = tuple(int(part) for part in parts if part.isdigit())
     return OLDEST <= minor <= NEWEST
@@ -185,15 +188,17 @@ def register_group(
     """
     from torch.distributed import distributed_c10d
 
+    # As torch's _register_pg_in_world does, which 2.11 lacks.
     group_name: Any = name
-    distributed_c10d._register_pg_in_world(
-        group,
-        backend_name,
-        store,
-        group_name,
-        config,
-        rank_mapping=dict(rank_mapping),
-    )
+    world = distributed_c10d._world
+    world.pg_map[group] = (backend_name, store)
+    world.pg_names[group] = group_name
+    world.pg_backend_config[group] = config
+    distributed_c10d._register_process_group(group_name, group)
+    world.pg_group_ranks[group] = dict(rank_mapping)
+    tag = f"ptd:{name}"
+    world.tags_to_pg.setdefault(tag, []).append(group)
+    world.pg_to_tag[group] = tag
 
 
 def is_registered(group: ProcessGroup) -> bool:
