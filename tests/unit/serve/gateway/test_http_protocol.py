@@ -98,6 +98,12 @@ class Server:
         """Number of connections that the server has."""
         return len(self._server.server_state.connections)
 
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the head that its one connection has read so far."""
+        (connection,) = self._server.server_state.connections
+        return int(vars(connection)["_head_bytes"])
+
 
 @asynccontextmanager
 async def serving(
@@ -192,10 +198,12 @@ async def test_long_head_gets_431() -> None:
                 sent += step
             assert (await client.answer())[0] == 431
             assert await client.is_closed()
+    async with serving() as server:
         client = await server.connect()
-        long = b"X: " + b"x" * (HEAD_BYTES - 1000) + b"\r\n\r\n"
         for _ in range(3):  # each head is counted by itself
-            assert (await client.ask(GET[:-2] + long))[0] == 200
+            client.send(GET[:-2] + b"X: " + b"x" * (HEAD_BYTES - 1000))
+            await until(lambda: server.head_bytes > HEAD_BYTES - 1000)
+            assert (await client.ask(b"\r\n\r\n"))[0] == 200
 
 
 async def test_large_body_is_not_counted_as_a_head() -> None:

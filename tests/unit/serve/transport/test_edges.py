@@ -185,7 +185,7 @@ class Side:
     """One process: a keeper, its manager and its owner."""
 
     def __init__(self, store: str) -> None:
-        config = WorldConfig(join_s=20)
+        config = RENDEZVOUS
         self.manager = MemoryManager(config=config)
         self.manager.failures = []
         self.owner = FakeOwner()
@@ -241,10 +241,12 @@ async def test_edge_that_the_table_drops_is_left_and_its_last_message_sent(
     g.keeper.apply({"a": upper})
     a.keeper.apply({"g": lower})
     await until(lambda: g.owner.ups and a.owner.ups)
-    g.owner.ups[0].send_nowait(CANCELS, cancel(7))
+    for number in (7, 8, 9):
+        g.owner.ups[0].send_nowait(CANCELS, cancel(number))
+    assert not g.owner.ups[0].is_idle
     g.keeper.apply({})
     await until(lambda: g.owner.downs and a.owner.downs)
-    assert a.owner.got == [7]
+    assert a.owner.got == [7, 8, 9]
     assert a.owner.downs == [("g", True)]
     assert g.owner.downs == [("a", False)]
     await until(lambda: not g.manager.worlds)
