@@ -104,6 +104,10 @@ class Server:
         connections = self._server.server_state.connections
         return sum(int(vars(one)["_head_bytes"]) for one in connections)
 
+    async def reads_more_than(self, before: int) -> None:
+        """Wait until ``head_bytes`` is another number."""
+        await until(lambda: self.head_bytes != before)
+
 
 @asynccontextmanager
 async def serving(
@@ -203,7 +207,7 @@ async def test_long_head_gets_431() -> None:
         for number in range(3):  # each head is counted by itself
             before = server.head_bytes if number else 0
             client.send(GET[:-2] + b"X: " + b"x" * (HEAD_BYTES - 1000 - number))
-            await until(lambda before=before: server.head_bytes != before)
+            await server.reads_more_than(before)
             assert (await client.ask(b"\r\n\r\n"))[0] == 200
 
 
