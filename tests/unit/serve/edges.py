@@ -17,6 +17,7 @@ from multiworld.serve.transport.messages import (
 )
 from multiworld.serve.transport.protocol import Codec
 from multiworld.serve.transport.routing_table import Edge
+from multiworld.serve.worker.executor import Executor
 from multiworld.testing import Arena
 from multiworld.world.world import World
 
@@ -46,6 +47,18 @@ async def break_world(world: World) -> None:
     collective.cancel()
     await asyncio.gather(collective, return_exceptions=True)
     assert world.is_broken
+
+
+async def close_executor(executor: Executor) -> None:
+    """End an executor, and wait for its thread.
+
+    Python 3.11 cannot parse a traceback's source in two threads at once, and pytest
+    does so after a failure.
+    """
+    executor.close()
+    thread = executor._thread
+    if thread is not None:
+        await asyncio.to_thread(thread._thread.join, HANG_S)
 
 
 class QuietOutbox(Outbox):

@@ -98,6 +98,16 @@ class Server:
         """Number of connections that the server has."""
         return len(self._server.server_state.connections)
 
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the head that its one connection has read so far."""
+        connections = self._server.server_state.connections
+        return sum(int(vars(one)["_head_bytes"]) for one in connections)
+
+    async def reads_more_than(self, before: int) -> None:
+        """Wait until ``head_bytes`` is another number."""
+        await until(lambda: self.head_bytes != before)
+
 
 @asynccontextmanager
 async def serving(
@@ -192,10 +202,13 @@ async def test_long_head_gets_431() -> None:
                 sent += step
             assert (await client.answer())[0] == 431
             assert await client.is_closed()
+    async with serving() as server:
         client = await server.connect()
-        long = b"X: " + b"x" * (HEAD_BYTES - 1000) + b"\r\n\r\n"
-        for _ in range(3):  # each head is counted by itself
-            assert (await client.ask(GET[:-2] + long))[0] == 200
+        for number in range(3):  # each head is counted by itself
+            before = server.head_bytes if number else 0
+            client.send(GET[:-2] + b"X: " + b"x" * (HEAD_BYTES - 1000 - number))
+            await server.reads_more_than(before)
+            assert (await client.ask(b"\r\n\r\n"))[0] == 200
 
 
 async def test_large_body_is_not_counted_as_a_head() -> None:

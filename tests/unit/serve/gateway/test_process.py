@@ -21,6 +21,7 @@ from multiworld.serve.gateway import process as module
 from multiworld.serve.gateway.process import GatewayProcess, listen
 from multiworld.serve.spec.schema import GatewaySpec, ModelSpec
 from multiworld.serve.spec.stage import Model, Stage, TensorSpec
+from multiworld.serve.tenants import usage_meter
 from multiworld.serve.tenants.authenticator import digest_of
 from multiworld.serve.tenants.directory import Key, Tenant
 from multiworld.serve.tenants.keys import make_key
@@ -466,8 +467,11 @@ async def test_tenants_of_before_hold_until_all_parts_are_there() -> None:
         assert [await may(k) for k in (acmes, betas, gammas)] == [True, False, True]
 
 
-async def test_usage_is_told_until_it_is_stored_and_the_last_of_it_at_the_end() -> None:
+async def test_usage_is_told_until_it_is_stored_and_the_last_of_it_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A controller that dies in between does not lose it."""
+    monkeypatch.setattr(usage_meter, "RESEND_S", 3600.0)
     async with gateway() as g:
         await g.up()
         async with g.client() as client:

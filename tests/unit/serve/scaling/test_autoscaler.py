@@ -465,10 +465,14 @@ async def test_model_at_zero_is_decided_about_as_soon_as_it_is_wanted(
     """Neither its interval nor the next look is waited for."""
     async with service() as s:
         s.serve("m", spec(interval_s=3600.0), 0)
+
+        def is_the_last_look(snapshot: Snapshot) -> Decision:
+            monkeypatch.setattr(module, "LOOK_S", 3600.0)
+            return keep(snapshot)
+
+        policies["one"].decides = is_the_last_look
         s.scaler.start()
         await until(lambda: len(policies["one"].seen) == 1)
-        monkeypatch.setattr(module, "LOOK_S", 3600.0)
-        await until(lambda: s.owner.asked == 1)
         policies["one"].decides = to(1)
         s.scaler.wake("m")
         await until(lambda: s.replicas() == (1,))

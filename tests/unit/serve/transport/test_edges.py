@@ -80,6 +80,42 @@ async def test_order_is_kept_while_something_waits() -> None:
         sending.cancel()
 
 
+class SlowWorld:
+    """A world whose sends end when the test says.
+
+    Attributes:
+        begun: Messages whose sending has begun.
+        gates: Set to end them, one after the other.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.begun: list[str] = []
+        self.gates = [asyncio.Event() for _ in range(count)]
+
+    async def send_object(self, text: str, *, dst: int, tag: int) -> None:
+        """Wait until the test lets it go."""
+        self.begun.append(text)
+        await self.gates[len(self.begun) - 1].wait()
+
+
+async def test_nothing_is_begun_before_what_was_put_in_first_is_sent() -> None:
+    """A later message would find its peer without the earlier one."""
+    slow = SlowWorld(3)
+    world: Any = slow
+    outbox = Outbox(EDGE, world)
+    sending = asyncio.ensure_future(outbox.run())
+    texts = [CANCELS.encode(cancel(number)) for number in range(3)]
+    for number in range(3):
+        outbox.send_nowait(CANCELS, cancel(number))
+    for number in range(3):
+        await settle()
+        assert slow.begun == texts[: number + 1]
+        slow.gates[number].set()
+    await asyncio.wait_for(outbox.wait_sent(), HANG_S)
+    assert outbox.is_idle
+    sending.cancel()
+
+
 async def test_bundle_arrives_with_its_header() -> None:
     """As ``receive_bundle`` reads it."""
     async with Arena("memory") as arena:
@@ -184,8 +220,7 @@ class FakeOwner:
 class Side:
     """One process: a keeper, its manager and its owner."""
 
-    def __init__(self, store: str) -> None:
-        config = WorldConfig(join_s=20)
+    def __init__(self, store: str, config: WorldConfig = RENDEZVOUS) -> None:
         self.manager = MemoryManager(config=config)
         self.manager.failures = []
         self.owner = FakeOwner()
@@ -241,13 +276,43 @@ async def test_edge_that_the_table_drops_is_left_and_its_last_message_sent(
     g.keeper.apply({"a": upper})
     a.keeper.apply({"g": lower})
     await until(lambda: g.owner.ups and a.owner.ups)
-    g.owner.ups[0].send_nowait(CANCELS, cancel(7))
+    for number in (7, 8, 9):
+        g.owner.ups[0].send_nowait(CANCELS, cancel(number))
+    assert not g.owner.ups[0].is_idle
     g.keeper.apply({})
     await until(lambda: g.owner.downs and a.owner.downs)
-    assert a.owner.got == [7]
+    assert a.owner.got == [7, 8, 9]
     assert a.owner.downs == [("g", True)]
     assert g.owner.downs == [("a", False)]
     await until(lambda: not g.manager.worlds)
+
+
+async def test_slow_reader_still_gets_what_the_peer_sent_before_it_left() -> None:
+    """It lies in this process already."""
+    store = f"memory://edges-{next(_numbers)}"
+    config = WorldConfig(join_s=20)
+    g, a = Side(store, config), Side(store, config)
+
+    def slowly(outbox: Outbox) -> list[Body]:
+        async def read() -> None:
+            while True:
+                await asyncio.sleep(0.01)
+                message = await receive(outbox.world, CANCELS, src=0)
+                a.owner.got.append(message.key[1])
+
+        return [read]
+
+    a.owner.bodies = slowly
+    upper, lower = ends("g", "a")
+    g.keeper.apply({"a": upper})
+    a.keeper.apply({"g": lower})
+    await until(lambda: g.owner.ups and a.owner.ups)
+    for number in range(5):
+        g.owner.ups[0].send_nowait(CANCELS, cancel(number))
+    await g.close()
+    await until(lambda: a.owner.downs)
+    assert (a.owner.got, a.owner.downs) == ([0, 1, 2, 3, 4], [("g", True)])
+    await a.close()
 
 
 async def test_lost_peer_ends_the_incarnation_and_the_next_is_joined(

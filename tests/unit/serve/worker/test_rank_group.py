@@ -22,7 +22,7 @@ from multiworld.serve.worker.executor import Executor, Outcome
 from multiworld.serve.worker.rank_group import LEADER, RankGroup, follow
 from multiworld.testing import Arena
 from multiworld.world.world import World
-from tests.unit.serve.edges import HANG_S, break_world, settle
+from tests.unit.serve.edges import HANG_S, break_world, close_executor, settle, until
 
 Compute = Callable[[Group, Tensors], Tensors]
 
@@ -65,7 +65,7 @@ class Ranks:
             task.cancel()
         await asyncio.gather(*self.followers, return_exceptions=True)
         for executor in self.executors:
-            executor.close()
+            await close_executor(executor)
 
 
 @asynccontextmanager
@@ -110,6 +110,7 @@ async def test_parts_are_gathered_in_the_order_of_ranks() -> None:
 
     async with ranks(2, gathers) as r:
         assert values(await r.run(5.0)) == [6.0]
+        await until(lambda: len(seen) == 2)  # the follower ends by itself
         assert seen == {0: [5.0, 6.0], 1: [5.0, 6.0]}
 
 

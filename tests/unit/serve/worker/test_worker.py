@@ -48,6 +48,7 @@ from tests.unit.serve.edges import (
     Peer,
     QuietOutbox,
     break_world,
+    close_executor,
     connect,
     settle,
     until,
@@ -149,7 +150,7 @@ class Bench:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self.executor.close()
+        await close_executor(self.executor)
 
 
 @asynccontextmanager
