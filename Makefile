@@ -9,7 +9,11 @@ STAMP := .venv/.ready
 MINUTES ?= 5
 SEED ?= 1
 
-.PHONY: setup demo demo-cluster test test-all lint types faults soak soak-serve bench bench-detection bench-serving docs clean
+# How many processes `make test` runs its tests in.
+LANES ?= 2
+SIDE_BY_SIDE = --numprocesses=$(LANES) --dist=loadfile --no-loadscope-reorder
+
+.PHONY: setup demo demo-cluster test test-all coverage lint types faults soak soak-serve bench bench-detection bench-serving docs clean
 
 setup: $(STAMP)
 
@@ -29,8 +33,21 @@ demo-cluster: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt ray
 	$(BIN)/multiworld demo cluster
 
-test: $(STAMP) lint types
-	$(BIN)/python -m pytest -m "not heavy" $(ARGS)
+# Lint first; types and tests side by side, and the tests in LANES processes, file by
+# file: most of them wait most of the time.
+test: lint
+	@mkdir -p build
+	@nice $(MAKE) --no-print-directory types > build/types.txt 2>&1 & types=$$!; \
+	$(BIN)/python -m pytest -m "not heavy" $(SIDE_BY_SIDE) $(ARGS); tests=$$?; \
+	wait $$types; types=$$?; cat build/types.txt; exit $$((tests | types))
+
+# Line coverage of the library by the same tests, processes included.
+coverage: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --group coverage
+	rm -rf build/coverage
+	$(BIN)/coverage run -m pytest -m "not heavy" --timeout=240 $(SIDE_BY_SIDE) $(ARGS); tests=$$?; \
+	$(BIN)/coverage combine --quiet && $(BIN)/coverage json --quiet && \
+	$(BIN)/python -m tests.meta.coverage_table && exit $$tests
 
 test-all: $(STAMP) lint types
 	$(BIN)/python -m pytest --timeout=1800 $(ARGS)
