@@ -12,9 +12,19 @@ from pathlib import Path
 import pytest
 import torch
 import trustme
+from hypothesis import HealthCheck, settings
 
+import multiworld
 from multiworld import Tls
 from multiworld.testing import ProcessFleet, Role
+
+SOURCE = Path(multiworld.__file__).parent
+
+# How fast examples are drawn says how busy the machine is.
+settings.register_profile(
+    "busy", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("busy")
 
 torch.set_num_threads(1)  # a thread pool that starts during a test looks like a leak
 
@@ -52,11 +62,10 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     asyncio's debug mode reports every step over 0.1 s. Importing this package can take
     that long if it cannot write compiled files.
     """
-    environment = {
-        **os.environ,
-        "PYTHONPYCACHEPREFIX": str(tmp_path_factory.mktemp("c")),
-    }
+    environment = dict(os.environ)
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    if not os.access(SOURCE, os.W_OK):
+        environment["PYTHONPYCACHEPREFIX"] = str(tmp_path_factory.mktemp("c"))
     modules = "multiworld.world.manager, multiworld.backends.c10d.backend"
     command = [sys.executable, "-X", "dev", "-c", f"import {modules}"]
     subprocess.run(command, env=environment, check=True, timeout=50)

@@ -21,8 +21,10 @@ def started(
     compiled: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[ExitStack]:
     """Return a stack that ends its processes after the test."""
-    monkeypatch.setenv("PYTHONPYCACHEPREFIX", compiled["PYTHONPYCACHEPREFIX"])
-    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    for name in ("PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE"):
+        monkeypatch.delenv(name, raising=False)
+        if name in compiled:
+            monkeypatch.setenv(name, compiled[name])
     with ExitStack() as stack:
         yield stack
 

@@ -6,8 +6,7 @@ import ast
 import importlib
 import inspect
 import pkgutil
-import subprocess
-import sys
+import pydoc
 from pathlib import Path
 from types import ModuleType
 
@@ -89,14 +88,7 @@ def test_every_async_method_says_what_cancelling_does(kind: type) -> None:
 @pytest.mark.parametrize("name", ["world_manager", "world", "watchdog", "errors"])
 def test_pydoc_reads(name: str) -> None:
     """``pydoc`` can read the public modules."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pydoc", f"multiworld.{name}"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0
-    assert len(done.stdout) > 1000
+    assert len(pydoc.render_doc(f"multiworld.{name}")) > 1000
 
 
 def test_blocking_facade_has_every_operation() -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -20,6 +21,8 @@ from multiworld.serve.resources.bookings import Bookings
 from tests.serve.harness import ROOT, Served, body, served, spec_with, traffic
 from tests.serve.models import GROW, expected
 
+pytestmark = pytest.mark.timeout(240)
+
 LIMIT_MB = 200
 STAGES = [
     {"name": "double"},
@@ -29,34 +32,40 @@ STAGES = [
 MACHINE = {"name": "here", "cpus": 1, "memory_mb": 1000}
 
 
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Return a service on a machine with declared resources."""
+    spec = spec_with(m_stages=STAGES, machine=MACHINE)
+    with served(tmp_path_factory.mktemp("resources"), spec) as found:
+        yield found
+
+
 async def test_replica_that_outgrows_its_memory_is_ended_and_named(
-    tmp_path: Path,
+    service: Served,
 ) -> None:
     """A replica above its memory is killed and named; its neighbours are not."""
-    spec = spec_with(m_stages=STAGES, machine=MACHINE)
-    with served(tmp_path, spec) as service:
-        booked = {
-            row["name"]: row["booked_memory_bytes"]
-            for row in service.command("resources", "--state", str(service.state))[
-                "replicas"
-            ]
-        }
-        assert sorted(booked.values()) == [0, 100 * MIB, 200 * MIB, 200 * MIB]
-        async with traffic(service):
-            answer = await asyncio.to_thread(service.infer, 1.0, GROW)
-            await asyncio.to_thread(
-                service.until, lambda: service.stages() == [1, 2, 1], "all are back"
-            )
-        assert answer.status_code == 500, answer.text
-        assert "2 replicas died" in answer.text
-        ended = {e["name"] for e in service.events("outgrown")}
-        assert 2 <= len(ended) <= 6, "in company, perhaps hedged; then twice alone"
-        assert all(name.startswith("m/1/") for name in ended)
-        text = service.events("outgrown")[0]["text"]
-        assert f"books {LIMIT_MB} MiB" in text
-        lost = {e["name"] for e in service.events("lost")}
-        assert lost == ended, "nobody else was ended"
-        _nothing_is_over_committed(service)
+    booked = {
+        row["name"]: row["booked_memory_bytes"]
+        for row in service.command("resources", "--state", str(service.state))[
+            "replicas"
+        ]
+    }
+    assert sorted(booked.values()) == [0, 100 * MIB, 200 * MIB, 200 * MIB]
+    async with traffic(service):
+        answer = await asyncio.to_thread(service.infer, 1.0, GROW)
+        await asyncio.to_thread(
+            service.until, lambda: service.stages() == [1, 2, 1], "all are back"
+        )
+    assert answer.status_code == 500, answer.text
+    assert "2 replicas died" in answer.text
+    ended = {e["name"] for e in service.events("outgrown")}
+    assert 2 <= len(ended) <= 6, "in company, perhaps hedged; then twice alone"
+    assert all(name.startswith("m/1/") for name in ended)
+    text = service.events("outgrown")[0]["text"]
+    assert f"books {LIMIT_MB} MiB" in text
+    lost = {e["name"] for e in service.events("lost")}
+    assert lost == ended, "nobody else was ended"
+    _nothing_is_over_committed(service)
 
 
 def _nothing_is_over_committed(service: Served) -> None:
@@ -66,27 +75,29 @@ def _nothing_is_over_committed(service: Served) -> None:
     assert node["free_cpus"] == pytest.approx(0.5)
 
 
-def test_what_has_no_place_is_refused_and_nothing_changes(tmp_path: Path) -> None:
+def test_what_has_no_place_is_refused_and_nothing_changes(service: Served) -> None:
     """Scaling and updates without a place are refused, until there is room."""
-    spec = spec_with(m_stages=STAGES, machine=MACHINE)
-    with served(tmp_path, spec) as service:
-        before = service.ask("GET", "/status")["processes"]
-        with pytest.raises(ServeError, match=r"4 of 5 replicas have a place.*here: "):
-            service.ask(
-                "POST", "/scale", json={"model": "m", "stage": "add", "replicas": 5}
-            )
-        bigger = spec_with(m_stages=STAGES, machine=MACHINE, m_version="2")
-        bigger["models"]["m"]["stages"][1]["memory_mb"] = 300
-        text = yaml.safe_dump(bigger)
-        with pytest.raises(ServeError, match="runs in both versions"):
-            service.ask("POST", "/update", json={"text": text})
-        names = [p["name"] for p in service.ask("GET", "/status")["processes"]]
-        assert names == [p["name"] for p in before]
+
+    def names() -> list[str]:
+        return [p["name"] for p in service.ask("GET", "/status")["processes"]]
+
+    service.until(lambda: len(names()) == 5, "four replicas and a gateway")
+    before = names()
+    with pytest.raises(ServeError, match=r"4 of 5 replicas have a place.*here: "):
         service.ask(
-            "POST", "/scale", json={"model": "m", "stage": "add", "replicas": 4}
+            "POST", "/scale", json={"model": "m", "stage": "add", "replicas": 5}
         )
-        service.until(lambda: service.stages() == [1, 4, 1], "there was room for it")
-        assert service.infer(1.0).status_code == 200
+    bigger = spec_with(m_stages=STAGES, machine=MACHINE, m_version="2")
+    bigger["models"]["m"]["stages"][1]["memory_mb"] = 300
+    text = yaml.safe_dump(bigger)
+    with pytest.raises(ServeError, match="runs in both versions"):
+        service.ask("POST", "/update", json={"text": text})
+    assert names() == before
+    service.ask("POST", "/scale", json={"model": "m", "stage": "add", "replicas": 4})
+    service.until(lambda: service.stages() == [1, 4, 1], "there was room for it")
+    assert service.infer(1.0).status_code == 200
+    service.ask("POST", "/scale", json={"model": "m", "stage": "add", "replicas": 2})
+    service.until(lambda: service.stages() == [1, 2, 1], "as it was")
 
 
 def test_service_without_a_place_is_not_started(tmp_path: Path) -> None:

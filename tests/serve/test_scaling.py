@@ -17,6 +17,8 @@ from multiworld.serve.scaling.snapshot_json import snapshot_from_json
 from tests.serve.harness import Served, Traffic, body, served, spec_with, traffic
 from tests.serve.models import SLOW
 
+pytestmark = pytest.mark.timeout(240)
+
 QUICK = {
     "min_replicas": 1,
     "max_replicas": 3,
@@ -53,7 +55,7 @@ async def test_load_scales_a_stage_and_lets_it_go_again(tmp_path: Path) -> None:
             )
             await asyncio.to_thread(service.kill_controller)
             await asyncio.to_thread(service.start)
-            # Longer than the stabilization window for scaling down.
+            # Longer than the stabilization window for scaling down; nothing happens.
             await asyncio.sleep(QUICK["downscale_delay_s"] + 1.0)
             assert service.stages()[1] >= 2, "one does not carry it"
         async with traffic(service, 5.0):
