@@ -89,7 +89,7 @@ def _fork() -> int:
     """Fork a child that lives longer than this process."""
     pid = os.fork()
     if pid == 0:
-        time.sleep(8)
+        time.sleep(8)  # longer than the parent lives
         os._exit(0)
     return pid
 

@@ -32,6 +32,7 @@ from multiworld.rendezvous.store_server import StoreServer
 from multiworld.testing import Role
 
 PACE_S = 0.005
+"""Seconds between two rounds of a world."""
 
 
 @dataclass(frozen=True)

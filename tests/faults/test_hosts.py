@@ -114,7 +114,7 @@ class Country:
         for world in others:
             member = {"far": 0, "near": 3}[world]
             before, begin = (await self.status(member))[world], time.monotonic()
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.2)  # the time over which rounds are counted
             after, end = (await self.status(member))[world], time.monotonic()
             rate = (after.rounds - before.rounds) / (end - begin)
             assert after.error is None, (world, after.error)
@@ -208,7 +208,8 @@ async def test_network_that_comes_back_in_time_is_no_fault(country: Country) -> 
     """Repeated short stalls are no loss, even while TCP backs off."""
     for _ in range(3):
         country.hosts[1].cut()
-        await asyncio.sleep(0.7)  # the commands take time, too
+        # How long the network is away, and back: the commands take time, too.
+        await asyncio.sleep(0.7)
         country.hosts[1].restore()
         await asyncio.sleep(0.4)
     await country.undisturbed()
@@ -223,7 +224,7 @@ async def test_slow_network_is_no_fault(country: Country) -> None:
     """A network of 0.1 Mbit/s is slow, but nobody is lost."""
     country.hosts[1].throttle(1_000_000)
     for _ in range(5):
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.5)  # for longer than the silence that is noticed
         await country.undisturbed()
     for number in (0, 1, 2):
         assert (await country.status(number))["all"].error is None
@@ -258,7 +259,7 @@ async def test_loss_of_the_stores_host_hurts_no_ready_world(country: Country) ->
     """Ready worlds go on without the store; only joining needs it."""
     country.store_host.remove()
     for _ in range(5):
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.5)  # for longer than the silence that is noticed
         await country.undisturbed()
         await country.advances("all", (0, 1, 2))
     country.citizens[0].order(("join", Membership("new", 0, 2), 3.0))

@@ -29,6 +29,7 @@ from multiworld.testing import ProcessFleet, no_leaks
 from tests import bodies
 from tests.ports import free_port
 from tests.traffic import Traffic
+from tests.until import until
 
 SHORT = WorldConfig(join_s=1.0)
 LONG = WorldConfig(join_s=20.0)
@@ -51,9 +52,7 @@ def store(server: StoreServer) -> str:
 
 async def one_waits(server: StoreServer) -> None:
     """Wait until a claim is pending at the store."""
-    async with asyncio.timeout(10):
-        while not server.waiting_count:  # noqa: ASYNC110 - the store has no event for it
-            await asyncio.sleep(0)
+    await until(lambda: server.waiting_count > 0)
 
 
 async def pair(one: WorldManager, two: WorldManager, name: str, store: str) -> None:

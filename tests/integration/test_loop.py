@@ -111,9 +111,9 @@ async def test_idle_worlds_use_no_processor(fork_server: None) -> None:
             asyncio.ensure_future(right.recv_any()),
             asyncio.ensure_future(left.barrier()),
         ]
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.2)  # until what joining has left to do is done
         began = time.process_time()
-        await asyncio.sleep(2)
+        await asyncio.sleep(2)  # what is used while nothing happens is measured
         used = time.process_time() - began
         for task in waiting:
             task.cancel()

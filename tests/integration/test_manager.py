@@ -212,7 +212,7 @@ async def test_helper_that_is_killed_is_replaced() -> None:
         helper = arena.manager(0).watchdog.helper_pid
         assert helper is not None
         os.kill(helper, 9)
-        await asyncio.sleep(3)
+        await asyncio.sleep(3)  # longer than the silence that would be noticed
         assert left.is_ready
         assert right.is_ready
         assert arena.manager(0).watchdog.helper_pid not in (None, helper)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 
 import pytest
@@ -23,9 +23,11 @@ from multiworld import (
     WorldManager,
 )
 from multiworld.incarnation.lifecycle import WasLost
+from multiworld.rendezvous.joiner import _local_services
 from multiworld.rendezvous.store_server import StoreServer
 from multiworld.testing import no_leaks
 from tests.traffic import Traffic
+from tests.until import until
 
 CONFIG = WorldConfig(join_s=10)
 BACKENDS = ["direct", "gloo", "memory"]
@@ -35,8 +37,19 @@ HANG_S = 20.0
 class Street:
     """Several managers in one process, and a store."""
 
-    def __init__(self, managers: list[WorldManager], store: str, backend: str) -> None:
+    def __init__(
+        self,
+        managers: list[WorldManager],
+        store: str,
+        backend: str,
+        waiting: Callable[[], int],
+    ) -> None:
         self.managers, self.store, self.backend = managers, store, backend
+        self._waiting = waiting
+
+    async def has_waiting(self, count: int) -> None:
+        """Wait until this many claims wait at the store for other members."""
+        await until(lambda: self._waiting() == count)
 
     async def join(self, number: int, rank: int, size: int, name: str = "w") -> World:
         return await self.managers[number].join(
@@ -62,16 +75,24 @@ async def street(request: pytest.FixtureRequest) -> AsyncIterator[Street]:
     """Return four managers and a store."""
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(no_leaks(allow=("asyncio_",)))
-        store = "memory://street"
-        if request.param != "memory":
+        if request.param == "memory":
+            store = "memory://street"
+
+            def waiting() -> int:
+                return _local_services["street"].waiting_count
+        else:
             server = await StoreServer.listen("127.0.0.1", 0)
             stack.push_async_callback(server.close)
             store = f"tcp://127.0.0.1:{server.port}"
+
+            def waiting() -> int:
+                return server.waiting_count
+
         managers = [
             await stack.enter_async_context(WorldManager(config=CONFIG))
             for _ in range(4)
         ]
-        yield Street(managers, store, request.param)
+        yield Street(managers, store, request.param, waiting)
 
 
 async def check(worlds: Sequence[World]) -> None:
@@ -189,7 +210,7 @@ async def test_loss_while_reforming_is_left_out_too(street: Street) -> None:
     for world in worlds[:3]:
         await asyncio.wait_for(world.wait_incomplete(), HANG_S)
     reforming = [asyncio.create_task(worlds[n].reform()) for n in (0, 1)]
-    await asyncio.sleep(0.1)
+    await street.has_waiting(2)
     assert not any(task.done() for task in reforming)
     street.managers[2].cleanup()
     new = await asyncio.wait_for(asyncio.gather(*reforming), HANG_S)
@@ -204,7 +225,7 @@ async def test_survivor_that_closes_is_not_waited_for(street: Street) -> None:
     for world in (w0, w1):
         await asyncio.wait_for(world.wait_incomplete(), HANG_S)
     reforming = asyncio.create_task(w0.reform())
-    await asyncio.sleep(0.1)
+    await street.has_waiting(1)
     await w1.close()
     new = await asyncio.wait_for(reforming, 5)
     assert new.size == 1
@@ -232,7 +253,7 @@ async def test_nothing_goes_on_after_leave_or_close(street: Street) -> None:
         await asyncio.wait_for(world.wait_incomplete(), HANG_S)
     left = asyncio.create_task(worlds[0].reform())
     closed = asyncio.create_task(worlds[1].grow(to=4))
-    await asyncio.sleep(0.1)
+    await street.has_waiting(2)
     await street.managers[0].leave("w")
     await street.managers[1].close()
     results = await asyncio.gather(left, closed, return_exceptions=True)
@@ -320,7 +341,7 @@ async def test_growing_in_vain_leaves_the_world_as_it_was(street: Street) -> Non
         assert 2 in result.missing
     await check(worlds)
     growing = asyncio.create_task(worlds[0].grow(to=4))
-    await asyncio.sleep(0.05)
+    await street.has_waiting(1)
     growing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await growing
@@ -333,7 +354,7 @@ async def test_loss_while_growing_is_raised_at_once(street: Street) -> None:
     """A loss while growing is raised before the deadline."""
     w0, w1, _ = await street.world(0, 1, 2)
     growing = [asyncio.create_task(world.grow(to=4)) for world in (w0, w1)]
-    await asyncio.sleep(0.1)
+    await street.has_waiting(2)
     lose(w0, 2)
     for task in growing:
         with pytest.raises(MemberLostError):

@@ -298,7 +298,7 @@ async def test_tls_carries_large_tensors_between_hosts(
             await sends
             assert all(torch.equal(tensor, big) for tensor in got)
         sending = asyncio.create_task(left.send(big, dst=1))
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)  # at any byte
         sending.cancel()
         await asyncio.gather(sending, return_exceptions=True)
         await left.send(torch.ones(3), dst=1, tag=5)

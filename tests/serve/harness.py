@@ -7,6 +7,7 @@ import contextlib
 import copy
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -30,8 +31,11 @@ START_S = 90.0
 WAIT_S = 40.0
 """Seconds that a step may take; a hang bound, not a timing."""
 
+LOOK_S = 0.1
+"""Seconds between two looks; each one is a request to the controller."""
+
 ENOUGH = 10
-"""Least requests of a load; fewer would prove nothing."""
+"""Answers before and after what happens under a load; fewer would prove nothing."""
 
 SPEC: dict[str, Any] = {
     "app": "under-test",
@@ -71,6 +75,26 @@ def body(x: float, code: int = FINE) -> dict[str, Any]:
             {"name": "code", "datatype": "INT64", "shape": [1], "data": [code]},
         ]
     }
+
+
+def wait_for_exit(pid: int, began: int | None = None) -> None:
+    """Wait until a process has exited, a child of this one or not.
+
+    Args:
+        pid: Id of the process.
+        began: When it began, so that no other process with its id is waited for.
+    """
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        if began is not None and began_at(pid) != began:
+            return
+        ended, _, _ = select.select([handle], [], [], WAIT_S)
+        assert ended, f"still there: {pid}"
+    finally:
+        os.close(handle)
 
 
 class Served:
@@ -155,7 +179,7 @@ class Served:
         limit = time.monotonic() + limit_s
         while not is_so():
             assert time.monotonic() < limit, f"{what}: {self.ask('GET', '/status')}"
-            time.sleep(0.02)
+            time.sleep(LOOK_S)  # a condition of any kind has no event
         self.note()
 
     def events(self, kind: str = "") -> list[dict[str, Any]]:
@@ -166,6 +190,11 @@ class Served:
     def living(self) -> list[int]:
         """Return the processes of the service that live."""
         return [pid for pid, began in self.pids if began_at(pid) == began]
+
+    def wait_gone(self) -> None:
+        """Wait until no process of the service lives."""
+        for pid, began in self.pids:
+            wait_for_exit(pid, began)
 
     def kill_controller(self) -> None:
         """Kill the controller with SIGKILL."""
@@ -202,10 +231,7 @@ def served(folder: Path, spec: dict[str, Any], cwd: Path = ROOT) -> Iterator[Ser
         service.start()
         yield service
         service.end()
-        limit = time.monotonic() + WAIT_S
-        while service.living():
-            assert time.monotonic() < limit, f"still there: {service.living()}"
-            time.sleep(0.05)
+        service.wait_gone()
     finally:
         service.destroy()
 
@@ -217,11 +243,26 @@ class Traffic:
         self._numbers = [n / 4 for n in range(400)]
         bodies = [orjson.dumps(body(x, code)) for x in self._numbers]
         self.load = Load(inference(service.url, "m", bodies), rate, self._check)
+        self._answered = 0
+        self._has_answered = asyncio.Event()
 
     def _check(self, number: int, answer: Any) -> bool:
+        self._answered += 1
+        self._has_answered.set()
         x = self._numbers[number % len(self._numbers)]
         values: list[float] = answer["outputs"][0]["data"]
         return values == [expected(x)]
+
+    async def goes_on(self, answers: int = ENOUGH) -> None:
+        """Wait until this many more requests have been answered, from now."""
+        wanted = self._answered + answers
+        try:
+            async with asyncio.timeout(WAIT_S):
+                while self._answered < wanted:
+                    self._has_answered.clear()
+                    await self._has_answered.wait()
+        except TimeoutError:
+            raise AssertionError(f"answers stay out: {self.bad[:5]}") from None
 
     @property
     def bad(self) -> list[Sample]:
@@ -235,15 +276,14 @@ async def traffic(
 ) -> AsyncIterator[Traffic]:
     """Send checked requests during the block; all must be answered, and rightly.
 
-    A short block is extended until at least ``ENOUGH`` requests were sent.
+    Requests are being answered when the block begins, and again when it has ended.
     """
     made = Traffic(service, rate, code)
     running = asyncio.ensure_future(made.load.run())
     try:
+        await made.goes_on()
         yield made
-        async with asyncio.timeout(WAIT_S):
-            while made.load.sent <= ENOUGH:  # noqa: ASYNC110 - no event for it
-                await asyncio.sleep(0.05)
+        await made.goes_on()
     finally:
         made.load.end()
         await running

@@ -14,6 +14,7 @@ FINE, RAISE, DIE, SLEEP, REFUSE, SLOW, HANG, GROW = range(8)
 
 SLEEP_S = 1.0
 SLOW_S = 0.02
+"""Seconds that the codes SLEEP and SLOW compute, and hold the compute thread."""
 GROW_BYTES = 400 << 20
 
 kept: list[torch.Tensor] = []

@@ -29,6 +29,9 @@ from tests.serve.harness import Served, Traffic, served, spec_with
 
 RATE = 50.0
 PAUSE_S = (0.3, 2.5)
+"""Least and most seconds between two faults."""
+QUIET_S = 3.0
+"""Seconds without load before the sizes of processes are compared."""
 STAGES = ("double", "add", "square")
 FAULTS = {"kill": 6, "stop": 2, "cut": 1, "drain": 2, "scale": 2, "update": 1}
 GROWTH_BYTES = 48 * 2**20
@@ -100,7 +103,7 @@ class Soak:
 
     async def run(self) -> Outcome:
         """Inject random faults until the time is over."""
-        await asyncio.sleep(3)
+        await asyncio.sleep(QUIET_S)
         self.outcome.before = self._sizes()
         traffic = Traffic(self._service, RATE)
         running = asyncio.ensure_future(traffic.load.run())
@@ -117,7 +120,7 @@ class Soak:
         finally:
             traffic.load.end()
             await running
-        await asyncio.sleep(3)
+        await asyncio.sleep(QUIET_S)
         found = summarise(traffic.load.samples)
         self.outcome.after = self._sizes()
         self.outcome.faults = dict(self._faults)

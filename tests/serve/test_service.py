@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,15 @@ import yaml
 
 from multiworld.serve.control.client import Service
 from multiworld.serve.worker.worker import EXIT_HUNG
-from tests.serve.harness import WAIT_S, Served, body, served, spec_with, traffic
+from tests.serve.harness import (
+    WAIT_S,
+    Served,
+    body,
+    served,
+    spec_with,
+    traffic,
+    wait_for_exit,
+)
 from tests.serve.models import DIE, HANG, RAISE, SLEEP, SLOW, expected
 
 pytestmark = pytest.mark.timeout(240)
@@ -81,21 +88,17 @@ async def test_nothing_is_lost_when_a_replica_is(
 ) -> None:
     """The loss of a replica of any stage, dead or stopped, costs no request."""
     async with traffic(service):
-        await asyncio.sleep(0.3)
         name = await harm(service, action, stage)
         await gone(service, name)
-        await asyncio.sleep(0.3)
 
 
 async def test_stopped_replica_costs_nobody_the_whole_silence(service: Served) -> None:
     """Another replica answers a stopped one's requests before it is declared lost."""
     async with traffic(service, code=SLOW) as load:
-        await asyncio.sleep(0.3)
         name = await harm(service, "stop", "add")
         stopped_s = asyncio.get_running_loop().time() - load.load.began_at
         await gone(service, name)
         lost_s = asyncio.get_running_loop().time() - load.load.began_at
-        await asyncio.sleep(0.2)
     held = [s for s in load.load.samples if stopped_s - 0.2 < s.due_s < stopped_s]
     assert held
     assert all(s.due_s + s.latency_s < lost_s - 0.25 for s in held), (held, lost_s)
@@ -104,17 +107,11 @@ async def test_stopped_replica_costs_nobody_the_whole_silence(service: Served) -
 async def test_cut_replica_is_replaced_and_comes_to_an_end(service: Served) -> None:
     """A replica whose network is cut is replaced, and exits when it is back."""
     async with traffic(service):
-        await asyncio.sleep(0.3)
         processes = service.ask("GET", "/status")["processes"]
         helpers = {p["name"]: helper_of(p["pid"]) for p in processes if p["pid"]}
         name = await harm(service, "cut", "add", seconds=3.5)
         await gone(service, name)
-        await asyncio.sleep(0.3)
-
-    def is_gone() -> bool:
-        return not Path(f"/proc/{helpers[name]}").exists()
-
-    await asyncio.to_thread(service.until, is_gone, "its helper has ended as well")
+    await asyncio.to_thread(wait_for_exit, helpers[name])
 
 
 def helper_of(pid: int) -> int:
@@ -168,14 +165,19 @@ async def test_poisoned_request_takes_no_innocent_with_it(
 ) -> None:
     """A poison request is quarantined after two isolated attempts died or hung."""
     told = f"exit code {exit_code}"
-    before = sum(told in event["text"] for event in service.events())
+
+    def died() -> list[dict[str, Any]]:
+        return [event for event in service.events() if told in event["text"]]
+
+    before = len(died())
     async with traffic(service):
         answer = await asyncio.to_thread(service.infer, 1.0, code)
-        await asyncio.sleep(0.5)
         assert answer.status_code == 500
         assert "2 replicas died" in answer.json()["error"]
-    died = [event for event in service.events() if told in event["text"]][before:]
-    assert 2 <= len(died) <= 4, died
+        await asyncio.to_thread(
+            service.until, lambda: len(died()) >= before + 2, "both are reported"
+        )
+    assert 2 <= len(died()) - before <= 4, died()[before:]
 
 
 def test_logs_are_found_by_name(service: Served) -> None:
@@ -207,11 +209,15 @@ async def test_client_that_hangs_up_frees_its_work(service: Served) -> None:
         with pytest.raises(httpx.ReadTimeout):
             await client.post(url, json=body(1.0, SLEEP), timeout=0.2)
 
-    def is_free() -> bool:
-        reports = service.ask("GET", "/status", params={"reports": True})["reports"]
-        return all(r["in_flight"] == 0 for r in reports.values() if "in_flight" in r)
+    await asyncio.to_thread(
+        service.until, lambda: not any(in_flight(service)), "nothing in flight"
+    )
 
-    await asyncio.to_thread(service.until, is_free, "nothing in flight")
+
+def in_flight(service: Served) -> list[int]:
+    """Return the number of unanswered requests in each process that reports it."""
+    reports = service.ask("GET", "/status", params={"reports": True})["reports"]
+    return [r["in_flight"] for r in reports.values() if r and "in_flight" in r]
 
 
 async def test_new_version_takes_over_and_a_broken_one_is_rolled_back(
@@ -274,9 +280,7 @@ async def test_service_outlives_its_controller_and_a_new_one_adopts_it(
         }
         async with traffic(service) as load:
             await asyncio.to_thread(service.kill_controller)
-            count = len(load.load.samples)
-            while len(load.load.samples) < count + 40:  # noqa: ASYNC110 - no event for it
-                await asyncio.sleep(0.05)
+            await load.goes_on(40)
             await asyncio.to_thread(service.start)
             status = await asyncio.to_thread(service.ask, "GET", "/status")
             after = {p["name"]: p["pid"] for p in status["processes"]}
@@ -292,10 +296,7 @@ def test_nobody_is_left_when_controller_and_gateway_are_lost(tmp_path: Path) -> 
         gateway = next(p["pid"] for p in status["processes"] if not p["model"])
         service.kill_controller()
         os.kill(gateway, signal.SIGKILL)
-        limit = time.monotonic() + WAIT_S
-        while service.living():
-            assert time.monotonic() < limit, service.living()
-            time.sleep(0.1)
+        service.wait_gone()
 
 
 async def test_two_gateways_share_the_port_and_one_may_be_lost(tmp_path: Path) -> None:
@@ -305,9 +306,8 @@ async def test_two_gateways_share_the_port_and_one_may_be_lost(tmp_path: Path) -
         victim = next(p for p in status["processes"] if not p["model"])
         os.kill(victim["pid"], signal.SIGKILL)
         async with httpx.AsyncClient(timeout=WAIT_S) as client:
-            await asyncio.sleep(
-                0.2
-            )  # requests in flight at the gateway are lost with it
+            # Requests in flight at the gateway would be lost with it.
+            await asyncio.to_thread(wait_for_exit, victim["pid"])
             for number in range(30):
                 url = f"{service.url}/v2/models/m/infer"
                 answer = await client.post(
@@ -326,7 +326,6 @@ async def test_lost_store_hurts_nobody_and_comes_back(service: Served) -> None:
         os.kill(record.store.pid, signal.SIGKILL)
         name = await harm(service, "kill", "add")
         await gone(service, name)
-        await asyncio.sleep(0.3)
     assert service.events("store")
 
 
@@ -334,6 +333,8 @@ async def test_shutdown_answers_what_was_accepted(tmp_path: Path) -> None:
     """Shutdown answers accepted requests, even slow ones."""
     with served(tmp_path, spec_with()) as service:
         slow = asyncio.ensure_future(asyncio.to_thread(service.infer, 1.0, SLEEP))
-        await asyncio.sleep(0.3)
+        await asyncio.to_thread(
+            service.until, lambda: any(in_flight(service)), "it is accepted"
+        )
         await asyncio.to_thread(service.end)
         assert (await slow).status_code == 200

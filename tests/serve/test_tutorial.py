@@ -35,6 +35,7 @@ END_S = 30.0
 """Seconds that the processes of the service may take to exit."""
 
 LOOK_S = 0.05
+"""Seconds between two looks at what has no event: a shell's files, other processes."""
 
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FILE = re.compile(r"# (\w+\.\w+)\n")

@@ -43,6 +43,7 @@ SLACK = {"threads": 8, "descriptors": 8, "tasks": 8, "children": 0}
 Thread pools start when they are first needed, and links to peers of former worlds stay.
 """
 
+LOOK_S = 0.1
 LINGER_S = 12.0
 """Seconds that connections of closed worlds may take to close.
 
@@ -226,7 +227,7 @@ class Overseer:
         before = await self._all_rounds()
         async with asyncio.timeout(SETTLE_S):
             while True:
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(LOOK_S)  # each look is a message to every resident
                 now = await self._all_rounds()
                 moved = [now[k] - before.get(k, 0) for k in now]
                 if len(moved) >= len(before) and min(moved) >= ROUNDS:
@@ -244,9 +245,9 @@ class Overseer:
 
     async def run(self, seconds: float) -> None:
         """Inject faults and check their effects for this many seconds."""
-        begin = time.monotonic()
         await self.start()
         await self._count_footprints()
+        begin = time.monotonic()
         while time.monotonic() - begin < seconds:
             fault = next_fault(self._chance, self.city)
             await self._one(fault)
@@ -275,6 +276,7 @@ class Overseer:
         rounds: dict[tuple[int, str], int],
         wanted: dict[str, Verdicts],
     ) -> None:
+        # Sleeping is the point here: a fault lasts for its seconds.
         child = self._children.get(fault.resident)
         match fault.kind:
             case "kill" | "segfault" | "exit":
@@ -418,7 +420,7 @@ class Overseer:
             more = _grown(first, now)
             end = time.monotonic() + LINGER_S
             while more and time.monotonic() < end:
-                await asyncio.sleep(0.5)
+                await asyncio.sleep(LOOK_S)  # what is freed late has no event
                 _, now = await self._status(number)
                 more = _grown(first, now)
             if more:
@@ -430,7 +432,8 @@ class Overseer:
     async def _end(self) -> None:
         for child in self._children.values():
             child.order("end")
-        await asyncio.sleep(1.0)
+        # A resident's reader ends with it.
+        await asyncio.wait(self._readers.values(), timeout=SETTLE_S)
         for reader in self._readers.values():
             reader.cancel()
         await asyncio.gather(*self._readers.values(), return_exceptions=True)

@@ -26,6 +26,7 @@ from multiworld.testing.leaks import Leak
 from tests.soak.plan import SILENCE_S, Place
 
 PACE_S = 0.1
+"""Seconds between two rounds of a world."""
 CONFIG = WorldConfig(join_s=5.0, silence_s=SILENCE_S)
 
 

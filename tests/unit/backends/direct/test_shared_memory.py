@@ -23,6 +23,7 @@ from multiworld.backends.direct.shared_memory import SLOT_BYTES, Ring, Window
 from multiworld.backends.mailbox import Description, Mailbox
 from multiworld.backends.offload import OFFLOAD_BYTES
 from multiworld.testing import Arena, no_leaks
+from tests.until import until
 
 
 def is_usable() -> bool:
@@ -107,6 +108,21 @@ def lane_of(world: World) -> Lane:
     return lane
 
 
+def has_lane(world: World) -> bool:
+    return bool(world._life.backend._p2p.lanes)  # type: ignore[attr-defined]
+
+
+def is_full(world: World) -> bool:
+    """Tell whether every slot of the world's own ring holds a payload."""
+    ring = lane_of(world)._outbound.ring if has_lane(world) else None
+    return ring is not None and not ring.has_room
+
+
+def is_starving(world: World) -> bool:
+    """Tell whether a message of the world waits for a slot of its own ring."""
+    return has_lane(world) and lane_of(world)._outbound.is_starving
+
+
 def some(size: int, seed: int = 0) -> torch.Tensor:
     source = torch.Generator().manual_seed(seed)
     return torch.randint(0, 255, (size,), dtype=torch.uint8, generator=source)
@@ -151,7 +167,7 @@ async def test_sender_goes_on_when_its_own_reading_pauses() -> None:
     async with pair(unexpected_bytes=300_000) as (one, two):
         for _ in range(3):  # fills the mailbox of "one", which stops reading
             sending = asyncio.ensure_future(two.send(some(200_000), dst=0, tag=7))
-            await asyncio.sleep(0.01)
+        await until(lambda: has_lane(one) and not lane_of(one)._is_reading)
         large = asyncio.ensure_future(one.send(some(40 * SLOT_BYTES), dst=1))
         async with asyncio.timeout(30):
             assert torch.equal(await two.recv(src=0), some(40 * SLOT_BYTES))
@@ -166,7 +182,7 @@ async def test_cancelled_halfway_the_next_message_is_right() -> None:
         for _ in range(5):
             sending = asyncio.ensure_future(one.send(some(30 * SLOT_BYTES), dst=1))
             receiving = asyncio.ensure_future(two.recv(src=0))
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0.001)  # at any byte, another one each time
             sending.cancel()
             await asyncio.wait((sending,))
             await one.send(some(LARGE, 5), dst=1)
@@ -181,10 +197,10 @@ async def test_cancelled_before_its_first_slot_nothing_is_withdrawn() -> None:
     async with pair(shared_memory_bytes=2 * SLOT_BYTES, unexpected_bytes=0) as worlds:
         one, two = worlds
         first = asyncio.ensure_future(one.send(some(2 * SLOT_BYTES), dst=1))
-        await asyncio.sleep(0.02)
+        await until(lambda: is_full(one))
         for _ in range(3):
             starving = asyncio.ensure_future(one.send(some(LARGE), dst=1))
-            await asyncio.sleep(0.01)
+            await until(lambda: is_starving(one))
             starving.cancel()
             await asyncio.wait((starving,))
         last = asyncio.ensure_future(one.send(some(LARGE, 9), dst=1))
@@ -199,7 +215,7 @@ async def test_starving_sender_has_one_timer() -> None:
     async with pair(shared_memory_bytes=2 * SLOT_BYTES, unexpected_bytes=0) as worlds:
         one, two = worlds
         sending = asyncio.ensure_future(one.send(some(40 * SLOT_BYTES), dst=1))
-        await asyncio.sleep(0.02)
+        await until(lambda: is_starving(one))
         lane = lane_of(one)
         for _ in range(20):
             lane.on_bell()
@@ -345,15 +361,20 @@ async def test_what_arrived_is_read_though_nothing_more_can_be_written() -> None
     lane.close_nowait()
 
 
+@pytest.mark.xfail(
+    reason="Lane.begin_close frees no slots while nothing more arrives", strict=True
+)
 async def test_two_that_leave_with_full_rings_do_not_wait_for_each_other() -> None:
     """A closing lane frees the slots of messages that it will not read."""
-    async with pair(close_s=30, shared_memory_bytes=4 * SLOT_BYTES) as (one, two):
+    async with pair(
+        close_s=30, shared_memory_bytes=4 * SLOT_BYTES, unexpected_bytes=0
+    ) as (one, two):
         sends = [
             asyncio.ensure_future(a.send(some(LARGE * 8), dst=b))
             for a, b in ((one, 1), (two, 0))
         ]
-        await asyncio.sleep(0.1)
-        async with asyncio.timeout(10):
+        await until(lambda: is_starving(one) and is_starving(two))
+        async with asyncio.timeout(5):
             await asyncio.gather(one.close(), two.close())
         await asyncio.gather(*sends, return_exceptions=True)
 
