@@ -45,7 +45,7 @@ test: lint
 coverage: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --group coverage
 	rm -rf build/coverage
-	$(BIN)/coverage run -m pytest -m "not heavy" $(SIDE_BY_SIDE) $(ARGS); tests=$$?; \
+	$(BIN)/coverage run -m pytest -m "not heavy" --timeout=240 $(SIDE_BY_SIDE) $(ARGS); tests=$$?; \
 	$(BIN)/coverage combine --quiet && $(BIN)/coverage json --quiet && \
 	$(BIN)/python -m tests.meta.coverage_table && exit $$tests
 

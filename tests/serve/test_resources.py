@@ -21,6 +21,8 @@ from multiworld.serve.resources.bookings import Bookings
 from tests.serve.harness import ROOT, Served, body, served, spec_with, traffic
 from tests.serve.models import GROW, expected
 
+pytestmark = pytest.mark.timeout(240)
+
 LIMIT_MB = 200
 STAGES = [
     {"name": "double"},

@@ -17,6 +17,8 @@ from multiworld.serve.scaling.snapshot_json import snapshot_from_json
 from tests.serve.harness import Served, Traffic, body, served, spec_with, traffic
 from tests.serve.models import SLOW
 
+pytestmark = pytest.mark.timeout(240)
+
 QUICK = {
     "min_replicas": 1,
     "max_replicas": 3,

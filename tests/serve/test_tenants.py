@@ -15,6 +15,8 @@ from multiworld.serve.load.generator import Load, Target
 from tests.serve.harness import Served, body, served, spec_with
 from tests.serve.models import DIE, FINE, SLOW, expected
 
+pytestmark = pytest.mark.timeout(240)
+
 GATEWAY = {"port": 0, "authentication": "keys"}
 WAIT_S = 40.0
 
