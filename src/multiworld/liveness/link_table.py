@@ -132,7 +132,7 @@ class LinkTable:
         return key in self._peers
 
     def listen(self, host: str) -> Address:
-        """Return the address for ``host``, and listen there; "" is this process only."""
+        """Listen on ``host``; return the address. "" means inside this process only."""
         if not host:
             where = this_host()
             return Address(host="", port=0, unix="", boot=where.boot, netns=where.netns)

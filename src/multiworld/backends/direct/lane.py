@@ -42,8 +42,8 @@ HOLD_TURNS = 4
 buffer."""
 
 OUTBOX_BYTES = 4 * 1024 * 1024
-"""Most bytes of eager messages copied while the socket is full; beyond that, even a small
-send waits."""
+"""Most bytes of eager messages copied while the socket is full; beyond that, even a
+small send waits."""
 
 ErrorMaker = Callable[[], Exception]
 
