@@ -1,4 +1,4 @@
-"""``multiworld audit``: who did what to a service. Shell."""
+"""``multiworld audit``: shows administrative operations on a service. Shell."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _when(at: float) -> str:
 
 
 def run(service: Service, last: int, *, as_json: bool) -> int:
-    """Show the last administrative acts."""
+    """Print the last administrative operations."""
     found = service.ask("GET", "/audit", params={"last": last})
     if as_json:
         click.echo(json.dumps(found, indent=2))
@@ -39,10 +39,17 @@ def run(service: Service, last: int, *, as_json: bool) -> int:
 
 
 @click.command()
-@click.option("-n", "--last", type=click.IntRange(1), default=20, show_default=True)
+@click.option(
+    "-n",
+    "--last",
+    type=click.IntRange(1),
+    default=20,
+    show_default=True,
+    help="Number of operations to show.",
+)
 @of_service
 @JSON
 def audit(last: int, app: str | None, state: Path | None, as_json: bool) -> None:
-    """Show the last administrative acts: who did what, and what came of it."""
+    """Show the last administrative operations and their outcomes."""
     service = service_of(app, state)
     sys.exit(run(service, last, as_json=as_json))

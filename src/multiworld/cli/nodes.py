@@ -1,4 +1,4 @@
-"""``multiworld nodes``: the machines of a service. Shell."""
+"""``multiworld nodes``: shows the machines of a service. Shell."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _gpu(gpu: dict[str, Any], node: dict[str, Any]) -> str:
 @of_service
 @JSON
 def nodes(app: str | None, state: Path | None, as_json: bool) -> None:
-    """Show the machines of the running service, or this machine if none runs."""
+    """Show the machines of a service, or this machine if none runs."""
     if app is None and state is None and not running():
         found, title = [asdict(this_node())], "this machine"
     else:

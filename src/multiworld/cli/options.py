@@ -1,4 +1,4 @@
-"""Options that several commands take, and how they find a service. Shell."""
+"""Options, tables and requests that several commands share. Shell."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 STATE = click.option(
     "--state",
     type=click.Path(file_okay=False, path_type=Path),
-    help="The service's folder; by default ~/.local/state/multiworld/APP, or below "
-    "MULTIWORLD_STATE.",
+    help="Folder of the service; by default ~/.local/state/multiworld/APP, or "
+    "MULTIWORLD_STATE/APP.",
 )
 
 
 def of_service(command: F) -> F:
     """Add the options that find a running service."""
-    app = click.option("--app", help="Name of the service; not needed if one runs.")
+    app = click.option("--app", help="Name of the service; needed only if several run.")
     return STATE(app(command))
 
 
 def service_of(app: str | None, state: Path | None) -> Service:
-    """Return the running service that the options mean.
+    """Return the running service that the options name.
 
     Raises:
-        ServeError: There is none, or several and no name was given.
+        ServeError: No such service runs, or several run and no name was given.
     """
     return Service(app, state)
 
@@ -52,18 +52,18 @@ def ask(
     as_json: bool,
     **what: Any,
 ) -> None:
-    """Ask the controller, and print the outcome.
+    """Send a request to the controller, and print the outcome.
 
     Args:
-        path: Of its admin interface.
-        text: What is printed, with fields of the question and the answer.
+        path: Path of a route of the admin interface.
+        text: Text to print; its fields are those of the request and the answer.
         app: Name of the service.
-        state: Its folder.
-        as_json: Whether JSON is printed.
-        what: The body of the question.
+        state: Folder of the service.
+        as_json: Print the answer as JSON instead.
+        what: Body of the request.
 
     Raises:
-        ServeError: The controller is not there, or refuses.
+        ServeError: No controller answers, or it refuses.
     """
     answer = service_of(app, state).ask("POST", path, json=what)
     show(answer, as_json=as_json, text=text.format(**{**what, **answer}))

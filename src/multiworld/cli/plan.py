@@ -1,4 +1,4 @@
-"""``multiworld plan``: what a spec would start, and where."""
+"""``multiworld plan``: shows which replicas a spec would start, and where. Shell."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ from multiworld.serve.spec.loader import load_spec
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 
 SHOWN = 6
-"""Gears that are shown; with --json all."""
+"""Most gears shown for a model; --json prints all."""
 
 SOLVER = "pip install 'multiworld-elastic[placement]'"
+"""Command that installs the solvers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """Where everything would go, and what to expect of it."""
+    """The planned placement, and the load that it would carry."""
 
     stages: list[StageOutlook]
     models: list[dict[str, Any]]
@@ -50,7 +51,7 @@ class Outlook:
 
 
 def run(path: Path, nodes: Path | None, limit_s: float, *, as_json: bool) -> int:
-    """Show what a spec would start; exit code 1 if not all of it has a place."""
+    """Print what a spec would start; return 1 if not all replicas fit."""
     app = load_spec(path)
     machines = [machine_of(app)] if nodes is None else read_nodes(nodes)
     rows = _rows(app)
@@ -68,7 +69,7 @@ def run(path: Path, nodes: Path | None, limit_s: float, *, as_json: bool) -> int
 
 
 def read_nodes(path: Path) -> list[Node]:
-    """Read what ``multiworld nodes --json`` has printed."""
+    """Return the machines in a file that ``multiworld nodes --json`` has printed."""
     try:
         return TypeAdapter(list[Node]).validate_python(_known(path.read_text()))
     except OSError as error:
@@ -81,7 +82,7 @@ def read_nodes(path: Path) -> list[Node]:
 
 
 def _known(text: str) -> list[dict[str, Any]]:
-    """Leave out what is free at this moment: a plan is for empty machines."""
+    """Return nodes without their free resources: a plan is for empty machines."""
     fields = ("name", "cpus", "memory_bytes", "gpus", "price", "bandwidth")
     return [{k: n[k] for k in fields if k in n} for n in json.loads(text)]
 
@@ -114,10 +115,10 @@ def _rows(app: AppSpec) -> list[dict[str, Any]]:
 
 
 def _placed(app: AppSpec, machines: Sequence[Node], limit_s: float) -> Outlook:
-    """Ask the solvers.
+    """Place all replicas with the solvers.
 
     Raises:
-        ModuleNotFoundError: They are not installed.
+        ModuleNotFoundError: The solvers are not installed.
     """
     from multiworld.serve.placement.solver import place
 
@@ -189,7 +190,7 @@ def _show(
         if gears:
             console.print(_scaled(name, gears), soft_wrap=True, markup=False)
     if found is None:
-        console.print(f"where it goes is not planned: that needs {SOLVER}")
+        console.print(f"no placement planned: the solvers are missing; {SOLVER}")
         return
     for model in found.models:
         console.print(_expected(app, model), soft_wrap=True)
@@ -226,7 +227,7 @@ def _table(app: AppSpec, rows: list[dict[str, Any]]) -> Table:
 
 
 def _gears(name: str, spec: ModelSpec) -> list[dict[str, Any]]:
-    """Return the gears of a model that is scaled, where its times are declared."""
+    """Return the gears of an autoscaled model whose item_ms are all declared."""
     if not is_scaled(spec) or not all(stage.item_ms for stage in spec.stages):
         return []
     model = pipeline_of(name, spec, decide, {}, 0.0)
@@ -235,7 +236,7 @@ def _gears(name: str, spec: ModelSpec) -> list[dict[str, Any]]:
 
 
 def _scaled(name: str, gears: list[dict[str, Any]]) -> str:
-    """Say which replicas of each stage carry how much."""
+    """Return a line about the load that each gear carries."""
     shown = [f"{list(g['replicas'])} carries {g['rate']:.3g}/s" for g in gears[:SHOWN]]
     more = f"; {len(gears) - SHOWN} more" if len(gears) > SHOWN else ""
     return f"{name} is scaled by load: {'; '.join(shown)}{more}"
@@ -261,20 +262,21 @@ def _expected(app: AppSpec, model: dict[str, Any]) -> str:
 @click.option(
     "--nodes",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Plan for the machines in this file, as `multiworld nodes --json` prints "
-    "them; by default for this machine.",
+    help="Plan for the machines in this file, which `multiworld nodes --json` "
+    "wrote; by default for this machine.",
 )
 @click.option(
     "--limit",
     type=click.FloatRange(0, 3600),
     default=5.0,
     show_default=True,
-    help="Seconds that the solvers may take.",
+    help="Most seconds for the solvers.",
 )
 @JSON
 def plan(spec: Path, nodes: Path | None, limit: float, as_json: bool) -> None:
-    """Show what SPEC would start, where, and what to expect of it; start nothing.
+    """Show which replicas SPEC would start, and where; start nothing.
 
-    Exits with 1 if not all of it has a place.
+    Also shows the load that they would carry. Exits with 1 if not all replicas fit on
+    the machines.
     """
     sys.exit(run(spec, nodes, limit, as_json=as_json))

@@ -1,4 +1,4 @@
-"""``multiworld resources``: what every replica books and uses. Shell."""
+"""``multiworld resources``: shows what every replica books and uses. Shell."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from multiworld.serve.resources.amounts import mib
 
 
 def run(service: Service, *, as_json: bool) -> int:
-    """Show what every replica has booked, and what it uses now."""
+    """Print the resources that every replica has booked and uses."""
     status = service.ask("GET", "/status", params={"reports": True})
     rows = [_row(p, status) for p in status["processes"] if p["model"]]
     if as_json:
         out = {"replicas": rows, "unplaced": status["unplaced"]}
         click.echo(json.dumps(out, indent=2))
         return 0
-    table = Table(title=f"{status['app']}: what its replicas use")
+    table = Table(title=f"{status['app']}: resources of its replicas")
     for column in ("replica", "node", "phase"):
         table.add_column(column)
     for column in ("memory", "booked", "GPU memory", "cpu", "computing"):
@@ -74,5 +74,5 @@ def _seconds(seconds: float | None) -> str:
 @of_service
 @JSON
 def resources(app: str | None, state: Path | None, as_json: bool) -> None:
-    """Show what every replica has booked, and what it uses at this moment."""
+    """Show the resources that every replica books and uses."""
     sys.exit(run(service_of(app, state), as_json=as_json))
