@@ -8,12 +8,9 @@ import time
 from pathlib import Path
 
 import click
-from rich.box import SIMPLE
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from multiworld.cli.options import JSON, of_service, service_of
+from multiworld.cli.options import JSON, new_table, of_service, print_table, service_of
 from multiworld.serve.control.client import Service
 
 
@@ -27,14 +24,14 @@ def run(service: Service, last: int, *, as_json: bool) -> int:
     if as_json:
         click.echo(json.dumps(found, indent=2))
         return 0
-    table = Table(title="administrative acts", box=SIMPLE)
-    for title in ("when", "who", "act", "what", "outcome"):
+    table = new_table("administrative operations", "when")
+    for title in ("who", "operation", "arguments", "outcome"):
         table.add_column(title)
     for entry in found:
         what = ", ".join(f"{k}={v}" for k, v in entry["what"].items())
         texts = entry["who"], entry["act"], what, entry["outcome"]
         table.add_row(_when(entry["at"]), *map(escape, texts))
-    Console().print(table)
+    print_table(table)
     return 0
 
 

@@ -8,10 +8,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
 
 from multiworld.serve.control.client import Service
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+WORD_WIDTH = 14
+"""Widest word that a table does not fold, in columns other than those of names."""
 
 SPEC = click.argument("spec", type=click.Path(dir_okay=False, path_type=Path))
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -41,6 +48,47 @@ def service_of(app: str | None, state: Path | None) -> Service:
 def show(data: Any, *, as_json: bool, text: str) -> None:
     """Print an outcome, as JSON or as text."""
     click.echo(json.dumps(data, indent=2) if as_json else text)
+
+
+def new_table(title: str, *names: str) -> Table:
+    """Return an empty table whose first columns hold names.
+
+    Args:
+        title: Title above the table.
+        names: Headings of the columns of names, which are never cut or folded.
+    """
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False)
+    table.padding = (0, 1, 0, 0)
+    for name in names:
+        table.add_column(name, no_wrap=True)
+    return table
+
+
+def print_table(table: Table) -> None:
+    """Print a table as wide as the terminal, or wider rather than cut a value."""
+    console = Console()
+    widths, least = [], []
+    for column in table.columns:
+        column.overflow = "fold"
+        cells = [
+            console.render_str(str(c)).plain for c in (column.header, *column.cells)
+        ]
+        widths.append(max(map(cell_len, "\n".join(cells).split("\n"))))
+        longest_word = max(map(cell_len, " ".join(cells).split()), default=0)
+        if column.no_wrap:
+            least.append(widths[-1])
+        else:
+            least.append(min(longest_word, WORD_WIDTH))
+    total = sum(widths) + 2 * len(widths)  # a space and a divider for each
+    while total > console.width:
+        slack = [(w, n) for n, w in enumerate(widths) if w > least[n]]
+        if not slack:
+            break
+        widths[max(slack)[1]] -= 1
+        total -= 1
+    for column, width in zip(table.columns, widths, strict=True):
+        column.width = width
+    Console(width=max(console.width, total)).print(table)
 
 
 def ask(

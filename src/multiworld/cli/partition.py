@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from multiworld.cli.options import JSON, SPEC
+from multiworld.cli.options import JSON, SPEC, new_table, print_table
 from multiworld.serve.models.factory import build_model
 from multiworld.serve.models.partition import PartProfile, cut, profile
 from multiworld.serve.spec.loader import load_spec
@@ -74,8 +74,7 @@ def _measured(spec: ModelSpec, rows: int, repeats: int) -> dict[str, Any]:
 
 
 def _table(title: str, parts: list[dict[str, Any]], more: list[str]) -> Table:
-    table = Table(title=title)
-    table.add_column("part")
+    table = new_table(title, "part")
     for column in ("milliseconds", "weights", "to the next"):
         table.add_column(column, justify="right")
     table.add_column("")
@@ -95,7 +94,7 @@ def _show(name: str, rows: int, found: dict[str, Any]) -> None:
     console = Console()
     notes = [f"{count} replica(s)" for count in found["replicas"]]
     notes[found["bottleneck"]] += ", the bottleneck"
-    console.print(_table(f"{name}: its stages, {rows} row(s)", found["stages"], notes))
+    print_table(_table(f"{name}: its stages, {rows} row(s)", found["stages"], notes))
     console.print(
         f"at most {found['rows_per_s']:.0f} rows a second, if every replica has a core "
         "of its own"
@@ -106,7 +105,7 @@ def _show(name: str, rows: int, found: dict[str, Any]) -> None:
     marks = [
         "first of a stage" if n in begins else "" for n in range(len(found["parts"]))
     ]
-    console.print(_table(f"{name}: its parts", found["parts"], marks))
+    print_table(_table(f"{name}: its parts", found["parts"], marks))
     times = ", ".join(f"{seconds * 1000:.2f}" for seconds in found["cut_seconds"])
     console.print(
         f"proposed: cut: {found['cut']}: {times} ms, the bottleneck is "

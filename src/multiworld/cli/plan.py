@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 from rich.table import Table
 
-from multiworld.cli.options import JSON, SPEC
+from multiworld.cli.options import JSON, SPEC, new_table, print_table
 from multiworld.serve.control.service import machine_of
 from multiworld.serve.fleet.desired_state import bounds_of
 from multiworld.serve.models.factory import build_model, stage_name
@@ -38,6 +38,10 @@ SHOWN = 6
 
 SOLVER = "pip install 'multiworld-elastic[placement]'"
 """Command that installs the solvers."""
+
+
+PROVEN_GAP = 1e-6
+"""Relative gap at which the solvers take a placement for optimal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,11 +184,11 @@ def _show(
     whole: dict[str, Any],
     found: Outlook | None,
 ) -> None:
+    print_table(_table(app, rows))
     console = Console()
-    console.print(_table(app, rows))
     console.print(
         f"{whole['gateways']} gateway(s) at {whole['listens']}, a store, a fork server "
-        f"and the controller: {whole['processes']} processes"
+        f"and the controller: {whole['processes']} processes in all"
     )
     for name, gears in whole["gears"].items():
         if gears:
@@ -194,13 +198,21 @@ def _show(
         return
     for model in found.models:
         console.print(_expected(app, model), soft_wrap=True)
-    gap = "unknown" if found.gap is None else f"{found.gap:.2%}"
-    console.print(f"placed by {found.solver}; the best can be better by: {gap}")
+    console.print(f"placed by {found.solver}, {_quality(found.gap)}")
+
+
+def _quality(gap: float | None) -> str:
+    """Return in words how far a placement may be from the best one."""
+    if gap is None:
+        return "distance from the best placement unknown"
+    if gap <= PROVEN_GAP:
+        return "proven optimal"
+    return f"at most {max(gap, 0.0001):.2%} from the best placement"
 
 
 def _table(app: AppSpec, rows: list[dict[str, Any]]) -> Table:
-    table = Table(title=f"{app.app}: what would be started")
-    for title in ("model", "stage", "replicas", "batch", "device", "books", "where"):
+    table = new_table(f"{app.app}: planned replicas", "model", "stage")
+    for title in ("replicas", "batch", "device", "booked", "where"):
         table.add_column(title)
     for row in rows:
         spread = f"{row['replicas']}"
@@ -220,8 +232,8 @@ def _table(app: AppSpec, rows: list[dict[str, Any]]) -> Table:
             spread,
             batch,
             row["device"],
-            ", ".join(books) or "nothing",
-            ", ".join(where) or "[red]no place[/]",
+            ", ".join(books) or "-",
+            "\n".join(where) or "[red]no place[/]",
         )
     return table
 
@@ -237,23 +249,29 @@ def _gears(name: str, spec: ModelSpec) -> list[dict[str, Any]]:
 
 def _scaled(name: str, gears: list[dict[str, Any]]) -> str:
     """Return a line about the load that each gear carries."""
-    shown = [f"{list(g['replicas'])} carries {g['rate']:.3g}/s" for g in gears[:SHOWN]]
+    shown = [f"{_rate(g['rate'])} with {list(g['replicas'])}" for g in gears[:SHOWN]]
     more = f"; {len(gears) - SHOWN} more" if len(gears) > SHOWN else ""
-    return f"{name} is scaled by load: {'; '.join(shown)}{more}"
+    return f"{name} is scaled by load, rows/s with replicas: {'; '.join(shown)}{more}"
+
+
+def _rate(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def _expected(app: AppSpec, model: dict[str, Any]) -> str:
     name, spec = model["model"], app.models[model["model"]]
     said = f"{name}: "
     if model["demand"]:
-        said += f"serves {model['served']:.4g} of {model['demand']:.4g} rows/s; "
+        said += f"serves {_rate(model['served'])} of {_rate(model['demand'])} rows/s; "
     if model["bottleneck"] is None:
-        said += "no item_ms: is known, so no bottleneck (see multiworld profile)"
+        said += (
+            "bottleneck unknown; give item_ms: or profile: (see `multiworld profile`)"
+        )
     else:
         stage = spec.stages[model["bottleneck"]].name or model["bottleneck"]
-        said += f"bottleneck: stage {stage}, at most {model['at_most']:.4g} rows/s"
+        said += f"bottleneck: stage {stage}, at most {_rate(model['at_most'])} rows/s"
     if model["short"]:
-        said += f"\n  [red]not all of it has a place[/]: {model['short']}"
+        said += f"\n  [red]not all replicas fit[/]: {model['short']}"
     return said
 
 

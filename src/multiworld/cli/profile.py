@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from multiworld.cli.options import JSON, SPEC
+from multiworld.cli.options import JSON, SPEC, new_table, print_table
 from multiworld.cli.partition import chosen_model
 from multiworld.serve.models.factory import build_model
 from multiworld.serve.models.profiler import profile_model
@@ -50,8 +50,8 @@ def run(
     if as_json:
         click.echo(found.model_dump_json(indent=2))
         return 0
+    print_table(_table(found))
     console = Console()
-    console.print(_table(found))
     console.print(
         "ms (n): time of a batch of n rows. peak: beyond the "
         f"{mib(found.base_bytes)} of a process without a stage. memory_mb: memory to "
@@ -66,8 +66,8 @@ def run(
 
 
 def _table(found: ModelProfile) -> Table:
-    table = Table(title=f"{found.model} {found.version} on {found.device}")
-    table.add_column("stage")
+    title = f"{found.model} {found.version} on {found.device}"
+    table = new_table(title, "stage")
     sizes = list(found.stages[0].seconds)
     for rows in sizes:
         table.add_column(f"ms ({rows})", justify="right")

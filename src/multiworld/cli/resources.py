@@ -9,9 +9,8 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.table import Table
 
-from multiworld.cli.options import JSON, of_service, service_of
+from multiworld.cli.options import JSON, new_table, of_service, print_table, service_of
 from multiworld.serve.control.client import Service
 from multiworld.serve.resources.amounts import mib
 
@@ -24,9 +23,9 @@ def run(service: Service, *, as_json: bool) -> int:
         out = {"replicas": rows, "unplaced": status["unplaced"]}
         click.echo(json.dumps(out, indent=2))
         return 0
-    table = Table(title=f"{status['app']}: resources of its replicas")
-    for column in ("replica", "node", "phase"):
-        table.add_column(column)
+    table = new_table(f"{status['app']}: resources of its replicas", "replica")
+    table.add_column("node")
+    table.add_column("phase")
     for column in ("memory", "booked", "GPU memory", "cpu", "computing"):
         table.add_column(column, justify="right")
     for row in rows:
@@ -40,8 +39,8 @@ def run(service: Service, *, as_json: bool) -> int:
             _seconds(row["cpu_s"]),
             _seconds(row["computed_s"]),
         )
+    print_table(table)
     console = Console()
-    console.print(table)
     for title, why in status["unplaced"].items():
         console.print(f"[red]{title} has no place[/]: {why}", soft_wrap=True)
     return 0

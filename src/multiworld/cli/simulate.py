@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.box import SIMPLE
-from rich.console import Console
 from rich.table import Table
 
-from multiworld.cli.options import JSON, SPEC
+from multiworld.cli.options import JSON, SPEC, new_table, print_table
 from multiworld.cli.plan import read_nodes
 from multiworld.serve.models.factory import import_factory
 from multiworld.serve.resources.amounts import needs_of
@@ -90,7 +88,7 @@ def run(wish: SimulationOptions) -> int:
         whole = _finite(_whole(verdicts, outcomes))
         click.echo(json.dumps(whole, indent=2, default=str))
     else:
-        Console().print(_table(verdicts, app))
+        print_table(_table(verdicts, app))
     if wish.plot is not None:
         _draw(wish, wish.plot, outcomes)
     return 0
@@ -274,17 +272,11 @@ def _whole(
 
 
 def _table(verdicts: Sequence[Score], app: AppSpec) -> Table:
-    table = Table(
-        title="results by policy",
-        caption="attained: answered within the objective · lost: refused or timed out",
-        box=SIMPLE,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
     several = len(app.models) > 1
-    if several:
-        table.add_column("model")
-    table.add_column("policy")
+    names = ("model", "policy") if several else ("policy",)
+    table = new_table("results by policy", *names)
+    table.caption = "attained: within the objective · lost: refused, or too late"
+    table.caption_justify = "left"
     for title in (
         "attained",
         "good/s",

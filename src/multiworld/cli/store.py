@@ -20,9 +20,8 @@ from multiworld.rendezvous.store_server import StoreServer
 from multiworld.rendezvous.store_service import StoreService
 
 SETTLE_S = 1.0
-"""Seconds without admissions after a restart: twice the longest pause between reconnects.
-Earlier members announce their ranks first."""
-
+"""Seconds without admissions after a restart: twice the longest pause between
+reconnects, so that earlier members announce their ranks first."""
 
 LOOK_S = 1.0
 """Seconds between checks of the lock."""

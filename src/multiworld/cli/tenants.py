@@ -13,12 +13,10 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 import click
-from rich.box import SIMPLE
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from multiworld.cli.options import JSON, of_service, service_of
+from multiworld.cli.options import JSON, new_table, of_service, print_table, service_of
 from multiworld.serve.control.client import Service
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -94,21 +92,23 @@ def _show(tenants: Sequence[dict[str, Any]], *, as_json: bool) -> int:
     if as_json:
         click.echo(json.dumps(tenants, indent=2))
         return 0
-    table = Table(title=f"{len(tenants)} tenants", box=SIMPLE)
-    for title in ("tenant", "models", "limits", "weight", "priority", "keys"):
+    count = len(tenants)
+    title = f"{count} tenant" if count == 1 else f"{count} tenants"
+    table = new_table(title, "tenant", "models")
+    for title in ("limits", "weight", "priority", "keys"):
         table.add_column(title)
     for tenant in tenants:
-        limits = [f"{n} {tenant[n]:g}" for n in LIMITS if tenant[n] is not None]
+        limits = [f"{n} {tenant[n]:,.10g}" for n in LIMITS if tenant[n] is not None]
         marks = [m for m in ("operator", "suspended") if tenant[f"is_{m}"]]
         table.add_row(
-            " ".join([tenant["name"], *(f"({mark})" for mark in marks)]),
-            escape(", ".join(tenant["models"])),
+            "\n".join([tenant["name"], *(f"({mark})" for mark in marks)]),
+            escape("\n".join(tenant["models"])),
             "\n".join(limits) or "none",
             f"{tenant['weight']:g}",
             str(tenant["priority"]),
             "\n".join(map(_key, tenant["keys"])) or "none",
         )
-    Console().print(table)
+    print_table(table)
     return 0
 
 
@@ -139,7 +139,7 @@ def _usage(
     elif as_csv:
         click.echo(_csv(rows), nl=False)
     else:
-        Console().print(_usage_table(rows, by_minute=by_minute))
+        print_table(_usage_table(rows, by_minute=by_minute))
     return 0
 
 
@@ -153,9 +153,8 @@ def _csv(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _usage_table(rows: Sequence[dict[str, Any]], *, by_minute: bool) -> Table:
-    table = Table(title="usage", box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
-    for title in ("minute", "tenant", "model") if by_minute else ("tenant", "model"):
-        table.add_column(title)
+    names = ("minute", "tenant", "model") if by_minute else ("tenant", "model")
+    table = new_table("usage", *names)
     for title in ("sent", "answered", "failed", "refused", "rows", "MB", "mean ms"):
         table.add_column(title, justify="right")
     for row in rows:
@@ -204,7 +203,7 @@ def _settings(command: F) -> F:
         click.option(
             "--weight",
             type=click.FloatRange(1e-6, 1e6),
-            help="Share of a saturated service, relative to other tenants; 1 by default.",
+            help="Share of a saturated service, relative to others; 1 by default.",
         ),
         click.option(
             "--priority",
