@@ -23,7 +23,7 @@ COMMANDS = {
     "serve": "Serve the models of a spec (a YAML file) until Ctrl-C.",
     "plan": "Show which replicas a spec would start, and where; start nothing.",
     "schema": "Print the JSON Schema of a spec, for editors.",
-    "partition": "Measure the cost of each part of a model; propose where to cut it.",
+    "partition": "Measure each part of a model, and propose where to cut it.",
     "profile": "Measure the time and memory that the stages of a model need.",
     "simulate": "Replay a trace of requests against autoscaling policies.",
     "status": "Show the processes of a service and its last operations.",

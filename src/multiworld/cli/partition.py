@@ -134,7 +134,7 @@ def _show(name: str, rows: int, found: dict[str, Any]) -> None:
 def partition(
     spec: Path, model: str | None, rows: int, repeats: int, as_json: bool
 ) -> None:
-    """Measure the cost of each part of a model; propose where to cut it.
+    """Measure each part of a model, and propose where to cut it.
 
     Loads the model in this process, one stage at a time.
     """

@@ -251,7 +251,9 @@ def _scaled(name: str, gears: list[dict[str, Any]]) -> str:
     """Return a line about the load that each gear carries."""
     shown = [f"{_rate(g['rate'])} with {list(g['replicas'])}" for g in gears[:SHOWN]]
     more = f"; {len(gears) - SHOWN} more" if len(gears) > SHOWN else ""
-    return f"{name} is scaled by load, rows/s with replicas: {'; '.join(shown)}{more}"
+    return (
+        f"{name} is scaled by load, requests/s with replicas: {'; '.join(shown)}{more}"
+    )
 
 
 def _rate(rate: float) -> str:

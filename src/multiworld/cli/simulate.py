@@ -373,7 +373,7 @@ def _table(verdicts: Sequence[Score], app: AppSpec) -> Table:
 @click.option(
     "--plot",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    help="File to draw the fleets into.",
+    help="File to draw the results into.",
 )
 @JSON
 def simulate(spec: Path, policies: tuple[str, ...], **options: Any) -> None:

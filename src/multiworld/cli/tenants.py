@@ -249,7 +249,10 @@ def tenants() -> None:
 def create(
     name: str, app: str | None, state: Path | None, as_json: bool, **options: Any
 ) -> None:
-    """Create the tenant NAME, and print its API key, which is not stored."""
+    """Create the tenant NAME, and print its API key.
+
+    The key is not stored and not shown again.
+    """
     service = service_of(app, state)
     sys.exit(_create(service, name, _said(options), as_json=as_json))
 
@@ -268,7 +271,10 @@ def create(
 def change(
     name: str, app: str | None, state: Path | None, as_json: bool, **options: Any
 ) -> None:
-    """Change settings of the tenant NAME; the others stay as they are."""
+    """Change settings of the tenant NAME.
+
+    Settings that are not given stay as they are.
+    """
     said = _said(options)
     if not said:
         raise click.UsageError(
@@ -292,7 +298,10 @@ def change(
 def rotate(
     name: str, grace_s: float, app: str | None, state: Path | None, as_json: bool
 ) -> None:
-    """Create a new key for the tenant NAME, and print it; the other keys expire."""
+    """Give the tenant NAME a new key, and print it.
+
+    The other keys expire at once, or after --grace-s.
+    """
     service = service_of(app, state)
     sys.exit(_rotate(service, name, grace_s, as_json=as_json))
 
@@ -305,7 +314,10 @@ def rotate(
 def revoke(
     name: str, key: str | None, app: str | None, state: Path | None, as_json: bool
 ) -> None:
-    """Revoke a key of the tenant NAME at once, or all of its keys."""
+    """Revoke one key of the tenant NAME, or all.
+
+    The keys become invalid at once.
+    """
     service = service_of(app, state)
     sys.exit(_revoke(service, name, key, as_json=as_json))
 
@@ -349,7 +361,10 @@ def usage(
     state: Path | None,
     as_json: bool,
 ) -> None:
-    """Show usage by tenant and model; --csv and --json export it."""
+    """Show usage by tenant and model.
+
+    --csv and --json export it.
+    """
     service = service_of(app, state)
     since = 0.0 if hours is None else time.time() - 3600 * hours
     sys.exit(
