@@ -115,10 +115,10 @@ def make_admin(controller: Controller, ended: asyncio.Event) -> FastAPI:
 
     @app.post("/chaos")
     async def chaos(asked: Chaos) -> dict[str, Any]:
-        harmed = controller.operations.harm(
+        broken = controller.operations.inject_fault(
             asked.action, asked.model, asked.stage, asked.seconds
         )
-        return {"name": harmed.name, "pid": harmed.pid, "action": asked.action}
+        return {"name": broken.name, "pid": broken.pid, "action": asked.action}
 
     @app.post("/shutdown")
     async def shutdown() -> dict[str, Any]:

@@ -184,7 +184,7 @@ class Operations:
         )
         self._owner.happened(events.DrainRequested(name))
 
-    def harm(
+    def inject_fault(
         self, action: str, model: str, stage: str, seconds: float
     ) -> RunningProcess:
         """Break a ready replica on purpose.
