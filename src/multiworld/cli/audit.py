@@ -1,4 +1,4 @@
-"""``multiworld audit``: who did what to a service. Shell."""
+"""``multiworld audit``: shows administrative operations on a service. Shell."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ import time
 from pathlib import Path
 
 import click
-from rich.box import SIMPLE
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from multiworld.cli.options import JSON, of_service, service_of
+from multiworld.cli.options import JSON, new_table, of_service, print_table, service_of
 from multiworld.serve.control.client import Service
 
 
@@ -22,27 +19,34 @@ def _when(at: float) -> str:
 
 
 def run(service: Service, last: int, *, as_json: bool) -> int:
-    """Show the last administrative acts."""
+    """Print the last administrative operations."""
     found = service.ask("GET", "/audit", params={"last": last})
     if as_json:
         click.echo(json.dumps(found, indent=2))
         return 0
-    table = Table(title="administrative acts", box=SIMPLE)
-    for title in ("when", "who", "act", "what", "outcome"):
+    table = new_table("administrative operations", "when")
+    for title in ("who", "operation", "arguments", "outcome"):
         table.add_column(title)
     for entry in found:
         what = ", ".join(f"{k}={v}" for k, v in entry["what"].items())
         texts = entry["who"], entry["act"], what, entry["outcome"]
         table.add_row(_when(entry["at"]), *map(escape, texts))
-    Console().print(table)
+    print_table(table)
     return 0
 
 
 @click.command()
-@click.option("-n", "--last", type=click.IntRange(1), default=20, show_default=True)
+@click.option(
+    "-n",
+    "--last",
+    type=click.IntRange(1),
+    default=20,
+    show_default=True,
+    help="Number of operations to show.",
+)
 @of_service
 @JSON
 def audit(last: int, app: str | None, state: Path | None, as_json: bool) -> None:
-    """Show the last administrative acts: who did what, and what came of it."""
+    """Show the last administrative operations and their outcomes."""
     service = service_of(app, state)
     sys.exit(run(service, last, as_json=as_json))

@@ -1,4 +1,4 @@
-"""``multiworld bench``: runs suites, shows and keeps what they found."""
+"""``multiworld bench``: runs benchmark suites, prints and saves the results. Shell."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from multiworld.testing.hosts import HostError
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """What the command line asks for; see there."""
+    """Options of the command line; see their help."""
 
     rounds: int
     out: Path | None
@@ -31,10 +31,10 @@ class BenchOptions:
     as_json: bool = False
 
     def options(self) -> Options:
-        """Install what takes part from elsewhere.
+        """Install the contenders that were asked for; return the options of the run.
 
         Raises:
-            ClickException: It cannot be installed.
+            ClickException: A contender cannot be installed.
         """
         folder = self.environments or default_folder()
         for name in self.apart:
@@ -51,7 +51,7 @@ class BenchOptions:
 
 
 def run(names: tuple[str, ...], wish: BenchOptions) -> int:
-    """Run suites, all of them if none is named; return 1 if one could not be run."""
+    """Run the named suites, or the usual ones; return 1 if one could not run."""
     out, as_json = wish.out, wish.as_json
     unknown = [name for name in names if name not in SUITES]
     if unknown:
@@ -104,26 +104,32 @@ def _draw(report: BenchReport, out: Path, console: Console) -> None:
 
 @click.command()
 @click.argument("names", nargs=-1, metavar="[SUITE]...")
-@click.option("--rounds", type=click.IntRange(1, 1000), default=5, show_default=True)
 @click.option(
-    "--quick", is_flag=True, help="Few sizes and messages: to see that it runs."
+    "--rounds",
+    type=click.IntRange(1, 1000),
+    default=5,
+    show_default=True,
+    help="Repetitions of each measurement.",
+)
+@click.option(
+    "--quick", is_flag=True, help="Few sizes and messages, to see that the suite runs."
 )
 @click.option(
     "--out",
     type=click.Path(file_okay=False, writable=True, path_type=Path),
-    help="Keep JSON and pictures in this folder.",
+    help="Folder to write JSON and pictures to.",
 )
 @click.option(
     "--with",
     "apart",
     type=click.Choice(["pymultiworld", "ucxx", "nixl", "ray"]),
     multiple=True,
-    help="Let it take part (ray in serving, others in p2p); may be repeated.",
+    help="Contender to include (ray in serving, the others in p2p); may be repeated.",
 )
 @click.option(
     "--environments",
     type=click.Path(file_okay=False, writable=True, path_type=Path),
-    help="Where those environments are kept.  [default: ~/.cache/multiworld/bench]",
+    help="Folder of their virtual environments.  [default: ~/.cache/multiworld/bench]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print all samples as JSON.")
 def bench(
@@ -135,7 +141,7 @@ def bench(
     environments: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure this machine's data path, beside what else one could use.
+    """Measure this machine's data path beside the alternatives.
 
     \b
     p2p          streams and round trips, 64 B to 64 MB
@@ -143,14 +149,15 @@ def bench(
     collectives  2, 4 and 8 ranks, 4 KB to 16 MB
     many         1 to 1,000 worlds in a process
     joining      a busy world while others join and break
-    watching     fault management on and off
+    watching     cost of failure detection: on and off
     hosts        TCP between two network namespaces (as root)
     serving      requests a second and latency, empty stages and MiniLM
     nccl         worlds on GPUs beside torch.distributed (where there is one)
 
-    All contenders run in turns in the same minutes: compare within a table. pyzmq takes
-    part if it is installed. Those of --with are installed at the first need: that takes
-    a package index and up to six gigabytes (pymultiworld needs an old torch).
+    All contenders of a table run alternately within the same minutes, so compare
+    figures within one table only. pyzmq takes part if it is installed. Contenders of
+    --with are installed at first use, which needs a package index and up to 6 GB of
+    disk (pymultiworld needs an old torch).
     """
     from multiworld.cli.bench import BenchOptions, run
 

@@ -1,4 +1,4 @@
-"""``multiworld chaos``: breaks a replica on purpose. Shell."""
+"""``multiworld chaos``: injects a fault into a replica. Shell."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from multiworld.cli.options import JSON, ask, of_service
     type=click.FloatRange(0.1, 3600),
     default=5.0,
     show_default=True,
-    help="How long it is cut off.",
+    help="Duration of a cut.",
 )
 @of_service
 @JSON
 def chaos(**options: Any) -> None:
-    """Break a replica of a STAGE of MODEL on purpose.
+    """Inject a fault into a replica of STAGE (its name or number) of MODEL.
 
-    kill: SIGKILL. stop: SIGSTOP. cut: nothing it sends or is sent arrives for a while.
+    kill: send SIGKILL. stop: send SIGSTOP. cut: drop everything that it sends or is
+    sent, for --seconds.
     """
     ask("/chaos", "{action}: {name} (process {pid})", **options)

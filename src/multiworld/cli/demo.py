@@ -1,4 +1,4 @@
-"""``multiworld demo``: shows what survives which fault. Shell."""
+"""``multiworld demo``: injects faults under load and counts lost requests. Shell."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BACKENDS = ("direct", "gloo")
 
 
 def _story(*, rate: float, help: str, picture: str) -> Callable[[F], F]:
-    """Add the options of a demo in which things happen under load."""
+    """Add the options of a demo with events under load."""
     options = (
         click.option(
             "--rate",
@@ -29,14 +29,14 @@ def _story(*, rate: float, help: str, picture: str) -> Callable[[F], F]:
             type=click.FloatRange(0.5, 600),
             default=3.0,
             show_default=True,
-            help="Seconds of traffic between the events.",
+            help="Seconds of traffic between events.",
         ),
         click.option(
             "--picture",
             type=click.Path(dir_okay=False, writable=True, path_type=Path),
             default=Path(picture),
             show_default=True,
-            help="Where to draw the timeline.",
+            help="File to draw the timeline into.",
         ),
         click.option(
             "--json", "as_json", is_flag=True, help="Print the outcome as JSON."
@@ -57,9 +57,9 @@ def _story(*, rate: float, help: str, picture: str) -> Callable[[F], F]:
 def demo(
     context: click.Context, rate: float, pause_s: float, picture: Path, as_json: bool
 ) -> None:
-    """Serve a sentence encoder in three stages, and break it while it answers.
+    """Serve a sentence encoder in three stages, and inject faults under load.
 
-    Each stage has a replica killed, one is stopped, the bottleneck is scaled to 3 and
+    A replica of each stage is killed, one is stopped, the bottleneck is scaled to 3 and
     back, and the model is replaced by a new version. Exits with 1 if a request was lost
     or answered wrongly.
     """
@@ -69,7 +69,13 @@ def demo(
 
 
 @demo.command()
-@click.option("--backend", type=click.Choice(BACKENDS), default="direct")
+@click.option(
+    "--backend",
+    type=click.Choice(BACKENDS),
+    default="direct",
+    show_default=True,
+    help="Backend of the worlds.",
+)
 @click.option(
     "--phase-s",
     type=click.FloatRange(0.5, 600),
@@ -79,9 +85,9 @@ def demo(
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON.")
 def worlds(backend: str, phase_s: float, as_json: bool) -> None:
-    """Run a real model on two workers, kill one, and watch the other go on.
+    """Run a real model on two workers, and kill one; the other keeps working.
 
-    Exits with 1 if an image was lost, or anything else that is promised did not hold.
+    Exits with 1 if an image was lost or another guarantee did not hold.
     """
     sys.exit(_demo("multiworld.demo.worlds.run")(backend, phase_s, as_json=as_json))
 
@@ -89,15 +95,15 @@ def worlds(backend: str, phase_s: float, as_json: bool) -> None:
 @demo.command()
 @_story(
     rate=4.0,
-    help="Texts a second; tenants ask in bursts for up to three times as many.",
+    help="Texts a second; bursts of the tenants reach three times this rate.",
     picture="multiworld-cluster.png",
 )
 def cluster(rate: float, pause_s: float, picture: Path, as_json: bool) -> None:
-    """Serve three tenants on a Ray cluster of four nodes, and take a node away.
+    """Serve three tenants on a Ray cluster of four nodes, and remove a node.
 
-    The cluster runs on this machine. Load in bursts has a model scaled, a tenant floods
-    the others, a model is added and removed, and the node comes back. Exits with 1 if a
-    request was lost or answered wrongly.
+    The cluster runs on this machine. Bursts of load scale a model, one tenant floods
+    the service, a model is added and removed, and the node is added again. Exits with 1
+    if a request was lost or answered wrongly.
     """
     run = _demo("multiworld.demo.cluster.run")
     sys.exit(run(rate, pause_s, picture.resolve(), as_json=as_json))

@@ -1,4 +1,4 @@
-"""``multiworld doctor``: what is here, whether it works, and what to do if not."""
+"""``multiworld doctor``: checks the installation, and proposes remedies. Shell."""
 
 from __future__ import annotations
 

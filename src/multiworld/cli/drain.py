@@ -1,4 +1,4 @@
-"""``multiworld drain``: replaces one process politely. Shell."""
+"""``multiworld drain``: replaces one process without losing a request. Shell."""
 
 from __future__ import annotations
 
@@ -14,5 +14,13 @@ from multiworld.cli.options import JSON, ask, of_service
 @of_service
 @JSON
 def drain(**options: Any) -> None:
-    """Take the process NAME (see status) out politely; it is replaced."""
-    ask("/drain", "{name} ends its work and leaves", **options)
+    """Replace the process NAME (see status) without losing a request.
+
+    Its replacement is started first; when that is ready, the process finishes its work
+    and exits.
+    """
+    ask(
+        "/drain",
+        "{name}: starting its replacement; then it finishes its work and exits",
+        **options,
+    )

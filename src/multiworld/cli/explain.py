@@ -1,4 +1,4 @@
-"""``multiworld explain``: who waits for whom, and why. Shell."""
+"""``multiworld explain``: shows which process waits for which, and why. Shell."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from multiworld.serve.control.client import Service
 
 
 def run(service: Service, last: int, *, snapshots: bool, as_json: bool) -> int:
-    """Print what everybody does, and the last decisions with their reasons."""
+    """Print the activity of each process, and the last decisions with their reasons."""
     found = service.ask("GET", "/status", params={"reports": True})
     decided = service.ask(
         "GET", "/decisions", params={"last": last, "snapshots": snapshots}
@@ -62,11 +62,9 @@ def _show_assessments(assessments: list[dict[str, Any]]) -> None:
 
 def _show_decisions(decisions: list[dict[str, Any]]) -> None:
     if not decisions:
-        click.echo("\nno policy has decided anything yet about scaling and placement")
+        click.echo("\nno decisions about scaling or placement yet")
         return
-    click.echo(
-        "\nthe last decisions (with --json --snapshots: all they were made from):"
-    )
+    click.echo("\nthe last decisions (--json --snapshots prints their inputs, too):")
     for decision in decisions:
         when = time.strftime("%H:%M:%S", time.localtime(decision["at"]))
         about = f" {decision['about']}" if decision["about"] else ""
@@ -75,11 +73,11 @@ def _show_decisions(decisions: list[dict[str, Any]]) -> None:
 
 def _explained(process: Any, report: Any) -> str:
     if process["phase"] in ("launching", "joined"):
-        return f"{process['phase']} for {process['since_s']:.1f} s: loads its stage"
+        return f"{process['phase']} for {process['since_s']:.1f} s: loading its stage"
     if process["phase"] == "loaded":
-        return f"waits for a probe to come back, for {process['since_s']:.1f} s"
+        return f"has waited {process['since_s']:.1f} s for a probe to come back"
     if report is None:
-        return "does not answer: stopped, stuck in a long call, or cut off"
+        return "does not answer: it is stopped, busy in a long call, or cut off"
     if not process["model"]:
         at = [f"{count} at {name}" for name, count in report["load"].items() if count]
         waiting = sum(report["waiting"].values())
@@ -92,7 +90,7 @@ def _explained(process: Any, report: Any) -> str:
     parts = []
     if report["computing"]:
         parts.append(
-            f"has computed {_count(report['computing'], 'request')} for "
+            f"has been computing {_count(report['computing'], 'request')} for "
             f"{report['computing_s']:.3f} s"
         )
     if report["waiting_for_next"]:
@@ -100,7 +98,7 @@ def _explained(process: Any, report: Any) -> str:
         count = _count(report["waiting_for_next"], "output")
         parts.append(f"{count} waiting for room at {names}")
     if report["handed"]:
-        parts.append(f"{report['handed']} handed on and not begun")
+        parts.append(f"{report['handed']} handed on but not started")
     if report["queued"]:
         parts.append(f"{_count(report['queued'], 'request')} waiting to be computed")
     return "; ".join(parts) or "waits for work from upstream"
@@ -112,16 +110,24 @@ def _count(number: int, noun: str) -> str:
 
 @click.command()
 @click.option(
-    "-n", "--last", type=click.IntRange(0, 200), default=10, show_default=True
+    "-n",
+    "--last",
+    type=click.IntRange(0, 200),
+    default=10,
+    show_default=True,
+    help="Number of decisions to show.",
 )
 @click.option(
-    "--snapshots", is_flag=True, help="With --json: all that decisions were made from."
+    "--snapshots", is_flag=True, help="With --json: add the inputs of each decision."
 )
 @of_service
 @JSON
 def explain(
     last: int, snapshots: bool, app: str | None, state: Path | None, as_json: bool
 ) -> None:
-    """Say who waits for whom, and why it was scaled and placed as it is."""
+    """Show which process waits for which, and the last decisions with reasons.
+
+    The decisions are those about scaling and placement.
+    """
     service = service_of(app, state)
     sys.exit(run(service, last, snapshots=snapshots, as_json=as_json))

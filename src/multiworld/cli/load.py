@@ -1,4 +1,4 @@
-"""``multiworld load``: what a service answers, and how fast, at a steady rate."""
+"""``multiworld load``: sends requests at a steady rate, prints a summary. Shell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``multiworld logs``: the end of the logs of processes. Shell."""
+"""``multiworld logs``: prints the end of the logs of processes. Shell."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from multiworld.serve.control.client import Service
 
 
 def run(service: Service, name: str | None, lines: int, *, as_json: bool) -> int:
-    """Print the end of the logs."""
+    """Print the last lines of the logs."""
     paths = sorted(service.folder.logs.glob("*.log"))
     if name is not None:
         stem = name.replace("/", "-")
@@ -35,7 +35,14 @@ def run(service: Service, name: str | None, lines: int, *, as_json: bool) -> int
 
 @click.command()
 @click.argument("name", required=False)
-@click.option("-n", "--lines", type=click.IntRange(1), default=20, show_default=True)
+@click.option(
+    "-n",
+    "--lines",
+    type=click.IntRange(1),
+    default=20,
+    show_default=True,
+    help="Lines of each log.",
+)
 @of_service
 @JSON
 def logs(
@@ -43,7 +50,7 @@ def logs(
 ) -> None:
     """Print the end of the logs of NAME, or of all processes.
 
-    NAME is that of a process, as in status, or what comes before a slash in it: of a
-    model, a version, a stage.
+    NAME is a process, as status shows it, or the part of that name before a slash: a
+    model (shop) or a stage (shop/1).
     """
     sys.exit(run(service_of(app, state), name, lines, as_json=as_json))

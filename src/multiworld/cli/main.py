@@ -1,7 +1,7 @@
-"""The ``multiworld`` command: finds the module of each command by its name. Shell.
+"""The ``multiworld`` command, which finds the module of a command by its name. Shell.
 
 The command ``multiworld NAME`` is the function ``NAME`` in ``cli/NAME.py``. It is
-imported when it is called, so that ``--help`` needs none of what commands need.
+imported when it is called, so ``--help`` needs no optional package.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ from multiworld import __version__
 from multiworld.errors import MultiWorldError
 
 COMMANDS = {
-    "demo": "Serve a model in three stages, and break it while it answers.",
+    "demo": "Serve a model in three stages, and inject faults under load.",
     "doctor": "Check this installation and this machine.",
     "serve": "Serve the models of a spec (a YAML file) until Ctrl-C.",
-    "plan": "Show what a spec would start, and where; start nothing.",
+    "plan": "Show which replicas a spec would start, and where; start nothing.",
     "schema": "Print the JSON Schema of a spec, for editors.",
     "partition": "Measure each part of a model, and propose where to cut it.",
-    "profile": "Measure what the stages of a model need.",
+    "profile": "Measure the time and memory that the stages of a model need.",
     "simulate": "Replay a trace of requests against autoscaling policies.",
-    "status": "Show what runs.",
-    "explain": "Show who waits for whom, and the last decisions and their reasons.",
-    "nodes": "Show the machines of a service, or this machine.",
-    "resources": "Show what every replica books and uses.",
-    "scale": "Run a stage in another number of replicas.",
-    "update": "Change a running service to another spec, without a pause.",
-    "drain": "Replace one process politely.",
+    "status": "Show the processes of a service and its last operations.",
+    "explain": "Show which process waits for which, and the last decisions.",
+    "nodes": "Show the machines of a service, or this machine if none runs.",
+    "resources": "Show the resources that every replica books and uses.",
+    "scale": "Set the number of replicas of a stage.",
+    "update": "Update a running service to another spec, without a pause.",
+    "drain": "Replace one process without losing a request.",
     "logs": "Print the end of the logs of processes.",
-    "load": "Send requests at a steady rate, and say what came back.",
-    "chaos": "Break a replica on purpose.",
-    "tenants": "Manage tenants, their keys and limits; show what they use.",
-    "audit": "Show the last administrative acts.",
-    "shutdown": "End a service; what was accepted is answered first.",
-    "store": "Run the store where members of worlds meet.",
-    "bench": "Measure this machine's data path, beside the alternatives.",
+    "load": "Send requests at a steady rate, and summarise the answers.",
+    "chaos": "Inject a fault into a replica.",
+    "tenants": "Manage tenants, their keys and limits; show their usage.",
+    "audit": "Show the last administrative operations and their outcomes.",
+    "shutdown": "End a service after it has answered the accepted requests.",
+    "store": "Run the store at which members of worlds meet.",
+    "bench": "Measure this machine's data path beside the alternatives.",
 }
 """One line of help for each command, in the order of ``--help``."""
 
 EXTRAS = {"demo": "demo", "bench": "serve"}
-"""The extra that a command needs; ``serve`` for the others."""
+"""Extra to install for a command; ``serve`` for the others."""
 
 
 class Commands(click.Group):
-    """The commands; errors of this package become messages."""
+    """The group of commands; prints errors of this package as messages."""
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command."""
@@ -63,10 +63,10 @@ class Commands(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a command; None if there is no such one."""
+        """Import a command; return None if there is none of that name."""
         if cmd_name not in COMMANDS:
             return None
-        # A factory is found where the command is given, as with `python -m`.
+        # Factories are importable from the current folder, as with `python -m`.
         if "" not in sys.path:
             sys.path.insert(0, "")
         try:
@@ -94,7 +94,7 @@ class Commands(click.Group):
 @click.version_option(__version__, prog_name="multiworld")
 def cli() -> None:
     """Elastic, fault-tolerant worlds (process groups) for PyTorch."""
-    # M8D_LOG_LEVEL is the name that programs for pymultiworld know.
+    # M8D_LOG_LEVEL is the variable of pymultiworld, which programs may set already.
     level = os.environ.get("M8D_LOG_LEVEL", "WARNING").upper()
     known = logging.getLevelNamesMapping()
     logging.basicConfig(
@@ -104,7 +104,7 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run the command; the entry point of the console script."""
+    """Run the command line; entry point of the console script."""
     cli()
 
 

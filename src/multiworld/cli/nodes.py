@@ -1,4 +1,4 @@
-"""``multiworld nodes``: the machines of a service. Shell."""
+"""``multiworld nodes``: shows the machines of a service. Shell."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
 
-from multiworld.cli.options import JSON, of_service, service_of
+from multiworld.cli.options import JSON, new_table, of_service, print_table, service_of
 from multiworld.serve.control.client import running
 from multiworld.serve.resources.amounts import MIB, mib
 from multiworld.serve.resources.inventory import this_node
@@ -21,19 +19,20 @@ def _show_nodes(found: list[dict[str, Any]], title: str, *, as_json: bool) -> No
     if as_json:
         click.echo(json.dumps(found, indent=2))
         return
-    table = Table(title=title)
-    for column in ("name", "address", "cpus", "memory", "GPUs", "replicas"):
+    table = new_table(title, "name")
+    for column in ("address", "cpus", "memory", "GPUs"):
         table.add_column(column)
+    table.add_column("replicas", no_wrap=True)
     for node in found:
         table.add_row(
             node["name"],
             node["address"],
             _of(node, "cpus", 1.0, "g"),
             _of(node, "memory_bytes", MIB, ",.0f") + " MiB",
-            ", ".join(_gpu(gpu, node) for gpu in node["gpus"]) or "none",
-            ", ".join(node.get("replicas", ())) or "",
+            "\n".join(_gpu(gpu, node) for gpu in node["gpus"]) or "none",
+            "\n".join(node.get("replicas", ())),
         )
-    Console().print(table)
+    print_table(table)
 
 
 def _of(node: dict[str, Any], name: str, unit: float, form: str) -> str:
@@ -52,7 +51,7 @@ def _gpu(gpu: dict[str, Any], node: dict[str, Any]) -> str:
 @of_service
 @JSON
 def nodes(app: str | None, state: Path | None, as_json: bool) -> None:
-    """Show the machines of the running service, or this machine if none runs."""
+    """Show the machines of a service, or this machine if none runs."""
     if app is None and state is None and not running():
         found, title = [asdict(this_node())], "this machine"
     else:

@@ -1,4 +1,4 @@
-"""Options that several commands take, and how they find a service. Shell."""
+"""Options, tables and requests that several commands share. Shell."""
 
 from __future__ import annotations
 
@@ -8,32 +8,39 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
 
 from multiworld.serve.control.client import Service
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+WORD_WIDTH = 14
+"""Widest word that a table does not fold, in columns other than those of names."""
 
 SPEC = click.argument("spec", type=click.Path(dir_okay=False, path_type=Path))
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 STATE = click.option(
     "--state",
     type=click.Path(file_okay=False, path_type=Path),
-    help="The service's folder; by default ~/.local/state/multiworld/APP, or below "
-    "MULTIWORLD_STATE.",
+    help="Folder of the service; by default ~/.local/state/multiworld/APP, or "
+    "MULTIWORLD_STATE/APP.",
 )
 
 
 def of_service(command: F) -> F:
     """Add the options that find a running service."""
-    app = click.option("--app", help="Name of the service; not needed if one runs.")
+    app = click.option("--app", help="Name of the service; needed only if several run.")
     return STATE(app(command))
 
 
 def service_of(app: str | None, state: Path | None) -> Service:
-    """Return the running service that the options mean.
+    """Return the running service that the options name.
 
     Raises:
-        ServeError: There is none, or several and no name was given.
+        ServeError: No such service runs, or several run and no name was given.
     """
     return Service(app, state)
 
@@ -41,6 +48,47 @@ def service_of(app: str | None, state: Path | None) -> Service:
 def show(data: Any, *, as_json: bool, text: str) -> None:
     """Print an outcome, as JSON or as text."""
     click.echo(json.dumps(data, indent=2) if as_json else text)
+
+
+def new_table(title: str, *names: str) -> Table:
+    """Return an empty table whose first columns hold names.
+
+    Args:
+        title: Title above the table.
+        names: Headings of the columns of names, which are never cut or folded.
+    """
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False)
+    table.padding = (0, 1, 0, 0)
+    for name in names:
+        table.add_column(name, no_wrap=True)
+    return table
+
+
+def print_table(table: Table) -> None:
+    """Print a table as wide as the terminal, or wider rather than cut a value."""
+    console = Console()
+    widths, least = [], []
+    for column in table.columns:
+        column.overflow = "fold"
+        cells = [
+            console.render_str(str(c)).plain for c in (column.header, *column.cells)
+        ]
+        widths.append(max(map(cell_len, "\n".join(cells).split("\n"))))
+        longest_word = max(map(cell_len, " ".join(cells).split()), default=0)
+        if column.no_wrap:
+            least.append(widths[-1])
+        else:
+            least.append(min(longest_word, WORD_WIDTH))
+    total = sum(widths) + 2 * len(widths)  # a space and a divider for each
+    while total > console.width:
+        slack = [(w, n) for n, w in enumerate(widths) if w > least[n]]
+        if not slack:
+            break
+        widths[max(slack)[1]] -= 1
+        total -= 1
+    for column, width in zip(table.columns, widths, strict=True):
+        column.width = width
+    Console(width=max(console.width, total)).print(table)
 
 
 def ask(
@@ -52,18 +100,18 @@ def ask(
     as_json: bool,
     **what: Any,
 ) -> None:
-    """Ask the controller, and print the outcome.
+    """Send a request to the controller, and print the outcome.
 
     Args:
-        path: Of its admin interface.
-        text: What is printed, with fields of the question and the answer.
+        path: Path of a route of the admin interface.
+        text: Text to print; its fields are those of the request and the answer.
         app: Name of the service.
-        state: Its folder.
-        as_json: Whether JSON is printed.
-        what: The body of the question.
+        state: Folder of the service.
+        as_json: Print the answer as JSON instead.
+        what: Body of the request.
 
     Raises:
-        ServeError: The controller is not there, or refuses.
+        ServeError: No controller answers, or it refuses.
     """
     answer = service_of(app, state).ask("POST", path, json=what)
     show(answer, as_json=as_json, text=text.format(**{**what, **answer}))

@@ -1,4 +1,4 @@
-"""``multiworld partition``: what each part of a model costs, and where to cut it."""
+"""``multiworld partition``: measures the parts of a model, proposes a cut. Shell."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from multiworld.cli.options import JSON, SPEC
+from multiworld.cli.options import JSON, SPEC, new_table, print_table
 from multiworld.serve.models.factory import build_model
 from multiworld.serve.models.partition import PartProfile, cut, profile
 from multiworld.serve.spec.loader import load_spec
@@ -21,7 +21,7 @@ from multiworld.serve.spec.schema import AppSpec, ModelSpec
 
 
 def run(path: Path, name: str | None, rows: int, repeats: int, *, as_json: bool) -> int:
-    """Measure a model of a spec, and print what came of it."""
+    """Measure a model of a spec, and print the result."""
     chosen, spec = chosen_model(load_spec(path), name, path)
     torch.set_num_threads(spec.stages[0].threads)
     found = _measured(spec, rows, repeats)
@@ -35,8 +35,13 @@ def run(path: Path, name: str | None, rows: int, repeats: int, *, as_json: bool)
 def chosen_model(app: AppSpec, name: str | None, path: Path) -> tuple[str, ModelSpec]:
     """Return the model of that name, or the first.
 
+    Args:
+        app: The spec.
+        name: Name of the model; None for the first.
+        path: File of the spec, for the error.
+
     Raises:
-        ClickException: There is none of that name.
+        ClickException: The spec has no model of that name.
     """
     chosen = name or next(iter(app.models))
     if chosen not in app.models:
@@ -69,8 +74,7 @@ def _measured(spec: ModelSpec, rows: int, repeats: int) -> dict[str, Any]:
 
 
 def _table(title: str, parts: list[dict[str, Any]], more: list[str]) -> Table:
-    table = Table(title=title)
-    table.add_column("part")
+    table = new_table(title, "part")
     for column in ("milliseconds", "weights", "to the next"):
         table.add_column(column, justify="right")
     table.add_column("")
@@ -90,7 +94,7 @@ def _show(name: str, rows: int, found: dict[str, Any]) -> None:
     console = Console()
     notes = [f"{count} replica(s)" for count in found["replicas"]]
     notes[found["bottleneck"]] += ", the bottleneck"
-    console.print(_table(f"{name} as it is cut, {rows} row(s)", found["stages"], notes))
+    print_table(_table(f"{name}: its stages, {rows} row(s)", found["stages"], notes))
     console.print(
         f"at most {found['rows_per_s']:.0f} rows a second, if every replica has a core "
         "of its own"
@@ -99,9 +103,9 @@ def _show(name: str, rows: int, found: dict[str, Any]) -> None:
         return
     begins = {0, *found["cut"]}
     marks = [
-        "begins a stage" if n in begins else "" for n in range(len(found["parts"]))
+        "first of a stage" if n in begins else "" for n in range(len(found["parts"]))
     ]
-    console.print(_table("its parts", found["parts"], marks))
+    print_table(_table(f"{name}: its parts", found["parts"], marks))
     times = ", ".join(f"{seconds * 1000:.2f}" for seconds in found["cut_seconds"])
     console.print(
         f"proposed: cut: {found['cut']}: {times} ms, the bottleneck is "
@@ -111,14 +115,26 @@ def _show(name: str, rows: int, found: dict[str, Any]) -> None:
 
 @click.command()
 @SPEC
-@click.option("--model", help="Which of the spec's models; the first by default.")
-@click.option("--rows", type=click.IntRange(1, 4096), default=1, show_default=True)
-@click.option("--repeats", type=click.IntRange(1, 1000), default=20, show_default=True)
+@click.option("--model", help="Model of the spec; by default the first.")
+@click.option(
+    "--rows",
+    type=click.IntRange(1, 4096),
+    default=1,
+    show_default=True,
+    help="Rows of a batch.",
+)
+@click.option(
+    "--repeats",
+    type=click.IntRange(1, 1000),
+    default=20,
+    show_default=True,
+    help="Measurements of each part.",
+)
 @JSON
 def partition(
     spec: Path, model: str | None, rows: int, repeats: int, as_json: bool
 ) -> None:
-    """Measure what each stage of a model costs, and propose where to cut it.
+    """Measure each part of a model, and propose where to cut it.
 
     Loads the model in this process, one stage at a time.
     """

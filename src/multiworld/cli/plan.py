@@ -1,4 +1,4 @@
-"""``multiworld plan``: what a spec would start, and where."""
+"""``multiworld plan``: shows which replicas a spec would start, and where. Shell."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 from rich.table import Table
 
-from multiworld.cli.options import JSON, SPEC
+from multiworld.cli.options import JSON, SPEC, new_table, print_table
 from multiworld.serve.control.service import machine_of
 from multiworld.serve.fleet.desired_state import bounds_of
 from multiworld.serve.models.factory import build_model, stage_name
@@ -34,14 +34,19 @@ from multiworld.serve.spec.loader import load_spec
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 
 SHOWN = 6
-"""Gears that are shown; with --json all."""
+"""Most gears shown for a model; --json prints all."""
 
 SOLVER = "pip install 'multiworld-elastic[placement]'"
+"""Command that installs the solvers."""
+
+
+PROVEN_GAP = 1e-6
+"""Relative gap at which the solvers take a placement for optimal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """Where everything would go, and what to expect of it."""
+    """The planned placement, and the load that it would carry."""
 
     stages: list[StageOutlook]
     models: list[dict[str, Any]]
@@ -50,7 +55,7 @@ class Outlook:
 
 
 def run(path: Path, nodes: Path | None, limit_s: float, *, as_json: bool) -> int:
-    """Show what a spec would start; exit code 1 if not all of it has a place."""
+    """Print what a spec would start; return 1 if not all replicas fit."""
     app = load_spec(path)
     machines = [machine_of(app)] if nodes is None else read_nodes(nodes)
     rows = _rows(app)
@@ -68,7 +73,7 @@ def run(path: Path, nodes: Path | None, limit_s: float, *, as_json: bool) -> int
 
 
 def read_nodes(path: Path) -> list[Node]:
-    """Read what ``multiworld nodes --json`` has printed."""
+    """Return the machines in a file that ``multiworld nodes --json`` has printed."""
     try:
         return TypeAdapter(list[Node]).validate_python(_known(path.read_text()))
     except OSError as error:
@@ -81,7 +86,7 @@ def read_nodes(path: Path) -> list[Node]:
 
 
 def _known(text: str) -> list[dict[str, Any]]:
-    """Leave out what is free at this moment: a plan is for empty machines."""
+    """Return nodes without their free resources: a plan is for empty machines."""
     fields = ("name", "cpus", "memory_bytes", "gpus", "price", "bandwidth")
     return [{k: n[k] for k in fields if k in n} for n in json.loads(text)]
 
@@ -114,10 +119,10 @@ def _rows(app: AppSpec) -> list[dict[str, Any]]:
 
 
 def _placed(app: AppSpec, machines: Sequence[Node], limit_s: float) -> Outlook:
-    """Ask the solvers.
+    """Place all replicas with the solvers.
 
     Raises:
-        ModuleNotFoundError: They are not installed.
+        ModuleNotFoundError: The solvers are not installed.
     """
     from multiworld.serve.placement.solver import place
 
@@ -179,27 +184,35 @@ def _show(
     whole: dict[str, Any],
     found: Outlook | None,
 ) -> None:
+    print_table(_table(app, rows))
     console = Console()
-    console.print(_table(app, rows))
     console.print(
         f"{whole['gateways']} gateway(s) at {whole['listens']}, a store, a fork server "
-        f"and the controller: {whole['processes']} processes"
+        f"and the controller: {whole['processes']} processes in all"
     )
     for name, gears in whole["gears"].items():
         if gears:
             console.print(_scaled(name, gears), soft_wrap=True, markup=False)
     if found is None:
-        console.print(f"where it goes is not planned: that needs {SOLVER}")
+        console.print(f"no placement planned: the solvers are missing; {SOLVER}")
         return
     for model in found.models:
         console.print(_expected(app, model), soft_wrap=True)
-    gap = "unknown" if found.gap is None else f"{found.gap:.2%}"
-    console.print(f"placed by {found.solver}; the best can be better by: {gap}")
+    console.print(f"placed by {found.solver}, {_quality(found.gap)}")
+
+
+def _quality(gap: float | None) -> str:
+    """Return in words how far a placement may be from the best one."""
+    if gap is None:
+        return "distance from the best placement unknown"
+    if gap <= PROVEN_GAP:
+        return "proven optimal"
+    return f"at most {max(gap, 0.0001):.2%} from the best placement"
 
 
 def _table(app: AppSpec, rows: list[dict[str, Any]]) -> Table:
-    table = Table(title=f"{app.app}: what would be started")
-    for title in ("model", "stage", "replicas", "batch", "device", "books", "where"):
+    table = new_table(f"{app.app}: planned replicas", "model", "stage")
+    for title in ("replicas", "batch", "device", "booked", "where"):
         table.add_column(title)
     for row in rows:
         spread = f"{row['replicas']}"
@@ -219,14 +232,14 @@ def _table(app: AppSpec, rows: list[dict[str, Any]]) -> Table:
             spread,
             batch,
             row["device"],
-            ", ".join(books) or "nothing",
-            ", ".join(where) or "[red]no place[/]",
+            ", ".join(books) or "-",
+            "\n".join(where) or "[red]no place[/]",
         )
     return table
 
 
 def _gears(name: str, spec: ModelSpec) -> list[dict[str, Any]]:
-    """Return the gears of a model that is scaled, where its times are declared."""
+    """Return the gears of an autoscaled model whose item_ms are all declared."""
     if not is_scaled(spec) or not all(stage.item_ms for stage in spec.stages):
         return []
     model = pipeline_of(name, spec, decide, {}, 0.0)
@@ -235,24 +248,32 @@ def _gears(name: str, spec: ModelSpec) -> list[dict[str, Any]]:
 
 
 def _scaled(name: str, gears: list[dict[str, Any]]) -> str:
-    """Say which replicas of each stage carry how much."""
-    shown = [f"{list(g['replicas'])} carries {g['rate']:.3g}/s" for g in gears[:SHOWN]]
+    """Return a line about the load that each gear carries."""
+    shown = [f"{_rate(g['rate'])} with {list(g['replicas'])}" for g in gears[:SHOWN]]
     more = f"; {len(gears) - SHOWN} more" if len(gears) > SHOWN else ""
-    return f"{name} is scaled by load: {'; '.join(shown)}{more}"
+    return (
+        f"{name} is scaled by load, requests/s with replicas: {'; '.join(shown)}{more}"
+    )
+
+
+def _rate(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def _expected(app: AppSpec, model: dict[str, Any]) -> str:
     name, spec = model["model"], app.models[model["model"]]
     said = f"{name}: "
     if model["demand"]:
-        said += f"serves {model['served']:.4g} of {model['demand']:.4g} rows/s; "
+        said += f"serves {_rate(model['served'])} of {_rate(model['demand'])} rows/s; "
     if model["bottleneck"] is None:
-        said += "no item_ms: is known, so no bottleneck (see multiworld profile)"
+        said += (
+            "bottleneck unknown; give item_ms: or profile: (see `multiworld profile`)"
+        )
     else:
         stage = spec.stages[model["bottleneck"]].name or model["bottleneck"]
-        said += f"bottleneck: stage {stage}, at most {model['at_most']:.4g} rows/s"
+        said += f"bottleneck: stage {stage}, at most {_rate(model['at_most'])} rows/s"
     if model["short"]:
-        said += f"\n  [red]not all of it has a place[/]: {model['short']}"
+        said += f"\n  [red]not all replicas fit[/]: {model['short']}"
     return said
 
 
@@ -261,20 +282,21 @@ def _expected(app: AppSpec, model: dict[str, Any]) -> str:
 @click.option(
     "--nodes",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Plan for the machines in this file, as `multiworld nodes --json` prints "
-    "them; by default for this machine.",
+    help="Plan for the machines in this file, which `multiworld nodes --json` "
+    "wrote; by default for this machine.",
 )
 @click.option(
     "--limit",
     type=click.FloatRange(0, 3600),
     default=5.0,
     show_default=True,
-    help="Seconds that the solvers may take.",
+    help="Most seconds for the solvers.",
 )
 @JSON
 def plan(spec: Path, nodes: Path | None, limit: float, as_json: bool) -> None:
-    """Show what SPEC would start, where, and what to expect of it; start nothing.
+    """Show which replicas SPEC would start, and where; start nothing.
 
-    Exits with 1 if not all of it has a place.
+    Also shows the load that they would carry. Exits with 1 if not all replicas fit on
+    the machines.
     """
     sys.exit(run(spec, nodes, limit, as_json=as_json))

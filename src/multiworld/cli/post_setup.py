@@ -1,4 +1,7 @@
-"""``m8d-post-setup``: pymultiworld patched the installed PyTorch with it. We do not."""
+"""``m8d-post-setup``, which needs to do nothing here. Shell.
+
+pymultiworld patched the installed PyTorch with its command of this name.
+"""
 
 from __future__ import annotations
 
@@ -19,5 +22,5 @@ def command(patch_file: str | None) -> None:
 
 
 def main() -> None:
-    """Entry point of the console script; exits with 0."""
+    """Run the command; entry point of the console script; exits with 0."""
     command()

@@ -1,4 +1,4 @@
-"""``multiworld profile``: what the stages of a model need, measured."""
+"""``multiworld profile``: measures time and memory of the stages of a model. Shell."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from multiworld.cli.options import JSON, SPEC
+from multiworld.cli.options import JSON, SPEC, new_table, print_table
 from multiworld.cli.partition import chosen_model
 from multiworld.serve.models.factory import build_model
 from multiworld.serve.models.profiler import profile_model
@@ -27,7 +27,16 @@ def run(
     *,
     as_json: bool,
 ) -> int:
-    """Measure a model of a spec, print what came of it, and keep it."""
+    """Measure a model of a spec, print the result, and write it to ``out``.
+
+    Args:
+        path: File of the spec.
+        name: Name of the model; None for the first.
+        batches: Rows of the batches.
+        repeats: Measurements of each batch.
+        out: File to write; None for none.
+        as_json: Print JSON.
+    """
     name, spec = chosen_model(load_spec(path), name, path)
     model = build_model(spec)
     found = profile_model(name, spec, model, batches, repeats, spec.stages[0].device)
@@ -41,24 +50,24 @@ def run(
     if as_json:
         click.echo(found.model_dump_json(indent=2))
         return 0
+    print_table(_table(found))
     console = Console()
-    console.print(_table(found))
     console.print(
-        "ms (n): of a batch of n rows. peak: beside the "
-        f"{mib(found.base_bytes)} of a process without any stage. memory_mb: what to "
-        "book, a quarter more"
+        "ms (n): time of a batch of n rows. peak: beyond the "
+        f"{mib(found.base_bytes)} of a process without a stage. memory_mb: memory to "
+        "book, the sum of both and 25 % more"
     )
     if out is not None:
         console.print(
             f"written to {out}; with `profile: {out}` in the model, its stages book "
-            "that much memory and are planned by these times"
+            "this memory, and scaling and placement use these times"
         )
     return 0
 
 
 def _table(found: ModelProfile) -> Table:
-    table = Table(title=f"{found.model} {found.version} on {found.device}")
-    table.add_column("stage")
+    title = f"{found.model} {found.version} on {found.device}"
+    table = new_table(title, "stage")
     sizes = list(found.stages[0].seconds)
     for rows in sizes:
         table.add_column(f"ms ({rows})", justify="right")
@@ -78,7 +87,7 @@ def _table(found: ModelProfile) -> Table:
 
 @click.command()
 @SPEC
-@click.option("--model", help="Which of the spec's models; the first by default.")
+@click.option("--model", help="Model of the spec; by default the first.")
 @click.option(
     "--batch",
     "batches",
@@ -86,13 +95,19 @@ def _table(found: ModelProfile) -> Table:
     multiple=True,
     default=(1, 4, 16),
     show_default=True,
-    help="Rows of a batch; may be given several times.",
+    help="Rows of a batch; may be repeated.",
 )
-@click.option("--repeats", type=click.IntRange(1, 1000), default=10, show_default=True)
+@click.option(
+    "--repeats",
+    type=click.IntRange(1, 1000),
+    default=10,
+    show_default=True,
+    help="Measurements of each batch.",
+)
 @click.option(
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Where to keep it, for `profile:` in the spec.",
+    help="File to write, for `profile:` in the spec.",
 )
 @JSON
 def profile(
@@ -103,7 +118,7 @@ def profile(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure what the stages of a model need: time, memory, bytes per hop.
+    """Measure the time and memory that the stages of a model need.
 
     Loads the model in this process, one stage at a time.
     """

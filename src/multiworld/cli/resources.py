@@ -1,4 +1,4 @@
-"""``multiworld resources``: what every replica books and uses. Shell."""
+"""``multiworld resources``: shows what every replica books and uses. Shell."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.table import Table
 
-from multiworld.cli.options import JSON, of_service, service_of
+from multiworld.cli.options import JSON, new_table, of_service, print_table, service_of
 from multiworld.serve.control.client import Service
 from multiworld.serve.resources.amounts import mib
 
 
 def run(service: Service, *, as_json: bool) -> int:
-    """Show what every replica has booked, and what it uses now."""
+    """Print the resources that every replica has booked and uses."""
     status = service.ask("GET", "/status", params={"reports": True})
     rows = [_row(p, status) for p in status["processes"] if p["model"]]
     if as_json:
         out = {"replicas": rows, "unplaced": status["unplaced"]}
         click.echo(json.dumps(out, indent=2))
         return 0
-    table = Table(title=f"{status['app']}: what its replicas use")
-    for column in ("replica", "node", "phase"):
-        table.add_column(column)
+    table = new_table(f"{status['app']}: resources of its replicas", "replica")
+    table.add_column("node")
+    table.add_column("phase")
     for column in ("memory", "booked", "GPU memory", "cpu", "computing"):
         table.add_column(column, justify="right")
     for row in rows:
@@ -40,8 +39,8 @@ def run(service: Service, *, as_json: bool) -> int:
             _seconds(row["cpu_s"]),
             _seconds(row["computed_s"]),
         )
+    print_table(table)
     console = Console()
-    console.print(table)
     for title, why in status["unplaced"].items():
         console.print(f"[red]{title} has no place[/]: {why}", soft_wrap=True)
     return 0
@@ -74,5 +73,5 @@ def _seconds(seconds: float | None) -> str:
 @of_service
 @JSON
 def resources(app: str | None, state: Path | None, as_json: bool) -> None:
-    """Show what every replica has booked, and what it uses at this moment."""
+    """Show the resources that every replica books and uses."""
     sys.exit(run(service_of(app, state), as_json=as_json))

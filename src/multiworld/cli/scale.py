@@ -1,4 +1,4 @@
-"""``multiworld scale``: runs a stage in another number of replicas. Shell."""
+"""``multiworld scale``: sets the number of replicas of a stage. Shell."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from multiworld.serve.control.operations import ConfirmationNeededError
 @click.argument("model")
 @click.argument("stage")
 @click.argument("replicas", type=click.IntRange(0, 4096))
-@click.option("--yes", is_flag=True, help="Do not ask before an unusual scale.")
+@click.option(
+    "--yes",
+    is_flag=True,
+    help="Do not ask before starting many more replicas than cores.",
+)
 @of_service
 @JSON
 def scale(
@@ -30,7 +34,7 @@ def scale(
     state: Path | None,
     as_json: bool,
 ) -> None:
-    """Run a STAGE (its name or number) of MODEL in another number of REPLICAS.
+    """Set the number of REPLICAS of STAGE (its name or number) of MODEL.
 
     Asks before it starts many more replicas than the machines have cores.
     """
@@ -41,7 +45,7 @@ def scale(
     except ServeError as error:
         if error.status != ConfirmationNeededError.status or not sys.stdin.isatty():
             raise
-        click.confirm(f"{error}. Scale all the same?", abort=True)
+        click.confirm(f"{error}. Scale anyway?", abort=True)
         answer = _ask(service, {**what, "is_confirmed": True})
     text = f"{model}/{stage}: from {answer['before']} to {answer['replicas']} replicas"
     show(answer, as_json=as_json, text=text)

@@ -1,4 +1,4 @@
-"""``multiworld serve``: from a spec to a running service. Shell."""
+"""``multiworld serve``: runs the service of a spec in the foreground. Shell."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from multiworld.serve.spec.loader import load_spec
 
 
 def run(path: Path, state: Path | None, *, as_json: bool, is_verbose: bool) -> int:
-    """Run a service in the foreground."""
+    """Run a service in the foreground; return the exit code."""
     console = Console(stderr=as_json)
     if is_verbose:
         logging.getLogger("multiworld.serve").setLevel(logging.INFO)
@@ -42,7 +42,9 @@ def run(path: Path, state: Path | None, *, as_json: bool, is_verbose: bool) -> i
             f"logs {folder.logs}",
             soft_wrap=True,
         )
-        console.print("  Ctrl-C ends it; `multiworld status` shows it")
+        console.print(
+            "  Ctrl-C ends the service; `multiworld status` shows its processes"
+        )
 
     if not as_json:
         console.print(f"starting {app.app} …")
@@ -52,12 +54,17 @@ def run(path: Path, state: Path | None, *, as_json: bool, is_verbose: bool) -> i
 @click.command()
 @SPEC
 @STATE
-@click.option("-v", "--verbose", is_flag=True, help="Say what happens.")
+@click.option(
+    "-v",
+    "--verbose",
+    is_flag=True,
+    help="Print what happens to the processes of the service.",
+)
 @JSON
 def serve(spec: Path, state: Path | None, verbose: bool, as_json: bool) -> None:
     """Serve the models of SPEC (a YAML file) until Ctrl-C.
 
-    If the controller of a service was lost, this adopts its processes, which went on
-    answering meanwhile.
+    If the controller of a running service was lost, this adopts its processes, which
+    kept answering meanwhile.
     """
     sys.exit(run(spec, state, as_json=as_json, is_verbose=verbose))

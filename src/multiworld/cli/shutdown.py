@@ -1,4 +1,4 @@
-"""``multiworld shutdown``: ends a service, with or without its controller. Shell."""
+"""``multiworld shutdown``: ends a service, even without its controller. Shell."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from multiworld.serve.fleet.record import StateFolder
 from multiworld.serve.launchers.base import began_at
 
 END_S = 60.0
+"""Seconds to wait for the end, beyond the spec's shutdown_s."""
 
 
 def run(service: Service, *, as_json: bool) -> int:
-    """End the service, with its controller or, if that is gone, without."""
+    """End the service, by its controller if that answers; return the exit code."""
     record = service.folder.load()
     if record is None:
-        raise click.ClickException(f"nothing runs in {service.folder.path}")
+        raise click.ClickException(f"no service runs in {service.folder.path}")
     try:
         service.ask("POST", "/shutdown")
     except ServeError:
@@ -34,17 +35,19 @@ def run(service: Service, *, as_json: bool) -> int:
         time.sleep(0.05)
     is_over = service.folder.load() is None
     while is_over and service.folder.is_controlled() and time.monotonic() < limit:
-        time.sleep(0.05)  # it has ended everything, and is about to end itself
+        time.sleep(0.05)  # the service has ended; its controller is about to exit
     show(
         {"app": record.app.app, "is_over": is_over},
         as_json=as_json,
-        text=f"{record.app.app} has ended" if is_over else "it is still ending",
+        text=f"{record.app.app} has ended"
+        if is_over
+        else f"{record.app.app} has not ended yet; see `multiworld status`",
     )
     return 0 if is_over else 1
 
 
 def _end_without_controller(folder: StateFolder, record: Any) -> None:
-    """Ask every process of the record to end, and kill what does not."""
+    """Send SIGTERM to every recorded process, and SIGKILL to those that stay."""
     everybody = [(p.pid, p.began) for p in record.processes]
     gateways = [(p.pid, p.began) for p in record.processes if not p.model]
     _end(gateways, signal.SIGTERM, record.app.gateway.shutdown_s)
@@ -68,6 +71,6 @@ def _end(processes: list[tuple[int, int]], number: int, limit_s: float) -> None:
 @of_service
 @JSON
 def shutdown(app: str | None, state: Path | None, as_json: bool) -> None:
-    """End a service: what was accepted is answered first."""
+    """End a service after it has answered the accepted requests."""
     service = service_of(app, state)
     sys.exit(run(service, as_json=as_json))

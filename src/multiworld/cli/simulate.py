@@ -1,4 +1,4 @@
-"""``multiworld simulate``: a trace of requests against scaling policies."""
+"""``multiworld simulate``: replays a trace against autoscaling policies. Shell."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.box import SIMPLE
-from rich.console import Console
 from rich.table import Table
 
-from multiworld.cli.options import JSON, SPEC
+from multiworld.cli.options import JSON, SPEC, new_table, print_table
 from multiworld.cli.plan import read_nodes
 from multiworld.serve.models.factory import import_factory
 from multiworld.serve.resources.amounts import needs_of
@@ -45,12 +43,15 @@ from multiworld.serve.spec.profiles import load_profile
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 
 OWN = "spec"
+"""Name of the policy that the spec itself chooses."""
+
 COMPARED = (OWN, "queued", "threshold", "fixed", "oracle")
+"""Policies that are compared by default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationOptions:
-    """What the command was asked for."""
+    """Options of the command line; see their help."""
 
     spec: Path
     traces: Sequence[str]
@@ -68,10 +69,12 @@ class SimulationOptions:
 
 
 def run(wish: SimulationOptions) -> int:
-    """Simulate, and print what came of it."""
+    """Simulate, and print the results; return the exit code."""
     limits = wish.stretch, wish.begin_s, wish.start_s, wish.seconds or 0.0
     if not all(map(math.isfinite, limits)):
-        raise click.UsageError("--stretch, --from, --seconds and --start-s are numbers")
+        raise click.UsageError(
+            "--stretch, --from, --seconds and --start-s must be finite numbers"
+        )
     app = load_spec(wish.spec)
     arrivals = _arrivals(wish, app)
     outcomes: dict[str, list[SimulationResult]] = {}
@@ -85,7 +88,7 @@ def run(wish: SimulationOptions) -> int:
         whole = _finite(_whole(verdicts, outcomes))
         click.echo(json.dumps(whole, indent=2, default=str))
     else:
-        Console().print(_table(verdicts, app))
+        print_table(_table(verdicts, app))
     if wish.plot is not None:
         _draw(wish, wish.plot, outcomes)
     return 0
@@ -104,7 +107,7 @@ def _simulated(
         return engine.simulate(models, asked, chance, _room(wish, app))
     except Exception as error:
         if ":" not in policy_name and policy_name != OWN:
-            raise  # one of ours
+            raise  # a policy of this package: a bug
         raise click.ClickException(
             f"policy {policy_name} failed: {type(error).__name__}: {error}"
         ) from error
@@ -123,11 +126,11 @@ def _draw(
         ) from error
     except (OSError, ValueError) as error:
         raise click.ClickException(f"--plot {path}: {error}") from error
-    click.echo(f"the picture: {path}", err=wish.as_json)
+    click.echo(f"drew {path}", err=wish.as_json)
 
 
 def _finite(data: Any) -> Any:
-    """Return plain data without NaN, which JSON does not know."""
+    """Return plain data with None for NaN and infinity, which JSON does not have."""
     if isinstance(data, dict):
         return {key: _finite(value) for key, value in data.items()}
     if isinstance(data, list | tuple):
@@ -135,11 +138,11 @@ def _finite(data: Any) -> Any:
     return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
-# What is asked.
+# Input.
 
 
 def _arrivals(wish: SimulationOptions, app: AppSpec) -> dict[str, list[Arrival]]:
-    """Return the arrivals of every model, in order of time."""
+    """Return the arrivals of every model, ordered by time."""
     found: dict[str, list[Arrival]] = {name: [] for name in app.models}
     for text in wish.traces:
         model, path = _assigned(text, app)
@@ -151,13 +154,15 @@ def _arrivals(wish: SimulationOptions, app: AppSpec) -> dict[str, list[Arrival]]
         model, described = _assigned(text, app)
         _add(found, model, traces.generated(described, wish.seed))
     if not any(found.values()):
-        raise click.UsageError("give a --trace, or --generate one")
+        raise click.UsageError("give --trace or --generate")
     end_s = float("inf") if wish.seconds is None else wish.begin_s + wish.seconds
     for name, all_ in found.items():
         cut = traces.between(sorted(all_), wish.begin_s, end_s)
         found[name] = traces.stretched(cut, wish.stretch)
     if not any(found.values()):
-        raise click.UsageError("no request of the trace is in the chosen part of it")
+        raise click.UsageError(
+            "the trace has no request in the chosen part; see --from and --seconds"
+        )
     return found
 
 
@@ -170,7 +175,7 @@ def _add(
 
 
 def _assigned(text: str, app: AppSpec) -> tuple[str, str]:
-    """Split ``MODEL=what``; without a model, the first is meant."""
+    """Split ``MODEL=TEXT``; without a model, return the first model of the spec."""
     name, equals, rest = text.partition("=")
     if equals and name in app.models:
         return name, rest
@@ -216,7 +221,7 @@ def _policy(spec: ModelSpec, chosen: str) -> Policy:
 def _fleet(
     model: PipelineModel, counts: str, arrivals: Sequence[Arrival]
 ) -> tuple[int, ...]:
-    """Return a fixed fleet: as given, or what the mean load takes."""
+    """Return a fixed fleet: as given, or the smallest that carries the mean load."""
     if counts:
         try:
             given = tuple(int(count) for count in counts.split(","))
@@ -246,7 +251,7 @@ def _room(wish: SimulationOptions, app: AppSpec) -> Room:
     return Machines(Bookings(read_nodes(wish.nodes)), needs)
 
 
-# What came of it.
+# Output.
 
 
 def _title(wish: SimulationOptions) -> str:
@@ -267,17 +272,11 @@ def _whole(
 
 
 def _table(verdicts: Sequence[Score], app: AppSpec) -> Table:
-    table = Table(
-        title="what each policy made of it",
-        caption="attained: answered within the objective · lost: refused, or too late",
-        box=SIMPLE,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
     several = len(app.models) > 1
-    if several:
-        table.add_column("model")
-    table.add_column("policy")
+    names = ("model", "policy") if several else ("policy",)
+    table = new_table("results by policy", *names)
+    table.caption = "attained: within the objective · lost: refused, or too late"
+    table.caption_justify = "left"
     for title in (
         "attained",
         "good/s",
@@ -312,69 +311,77 @@ def _table(verdicts: Sequence[Score], app: AppSpec) -> Table:
     "traces",
     multiple=True,
     metavar="[MODEL=]FILE",
-    help="A CSV file of requests: Azure's LLM traces, BurstGPT, or seconds in the "
-    "first column. May be repeated, for several models; by default for the first.",
+    help="CSV file of requests: Azure's LLM traces, BurstGPT, or seconds in the first "
+    "column. Without MODEL, for the first model. May be repeated.",
 )
 @click.option(
     "--generate",
     "generated",
     multiple=True,
     metavar="[MODEL=]WHAT",
-    help="poisson:rate=5,seconds=600 or gamma:rate=5,seconds=600,cv=4; several one "
-    "after the other with + between.",
+    help="Generated requests: poisson:rate=5,seconds=600 or "
+    "gamma:rate=5,seconds=600,cv=4; join phases with +.",
 )
 @click.option(
     "--policy",
     "policies",
     multiple=True,
     help="spec (the spec's own), queued (Ray Serve's rule), threshold, fixed, "
-    "fixed:N,N,…, oracle, or package.module:function. May be repeated; by default all "
-    "the named ones.",
+    "fixed:N,N,…, oracle, or package.module:function. May be repeated; by default "
+    "every policy that has a name.",
 )
 @click.option(
-    "--by-tokens", is_flag=True, help="A request takes as long as its tokens say."
+    "--by-tokens",
+    is_flag=True,
+    help="Compute each request for a time in proportion to its tokens.",
 )
 @click.option(
     "--stretch",
     type=click.FloatRange(1e-6, 1e6),
     default=1.0,
     show_default=True,
-    help="Replay the trace in so many times its time.",
+    help="Factor on the duration of the trace; 2 halves the rate.",
 )
 @click.option(
     "--from",
     "begin_s",
     type=click.FloatRange(0),
     default=0.0,
-    help="Leave out the first so many seconds of the trace.",
+    help="Skip this many seconds at the start of the trace.",
 )
-@click.option("--seconds", type=click.FloatRange(0.001), help="Of the trace.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0.001),
+    help="Replay this many seconds of the trace; by default all.",
+)
 @click.option(
     "--start-s",
     type=click.FloatRange(0),
     default=1.0,
     show_default=True,
-    help="Seconds until a replica that is started is ready.",
+    help="Seconds from the start of a replica until it is ready.",
 )
 @click.option(
     "--nodes",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="The machines that there are, as `multiworld nodes --json` prints them; by "
-    "default replicas have a place everywhere.",
+    help="File of machines, as `multiworld nodes --json` prints them; by default "
+    "machines have room for any number of replicas.",
 )
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option(
+    "--seed", type=int, default=0, show_default=True, help="Seed of all randomness."
+)
 @click.option(
     "--plot",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    help="Draw it into this file.",
+    help="File to draw the results into.",
 )
 @JSON
 def simulate(spec: Path, policies: tuple[str, ...], **options: Any) -> None:
-    """Replay a trace of requests against scaling policies, without any worker.
+    """Replay a trace of requests against autoscaling policies, without any worker.
 
-    Stages compute as long as SPEC says (item_ms, or profile:), and are scaled within
+    Stages take the computing times of SPEC (item_ms, or profile:) and are scaled within
     their autoscaling_config. `attained` is the share of all requests that were answered
-    within objective_ms; `replica-s` is what that cost.
+    within objective_ms; `replica-s` is the cost in seconds of running replicas.
     """
     chosen = policies or COMPARED
     sys.exit(run(SimulationOptions(spec=spec, policies=chosen, **options)))

@@ -1,4 +1,4 @@
-"""``multiworld status``: what runs. Shell."""
+"""``multiworld status``: shows the processes of a service. Shell."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from multiworld.cli.options import JSON, of_service, service_of
 from multiworld.serve.control.client import Service
 
 WATCH_S = 0.5
-"""Seconds between looks with --watch."""
+"""Seconds between updates with --watch."""
 
 OPERATIONS_SHOWN = 5
-"""Operations below the table."""
+"""Most operations listed below the table."""
 
 
 def run(service: Service, *, as_json: bool, watch: bool) -> int:
-    """Print what runs; exit code 1 if it is not ready."""
+    """Print the processes; return 1 if the service is not ready."""
     found = service.ask("GET", "/status", params={"reports": True})
     if as_json:
         click.echo(json.dumps(found, indent=2))
@@ -49,6 +49,7 @@ def _watch(service: Service, found: Any) -> None:
 
 
 PHASES = {"ready": "green", "draining": "yellow", "finishing": "yellow"}
+"""Colours of phases; red for the others."""
 
 
 def _shown(found: Any) -> Group:
@@ -77,7 +78,7 @@ def _processes(found: Any) -> Table:
     state = "[green]ready[/]" if found["is_ready"] else "[red]not ready[/]"
     title = f"{found['app']} is {state} at {found['url']}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    # Never cut: other commands take these.
+    # Never cut: other commands take these names.
     table.add_column("process", no_wrap=True, overflow="ignore")
     table.add_column("stage", no_wrap=True, overflow="ignore")
     table.add_column("phase", no_wrap=True)
@@ -102,7 +103,7 @@ def _processes(found: Any) -> Table:
 
 
 def _work(report: dict[str, Any], *, is_gateway: bool) -> tuple[str, str, str]:
-    """Return what waits, what is under way, and what is done."""
+    """Return the numbers of queued, running and finished requests."""
     counts = report.get("counts", {})
     if is_gateway:
         waiting = str(sum(report.get("waiting", {}).values()))
@@ -117,9 +118,12 @@ def _work(report: dict[str, Any], *, is_gateway: bool) -> tuple[str, str, str]:
 
 @click.command()
 @of_service
-@click.option("--watch", is_flag=True, help="Go on showing it until Ctrl-C.")
+@click.option("--watch", is_flag=True, help="Keep updating the display until Ctrl-C.")
 @JSON
 def status(app: str | None, state: Path | None, watch: bool, as_json: bool) -> None:
-    """Show what runs; exits with 1 if it is not ready."""
+    """Show the processes of a service and its last operations.
+
+    Exits with 1 if the service is not ready.
+    """
     service = service_of(app, state)
     sys.exit(run(service, as_json=as_json, watch=watch))

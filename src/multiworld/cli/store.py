@@ -1,4 +1,4 @@
-"""``multiworld store``: the place where members meet, as a service of its own."""
+"""``multiworld store``: runs the store at which members of worlds meet. Shell."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from multiworld.rendezvous.store_server import StoreServer
 from multiworld.rendezvous.store_service import StoreService
 
 SETTLE_S = 1.0
-"""Twice the longest pause of members that try to come back: those who were here before
-a restart say what they hold before anybody is admitted."""
-
+"""Seconds without admissions after a restart: twice the longest pause between
+reconnects, so that earlier members announce their ranks first."""
 
 LOOK_S = 1.0
+"""Seconds between checks of the lock."""
+
 ALONE = 5
-"""Looks in a row that find nobody until the store of a service ends: its processes may
-just be starting."""
+"""Checks in a row without a lock before the store of a service ends: its processes may
+still be starting."""
 
 
 async def _wait_alone(path: Path) -> None:
-    """Wait until no process holds a shared lock on a file."""
+    """Wait until no process holds a shared lock on a file for a while."""
     looks = 0
     while looks < ALONE:
         await asyncio.sleep(LOOK_S)
@@ -56,14 +57,30 @@ async def serve(
     *,
     as_json: bool,
 ) -> int:
-    """Serve until SIGINT or SIGTERM, or nobody is left; return the exit code."""
+    """Serve until SIGINT or SIGTERM, or no process is left; return the exit code.
+
+    Args:
+        host: Address to listen on.
+        port: Port to listen on; 0 for any free one.
+        state: File for the epochs; None to keep them in memory only.
+        security: Secret and TLS that clients must match.
+        while_locked: File on which processes hold a shared lock; the store ends with
+            the last of them.
+        as_json: Print the address as JSON.
+
+    Raises:
+        ClickException: The state or the address cannot be used.
+
+    Cancellation:
+        The listener stays open until the event loop ends.
+    """
     try:
         memory = None if state is None else EpochFile(state)
     except OSError as error:
-        why = f"cannot keep epochs in {state}: {error.strerror or error}"
-        raise click.ClickException(f"{why}; make its directory, or name another") from (
-            error
-        )
+        why = f"cannot write epochs to {state}: {error.strerror or error}"
+        raise click.ClickException(
+            f"{why}; create its folder, or give another --state"
+        ) from (error)
     service = StoreService(memory=memory, settle_s=SETTLE_S)
     try:
         server = await StoreServer.listen(
@@ -85,7 +102,7 @@ async def serve(
         click.echo(json.dumps({"store": address, "pid": os.getpid(), **asked}))
     else:
         words = [name for name, is_on in asked.items() if is_on] or ["nothing"]
-        click.echo(f"multiworld store at {address} (asks for: {', '.join(words)})")
+        click.echo(f"multiworld store at {address} (requires: {', '.join(words)})")
         click.echo(f"for the members: export MULTIWORLD_STORE={address}")
     ends: list[asyncio.Task[Any]] = [loop.create_task(stopped.wait())]
     if while_locked is not None:
@@ -111,7 +128,7 @@ def run(
     *,
     as_json: bool,
 ) -> int:
-    """Run the service; the secret and the certificates come from the environment."""
+    """Run the store; the secret and the certificates come from the environment."""
     with contextlib.suppress(KeyboardInterrupt):
         security = Security.from_environment()
         serving = serve(host, port, state, security, while_locked, as_json=as_json)
@@ -124,18 +141,24 @@ def run(
     "--host",
     default="127.0.0.1",
     show_default=True,
-    help="The address to listen on: one that the members reach, of this host.",
+    help="Address of this host to listen on; members must be able to reach it.",
 )
-@click.option("--port", type=click.IntRange(0, 65535), default=29500, show_default=True)
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=29500,
+    show_default=True,
+    help="Port to listen on; 0: any free port.",
+)
 @click.option(
     "--state",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    help="Remember epochs in this file, so that a restart goes on with the numbers.",
+    help="File for the epochs, so that they keep growing after a restart.",
 )
 @click.option(
     "--while-locked",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="End when no process holds a shared lock on this file any more.",
+    help="Exit when no process holds a shared lock on this file.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the address as JSON.")
 def store(
@@ -145,13 +168,13 @@ def store(
     while_locked: Path | None,
     as_json: bool,
 ) -> None:
-    """Serve the place where the members of worlds meet, until it is stopped.
+    """Run the store at which members of worlds meet, until it is stopped.
 
-    Members find it by MULTIWORLD_STORE or the store= of join. Losing it hurts no ready
-    world; members come back by themselves when it is started again. A second one can
-    stand by: give the members both addresses, with a comma between.
+    Members find it by MULTIWORLD_STORE or the store= of join. Ready worlds survive its
+    loss, and members reconnect when it is started again. For a second store as a
+    standby, give the members both addresses, separated by a comma.
 
-    A secret is taken from MULTIWORLD_SECRET or MULTIWORLD_SECRET_FILE, certificates
+    The secret comes from MULTIWORLD_SECRET or MULTIWORLD_SECRET_FILE, certificates
     from MULTIWORLD_TLS_CERT, MULTIWORLD_TLS_KEY and MULTIWORLD_TLS_CA.
     """
     sys.exit(run(host, port, state, while_locked, as_json=as_json))

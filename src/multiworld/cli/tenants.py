@@ -1,4 +1,4 @@
-"""``multiworld tenants``: tenants, their keys and limits, what they use. Shell."""
+"""``multiworld tenants``: manages tenants, keys and limits; shows usage. Shell."""
 
 from __future__ import annotations
 
@@ -13,33 +13,32 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 import click
-from rich.box import SIMPLE
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from multiworld.cli.options import JSON, of_service, service_of
+from multiworld.cli.options import JSON, new_table, of_service, print_table, service_of
 from multiworld.serve.control.client import Service
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 NAME = click.argument("name")
 LIMITS = ("rpm_limit", "max_parallel_requests", "bytes_per_s")
+"""Settings of which 0 means no limit."""
 
 
 def _part(name: str) -> str:
-    """Return a name as a part of an address."""
+    """Return a name quoted for the path of a URL."""
     return quote(name, safe="")
 
 
 def _create(service: Service, name: str, said: dict[str, Any], *, as_json: bool) -> int:
-    """Make a tenant, and show its key, once."""
+    """Create a tenant, and print its key."""
     found = service.ask("POST", "/tenants", json={"name": name, **said})
     return _show_key(service, found, as_json=as_json)
 
 
 def _rotate(service: Service, name: str, grace_s: float, *, as_json: bool) -> int:
-    """Give a tenant a new key, and show it, once."""
+    """Give a tenant a new key, and print it."""
     found = service.ask(
         "POST", f"/tenants/{_part(name)}/rotate", json={"grace_s": grace_s}
     )
@@ -51,26 +50,28 @@ def _show_key(service: Service, found: dict[str, Any], *, as_json: bool) -> int:
         click.echo(json.dumps(found, indent=2))
     else:
         click.echo(found["key"])
-        text = f"the key of {found['name']}; it is kept nowhere, so keep it now"
+        text = (
+            f"the key of {found['name']}; it is not stored and not shown again: save it"
+        )
         click.echo(text, err=True)
     status = service.ask("GET", "/status")
     if status["authentication"] == "none":
         text = (
-            "this service also answers without a key; write `authentication: keys` "
-            "under `gateway:` in its spec to change that"
+            "this service also answers requests without a key; to refuse them, write "
+            "`authentication: keys` under `gateway:` in its spec"
         )
         click.echo(text, err=True)
     return 0
 
 
 def _change(service: Service, name: str, said: dict[str, Any], *, as_json: bool) -> int:
-    """Change what a tenant may do."""
+    """Change the settings of a tenant, and show them."""
     found = service.ask("PATCH", f"/tenants/{_part(name)}", json=said)
     return _show([found], as_json=as_json)
 
 
 def _revoke(service: Service, name: str, key: str | None, *, as_json: bool) -> int:
-    """Take a key from a tenant, or all of them."""
+    """Revoke a key of a tenant, or all of its keys."""
     found = service.ask("POST", f"/tenants/{_part(name)}/revoke", json={"key": key})
     return _show([found], as_json=as_json)
 
@@ -78,7 +79,7 @@ def _revoke(service: Service, name: str, key: str | None, *, as_json: bool) -> i
 def _delete(service: Service, name: str, *, as_json: bool) -> int:
     """Remove a tenant."""
     found = service.ask("DELETE", f"/tenants/{_part(name)}")
-    click.echo(json.dumps(found) if as_json else f"{name} is removed")
+    click.echo(json.dumps(found) if as_json else f"removed tenant {name}")
     return 0
 
 
@@ -91,21 +92,23 @@ def _show(tenants: Sequence[dict[str, Any]], *, as_json: bool) -> int:
     if as_json:
         click.echo(json.dumps(tenants, indent=2))
         return 0
-    table = Table(title=f"{len(tenants)} tenants", box=SIMPLE)
-    for title in ("tenant", "models", "limits", "weight", "priority", "keys"):
+    count = len(tenants)
+    title = f"{count} tenant" if count == 1 else f"{count} tenants"
+    table = new_table(title, "tenant", "models")
+    for title in ("limits", "weight", "priority", "keys"):
         table.add_column(title)
     for tenant in tenants:
-        limits = [f"{n} {tenant[n]:g}" for n in LIMITS if tenant[n] is not None]
+        limits = [f"{n} {tenant[n]:,.10g}" for n in LIMITS if tenant[n] is not None]
         marks = [m for m in ("operator", "suspended") if tenant[f"is_{m}"]]
         table.add_row(
-            " ".join([tenant["name"], *(f"({mark})" for mark in marks)]),
-            escape(", ".join(tenant["models"])),
+            "\n".join([tenant["name"], *(f"({mark})" for mark in marks)]),
+            escape("\n".join(tenant["models"])),
             "\n".join(limits) or "none",
             f"{tenant['weight']:g}",
             str(tenant["priority"]),
             "\n".join(map(_key, tenant["keys"])) or "none",
         )
-    Console().print(table)
+    print_table(table)
     return 0
 
 
@@ -126,7 +129,7 @@ def _usage(
     as_csv: bool,
     as_json: bool,
 ) -> int:
-    """Show what was used."""
+    """Print the usage."""
     params: dict[str, Any] = {"since": since, "by_minute": by_minute}
     if tenant is not None:
         params["tenant"] = tenant
@@ -136,7 +139,7 @@ def _usage(
     elif as_csv:
         click.echo(_csv(rows), nl=False)
     else:
-        Console().print(_usage_table(rows, by_minute=by_minute))
+        print_table(_usage_table(rows, by_minute=by_minute))
     return 0
 
 
@@ -150,9 +153,8 @@ def _csv(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _usage_table(rows: Sequence[dict[str, Any]], *, by_minute: bool) -> Table:
-    table = Table(title="usage", box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
-    for title in ("minute", "tenant", "model") if by_minute else ("tenant", "model"):
-        table.add_column(title)
+    names = ("minute", "tenant", "model") if by_minute else ("tenant", "model")
+    table = new_table("usage", *names)
     for title in ("sent", "answered", "failed", "refused", "rows", "MB", "mean ms"):
         table.add_column(title, justify="right")
     for row in rows:
@@ -174,14 +176,14 @@ def _when(at: float) -> str:
 
 
 def _settings(command: F) -> F:
-    """Add the options that say what a tenant may do."""
+    """Add the options for the settings of a tenant."""
     options = (
         click.option(
             "--model",
             "models",
             multiple=True,
-            help="A model that it may use (* and ? stand for any characters); may be "
-            "repeated. By default all.",
+            help="Model that it may use (* and ? are wildcards); may be repeated. By "
+            "default all.",
         ),
         click.option(
             "--rpm-limit",
@@ -191,28 +193,28 @@ def _settings(command: F) -> F:
         click.option(
             "--max-parallel-requests",
             type=click.IntRange(0),
-            help="Most requests under way at a time; 0: no limit.",
+            help="Most requests in flight at once; 0: no limit.",
         ),
         click.option(
             "--bytes-per-s",
             type=click.FloatRange(0),
-            help="Bytes of requests and answers, in the long run; 0: no limit.",
+            help="Mean bytes a second of requests and answers; 0: no limit.",
         ),
         click.option(
             "--weight",
             type=click.FloatRange(1e-6, 1e6),
-            help="Of its share where the service is saturated; 1 by default.",
+            help="Share of a saturated service, relative to others; 1 by default.",
         ),
         click.option(
             "--priority",
             type=click.IntRange(-100, 100),
-            help="Requests of a higher one come first, always; 0 by default.",
+            help="Higher priorities are always served first; 0 by default.",
         ),
         click.option(
             "--operator/--no-operator",
             "is_operator",
             default=None,
-            help="Whether it may read /metrics, of all tenants.",
+            help="Allow it to read /metrics, which cover all tenants.",
         ),
     )
     for option in reversed(options):
@@ -221,7 +223,7 @@ def _settings(command: F) -> F:
 
 
 def _said(options: dict[str, Any]) -> dict[str, Any]:
-    """Return what was given; a limit of 0 is none."""
+    """Return the given options; a limit of 0 becomes None."""
     found = {}
     for name, value in options.items():
         if value is None or value == ():
@@ -233,7 +235,10 @@ def _said(options: dict[str, Any]) -> dict[str, Any]:
 
 @click.group()
 def tenants() -> None:
-    """Make tenants, their keys and limits, and see what they use, while it runs."""
+    """Manage tenants, their keys and limits; show their usage.
+
+    Changes take effect at once in the running service.
+    """
 
 
 @tenants.command()
@@ -244,7 +249,10 @@ def tenants() -> None:
 def create(
     name: str, app: str | None, state: Path | None, as_json: bool, **options: Any
 ) -> None:
-    """Make the tenant NAME, and print its API key: once, it is kept nowhere."""
+    """Create the tenant NAME, and print its API key.
+
+    The key is not stored and not shown again.
+    """
     service = service_of(app, state)
     sys.exit(_create(service, name, _said(options), as_json=as_json))
 
@@ -256,17 +264,22 @@ def create(
     "--suspend/--resume",
     "is_suspended",
     default=None,
-    help="Refuse its keys for now, or take them again.",
+    help="Refuse its keys for now, or accept them again.",
 )
 @of_service
 @JSON
 def change(
     name: str, app: str | None, state: Path | None, as_json: bool, **options: Any
 ) -> None:
-    """Change what the tenant NAME may do; what is not given stays as it is."""
+    """Change settings of the tenant NAME.
+
+    Settings that are not given stay as they are.
+    """
     said = _said(options)
     if not said:
-        raise click.UsageError("give an option that says what to change")
+        raise click.UsageError(
+            "give at least one setting to change, such as --weight 2"
+        )
     service = service_of(app, state)
     sys.exit(_change(service, name, said, as_json=as_json))
 
@@ -278,27 +291,33 @@ def change(
     type=click.FloatRange(0, 31_536_000),
     default=0.0,
     show_default=True,
-    help="For so long the old keys are taken, too.",
+    help="Seconds for which the old keys stay valid.",
 )
 @of_service
 @JSON
 def rotate(
     name: str, grace_s: float, app: str | None, state: Path | None, as_json: bool
 ) -> None:
-    """Print a new key of the tenant NAME; the others end."""
+    """Give the tenant NAME a new key, and print it.
+
+    The other keys expire at once, or after --grace-s.
+    """
     service = service_of(app, state)
     sys.exit(_rotate(service, name, grace_s, as_json=as_json))
 
 
 @tenants.command()
 @NAME
-@click.option("--key", help="The id of the key (see list); by default all of them.")
+@click.option("--key", help="Id of the key (see list); by default all keys.")
 @of_service
 @JSON
 def revoke(
     name: str, key: str | None, app: str | None, state: Path | None, as_json: bool
 ) -> None:
-    """Take a key from the tenant NAME, at once."""
+    """Revoke one key of the tenant NAME, or all.
+
+    The keys become invalid at once.
+    """
     service = service_of(app, state)
     sys.exit(_revoke(service, name, key, as_json=as_json))
 
@@ -308,7 +327,7 @@ def revoke(
 @of_service
 @JSON
 def delete(name: str, app: str | None, state: Path | None, as_json: bool) -> None:
-    """Remove the tenant NAME; what it has used stays known."""
+    """Remove the tenant NAME; its usage is kept."""
     service = service_of(app, state)
     sys.exit(_delete(service, name, as_json=as_json))
 
@@ -317,19 +336,19 @@ def delete(name: str, app: str | None, state: Path | None, as_json: bool) -> Non
 @of_service
 @JSON
 def list_(app: str | None, state: Path | None, as_json: bool) -> None:
-    """Show all tenants."""
+    """Show all tenants with their limits and keys."""
     service = service_of(app, state)
     sys.exit(_listed(service, as_json=as_json))
 
 
 @tenants.command()
-@click.option("--tenant", help="Of this one; by default of all.")
+@click.option("--tenant", help="Tenant whose usage to show; by default all.")
 @click.option(
     "--hours",
     type=click.FloatRange(0),
-    help="Of the last so many; by default all that is known.",
+    help="Show this many hours up to now; by default everything recorded.",
 )
-@click.option("--by-minute", is_flag=True, help="A row for every minute.")
+@click.option("--by-minute", is_flag=True, help="Show a row for every minute.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV.")
 @of_service
 @JSON
@@ -342,7 +361,10 @@ def usage(
     state: Path | None,
     as_json: bool,
 ) -> None:
-    """Show what was used, by tenant and model; --csv and --json export it."""
+    """Show usage by tenant and model.
+
+    --csv and --json export it.
+    """
     service = service_of(app, state)
     since = 0.0 if hours is None else time.time() - 3600 * hours
     sys.exit(

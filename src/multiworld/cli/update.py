@@ -1,4 +1,4 @@
-"""``multiworld update``: another spec for a running service. Shell."""
+"""``multiworld update``: updates a running service to another spec. Shell."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from multiworld.cli.options import JSON, SPEC, of_service, service_of, show
 from multiworld.serve.control.client import Service
 
 LOOK_S = 0.3
-"""Seconds between looks at how far an update is."""
+"""Seconds between checks of the progress."""
 
 EXTRA_S = 10.0
-"""Seconds that an update may take beyond the spec's ready_s."""
+"""Seconds to wait beyond the spec's ready_s."""
 
 
 @click.command()
@@ -27,11 +27,11 @@ EXTRA_S = 10.0
 def update(
     spec: Path, no_wait: bool, app: str | None, state: Path | None, as_json: bool
 ) -> None:
-    """Change the running service to SPEC, without a pause.
+    """Update the running service to SPEC, without a pause.
 
-    A model with a new version is started beside the old one and takes over when all of
-    it is ready; one that does not become ready is rolled back. Waits until then, and
-    exits with 1 after a rollback. Ctrl-C stops the waiting, not the update.
+    The new version of a model is started beside the old one, and takes over when all of
+    it is ready; a version that does not become ready is rolled back. Waits for that,
+    and exits with 1 after a rollback. Ctrl-C stops the waiting, not the update.
     """
     try:
         text = spec.read_text()
@@ -50,7 +50,7 @@ def update(
         failure = _wait(service, answer)
     except KeyboardInterrupt:
         raise click.ClickException(
-            "not waiting any more; the update goes on, see `multiworld status`"
+            "stopped waiting; the update continues, see `multiworld status`"
         ) from None
     answer["failure"] = failure
     show(answer, as_json=as_json, text=failure or f"done: {wanted}")
@@ -58,7 +58,7 @@ def update(
 
 
 def _wait(service: Service, answer: dict[str, Any]) -> str:
-    """Wait until an update is done; return why it failed, or ""."""
+    """Wait until the update is done; return the reason of a failure, or ""."""
     limit = time.monotonic() + answer["ready_s"] + EXTRA_S
     while True:
         params = {"since": answer["since"]}

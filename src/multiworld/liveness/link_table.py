@@ -1,8 +1,8 @@
 """Control links of a manager to its peers: listening, dialing, accepting. Shell.
 
-However many worlds two processes share, they have one link and one heartbeat
-connection. Of two managers, the one with the smaller uid dials; so no two connections
-ever cross.
+Two processes have one link and one heartbeat connection, however many worlds they
+share. Of two managers, the one with the smaller uid dials, so two connections never
+cross.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ AGAIN_S = (0.0, 0.2, 0.5, 1.0, 2.0)
 
 
 class LinkTableOwner(Protocol):
-    """What happens on the links of a manager."""
+    """The owner of a link table, which is told what happens on the links."""
 
     def link_joined(self, key: LinkKey) -> None:
         """Handle a new link."""
@@ -132,7 +132,7 @@ class LinkTable:
         return key in self._peers
 
     def listen(self, host: str) -> Address:
-        """Return where this manager listens on ``host``; "" is this process alone."""
+        """Listen on ``host``; return the address. "" means inside this process only."""
         if not host:
             where = this_host()
             return Address(host="", port=0, unix="", boot=where.boot, netns=where.netns)
@@ -328,7 +328,7 @@ class LinkTable:
         return found
 
     def close_nowait(self, *, politely: bool) -> None:
-        """End all links at once; ``politely`` tells the peers that this is intended."""
+        """End all links at once; with ``politely``, tell the peers it is intended."""
         self._is_closed = True
         _tables.pop(self.uid, None)
         for key in list(self._peers):

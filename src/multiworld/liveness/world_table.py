@@ -1,7 +1,7 @@
 """Incarnations that a manager takes part in, and where their messages go. Shell.
 
-Messages and data connections may come before their incarnation is known here, and after
-it is over: the former wait for a while, the latter are refused.
+Messages and data connections may arrive before their incarnation is known here, or
+after it has ended. The early ones wait for a while; the late ones are refused.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from multiworld.net.streams import Stream
 Message = dict[str, Any]
 
 RETIRED_LIMIT = 4096
-"""Incarnations that are over and remembered, so that their data is refused."""
+"""Ended incarnations that are remembered, so that their data is refused."""
 
 
 class WorldPort(Protocol):
-    """What the watchdog needs of a world."""
+    """The interface through which the watchdog talks to a world."""
 
     def on_message(self, rank: int, message: Message) -> None:
         """Handle a control message of a member."""
 
     def on_finding(self, rank: int, finding: Finding) -> None:
-        """Handle what was found out about a member's process."""
+        """Handle a finding about a member's process."""
 
 
 @dataclass(slots=True)
@@ -128,7 +128,7 @@ class WorldTable:
         yield from self._early.take(nonce, key)
 
     def finding(self, finding: Finding, key: LinkKey) -> None:
-        """Tell an incarnation what was found out about the peer of a link."""
+        """Pass a finding about the peer of a link to the incarnation it names."""
         attached = self._attached.get(finding.world)
         if attached is None:
             return

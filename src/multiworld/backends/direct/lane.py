@@ -1,12 +1,11 @@
 """A lane: one connection that carries the messages of two members. Shell.
 
-The reader is always registered with the loop, so that a message, a fin or the end of
-the connection is seen whether or not anybody waits; it pauses only while the mailbox
-has no room. Writing is tried at once and only what the socket does not take is left to
-the loop.
+The reader stays registered with the loop, so a message, a fin or the end of the
+connection is noticed even if nobody waits for it. It pauses only while the mailbox has
+no room. A write is tried at once; the loop writes only what the socket did not take.
 
-A lane that fails does not judge: it reports, and what waits on it waits on, until the
-world has heard from the control link who is to blame.
+A lane that fails makes no verdict. It reports to its owner, and pending operations
+keep waiting until the control link has told the world which member was lost.
 """
 
 from __future__ import annotations
@@ -26,41 +25,53 @@ from multiworld.config import WorldConfig
 from multiworld.net.streams import Stream
 
 TURN_MESSAGES = 64
+"""Messages that a lane may send before it yields to the loop's other tasks."""
+
 TURN_BYTES = FRAGMENT_BYTES
-"""What a lane may move before it gives way to the loop's other tasks."""
+"""Bytes that a lane may move before it yields to the loop's other tasks."""
 
 SHARED_IS_FASTER = 16
-"""How many bytes may be copied to shared memory for each that the kernel would copy:
-so a lane gives way after the whole ring, which takes well under a millisecond."""
+"""Bytes copied to shared memory that count as one byte written to the socket. So a lane
+yields after it has filled the whole ring, which takes well under a millisecond."""
 
 LOW_WATER_BYTES = 256 * 1024
-"""Least of a large payload that it is worth to be woken for over TCP."""
+"""Most bytes of a large payload to wait for before TCP wakes the reader."""
 
 HOLD_TURNS = 4
-"""Turns of the loop that a message which nobody has asked for stays in the buffer."""
+"""Turns of the loop for which a message without a posted receive stays in the read
+buffer."""
 
 OUTBOX_BYTES = 4 * 1024 * 1024
-"""Most bytes of eager messages that are copied while the socket is full; then even a
+"""Most bytes of eager messages copied while the socket is full; beyond that, even a
 small send waits."""
 
 ErrorMaker = Callable[[], Exception]
 
 
 class LaneOwner(Protocol):
-    """Who hears of a lane's end."""
+    """The owner of a lane, which is told when the lane ends."""
 
     def lane_ended(self, rank: int, evidence: str) -> None:
-        """The connection ended without a fin."""
+        """Handle a connection that ended without a fin."""
 
     def lane_corrupt(self, rank: int, evidence: str) -> None:
-        """What arrived was not a frame of this lane."""
+        """Handle bytes that are not a valid frame of this lane."""
 
     def lane_finished(self, rank: int) -> None:
-        """The member's fin arrived, behind all its messages."""
+        """Handle the member's fin, which arrives behind all its messages."""
 
 
 class Lane:
-    """A connection to one member."""
+    """A connection to one member.
+
+    Args:
+        sock: The connection; the lane owns it.
+        rank: Rank of the member.
+        nonce: Nonce of the incarnation, which every frame carries.
+        mailbox: Takes the messages that arrive.
+        config: Limits and options of the world.
+        owner: Told when the lane ends.
+    """
 
     def __init__(
         self,
@@ -92,7 +103,7 @@ class Lane:
             shared=self._memory if self._memory.is_usable else None,
         )
         self._drained: asyncio.Future[None] | None = None
-        self._is_dead = False  # nothing more can arrive: it ended without a fin
+        self._is_dead = False  # the connection ended: nothing more can arrive
         self._is_leaving = False  # our fin is queued: what arrives is dropped
         self._refusal: ErrorMaker | None = None  # why nothing more can be sent
         self._closed = self._loop.create_future()
@@ -101,7 +112,7 @@ class Lane:
         self._socket.read_on()
 
     def fileno(self) -> int:
-        """Return the descriptor, or -1 once closed."""
+        """Return the file descriptor, or -1 once the lane is closed."""
         return self._socket.fileno()
 
     @property
@@ -116,7 +127,17 @@ class Lane:
     ) -> None:
         """Send a message; return when ``memory`` may be used again.
 
-        Cancellation: the frame that is being written is finished, the rest withdrawn.
+        Args:
+            description: Tag, dtype, shape and size of the message.
+            memory: The payload, contiguous; not to be changed until this returns.
+            owner: Object kept alive for as long as ``memory`` is in use.
+
+        Raises:
+            Exception: The error given to ``fail_sends``, ``begin_close`` or ``abort``,
+                if nothing can be sent any more.
+
+        Cancellation:
+            The frame that is being written is finished; the rest is withdrawn.
         """
         if self._refusal is not None:
             raise self._refusal()
@@ -124,8 +145,8 @@ class Lane:
         self._bytes += description.size
         message = self._start(description, memory, owner)
         if message is None:
-            # Only after the message has its place: tasks that send at once stay in
-            # the order in which they called.
+            # Only after the message has its place in the queue, so that concurrent
+            # sends stay in call order.
             if self._messages >= TURN_MESSAGES or self._bytes >= TURN_BYTES:
                 await self.give_way()
             return
@@ -140,14 +161,18 @@ class Lane:
             raise
 
     async def give_way(self) -> None:
-        """Let the loop's other tasks run."""
+        """Let the loop's other tasks run.
+
+        Cancellation:
+            Safe.
+        """
         self._messages = self._bytes = 0
         await asyncio.sleep(0)
 
     def _start(
         self, description: Description, memory: memoryview, owner: object
     ) -> Outgoing | None:
-        """Hand over what the socket takes; return the message if it must be awaited."""
+        """Write what the socket takes; return the message if it must be awaited."""
         outbound, size = self._outbound, description.size
         if size >= SHARED_BYTES and outbound.is_idle:
             self._memory.share()
@@ -212,23 +237,23 @@ class Lane:
     # Receiving.
 
     def poll(self) -> None:
-        """Take what has arrived already, without waiting for the loop."""
+        """Read what has arrived already, without waiting for the loop."""
         if self._inbound.is_held:
-            self._go_on()  # it is what is waited for, or that is behind it
+            self._go_on()  # the caller waits for this message, or for one behind it
         elif self._socket.is_reading:
             self._on_readable()
 
     @property
     def is_held(self) -> bool:
-        """True while a message has begun to arrive that nobody has asked for."""
+        """True while a message without a posted receive waits in the read buffer."""
         return self._inbound.is_held
 
     def held(self, tag: int) -> Description | None:
-        """Return what the next message is, if it has this tag and all of it is here."""
+        """Describe the next message if it has this tag and has arrived completely."""
         return None if self._is_leaving else self._inbound.held(tag)
 
     def take(self, memory: memoryview) -> None:
-        """Copy the message that ``held`` described."""
+        """Copy the message that ``held`` described into ``memory``."""
         try:
             self._inbound.take(memory)
         except HeaderError as error:
@@ -249,7 +274,7 @@ class Lane:
         self._socket.wake_at(min(self._inbound.missing_bytes, LOW_WATER_BYTES))
 
     def _read_turn(self) -> None:
-        """Read until there is nothing more, or others have to have their turn."""
+        """Read until nothing is left, or until it is time to yield to other tasks."""
         moved = 0
         while moved < TURN_BYTES and self._socket.is_reading:
             buffers = self._inbound.buffers()
@@ -272,8 +297,8 @@ class Lane:
         self._socket.poll_again()
 
     def _drain(self) -> None:
-        """Read and drop: the caller's tensors are no longer ours to write to."""
-        self._inbound.free_memory()  # a sender that waits for it may be leaving, too
+        """Read and drop: receives are over, so no tensor may be written to."""
+        self._inbound.free_memory()  # a member that is leaving may wait for it
         if not self._socket.drain(TURN_BYTES):
             self._end("connection closed by peer")
 
@@ -291,7 +316,7 @@ class Lane:
         return self._socket.is_reading
 
     def _hold(self) -> None:
-        """Give whoever may want what comes now a few turns of the loop to say so."""
+        """Wait a few turns of the loop for a receive that takes this message."""
         if not self._is_holding:
             self._is_holding = True
             self._loop.call_soon(self._hold_on, HOLD_TURNS)
@@ -307,7 +332,7 @@ class Lane:
             self._go_on()
 
     def _go_on(self) -> None:
-        """Go on with the message that was held, or for which there is room now."""
+        """Resume reading after a hold, or once the mailbox has room again."""
         if not self._socket.is_open or self._is_leaving:
             return
         try:
@@ -354,14 +379,14 @@ class Lane:
         return self._is_dead or not self._socket.is_open
 
     def fail_sends(self, make_error: ErrorMaker) -> None:
-        """Fail every send, now and from now on; receives go on to the fin."""
+        """Fail pending and future sends; receives continue up to the fin."""
         self._refusal = make_error
         self._outbound.fail(make_error)
         self._socket.write_off()
         self._wake_drained()
 
     def begin_close(self, make_error: ErrorMaker) -> None:
-        """Queue the fin behind all that was sent; refuse what comes after it."""
+        """Queue the fin behind everything that was sent; refuse later sends."""
         if self._is_leaving or not self._socket.is_open:
             return
         self._is_leaving = True
@@ -373,9 +398,10 @@ class Lane:
             self._socket.read_on()
 
     async def wait_drained(self) -> None:
-        """Wait until everything, the fin included, was handed to the kernel.
+        """Wait until the kernel has everything, including the fin.
 
-        Cancellation: safe.
+        Cancellation:
+            Safe.
         """
         while (
             self._socket.is_open
@@ -386,11 +412,11 @@ class Lane:
             await self._drained
 
     def finish_close(self, linger_s: float) -> bool:
-        """Close; True if the connection must stay for a while, to be closed later.
+        """Close; return True if the connection stays open for a while.
 
-        A TCP socket closed with unread bytes sends a reset, and a reset takes away
-        what the member has not read. So it stays until the member hangs up, or for
-        ``linger_s`` at most. A Unix socket needs none of that.
+        A TCP socket closed with unread bytes sends a reset, which discards what the
+        member has not read yet. So the connection stays until the member closes it, at
+        most ``linger_s`` seconds. A Unix socket closes at once.
         """
         is_needed = not self._socket.is_local and self._outbound.is_idle
         if self.is_dead or self._inbound.is_finished or not is_needed:
@@ -401,21 +427,25 @@ class Lane:
         return True
 
     def abort(self, make_error: ErrorMaker) -> None:
-        """Fail every send and hang up at once."""
+        """Fail every send and close the connection at once."""
         self.fail_sends(make_error)
         self.close_nowait()
 
     async def wait_closed(self) -> None:
         """Wait until the connection is closed; see ``finish_close``.
 
-        Cancellation: safe.
+        Cancellation:
+            Safe.
         """
         await asyncio.shield(self._closed)
 
     async def paused(self, call: Callable[[], object]) -> None:
-        """Run ``call`` in a thread; what arrives meanwhile stays in the kernel.
+        """Run ``call`` in a thread while this lane reads nothing.
 
-        Cancellation: waits for the thread.
+        Bytes that arrive meanwhile stay in the kernel.
+
+        Cancellation:
+            Waits for the thread.
         """
         was_reading = self._socket.is_reading
         self._socket.read_off()
@@ -426,7 +456,7 @@ class Lane:
                 self._socket.read_on()
 
     def close_nowait(self) -> None:
-        """Hang up; safe to repeat."""
+        """Close the connection at once; safe to repeat."""
         if not self._socket.is_open:
             return
         self._socket.close()

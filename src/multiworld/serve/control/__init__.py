@@ -1,1 +1,1 @@
-"""The controller: what is wanted, what runs, and what to do about the difference."""
+"""The controller of a service: desired state, observed state, and reconciling them."""

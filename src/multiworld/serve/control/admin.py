@@ -1,4 +1,4 @@
-"""The controller's own HTTP interface, on a Unix socket that only its user can open."""
+"""The controller's admin interface: HTTP on a Unix socket of its user alone. Shell."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _AdminRequest(BaseModel):
 
 
 class Scale(_AdminRequest):
-    """Run a stage in so many replicas."""
+    """Body of ``/scale``: run a stage with this many replicas."""
 
     model: str
     stage: str
@@ -31,20 +31,20 @@ class Scale(_AdminRequest):
 
 
 class Update(_AdminRequest):
-    """Be as this spec says; ``text`` is YAML."""
+    """Body of ``/update``: the new spec; ``text`` is YAML, ``where`` its path."""
 
     text: str
     where: str = "spec"
 
 
 class Drain(_AdminRequest):
-    """Replace one process."""
+    """Body of ``/drain``: the process to replace."""
 
     name: str
 
 
 class Chaos(_AdminRequest):
-    """Break something."""
+    """Body of ``/chaos``: the fault to inject, and the stage to inject it into."""
 
     action: Literal["kill", "stop", "cut"]
     model: str
@@ -53,10 +53,11 @@ class Chaos(_AdminRequest):
 
 
 def make_admin(controller: Controller, ended: asyncio.Event) -> FastAPI:
-    """Return the application.
+    """Return the admin application.
 
     Args:
-        ended: Set when somebody asks for the end of the service.
+        controller: The controller that it administers.
+        ended: Set when a client requests the shutdown of the service.
     """
     app = FastAPI(title="multiworld controller", redoc_url=None)
 
@@ -114,10 +115,10 @@ def make_admin(controller: Controller, ended: asyncio.Event) -> FastAPI:
 
     @app.post("/chaos")
     async def chaos(asked: Chaos) -> dict[str, Any]:
-        harmed = controller.operations.harm(
+        broken = controller.operations.inject_fault(
             asked.action, asked.model, asked.stage, asked.seconds
         )
-        return {"name": harmed.name, "pid": harmed.pid, "action": asked.action}
+        return {"name": broken.name, "pid": broken.pid, "action": asked.action}
 
     @app.post("/shutdown")
     async def shutdown() -> dict[str, Any]:

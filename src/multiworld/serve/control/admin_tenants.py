@@ -1,4 +1,4 @@
-"""The part of the admin interface that is about tenants, usage and the audit log."""
+"""Routes of the admin interface for tenants, usage and the audit log. Shell."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHOWN = 400
 
 
 class TenantSettings(BaseModel):
-    """What a tenant may do; what is not given stays as it is."""
+    """Limits and rights of a tenant; fields that are not given stay as they are."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -38,7 +38,7 @@ class TenantSettings(BaseModel):
     is_suspended: bool = False
 
     def said(self) -> dict[str, Any]:
-        """Return what was given."""
+        """Return the fields that were given."""
         found = self.model_dump(exclude_unset=True)
         if found.get("models", ()) is None:
             found["models"] = ["*"]
@@ -46,13 +46,13 @@ class TenantSettings(BaseModel):
 
 
 class NewTenant(TenantSettings):
-    """A tenant to make."""
+    """A tenant to create."""
 
     name: str
 
 
 class Rotation(BaseModel):
-    """A new key; the others end after ``grace_s`` seconds."""
+    """A new key; the other keys expire after ``grace_s`` seconds."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -60,7 +60,7 @@ class Rotation(BaseModel):
 
 
 class Revocation(BaseModel):
-    """A key to revoke; all, if none is named."""
+    """A key to revoke; without a name, all keys."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -68,7 +68,7 @@ class Revocation(BaseModel):
 
 
 def add_tenants(app: FastAPI, tenanting: TenantManager) -> None:
-    """Add the routes, and the audit log of all routes that change something."""
+    """Add the tenant routes, and the audit log for every route that changes state."""
     _add_audit(app, tenanting)
 
     @app.get("/tenants")
@@ -127,9 +127,7 @@ def _add_audit(app: FastAPI, tenanting: TenantManager) -> None:
         try:
             number = await asyncio.to_thread(registry.audit, who, act, what)
         except ServeError as error:
-            text = (
-                f"it cannot be written into the audit log, so it is not done: {error}"
-            )
+            text = f"refused, because the audit log cannot be written: {error}"
             return JSONResponse({"error": text}, 503)
         outcome = "failed"
         try:
@@ -140,12 +138,17 @@ def _add_audit(app: FastAPI, tenanting: TenantManager) -> None:
             try:
                 await asyncio.to_thread(registry.audit_outcome, number, outcome)
             except ServeError as error:
-                logger.error("%s by %s: its outcome is not logged: %s", act, who, error)
+                logger.error(
+                    "%s by %s: cannot write its outcome into the audit log: %s",
+                    act,
+                    who,
+                    error,
+                )
         return response
 
 
 def _shown(body: bytes) -> dict[str, Any]:
-    """Return what was asked, without what is long."""
+    """Return the body of a request for the audit log, with long values cut."""
     try:
         said = json.loads(body) if body else {}
     except ValueError:
@@ -158,7 +161,7 @@ def _shown(body: bytes) -> dict[str, Any]:
 def _cut(value: Any) -> Any:
     if not isinstance(value, str):
         return value
-    value = KEY_PATTERN.sub(rf"{PREFIX}-\1-…", value)  # somebody pasted a whole key
+    value = KEY_PATTERN.sub(rf"{PREFIX}-\1-…", value)  # a whole key was pasted
     if len(value) > SHOWN:
         return f"{value[:SHOWN]} … ({len(value)} characters)"
     return value

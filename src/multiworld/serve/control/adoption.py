@@ -1,4 +1,4 @@
-"""What an earlier controller has left running. Shell."""
+"""Processes that an earlier controller left running. Shell."""
 
 from __future__ import annotations
 
@@ -15,7 +15,17 @@ Adopted = tuple[ProcessRecord, RunningProcess, Process]
 def adopted(
     records: Iterable[ProcessRecord], specs: Specs, launcher: Launcher, now: float
 ) -> list[Adopted]:
-    """Return the processes that live; end those that nobody knows any more."""
+    """Return the recorded processes that still run; kill those of unknown versions.
+
+    Args:
+        records: The processes in the record of the earlier controller.
+        specs: Every known version, by model and version.
+        launcher: Adopts and kills the processes.
+        now: Current time, in seconds.
+
+    Returns:
+        The record, the launcher's handle and the fleet's state of each process.
+    """
     found = []
     for said in records:
         running = RunningProcess(said.name, said.pid, said.began, said.node)

@@ -1,4 +1,4 @@
-"""Talks to the controller of a running service. Shell, and blocking."""
+"""A blocking client for the controller of a running service. Shell."""
 
 from __future__ import annotations
 
@@ -14,22 +14,37 @@ from multiworld.errors import ServeError
 from multiworld.serve.fleet.record import StateFolder, state_root
 
 ASK_S = 30.0
+"""Seconds to wait for an answer of the controller."""
 
 WHO = "x-multiworld-who"
-"""The header that says who asks; the socket is its user's alone."""
+"""Header that names the caller. It is trusted: only the user can open the socket."""
 
 
 class Service:
-    """A running service, found by its name or because it is the only one."""
+    """A running service, found by its name or because it is the only one.
+
+    Args:
+        app: Name of the service; None if only one runs.
+        state: Folder of the service; None to look below the default one.
+
+    Raises:
+        ServeError: No such service runs, or several run and no name was given.
+    """
 
     def __init__(self, app: str | None, state: Path | None) -> None:
         self.folder = StateFolder(state or _find(app))
 
     def ask(self, method: str, path: str, **what: Any) -> Any:
-        """Ask the controller.
+        """Send a request to the controller; return the decoded answer.
+
+        Args:
+            method: HTTP method.
+            path: Path of the route, with a leading slash.
+            what: Arguments of ``httpx.Client.request``, such as ``json``.
 
         Raises:
-            ServeError: It is not there, or refuses.
+            ServeError: No controller answers, or it refuses; ``status`` is the HTTP
+                status then.
         """
         socket = httpx.HTTPTransport(uds=str(self.folder.socket))
         try:
@@ -41,7 +56,7 @@ class Service:
         except httpx.HTTPError as error:
             raise ServeError(
                 f"no controller answers in {self.folder.path} ({error}); start it with "
-                "`multiworld serve`, which adopts what runs"
+                "`multiworld serve`, which adopts the running processes"
             ) from error
         if response.is_error:
             try:
@@ -55,7 +70,7 @@ class Service:
 
 
 def _who() -> str:
-    """Return who asks, for the audit log."""
+    """Return the name of the caller, for the audit log."""
     try:
         name = getpass.getuser()
     except (KeyError, OSError):  # a container whose user has no name
@@ -78,7 +93,7 @@ def _find(app: str | None) -> Path:
         return found[0]
     names = ", ".join(path.name for path in found)
     if app is not None:
-        there = f"there are: {names}" if names else "none runs"
+        there = f"running: {names}" if names else "none runs"
         raise ServeError(f"no service {app!r} here (looked in {root}); {there}")
     raise ServeError(
         f"several services run: {names}; name one with --app"

@@ -63,31 +63,32 @@ from multiworld.world.manager import WorldManager
 logger = logging.getLogger("multiworld.serve")
 
 TICK_S = 0.25
-"""Seconds between looks at deadlines and at memory."""
+"""Seconds between checks of deadlines and of memory."""
 
 REPORT_TICKS = 20
 """Ticks between the reports that gateways get for their metrics."""
 
 END_S = 10.0
-"""Seconds that workers get to end when the service is shut down."""
+"""Seconds for workers to exit when the service is shut down."""
 
 OPERATIONS_SHOWN = 10
 """Operations that ``status`` lists."""
 
 STARTING = (ProcessPhase.LAUNCHING, ProcessPhase.JOINED)
+"""Phases before a replica has loaded its stage."""
 
 
 class Controller:
     """The controller of one service.
 
     Args:
-        folder: The service's state.
+        folder: The service's state folder.
         app: Its spec.
         manager: Joins the control worlds.
         launcher: Starts processes.
-        store: Where the processes meet.
+        store: The store's process and address.
         port: Port of the gateways.
-        old: Record of an earlier controller.
+        old: Record of an earlier controller; None for a new service.
         clock: Returns the monotonic time in seconds.
     """
 
@@ -143,10 +144,13 @@ class Controller:
     # Starting and ending.
 
     def start(self, old: Record | None) -> None:
-        """Adopt what runs, and start what is missing.
+        """Adopt running processes, and start the missing ones.
+
+        Args:
+            old: Record of an earlier controller; None for a new service.
 
         Raises:
-            PlacementError: A new service has no place on the machines there are.
+            PlacementError: A new service does not fit on the machines.
         """
         self._is_started = True
         adopted = [] if old is None else self._adopt(old)
@@ -166,7 +170,7 @@ class Controller:
         self._ticker = self._loop.create_task(self._tick())
 
     def _remember_old_versions(self, old: Record, desired: DesiredState) -> None:
-        """Tell the reconciler of versions that are not desired any more but run."""
+        """Tell the reconciler of versions that run but are no longer desired."""
         for name, versions in old.specs.items():
             for version, spec in versions.items():
                 if name in desired.models and version != desired.models[name].version:
@@ -182,14 +186,15 @@ class Controller:
             if record.model:
                 self.placer.restore(record)
             found.append(process)
-            text = f"{record.name} (process {record.pid}) goes on"
+            text = f"{record.name} (process {record.pid}) keeps running"
             self.history.say("adopted", text, record.name)
         return found
 
     async def plan_first(self) -> None:
         """Plan the placement of a service that is not started yet.
 
-        Cancellation: safe.
+        Cancellation:
+            Safe.
         """
         self._versions.add(self.app)
         await self.placer.plan_first(desired_state_of(self.app))
@@ -203,7 +208,7 @@ class Controller:
                 self._spawn(self._spread_reports())
 
     async def _spread_reports(self) -> None:
-        """Tell the gateways what every replica reports, for their metrics."""
+        """Send the reports of all replicas to the gateways, for their metrics."""
         reports = await self.reports()
         self.tell_gateways(FleetReport(dict(self.history.kinds), reports.workers))
 
@@ -213,7 +218,8 @@ class Controller:
         Raises:
             LaunchError: The first start of a stage failed in the same way every time.
 
-        Cancellation: safe.
+        Cancellation:
+            Safe.
         """
         while not self.is_ready:
             if self._failure is not None:
@@ -224,19 +230,20 @@ class Controller:
 
     @property
     def is_ready(self) -> bool:
-        """Whether everything that is desired is ready."""
+        """True if everything that is desired is ready."""
         return is_ready(self.fleet)
 
     async def shutdown(self) -> None:
-        """End the service: gateways first, so that what was accepted is answered.
+        """End the service: gateways first, so that they answer accepted requests.
 
-        Cancellation: what runs goes on; a new controller adopts it.
+        Cancellation:
+            Processes that still run keep running; a new controller adopts them.
         """
         self._is_ending = True
         await self.scaler.close()
         if self._ticker is not None:
             self._ticker.cancel()
-        if self._launching:  # what is being started could not be ended before
+        if self._launching:  # a process cannot be ended before it is launched
             await asyncio.wait(self._launching, timeout=END_S)
         everybody = list(self.fleet.processes.values())
         gateways = [p.name for p in everybody if p.is_gateway]
@@ -249,9 +256,10 @@ class Controller:
         self._folder.forget()
 
     async def abandon(self) -> None:
-        """End the controller only; the service goes on.
+        """End the controller only; the service keeps running.
 
-        Cancellation: tasks of the controller may be left to the event loop.
+        Cancellation:
+            Tasks of the controller may be left to the event loop.
         """
         self._is_ending = True
         await self.scaler.close()
@@ -268,14 +276,14 @@ class Controller:
     def store_restarted(self, store: StoreRecord) -> None:
         """Record a new process at the store's old address."""
         self.store = store
-        text = f"the store was lost; it is back, as process {store.pid}"
+        text = f"the store was lost and restarted as process {store.pid}"
         self.history.say("store", text)
         self._save()
 
-    # What is shown.
+    # Status.
 
     def status(self) -> dict[str, Any]:
-        """Return what runs, what is desired, and the last operations, as plain data."""
+        """Return the observed and desired state, and the last operations."""
         return {
             "app": self.app.app,
             "url": self.url,
@@ -301,17 +309,21 @@ class Controller:
 
     @property
     def url(self) -> str:
-        """Where clients find the gateways."""
+        """URL at which clients reach the gateways."""
         return url_of(self.app.gateway, self.port)
 
     async def reports(self, limit_s: float = REPORT_S) -> Reports:
-        """Ask every process for a report; leave out those that do not answer in time.
+        """Ask every process for a report.
 
-        Cancellation: safe.
+        Args:
+            limit_s: Seconds to wait; processes that do not answer by then are left out.
+
+        Cancellation:
+            Safe.
         """
         return await self._links.reports(limit_s)
 
-    # Deciding, and carrying out.
+    # Reconciling.
 
     def want(self, desired: DesiredState) -> None:
         """Set the desired state."""
@@ -319,7 +331,7 @@ class Controller:
         self.placer.wake()
 
     def happened(self, event: events.Event) -> None:
-        """Handle an event that another part of the controller has found out."""
+        """Handle an event that another part of the controller has observed."""
         self._handle(event)
 
     def _handle(self, event: events.Event) -> None:
@@ -329,7 +341,7 @@ class Controller:
             self._carry_out(action)
         self._changed.set()
         if not isinstance(event, events.Adopted):
-            self._save()  # not while a part of what runs is not adopted yet
+            self._save()  # the record is incomplete until every process is adopted
 
     def _carry_out(self, action: actions.Action) -> None:
         match action:
@@ -351,14 +363,14 @@ class Controller:
                 self._give_up(action)
 
     def _give_up(self, action: actions.GiveUp) -> None:
-        """End a service that was never ready: it would fail like this for ever."""
+        """End a service that was never ready and would fail in this way for ever."""
         if not self._may_give_up or self._failure is not None:
             return
         version = self.app.models[action.model].version
         name = self._versions.stage_name(action.model, version, action.stage)
         self._failure = LaunchError(
             f"stage {name} of model {action.model!r} failed {action.failures} times in "
-            f"the same way while it started: {action.cause}; logs are in "
+            f"the same way while starting: {action.cause}; logs are in "
             f"{self._folder.logs}"
         )
         self._changed.set()
@@ -373,7 +385,7 @@ class Controller:
         spot, need = None, Need()
         if model:
             if name not in self.fleet.processes:
-                return  # it is not desired any more
+                return  # no longer desired
             spec = self._versions.get(model, version)
             need = needs_of(spec)[stage]
             try:
@@ -413,16 +425,18 @@ class Controller:
             self._handle(events.ProcessGone(name, why))
 
     def exited(self, name: str, code: int | None) -> None:
-        """Handle the end of a process that the launcher tells of."""
+        """Handle the exit of a process, as reported by the launcher."""
         why = self.processes.exited(name, code)
         self._changed.set()
         if name in self.fleet.processes and not self._is_ending:
             self._gone(name, why)
         elif code:
-            self.history.say("exited", f"{name}: {why}", name)  # its loss has been told
+            self.history.say(
+                "exited", f"{name}: {why}", name
+            )  # its loss was handled before
 
     def lost(self, name: str, error: MemberLostError) -> None:
-        """Handle the loss of a process that its control world tells of."""
+        """Handle the loss of a process, as found by its control world."""
         self._gone(name, f"{error.reason} ({error.evidence})")
 
     def _gone(self, name: str, why: str) -> None:
@@ -430,30 +444,30 @@ class Controller:
         cause = ""
         if process is not None and process.phase in STARTING:
             cause = self.processes.last_words(name)
-            why += f" while it started; its last words: {cause}"
+            why += f" while starting; last line of its log: {cause}"
         self._handle(events.ProcessGone(name, why, cause=cause))
 
     def nodes_changed(self) -> None:
-        """Handle machines that were added or are gone, or trouble of the launcher."""
+        """Handle machines that were added or lost, or trouble of the launcher."""
         self.placer.nodes_changed()
 
     # For the placement manager, the autoscaler and operations.
 
     def admit(self, desired: DesiredState, model: str) -> None:
-        """Check that all of a model has a place, whatever others lack.
+        """Check that all replicas of a model fit, whatever other models lack.
 
         Raises:
-            PlacementError: It has not.
+            PlacementError: They do not fit.
         """
         self.placer.admit(desired, model)
 
     def running(self, name: str) -> RunningProcess | None:
-        """Return a process, if it runs."""
+        """Return a running process, or None."""
         return self.processes.running.get(name)
 
     @property
     def specs(self) -> Specs:
-        """Every version that is known, by model and version."""
+        """Every known version, by model and version."""
         return self._versions.specs
 
     def send(self, name: str, order: Order) -> None:
@@ -468,7 +482,7 @@ class Controller:
     def _joined_gateways(self) -> list[str]:
         return [name for name in self._links.names if _is_gateway(name)]
 
-    # What the links tell; see ``ProcessLinkOwner``.
+    # News from the links; see ``ProcessLinkOwner``.
 
     def greeting(self, name: str) -> list[Order]:
         """Return the first orders of a process that has joined."""
@@ -483,7 +497,7 @@ class Controller:
         self._handle(events.Joined(name))
 
     def news(self, name: str, news: News) -> None:
-        """Handle what a process tells."""
+        """Handle news from a process."""
         match news:
             case Loaded():
                 self._handle(events.Loaded(name))
@@ -521,8 +535,8 @@ class Controller:
         try:
             self._folder.save(record)
             self._saved = record
-        except OSError as error:  # the next change, or tick, tries again
-            logger.error("the record cannot be written: %s", error)
+        except OSError as error:  # the next event tries again
+            logger.error("cannot write the record of the service: %s", error)
 
 
 def _is_gateway(name: str) -> bool:

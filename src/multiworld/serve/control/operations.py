@@ -1,4 +1,4 @@
-"""What administrators ask of a running service: scale, update, drain, break. Shell."""
+"""Operations of administrators on a service: scale, update, drain, chaos. Shell."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ REPLICAS_A_CORE = 4
 
 
 class ConfirmationNeededError(ServeError):
-    """The operation is unusual; repeat it with a confirmation."""
+    """An unusual operation was not confirmed; repeat it with a confirmation."""
 
     status = 428
 
@@ -44,7 +44,7 @@ class OperationsOwner(Protocol):
     app: AppSpec
 
     def want(self, desired: DesiredState) -> None:
-        """Set the desired state."""
+        """Set the desired state of the service."""
 
     def happened(self, event: events.Event) -> None:
         """Handle an event."""
@@ -58,7 +58,12 @@ class OperationsOwner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """The outcome of a scale: replicas before, and from now on."""
+    """The outcome of a scale operation.
+
+    Attributes:
+        before: Replicas before.
+        replicas: Replicas from now on.
+    """
 
     before: int
     replicas: int
@@ -71,8 +76,8 @@ class Operations:
         owner: The controller.
         fleet: Desired and observed state.
         versions: The known versions.
-        placement: Admits what is to run.
-        processes: What runs.
+        placement: Admits a desired state if it fits on the machines.
+        processes: The running processes.
         history: Where operations are recorded.
     """
 
@@ -92,19 +97,19 @@ class Operations:
     def scale(
         self, model: str, stage: str, replicas: int, *, is_confirmed: bool = False
     ) -> Scaled:
-        """Run a stage in another number of replicas.
+        """Set the number of replicas of a stage.
 
         Args:
             model: Name of the model.
             stage: Name or number of the stage.
             replicas: The new number.
-            is_confirmed: Whether a number far above the machines' cores is meant.
+            is_confirmed: True if a number far above the machines' cores is intended.
 
         Raises:
             UnknownModelError: There is no such model or stage.
             ServeError: The spec's range does not allow it.
-            PlacementError: No machine has room for so many.
-            ConfirmationNeededError: So many replicas would share few cores.
+            PlacementError: The machines have no room for this many replicas.
+            ConfirmationNeededError: Many more replicas than cores, not confirmed.
         """
         spec = self._versions.desired(self._fleet.desired, model)
         number = stage_number(spec, model, stage)
@@ -126,18 +131,18 @@ class Operations:
         if count > max(16.0, REPLICAS_A_CORE * cores):
             raise ConfirmationNeededError(
                 f"{count} replicas would share {cores:g} cores; repeat with --yes if "
-                "that is meant"
+                "that is intended"
             )
 
     def update(self, app: AppSpec) -> int:
-        """Change the service to another spec, without a pause.
+        """Update the running service to another spec, without a pause.
 
         Returns:
-            Number of the last event before, to follow the update by.
+            Number of the last event before the update, to follow its events.
 
         Raises:
-            ServeError: It changes what cannot be changed while it runs.
-            PlacementError: There is no room for it beside what runs.
+            ServeError: The spec changes a field that a running service cannot change.
+            PlacementError: The new versions do not fit beside the running ones.
         """
         owner = self._owner
         if app.host == "auto":
@@ -156,8 +161,8 @@ class Operations:
             owner.app = old_app
             self._versions.restore(before)
             raise PlacementError(
-                f"{error}; a model that is updated runs in both versions until the new "
-                "one is ready",
+                f"{error}; during an update, a model runs in both versions until the "
+                "new one is ready",
                 short=error.short,
             ) from None
         last = self._history.last_number
@@ -166,18 +171,20 @@ class Operations:
         return last
 
     def drain(self, name: str) -> None:
-        """Replace one process; it ends when its replacement is ready.
+        """Replace one process; it is drained when its replacement is ready.
 
         Raises:
             UnknownModelError: There is no such process.
         """
         if name not in self._fleet.processes:
             known = ", ".join(sorted(self._fleet.processes))
-            raise UnknownModelError(f"no process {name!r}; there are {known}")
-        self._history.say("drain requested", f"{name} is to be replaced", name)
+            raise UnknownModelError(f"no process {name!r}; there are: {known}")
+        self._history.say(
+            "drain requested", f"{name}: to be replaced, then drained", name
+        )
         self._owner.happened(events.DrainRequested(name))
 
-    def harm(
+    def inject_fault(
         self, action: str, model: str, stage: str, seconds: float
     ) -> RunningProcess:
         """Break a ready replica on purpose.
@@ -186,10 +193,10 @@ class Operations:
             action: "kill", "stop" or "cut".
             model: Name of the model.
             stage: Name or number of the stage.
-            seconds: How long it is cut off.
+            seconds: Duration of a cut.
 
         Raises:
-            UnknownModelError: There is no such stage.
+            UnknownModelError: There is no such model or stage.
             ServeError: It has no ready replica.
         """
         spec = self._versions.desired(self._fleet.desired, model)

@@ -28,24 +28,26 @@ from multiworld.world.world import World
 logger = logging.getLogger("multiworld.serve")
 
 JOIN_S = 20.0
+"""Seconds for a process to join its control world, at each attempt."""
+
 REPORT_S = 2.0
-"""How long a process may take to say what it does."""
+"""Seconds to wait for the report of a process."""
 
 
 class ProcessLinkOwner(Protocol):
-    """Who is told what happens on the links."""
+    """The owner of the links, which is told what happens on them."""
 
     def greeting(self, name: str) -> Iterable[Order]:
-        """Return what a process that has joined is told first."""
+        """Return the first orders for a process that has joined."""
 
     def joined(self, name: str) -> None:
-        """Take note that a process has joined, and has been greeted."""
+        """Handle a process that has joined and got its first orders."""
 
     def news(self, name: str, news: News) -> None:
-        """Handle what a process tells."""
+        """Handle news from a process."""
 
     def lost(self, name: str, error: MemberLostError) -> None:
-        """Take note that a process is lost."""
+        """Handle the loss of a process."""
 
 
 class ProcessLinks:
@@ -55,7 +57,7 @@ class ProcessLinks:
         manager: Keeps the worlds.
         app: Name of the service.
         store: Address of the store.
-        silence_s: Seconds without a sign after which a process is lost.
+        silence_s: Seconds without a heartbeat after which a process is lost.
         owner: Told what happens.
     """
 
@@ -81,11 +83,11 @@ class ProcessLinks:
 
     @property
     def names(self) -> list[str]:
-        """Who has joined."""
+        """Names of the processes that have joined."""
         return list(self._worlds)
 
     def open(self, name: str) -> None:
-        """Wait for a process, and stay connected with it."""
+        """Wait for a process in the background, and stay connected to it."""
         self._tasks[name] = self._loop.create_task(self._live(name))
 
     def close(self, name: str) -> None:
@@ -95,9 +97,10 @@ class ProcessLinks:
             task.cancel()
 
     async def close_all(self) -> None:
-        """Leave all of them.
+        """Leave the worlds of all processes.
 
-        Cancellation: what is left is dropped with the manager.
+        Cancellation:
+            The remaining worlds are closed with the manager.
         """
         tasks = [*self._tasks.values(), *self._sending]
         self._tasks.clear()
@@ -106,7 +109,7 @@ class ProcessLinks:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def send(self, name: str, order: Order) -> None:
-        """Tell a process something; it is lost if the process has not joined."""
+        """Send an order to a process; it is dropped if the process has not joined."""
         world = self._worlds.get(name)
         if world is not None:
             task = self._loop.create_task(_send(world, order))
@@ -114,9 +117,13 @@ class ProcessLinks:
             task.add_done_callback(self._sending.discard)
 
     async def reports(self, limit_s: float = REPORT_S) -> Reports:
-        """Ask every process for a report; leave out those that do not answer in time.
+        """Ask every process for a report.
 
-        Cancellation: safe.
+        Args:
+            limit_s: Seconds to wait; processes that do not answer by then are left out.
+
+        Cancellation:
+            Safe.
         """
         names = self.names
         answers = await asyncio.gather(*(self._ask(name, limit_s) for name in names))
@@ -169,7 +176,9 @@ class ProcessLinks:
         while True:
             try:
                 news = await receive(world, NEWS, src=1)
-            except MessageError as error:  # of another release; the rest is understood
+            except (
+                MessageError
+            ) as error:  # from another release; later messages may be understood
                 logger.error("%s: %s", name, error)
                 continue
             if not isinstance(news, Report):
@@ -184,4 +193,4 @@ async def _send(world: World, order: Order) -> None:
     try:
         await world.send_object(ORDERS.encode(order), dst=1, tag=ORDERS.tag)
     except (WorldBrokenError, WorldClosedError):
-        pass  # its link finds out
+        pass  # the reader of this world reports the loss

@@ -1,4 +1,4 @@
-"""The processes of a service: started, signalled, ended. Shell."""
+"""The processes of a service: starts, signals and ends them. Shell."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from multiworld.serve.transport.process_args import ProcessArgs
 
 
 class Processes:
-    """What runs, as the launcher knows it.
+    """The running processes, as the launcher knows them.
 
     Args:
         launcher: Starts and ends processes.
@@ -46,14 +46,15 @@ class Processes:
         """Start a process.
 
         Args:
-            args: What it is started with.
-            location: Where it runs; None for what belongs beside the controller.
-            need: What it has booked there.
+            args: Arguments of the process.
+            location: Machine and GPU; None to run it beside the controller.
+            need: Resources that it has booked there.
 
         Raises:
-            LaunchError: It could not be started; its booking is released.
+            LaunchError: The process could not be started; its booking is released.
 
-        Cancellation: the process may start all the same; a new controller ends it.
+        Cancellation:
+            The process may start all the same; a later controller ends it.
         """
         name = args.name
         self._starting.add(name)
@@ -68,7 +69,7 @@ class Processes:
             self._starting.discard(name)
 
     def add(self, running: RunningProcess) -> None:
-        """Add a process that runs."""
+        """Add a running process."""
         self.running[running.name] = running
 
     def signal(self, name: str, number: int) -> None:
@@ -77,28 +78,33 @@ class Processes:
             self._launcher.kill(self.running[name], number)
 
     def kill(self, running: RunningProcess) -> None:
-        """Kill a process that nobody wants; its booking ends with it."""
+        """Kill a process that is no longer desired; its end releases its booking."""
         self._launcher.kill(running)
 
     def forget(self, name: str) -> None:
-        """Kill a process, if it runs, and forget it."""
+        """Remove a process, and kill it if it runs."""
         running = self.running.pop(name, None)
         if running is not None:
-            self._launcher.kill(running)  # its booking is released when it has ended
+            self._launcher.kill(running)  # its booking is released when it exits
         elif name not in self._starting:
             self._bookings.release(name)
 
     def exited(self, name: str, code: int | None) -> str:
-        """Forget a process that has ended; return how it ended, in words."""
+        """Remove a process that has ended; return in words how it ended."""
         self.running.pop(name, None)
         self._bookings.release(name)
         self._changed.set()
         return "it ended" if code is None else f"it ended with {exit_words(code)}"
 
     async def end_all(self, names: Iterable[str], limit_s: float) -> None:
-        """Ask processes to end, and kill those that have not after ``limit_s`` seconds.
+        """Send SIGTERM to processes, and SIGKILL to those that still run after a while.
 
-        Cancellation: those that were asked end all the same.
+        Args:
+            names: The processes.
+            limit_s: Seconds between the two signals.
+
+        Cancellation:
+            Processes that got SIGTERM end all the same; none gets SIGKILL.
         """
         names = list(names)
         for name in names:

@@ -1,4 +1,4 @@
-"""Runs a whole service in the foreground: store, fork server, controller, admin."""
+"""A whole service in the foreground: store, fork server, controller, admin. Shell."""
 
 from __future__ import annotations
 
@@ -35,13 +35,15 @@ PRELOAD = [
     "multiworld.serve.launchers.entry",
     "multiworld.serve.gateway.process",
 ]
-
+"""Modules that the fork server imports for every service."""
 
 logger = logging.getLogger("multiworld.serve")
 
 STORE_LOOK_S = 1.0
+"""Seconds between checks of whether the store runs."""
+
 ELSEWHERE = "198.51.100.1"
-"""Reserved for documentation (RFC 5737): nobody is there."""
+"""An address on another network that no host has (RFC 5737: for documentation)."""
 
 
 async def run_service(
@@ -49,13 +51,19 @@ async def run_service(
 ) -> int:
     """Serve until SIGINT, SIGTERM or ``multiworld shutdown``; return the exit code.
 
-    A service whose controller was lost is adopted: its processes go on.
+    If the controller of a service was lost, this adopts its processes.
 
     Args:
-        on_up: Called when everything is ready.
+        app: The spec.
+        folder: The service's state folder.
+        on_up: Called with the controller when everything is ready.
 
     Raises:
-        ServeError: It cannot be started; what was started is ended again.
+        ServeError: The service cannot be started; started processes are ended again.
+
+    Cancellation:
+        Ends the controller only. The processes keep running, and the next controller
+        adopts them.
     """
     folder.make()
     folder.lock()
@@ -84,7 +92,7 @@ async def _run(
             await _control(app, folder, on_up, preload, env, port, store, old)
     except ServeError:
         if old is None:
-            await end_store(store)  # nothing of this service was started
+            await end_store(store)  # no process of this service is left
         raise
     return 0
 
@@ -99,7 +107,7 @@ async def _control(
     store: StoreRecord,
     old: Record | None,
 ) -> None:
-    """Run the controller until somebody ends the service."""
+    """Run the controller until a signal or a request ends the service."""
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -133,9 +141,9 @@ async def _control(
 async def _mind_store(
     controller: Controller, folder: StateFolder, env: dict[str, str]
 ) -> None:
-    """Start the store again where it was, should it be lost.
+    """Restart the store at its old address whenever it is lost.
 
-    No ready world needs it meanwhile.
+    Ready worlds do not need it meanwhile.
     """
     while True:
         await asyncio.sleep(STORE_LOOK_S)
@@ -180,7 +188,7 @@ async def _launcher(
     *,
     is_new: bool,
 ) -> Launcher:
-    """Return what starts replicas; it finds the controller in ``holder``."""
+    """Return the launcher of the spec; it finds the controller in ``holder``."""
 
     def exited(name: str, code: int | None) -> None:
         holder[0].exited(name, code)
@@ -203,9 +211,9 @@ async def _launcher(
 
 
 def own_address() -> str:
-    """Return the address of this machine's way out; loopback if it has none.
+    """Return the address from which this machine reaches other networks, or loopback.
 
-    Nothing is sent: a datagram socket is only told where it would send to.
+    Sends nothing: connecting a datagram socket only chooses its source address.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -217,7 +225,7 @@ def own_address() -> str:
 
 
 def machine_of(app: AppSpec) -> Node:
-    """Return this machine, as far as the spec lets the service use it."""
+    """Return this machine, limited to the resources that the spec allows."""
     limit = app.machine.memory_mb
     return this_node(
         app.machine.name, app.machine.cpus, None if limit is None else int(limit * MIB)
@@ -225,7 +233,7 @@ def machine_of(app: AppSpec) -> Node:
 
 
 def _preload(app: AppSpec) -> list[str]:
-    """Return what the fork server imports; finds mistakes before anything runs."""
+    """Return the modules for the fork server; build each model to find mistakes."""
     modules = list(PRELOAD)
     for name, spec in app.models.items():
         try:
@@ -240,7 +248,7 @@ def _preload(app: AppSpec) -> list[str]:
 
 
 def _check_tls(app: AppSpec) -> None:
-    """Find a wrong certificate before a gateway does, again and again."""
+    """Load the certificate once, before every gateway would fail with it."""
     gateway = app.gateway
     if gateway.tls_certificate is None:
         return
@@ -250,13 +258,13 @@ def _check_tls(app: AppSpec) -> None:
     except (OSError, ssl.SSLError) as error:
         raise ServeError(
             f"gateway.tls_certificate {gateway.tls_certificate!r} with gateway.tls_key "
-            f"{gateway.tls_key!r} cannot be used: {error}; give PEM files, by paths "
-            "that hold where the service is started"
+            f"{gateway.tls_key!r} cannot be used: {error}; give PEM files, with paths "
+            "relative to the folder in which the service is started"
         ) from error
 
 
 def _reserve(app: AppSpec, old: Record | None) -> tuple[socket.socket, int]:
-    """Bind the gateways' port, so that it stays this service's while none runs."""
+    """Bind the gateways' port, so that it stays reserved while no gateway runs."""
     port = app.gateway.port or (old.port if old else 0)
     try:
         if app.gateway.port and old is None:
@@ -271,7 +279,7 @@ def _reserve(app: AppSpec, old: Record | None) -> tuple[socket.socket, int]:
 
 
 def _check_free(app: AppSpec) -> None:
-    """Raise OSError if somebody else serves the port, who may share it as we do."""
+    """Raise OSError if the port is in use, even by a socket that shares it as we do."""
     family = socket.AF_INET6 if ":" in app.gateway.host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""What a service is at this moment, in plain data."""
+"""The state of a service as plain data: status, and the record on disk. Shell."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from multiworld.serve.spec.schema import AppSpec, GatewaySpec
 from multiworld.serve.transport.protocol import ModelsChanged
 
 LAST_WORDS = 300
+"""Most characters of a last log line that are shown."""
 
 
 def is_ready(fleet: Reconciler) -> bool:
-    """Return whether everything that is wanted is ready."""
+    """Return True if everything that is desired is ready."""
     ready = [p for p in fleet.processes.values() if p.phase is ProcessPhase.READY]
     if sum(p.is_gateway for p in ready) < fleet.desired.gateways:
         return False
@@ -41,7 +42,16 @@ def status_of(
     stage_name: Callable[[Process], str],
     now: float,
 ) -> dict[str, Any]:
-    """Return what runs, and what is wanted."""
+    """Return the desired and the observed state of a service, as plain data.
+
+    Args:
+        fleet: Desired and observed state.
+        running: The running processes, by name.
+        places: Bookings of the replicas.
+        log_of: Returns the log file of a process.
+        stage_name: Returns the name of a process's stage.
+        now: Current time, in seconds, on the clock of ``fleet``.
+    """
     return {
         "is_ready": is_ready(fleet),
         "controller": os.getpid(),
@@ -104,7 +114,16 @@ def record_of(
     port: int,
     processes: list[ProcessRecord],
 ) -> Record:
-    """Return what a new controller must know of a service."""
+    """Return the record from which a new controller adopts the service.
+
+    Args:
+        app: The spec.
+        specs: Every known version, by model and version.
+        fleet: Desired and observed state.
+        store: The store's process and address.
+        port: Port of the gateways.
+        processes: Records of the running processes.
+    """
     return Record(
         app=app,
         specs={name: dict(versions) for name, versions in specs.items()},
@@ -123,7 +142,13 @@ def record_of(
 def records_of(
     fleet: Reconciler, running: Mapping[str, RunningProcess], places: ReplicaBookings
 ) -> list[ProcessRecord]:
-    """Return what a new controller must know of every process."""
+    """Return the records from which a new controller adopts the processes.
+
+    Args:
+        fleet: Desired and observed state.
+        running: The running processes, by name.
+        places: Bookings of the replicas.
+    """
     found = []
     for p in fleet.processes.values():
         if p.name not in running:
@@ -146,7 +171,7 @@ def records_of(
 
 
 def url_of(gateway: GatewaySpec, port: int) -> str:
-    """Return where clients find the gateways."""
+    """Return the URL at which clients reach the gateways."""
     scheme = "https" if gateway.tls_certificate else "http"
     host = gateway.host if gateway.host not in ("0.0.0.0", "::") else "127.0.0.1"
     shown = f"[{host}]" if ":" in host else host
@@ -164,7 +189,7 @@ def models_order(specs: Specs) -> ModelsChanged:
 
 
 def last_words(log: Path) -> str:
-    """Return the last line of a process's log."""
+    """Return the last line of a process's log, or "none"."""
     try:
         text = log.read_text(errors="replace").strip()
     except OSError:
@@ -173,7 +198,7 @@ def last_words(log: Path) -> str:
 
 
 def exit_words(code: int) -> str:
-    """Say how a process ended."""
+    """Return an exit code in words; a negative one is a signal."""
     if code >= 0:
         return f"exit code {code}"
     try:

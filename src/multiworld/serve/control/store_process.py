@@ -1,4 +1,4 @@
-"""The store of a service, as a process of its own that outlives the controller."""
+"""The store of a service: a process of its own that outlives the controller. Shell."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ from multiworld.serve.fleet.record import StateFolder, StoreRecord
 from multiworld.serve.launchers.base import began_at
 
 START_S = 30.0
+"""Seconds for the store to start."""
+
 END_S = 5.0
+"""Seconds to wait for the store to exit after SIGTERM."""
+
 LOOK_S = 0.02
+"""Seconds between checks of whether it has exited."""
 
 
 async def start_store(
@@ -24,10 +29,20 @@ async def start_store(
     old: StoreRecord | None,
     host: str = "127.0.0.1",
 ) -> StoreRecord:
-    """Return the store that runs, or start one at the address that is known.
+    """Return the running store, or start one at its old address.
+
+    Args:
+        folder: The service's folder; the store keeps its epochs and log there.
+        env: Environment of the store, beside this process's own.
+        old: Record of an earlier store; None for a new service.
+        host: Address to listen on.
 
     Raises:
-        LaunchError: It does not start; the message has what it said.
+        LaunchError: The store does not start; the message has the last line of its log.
+
+    Cancellation:
+        The store may run on without a record. It ends by itself when no process of the
+        service is left.
     """
     if old is not None and began_at(old.pid) == old.began:
         return old
@@ -61,9 +76,10 @@ async def start_store(
 
 
 async def end_store(store: StoreRecord) -> None:
-    """End a store that was started for nothing, and wait until it has ended.
+    """Stop a store that no process uses, and wait until it has exited.
 
-    Cancellation: it ends all the same.
+    Cancellation:
+        The store exits all the same.
     """
     if began_at(store.pid) != store.began:
         return

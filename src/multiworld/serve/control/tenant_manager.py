@@ -1,4 +1,4 @@
-"""The tenants of a running service: changed, told, written down. Shell."""
+"""The tenants of a running service: changes, storage, news to gateways. Shell."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ from multiworld.serve.transport.protocol import (
 logger = logging.getLogger("multiworld.serve")
 
 CHUNK = 500
-"""Tenants that are told in one message."""
+"""Tenants in one message to a gateway."""
 
 POISON = 1024
-"""Poisonous requests that a gateway which starts later is told of."""
+"""Most poison requests that are remembered for gateways that start later."""
 
 Send = Callable[[str, Order], None]
-"""Tells a gateway something."""
+"""Sends an order to the gateway of this name."""
 
 
 class UnknownTenantError(ServeError):
-    """There is no such tenant, or key."""
+    """The tenant, or its key, does not exist."""
 
     status = 404
 
 
 class TenantManager:
-    """Everything about the tenants of one service.
+    """The tenants of one service, their usage and their poison requests.
 
     Args:
-        registry: Where they are kept.
-        history: Where what happens is told.
+        registry: Database of tenants and usage.
+        history: Where events are recorded.
         gateways: Returns the names of the gateways that have joined.
-        send: Tells a gateway something.
+        send: Sends an order to a gateway.
     """
 
     def __init__(
@@ -72,15 +72,17 @@ class TenantManager:
         self._writing: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
-        """End what is being written, and close the database.
+        """Finish pending writes, and close the database.
 
-        Cancellation: what is not written yet is lost.
+        Cancellation:
+            The database stays open. Usage that is not stored yet is not confirmed, so
+            the gateways report it again.
         """
         if self._writing:
             await asyncio.wait(self._writing)
         self.registry.close()
 
-    # What gateways are told, and tell.
+    # To and from gateways.
 
     def greeting(self) -> Iterator[Order]:
         """Yield the first orders of a gateway that has joined."""
@@ -102,7 +104,7 @@ class TenantManager:
             self._send(name, TenantsChanged(tuple(tenants), tuple(removed)))
 
     def used(self, gateway: str, usage: UsageTold) -> None:
-        """Store what a gateway tells of usage, and confirm it."""
+        """Store the usage that a gateway reports, and confirm it."""
         self._spawn(self._keep(gateway, usage))
 
     async def _keep(self, gateway: str, usage: UsageTold) -> None:
@@ -111,7 +113,7 @@ class TenantManager:
             await asyncio.to_thread(add, usage.meter, usage.number, usage.rows)
         except ServeError as error:
             logger.error("usage cannot be stored: %s", error)
-            return  # the gateway tells it again
+            return  # not confirmed, so the gateway reports it again
         self._send(gateway, UsageStored(usage.number))
 
     def _spawn(self, body: Any) -> None:
@@ -120,21 +122,23 @@ class TenantManager:
         task.add_done_callback(self._writing.discard)
 
     def poisonous(self, gateway: str, found: PoisonFound) -> None:
-        """Remember a request that kills replicas, and tell the other gateways."""
+        """Remember a poison request, and tell the other gateways."""
         self._poison.append((time.time(), found))
         whose = found.tenant or "a client without a key"
         text = f"a request of {whose} to {found.model} ({found.version})"
-        self._history.say("quarantined", f"{text} is not tried again")
+        self._history.say("quarantined", f"{text} is not retried")
         for name in self._gateways():
             if name != gateway:
                 self._send(name, found)
 
-    # What administrators ask.
+    # Operations of administrators.
 
     def _known(self, name: str) -> Tenant:
         tenant = self.tenants.get(name)
         if tenant is None:
-            raise UnknownTenantError(f"no tenant {name!r}; see multiworld tenants list")
+            raise UnknownTenantError(
+                f"no tenant {name!r}; see `multiworld tenants list`"
+            )
         return tenant
 
     async def _save(self, tenant: Tenant) -> None:
@@ -143,30 +147,33 @@ class TenantManager:
         self._tell([tenant], [])
 
     async def create(self, name: str, said: dict[str, Any]) -> tuple[Tenant, str]:
-        """Make a tenant; return it, and its first key, which nobody can tell again.
+        """Create a tenant; return it with its first key, which is not stored.
 
         Raises:
-            ServeError: There is one of that name, or a value is wrong.
+            ServeError: The name is taken or invalid, or a value is invalid.
 
-        Cancellation: it may have been made; its key is known to nobody.
+        Cancellation:
+            The tenant may exist; its key is lost, so rotate it.
         """
         async with self._lock:
             if not re.fullmatch(NAME, name) or "\n" in name:
                 raise ServeError(f"tenant name {name!r}: {PATTERNS[NAME]}")
             if name in self.tenants:
-                raise ServeError(f"there is a tenant {name!r} already")
+                raise ServeError(f"tenant {name!r} exists already")
             text, key = _fresh()
             tenant = _checked(Tenant(name=name, keys=(key,)), said)
             await self._save(tenant)
         return tenant, text
 
     async def change(self, name: str, said: dict[str, Any]) -> Tenant:
-        """Change what a tenant may do.
+        """Change the limits and rights of a tenant.
 
         Raises:
-            ServeError: There is no such tenant, or a value is wrong.
+            UnknownTenantError: There is no such tenant.
+            ServeError: A value is invalid.
 
-        Cancellation: it may have been changed.
+        Cancellation:
+            The change may be stored without being in effect.
         """
         async with self._lock:
             tenant = _checked(self._known(name), said)
@@ -174,12 +181,13 @@ class TenantManager:
         return tenant
 
     async def rotate(self, name: str, grace_s: float) -> tuple[Tenant, str]:
-        """Give a tenant a new key; the others end after ``grace_s`` seconds.
+        """Give a tenant a new key; the others expire after ``grace_s`` seconds.
 
         Raises:
             UnknownTenantError: There is no such tenant.
 
-        Cancellation: it may have been done; the new key is known to nobody.
+        Cancellation:
+            The new key may be stored without being in effect; it is lost, so repeat.
         """
         async with self._lock:
             tenant = self._known(name)
@@ -195,16 +203,17 @@ class TenantManager:
         return tenant, text
 
     async def revoke(self, name: str, key_id: str | None) -> Tenant:
-        """Take a key from a tenant, or all of them, at once.
+        """Revoke a key of a tenant at once, or all of its keys.
 
         Raises:
             UnknownTenantError: There is no such tenant, or key.
 
-        Cancellation: it may have been done.
+        Cancellation:
+            The change may be stored without being in effect; repeat it.
         """
         async with self._lock:
             tenant = self._known(name)
-            if key_id is not None:  # a whole key will do, too
+            if key_id is not None:  # a whole key is accepted, too
                 key_id = parse_key(key_id)[0] or key_id
             kept = tuple(k for k in tenant.keys if key_id not in (None, k.id))
             if key_id is not None and len(kept) == len(tenant.keys):
@@ -217,12 +226,13 @@ class TenantManager:
         return tenant
 
     async def delete(self, name: str) -> None:
-        """Remove a tenant; what it has used stays known.
+        """Remove a tenant; its usage is kept.
 
         Raises:
             UnknownTenantError: There is no such tenant.
 
-        Cancellation: it may have been done.
+        Cancellation:
+            The change may be stored without being in effect; repeat it.
         """
         async with self._lock:
             self._known(name)
@@ -237,7 +247,7 @@ def _fresh() -> tuple[str, Key]:
 
 
 def _checked(tenant: Tenant, said: dict[str, Any]) -> Tenant:
-    """Return a tenant with other values, which are checked."""
+    """Return a tenant with changed values, after checking them."""
     try:
         return tenant_from_json({**tenant.to_json(), **said})
     except ValidationError as error:  # the admin interface checks before

@@ -11,10 +11,10 @@ from multiworld.serve.spec.schema import AppSpec, ModelSpec
 
 
 class Versions:
-    """Specs by model and version: of what is desired, and of what still runs.
+    """Specs by model and version: of the desired versions and those that still run.
 
     Args:
-        specs: Those of an earlier controller.
+        specs: Specs that an earlier controller recorded.
     """
 
     def __init__(self, specs: Specs | None = None) -> None:
@@ -31,7 +31,7 @@ class Versions:
             self._specs.setdefault(name, {})[model.version] = model
 
     def copy(self) -> Versions:
-        """Return a copy, to go back to."""
+        """Return a copy, for ``restore``."""
         return Versions(self._specs)
 
     def restore(self, other: Versions) -> None:
@@ -43,14 +43,20 @@ class Versions:
         return self._specs[model][version]
 
     def stage_name(self, model: str, version: str, stage: int) -> str:
-        """Return the name of a stage as commands take it: its name, or its number."""
+        """Return the name of a stage as commands take it: its name, or its number.
+
+        Args:
+            model: Name of the model.
+            version: Its version.
+            stage: Number of the stage.
+        """
         spec = self._specs.get(model, {}).get(version)
         if spec is None or stage >= len(spec.stages):
             return str(stage)
         return spec.stages[stage].name or str(stage)
 
     def desired(self, desired: DesiredState, model: str) -> ModelSpec:
-        """Return the spec of the desired version; after a rollback, the old one's.
+        """Return the spec of the desired version; after a rollback, of the old one.
 
         Raises:
             UnknownModelError: The service has no such model.
@@ -64,7 +70,7 @@ class Versions:
         return self._specs[model][found.version]
 
     def keep_only(self, needed: Iterable[tuple[str, str]]) -> None:
-        """Forget all versions but these pairs of model and version."""
+        """Remove all versions except these pairs of model and version."""
         kept = set(needed)
         self._specs = {
             name: {v: spec for v, spec in found.items() if (name, v) in kept}

@@ -1,4 +1,4 @@
-"""What every route of the gateway has: HEAD, a summary, a description. Shell."""
+"""HEAD, a summary and a description for every route of the gateway. Shell."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def allowed(app: FastAPI, request: Request) -> str:
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """Return the description of the API, without errors that are never sent.
+    """Return the OpenAPI description, without errors that are never sent.
 
-    Bodies and parameters are checked here, and so FastAPI's 422 does not occur.
+    The gateway checks bodies and parameters itself, so FastAPI's 422 never occurs.
     """
     if app.openapi_schema is None:
         schema = get_openapi(

@@ -306,8 +306,8 @@ class AppSpec(_Strict):
     gateway: GatewaySpec = GatewaySpec()
     """HTTP: address, limits and TLS."""
     launcher: str = Field(default="local", pattern=LAUNCHER)
-    """Where replicas run: `local` (this machine), `ray` (nodes of a Ray cluster), or
-    `package.module:function` that makes another launcher."""
+    """Launcher of the replicas: `local` (this machine), `ray` (nodes of a Ray cluster),
+    or `package.module:function` that makes another launcher."""
     ray: RaySpec | None = None
     """The Ray cluster; needs `launcher: ray`."""
     machine: MachineSpec = MachineSpec()

@@ -14,6 +14,7 @@ from multiworld.serve.placement.solver.problem import (
     Problem,
     Replica,
     StageNeed,
+    in_mib,
 )
 
 Slot = tuple[int, int, int]
@@ -244,13 +245,13 @@ def _impossible(problem: Problem, model: ModelNeed) -> Iterator[str]:
             yield f"stage {k} may only be on {names}: no such node"
         elif stage.memory_bytes > most:
             yield (
-                f"stage {k} takes {stage.memory_bytes:,} bytes; the largest device it "
-                f"may use has {most:,} bytes"
+                f"stage {k} takes {in_mib(stage.memory_bytes)}; the largest device it "
+                f"may use has {in_mib(most)}"
             )
         else:
             yield (
                 f"stage {k} needs a device of kind {kinds} with "
-                f"{stage.memory_bytes:,} bytes; there is none"
+                f"{in_mib(stage.memory_bytes)}; there is none"
             )
     budgets = budgets_of(problem, model)
     if any(budget < 0 for budget in budgets):

@@ -15,6 +15,7 @@ from multiworld.serve.placement.solver.problem import (
     Problem,
     Replica,
     StageNeed,
+    in_mib,
 )
 
 SLACK = 1e-6
@@ -74,7 +75,7 @@ class _Books:
         """Yield the devices and nodes that give more than they have."""
         for name, size in self._memory.items():
             if size > self.devices[name].memory_bytes:
-                yield f"{name}: {size:,} bytes are too many"
+                yield f"{name}: {in_mib(size)} booked is more than it has"
         for name, share in self._seconds.items():
             limit = self.problem.utilisation * self.devices[name].capacity
             if share > limit * (1 + SLACK):

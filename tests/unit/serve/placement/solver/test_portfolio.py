@@ -108,7 +108,7 @@ def test_what_cannot_be_placed_says_what_is_short() -> None:
     models = tuple(ModelNeed(name, stages, 1.0) for name, stages in needs.items())
     late = ModelNeed("late", (stage(0.2), stage(0.2)), 1.0, latency_s=0.3)
     found = place(Problem(nodes, (*models, late)), 2)
-    assert "3,221,225,472 bytes" in found.unplaced["large"]
+    assert "3,072 MiB" in found.unplaced["large"]
     assert "h100" in found.unplaced["gpu"]
     assert "only be on b" in found.unplaced["elsewhere"]
     assert "0.3 s" in found.unplaced["late"]
@@ -191,7 +191,7 @@ def broken() -> dict[str, tuple[Problem, Placement]]:
 
     return {
         "does not run on gpu": (problem, on((0, "a-1", 1.0), (1, "b-0", 1.0))),
-        "too many": (of(whole), both),
+        "more than it has": (of(whole), both),
         "of its time": (problem, both),
         "may not be on": (of(pinned), on((0, "a-0", 1.0), (1, "b-0", 1.0))),
         "least 2": (of(two), on((0, "a-0", 1.0), (1, "b-0", 1.0))),

@@ -1,0 +1,40 @@
+"""The list of commands in ``--help`` matches the modules of the command line."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+import click
+import pytest
+
+from multiworld.cli.main import COMMANDS, cli
+from tests.meta.imports import SOURCE
+
+SHARED = {"__init__", "main", "options", "post_setup"}
+"""Modules of ``multiworld.cli`` that are no command of ``multiworld``."""
+
+
+def test_every_module_is_a_command() -> None:
+    """Every command has a module of its name, and every other module is shared."""
+    modules = {path.stem for path in (SOURCE / "cli").glob("*.py")}
+    assert modules - SHARED == set(COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_its_function(name: str) -> None:
+    """Module ``NAME`` has a click command ``NAME``, which ``multiworld NAME`` runs."""
+    module = importlib.import_module(f"multiworld.cli.{name}")
+    command = getattr(module, name)
+    assert isinstance(command, click.Command)
+    assert command.name == name
+    assert cli.get_command(click.Context(cli), name) is command
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_command_and_list_say_the_same(name: str) -> None:
+    """The summary in the list and the first line of a command open with one verb."""
+    command = getattr(importlib.import_module(f"multiworld.cli.{name}"), name)
+    summary = inspect.cleandoc(command.help or "").splitlines()[0]
+    assert summary.endswith(".")
+    assert summary.split()[0] == COMMANDS[name].split()[0]
