@@ -29,7 +29,7 @@ WORKS = f">={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
 """The same, as the version specifier of ``pyproject.toml``."""
 
 Use = Literal["c10d", "gloo", "nccl", "tracing"]
-"""What names are needed for; ``c10d`` is every world on a backend of torch."""
+"""Feature that needs names; ``c10d`` is every world on a backend of torch."""
 
 _C10D = "torch._C._distributed_c10d"
 _PYTHON = "torch.distributed.distributed_c10d"

@@ -366,6 +366,9 @@ class World(BlockingCollectives):
             with world.named_errors():
                 loss.backward()
 
+        Returns:
+            A context manager, which raises these errors in place of the backend's.
+
         Raises:
             WorldBrokenError: The world broke; ``MemberLostError`` says who was lost.
             MemberLeftError: A member has left.

@@ -228,6 +228,9 @@ class World(CollectiveMethods):
             async with world.named_errors():
                 await asyncio.to_thread(train_step)
 
+        Returns:
+            A context manager, which raises these errors in place of the backend's.
+
         Raises:
             WorldBrokenError: The world broke; ``MemberLostError`` says who was lost.
             MemberLeftError: A member has left.
