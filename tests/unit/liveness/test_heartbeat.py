@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator
 
 import pytest
@@ -182,7 +183,7 @@ async def test_helper_that_cannot_start_is_an_error_and_leaks_nothing(
         side = Side()
         ours, theirs = socket.socketpair()
         with monkeypatch.context() as broken, ours, theirs:
-            broken.setattr(heartbeat_module.sys, "executable", "/no/python")
+            broken.setattr(sys, "executable", "/no/python")
             with pytest.raises(FileNotFoundError):
                 side.beat.add(ours, ONE, TWO, "process")
         assert side.beat.filenos() == []
@@ -198,7 +199,7 @@ async def test_helper_that_cannot_be_replaced_is_tried_again(
     assert one.beat.helper_pid is not None
     kill(one.beat.helper_pid)
     with monkeypatch.context() as broken:
-        broken.setattr(heartbeat_module.sys, "executable", "/no/python")
+        broken.setattr(sys, "executable", "/no/python")
         for _ in range(2):
             with pytest.raises(FileNotFoundError):
                 await one.beat.tick()
@@ -219,7 +220,7 @@ async def test_datagrams_wait_for_a_helper_that_could_not_be_replaced(
         assert one.beat.helper_pid is not None
         kill(one.beat.helper_pid)
         with monkeypatch.context() as broken:
-            broken.setattr(heartbeat_module.sys, "executable", "/no/python")
+            broken.setattr(sys, "executable", "/no/python")
             with pytest.raises(FileNotFoundError):
                 await one.beat.tick()
             sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)

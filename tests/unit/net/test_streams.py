@@ -144,7 +144,7 @@ async def test_bytes_that_the_loop_cannot_see_are_pending(ends: Ends) -> None:
     assert await read_exactly(other, 4) == b"0123"
     assert other.pending() == 6
     parts = [bytearray(4), bytearray(4)]
-    assert other.recvmsg_into(list(map(memoryview, parts))) == (6,)
+    assert other.recvmsg_into([memoryview(part) for part in parts]) == (6,)
     assert parts == [b"4567", b"89\0\0"]
     assert other.pending() == 0
 
