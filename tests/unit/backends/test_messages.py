@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multiworld import (
@@ -43,6 +43,7 @@ tensors = st.builds(
 )
 
 
+@settings(max_examples=50, deadline=None)
 @given(
     st.dictionaries(st.text(max_size=5), tensors, max_size=4),
     st.dictionaries(st.text(max_size=5), st.integers() | st.text(), max_size=3),
@@ -154,6 +155,7 @@ entries = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(entries)
 def test_random_manifest_stays_within_its_message(entries: list[Any]) -> None:
     """It is refused, or every tensor lies in the bytes that arrived."""
@@ -162,7 +164,8 @@ def test_random_manifest_stays_within_its_message(entries: list[Any]) -> None:
     except TensorMismatchError:
         return
     for tensor in found.tensors.values():
-        tensor.clone()
+        begin = tensor.storage_offset() * tensor.element_size()
+        assert begin + tensor.nbytes <= tensor.untyped_storage().nbytes()
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"[" * 100_000, b"nope"])

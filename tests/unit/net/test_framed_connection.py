@@ -149,20 +149,19 @@ async def test_close_reports_nothing_and_is_safe_to_repeat(side: Side) -> None:
 
 async def test_owner_that_closes_in_a_message_gets_no_more() -> None:
     """Messages that arrived in the same read are dropped after ``close``."""
-    side: Side
     got = []
 
     def take(message: dict[str, Any]) -> None:
         got.append(message)
-        side.framed.close()
+        owner.framed.close()
 
-    side = Side(take)
-    side.peer.sendall(frames.encode({"n": 1}) + frames.encode({"n": 2}))
+    owner = Side(take)
+    owner.peer.sendall(frames.encode({"n": 1}) + frames.encode({"n": 2}))
     await until(lambda: got)
     await turns()
     assert got == [{"n": 1}]
-    assert side.ends == []
-    side.free()
+    assert owner.ends == []
+    owner.free()
 
 
 def received(sock: socket.socket) -> Iterator[bytes]:

@@ -7,14 +7,21 @@ import struct
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multiworld.net import frames
 
 plain = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=10,
 )
 
@@ -27,7 +34,8 @@ def reader_of(data: bytes) -> asyncio.StreamReader:
     return reader
 
 
-@given(st.dictionaries(st.text(), plain))
+@settings(max_examples=30, deadline=None)
+@given(st.dictionaries(st.text(max_size=5), plain, max_size=3))
 def test_message_survives_encoding(message: dict[str, Any]) -> None:
     """The prefix gives the length of the body, and the body is the message."""
     frame = frames.encode(message)
@@ -35,6 +43,7 @@ def test_message_survives_encoding(message: dict[str, Any]) -> None:
     assert frames.decode_body(frame[4:]) == message
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_random_body_is_a_message_or_a_frame_error(body: bytes) -> None:
     """No bytes from outside raise anything else."""

@@ -210,6 +210,8 @@ async def test_crowd_of_silent_peers_keeps_nobody_out(
     await until(lambda: bench.owner.taken)
     assert await is_closed(silent[0])
     assert dict(bench.listener.refused) == {"crowded": 1}
+    names = [task.get_name() for task in asyncio.all_tasks()]
+    assert names.count("multiworld hello") == 1
     await bench.greet("late", Security(), silent[1])
     await until(lambda: len(bench.owner.taken) == 2)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multiworld import ConfigError, Security, Tls
@@ -105,6 +105,7 @@ def test_tls_files_are_checked_when_the_environment_is_read(tls: Tls) -> None:
         Security.from_environment(environment)
 
 
+@settings(max_examples=30, deadline=None)
 @given(st.text(min_size=1), json_values, json_values)
 def test_proof_holds_for_its_role_and_parts_only(
     role: str, part: object, other: object

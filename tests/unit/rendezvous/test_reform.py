@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multiworld.rendezvous.reform import Reform, ReformClaim
@@ -125,6 +125,7 @@ def test_session_that_ends_drops_all_its_claims() -> None:
 accusations = st.lists(st.frozensets(st.integers(0, 4)), min_size=5, max_size=5)
 
 
+@settings(max_examples=60, deadline=None)
 @given(accusations, st.permutations(range(5)))
 def test_whoever_claims_first_goes_on(
     accused: list[frozenset[int]], order: list[int]

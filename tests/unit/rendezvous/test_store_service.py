@@ -198,6 +198,7 @@ async def test_claims_wait_until_a_restarted_store_has_settled() -> None:
     assert service.waiting_count == 0
     await until(lambda: one.reply(request))
     assert one.reply(request)["epoch"] == 1
+    await asyncio.sleep(0.02)  # for what must not come
     assert gone.reply(withdrawn) is None
     assert [message["op"] for message in dead.got] == ["taken"]
     service.close()

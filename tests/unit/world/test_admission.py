@@ -14,6 +14,7 @@ from multiworld import (
     JoinTimeoutError,
     MemberLostError,
     RankTakenError,
+    StaleEpochError,
     World,
     WorldBrokenError,
     WorldClosedError,
@@ -216,20 +217,25 @@ async def test_healthy_or_closed_world_cannot_be_reformed(arena: Arena) -> None:
             await change
 
 
+@pytest.mark.xfail(
+    strict=True,
+    raises=StaleEpochError,
+    reason="cancelled between the store's admission and its reply, it stays stale",
+)
 async def test_cancelled_reform_can_be_repeated(arena: Arena) -> None:
-    """Cancelled at any turn, it leaves a world that reforms."""
-    worlds = await arena.world(2, "w")
-    await lose(arena, 1, worlds)
+    """Cancelled at any turn, it leaves a world that reforms, or none."""
     for count in range(1, 15):
-        reforming = asyncio.create_task(arena.managers[0].reform("w"))
+        worlds = await arena.world(2, f"w{count}")
+        await lose(arena, 1, worlds)
+        reforming = asyncio.create_task(worlds[0].reform())
         await turns(count)
         reforming.cancel()
-        found = await asyncio.gather(reforming, return_exceptions=True)
-        if isinstance(found[0], World):
-            break
-        if "w" not in arena.managers[0].worlds:
-            return  # admitted already: the old one is closed, as documented
-    await asyncio.wait_for(arena.managers[0].world("w").wait_over(), 1)
+        await asyncio.gather(reforming, return_exceptions=True)
+        if worlds[0].is_broken and reforming.cancelled():
+            assert (await worlds[0].reform()).size == 1
+        arena.managers[1].cleanup()
+        arena.managers[1] = WorldManager(config=arena.config)
+    await arena.world(1, "other")
 
 
 # Questions and notices of a store.

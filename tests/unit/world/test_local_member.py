@@ -204,6 +204,7 @@ async def test_link_explains_a_failed_connection(
     """A member that died or left is the reason; the connection is not."""
     monkeypatch.setattr(local_member, "LINK_GRACE_S", 0.01)
     bench.local.trouble(1, "reset by peer")
+    bench.local.trouble(None, "some connection")
     await bench.worlds[1].close()
     await asyncio.sleep(0.03)
     bench.local.check()

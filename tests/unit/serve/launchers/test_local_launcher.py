@@ -154,7 +154,7 @@ async def test_server_that_dies_fails_what_waits_and_is_started_again(
     waiting = asyncio.ensure_future(launched.launch("b", "says"))
     await until(lambda: "b" in launched.launcher._starting)
     os.kill(server.pid, signal.SIGKILL)
-    with pytest.raises(LaunchError, match="b: the fork server has ended"):
+    with pytest.raises(LaunchError, match="b: the fork server has exited"):
         await asyncio.wait_for(waiting, WAIT_S)
     assert began_at(running.pid) == running.began
     assert await launched.end(await launched.launch("c", "says")) == 7

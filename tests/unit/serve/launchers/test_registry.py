@@ -52,7 +52,7 @@ def test_known_launchers_and_import_paths_are_accepted(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("slurm", "no launcher 'slurm'; there are local, ray, or give"),
+        ("slurm", "no launcher 'slurm'; use local, ray or"),
         ("", "no launcher ''"),
         ("no.such.module:make", "cannot be imported"),
         (f"{__name__}:missing", "cannot be imported"),

@@ -328,7 +328,7 @@ async def test_policy_that_cannot_be_imported_leaves_its_model_alone(
         policies["two"].decides = to(2)
         s.scaler.start()
         await until(lambda: s.owner.wanted)
-        assert s.reason("m").startswith("it is not scaled: factory 'no.such.module")
+        assert s.reason("m").startswith("not scaled: factory 'no.such.module")
         assert (s.replicas("m"), s.replicas("n")) == ((1,), (2,))
 
 
@@ -364,7 +364,7 @@ async def test_as_much_as_has_a_place_is_wanted_stage_by_stage(
         unplaced, scaled = s.said()
         assert unplaced[0] == "unplaced"
         assert "no machine has a core for the 10th" in unplaced[1]
-        assert "[1, 1] → [3, 2], no more for want of room" in scaled[1]
+        assert "[1, 1] → [3, 2], limited by the machines" in scaled[1]
         seen = len(policies["one"].seen)
         await until(lambda: len(policies["one"].seen) > seen + 2)
         assert len(s.said()) == 2

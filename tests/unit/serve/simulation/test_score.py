@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multiworld.serve.simulation.engine import SimulatedDecision, SimulationResult
@@ -96,6 +96,7 @@ def test_flap_is_one_way_and_back_within_a_minute(
     assert judge("p", result(1.0, decided=changes)).flaps == count
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 30), st.integers(-3, 3)), max_size=30))
 def test_flaps_are_fewer_than_the_changes(steps: list[tuple[float, int]]) -> None:
     """A run that only grows has none."""

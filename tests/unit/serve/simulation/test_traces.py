@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multiworld.errors import ServeError
@@ -111,6 +111,7 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
             read_trace(path)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=300))
 def test_random_bytes_are_a_trace_or_named(
     tmp_path_factory: pytest.TempPathFactory, data: bytes
@@ -164,6 +165,7 @@ def test_parts_follow_each_other_and_differ() -> None:
     assert found != [a.at for a in generated(text, seed=2)]
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.floats(0.5, 50), st.floats(0.1, 20), st.floats(0.05, 5), st.integers(0, 1000))
 def test_generated_arrivals_are_in_order_and_within_the_length(
     rate: float, seconds: float, cv: float, seed: int

@@ -153,7 +153,7 @@ async def test_full_outbox_drops_what_is_too_much(
         for number in range(4):
             outbox.send_nowait(CANCELS, cancel(number))
         assert [r.message for r in caplog.records] == [
-            "edge edge:g>a: its outbox is full"
+            "edge edge:g>a: outbox full, message dropped"
         ] * 2
         assert await numbers(right, 2) == [0, 1]
         sending.cancel()
@@ -243,7 +243,7 @@ def ends(upper: str, lower: str) -> tuple[Edge, Edge]:
 @pytest.fixture
 async def sides(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Side, Side]]:
     """Return two processes that meet at a store of their own."""
-    monkeypatch.setattr(module, "AGAIN_S", 0.01)
+    monkeypatch.setattr(module, "RETRY_S", 0.01)
     store = f"memory://edges-{next(_numbers)}"
     one, other = Side(store), Side(store)
     yield one, other

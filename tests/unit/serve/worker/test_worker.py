@@ -285,7 +285,7 @@ async def test_request_with_more_rows_than_a_batch_is_refused() -> None:
         await g.send_bundle(WORK, header, contents)
         failed = await note(g)
         assert isinstance(failed, protocol.Failed)
-        assert "3 rows does not fit a batch of at most 2" in failed.error.text
+        assert "3 rows does not fit into a batch of at most 2" in failed.error.text
         assert await begun(g) == ((2, 1),)
         assert await answers(g) == {2: 2.0}
 
@@ -369,7 +369,7 @@ async def test_cancelled_keys_are_remembered_up_to_a_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A router that cancels for ever fills no memory."""
-    monkeypatch.setattr(module, "CANCELLED", 3)
+    monkeypatch.setattr(module, "MAX_CANCELLED", 3)
     async with bench() as b:
         g = await b.connect("g")
         for number in range(10):
