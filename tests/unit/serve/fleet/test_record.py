@@ -148,7 +148,7 @@ def test_only_one_controller_holds_the_folder(folder: StateFolder) -> None:
     with process.stdin, process.stdout:
         assert process.stdout.readline() == b"locked\n"
         assert folder.is_controlled()
-        with pytest.raises(AlreadyServedError, match="has a controller"):
+        with pytest.raises(AlreadyServedError, match="a controller already runs"):
             folder.lock()
         process.kill()
         process.wait()

@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from multiworld.serve.gateway.metrics import COUNTERS, GAUGES, Metrics
 from multiworld.serve.transport.protocol import (
+    ROWS_BOUNDS,
     FleetReport,
     GatewayReport,
     WorkerReport,
@@ -119,6 +120,7 @@ def test_reports_of_replicas_are_shown() -> None:
         waiting_for_next=5,
         computed_s=1.5,
         counts={**counts, "batches": 10, "rows": 30},
+        batch_rows=(4, 6, *[0] * (len(ROWS_BOUNDS) - 1)),
     )
     fleet = FleetReport({"lost": 2}, {"m/0/1": worker, "new": WorkerReport()})
     found = shown(Metrics("g"), fleet=fleet)

@@ -503,7 +503,7 @@ async def test_usage_that_nobody_stores_does_not_keep_it_from_ending(
             await client.post(INFER, content=b"{")
         await g.order(Finish())
         await ended(g)
-        assert "has not confirmed the last of the usage" in caplog.text
+        assert "did not confirm the last usage report" in caplog.text
 
 
 async def test_poison_request_of_another_gateway_is_refused_here() -> None:

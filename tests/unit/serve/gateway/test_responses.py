@@ -55,7 +55,8 @@ def test_errors_in_both_forms(
     plain, openai = error_response(error), openai_error_response(error)
     assert plain.status_code == openai.status_code == status
     assert orjson.loads(plain.body) == {"error": "t"}
-    found = {"message": "t", "type": kind, "param": None, "code": code}
+    param = "model" if isinstance(error, UnknownModelError) else None
+    found = {"message": "t", "type": kind, "param": param, "code": code}
     assert orjson.loads(openai.body) == {"error": found}
     for answer in (plain, openai):
         is_unauthorized = isinstance(error, UnauthorizedError)

@@ -350,7 +350,7 @@ async def test_reader_with_a_bug_closes_its_edge_which_then_opens_anew(
     g.keeper.apply({"a": upper})
     a.keeper.apply({"g": lower})
     await until(lambda: len(g.owner.ups) == len(a.owner.ups) == 2)
-    assert "on the edge edge:g>a" in caplog.text
+    assert "edge edge:g>a: closed after an unexpected error" in caplog.text
     a.owner.ups[1].send_nowait(CANCELS, cancel(4))
     await until(lambda: g.owner.got == [4])
 
