@@ -395,6 +395,7 @@ class Lane:
             self._outbound.put_fin()
             self._flush()
         if self._socket.is_open and not self._is_dead:
+            self._inbound.free_memory()  # maybe all that the peer waits for
             self._socket.read_on()
 
     async def wait_drained(self) -> None:

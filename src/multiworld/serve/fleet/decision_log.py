@@ -138,7 +138,7 @@ class DecisionLog:
                 entry = {"format": FORMAT}
                 entry |= {name: getattr(decided, name) for name in names}
                 file.write(json.dumps(entry, default=str, skipkeys=True) + "\n")
-        except (OSError, ValueError) as error:  # the service does not depend on it
+        except Exception as error:  # a policy's fact too; the service depends on none
             logger.error("cannot write the decision log: %s", error)
 
 

@@ -176,10 +176,12 @@ class StateFolder:
         if given:
             return given
         path = self.path / "secret"
-        if not path.exists():
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+        if not path.exists() or not path.stat().st_size:
+            fresh = path.with_suffix(".new")  # a crash leaves no half of a secret
+            descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             with os.fdopen(descriptor, "w") as file:
                 file.write(secrets.token_hex(32))
+            fresh.replace(path)
         return path.read_text()
 
     def load(self) -> Record | None:

@@ -62,6 +62,7 @@ class Gateway:
         self.on_poison: Callable[[str, ModelVersion, str], None] = lambda *_: None
         self.models: dict[str, dict[str, Model]] = {}
         self.texts: dict[tuple[str, str], Any] = {}
+        self._loading: dict[tuple[str, str], asyncio.Future[Any]] = {}
         self.metrics = Metrics(dispatcher.name)
         self.fleet = FleetReport()
         self.is_ending = False
@@ -224,9 +225,18 @@ class Gateway:
             raise InvalidRequestError(
                 f"model {name!r} takes no text; send tensors to /v2/models/{name}/infer"
             )
-        if (name, version) not in self.texts:
-            self.texts[name, version] = await asyncio.to_thread(model.text)
-        return self.texts[name, version]
+        key = name, version
+        if key in self.texts:
+            return self.texts[key]
+        loading = self._loading.get(key)
+        if loading is None:
+            loading = asyncio.ensure_future(asyncio.to_thread(model.text))
+            loading.add_done_callback(lambda _: self._loading.pop(key, None))
+            self._loading[key] = loading
+        text = await asyncio.shield(loading)
+        if version in self.models.get(name, {}):  # not dropped meanwhile
+            self.texts[key] = text
+        return text
 
 
 async def _digest(tensors: Tensors) -> str:

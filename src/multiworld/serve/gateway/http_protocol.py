@@ -37,7 +37,9 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
         ) -> None:
             super().__init__(config, server_state, *args, **kwargs)
             self._timer: asyncio.TimerHandle | None = None
-            self._head_bytes = 0
+            self._late_timer: asyncio.TimerHandle | None = None
+            self._has_progress = False
+            self._unused_bytes = 0
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -49,15 +51,16 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_timer()
+            self._stop_late_timer()
             super().connection_lost(exc)
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
-            self._head_bytes = 0
             if self._timer is None:
                 self._start_timer()
 
         def on_headers_complete(self) -> None:
+            self._has_progress = True
             self._stop_timer()
             if not self.transport.is_closing():
                 super().on_headers_complete()
@@ -65,12 +68,42 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
         def data_received(self, data: bytes) -> None:
             if self.transport.is_closing():
                 return
+            self._has_progress = False
             super().data_received(data)
-            if self._timer is not None:  # the headers are not complete
-                self._head_bytes += len(data)
-                if self._head_bytes > HEAD_BYTES:
-                    text = f"headers are longer than {HEAD_BYTES} bytes; shorten them"
-                    self._refuse("431 Request Header Fields Too Large", text)
+            self._count_unused(len(data))
+            self._limit_late_body()
+
+        def on_body(self, body: bytes) -> None:
+            self._has_progress = True
+            super().on_body(body)
+
+        def on_message_complete(self) -> None:
+            self._has_progress = True
+            self._stop_late_timer()
+            super().on_message_complete()
+
+        def _count_unused(self, size: int) -> None:
+            """Limit what the parser keeps: headers, trailers, extensions of chunks."""
+            self._unused_bytes = 0 if self._has_progress else self._unused_bytes + size
+            if self._unused_bytes <= HEAD_BYTES or self.transport.is_closing():
+                return
+            if self._timer is None:  # trailers: an answer may be under way
+                self.transport.close()
+                return
+            text = f"headers are longer than {HEAD_BYTES} bytes; shorten them"
+            self._refuse("431 Request Header Fields Too Large", text)
+
+        def _limit_late_body(self) -> None:
+            """Limit the time for the rest of a body whose answer is complete."""
+            cycle = self.cycle
+            is_late = cycle is not None and cycle.response_complete and cycle.more_body
+            if is_late and self._late_timer is None:
+                self._late_timer = self.loop.call_later(head_s, self.transport.close)
+
+        def _stop_late_timer(self) -> None:
+            if self._late_timer is not None:
+                self._late_timer.cancel()
+                self._late_timer = None
 
         def _start_timer(self) -> None:
             text = f"headers took longer than {head_s:g} s; send them faster"

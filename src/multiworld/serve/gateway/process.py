@@ -93,9 +93,13 @@ def listen(spec: GatewaySpec, port: int) -> socket.socket:
     # asyncio switches Nagle's algorithm off if the protocol is given as TCP. With it,
     # an answer in two parts waits 40 ms for an acknowledgement.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    sock.bind((spec.host, port))
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sock.bind((spec.host, port))
+    except BaseException:
+        sock.close()
+        raise
     return sock
 
 
@@ -216,11 +220,15 @@ class GatewayProcess:
         self._server.should_exit = True
         self._is_routed.set()
 
-    def _add_model(self, name: str, spec: ModelSpec) -> None:
+    def _add_model(self, name: str, text: str) -> None:
         try:
+            spec = ModelSpec.model_validate_json(text)
             model = build_model(spec)
         except MultiWorldError as error:
             logger.error("model %s: %s", name, error)
+            return
+        except Exception:  # of a user's factory; the other models are served
+            logger.exception("model %s cannot be built", name)
             return
         self._gateway.models.setdefault(name, {})[spec.version] = model
 
@@ -259,7 +267,7 @@ class GatewayProcess:
         for name, versions in specs.items():
             for version, text in versions.items():
                 if version not in self._gateway.models.get(name, {}):
-                    self._add_model(name, ModelSpec.model_validate_json(text))
+                    self._add_model(name, text)
 
     def _table_changed(self, table: RoutingTable) -> None:
         self._dispatcher.table_changed(table)

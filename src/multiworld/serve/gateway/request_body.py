@@ -19,6 +19,12 @@ BODY_S = 30.0
 WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 """``zlib`` window bits of the supported encodings."""
 
+GZIP_MAGIC = b"\x1f\x8b"
+"""First bytes of each member of a gzip body (RFC 1952, section 2.3.1)."""
+
+MAX_MEMBERS = 16
+"""Most members of a gzip body; each costs a copy of the rest of the body."""
+
 
 class TooLargeError(InvalidRequestError):
     """The body is larger than the gateway accepts."""
@@ -104,16 +110,24 @@ def _unpacked(body: bytes, encoding: str, limit_bytes: int) -> bytes:
             f"Content-Encoding {encoding!r} is not supported; send gzip, deflate or "
             "no compression"
         )
-    reader = zlib.decompressobj(WINDOW_BITS[encoding])
-    try:
-        plain = reader.decompress(body, limit_bytes + 1)
-    except zlib.error as error:
-        raise InvalidRequestError(f"body is not valid {encoding}: {error}") from error
-    if len(plain) > limit_bytes:
-        raise _too_large(limit_bytes)
-    if not reader.eof:
-        raise InvalidRequestError(f"{encoding} body is incomplete; send all of it")
-    return plain
+    plain = bytearray()
+    for _ in range(MAX_MEMBERS):
+        reader = zlib.decompressobj(WINDOW_BITS[encoding])
+        try:
+            plain += reader.decompress(body, limit_bytes + 1 - len(plain))
+        except zlib.error as error:
+            text = f"body is not valid {encoding}: {error}"
+            raise InvalidRequestError(text) from error
+        if len(plain) > limit_bytes:
+            raise _too_large(limit_bytes)
+        if not reader.eof:
+            raise InvalidRequestError(f"{encoding} body is incomplete; send all of it")
+        body = reader.unused_data
+        if encoding != "gzip" or not body.startswith(GZIP_MAGIC):
+            return bytes(plain)
+    raise InvalidRequestError(
+        f"gzip body has more than {MAX_MEMBERS} members; compress it as one"
+    )
 
 
 def _too_large(limit_bytes: int) -> TooLargeError:

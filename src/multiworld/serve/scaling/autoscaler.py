@@ -113,6 +113,7 @@ class Autoscaler:
         self._fleet, self._history, self._journal = fleet, history, journal
         self._owner = owner
         self._models: dict[str, _Model] = {}
+        self._unusable: dict[str, ModelSpec] = {}
         self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -182,11 +183,14 @@ class Autoscaler:
             known = self._models.get(name)
             if not limits.is_scaled(spec):
                 self._models.pop(name, None)
-            elif known is None or known.spec != spec:
+            elif (known is None or known.spec != spec) and (
+                self._unusable.get(name) is not spec
+            ):
                 try:
                     self._models[name] = _Model(spec, name)
                 except SpecError as error:  # its policy was removed since the start
                     self._models.pop(name, None)
+                    self._unusable[name] = spec  # importing again may take long
                     self._journal.set_reason("scaling", name, f"not scaled: {error}")
 
     def _decide(self, name: str, reports: Reports) -> None:

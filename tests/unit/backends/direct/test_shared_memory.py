@@ -362,9 +362,6 @@ async def test_what_arrived_is_read_though_nothing_more_can_be_written() -> None
     lane.close_nowait()
 
 
-@pytest.mark.xfail(
-    reason="Lane.begin_close frees no slots while nothing more arrives", strict=True
-)
 async def test_two_that_leave_with_full_rings_do_not_wait_for_each_other() -> None:
     """A closing lane frees the slots of messages that it will not read."""
     async with pair(

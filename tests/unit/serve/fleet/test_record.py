@@ -219,9 +219,6 @@ def test_secret_of_the_environment_goes_before(
     assert not (folder.path / "secret").exists()
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="an empty file is taken for the secret"
-)
 def test_secret_that_was_not_written_is_made_anew(folder: StateFolder) -> None:
     """The process before may have died, or the disk been full, in the midst of it."""
     (folder.path / "secret").touch()

@@ -239,11 +239,6 @@ async def test_errors_of_one_kind_have_openais_names() -> None:
     assert [model["id"] for model in listed["data"]] == ["m", "t"]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="each request that comes meanwhile loads it",
-)
 async def test_tokenizer_is_loaded_once_however_many_ask_for_it() -> None:
     """It may take seconds, and much memory."""
     loads = 0

@@ -522,11 +522,6 @@ class _CountingFinder:
         self.counts[name] += 1
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="a policy that cannot be imported is imported at every look",
-)
 async def test_policy_that_cannot_be_imported_is_not_imported_at_every_look(
     policies: dict[str, FakePolicy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
