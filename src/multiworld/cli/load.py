@@ -12,10 +12,11 @@ from pathlib import Path
 import aiohttp
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from multiworld.cli.options import JSON
+from multiworld.cli.options import JSON, new_table, print_table
 from multiworld.serve.load.generator import Load, Target, embeddings, inference
 from multiworld.serve.load.summary import Summary, summarise
 
@@ -62,15 +63,16 @@ def run(target: Target, rate: float, seconds: float, *, as_json: bool) -> int:
     if as_json:
         click.echo(json.dumps(asdict(found), indent=2))
     else:
-        Console().print(_table(found, rate))
+        print_table(_table(found, rate))
     return 1 if found.failed else 0
 
 
 async def _try(target: Target) -> None:
-    """Send one request, so that a wrong address is told at once, and once.
+    """Send one request, so that a wrong one is reported at once, and once.
 
     Raises:
-        ClickException: Nobody answers there, or there is no such model.
+        ClickException: Nothing answers there, there is no such model, or the request is
+            refused as wrong.
     """
     try:
         async with (
@@ -85,6 +87,11 @@ async def _try(target: Target) -> None:
             text = await response.text()
             if response.status in (404, 405):
                 raise click.ClickException(f"{target.url}: {text[:200]}")
+            if response.status in (400, 415, 422):
+                raise click.ClickException(
+                    f"{target.url} refuses the request: {text[:400]}; give a valid one "
+                    "with --body or --texts"
+                )
     except (aiohttp.ClientError, ValueError) as error:
         raise click.ClickException(
             f"{target.url} cannot be reached ({type(error).__name__}: {error}); give "
@@ -101,37 +108,58 @@ async def _run(
     with Progress(*columns, console=Console(stderr=True), disable=is_quiet) as progress:
         bar = progress.add_task("sending", total=rate * seconds)
         running = asyncio.ensure_future(load.run(seconds))
-        while not running.done():
-            await asyncio.wait({running}, timeout=LOOK_S)
-            progress.update(
-                bar,
-                completed=load.sent,
-                description=f"{load.sent} sent, {len(load.samples)} answered",
-            )
-    return summarise(await running)
+        try:
+            while not running.done():
+                await asyncio.wait({running}, timeout=LOOK_S)
+                progress.update(bar, completed=load.sent, description=_progress(load))
+            await running
+        except asyncio.CancelledError:  # Ctrl-C: summarise what there is
+            running.cancel()
+            await asyncio.wait({running})
+    return summarise(load.samples)
+
+
+def _progress(load: Load) -> str:
+    answered = sum(sample.is_answered for sample in load.samples)
+    failed = len(load.samples) - answered
+    return f"{load.sent} sent, {answered} answered, {failed} failed"
 
 
 def _table(found: Summary, rate: float) -> Table:
-    table = Table(
-        title=f"{found.sent} requests at {rate:g} a second", show_header=False
-    )
+    title = f"{found.sent} requests at {rate:g} per second"
+    table = new_table(title, "")
+    table.show_header = False
+    table.add_column()
     table.add_row("answered", str(found.answered))
     table.add_row("failed", f"[red]{found.failed}[/]" if found.failed else "0")
-    table.add_row("p50", f"{found.p50_s * 1000:.1f} ms")
-    table.add_row("p99", f"{found.p99_s * 1000:.1f} ms")
-    table.add_row("slowest", f"{found.max_s * 1000:.1f} ms")
+    if found.answered:
+        table.add_row("p50", f"{found.p50_s * 1000:.1f} ms")
+        table.add_row("p99", f"{found.p99_s * 1000:.1f} ms")
+        table.add_row("slowest", f"{found.max_s * 1000:.1f} ms")
     for status, count in found.statuses.items():
         table.add_row(f"status {status}" if status else "no answer", str(count))
     for error, count in found.errors.items():
-        table.add_row(f"{count} times", error)
+        table.add_row(f"{count} times", escape(error))
     return table
 
 
 @click.command()
 @click.argument("url")
 @click.argument("model")
-@click.option("--rate", type=click.FloatRange(0.01, 1e5), default=10, show_default=True)
-@click.option("--seconds", type=click.FloatRange(0.1), default=10, show_default=True)
+@click.option(
+    "--rate",
+    type=click.FloatRange(0.01, 1e5),
+    default=10,
+    show_default=True,
+    help="Requests per second.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0.1),
+    default=10,
+    show_default=True,
+    help="Duration of the run.",
+)
 @click.option(
     "--texts",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -164,10 +192,11 @@ def load(
     key: str | None,
     as_json: bool,
 ) -> None:
-    """Send requests to MODEL at URL at a steady rate, and say what came back.
+    """Send requests to MODEL at URL at a steady rate, and print a summary.
 
-    Open loop: a request leaves when it is due, whatever became of the ones before, and
-    its latency counts from then. Exits with 1 if one failed.
+    Open loop: a request leaves when it is due, whatever became of earlier ones, and
+    its latency counts from then. Ctrl-C ends the run and prints the summary of what was
+    answered. The exit status is 1 if a request failed.
     """
     target = target_of(url, model, texts, body, "The quick brown fox.")
     target = with_key(trusting(target, ca), key)

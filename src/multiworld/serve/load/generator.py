@@ -153,9 +153,17 @@ class Load:
             if status != 200:
                 error = content[:200].decode(errors="replace")
             elif self._check is not None:
-                is_right = self._check(number, orjson.loads(content))
+                is_right, error = _checked(self._check, number, content)
         except (aiohttp.ClientError, TimeoutError, ValueError) as problem:
             error = f"{type(problem).__name__}: {problem}"
         latency_s = loop.time() - self.began_at - due_s
         due_s += self.offset_s
         self.samples.append(Sample(due_s, latency_s, status, is_right, error))
+
+
+def _checked(check: Check, number: int, content: bytes) -> tuple[bool, str]:
+    """Return whether an answer is right, and why not if that is known."""
+    try:
+        return check(number, orjson.loads(content)), ""
+    except Exception as problem:  # of a check that did not expect such an answer
+        return False, f"{type(problem).__name__}: {problem}"

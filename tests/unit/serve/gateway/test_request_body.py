@@ -216,9 +216,9 @@ async def test_gzip_of_several_members_is_unpacked_whole() -> None:
 
 async def test_gzip_of_too_many_members_is_refused() -> None:
     """Each costs a copy of the rest of the body."""
-    packed = gzip.compress(b"", mtime=0) * 10_000
+    packed = gzip.compress(b"", mtime=0) * 1000
     with pytest.raises(InvalidRequestError, match="more than 16 members"):
-        await read(packed, headers=[("content-encoding", "gzip")])
+        await read(packed, limit=10**6, headers=[("content-encoding", "gzip")])
 
 
 # While the client is connected.

@@ -169,18 +169,14 @@ async def test_offset_moves_the_times_not_the_latencies(server: Server) -> None:
     assert sample.latency_s < 60
 
 
-@pytest.mark.xfail(strict=True, reason="the sample is lost with its task's exception")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 async def test_answer_that_the_check_cannot_read_is_wrong(server: Server) -> None:
     """A check may well expect a field that is not there."""
     server.body = b"[]"
-    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
     load = Load(server.target(), 1.0, lambda _, answer: answer["data"] == 1, due=[0.0])
     (sample,) = await load.run()
     assert sample.is_right is False
 
 
-@pytest.mark.xfail(strict=True, reason="it counts as answered and as not wrong")
 async def test_answer_that_is_not_json_is_wrong(server: Server) -> None:
     """A proxy's page with status 200 is no answer of the model."""
     server.body = b"<html>"
