@@ -46,6 +46,7 @@ Every error survives pickling with all its fields.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -113,18 +114,23 @@ class MultiWorldError(Exception):
         return _restore, (type(self), self.args, dict(self.__dict__))
 
 
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
+_SHORT.maxdict = _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxset = 20
+
+
 class ConfigError(MultiWorldError, ValueError):
     """An invalid value, found before any I/O.
 
     Attributes:
         field: Name of the parameter.
-        value: The value given, as ``repr`` shows it.
+        value: The value given, as ``repr`` shows it, shortened if it is long or deep.
         rule: The values that are allowed.
     """
 
     def __init__(self, field: str, value: object, rule: str) -> None:
-        self.field, self.value, self.rule = field, repr(value), rule
-        super().__init__(f"{field}={value!r} is not allowed: {rule}")
+        self.field, self.value, self.rule = field, _SHORT.repr(value), rule
+        super().__init__(f"{field}={self.value} is not allowed: {rule}")
 
 
 class WorldError(MultiWorldError):

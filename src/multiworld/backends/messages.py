@@ -583,7 +583,7 @@ def unpack_bundle(packed: Tensor, length: int, source: int) -> Bundle:
             for name, code, shape, offset in entries
         }
         return Bundle(tensors, dict(meta), source)
-    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+    except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise TensorMismatchError("a bundle's manifest is malformed") from error
 
 

@@ -102,7 +102,8 @@ class FramedConnection:
             return
         self._inbox += data
         try:
-            self._deliver()
+            with frames.refusing_wrong_fields():
+                self._deliver()
         except (frames.FrameError, KeyError, TypeError, ValueError) as error:
             self._end(repr(error), is_broken=True)
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 PROTOCOL_VERSION = 2
@@ -68,6 +70,25 @@ def decode_body(body: bytes) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise FrameError("frame body is not a JSON object")
     return message
+
+
+@contextmanager
+def refusing_wrong_fields() -> Iterator[None]:
+    """Raise ``ValueError`` where a field of a message has a wrong type or is too large.
+
+    Handlers of messages raise ``KeyError``, ``TypeError`` or ``ValueError`` for a wrong
+    message. ``int(1e999)`` and ``[].get`` raise others, which are translated here.
+
+    Returns:
+        A context manager for the code that reads the message.
+
+    Raises:
+        ValueError: A number cannot be converted, or a field is not of its type.
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError) as error:
+        raise ValueError(f"wrong field in a message: {error!r}") from error
 
 
 async def read(

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from multiworld.net import frames
 from multiworld.rendezvous import registry
 from multiworld.rendezvous.reform import ReformClaim
 from multiworld.rendezvous.registry import Registry
@@ -114,6 +116,10 @@ class StoreService:
             TypeError: A field has the wrong type.
             ValueError: A field has an invalid value, or the operation is unknown.
         """
+        with frames.refusing_wrong_fields():
+            self._receive(session, message)
+
+    def _receive(self, session: int, message: Message) -> None:
         match message["op"]:
             case "claim":
                 self._when_settled(session, self._claim(session, message))
@@ -248,7 +254,10 @@ class StoreService:
             case "set":
                 answers = values.set(str(message["key"]), str(message["value"]))
             case "get":
-                deadline = self._loop.time() + float(message["deadline_s"])
+                seconds = float(message["deadline_s"])
+                if math.isnan(seconds):  # a timer at NaN would fire without end
+                    raise ValueError("deadline_s is not a number")
+                deadline = self._loop.time() + seconds
                 keys = [str(key) for key in message["keys"]]
                 self._answer(values.get((session, request), keys, deadline))
                 self._arm()

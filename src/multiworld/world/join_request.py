@@ -102,7 +102,7 @@ def default_store(environment: Mapping[str, str]) -> str:
     if store := environment.get("MULTIWORLD_STORE"):
         return store
     host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT", "")
-    if not host or not port.isdigit():
+    if not host or not port.isdecimal():
         raise ConfigError(
             "store",
             None,
@@ -118,7 +118,7 @@ def _number(field: str, value: int | None, variable: str) -> int:
     if value is not None:
         return value
     text = os.environ.get(variable, "")
-    if not text.isdigit():
+    if not text.isdecimal():
         raise ConfigError(
             field, text or None, f"give {field}=, or set {variable} in the environment"
         )

@@ -45,6 +45,7 @@ from multiworld.liveness.failure_detector import (
     describe_thread,
 )
 from multiworld.liveness.watchdog import WatchDog
+from multiworld.net import frames
 from multiworld.net.streams import Stream
 from multiworld.rendezvous.membership import Incarnation
 from multiworld.rendezvous.store_address import StoreAddress
@@ -348,7 +349,17 @@ class LocalMember:
     # WorldPort: calls from the watchdog.
 
     def on_message(self, rank: int, message: dict[str, Any]) -> None:
-        """Handle a control message from a member."""
+        """Handle a control message from a member.
+
+        Raises:
+            KeyError: The message lacks a field.
+            TypeError: A field has the wrong type.
+            ValueError: A field has an invalid value.
+        """
+        with frames.refusing_wrong_fields():
+            self._on_message(rank, message)
+
+    def _on_message(self, rank: int, message: dict[str, Any]) -> None:
         match message.get("op"):
             case "ready":
                 self._ready_ranks.add(rank)

@@ -386,7 +386,6 @@ async def test_garbage_raises_what_ends_its_session_and_changes_nothing(
     ],
     ids=lambda m: m["op"],
 )
-@pytest.mark.xfail(strict=True, reason="OverflowError is none of the errors expected")
 async def test_number_beyond_a_float_is_a_violation(message: Message) -> None:
     """JSON can say 1e999, and an integer of any length."""
     service = StoreService()
@@ -398,7 +397,6 @@ async def test_number_beyond_a_float_is_a_violation(message: Message) -> None:
         service.close()
 
 
-@pytest.mark.xfail(strict=True, reason="the store's timer fires without end")
 async def test_wait_until_not_a_number_is_refused() -> None:
     """A get with such a deadline would keep the store's loop busy for ever."""
     service = StoreService()

@@ -166,7 +166,6 @@ def test_missing_or_wrong_variable_is_named(
     assert field in str(refused.value)
 
 
-@pytest.mark.xfail(strict=True, reason="isdigit is true of '²', which int refuses")
 @settings(deadline=None)
 @given(st.text(st.characters(categories=["Nd", "No"]), min_size=1, max_size=3))
 def test_digits_of_any_alphabet_are_numbers_or_refused(text: str) -> None:
