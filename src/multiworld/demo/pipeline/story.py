@@ -170,7 +170,7 @@ class Story:
         Args:
             method: HTTP method.
             path: Path of the controller's API.
-            what: Further arguments of ``httpx.Client.request``.
+            what: ``json`` or ``params``, as for ``Service.ask``.
 
         Raises:
             ServeError: The controller refused, or did not answer.

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import getpass
 import os
+import socket
 import sys
+from collections.abc import Mapping
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
-import httpx
+import orjson
 
 from multiworld.errors import ServeError
 from multiworld.serve.fleet.record import StateFolder, state_root
@@ -34,39 +38,79 @@ class Service:
     def __init__(self, app: str | None, state: Path | None) -> None:
         self.folder = StateFolder(state or _find(app))
 
-    def ask(self, method: str, path: str, **what: Any) -> Any:
+    def ask(
+        self,
+        method: str,
+        path: str,
+        *,
+        json: Any = None,
+        params: Mapping[str, Any] | None = None,
+    ) -> Any:
         """Send a request to the controller; return the decoded answer.
 
         Args:
             method: HTTP method.
-            path: Path of the route, with a leading slash.
-            what: Arguments of ``httpx.Client.request``, such as ``json``.
+            path: Path of the route, with a leading slash, quoted.
+            json: Body of the request, as plain data; None sends no body.
+            params: Query of the request.
 
         Raises:
             ServeError: No controller answers, or it refuses; ``status`` is the HTTP
                 status then.
         """
-        socket = httpx.HTTPTransport(uds=str(self.folder.socket))
+        words = {False: "false", True: "true"}
+        query = {
+            name: words[value] if isinstance(value, bool) else value
+            for name, value in (params or {}).items()
+        }
+        target = f"{path}?{urlencode(query)}" if query else path
+        body = None if json is None else orjson.dumps(json)
         try:
-            with httpx.Client(transport=socket, timeout=ASK_S) as client:
-                headers = {WHO: _who()}
-                response = client.request(
-                    method, f"http://controller{path}", headers=headers, **what
-                )
-        except httpx.HTTPError as error:
+            status, content = self._exchange(method, target, body)
+        except (OSError, HTTPException) as error:
             raise ServeError(
                 f"no controller answers in {self.folder.path} ({error}); start it with "
                 "`multiworld serve`, which adopts the running processes"
             ) from error
-        if response.is_error:
-            try:
-                text = response.json()["error"]
-            except (ValueError, KeyError, TypeError):
-                text = response.text
-            refused = ServeError(str(text))
-            refused.__dict__["status"] = response.status_code
+        if status >= 400:
+            refused = ServeError(_text_of(content))
+            refused.__dict__["status"] = status
             raise refused
-        return response.json()
+        return orjson.loads(content)
+
+    def _exchange(
+        self, method: str, target: str, body: bytes | None
+    ) -> tuple[int, bytes]:
+        headers = {WHO: _who()}
+        if body is not None:
+            headers["content-type"] = "application/json"
+        connection = _UnixConnection(self.folder.socket)
+        try:
+            connection.request(method, target, body, headers)
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+
+class _UnixConnection(HTTPConnection):
+    """HTTP connection over a Unix socket."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("controller", timeout=ASK_S)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(ASK_S)
+        self.sock.connect(str(self._path))
+
+
+def _text_of(refusal: bytes) -> str:
+    try:
+        return str(orjson.loads(refusal)["error"])
+    except (ValueError, KeyError, TypeError):
+        return refusal.decode(errors="replace")
 
 
 def _who() -> str:
