@@ -169,6 +169,7 @@ def _whole(
         "nodes": [node.name for node in machines],
         "stages": rows,
         "gears": {name: _gears(name, spec) for name, spec in app.models.items()},
+        "notes": {name: list(build_model(m).notes) for name, m in app.models.items()},
         "models": found.models if found else [],
         "solver": found.solver if found else None,
         "gap": found.gap if found else None,
@@ -190,6 +191,9 @@ def _show(
         f"{whole['gateways']} gateway(s) at {whole['listens']}, a store, a fork server "
         f"and the controller: {whole['processes']} processes in all"
     )
+    for name, notes in whole["notes"].items():
+        for note in notes:
+            console.print(f"model {name}: {note}", soft_wrap=True, markup=False)
     for name, gears in whole["gears"].items():
         if gears:
             console.print(_scaled(name, gears), soft_wrap=True, markup=False)
