@@ -148,7 +148,7 @@ class Security:
         """
         wanted = self.proof(role, *parts)
         return isinstance(proof, str) and hmac.compare_digest(
-            proof.encode(), wanted.encode()
+            proof.encode(errors="replace"), wanted.encode()
         )
 
     def check_backend(self, backend: str) -> None:
@@ -188,8 +188,15 @@ def _secret_of(environment: Mapping[str, str]) -> bytes:
     if "MULTIWORLD_SECRET" in environment and not text:
         rule = "it must not be empty; unset it for no secret"
         raise ConfigError("MULTIWORLD_SECRET", text, rule)
+    if "MULTIWORLD_SECRET_FILE" in environment and not file and not text:
+        rule = "it must not be empty; unset it for no secret"
+        raise ConfigError("MULTIWORLD_SECRET_FILE", file, rule)
     if not file:
-        return text.encode()
+        try:
+            return text.encode()
+        except UnicodeEncodeError:
+            rule = "it must be UTF-8; MULTIWORLD_SECRET_FILE may hold any bytes"
+            raise ConfigError("MULTIWORLD_SECRET", "...", rule) from None
     try:
         secret = Path(file).read_bytes().strip()
     except OSError as error:

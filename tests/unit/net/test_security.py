@@ -69,16 +69,12 @@ def test_wrong_settings_are_named(environment: dict[str, str], said: str) -> Non
         Security.from_environment(environment)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a set but empty MULTIWORLD_SECRET_FILE means no secret"
-)
 def test_empty_name_of_the_secret_file_is_refused() -> None:
     """A variable that a script failed to fill must not switch the secret off."""
     with pytest.raises(ConfigError):
         Security.from_environment({"MULTIWORLD_SECRET_FILE": ""})
 
 
-@pytest.mark.xfail(strict=True, reason="UnicodeEncodeError instead of ConfigError")
 def test_secret_that_is_not_utf8_is_a_config_error() -> None:
     """The environment may hold any bytes, which Python shows as lone surrogates."""
     text = b"\xff\xfe not utf-8, but long enough".decode(errors="surrogateescape")
@@ -125,7 +121,6 @@ def test_anything_else_is_no_proof(proof: object) -> None:
     assert not SEALED.is_proof(proof, "dialer", {"kind": "link"})
 
 
-@pytest.mark.xfail(strict=True, reason="UnicodeEncodeError: the text is encoded as is")
 def test_proof_that_is_no_unicode_is_no_proof() -> None:
     """JSON can say a lone surrogate, which UTF-8 cannot."""
     assert not SEALED.is_proof("\ud800", "dialer", {"kind": "link"})
