@@ -85,8 +85,11 @@ async def test_deadline_names_who_is_missing(store: str) -> None:
         )
         for error in results:
             assert isinstance(error, JoinTimeoutError), error
-            assert error.present == (0, 2)
-            assert error.missing == (1, 3)
+            assert {1, 3} <= set(error.missing)
+        # On a busy machine one deadline may pass before the other member's claim ends.
+        first = [e for e in results if getattr(e, "present", ()) == (0, 2)]
+        assert first
+        assert getattr(first[0], "missing", ()) == (1, 3)
         assert one.worlds == {}
 
 

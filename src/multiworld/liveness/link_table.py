@@ -133,6 +133,7 @@ class LinkTable:
 
     def listen(self, host: str) -> Address:
         """Listen on ``host``; return the address. "" means inside this process only."""
+        self._check_open()
         if not host:
             where = this_host()
             return Address(host="", port=0, unix="", boot=where.boot, netns=where.netns)
@@ -168,6 +169,7 @@ class LinkTable:
 
         Cancellation: safe; dialing goes on for other worlds that need the link.
         """
+        self._check_open()
         if key in self._peers:
             return
         if not member.address.host:
@@ -177,6 +179,11 @@ class LinkTable:
             await asyncio.shield(dialing)
         else:
             await self._wait_for_link(key, member)
+
+    def _check_open(self) -> None:
+        """Refuse what an operation does in the turn after its manager was closed."""
+        if self._is_closed:
+            raise ConnectionAbortedError("this manager was closed")
 
     async def reach(
         self, address: Address, hello: Message, security: Security | None = None

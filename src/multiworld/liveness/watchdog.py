@@ -297,7 +297,7 @@ class WatchDog:
     # Judging.
 
     def _start_ticking(self) -> None:
-        if self._ticker is None:
+        if self._ticker is None and not self._is_closed:
             loop = asyncio.get_running_loop()
             self._ticker = loop.create_task(self._tick(), name="multiworld watchdog")
 

@@ -330,12 +330,14 @@ class Admission:
     def _give_up(self, local: LocalMember) -> None:
         """Settle an incarnation that could not be opened.
 
-        Close it if it is still joining; otherwise keep it for ``reform`` and ``join``.
+        Close it if it is still joining, and release it if it is closed; otherwise keep
+        it for ``reform`` and ``join``.
         """
         for rank in local.unlinked if local.phase is Phase.JOINING else ():
             local.report(WasLost(rank, "it was admitted and did not connect in time"))
         if local.phase is Phase.JOINING:
             local.close_nowait()
+        if local.phase is Phase.CLOSED:
             self.release(local)
         else:
             self._adopt(local)

@@ -161,9 +161,6 @@ async def test_cleanup_frees_everything_at_once(arena: Arena) -> None:
         await worlds[0].barrier()
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a join that goes on for one turn revives the closed watchdog"
-)
 async def test_cleanup_while_joining_leaves_nothing() -> None:
     """At whatever turn of the loop, the watchdog ends with its manager."""
     for count in range(1, 20):
@@ -278,9 +275,6 @@ async def test_removed_world_is_gone_at_once(arena: Arena) -> None:
     await until(lambda: not arena.managers[0]._closing)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the cancelled change puts the closed world back"
-)
 async def test_world_that_is_removed_while_it_grows_is_gone() -> None:
     """At whatever turn of the loop, no closed world stays in the manager."""
     for count in range(1, 40):
