@@ -75,7 +75,7 @@ class Cell:
 
 @dataclass(slots=True)
 class Result:
-    """What came of one cell: each step's outcome, in order."""
+    """Result of one cell: the outcome of each step, in order."""
 
     cell: Cell
     steps: dict[str, str] = field(default_factory=dict)

@@ -194,7 +194,7 @@ async def test_accused_is_fenced_and_comes_back_by_joining(street: Street) -> No
 
 
 async def test_two_that_accuse_each_other_do_not_both_go_on(street: Street) -> None:
-    """Of two members that accuse each other, one reforms and the other is stale."""
+    """One of two members that accuse each other reforms; the other is stale."""
     w0, w1 = await street.world(0, 1)
     lose(w0, 1)
     lose(w1, 0)

@@ -41,7 +41,7 @@ FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FILE = re.compile(r"# (\w+\.\w+)\n")
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 FRAME = str.maketrans(dict.fromkeys("│┃┌┐└┘├┤┬┴┼─━┏┓┗┛┡┩╇┳", " "))
-"""What tables are drawn with."""
+"""Characters that tables are drawn with, as a translation to spaces."""
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -52,7 +52,7 @@ def forget() -> Iterator[None]:
 
 
 def names_of(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """Have c10d need these names."""
+    """Make c10d need these names."""
     monkeypatch.setitem(NAMES, "c10d", names)
 
 

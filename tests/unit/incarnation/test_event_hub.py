@@ -30,7 +30,7 @@ async def collect(subscription: Subscription) -> list[int]:
 
 
 def test_every_subscriber_gets_every_event_from_now_on() -> None:
-    """What was published before a subscription is not for it."""
+    """A subscription gets only events published after it."""
     hub = EventHub()
     early = hub.subscribe()
     hub.publish(event(1))
@@ -82,7 +82,7 @@ async def test_reader_that_waits_is_woken() -> None:
 
 
 async def test_iteration_ends_with_the_hub_and_not_before_the_last_event() -> None:
-    """What was published before the end is still read; a late reader just ends."""
+    """Events published before the end are still read; a late reader ends at once."""
     hub = EventHub()
     subscription = hub.subscribe()
     hub.publish(event(1))

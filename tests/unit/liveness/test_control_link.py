@@ -175,7 +175,7 @@ async def test_reset_connection_names_the_kernel_as_evidence(wire: Wire) -> None
 
 
 async def test_reset_after_a_bye_is_still_a_bye(wire: Wire) -> None:
-    """What the peer said counts more than how its socket ended."""
+    """The peer's own message counts more than how its socket ended."""
     wire.peer.sendall(frames.encode({"op": "bye"}))
     await turns(3)
     wire.link.send({"n": 1})

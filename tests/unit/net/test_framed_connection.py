@@ -53,7 +53,7 @@ async def test_frames_arrive_byte_by_byte(side: Side) -> None:
 
 
 async def test_many_frames_in_one_read_are_all_reported(side: Side) -> None:
-    """What arrives together is delivered in order."""
+    """Messages that arrive together are delivered in order."""
     side.peer.sendall(b"".join(frames.encode({"n": n}) for n in range(100)))
     await until(lambda: len(side.got) == 100)
     assert [message["n"] for message in side.got] == list(range(100))
@@ -170,7 +170,7 @@ def received(sock: socket.socket) -> Iterator[bytes]:
 
 
 async def test_slow_reader_gets_everything_in_order(side: Side) -> None:
-    """What the socket does not take is queued, and leaves when there is room."""
+    """Bytes that the socket does not take are queued until there is room."""
     messages = [{"n": n, "text": "x" * 50_000} for n in range(40)]
     for message in messages:
         side.framed.send(message)

@@ -58,7 +58,7 @@ async def server() -> AsyncIterator[StoreServer]:
 
 
 async def test_values_of_two_connections_are_the_same(server: StoreServer) -> None:
-    """What one thread sets, another one gets."""
+    """A value that one thread sets, another one gets."""
     one, two = await values_at(server.port), await values_at(server.port)
     waiting = asyncio.create_task(ask(two, "get", keys=["k"], deadline_s=10))
     await ask(one, "set", key="k", value="v")

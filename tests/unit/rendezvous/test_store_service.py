@@ -241,7 +241,7 @@ async def test_refused_version_is_told_to_those_who_wait() -> None:
 
 
 async def test_survivors_reform_and_are_renumbered() -> None:
-    """Of three members two go on, in their old order."""
+    """Two of three members go on, in their old order."""
     service = StoreService()
     members = [Client(service, uid) for uid in "abc"]
     for rank, member in enumerate(members):

@@ -220,10 +220,6 @@ def _candidates(
             yield path
 
 
-def _holds_container(module: nn.Module) -> bool:
-    return any(isinstance(m, CONTAINERS) and len(m) > 1 for m in module.modules())
-
-
 def _run(module: Module, whole: nn.Module, names: Sequence[str]) -> dict[str, float]:
     order: list[str] = []
     hooks = [

@@ -179,6 +179,8 @@ class Autoscaler:
         }
         for name in self._models.keys() - specs.keys():
             del self._models[name]
+        for name in self._unusable.keys() - specs.keys():
+            del self._unusable[name]
         for name, spec in specs.items():
             known = self._models.get(name)
             if not limits.is_scaled(spec):
