@@ -26,7 +26,10 @@ LOWEST = "lowest"
 TAKEN = ("tests", "examples", "docs", "pyproject.toml")
 """Parts of the source tree that the tests read."""
 
-PYTEST = ("-m", "pytest", "-q", "-m", "not heavy")
+PYTEST = (
+    *("-m", "pytest", "-q", "-m", "not heavy"),
+    *("--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder"),
+)
 STEPS: dict[str, tuple[str, ...]] = {
     "doctor": ("-m", "multiworld.cli.main", "doctor"),
     "torch": (

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -24,12 +25,14 @@ from multiworld import (
     WorldManager,
 )
 from multiworld.net import frames
+from multiworld.net.messages import Answer
 from multiworld.rendezvous.store_server import StoreServer
 from multiworld.testing import ProcessFleet, no_leaks
 from tests import bodies
 from tests.ports import free_port
 from tests.traffic import Traffic
 from tests.until import until
+from tests.wire import frame_of
 
 SHORT = WorldConfig(join_s=1.0)
 LONG = WorldConfig(join_s=20.0)
@@ -184,14 +187,19 @@ async def test_members_that_ask_for_different_worlds_all_learn_it(
         await pair(one, two, "w", store)
 
 
+async def body_from(reader: asyncio.StreamReader) -> bytes:
+    """Read one frame, and return its body."""
+    return await reader.readexactly(int.from_bytes(await reader.readexactly(4), "big"))
+
+
 async def test_store_of_another_version_is_named() -> None:
     """A store of another version is named to the member that connects."""
 
     async def answer(
         reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        await frames.read(reader)
-        writer.write(frames.encode({"multiworld": 99, "ok": False}))
+        await body_from(reader)
+        writer.write(frame_of({"multiworld": 99, "ok": False}))
         await writer.drain()
         writer.close()
 
@@ -215,8 +223,10 @@ async def test_member_of_another_version_is_named_to_those_who_wait(
         waiting = asyncio.ensure_future(manager.join("w", rank=0, size=2, store=store))
         await one_waits(server)
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(frames.encode({"multiworld": 99, "world": "w"}))
-        assert (await frames.read(reader))["ok"] is False
+        writer.write(frame_of({"multiworld": 99, "world": "w"}))
+        answer = msgspec.json.decode(await body_from(reader), type=Answer)
+        assert answer.multiworld == frames.PROTOCOL_VERSION
+        assert not answer.ok
         writer.close()
         with pytest.raises(ProtocolVersionError, match="speaks version 99"):
             await waiting

@@ -25,6 +25,7 @@ from multiworld import (
 )
 from multiworld.incarnation.event_hub import QUEUE_LIMIT, EventHub
 from multiworld.incarnation.lifecycle import Failed
+from multiworld.liveness.messages import Left, WorldMessage
 from multiworld.rendezvous.store_server import StoreServer
 from multiworld.testing import Arena, ProcessFleet, no_leaks
 from tests import bodies
@@ -247,7 +248,7 @@ async def test_who_has_left_is_known_when_the_first_operation_fails_for_it(
     """The end of a member's data may overtake its message that it leaves."""
     async with Arena("direct") as arena:
         stays, leaves = await arena.world(2)
-        said: list[dict[str, object]] = []
+        said: list[WorldMessage] = []
         monkeypatch.setattr(leaves._life, "_tell_all", said.append)
         closing = asyncio.create_task(leaves.close())
         with pytest.raises(MemberLeftError):
@@ -256,4 +257,4 @@ async def test_who_has_left_is_known_when_the_first_operation_fails_for_it(
         assert stays.is_ready, "no verdict follows from it"
         assert arena.manager(0).communicator.is_broken(stays.name)
         await closing
-        assert said == [{"op": "left", "is_broken": False}]
+        assert said == [Left(leaves._life.incarnation.nonce, is_broken=False)]

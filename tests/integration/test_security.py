@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -13,12 +14,14 @@ import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 import trustme
 
 from multiworld import (
     ConfigError,
+    MemberLostError,
     Security,
     StoreUnreachableError,
     Tls,
@@ -27,12 +30,16 @@ from multiworld import (
     WorldManager,
     WrongSecretError,
 )
+from multiworld.liveness.control_link import SocketLink
 from multiworld.net import frames
+from multiworld.net.messages import Proof
 from multiworld.rendezvous.membership import Address
+from multiworld.rendezvous.messages import Claim, SealedMember, SurvivorClaim
 from multiworld.rendezvous.store_server import StoreServer
 from multiworld.testing import no_leaks
 from tests.conftest import certificates
 from tests.traffic import Traffic
+from tests.wire import frame_of
 
 SECRET = b"a secret long enough to be one"
 OTHER = b"another that is long enough, too"
@@ -134,24 +141,24 @@ async def test_strangers_at_every_port_disturb_nobody(security: Security) -> Non
 def garbage() -> list[bytes]:
     """Return the bytes that strangers send."""
     seeded = random.Random(7)
+    ours = {"multiworld": frames.PROTOCOL_VERSION}
     knocks = [
         b"",
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
         b"\x16\x03\x01\x00\x05hello",
         struct.pack(">I", 0xFFFFFFFF),
         struct.pack(">I", 16 * 1024 + 1),
-        struct.pack(">I", 5) + b"hello",
-        struct.pack(">I", 2) + b"{}",
-        struct.pack(">I", 2) + b"[]",
-        struct.pack(">I", 10_000) + b"[" * 10_000,
-        frames.encode({"multiworld": "x"}),
-        frames.encode({"multiworld": frames.PROTOCOL_VERSION}),
-        frames.encode({"multiworld": frames.PROTOCOL_VERSION, "kind": "link"}),
-        frames.encode({"multiworld": frames.PROTOCOL_VERSION, "kind": ["lane"]}),
-        frames.encode(
-            {"multiworld": frames.PROTOCOL_VERSION, "kind": "lane", "nonce": "x"}
-        ),
-        frames.encode({"multiworld": frames.PROTOCOL_VERSION, "sealed": True}),
+        frame_of(b"hello"),
+        frame_of({}),
+        frame_of([]),
+        frame_of(b"[" * 10_000),
+        frame_of(b'{"deep":' + b"[" * 10_000),
+        frame_of({"multiworld": "x"}),
+        frame_of(ours),
+        frame_of({**ours, "kind": "link"}),
+        frame_of({**ours, "kind": ["lane"]}),
+        frame_of({**ours, "kind": "lane", "nonce": "x"}),
+        frame_of({**ours, "sealed": True}),
     ]
     return knocks + [seeded.randbytes(seeded.randrange(1, 400)) for _ in range(60)]
 
@@ -166,6 +173,37 @@ async def stranger(family: int, where: object, knock: bytes) -> None:
             await loop.sock_sendall(sock, knock)
             sock.shutdown(socket.SHUT_WR)
             await asyncio.wait_for(loop.sock_recv(sock, 65536), 10)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"garbage",
+        {},
+        {"op": "new in a later release", "nonce": 1},
+        {"op": "Ready"},
+        {"op": "Broken", "nonce": 1, "rank": 2},
+        b'{"op":"DatagramsAt","port":1e999}',
+    ],
+    ids=str,
+)
+async def test_member_that_violates_the_protocol_is_lost_and_no_other(
+    body: object,
+) -> None:
+    """Its link ends, and the worlds that it is in break; the others carry on."""
+    async with fort(Security()) as here, traffic(here) as going:
+        async with WorldManager(config=CONFIG) as bad:
+            world, _ = await asyncio.gather(
+                here.managers[0].join("x", rank=0, size=2, store=here.store),
+                bad.join("x", rank=1, size=2, store=here.store),
+            )
+            (peer,) = bad._watchdog._links._peers.values()
+            assert isinstance(peer.link, SocketLink)
+            peer.link._framed._stream.send(frame_of(body))
+            with pytest.raises(MemberLostError, match="violated the protocol"):
+                await world.recv(src=1)
+            await going.advances(5)
+        assert here.worlds[0].is_ready
 
 
 async def test_slow_strangers_in_a_crowd_keep_nobody_out(security: Security) -> None:
@@ -270,13 +308,12 @@ async def test_member_record_that_the_store_forged_is_refused() -> None:
         service = here.server._service
         genuine = service._claim
 
-        def forged(session: int, message: dict[str, object]) -> object:
-            record = message["member"]
-            assert isinstance(record, dict)
-            address = {**record["address"], "port": 1}
-            return genuine(
-                session, {**message, "member": {**record, "address": address}}
-            )
+        def forged(session: int, claim: Claim | SurvivorClaim) -> object:
+            member = claim.member.member
+            address = dataclasses.replace(member.address, port=1)
+            member = dataclasses.replace(member, address=address)
+            record = SealedMember(member, claim.member.proof)
+            return genuine(session, msgspec.structs.replace(claim, member=record))
 
         service._claim = forged  # type: ignore[method-assign, assignment]
         with pytest.raises(WrongSecretError, match="record of rank 0"):
@@ -426,4 +463,4 @@ def test_frames_of_json_only() -> None:
         text = path.read_text()
         assert "pickle.load" not in text, path
         assert "torch.load" not in text, path
-    assert json.loads(frames.encode({"a": 1})[4:]) == {"a": 1}
+    assert json.loads(frames.encode(Proof("a"))[4:]) == {"proof": "a"}

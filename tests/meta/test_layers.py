@@ -53,7 +53,7 @@ LAYERS = (
 RANK = {name: number for number, names in enumerate(LAYERS) for name in names}
 
 CORE = {name for names in LAYERS[:9] for name in names}
-"""Parts that need torch and the standard library only."""
+"""Parts that need torch, msgspec and the standard library only."""
 
 IMPURE = {
     "asyncio",
@@ -122,9 +122,9 @@ def test_pure_modules_stand_on_pure_modules(name: str) -> None:
             assert kind(target) == "pure", f"{name} imports {target}"
 
 
-def test_core_needs_torch_and_the_standard_library_only() -> None:
+def test_core_needs_torch_and_msgspec_only() -> None:
     """Only serving, the command line and the demos need other packages."""
-    allowed = set(sys.stdlib_module_names) | {"torch"}
+    allowed = set(sys.stdlib_module_names) | {"torch", "msgspec"}
     for name in LIBRARY:
         if room(name) in CORE:
             assert outside(name) <= allowed, name

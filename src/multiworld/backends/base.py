@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from multiworld.backends.collective import Collectives
 from multiworld.config import WorldConfig
 from multiworld.incarnation.lifecycle import Happening
+from multiworld.liveness.messages import BackendMessage
 from multiworld.net.security import Security
 from multiworld.net.streams import Stream
 from multiworld.rendezvous.membership import Incarnation
@@ -128,7 +129,7 @@ class WorldView(Protocol):
     def has_left(self, rank: int) -> bool:
         """Tell whether a member has left politely."""
 
-    def tell(self, rank: int, message: dict[str, Any]) -> None:
+    def tell(self, rank: int, message: BackendMessage) -> None:
         """Send a control message to a member's backend."""
 
     def broken_error(self) -> Exception:
@@ -217,7 +218,7 @@ class Backend(Protocol):
     def collectives(self) -> Collectives:
         """The world's collective operations."""
 
-    def on_message(self, rank: int, message: dict[str, Any]) -> None:
+    def on_message(self, rank: int, message: BackendMessage) -> None:
         """Handle a control message from another member's backend."""
 
     def member_left(self, rank: int) -> None:

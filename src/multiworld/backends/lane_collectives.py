@@ -45,6 +45,7 @@ from multiworld.backends.reduction import (
 )
 from multiworld.errors import MemberLeftError, TensorMismatchError
 from multiworld.incarnation.lifecycle import Failed
+from multiworld.liveness.messages import EndCollectives
 
 CHUNK_BYTES = 2 * 1024 * 1024
 """Most bytes that a member reduces before it passes the result on. Operand and result
@@ -264,8 +265,9 @@ class LaneCollectives:
             # Tell the members that wait for this one and not for the one that left.
             self.end_from(operation.number, error.rank)
             for rank in self.others():
-                note = {"op": "uncollective", "number": operation.number}
-                self._view.tell(rank, {**note, "left": error.rank})
+                nonce = self._view.incarnation.nonce
+                note = EndCollectives(nonce, operation.number, error.rank)
+                self._view.tell(rank, note)
             raise
 
     def end_from(self, number: int, left: int) -> None:

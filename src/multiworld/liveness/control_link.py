@@ -1,4 +1,4 @@
-"""Control links: JSON messages between two managers. Shell.
+"""Control links: messages between two managers. Shell.
 
 A ``SocketLink`` connects two processes (or two managers of one process) over a socket.
 A ``LocalLink`` connects two managers of one process without a socket, for the
@@ -14,12 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from multiworld.liveness.messages import Bye, ControlMessage, control_messages
 from multiworld.net.framed_connection import ENDED, FramedConnection
 from multiworld.net.streams import Stream
-
-Message = dict[str, Any]
-
-BYE: Message = {"op": "bye"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +37,7 @@ class LinkKey:
 class LinkOwner(Protocol):
     """Receiver of a link's messages and of its end."""
 
-    def link_message(self, link: Link, message: Message) -> None:
+    def link_message(self, link: Link, message: ControlMessage) -> None:
         """Handle a message that arrived."""
 
     def link_ended(self, link: Link, reason: str, evidence: str) -> None:
@@ -58,7 +55,7 @@ class Link(Protocol):
 
     key: LinkKey
 
-    def send(self, message: Message) -> None:
+    def send(self, message: ControlMessage) -> None:
         """Queue a message; never wait and never fail."""
 
     def say_bye(self) -> None:
@@ -78,15 +75,17 @@ class SocketLink:
         self.key = key
         self._owner = owner
         self._said_bye = False
-        self._framed = FramedConnection(stream, self._received, self._ended)
+        self._framed = FramedConnection(
+            stream, control_messages, self._received, self._ended
+        )
 
-    def send(self, message: Message) -> None:
+    def send(self, message: ControlMessage) -> None:
         """Queue a message and write as much as the socket takes without waiting."""
         self._framed.send(message)
 
     def say_bye(self) -> None:
         """Tell the peer that the end which follows is intended."""
-        self.send(BYE)
+        self.send(Bye())
 
     def close(self) -> None:
         """Close the link; safe to repeat."""
@@ -97,8 +96,8 @@ class SocketLink:
         fd = self._framed.fileno()
         return [] if fd < 0 else [fd]
 
-    def _received(self, message: Message) -> None:
-        if message.get("op") == "bye":
+    def _received(self, message: ControlMessage) -> None:
+        if isinstance(message, Bye):
             self._said_bye = True
         else:
             self._owner.link_message(self, message)
@@ -140,12 +139,12 @@ class LocalLink:
         one._other, other._other = other, one
         return one, other
 
-    def send(self, message: Message) -> None:
+    def send(self, message: ControlMessage) -> None:
         """Deliver ``message`` in the next iteration of the event loop."""
         if self._other is not None:
             self._call_soon(self._other._receive, message)
 
-    def _receive(self, message: Message) -> None:
+    def _receive(self, message: ControlMessage) -> None:
         if self._other is not None:
             self._owner.link_message(self, message)
 

@@ -15,17 +15,17 @@ import socket
 from collections import Counter
 from typing import Any
 
-from multiworld.net import frames
+from multiworld.liveness.messages import HeartbeatHello, ManagerHello
+from multiworld.net.frames import FrameError
 from multiworld.net.handshake import HandshakeError, dialing
 from multiworld.net.listener import Acceptor, Listener, read_frame
 from multiworld.net.security import Security
-from multiworld.net.streams import Stream, start_tls, write_all
+from multiworld.net.streams import Stream, handshaking_filenos, start_tls, write_all
 from multiworld.net.tcp import resolve, tune
-from multiworld.rendezvous.membership import Address, this_host
+from multiworld.rendezvous.membership import Address
+from multiworld.rendezvous.this_host import this_host
 
 logger = logging.getLogger("multiworld.watchdog")
-
-Message = dict[str, Any]
 
 BACKLOG = 1024
 """Connections in a listening socket's queue, at most."""
@@ -38,10 +38,10 @@ _dialing: set[socket.socket] = set()
 """Connections whose handshake is in progress; a forked child must close them too."""
 
 
-async def dial(address: Address, hello: Message, security: Security) -> Stream:
+async def dial(address: Address, hello: ManagerHello, security: Security) -> Stream:
     """Connect to a manager, do the handshake and return the connection.
 
-    Connections for heartbeats (``kind`` "beat") never use TLS, because a helper process
+    Connections for heartbeats never use TLS, because a helper process
     without TLS sends on them; each of their frames carries an HMAC instead.
 
     Args:
@@ -61,18 +61,18 @@ async def dial(address: Address, hello: Message, security: Security) -> Stream:
     stream: Stream = sock
     _dialing.add(sock)
     try:
-        if security.tls is not None and hello["kind"] != "beat":
+        if security.tls is not None and not isinstance(hello, HeartbeatHello):
             context = security.tls.context(is_server=False)
             stream = await start_tls(sock, context, is_server=False)
         steps = dialing(hello, security)
         try:
-            message = next(steps)
+            frame = next(steps)
             while True:
-                await write_all(stream, frames.encode(message))
-                message = steps.send(await read_frame(stream))
+                await write_all(stream, frame)
+                frame = steps.send(await read_frame(stream))
         except StopIteration:
             return stream
-        except frames.FrameError as error:
+        except FrameError as error:
             why = f"the peer does not speak the multiworld protocol: {error}"
             raise HandshakeError("malformed", why) from error
     except BaseException:
@@ -82,7 +82,7 @@ async def dial(address: Address, hello: Message, security: Security) -> Stream:
         _dialing.discard(sock)
 
 
-async def reach(address: Address, hello: Message, security: Security) -> Stream:
+async def reach(address: Address, hello: ManagerHello, security: Security) -> Stream:
     """Connect as ``dial`` does; try again if the other side is overloaded.
 
     Args:
@@ -192,4 +192,5 @@ class Endpoint:
 
 def dialing_filenos() -> list[int]:
     """Return the descriptors of dialed connections whose handshake is in progress."""
-    return [sock.fileno() for sock in _dialing if sock.fileno() >= 0]
+    plain = [sock.fileno() for sock in _dialing if sock.fileno() >= 0]
+    return plain + handshaking_filenos()

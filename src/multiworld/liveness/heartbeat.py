@@ -114,7 +114,8 @@ class Heartbeat:
         """
         if number in self._sockets:
             self._datagrams[number] = sock
-            self._send_sockets(number)
+            if self._control is not None:  # else the next helper gets it at its start
+                self._send_sockets(number)
         else:
             sock.close()
 

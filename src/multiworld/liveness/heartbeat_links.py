@@ -16,14 +16,22 @@ from dataclasses import dataclass
 from multiworld.liveness import heartbeat_helper
 from multiworld.liveness.control_link import Link, LinkKey
 from multiworld.liveness.heartbeat import Heartbeat, HeartbeatReport, Mode
+from multiworld.liveness.messages import DatagramsAt
 
 
 @dataclass(slots=True)
 class _Connection:
-    """Heartbeat connection to one peer."""
+    """Heartbeat connection to one peer.
 
-    number: int
+    Attributes:
+        handle: Its number in ``Heartbeat``.
+        sock: The connection.
+        number: Its number within the link, the same on both sides.
+    """
+
+    handle: int
     sock: socket.socket
+    number: int
     datagrams: socket.socket | None = None
     """UDP socket that waits for the peer's port; None once the helper has it."""
 
@@ -49,7 +57,7 @@ class HeartbeatLinks:
         self._heartbeat = Heartbeat(self._take_report, heartbeat_s)
         self._connections: dict[LinkKey, _Connection] = {}
         self._keys: dict[int, LinkKey] = {}
-        self._ports: dict[LinkKey, int] = {}
+        self._ports: dict[LinkKey, DatagramsAt] = {}
 
     @property
     def helper_pid(self) -> int | None:
@@ -61,7 +69,13 @@ class HeartbeatLinks:
         return key in self._connections
 
     def begin(
-        self, link: Link, sock: socket.socket, seal: bytes, *, dialed: bool
+        self,
+        link: Link,
+        sock: socket.socket,
+        seal: bytes,
+        *,
+        dialed: bool,
+        number: int,
     ) -> None:
         """Send and receive heartbeats on a new connection; end the previous one.
 
@@ -70,6 +84,7 @@ class HeartbeatLinks:
             sock: The connection. It belongs to this object from now on.
             seal: Key of the link, from which the keys of both directions follow.
             dialed: True if this side dialed.
+            number: Number of the connection within the link, the same on both sides.
 
         Raises:
             OSError: No helper can be started; the connection is closed.
@@ -80,28 +95,28 @@ class HeartbeatLinks:
         ends = [hmac.digest(seal, end, "sha256") for end in (b"dialer", b"acceptor")]
         ours, theirs = ends if dialed else reversed(ends)
         try:
-            number = self._heartbeat.add(sock, ours, theirs, self._mode)
+            handle = self._heartbeat.add(sock, ours, theirs, self._mode)
         except OSError:
             sock.close()
             raise
-        connection = self._connections[key] = _Connection(number, sock)
-        self._keys[number] = key
+        connection = self._connections[key] = _Connection(handle, sock, number)
+        self._keys[handle] = key
         if sock.family != socket.AF_UNIX:
             connection.datagrams = _datagram_socket(key.local_host)
         if connection.datagrams is not None:
             port = connection.datagrams.getsockname()[1]
-            link.send({"op": "datagrams", "port": port})
+            link.send(DatagramsAt(port, number))
             self._join_datagrams(key)
 
-    def datagrams_at(self, key: LinkKey, port: object) -> None:
+    def datagrams_at(self, key: LinkKey, message: DatagramsAt) -> None:
         """Store the UDP port on which a peer takes heartbeats.
 
         Args:
             key: The link to the peer.
-            port: The port, as the peer sent it; an invalid one is ignored.
+            message: The peer's message; an invalid port is ignored.
         """
-        if isinstance(port, int) and 0 < port < 65536:
-            self._ports[key] = port
+        if 0 < message.port < 65536:
+            self._ports[key] = message
             self._join_datagrams(key)
 
     def end(self, key: LinkKey) -> None:
@@ -113,26 +128,28 @@ class HeartbeatLinks:
         connection = self._connections.pop(key, None)
         if connection is None:
             return
-        self._heartbeat.remove(connection.number)
-        self._keys.pop(connection.number, None)
+        self._heartbeat.remove(connection.handle)
+        self._keys.pop(connection.handle, None)
         connection.sock.close()
         if connection.datagrams is not None:
             connection.datagrams.close()
 
     def _join_datagrams(self, key: LinkKey) -> None:
-        """Use UDP too, once both sides have sent their port."""
-        connection, port = self._connections.get(key), self._ports.get(key)
-        if connection is None or connection.datagrams is None or port is None:
+        """Use UDP too, once both sides have sent their port for this connection."""
+        connection, message = self._connections.get(key), self._ports.get(key)
+        if connection is None or connection.datagrams is None or message is None:
+            return
+        if message.number != connection.number:  # of the previous connection, say
             return
         if not _is_numeric(key.remote_host):
             return
         sock, connection.datagrams = connection.datagrams, None
         try:
-            sock.connect((key.remote_host, port))
+            sock.connect((key.remote_host, message.port))
         except OSError:
             sock.close()
             return
-        self._heartbeat.add_datagrams(connection.number, sock)
+        self._heartbeat.add_datagrams(connection.handle, sock)
 
     async def tick(self) -> bool:
         """Tell the helper that the event loop runs, and take its report.

@@ -21,14 +21,24 @@ from multiworld.liveness.control_link import Link, LinkKey, LocalLink, SocketLin
 from multiworld.liveness.endpoint import Endpoint, dialing_filenos, reach
 from multiworld.liveness.heartbeat import HeartbeatReport, Mode
 from multiworld.liveness.heartbeat_links import HeartbeatLinks
+from multiworld.liveness.messages import (
+    ControlMessage,
+    DatagramsAt,
+    HeartbeatHello,
+    LaneHello,
+    LinkHello,
+    ManagerHello,
+    ProbeHello,
+    WorldMessage,
+)
 from multiworld.net.handshake import HandshakeError, refusal
+from multiworld.net.messages import Hello
 from multiworld.net.security import Security
 from multiworld.net.streams import Stream
-from multiworld.rendezvous.membership import Address, Member, this_host
+from multiworld.rendezvous.membership import Address, Member
+from multiworld.rendezvous.this_host import this_host
 
 logger = logging.getLogger("multiworld.watchdog")
-
-Message = dict[str, Any]
 
 PROBE_S = 1.0
 """Seconds between probes of a peer that is to dial this manager. Without them, a peer
@@ -53,8 +63,8 @@ class LinkTableOwner(Protocol):
             evidence: The observation.
         """
 
-    def link_message(self, link: Link, message: Message) -> None:
-        """Handle a message that arrived on a link."""
+    def link_message(self, link: Link, message: WorldMessage) -> None:
+        """Handle a message about an incarnation that arrived on a link."""
 
     def heard(self, key: LinkKey, report: HeartbeatReport) -> None:
         """Handle a heartbeat of a peer."""
@@ -81,11 +91,13 @@ class Peer:
         link: The control link to it.
         seal: Key that authenticates the heartbeats of this link.
         address: Where to dial it again, if this side dials.
+        heartbeats: Heartbeat connections that this side has dialed so far.
     """
 
     link: Link
     seal: bytes = b""
     address: Address | None = None
+    heartbeats: int = 1
 
 
 _tables: weakref.WeakValueDictionary[str, LinkTable] = weakref.WeakValueDictionary()
@@ -102,6 +114,8 @@ class LinkTable:
         security: Secret and TLS of the manager.
         owner: Told what happens.
     """
+
+    hellos = ManagerHello
 
     def __init__(
         self,
@@ -186,7 +200,7 @@ class LinkTable:
             raise ConnectionAbortedError("this manager was closed")
 
     async def reach(
-        self, address: Address, hello: Message, security: Security | None = None
+        self, address: Address, hello: ManagerHello, security: Security | None = None
     ) -> Stream:
         """Return a connection to another manager after its handshake.
 
@@ -225,27 +239,39 @@ class LinkTable:
             if done:
                 awaited.result()
                 return
-            await self.reach(member.address, {"kind": "probe", "to": member.uid})
+            await self.reach(member.address, ProbeHello(to_uid=member.uid))
 
     async def _dial(self, key: LinkKey, address: Address) -> None:
         fresh = secrets.token_hex(16)
         seal = self._seal_of(fresh)
-        hello = {"kind": "link", "seal": fresh, **self._ends_of(key)}
+        hello = LinkHello(
+            uid=self.uid,
+            to_uid=key.peer,
+            host=key.local_host,
+            to_host=key.remote_host,
+            seal=fresh,
+        )
         control = await self.reach(address, hello)
         try:
-            beat = await self._dial_heartbeat(key, address, seal)
+            beat = await self._dial_heartbeat(key, address, seal, number=1)
         except BaseException:
             control.close()
             raise
         peer = self._add(SocketLink(key, control, self), seal)
         peer.address = address
-        self.heartbeats.begin(peer.link, beat, seal, dialed=True)
+        self.heartbeats.begin(peer.link, beat, seal, dialed=True, number=1)
 
     async def _dial_heartbeat(
-        self, key: LinkKey, address: Address, seal: bytes
+        self, key: LinkKey, address: Address, seal: bytes, *, number: int
     ) -> socket.socket:
         # The link's seal is the secret: nobody else can take part in this link.
-        hello = {"kind": "beat", **self._ends_of(key)}
+        hello = HeartbeatHello(
+            uid=self.uid,
+            to_uid=key.peer,
+            host=key.local_host,
+            to_host=key.remote_host,
+            number=number,
+        )
         beat = await self.reach(address, hello, Security(secret=seal))
         assert isinstance(beat, socket.socket)
         return beat
@@ -255,14 +281,20 @@ class LinkTable:
             peer = self._peers.get(key)
             if peer is None or peer.address is None:
                 return
+            peer.heartbeats += 1
+            number = peer.heartbeats
             try:
-                beat = await self._dial_heartbeat(key, peer.address, peer.seal)
+                beat = await self._dial_heartbeat(
+                    key, peer.address, peer.seal, number=number
+                )
             except OSError as error:
                 logger.info("no heartbeat connection to %s: %s", key.peer, error)
                 await asyncio.sleep(pause_s)
                 continue
             if self._peers.get(key) is peer:
-                self.heartbeats.begin(peer.link, beat, peer.seal, dialed=True)
+                self.heartbeats.begin(
+                    peer.link, beat, peer.seal, dialed=True, number=number
+                )
             else:
                 beat.close()
             return
@@ -272,10 +304,6 @@ class LinkTable:
         peer = self._peers.get(key)
         if peer is not None and peer.address is not None:
             self._once(key, lambda: self._dial_heartbeat_again(key))
-
-    def _ends_of(self, key: LinkKey) -> Message:
-        hosts = {"from_host": key.local_host, "to_host": key.remote_host}
-        return {"from": self.uid, "to": key.peer, **hosts}
 
     def _seal_of(self, fresh: str) -> bytes:
         """Return the key that authenticates the heartbeats of one link.
@@ -361,13 +389,12 @@ class LinkTable:
 
     # LinkOwner.
 
-    def link_message(self, link: Link, message: Message) -> None:
+    def link_message(self, link: Link, message: ControlMessage) -> None:
         """Handle a message that is about the link; pass on the others."""
-        if not isinstance(message.get("nonce"), int):
-            if link.key in self._peers and message.get("op") == "datagrams":
-                self.heartbeats.datagrams_at(link.key, message.get("port"))
-            return
-        self._owner.link_message(link, message)
+        if isinstance(message, WorldMessage):
+            self._owner.link_message(link, message)
+        elif isinstance(message, DatagramsAt) and link.key in self._peers:
+            self.heartbeats.datagrams_at(link.key, message)
 
     def link_ended(self, link: Link, reason: str, evidence: str) -> None:
         """Remove a link that has ended, and tell the owner.
@@ -386,31 +413,29 @@ class LinkTable:
 
     # Acceptor.
 
-    def refusal(self, hello: Message) -> str | None:
+    def refusal(self, hello: Hello) -> str | None:
         """Return why a connection is unwanted, or None."""
         if self._is_closed:
             return "this manager is closed"
-        match hello["kind"]:
-            case "link" | "probe" if hello["to"] != self.uid:
-                return f"this is manager {self.uid}, not {hello['to']}"
-            case "lane":
-                return self._owner.lane_refusal(int(hello["nonce"]))
-            case "link" | "beat" | "probe":
+        match hello:
+            case LinkHello() | ProbeHello() if hello.to_uid != self.uid:
+                return f"this is manager {self.uid}, not {hello.to_uid}"
+            case LaneHello(nonce=nonce):
+                return self._owner.lane_refusal(nonce)
+            case _:
                 return None
-            case other:
-                return f"unknown kind of connection {other!r}"
 
-    def security_for(self, hello: Message) -> Security | None:
+    def security_for(self, hello: Hello) -> Security | None:
         """Return the seal of the link for heartbeats; None for what all must prove."""
-        if hello.get("kind") != "beat":
+        if not isinstance(hello, HeartbeatHello):
             return None
-        peer = self._peers.get(self._inbound_key(hello))
+        peer = self._peers.get(_inbound_key(hello))
         if peer is None or not peer.seal:
             why = "no control link goes with this heartbeat connection"
             raise HandshakeError("refused", why, answer=refusal(why))
         return Security(secret=peer.seal)
 
-    def turned_away(self, hello: Message, error: HandshakeError, where: object) -> None:
+    def turned_away(self, hello: Hello, error: HandshakeError, where: object) -> None:
         """Ignore a refused connection: nobody waits for it.
 
         Args:
@@ -419,29 +444,31 @@ class LinkTable:
             where: Where it came from.
         """
 
-    def take(self, sock: Stream, hello: Message) -> None:
+    def take(self, sock: Stream, hello: Hello) -> None:
         """Own an accepted connection."""
-        if hello["kind"] == "probe":
-            sock.close()  # the prober knows now that this manager is there
-            return
-        if hello["kind"] == "lane":
-            nonce, rank = int(hello["nonce"]), int(hello["rank"])
-            self._owner.lane_arrived(nonce, rank, str(hello["channel"]), sock)
-            return
-        key = self._inbound_key(hello)
-        if hello["kind"] == "link":
-            # The peer dialed again before this side saw the old link end.
-            self.give_up(key, "it replaced its control link", "it dialled again")
-            self._add(SocketLink(key, sock, self), self._seal_of(str(hello["seal"])))
-        else:
-            assert isinstance(sock, socket.socket)
-            peer = self._peers[key]
-            self.heartbeats.begin(peer.link, sock, peer.seal, dialed=False)
+        match hello:
+            case LaneHello(nonce=nonce, rank=rank, channel=channel):
+                self._owner.lane_arrived(nonce, rank, channel, sock)
+            case LinkHello():
+                key = _inbound_key(hello)
+                # The peer dialed again before this side saw the old link end.
+                self.give_up(key, "it replaced its control link", "it dialled again")
+                self._add(SocketLink(key, sock, self), self._seal_of(hello.seal))
+            case HeartbeatHello():
+                assert isinstance(sock, socket.socket)
+                peer = self._peers.get(_inbound_key(hello))
+                if peer is None:  # the link ended during this handshake
+                    sock.close()
+                else:
+                    self.heartbeats.begin(
+                        peer.link, sock, peer.seal, dialed=False, number=hello.number
+                    )
+            case _:
+                sock.close()  # the prober knows now that this manager is there
 
-    def _inbound_key(self, hello: Message) -> LinkKey:
-        return LinkKey(
-            str(hello["from"]), str(hello["to_host"]), str(hello["from_host"])
-        )
+
+def _inbound_key(hello: LinkHello | HeartbeatHello) -> LinkKey:
+    return LinkKey(hello.uid, hello.to_host, hello.host)
 
 
 def _forget_error(task: asyncio.Task[None]) -> None:

@@ -28,7 +28,8 @@ from multiworld.liveness.failure_detector import (
     Watched,
 )
 from multiworld.liveness.heartbeat import HeartbeatReport, Mode
-from multiworld.liveness.link_table import LinkTable, Message
+from multiworld.liveness.link_table import LinkTable
+from multiworld.liveness.messages import LaneHello, WorldMessage
 from multiworld.liveness.world_table import WorldPort, WorldTable
 from multiworld.net.security import Security
 from multiworld.net.streams import Stream
@@ -179,18 +180,17 @@ class WatchDog:
         """
         self._worlds.retire(nonce)
 
-    def tell(self, nonce: int, rank: int, message: Message) -> None:
-        """Send a control message about an incarnation to one member; never wait.
+    def tell(self, rank: int, message: WorldMessage) -> None:
+        """Send a control message to one member of its incarnation; never wait.
 
         Args:
-            nonce: The incarnation.
             rank: Rank of the member.
-            message: What JSON can say.
+            message: The message.
         """
-        key = self._worlds.link_of(nonce, rank)
+        key = self._worlds.link_of(message.nonce, rank)
         link = None if key is None else self._links.link(key)
         if link is not None:
-            link.send({"nonce": nonce, **message})
+            link.send(message)
 
     async def lane(
         self, incarnation: Incarnation, rank: int, peer: int, channel: str
@@ -216,8 +216,7 @@ class WatchDog:
         member = incarnation.members[peer]
         if not self._links.dials(member):
             return await self._worlds.lanes.get((incarnation.nonce, peer, channel))
-        hello: Message = {"kind": "lane", "nonce": incarnation.nonce, "rank": rank}
-        hello["channel"] = channel
+        hello = LaneHello(nonce=incarnation.nonce, rank=rank, channel=channel)
         try:
             return await self._links.reach(member.address, hello)
         except OSError as error:
@@ -357,7 +356,7 @@ class WatchDog:
         if key not in self._links:
             self._keys.pop(_name(key), None)
 
-    def link_message(self, link: Link, message: Message) -> None:
+    def link_message(self, link: Link, message: WorldMessage) -> None:
         """Pass a control message to its world.
 
         Args:

@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from multiworld.liveness.control_link import LinkKey
 from multiworld.liveness.early_messages import EarlyMessages
 from multiworld.liveness.failure_detector import Finding
+from multiworld.liveness.messages import WorldMessage
 from multiworld.liveness.pending_lanes import PendingLanes
 from multiworld.net.streams import Stream
-
-Message = dict[str, Any]
 
 RETIRED_LIMIT = 4096
 """Ended incarnations that are remembered, so that their data is refused."""
@@ -26,7 +25,7 @@ RETIRED_LIMIT = 4096
 class WorldPort(Protocol):
     """The interface through which the watchdog talks to a world."""
 
-    def on_message(self, rank: int, message: Message) -> None:
+    def on_message(self, rank: int, message: WorldMessage) -> None:
         """Handle a control message of a member."""
 
     def on_finding(self, rank: int, finding: Finding) -> None:
@@ -52,7 +51,7 @@ class WorldTable:
     def __init__(self) -> None:
         self._attached: dict[int, Attached] = {}
         self._ranks: dict[LinkKey, dict[int, int]] = {}
-        self._early = EarlyMessages[LinkKey, Message]()
+        self._early = EarlyMessages[LinkKey, WorldMessage]()
         self._retired: deque[int] = deque(maxlen=RETIRED_LIMIT)
         self.lanes = PendingLanes()
 
@@ -108,22 +107,22 @@ class WorldTable:
 
     # Messages and findings.
 
-    def message(self, key: LinkKey, message: Message, now: float) -> None:
+    def message(self, key: LinkKey, message: WorldMessage, now: float) -> None:
         """Deliver a message to its world, or keep it until that is known.
 
         Args:
             key: The link that it came by.
-            message: The message; ``nonce`` names its incarnation.
+            message: The message.
             now: Current time, in seconds.
         """
-        nonce = message["nonce"]
+        nonce = message.nonce
         rank = self._ranks.get(key, {}).get(nonce)
         if rank is not None and nonce in self._attached:
             self._attached[nonce].port.on_message(rank, message)
         elif nonce not in self._retired:
             self._early.keep(nonce, key, message, now)
 
-    def early(self, nonce: int, key: LinkKey) -> Iterator[Message]:
+    def early(self, nonce: int, key: LinkKey) -> Iterator[WorldMessage]:
         """Take the messages that came by a link before its incarnation was known."""
         yield from self._early.take(nonce, key)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Generic, TypeVar
+
+import msgspec
 
 from multiworld.net import frames
 from multiworld.net.streams import Stream
-
-Message = dict[str, Any]
 
 READ_BYTES = 64 * 1024
 """Bytes read at once, at most."""
@@ -17,15 +17,18 @@ READ_BYTES = 64 * 1024
 ENDED = "connection closed by peer"
 """Evidence of an orderly end."""
 
+M = TypeVar("M")
 
-class FramedConnection:
+
+class FramedConnection(Generic[M]):
     """Sends frames, and reports every frame that arrives and the end.
 
     Args:
         stream: A connected, non-blocking stream. The connection owns it from now on.
-        on_message: Called with every message. If it raises ``KeyError``, ``TypeError``
-            or ``ValueError``, the message violates the protocol and the connection
-            ends.
+        decoder: Decoder of the messages that the other side may send. Any other one
+            violates the protocol, and the connection ends.
+        on_message: Called with every message. If it raises ``ValueError``, the message
+            violates the protocol too.
         on_end: Called once, never from ``close``, with the evidence and whether the
             other side violated the protocol.
     """
@@ -33,10 +36,11 @@ class FramedConnection:
     def __init__(
         self,
         stream: Stream,
-        on_message: Callable[[Message], None],
+        decoder: msgspec.json.Decoder[M],
+        on_message: Callable[[M], None],
         on_end: Callable[[str, bool], None],
     ) -> None:
-        self._stream = stream
+        self._stream, self._decoder = stream, decoder
         self._on_message, self._on_end = on_message, on_end
         self._loop = asyncio.get_running_loop()
         self._inbox, self._outbox = bytearray(), bytearray()
@@ -52,7 +56,7 @@ class FramedConnection:
         """Return the descriptor, or -1 once closed."""
         return -1 if self._is_over else self._stream.fileno()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: msgspec.Struct) -> None:
         """Queue a message and write as much as the socket takes without waiting.
 
         Raises:
@@ -102,9 +106,8 @@ class FramedConnection:
             return
         self._inbox += data
         try:
-            with frames.refusing_wrong_fields():
-                self._deliver()
-        except (frames.FrameError, KeyError, TypeError, ValueError) as error:
+            self._deliver()
+        except (frames.FrameError, ValueError) as error:
             self._end(repr(error), is_broken=True)
 
     def _deliver(self) -> None:
@@ -114,7 +117,7 @@ class FramedConnection:
                 return
             body = bytes(self._inbox[4:end])
             del self._inbox[:end]
-            self._on_message(frames.decode_body(body))
+            self._on_message(frames.decode_body(body, self._decoder))
 
     def _end(self, evidence: str, *, is_broken: bool) -> None:
         if not self._is_over:

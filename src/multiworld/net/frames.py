@@ -1,19 +1,17 @@
-"""JSON frames: four bytes of length, then that many bytes of UTF-8 JSON. Shell.
+"""Frames: four bytes of length, then that many bytes of a message as JSON. Pure.
 
-The store and the control links use them. Every hello carries ``PROTOCOL_VERSION``, and
-each side refuses any other version with an error that names both.
+The store and the control links use them. Every hello carries ``PROTOCOL_VERSION``,
+and each side refuses any other version with an error that names both.
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import TypeVar
 
-PROTOCOL_VERSION = 2
+import msgspec
+
+PROTOCOL_VERSION = 3
 """Version of the handshake and of all messages."""
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
@@ -21,18 +19,26 @@ MAX_FRAME_BYTES = 16 * 1024 * 1024
 
 _LENGTH = struct.Struct(">I")
 
+_encoder = msgspec.json.Encoder()
+
+T = TypeVar("T")
+
 
 class FrameError(Exception):
     """The received bytes are not a valid frame, or a message is too long for one."""
 
 
-def encode(message: dict[str, Any]) -> bytes:
+def encode(message: msgspec.Struct) -> bytes:
     """Return ``message`` as one frame.
 
     Raises:
-        FrameError: The message is longer than ``MAX_FRAME_BYTES``.
+        FrameError: The message is longer than ``MAX_FRAME_BYTES``, or a text in it has
+            a surrogate without its other half.
     """
-    body = json.dumps(message, separators=(",", ":")).encode()
+    try:
+        body = _encoder.encode(message)
+    except UnicodeEncodeError as error:
+        raise FrameError(f"message is not Unicode text: {error}") from error
     if len(body) > MAX_FRAME_BYTES:
         raise FrameError(f"frame of {len(body)} bytes exceeds {MAX_FRAME_BYTES} bytes")
     return _LENGTH.pack(len(body)) + body
@@ -57,56 +63,17 @@ def decode_length(prefix: bytes, limit: int = MAX_FRAME_BYTES) -> int:
     return length
 
 
-def decode_body(body: bytes) -> dict[str, Any]:
+def decode_body(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     """Return the message in the body of a frame.
 
-    Raises:
-        FrameError: The body is not a JSON object.
-    """
-    try:
-        message = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise FrameError("frame body is not valid JSON") from error
-    if not isinstance(message, dict):
-        raise FrameError("frame body is not a JSON object")
-    return message
-
-
-@contextmanager
-def refusing_wrong_fields() -> Iterator[None]:
-    """Raise ``ValueError`` where a field of a message has a wrong type or is too large.
-
-    Handlers of messages raise ``KeyError``, ``TypeError`` or ``ValueError`` for a wrong
-    message. ``int(1e999)`` and ``[].get`` raise others, which are translated here.
-
-    Returns:
-        A context manager for the code that reads the message.
-
-    Raises:
-        ValueError: A number cannot be converted, or a field is not of its type.
-    """
-    try:
-        yield
-    except (ArithmeticError, AttributeError) as error:
-        raise ValueError(f"wrong field in a message: {error!r}") from error
-
-
-async def read(
-    reader: asyncio.StreamReader, limit: int = MAX_FRAME_BYTES
-) -> dict[str, Any]:
-    """Read one frame.
-
     Args:
-        reader: The stream to read from.
-        limit: Longest body that is allowed, in bytes.
+        body: The body.
+        decoder: Decoder of the messages that are expected.
 
     Raises:
-        FrameError: The frame is not valid, or too long.
-        asyncio.IncompleteReadError: The connection ended within the frame.
-        OSError: The connection failed.
-
-    Cancellation:
-        Not safe: a frame that was read in part is lost, so close the connection.
+        FrameError: The body is not JSON, or not one of these messages.
     """
-    length = decode_length(await reader.readexactly(_LENGTH.size), limit)
-    return decode_body(await reader.readexactly(length))
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise FrameError(f"frame body is not a valid message: {error}") from error

@@ -8,7 +8,7 @@
     proof over hello and challenge ->
                                          <- ok, and the acceptor's own proof
 
-Each side is a generator: it yields the frame to send and receives the frame that came
+Each side is a generator: it yields the message to send and receives the one that came
 back. It does no I/O itself (it draws random numbers), so that streams, plain sockets
 and threads can share it.
 
@@ -23,10 +23,12 @@ import secrets
 from collections.abc import Generator
 from typing import Any
 
-from multiworld.net import frames
-from multiworld.net.security import Security
+import msgspec
 
-Message = dict[str, Any]
+from multiworld.net import frames
+from multiworld.net.frames import FrameError
+from multiworld.net.messages import Answer, Hello, Proof
+from multiworld.net.security import Security
 
 HELLO_BYTES = 16 * 1024
 """Bytes in a handshake frame, at most: the other side is not authenticated yet."""
@@ -39,24 +41,35 @@ MAX_GREETING = 256
 a connection that answers without delay."""
 
 
+class _Version(msgspec.Struct, frozen=True):
+    """The part of a hello that every version has."""
+
+    multiworld: int = 0
+
+
+_answers = msgspec.json.Decoder(Answer)
+_proofs = msgspec.json.Decoder(Proof)
+_versions = msgspec.json.Decoder(_Version)
+
+
 class HandshakeError(ConnectionRefusedError):
     """The handshake failed: wrong protocol, wrong secret, or refused.
 
     Attributes:
         kind: "version", "secret", "tls", "refused" or "malformed".
         theirs: Protocol version of the other side; 0 if it sent none.
-        answer: Frame to send to the other side, if any.
+        answer: Message to send to the other side, if any.
     """
 
     def __init__(
-        self, kind: str, why: str, *, theirs: int = 0, answer: Message | None = None
+        self, kind: str, why: str, *, theirs: int = 0, answer: Answer | None = None
     ) -> None:
         self.kind, self.theirs, self.answer = kind, theirs, answer
         super().__init__(why)
 
 
-def dialing(hello: Message, security: Security) -> Generator[Message, Message, Message]:
-    """Yield the dialer's frames; return the acceptor's last frame.
+def dialing(hello: Hello, security: Security) -> Generator[bytes, bytes, None]:
+    """Yield the dialer's frames; receive the bodies of the acceptor's.
 
     Args:
         hello: Purpose of the connection, as the acceptor expects it.
@@ -65,80 +78,117 @@ def dialing(hello: Message, security: Security) -> Generator[Message, Message, M
     Raises:
         HandshakeError: The acceptor speaks another version, does not prove that it
             holds the secret, or refused the connection.
+        FrameError: The acceptor does not speak the protocol.
     """
     ours = frames.PROTOCOL_VERSION
     is_sealed = bool(security.secret)
-    fresh = secrets.token_hex(16)
-    greeting = {**hello, "multiworld": ours, "fresh": fresh, "sealed": is_sealed}
-    answer = yield greeting
-    theirs = answer.get("multiworld")
-    if theirs != ours:
-        number = theirs if isinstance(theirs, int) else 0
+    greeting = msgspec.structs.replace(
+        hello, multiworld=ours, fresh=secrets.token_hex(16), sealed=is_sealed
+    )
+    body = yield frames.encode(greeting)
+    try:
+        answer = frames.decode_body(body, _answers)
+    except FrameError:  # the answers of another version may differ
+        version = frames.decode_body(body, _versions)
+        if version.multiworld in (0, ours):
+            raise
+        answer = Answer(multiworld=version.multiworld)
+    if answer.multiworld != ours:
         raise HandshakeError(
-            "version", f"the peer speaks protocol version {theirs}", theirs=number
+            "version",
+            f"the peer speaks protocol version {answer.multiworld or 'unknown'}",
+            theirs=answer.multiworld,
         )
-    if is_sealed and (answer.get("ok") or "challenge" in answer):
-        challenge = answer.get("challenge")
-        if not isinstance(challenge, str):
+    if is_sealed and (answer.ok or answer.challenge):
+        challenge = answer.challenge
+        if not challenge:
             raise HandshakeError(
                 "secret", "the peer asks for no secret, but this process has one"
             )
-        proof = security.proof("dialer", greeting, challenge)
-        answer = yield {"proof": proof}
-        if answer.get("ok") and not security.is_proof(
-            answer.get("proof"), "acceptor", greeting, challenge
+        proof = Proof(security.proof("dialer", _values(greeting), challenge))
+        answer = frames.decode_body((yield frames.encode(proof)), _answers)
+        if answer.ok and not security.is_proof(
+            answer.proof, "acceptor", _values(greeting), challenge
         ):
             raise HandshakeError("secret", "the peer does not hold our secret")
-    elif "challenge" in answer:
+    elif answer.challenge:
         raise HandshakeError(
             "secret", "the peer asks for a secret, but this process has none"
         )
-    if not answer.get("ok"):
-        kind = "secret" if answer.get("kind") == "secret" else "refused"
-        raise HandshakeError(kind, str(answer.get("error", "the peer gave no reason")))
-    return answer
+    if not answer.ok:
+        kind = "secret" if answer.kind == "secret" else "refused"
+        raise HandshakeError(kind, answer.error)
 
 
-def accepting(
-    greeting: Message, security: Security
-) -> Generator[Message, Message, Message]:
-    """Yield the acceptor's frames; return its last one, which says "ok".
+def accepting(greeting: Hello, security: Security) -> Generator[bytes, bytes, Answer]:
+    """Yield the acceptor's frames; return its last message, which says "ok".
 
-    The caller sends the returned frame once it has decided to keep the connection.
+    The caller sends the returned message once it has decided to keep the connection.
 
     Args:
-        greeting: The dialer's first frame.
+        greeting: The dialer's first message.
         security: The secret that the dialer must prove.
 
     Raises:
         HandshakeError: The dialer speaks another version, or does not prove that it
             holds the secret.
+        FrameError: The dialer's second frame is not valid.
     """
     ours = frames.PROTOCOL_VERSION
-    theirs = greeting.get("multiworld")
-    if theirs != ours:
-        number = theirs if isinstance(theirs, int) else 0
-        why = f"the acceptor speaks protocol version {ours}, the dialer {theirs}"
-        raise _refused("version", why, number)
-    if bool(greeting.get("sealed")) != bool(security.secret):
+    if greeting.multiworld != ours:
+        raise _other_version(greeting.multiworld)
+    if greeting.sealed != bool(security.secret):
         if security.secret:
             raise _refused("secret", "the acceptor has a secret, the dialer has none")
         raise _refused("secret", "the dialer has a secret, the acceptor has none")
     if not security.secret:
-        return {"multiworld": ours, "ok": True}
+        return Answer(multiworld=ours, ok=True)
     challenge = secrets.token_hex(16)
-    answer = yield {"multiworld": ours, "challenge": challenge}
-    if not security.is_proof(answer.get("proof"), "dialer", greeting, challenge):
+    asked = frames.encode(Answer(multiworld=ours, challenge=challenge))
+    answer = frames.decode_body((yield asked), _proofs)
+    values = _values(greeting)
+    if not security.is_proof(answer.proof, "dialer", values, challenge):
         raise _refused("secret", "the dialer holds another secret than the acceptor")
-    proof = security.proof("acceptor", greeting, challenge)
-    return {"multiworld": ours, "ok": True, "proof": proof}
+    proof = security.proof("acceptor", values, challenge)
+    return Answer(multiworld=ours, ok=True, proof=proof)
 
 
-def refusal(why: str) -> Message:
-    """Return the last frame for an authenticated peer whose connection is unwanted."""
-    return {"multiworld": frames.PROTOCOL_VERSION, "ok": False, "error": why}
+def decode_hello(body: bytes, decoder: msgspec.json.Decoder[Hello]) -> Hello:
+    """Return the hello in the body of a dialer's first frame.
+
+    Args:
+        body: The body.
+        decoder: Decoder of the hellos that are expected.
+
+    Raises:
+        HandshakeError: The dialer speaks another version, whose hellos may differ.
+        FrameError: The body is not a valid hello.
+    """
+    try:
+        return frames.decode_body(body, decoder)
+    except FrameError:
+        theirs = frames.decode_body(body, _versions).multiworld
+        if theirs != frames.PROTOCOL_VERSION:
+            raise _other_version(theirs) from None
+        raise
+
+
+def refusal(why: str, kind: str = "") -> Answer:
+    """Return the last message to a peer whose connection is unwanted."""
+    ours = frames.PROTOCOL_VERSION
+    return Answer(multiworld=ours, error=why, kind=kind)
+
+
+def _values(greeting: Hello) -> Any:
+    """Return the greeting as JSON values, for a proof."""
+    return msgspec.to_builtins(greeting)
+
+
+def _other_version(theirs: int) -> HandshakeError:
+    ours = frames.PROTOCOL_VERSION
+    why = f"the acceptor speaks protocol version {ours}, the dialer {theirs}"
+    return _refused("version", why, theirs)
 
 
 def _refused(kind: str, why: str, theirs: int = 0) -> HandshakeError:
-    answer = {**refusal(why), "kind": kind}
-    return HandshakeError(kind, why, theirs=theirs, answer=answer)
+    return HandshakeError(kind, why, theirs=theirs, answer=refusal(why, kind))

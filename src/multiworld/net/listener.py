@@ -16,6 +16,8 @@ import ssl
 from collections import Counter
 from typing import Any, Protocol
 
+import msgspec
+
 from multiworld.net import frames
 from multiworld.net.handshake import (
     HELLO_BYTES,
@@ -23,13 +25,16 @@ from multiworld.net.handshake import (
     MAX_GREETING,
     HandshakeError,
     accepting,
+    decode_hello,
     refusal,
 )
+from multiworld.net.messages import Answer, Hello
 from multiworld.net.refusals import Refusals
 from multiworld.net.security import Security
 from multiworld.net.streams import (
     Stream,
     TlsStream,
+    handshaking_filenos,
     read_exactly,
     start_tls,
     wait_readable,
@@ -37,16 +42,20 @@ from multiworld.net.streams import (
 )
 from multiworld.net.tcp import tune
 
-Message = dict[str, Any]
-
 ACCEPTS_A_TURN = 16
 """Connections accepted before the event loop's other tasks may run."""
 
 
 class Acceptor(Protocol):
-    """The owner of accepted connections."""
+    """The owner of accepted connections.
 
-    def security_for(self, hello: Message) -> Security | None:
+    Attributes:
+        hellos: Type of the hellos that it expects, a subclass of ``Hello`` or several.
+    """
+
+    hellos: Any
+
+    def security_for(self, hello: Hello) -> Security | None:
         """Return the security for a connection with this hello, or None.
 
         None stands for the listener's own, with TLS if that is on. A connection with
@@ -56,27 +65,27 @@ class Acceptor(Protocol):
             HandshakeError: The connection is refused whatever it can prove.
         """
 
-    def refusal(self, hello: Message) -> str | None:
+    def refusal(self, hello: Hello) -> str | None:
         """Return why a connection with this hello is unwanted, or None."""
 
-    def take(self, stream: Stream, hello: Message) -> None:
+    def take(self, stream: Stream, hello: Hello) -> None:
         """Own the connection from now on."""
 
-    def turned_away(self, hello: Message, error: HandshakeError, where: object) -> None:
+    def turned_away(self, hello: Hello, error: HandshakeError, where: object) -> None:
         """React to a refused connection whose hello could be read.
 
         Args:
-            hello: The connection's first frame.
+            hello: The connection's first message.
             error: The reason for the refusal.
             where: The remote socket address.
         """
 
 
-async def read_frame(stream: Stream, limit: int = HELLO_BYTES) -> Message:
-    """Read one frame of at most ``limit`` bytes.
+async def read_frame(stream: Stream, limit: int = HELLO_BYTES) -> bytes:
+    """Read one frame of at most ``limit`` bytes, and return its body.
 
     Raises:
-        FrameError: The frame is not valid, or too long.
+        FrameError: The frame is too long.
         ConnectionResetError: The other side closed the connection within the frame.
         OSError: The connection failed.
 
@@ -84,7 +93,7 @@ async def read_frame(stream: Stream, limit: int = HELLO_BYTES) -> Message:
         Not safe: a frame that was read in part is lost, so close the stream.
     """
     length = frames.decode_length(await read_exactly(stream, 4), limit)
-    return frames.decode_body(await read_exactly(stream, length))
+    return await read_exactly(stream, length)
 
 
 class Listener:
@@ -108,6 +117,7 @@ class Listener:
     ) -> None:
         self._sockets, self._acceptor, self._security = sockets, acceptor, security
         self._logger = logger
+        self._hellos = msgspec.json.Decoder(acceptor.hellos)
         self._refusals = Refusals(logger, what)
         self._greeting: dict[asyncio.Task[None], socket.socket] = {}
         self._is_closed = False
@@ -135,7 +145,8 @@ class Listener:
     def filenos(self) -> list[int]:
         """Return the descriptors that a forked child must close."""
         both = (*self._sockets, *self._greeting.values())
-        return [sock.fileno() for sock in both if sock.fileno() >= 0]
+        plain = [sock.fileno() for sock in both if sock.fileno() >= 0]
+        return plain + handshaking_filenos()
 
     def close_nowait(self) -> None:
         """Stop listening and close every connection whose handshake is in progress."""
@@ -220,15 +231,16 @@ class Listener:
             refused.add("tls", where, error)
         except OSError as error:
             refused.add("malformed", where, error)
-        except (frames.FrameError, KeyError, TypeError, ValueError) as error:
+        except (frames.FrameError, ValueError) as error:
             refused.add("malformed", where, repr(error))
         finally:
             if not kept:
                 stream.close()
 
-    async def _welcome(self, stream: Stream, where: object) -> Message:
-        hello = await read_frame(stream)
+    async def _welcome(self, stream: Stream, where: object) -> Hello:
+        hello: Hello | None = None
         try:
+            hello = decode_hello(await read_frame(stream), self._hellos)
             special = self._acceptor.security_for(hello)
             is_plain = not isinstance(stream, TlsStream)
             if special is None and self._security.tls is not None and is_plain:
@@ -238,7 +250,8 @@ class Listener:
             if why is not None:
                 raise HandshakeError("refused", why, answer=refusal(why))
         except HandshakeError as error:
-            self._acceptor.turned_away(hello, error, where)
+            if hello is not None:
+                self._acceptor.turned_away(hello, error, where)
             if error.answer is not None:
                 await write_all(stream, frames.encode(error.answer))
             raise
@@ -246,15 +259,15 @@ class Listener:
         return hello
 
 
-async def _shake(stream: Stream, hello: Message, security: Security) -> Message:
+async def _shake(stream: Stream, hello: Hello, security: Security) -> Answer:
     steps = accepting(hello, security)
     try:
-        message = next(steps)
+        frame = next(steps)
         while True:
-            await write_all(stream, frames.encode(message))
-            message = steps.send(await read_frame(stream))
+            await write_all(stream, frame)
+            frame = steps.send(await read_frame(stream))
     except StopIteration as end:
-        answer: Message = end.value
+        answer: Answer = end.value
     return answer
 
 

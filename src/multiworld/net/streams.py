@@ -241,6 +241,10 @@ async def write_all(stream: Stream, data: bytes) -> None:
             await wait_writable(stream)
 
 
+_handshaking: set[ssl.SSLSocket] = set()
+"""Connections within their TLS handshake; a forked child must close them too."""
+
+
 async def start_tls(
     sock: socket.socket, context: ssl.SSLContext, *, is_server: bool
 ) -> TlsStream:
@@ -262,6 +266,7 @@ async def start_tls(
     wrapped = context.wrap_socket(
         sock, server_side=is_server, do_handshake_on_connect=False
     )
+    _handshaking.add(wrapped)
     try:
         while True:
             try:
@@ -275,3 +280,10 @@ async def start_tls(
     except BaseException:
         wrapped.close()
         raise
+    finally:
+        _handshaking.discard(wrapped)
+
+
+def handshaking_filenos() -> list[int]:
+    """Return the descriptors of connections within their TLS handshake."""
+    return [sock.fileno() for sock in _handshaking if sock.fileno() >= 0]

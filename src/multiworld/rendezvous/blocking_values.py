@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import socket
 import threading
-from typing import Any
+from typing import TypeVar
+
+import msgspec
 
 from multiworld.errors import StoreUnreachableError, WorldTimeoutError
 from multiworld.net import frames
 from multiworld.net.handshake import HandshakeError, dialing
 from multiworld.net.security import Security
+from multiworld.rendezvous import messages
+from multiworld.rendezvous.messages import StoreHello, ValueRequest
 from multiworld.rendezvous.store_address import StoreAddress
 from multiworld.rendezvous.store_session import refused_by
+
+R = TypeVar("R")
 
 SLACK_S = 5.0
 """Seconds to wait for an answer beyond the store's own deadline."""
@@ -52,16 +58,16 @@ class BlockingValues:
             if security.tls is not None:
                 context = security.tls.context(is_server=False)
                 self._sock = context.wrap_socket(self._sock)
-            steps = dialing({"world": ""}, security)
-            message = next(steps)
+            steps = dialing(StoreHello(), security)
+            frame = next(steps)
             while True:
-                message = steps.send(self._exchange(message))
+                frame = steps.send(self._exchange(frame))
         except StopIteration:
             return
         except HandshakeError as error:
             self._sock.close()
             raise refused_by(address, error) from error
-        except OSError as error:
+        except (OSError, frames.FrameError) as error:
             self._sock.close()
             raise self._unreachable(error) from error
         except BaseException:
@@ -80,12 +86,12 @@ class BlockingValues:
             pass
         self._sock.close()
 
-    def request(self, op: str, **fields: Any) -> Any:
+    def request(self, message: ValueRequest, kind: type[R]) -> R:
         """Send a request and return the store's result.
 
         Args:
-            op: Name of the operation.
-            fields: Arguments of the operation.
+            message: The request; its number is set here.
+            kind: Type of the result.
 
         Raises:
             WorldTimeoutError: The keys had no value before ``deadline_s`` had passed.
@@ -93,27 +99,41 @@ class BlockingValues:
         """
         with self._lock:
             self._requests += 1
-            self._sock.settimeout(float(fields.get("deadline_s", 0.0)) + SLACK_S)
-            message = {"op": op, "request": self._requests, **fields}
+            message = msgspec.structs.replace(message, request=self._requests)
+            waits_s = (
+                message.deadline_s if isinstance(message, messages.GetValues) else 0.0
+            )
             try:
-                reply = self._exchange(message)
+                outcome = self._outcome(message, waits_s + SLACK_S)
             except BaseException:
                 # The answer may still arrive, and must not pass for that of the next
                 # request.
                 self._sock.close()
                 raise
-        if not reply.get("ok"):
-            keys = fields.get("keys", [fields.get("key", "")])
-            raise WorldTimeoutError(f"the store got no value for {keys} in time")
-        return reply.get("result")
+        if isinstance(outcome, messages.NoValue):
+            raise WorldTimeoutError(f"the store got no value in time for {message}")
+        if not isinstance(outcome.value, kind):
+            raise self._unreachable(frames.FrameError(f"it answered {outcome}"))
+        return outcome.value
 
-    def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _outcome(
+        self, message: ValueRequest, timeout_s: float
+    ) -> messages.Result | messages.NoValue:
         try:
-            self._sock.sendall(frames.encode(message))
-            length = frames.decode_length(self._read(4))
-            return frames.decode_body(self._read(length))
+            self._sock.settimeout(timeout_s)
+            answer = self._exchange(frames.encode(message))
+            reply = frames.decode_body(answer, messages.replies)
         except (OSError, frames.FrameError) as error:
             raise self._unreachable(error) from error
+        if isinstance(reply, messages.Reply) and isinstance(
+            reply.outcome, messages.Result | messages.NoValue
+        ):
+            return reply.outcome
+        raise self._unreachable(frames.FrameError(f"it answered {reply}"))
+
+    def _exchange(self, frame: bytes) -> bytes:
+        self._sock.sendall(frame)
+        return self._read(frames.decode_length(self._read(4)))
 
     def _read(self, count: int) -> bytes:
         chunks = bytearray()

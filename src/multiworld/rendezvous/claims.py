@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+from multiworld.rendezvous.messages import ClaimOutcome, SealedMember
 from multiworld.rendezvous.reform import ReformClaim
 
 SessionKey = int
 RequestKey = int
-Record = dict[str, Any]
 
 
 # Happenings: the registry's inputs.
@@ -43,7 +42,7 @@ class Claimed:
     uid: str
     seen: int
     deadline: float
-    member: Record
+    member: SealedMember
     fresh_nonce: int
     place: tuple[int, int] = (0, 1)
 
@@ -107,7 +106,7 @@ class Refused:
     """A process that wanted to join a world was refused in the handshake."""
 
     world: str
-    error: Record
+    outcome: ClaimOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +136,7 @@ class Reply:
 
     session: SessionKey
     request: RequestKey
-    body: Record
+    outcome: ClaimOutcome
 
 
 @dataclass(frozen=True, slots=True)

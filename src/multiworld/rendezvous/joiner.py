@@ -11,7 +11,6 @@ import asyncio
 import errno
 import logging
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from multiworld.errors import (
     JoinMismatchError,
@@ -26,6 +25,18 @@ from multiworld.errors import (
 from multiworld.net import frames
 from multiworld.net.security import Security
 from multiworld.rendezvous.membership import Incarnation, Member
+from multiworld.rendezvous.messages import (
+    Admitted,
+    Claim,
+    ClaimOutcome,
+    JoinTimedOut,
+    RankTaken,
+    SealedMember,
+    Stale,
+    SurvivorClaim,
+    TermsDiffer,
+    VersionDiffers,
+)
 from multiworld.rendezvous.store_address import StoreAddresses
 from multiworld.rendezvous.store_server import StoreServer
 from multiworld.rendezvous.store_service import StoreService
@@ -57,7 +68,7 @@ missing) may arrive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
+class Newcomer:
     """Claim of one member on a rank.
 
     Attributes:
@@ -314,7 +325,7 @@ async def meet(
     joiner: Joiner,
     addresses: StoreAddresses,
     session: StoreSession,
-    wanted: Claim | Survivor,
+    wanted: Newcomer | Survivor,
     member: Member,
     deadline: float,
     *,
@@ -342,24 +353,19 @@ async def meet(
         WrongSecretError: A holder of another secret made a member's record.
         StaleEpochError: The other survivors went on without this process.
         StoreUnreachableError: The store did not answer.
-        RendezvousError: The store refused the claim for another reason, or sent an
-            invalid member record.
+        RendezvousError: The store answered with something else than the outcome of a
+            claim.
 
     Cancellation:
         Withdraws the claim.
     """
     loop = asyncio.get_running_loop()
-    op = "claim" if isinstance(wanted, Claim) else "reform"
     while True:
-        fields = {
-            **_fields_of(wanted),
-            "uid": member.uid,
-            "member": _sealed(member.to_json(), wanted.world, joiner.security),
-            "deadline_s": max(0.0, deadline - loop.time()),
-        }
+        sealed = _sealed(member, wanted.world, joiner.security)
+        claim = _claim(wanted, sealed, max(0.0, deadline - loop.time()))
         try:
             async with asyncio.timeout_at(deadline + SLACK_S):
-                reply = await session.claim(op, fields)
+                outcome = await session.claim(claim)
         except TimeoutError as error:
             raise StoreUnreachableError(
                 f"the store at {session.address} accepted the claim on world "
@@ -372,63 +378,87 @@ async def meet(
                 addresses, may_host=may_host, world=wanted.world, deadline=deadline
             )
         else:
-            return session, _admitted(wanted, reply, joiner.security)
+            return session, _admitted(wanted, outcome, joiner.security)
 
 
-def _fields_of(wanted: Claim | Survivor) -> dict[str, Any]:
-    fields = asdict(wanted)
-    if isinstance(wanted, Survivor):
-        fields["lost"] = sorted(wanted.lost)
-    return fields
+def _claim(
+    wanted: Newcomer | Survivor, member: SealedMember, deadline_s: float
+) -> Claim | SurvivorClaim:
+    """Return the message; the session sets its number and the store's place."""
+    if isinstance(wanted, Newcomer):
+        return Claim(
+            request=0,
+            world=wanted.world,
+            rank=wanted.rank,
+            size=wanted.size,
+            terms=wanted.terms,
+            uid=member.member.uid,
+            seen=wanted.seen,
+            deadline_s=deadline_s,
+            member=member,
+            place=(0, 1),
+        )
+    return SurvivorClaim(
+        request=0,
+        world=wanted.world,
+        epoch=wanted.epoch,
+        rank=wanted.rank,
+        size=wanted.size,
+        lost=tuple(sorted(wanted.lost)),
+        terms=wanted.terms,
+        uid=member.member.uid,
+        deadline_s=deadline_s,
+        member=member,
+        place=(0, 1),
+    )
 
 
-def _sealed(record: dict[str, Any], world: str, security: Security) -> dict[str, Any]:
-    """Add a proof that a holder of the secret made this record for this world.
-
-    The proof does not cover the rank, because the store assigns that.
-    """
+def _sealed(member: Member, world: str, security: Security) -> SealedMember:
+    """Add a proof that a holder of the secret made this record for this world."""
     if not security.secret:
-        return record
-    return {**record, "proof": security.proof("member", world, _lasting(record))}
+        return SealedMember(member)
+    proof = security.proof("member", world, _lasting(member))
+    return SealedMember(member, proof)
 
 
-def _lasting(record: dict[str, Any]) -> dict[str, Any]:
-    return {name: record.get(name) for name in ("uid", "pid", "address")}
+def _lasting(member: Member) -> dict[str, object]:
+    """Return the fields that a proof covers; the store assigns the rank."""
+    address = asdict(member.address)
+    return {"uid": member.uid, "pid": member.pid, "address": address}
 
 
-def _member(record: dict[str, Any], world: str, security: Security) -> Member:
-    proof = record.get("proof")
+def _unsealed(sealed: SealedMember, world: str, security: Security) -> Member:
+    member = sealed.member
     if security.secret and not security.is_proof(
-        proof, "member", world, _lasting(record)
+        sealed.proof, "member", world, _lasting(member)
     ):
         raise WrongSecretError(
-            f"world {world!r}: the record of rank {record.get('rank')} was not made "
+            f"world {world!r}: the record of rank {member.rank} was not made "
             "with our secret; give every member the same MULTIWORLD_SECRET"
         )
-    return Member.from_json(record)
+    return member
 
 
 def _admitted(
-    wanted: Claim | Survivor, reply: dict[str, Any], security: Security
+    wanted: Newcomer | Survivor, outcome: ClaimOutcome, security: Security
 ) -> Incarnation:
-    if reply.get("ok"):
-        members = tuple(
-            _member(record, wanted.world, security) for record in reply["members"]
-        )
-        return Incarnation(
-            world=wanted.world,
-            epoch=int(reply["epoch"]),
-            nonce=int(reply["nonce"]),
-            members=members,
-        )
-    raise _refusal(wanted, reply)
+    if not isinstance(outcome, Admitted):
+        raise _refusal(wanted, outcome)
+    members = tuple(
+        _unsealed(sealed, wanted.world, security) for sealed in outcome.members
+    )
+    return Incarnation(
+        world=wanted.world, epoch=outcome.epoch, nonce=outcome.nonce, members=members
+    )
 
 
-def _refusal(claim: Claim | Survivor, reply: dict[str, Any]) -> Exception:
+def _refusal(
+    claim: Newcomer | Survivor,
+    outcome: JoinTimedOut | Stale | RankTaken | TermsDiffer | VersionDiffers,
+) -> Exception:
     where = f"world {claim.world!r}"
-    match reply.get("error"):
-        case "timeout":
-            present, missing = tuple(reply["present"]), tuple(reply["missing"])
+    match outcome:
+        case JoinTimedOut(present, missing):
             return JoinTimeoutError(
                 f"{where}: rank {', '.join(map(str, missing))} of {claim.size} did not "
                 f"join in time (present: {', '.join(map(str, present))}); start the "
@@ -437,8 +467,7 @@ def _refusal(claim: Claim | Survivor, reply: dict[str, Any]) -> Exception:
                 present=present,
                 missing=missing,
             )
-        case "stale":
-            current = int(reply["current"])
+        case Stale(current):
             seen = claim.epoch if isinstance(claim, Survivor) else claim.seen
             return StaleEpochError(
                 claim.world,
@@ -447,24 +476,22 @@ def _refusal(claim: Claim | Survivor, reply: dict[str, Any]) -> Exception:
                 expected=max(current, seen + 1),
                 evidence=f"the store is at epoch {current}",
             )
-        case "taken":
+        case RankTaken():
             return RankTakenError(
                 f"{where}: rank {claim.rank} is held by another live process; take a "
                 "free rank, or stop the holder first",
                 world=claim.world,
             )
-        case "mismatch":
+        case TermsDiffer(detail):
             return JoinMismatchError(
-                f"{where}: the members disagree: {reply['detail']}; start all of them "
+                f"{where}: the members disagree: {detail}; start all of them "
                 "with the same size, backend and options",
                 world=claim.world,
             )
-        case "version":
+        case VersionDiffers(theirs, detail):
             return ProtocolVersionError(
-                f"{where}: {reply['detail']}, but this process speaks version "
+                f"{where}: {detail}, but this process speaks version "
                 f"{frames.PROTOCOL_VERSION}; use one release of multiworld everywhere",
                 ours=frames.PROTOCOL_VERSION,
-                theirs=int(reply["theirs"]),
+                theirs=theirs,
             )
-        case other:
-            return RendezvousError(f"{where}: the store refused the claim: {other!r}")

@@ -1,17 +1,8 @@
-"""Members of a world and their addresses. Shell.
-
-Only ``this_host`` does I/O.
-"""
+"""Members of a world and their addresses. Pure."""
 
 from __future__ import annotations
 
-import functools
-import os
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
-
-from multiworld.errors import RendezvousError
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +16,6 @@ class HostIdentity:
 
     boot: str
     netns: str
-
-
-@functools.cache
-def this_host() -> HostIdentity:
-    """Return the identity of this process's host, from ``/proc``."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return HostIdentity(boot=boot, netns=str(os.stat("/proc/self/ns/net").st_ino))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,31 +59,6 @@ class Member:
     uid: str
     pid: int
     address: Address
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the record for the store, as JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, record: dict[str, Any]) -> Member:
-        """Return the member that a record describes.
-
-        Raises:
-            RendezvousError: The record lacks a field, or a field is not valid.
-        """
-        try:
-            address = Address(**record["address"])
-            return cls(
-                rank=int(record["rank"]),
-                uid=str(record["uid"]),
-                pid=int(record["pid"]),
-                address=address,
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise RendezvousError(
-                f"the store returned an invalid member record: {record!r}; use one "
-                "release of multiworld everywhere"
-            ) from error
 
     def __str__(self) -> str:
         where = self.address.host or "this process"

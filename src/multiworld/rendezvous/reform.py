@@ -12,9 +12,8 @@ is ignored. So if two halves of a world accuse each other, exactly one half goes
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
-Record = dict[str, Any]
+from multiworld.rendezvous.messages import SealedMember
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +46,7 @@ class ReformClaim:
     terms: str
     uid: str
     deadline: float
-    member: Record
+    member: SealedMember
     fresh_nonce: int
     place: tuple[int, int] = (0, 1)
 

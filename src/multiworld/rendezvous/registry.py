@@ -35,7 +35,6 @@ from multiworld.rendezvous.claims import (
     Happening,
     Left,
     Notify,
-    Record,
     Refused,
     Remember,
     Reply,
@@ -44,6 +43,14 @@ from multiworld.rendezvous.claims import (
     SessionKey,
     Ticked,
     Withdrawn,
+)
+from multiworld.rendezvous.messages import (
+    Admitted,
+    ClaimOutcome,
+    JoinTimedOut,
+    RankTaken,
+    Stale,
+    TermsDiffer,
 )
 from multiworld.rendezvous.reform import Reform, ReformClaim
 
@@ -163,8 +170,8 @@ class Registry:
                 return self._answered(happening, now)
             case SessionEnded(session):
                 return self._session_ended(session, now)
-            case Refused(world, error):
-                return self._dissolve(world, error)
+            case Refused(world, outcome):
+                return self._dissolve(world, outcome)
             case Ticked():
                 return self._tick(now)
 
@@ -269,15 +276,15 @@ class Registry:
             for rank, claim in ranks
         }
         world.current = _Current(epoch, holders)
-        members = [{**claim.member, "rank": rank} for rank, claim in enumerate(claims)]
-        body = {"ok": True, "epoch": epoch, "nonce": nonce, "members": members}
+        members = tuple(claim.member.at(rank) for rank, claim in enumerate(claims))
+        outcome = Admitted(epoch, nonce, members)
         actions = [*self._forget(name), Remember(name, epoch)]
         if world.reforming is not None:  # a newer incarnation exists without them
             late = world.reforming.claims.values()
             actions += [_stale(claim, epoch) for claim in late]
             world.reforming = None
         self._prefixes[name] = key_prefix(name, epoch, nonce)
-        return [*actions, *(Reply(c.session, c.request, body) for c in claims)]
+        return [*actions, *(Reply(c.session, c.request, outcome) for c in claims)]
 
     def _notify(self, claim: Claimed, *, is_gone: bool) -> list[Action]:
         """Tell the holders of the living incarnation about a claim that waits."""
@@ -325,8 +332,7 @@ class Registry:
         if reform.accuses(claim):
             return [_stale(claim, claim.epoch)]
         if any(other.terms != claim.terms for other in reform.claims.values()):
-            body = {"ok": False, "error": "mismatch", "detail": claim.terms}
-            return [Reply(claim.session, claim.request, body)]
+            return [Reply(claim.session, claim.request, TermsDiffer(claim.terms))]
         reform.accept(claim)
         self._forming.add(claim.world)
         return self._settle(world)
@@ -367,16 +373,15 @@ class Registry:
         prefix = self._prefixes.pop(name, None)
         return [] if prefix is None else [Forget(prefix)]
 
-    def _dissolve(self, name: str, error: Record) -> list[Action]:
+    def _dissolve(self, name: str, outcome: ClaimOutcome) -> list[Action]:
         world = self._worlds.get(name)
         if world is None:
             return []
         claims, world.forming = list(world.forming.values()), {}
-        body = {"ok": False, **error}
         actions: list[Action] = []
         for claim in claims:
             actions += self._notify(claim, is_gone=True)
-            actions.append(Reply(claim.session, claim.request, body))
+            actions.append(Reply(claim.session, claim.request, outcome))
         return actions
 
     # Departures.
@@ -523,22 +528,21 @@ def _claims_of(world: _World) -> list[Claimed | ReformClaim]:
 def _timeout(
     claim: Claimed | ReformClaim, present: list[int], missing: list[int]
 ) -> Reply:
-    body = {"ok": False, "error": "timeout", "present": present, "missing": missing}
-    return Reply(claim.session, claim.request, body)
+    outcome = JoinTimedOut(tuple(present), tuple(missing))
+    return Reply(claim.session, claim.request, outcome)
 
 
 def _stale(claim: ReformClaim, current: int) -> Reply:
-    body = {"ok": False, "error": "stale", "current": current}
-    return Reply(claim.session, claim.request, body)
+    return Reply(claim.session, claim.request, Stale(current))
 
 
 def _taken(claim: Claimed) -> Reply:
-    return Reply(claim.session, claim.request, {"ok": False, "error": "taken"})
+    return Reply(claim.session, claim.request, RankTaken())
 
 
-def _mismatch(forming: dict[int, Claimed]) -> Record:
+def _mismatch(forming: dict[int, Claimed]) -> TermsDiffer:
     asked = "; ".join(
         f"rank {rank} asked for size {claim.size}, {claim.terms}"
         for rank, claim in sorted(forming.items())
     )
-    return {"error": "mismatch", "detail": asked}
+    return TermsDiffer(asked)

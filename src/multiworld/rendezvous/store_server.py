@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import logging
 import socket
-from typing import Any
 
 from multiworld.net.framed_connection import FramedConnection
+from multiworld.net.frames import FrameError
 from multiworld.net.handshake import HandshakeError
 from multiworld.net.listener import Listener
+from multiworld.net.messages import Hello
 from multiworld.net.security import Security
 from multiworld.net.streams import Stream
 from multiworld.net.tcp import resolve
+from multiworld.rendezvous.messages import (
+    StoreHello,
+    StoreMessage,
+    StoreRequest,
+    VersionDiffers,
+    requests,
+)
 from multiworld.rendezvous.store_service import StoreService
-
-Message = dict[str, Any]
 
 logger = logging.getLogger("multiworld.store")
 
@@ -33,6 +39,8 @@ class StoreServer:
         port: The TCP port that it listens on.
     """
 
+    hellos = StoreHello
+
     def __init__(
         self,
         sock: socket.socket,
@@ -42,7 +50,7 @@ class StoreServer:
         self.port: int = sock.getsockname()[1]
         self._service = service or StoreService()
         self._security = security or Security()
-        self._sessions: dict[int, FramedConnection] = {}
+        self._sessions: dict[int, FramedConnection[StoreRequest]] = {}
         self._listener = Listener([sock], self, self._security, logger, "the store")
 
     @classmethod
@@ -112,25 +120,30 @@ class StoreServer:
 
     # Acceptor.
 
-    def security_for(self, hello: Message) -> Security | None:
+    def security_for(self, hello: Hello) -> Security | None:
         """Return None: every connection must meet the store's own security."""
         return None
 
-    def refusal(self, hello: Message) -> str | None:
+    def refusal(self, hello: Hello) -> str | None:
         """Return None: every authenticated connection is welcome."""
         return None
 
-    def take(self, stream: Stream, hello: Message) -> None:
+    def take(self, stream: Stream, hello: Hello) -> None:
         """Open a session on a new connection."""
         key = 0
 
-        def deliver(message: Message) -> None:
-            framed.send(message)
-            if framed.backlog > MAX_BACKLOG_BYTES:
+        def deliver(message: StoreMessage) -> None:
+            try:
+                framed.send(message)
+                is_open = framed.backlog <= MAX_BACKLOG_BYTES
+            except FrameError as error:
+                logger.error("cannot answer a member: %s", error)
+                is_open = False
+            if not is_open:
                 framed.close()
                 self._ended(key)
 
-        def received(message: Message) -> None:
+        def received(message: StoreRequest) -> None:
             self._service.receive(key, message)
 
         def ended(evidence: str, is_broken: bool) -> None:
@@ -138,18 +151,18 @@ class StoreServer:
                 self._listener.count("malformed", "a member", evidence)
             self._ended(key)
 
-        framed = FramedConnection(stream, received, ended)
+        framed = FramedConnection(stream, requests, received, ended)
         key = self._service.open_session(deliver)
         self._sessions[key] = framed
 
-    def turned_away(self, hello: Message, error: HandshakeError, where: object) -> None:
+    def turned_away(self, hello: Hello, error: HandshakeError, where: object) -> None:
         """Tell members that wait for a world that one of another version cannot join.
 
         With a secret or TLS, tell them nothing: an unauthenticated process must not be
         able to disturb a world.
 
         Args:
-            hello: The connection's first frame.
+            hello: The connection's first message.
             error: The reason for the refusal.
             where: The remote socket address.
         """
@@ -157,8 +170,8 @@ class StoreServer:
             return
         place = where[0] if isinstance(where, tuple) else "this host"
         detail = f"a member at {place} speaks version {error.theirs}"
-        body = {"error": "version", "theirs": error.theirs, "detail": detail}
-        self._service.refuse(str(hello.get("world", "")), body)
+        if isinstance(hello, StoreHello):
+            self._service.refuse(hello.world, VersionDiffers(error.theirs, detail))
 
     def _ended(self, key: int) -> None:
         self._sessions.pop(key, None)

@@ -9,30 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import secrets
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
-from multiworld.net import frames
-from multiworld.rendezvous import registry
+from multiworld.rendezvous import messages, registry
+from multiworld.rendezvous.messages import ClaimOutcome, StoreMessage, StoreRequest
 from multiworld.rendezvous.reform import ReformClaim
 from multiworld.rendezvous.registry import Registry
 from multiworld.rendezvous.values import Answer, Values
 
 logger = logging.getLogger("multiworld.store")
 
-MAX_SIZE = 65_536
-"""Largest world size that a claim may ask for."""
-
-MAX_WAIT_S = 30 * 86_400.0
-"""Seconds that a claim may ask to wait, at most."""
-
-MAX_EPOCH = 1 << 53
-"""Upper bound of epochs: the integers below it survive any JSON reader."""
-
-Message = dict[str, Any]
-Deliver = Callable[[Message], None]
+Deliver = Callable[[StoreMessage], None]
 
 
 class EpochMemory(Protocol):
@@ -96,9 +85,9 @@ class StoreService:
             self._values.drop_session(session)
             self._handle(registry.SessionEnded(session))
 
-    def refuse(self, world: str, error: Message) -> None:
-        """Refuse every claim that waits for ``world``, with ``error``."""
-        self._handle(registry.Refused(world, error))
+    def refuse(self, world: str, outcome: ClaimOutcome) -> None:
+        """Refuse every claim that waits for ``world``, with this outcome."""
+        self._handle(registry.Refused(world, outcome))
 
     def close(self) -> None:
         """Stop all timers."""
@@ -108,96 +97,78 @@ class StoreService:
         for deferred in self._deferred.values():
             deferred.cancel()
 
-    def receive(self, session: int, message: Message) -> None:
-        """Handle one message from a session.
+    def receive(self, session: int, message: StoreRequest) -> None:
+        """Handle one message from a session; ignore it if the session has ended.
 
         Raises:
-            KeyError: The message lacks a field.
-            TypeError: A field has the wrong type.
-            ValueError: A field has an invalid value, or the operation is unknown.
+            ValueError: A field has an invalid value.
         """
-        with frames.refusing_wrong_fields():
-            self._receive(session, message)
-
-    def _receive(self, session: int, message: Message) -> None:
-        match message["op"]:
-            case "claim":
+        if session not in self._sessions:
+            return
+        match message:
+            case messages.Claim() | messages.SurvivorClaim():
                 self._when_settled(session, self._claim(session, message))
-            case "reform":
-                self._when_settled(session, self._reform_claim(session, message))
-            case "announce":
+            case messages.Announce(world, epoch, rank, uid):
                 self._handle(
                     registry.Announced(
-                        session=session,
-                        world=str(message["world"]),
-                        epoch=int(message["epoch"]),
-                        rank=int(message["rank"]),
-                        uid=str(message["uid"]),
+                        session=session, world=world, epoch=epoch, rank=rank, uid=uid
                     )
                 )
-            case "left":
-                self._handle(
-                    registry.Left(
-                        session,
-                        str(message["world"]),
-                        int(message["epoch"]),
-                        int(message["rank"]),
-                        frozenset(map(int, message.get("lost", ()))),
-                    )
-                )
-            case "withdraw":
-                request = int(message["request"])
+            case messages.Leave(world, epoch, rank, lost):
+                left = registry.Left(session, world, epoch, rank, frozenset(lost))
+                self._handle(left)
+            case messages.Withdraw(request):
                 deferred = self._deferred.pop((session, request), None)
                 if deferred is not None:
                     deferred.cancel()
                 self._handle(registry.Withdrawn(session, request))
-            case "answer":
-                self._handle(
-                    registry.Answered(int(message["ask"]), bool(message["holds"]))
-                )
+            case messages.HoldsAnswer(ask, holds):
+                self._handle(registry.Answered(ask, holds))
             case _:
                 self._value(session, message)
 
-    def _claim(self, session: int, message: Message) -> registry.Claimed:
-        _check_claim(message)
-        return registry.Claimed(
-            session=session,
-            request=int(message["request"]),
-            world=str(message["world"]),
-            rank=int(message["rank"]),
-            size=int(message["size"]),
-            terms=str(message["terms"]),
-            uid=str(message["uid"]),
-            seen=int(message["seen"]),
-            deadline=self._loop.time() + float(message["deadline_s"]),
-            member=dict(message["member"]),
-            fresh_nonce=secrets.randbits(63) | 1,
-            place=_place(message),
-        )
-
-    def _reform_claim(self, session: int, message: Message) -> ReformClaim:
-        _check_claim(message)
+    def _claim(
+        self, session: int, claim: messages.Claim | messages.SurvivorClaim
+    ) -> registry.Claimed | ReformClaim:
+        _check_claim(claim)
+        deadline = self._loop.time() + claim.deadline_s
+        fresh_nonce = secrets.randbits(63) | 1
+        if isinstance(claim, messages.Claim):
+            return registry.Claimed(
+                session=session,
+                request=claim.request,
+                world=claim.world,
+                rank=claim.rank,
+                size=claim.size,
+                terms=claim.terms,
+                uid=claim.uid,
+                seen=claim.seen,
+                deadline=deadline,
+                member=claim.member,
+                fresh_nonce=fresh_nonce,
+                place=claim.place,
+            )
         return ReformClaim(
             session=session,
-            request=int(message["request"]),
-            world=str(message["world"]),
-            epoch=int(message["epoch"]),
-            rank=int(message["rank"]),
-            size=int(message["size"]),
-            lost=frozenset(map(int, message["lost"])),
-            terms=str(message["terms"]),
-            uid=str(message["uid"]),
-            deadline=self._loop.time() + float(message["deadline_s"]),
-            member=dict(message["member"]),
-            fresh_nonce=secrets.randbits(63) | 1,
-            place=_place(message),
+            request=claim.request,
+            world=claim.world,
+            epoch=claim.epoch,
+            rank=claim.rank,
+            size=claim.size,
+            lost=frozenset(claim.lost),
+            terms=claim.terms,
+            uid=claim.uid,
+            deadline=deadline,
+            member=claim.member,
+            fresh_nonce=fresh_nonce,
+            place=claim.place,
         )
 
     def _when_settled(
         self, session: int, claim: registry.Claimed | ReformClaim
     ) -> None:
         """Acknowledge a claim at once; handle it when the settling time is over."""
-        self._send(session, {"op": "taken", "request": claim.request})
+        self._send(session, messages.ClaimReceived(claim.request))
         wait_s = self._settled_at - self._loop.time()
         if wait_s <= 0:
             self._handle(claim)
@@ -215,18 +186,16 @@ class StoreService:
     def _handle(self, happening: registry.Happening) -> None:
         for action in self._registry.handle(happening, self._loop.time()):
             match action:
-                case registry.Reply(session, request, body):
-                    self._send(session, {"op": "reply", "request": request, **body})
+                case registry.Reply(session, request, outcome):
+                    self._send(session, messages.Reply(request, outcome))
                 case registry.AskHolder(session, ask, world, epoch, rank):
-                    question = {"world": world, "epoch": epoch, "rank": rank}
-                    self._send(session, {"op": "ask", "ask": ask, **question})
+                    self._send(session, messages.AskHolds(ask, world, epoch, rank))
                 case registry.Notify():
                     self._notify(action)
                 case registry.Remember(world, epoch):
                     self._remember(world, epoch)
                 case registry.Abandoned(session, world, epoch, rank):
-                    where = {"world": world, "epoch": epoch, "rank": rank}
-                    self._send(session, {"op": "abandoned", **where})
+                    self._send(session, messages.MemberGaveUp(world, epoch, rank))
                 case registry.Forget(prefix):
                     self._values.delete_prefix(prefix)
         self._arm()
@@ -240,63 +209,47 @@ class StoreService:
             logger.error("cannot store epoch %d of world %r: %s", epoch, world, error)
 
     def _notify(self, note: registry.Notify) -> None:
-        who = {"world": note.world, "epoch": note.epoch, "rank": note.rank}
-        waiting = {"op": "waiting", "size": note.size, "is_gone": note.is_gone}
-        self._send(note.session, {**waiting, **who})
+        waits = messages.NewcomerWaits(
+            note.world, note.epoch, note.rank, note.size, note.is_gone
+        )
+        self._send(note.session, waits)
 
     # Values.
 
-    def _value(self, session: int, message: Message) -> None:
-        request = int(message["request"])
+    def _value(self, session: int, message: messages.ValueRequest) -> None:
+        request = message.request
         values, answers = self._values, list[Answer]()
-        result: object = None
-        match message["op"]:
-            case "set":
-                answers = values.set(str(message["key"]), str(message["value"]))
-            case "get":
-                seconds = float(message["deadline_s"])
-                if math.isnan(seconds):  # a timer at NaN would fire without end
-                    raise ValueError("deadline_s is not a number")
-                deadline = self._loop.time() + seconds
-                keys = [str(key) for key in message["keys"]]
-                self._answer(values.get((session, request), keys, deadline))
+        result: bool | int | str | None = None
+        match message:
+            case messages.GetValues(_, keys, deadline_s):
+                deadline = self._loop.time() + deadline_s
+                self._answer(values.get((session, request), list(keys), deadline))
                 self._arm()
                 return
-            case "check":
-                result = values.check([str(key) for key in message["keys"]])
-            case "add":
-                result, answers = values.add(
-                    str(message["key"]), int(message["amount"])
-                )
-            case "compare_set":
-                result, answers = values.compare_set(
-                    str(message["key"]),
-                    str(message["expected"]),
-                    str(message["desired"]),
-                )
-            case "delete":
-                result = values.delete(str(message["key"]))
-            case "count":
+            case messages.SetValue(_, key, value):
+                answers = values.set(key, value)
+            case messages.CheckKeys(_, keys):
+                result = values.check(list(keys))
+            case messages.AddAmount(_, key, amount):
+                result, answers = values.add(key, amount)
+            case messages.CompareSet(_, key, expected, desired):
+                result, answers = values.compare_set(key, expected, desired)
+            case messages.DeleteKey(_, key):
+                result = values.delete(key)
+            case messages.CountKeys():
                 result = values.count()
-            case op:
-                raise ValueError(f"unknown store operation {op!r}")
-        self._reply(session, request, result)
+        self._send(session, messages.Reply(request, messages.Result(result)))
         self._answer(answers)
 
     def _answer(self, answers: list[Answer]) -> None:
         for answer in answers:
             session, request = answer.waiter
-            if answer.values is None:
-                body = {"op": "reply", "request": request, "ok": False}
-                self._send(session, {**body, "error": "timeout"})
-            else:
-                self._reply(session, request, answer.values)
+            outcome: messages.Result | messages.NoValue = messages.NoValue()
+            if answer.values is not None:
+                outcome = messages.Result(answer.values)
+            self._send(session, messages.Reply(request, outcome))
 
-    def _reply(self, session: int, request: int, result: object) -> None:
-        body = {"op": "reply", "request": request, "ok": True, "result": result}
-        self._send(session, body)
-
-    def _send(self, session: int, message: Message) -> None:
+    def _send(self, session: int, message: StoreMessage) -> None:
         deliver = self._sessions.get(session)
         if deliver is not None:
             deliver(message)
@@ -317,29 +270,18 @@ class StoreService:
         self._handle(registry.Ticked())
 
 
-def _check_claim(message: Message) -> None:
-    """Check the numbers in a claim before anything uses them.
+def _check_claim(claim: messages.Claim | messages.SurvivorClaim) -> None:
+    """Check how the fields of a claim go together, before anything uses them.
 
     Raises:
         ValueError: A number is out of range.
     """
-    rank, size = int(message["rank"]), int(message["size"])
-    if not 0 <= rank < size <= MAX_SIZE:
-        raise ValueError(f"rank {rank} of {size} is out of range")
-    if not 0 <= float(message["deadline_s"]) <= MAX_WAIT_S:
-        raise ValueError("deadline_s is out of range")
-    if (
-        not 0
-        <= int(message["seen"] if "seen" in message else message["epoch"])
-        < MAX_EPOCH
+    if claim.rank >= claim.size:
+        raise ValueError(f"rank {claim.rank} of {claim.size} is out of range")
+    if isinstance(claim, messages.SurvivorClaim) and any(
+        lost >= claim.size for lost in claim.lost
     ):
-        raise ValueError("the epoch is out of range")
-    if any(not 0 <= int(lost) < size for lost in message.get("lost", ())):
         raise ValueError("a lost rank is out of range")
-
-
-def _place(message: Message) -> tuple[int, int]:
-    number, count = message.get("place", (0, 1))
-    if not 0 <= int(number) < int(count):
+    number, count = claim.place
+    if not 0 <= number < count:
         raise ValueError("the place is out of range")
-    return int(number), int(count)

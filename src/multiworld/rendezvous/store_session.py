@@ -13,10 +13,13 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
+
+import msgspec
 
 from multiworld.errors import (
     ProtocolVersionError,
+    RendezvousError,
     StoreUnreachableError,
     WrongSecretError,
 )
@@ -27,12 +30,29 @@ from multiworld.net.listener import read_frame
 from multiworld.net.security import Security
 from multiworld.net.streams import Stream, start_tls, write_all
 from multiworld.net.tcp import resolve, tune
+from multiworld.rendezvous.messages import (
+    Announce,
+    AskHolds,
+    Claim,
+    ClaimOutcome,
+    ClaimReceived,
+    HoldsAnswer,
+    Leave,
+    MemberGaveUp,
+    NewcomerWaits,
+    Reply,
+    StoreHello,
+    StoreMessage,
+    StoreRequest,
+    SurvivorClaim,
+    Withdraw,
+    replies,
+)
 from multiworld.rendezvous.store_address import StoreAddress, StoreAddresses
 from multiworld.rendezvous.store_service import StoreService
 
 logger = logging.getLogger("multiworld.store")
 
-Message = dict[str, Any]
 RETRY_S = 0.05
 """Seconds between attempts to reach a store that does not answer yet."""
 
@@ -57,13 +77,13 @@ class SessionOwner(Protocol):
             rank: The rank.
         """
 
-    def holdings(self, where: StoreAddresses) -> list[Message]:
-        """Return world, epoch, rank and uid of each rank held in worlds of a store."""
+    def holdings(self, where: StoreAddresses) -> list[Announce]:
+        """Return each rank that this process holds in worlds of a store."""
 
-    def member_waits(self, note: Message) -> None:
+    def member_waits(self, note: NewcomerWaits) -> None:
         """React to a newcomer that waits for a rank, or has stopped waiting."""
 
-    def member_gave_up(self, note: Message) -> None:
+    def member_gave_up(self, note: MemberGaveUp) -> None:
         """React to an admitted member that withdrew its claim."""
 
 
@@ -74,7 +94,7 @@ class SessionLostError(Exception):
 class StoreConnection(Protocol):
     """Transport of a session's messages to the store."""
 
-    def send(self, message: Message) -> None:
+    def send(self, message: StoreRequest) -> None:
         """Send one message without waiting."""
 
     def close(self) -> None:
@@ -97,7 +117,7 @@ class StoreSession:
         self._on_lost: Callable[[], None] = _ignore
         self._taken: dict[int, asyncio.Future[None]] = {}
         self._wire: StoreConnection | None = None
-        self._waiting: dict[int, asyncio.Future[Message]] = {}
+        self._waiting: dict[int, asyncio.Future[Reply]] = {}
         self._requests = itertools.count(1)
 
     @property
@@ -116,14 +136,13 @@ class StoreSession:
     def announce(self, where: StoreAddresses) -> None:
         """Report the ranks that this process holds, as the store may have restarted."""
         for holding in self._owner.holdings(where):
-            self._tell({"op": "announce", **holding})
+            self._tell(holding)
 
-    async def claim(self, op: str, fields: Message) -> Message:
+    async def claim(self, claim: Claim | SurvivorClaim) -> ClaimOutcome:
         """Claim a rank and wait for the store's reply.
 
         Args:
-            op: "claim" or "reform".
-            fields: The claim.
+            claim: The claim; its number and the store's place are set here.
 
         Raises:
             SessionLostError: The connection ended, or the store did not acknowledge the
@@ -132,9 +151,13 @@ class StoreSession:
         Cancellation:
             Withdraws the claim.
         """
-        place = list(self.address.place)
-        request, future = self._ask(op, {**fields, "place": place})
-        taken = self._taken[request] = asyncio.get_running_loop().create_future()
+        if self._wire is None:
+            raise SessionLostError
+        request, place = next(self._requests), self.address.place
+        loop = asyncio.get_running_loop()
+        future = self._waiting[request] = loop.create_future()
+        taken = self._taken[request] = loop.create_future()
+        self._wire.send(msgspec.structs.replace(claim, request=request, place=place))
         try:
             waiting = (taken, future)
             await asyncio.wait(
@@ -143,9 +166,12 @@ class StoreSession:
             if not (taken.done() or future.done()):
                 self.drop()
                 raise SessionLostError
-            return await future
+            outcome = (await future).outcome
+            if isinstance(outcome, ClaimOutcome):
+                return outcome
+            raise RendezvousError(f"the store answered a claim with {outcome}")
         except asyncio.CancelledError:
-            self._tell({"op": "withdraw", "request": request})
+            self._tell(Withdraw(request))
             raise
         finally:
             self._waiting.pop(request, None)
@@ -164,48 +190,30 @@ class StoreSession:
             rank: The rank that it held.
             lost: Other ranks that it knows to be lost.
         """
-        where = {"world": world, "epoch": epoch, "rank": rank}
-        self._tell({"op": "left", "lost": sorted(lost), **where})
+        self._tell(Leave(world, epoch, rank, tuple(sorted(lost))))
 
-    def _ask(self, op: str, fields: Message) -> tuple[int, asyncio.Future[Message]]:
-        if self._wire is None:
-            raise SessionLostError
-        request = next(self._requests)
-        future = asyncio.get_running_loop().create_future()
-        self._waiting[request] = future
-        self._wire.send({"op": op, "request": request, **fields})
-        return request, future
-
-    def _tell(self, message: Message) -> None:
+    def _tell(self, message: StoreRequest) -> None:
         if self._wire is not None:
             self._wire.send(message)
 
-    def receive(self, message: Message) -> None:
-        """Handle one message from the store.
-
-        Raises:
-            KeyError: The message lacks a field.
-        """
-        match message.get("op"):
-            case "ask":
-                where = message["world"], message["epoch"], message["rank"]
-                answer = {"ask": message["ask"], "holds": self._owner.holds(*where)}
-                self._tell({"op": "answer", **answer})
-                return
-            case "waiting":
+    def receive(self, message: StoreMessage) -> None:
+        """Handle one message from the store."""
+        match message:
+            case AskHolds(ask, world, epoch, rank):
+                holds = self._owner.holds(world, epoch, rank)
+                self._tell(HoldsAnswer(ask, holds))
+            case NewcomerWaits():
                 self._owner.member_waits(message)
-                return
-            case "abandoned":
+            case MemberGaveUp():
                 self._owner.member_gave_up(message)
-                return
-            case "taken":
-                taken = self._taken.get(message.get("request", 0))
+            case ClaimReceived(request):
+                taken = self._taken.get(request)
                 if taken is not None and not taken.done():
                     taken.set_result(None)
-                return
-        future = self._waiting.get(message.get("request", 0))
-        if future is not None and not future.done():
-            future.set_result(message)
+            case Reply(request):
+                future = self._waiting.get(request)
+                if future is not None and not future.done():
+                    future.set_result(message)
 
     def ended(self) -> None:
         """Mark the connection as lost and fail every request that waits."""
@@ -238,10 +246,10 @@ class LocalConnection:
         self._session = session
         self._key = service.open_session(self._deliver)
 
-    def _deliver(self, message: Message) -> None:
+    def _deliver(self, message: StoreMessage) -> None:
         self._loop.call_soon(self._session.receive, message)
 
-    def send(self, message: Message) -> None:
+    def send(self, message: StoreRequest) -> None:
         """Deliver ``message`` in the next iteration of the event loop."""
         self._loop.call_soon(self._service.receive, self._key, message)
 
@@ -255,9 +263,9 @@ class TcpConnection:
 
     def __init__(self, stream: Stream, session: StoreSession) -> None:
         self._session = session
-        self._framed = FramedConnection(stream, session.receive, self._ended)
+        self._framed = FramedConnection(stream, replies, session.receive, self._ended)
 
-    def send(self, message: Message) -> None:
+    def send(self, message: StoreRequest) -> None:
         """Queue ``message`` without waiting."""
         self._framed.send(message)
 
@@ -357,12 +365,12 @@ async def _connect_once(
 async def _shake_hands(
     address: StoreAddress, stream: Stream, world: str, security: Security
 ) -> None:
-    steps = dialing({"world": world}, security)
+    steps = dialing(StoreHello(world=world), security)
     try:
-        message = next(steps)
+        frame = next(steps)
         while True:
-            await write_all(stream, frames.encode(message))
-            message = steps.send(await read_frame(stream))
+            await write_all(stream, frame)
+            frame = steps.send(await read_frame(stream))
     except StopIteration:
         return
     except frames.FrameError as error:

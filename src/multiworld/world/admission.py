@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import Any
 
 from multiworld.errors import (
     ConfigError,
@@ -20,10 +19,15 @@ from multiworld.errors import (
 )
 from multiworld.incarnation.lifecycle import Phase, WasLost
 from multiworld.liveness.watchdog import WatchDog
-from multiworld.rendezvous.joiner import Claim, Joiner, Survivor, meet
+from multiworld.rendezvous.joiner import Joiner, Newcomer, Survivor, meet
 from multiworld.rendezvous.membership import Incarnation, Member, MemberUnreachableError
+from multiworld.rendezvous.messages import (
+    MAX_SIZE,
+    Announce,
+    MemberGaveUp,
+    NewcomerWaits,
+)
 from multiworld.rendezvous.store_address import StoreAddresses
-from multiworld.rendezvous.store_service import MAX_SIZE
 from multiworld.rendezvous.store_session import StoreSession
 from multiworld.world.join_request import JoinRequest
 from multiworld.world.local_member import LocalMember, ManagerServices
@@ -84,7 +88,7 @@ class Admission:
             # A broken world, or one that a member has left, is replaced here.
             if name in self._local_members:
                 await self.end(self._local_members[name])
-            claim = Claim(
+            claim = Newcomer(
                 world=name,
                 rank=request.rank,
                 size=request.size,
@@ -292,7 +296,7 @@ class Admission:
         session = await self.joiner.reopen(
             request.where, may_host=False, world=name, deadline=deadline
         )
-        claim = Claim(
+        claim = Newcomer(
             world=name,
             rank=local.rank,
             size=to,
@@ -408,32 +412,32 @@ class Admission:
             return False
         return (local.incarnation.epoch, local.rank) == (epoch, rank)
 
-    def holdings(self, where: StoreAddresses) -> list[dict[str, Any]]:
-        """Return world, epoch, rank and uid of each rank held in worlds of a store."""
+    def holdings(self, where: StoreAddresses) -> list[Announce]:
+        """Return each rank that this process holds in worlds of a store."""
         return [
-            {
-                "world": local.incarnation.world,
-                "epoch": local.incarnation.epoch,
-                "rank": local.rank,
-                "uid": self._uid,
-            }
+            Announce(
+                local.incarnation.world,
+                local.incarnation.epoch,
+                local.rank,
+                self._uid,
+            )
             for local in self._local_members.values()
             if local.request.where == where
             and local.phase in (Phase.JOINING, Phase.READY)
         ]
 
-    def member_gave_up(self, note: dict[str, Any]) -> None:
+    def member_gave_up(self, note: MemberGaveUp) -> None:
         """Break an incarnation whose admitted member has withdrawn its claim."""
-        local = self._local_members.get(note["world"])
-        if local is not None and local.incarnation.epoch == note["epoch"]:
+        local = self._local_members.get(note.world)
+        if local is not None and local.incarnation.epoch == note.epoch:
             why = "it gave up while it was being admitted"
-            local.report(WasLost(int(note["rank"]), why, "the store reports it"))
+            local.report(WasLost(note.rank, why, "the store reports it"))
 
-    def member_waits(self, note: dict[str, Any]) -> None:
+    def member_waits(self, note: NewcomerWaits) -> None:
         """Tell a world that a newcomer waits, or has stopped waiting."""
-        local = self._local_members.get(note["world"])
-        if local is not None and local.incarnation.epoch == note["epoch"]:
-            local.member_waits(note["rank"], note["size"], is_gone=note["is_gone"])
+        local = self._local_members.get(note.world)
+        if local is not None and local.incarnation.epoch == note.epoch:
+            local.member_waits(note.rank, note.size, is_gone=note.is_gone)
 
 
 def _not_connected(local: LocalMember) -> JoinTimeoutError:

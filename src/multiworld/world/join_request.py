@@ -12,8 +12,8 @@ import torch
 
 from multiworld.config import WorldConfig
 from multiworld.errors import ConfigError
+from multiworld.rendezvous.messages import MAX_SIZE
 from multiworld.rendezvous.store_address import StoreAddresses, parse_store
-from multiworld.rendezvous.store_service import MAX_SIZE
 
 MAX_NAME = 1024
 """Characters in a world's name, at most."""
@@ -132,12 +132,22 @@ def _device_of(device: torch.device | str) -> torch.device:
         raise ConfigError("device", device, "a torch device such as 'cpu'") from error
 
 
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _check(request: JoinRequest) -> None:
     name, rank, size = request.name, request.rank, request.size
     if not isinstance(name, str) or not name:
         raise ConfigError("name", name, "a non-empty str")
     if len(name) > MAX_NAME:
         raise ConfigError("name", f"{name[:20]}...", f"at most {MAX_NAME} characters")
+    if not _is_unicode(name):
+        raise ConfigError("name", name, "Unicode text, without lone surrogates")
     if not isinstance(size, int) or not 1 <= size <= MAX_SIZE:
         raise ConfigError("size", size, f"an int from 1 to {MAX_SIZE}")
     if not isinstance(rank, int) or not 0 <= rank < size:

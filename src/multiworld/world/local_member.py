@@ -36,6 +36,7 @@ from multiworld.incarnation.lifecycle import (
     WasLost,
     handle,
 )
+from multiworld.liveness import messages as control
 from multiworld.liveness.failure_detector import (
     DetectionLimits,
     Finding,
@@ -45,7 +46,6 @@ from multiworld.liveness.failure_detector import (
     describe_thread,
 )
 from multiworld.liveness.watchdog import WatchDog
-from multiworld.net import frames
 from multiworld.net.streams import Stream
 from multiworld.rendezvous.membership import Incarnation
 from multiworld.rendezvous.store_address import StoreAddress
@@ -247,7 +247,7 @@ class LocalMember:
         attaching = self._watchdog.attach(self.incarnation, self.rank, self, limits)
         await self.until_over(attaching)
         await self.until_over(self.backend.open())
-        self._tell_all({"op": "ready"})
+        self._tell_all(control.Ready(self.incarnation.nonce))
         self._check_ready()
         await self.until_over(self._wait_ready())
         if self._life.is_over:
@@ -348,51 +348,30 @@ class LocalMember:
 
     # WorldPort: calls from the watchdog.
 
-    def on_message(self, rank: int, message: dict[str, Any]) -> None:
-        """Handle a control message from a member.
-
-        Raises:
-            KeyError: The message lacks a field.
-            TypeError: A field has the wrong type.
-            ValueError: A field has an invalid value.
-        """
-        with frames.refusing_wrong_fields():
-            self._on_message(rank, message)
-
-    def _on_message(self, rank: int, message: dict[str, Any]) -> None:
-        match message.get("op"):
-            case "ready":
+    def on_message(self, rank: int, message: control.WorldMessage) -> None:
+        """Handle a control message from a member."""
+        match message:
+            case control.Ready():
                 self._ready_ranks.add(rank)
                 self._check_ready()
-            case "left":
-                self.report(SaidLeft(rank, bool(message.get("is_broken"))))
-            case "broken":
+            case control.Left(is_broken=is_broken):
+                self.report(SaidLeft(rank, is_broken))
+            case control.Broken():
                 self._on_broken(rank, message)
-            case "backend":
+            case control.OpenLane() | control.EndCollectives():
                 if not self._life.is_over:
-                    self.backend.on_message(rank, message["body"])
+                    self.backend.on_message(rank, message)
 
-    def _on_broken(self, rank: int, message: dict[str, Any]) -> None:
-        if message["rank"] is None:
-            told = Failed(message["reason"], message["evidence"], told_by=rank)
-        elif message["rank"] == self.rank:
-            prefix = f"rank {self.rank} was lost: "
-            reason = str(message["reason"]).removeprefix(prefix)
-            self.report(WasAccused(rank, reason, message["evidence"]))
+    def _on_broken(self, rank: int, told: control.Broken) -> None:
+        if told.rank is None:
+            self.report(Failed(told.reason, told.evidence, told_by=rank))
             return
-        else:
-            prefix = f"rank {message['rank']} was lost: "
-            self.report(
-                WasLost(
-                    int(message["rank"]),
-                    str(message["reason"]).removeprefix(prefix),
-                    f"told by rank {rank}: {message['evidence']}",
-                    float(message["silent_s"]),
-                    told_by=rank,
-                )
-            )
+        reason = told.reason.removeprefix(f"rank {told.rank} was lost: ")
+        if told.rank == self.rank:
+            self.report(WasAccused(rank, reason, told.evidence))
             return
-        self.report(told)
+        evidence = f"told by rank {rank}: {told.evidence}"
+        self.report(WasLost(told.rank, reason, evidence, told.silent_s, told_by=rank))
 
     def on_finding(self, rank: int, finding: Finding) -> None:
         """Handle a finding of the failure detector about a member."""
@@ -424,22 +403,22 @@ class LocalMember:
                     self._watchdog.retire(self.incarnation.nonce)
                 case TellBroken(breakage):
                     self._tell_all(
-                        {
-                            "op": "broken",
-                            "rank": breakage.rank,
-                            "reason": breakage.reason,
-                            "evidence": breakage.evidence,
-                            "silent_s": breakage.silent_s,
-                        }
+                        control.Broken(
+                            self.incarnation.nonce,
+                            breakage.rank,
+                            _as_unicode(breakage.reason),
+                            _as_unicode(breakage.evidence),
+                            breakage.silent_s,
+                        )
                     )
                 case TellLeft(is_broken):
                     if not is_broken:
                         self.backend.begin_close()
-                    self._tell_all({"op": "left", "is_broken": is_broken})
+                    self._tell_all(control.Left(self.incarnation.nonce, is_broken))
 
-    def _tell_all(self, message: dict[str, Any]) -> None:
+    def _tell_all(self, message: control.WorldMessage) -> None:
         for rank in self._others():
-            self._watchdog.tell(self.incarnation.nonce, rank, message)
+            self._watchdog.tell(rank, message)
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self.incarnation.size) if rank != self.rank]
@@ -494,10 +473,9 @@ class LocalMember:
         """Tell whether a member has left politely."""
         return rank in self._life.left
 
-    def tell(self, rank: int, message: dict[str, Any]) -> None:
+    def tell(self, rank: int, message: control.BackendMessage) -> None:
         """Send a control message to the member's backend."""
-        wrapped = {"op": "backend", "body": message}
-        self._watchdog.tell(self.incarnation.nonce, rank, wrapped)
+        self._watchdog.tell(rank, message)
 
     # Errors, a fresh one each time: sharing one would mix up tracebacks.
 
@@ -530,3 +508,8 @@ class LocalMember:
             world=self._life.world,
             epoch=self._life.epoch,
         )
+
+
+def _as_unicode(text: str) -> str:
+    """Return a text without lone surrogates, such as those in names of files."""
+    return text.encode(errors="backslashreplace").decode()

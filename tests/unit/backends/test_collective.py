@@ -174,18 +174,7 @@ async def test_cancelling_breaks_the_world(backend: str, ring: Collective) -> No
             await worlds[1].barrier()
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [
-        "memory",
-        pytest.param(
-            "gloo",
-            marks=pytest.mark.xfail(
-                strict=True, reason="the wait for its turn is not counted on"
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("backend", ["memory", "gloo"])
 async def test_cancelling_before_its_turn_breaks_the_world_too(
     backend: str, ring: Collective
 ) -> None:

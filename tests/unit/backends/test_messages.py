@@ -19,14 +19,14 @@ from multiworld import (
     UnsupportedOperationError,
     World,
 )
-from multiworld.backends.dtypes import CODES
-from multiworld.backends.messages import (
+from multiworld.backends.bundles import (
     ALIGNMENT,
     decode_object,
     encode_object,
     lay_out,
     unpack_bundle,
 )
+from multiworld.backends.dtypes import CODES
 from multiworld.testing import Arena
 from tests.unit.waiting import turns
 

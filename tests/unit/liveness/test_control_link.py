@@ -7,29 +7,38 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from multiworld.liveness.control_link import (
-    Link,
-    LinkKey,
-    LocalLink,
-    Message,
-    SocketLink,
+from multiworld.liveness.control_link import Link, LinkKey, LocalLink, SocketLink
+from multiworld.liveness.messages import (
+    Bye,
+    ControlMessage,
+    DatagramsAt,
+    EndCollectives,
+    Ready,
 )
 from multiworld.net import frames
 from tests.unit.waiting import turns, until
+from tests.wire import frame_of
 
 HERE, THERE = LinkKey("there", "h0", "h1"), LinkKey("here", "h1", "h0")
+ODD = Ready(nonce=13)
+"""A message that the owners here cannot use."""
+
+
+def note(number: int) -> EndCollectives:
+    """Return one of many messages."""
+    return EndCollectives(1, number, 0)
 
 
 class Owner:
     """Owner that keeps messages and the end."""
 
     def __init__(self) -> None:
-        self.got: list[Message] = []
+        self.got: list[ControlMessage] = []
         self.ends: list[tuple[str, str]] = []
 
-    def link_message(self, link: Link, message: Message) -> None:
-        if message.get("op") == "odd":
-            raise KeyError("rank")
+    def link_message(self, link: Link, message: ControlMessage) -> None:
+        if message == ODD:
+            raise ValueError("rank")
         self.got.append(message)
 
     def link_ended(self, link: Link, reason: str, evidence: str) -> None:
@@ -66,22 +75,22 @@ async def test_messages_arrive_in_order_both_ways(pair: Pair) -> None:
     """Each owner gets what the other side sent."""
     for number in range(50):
         for link in pair.links:
-            link.send({"n": number})
+            link.send(note(number))
     await until(lambda: all(len(owner.got) == 50 for owner in pair.owners))
     for owner in pair.owners:
-        assert [message["n"] for message in owner.got] == list(range(50))
+        assert owner.got == [note(number) for number in range(50)]
         assert owner.ends == []
     assert [link.key for link in pair.links] == [HERE, THERE]
 
 
 async def test_end_without_a_word_is_a_lost_process(pair: Pair) -> None:
     """It is reported once, behind the last message, and to the other side only."""
-    pair.links[0].send({"n": 1})
+    pair.links[0].send(note(1))
     pair.links[0].close()
     pair.links[0].close()
     await until(lambda: pair.owners[1].ends)
     await turns()
-    assert pair.owners[1].got == [{"n": 1}]
+    assert pair.owners[1].got == [note(1)]
     ((reason, _),) = pair.owners[1].ends
     assert reason in ("its process ended", "its manager ended")
     assert pair.owners[0].ends == []
@@ -107,14 +116,14 @@ async def test_bye_of_both_sides_ends_without_a_report(pair: Pair) -> None:
 
 async def test_closed_link_takes_and_delivers_nothing(pair: Pair) -> None:
     """Messages on their way to a closed end are dropped; sending never fails."""
-    pair.links[1].send({"n": 1})
+    pair.links[1].send(note(1))
     pair.links[0].close()
-    pair.links[0].send({"n": 2})
+    pair.links[0].send(note(2))
     pair.links[0].say_bye()
     await until(lambda: pair.owners[1].ends)
     assert pair.owners[0].got == []
     assert pair.owners[1].got == []
-    pair.links[1].send({"n": 3})
+    pair.links[1].send(note(3))
     await turns()
 
 
@@ -148,25 +157,37 @@ async def wire() -> AsyncIterator[Wire]:
     wire.peer.close()
 
 
-@pytest.mark.parametrize("data", [b"garbage, more than four bytes", b"\0\0\0\2[]"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"garbage, more than four bytes",
+        frame_of([]),
+        frame_of({}),
+        frame_of({"op": "new in a later release"}),
+        frame_of({"op": "Ready"}),
+        frame_of({"op": "DatagramsAt", "port": "5"}),
+    ],
+)
 async def test_garbage_is_a_violation_and_says_so(wire: Wire, data: bytes) -> None:
-    """The verdict names the protocol, not the process."""
-    wire.peer.sendall(data)
+    """The verdict names the protocol, not the process; what came before counts."""
+    before, after = DatagramsAt(1, 1), DatagramsAt(2, 1)
+    wire.peer.sendall(frames.encode(before) + data + frames.encode(after))
     await until(lambda: wire.owner.ends)
+    assert wire.owner.got == [before]
     assert "violated the protocol" in wire.owner.ends[0][0]
 
 
 async def test_message_that_the_owner_cannot_use_is_a_violation(wire: Wire) -> None:
     """Even after a bye."""
     wire.link.say_bye()
-    wire.peer.sendall(frames.encode({"op": "bye"}) + frames.encode({"op": "odd"}))
+    wire.peer.sendall(frames.encode(Bye()) + frames.encode(ODD))
     await until(lambda: wire.owner.ends)
     assert "violated the protocol" in wire.owner.ends[0][0]
 
 
 async def test_reset_connection_names_the_kernel_as_evidence(wire: Wire) -> None:
     """A process that dies with unread messages resets its connections."""
-    wire.link.send({"n": 1})
+    wire.link.send(note(1))
     wire.peer.close()
     await until(lambda: wire.owner.ends)
     ((reason, evidence),) = wire.owner.ends
@@ -176,9 +197,9 @@ async def test_reset_connection_names_the_kernel_as_evidence(wire: Wire) -> None
 
 async def test_reset_after_a_bye_is_still_a_bye(wire: Wire) -> None:
     """The peer's own message counts more than how its socket ended."""
-    wire.peer.sendall(frames.encode({"op": "bye"}))
+    wire.peer.sendall(frames.encode(Bye()))
     await turns(3)
-    wire.link.send({"n": 1})
+    wire.link.send(note(1))
     wire.peer.close()
     await until(lambda: wire.owner.ends)
     assert wire.owner.ends[0][0] == "it closed its manager"

@@ -7,46 +7,55 @@ import dataclasses
 import os
 import socket
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 
 from multiworld import Security, Tls
 from multiworld.liveness import endpoint as endpoint_module
 from multiworld.liveness.endpoint import Endpoint, dial, dialing_filenos, reach
+from multiworld.liveness.messages import (
+    HeartbeatHello,
+    LaneHello,
+    LinkHello,
+    ManagerHello,
+)
 from multiworld.net import frames
 from multiworld.net.handshake import HandshakeError
+from multiworld.net.messages import Answer, Hello
 from multiworld.net.streams import Stream, TlsStream
 from multiworld.rendezvous.membership import Address
 from multiworld.testing import no_leaks
 from tests.ports import free_port
 from tests.unit.rendezvous.sessions import Impostor, hangs_up, is_silent, says
 from tests.unit.waiting import until
+from tests.wire import frame_of
 
 NONE = Security()
 SECRET = Security(secret=b"a secret long enough to be one")
 OTHER = Security(secret=b"another that is long enough, too")
-HELLO = {"kind": "link"}
+HELLO = LinkHello(uid="a", to_uid="b", host="h0", to_host="h1", seal="00")
+BEAT = HeartbeatHello(uid="a", to_uid="b", host="h0", to_host="h1", number=1)
+LANE = LaneHello(nonce=1, rank=0, channel="p2p")
 
 
 class Owner:
-    """Owner that takes every connection."""
+    """Owner that takes every connection but lanes."""
+
+    hellos = ManagerHello
 
     def __init__(self) -> None:
-        self.taken: list[tuple[Stream, dict[str, Any]]] = []
+        self.taken: list[tuple[Stream, Hello]] = []
 
-    def security_for(self, hello: dict[str, Any]) -> Security | None:
-        return NONE if hello["kind"] == "beat" else None
+    def security_for(self, hello: Hello) -> Security | None:
+        return NONE if isinstance(hello, HeartbeatHello) else None
 
-    def refusal(self, hello: dict[str, Any]) -> str | None:
-        return "no room" if hello["kind"] == "lane" else None
+    def refusal(self, hello: Hello) -> str | None:
+        return "no room" if isinstance(hello, LaneHello) else None
 
-    def take(self, stream: Stream, hello: dict[str, Any]) -> None:
+    def take(self, stream: Stream, hello: Hello) -> None:
         self.taken.append((stream, hello))
 
-    def turned_away(
-        self, hello: dict[str, Any], error: HandshakeError, where: object
-    ) -> None:
+    def turned_away(self, hello: Hello, error: HandshakeError, where: object) -> None:
         pass
 
 
@@ -115,7 +124,7 @@ async def test_other_secret_is_refused_by_name(
 async def test_unwanted_connection_learns_the_reason(bench: Bench) -> None:
     """The owner's words reach the dialer."""
     with pytest.raises(HandshakeError, match="no room"):
-        await dial(bench.near, {"kind": "lane"}, SECRET)
+        await dial(bench.near, LANE, SECRET)
 
 
 async def test_nobody_there_is_an_os_error() -> None:
@@ -134,9 +143,12 @@ async def test_nobody_there_is_an_os_error() -> None:
     [
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "malformed"),
         (b"\0\0\0\2[]", "malformed"),
-        (frames.encode({"multiworld": 999, "ok": True}), "version"),
-        (frames.encode({"ok": True}), "version"),
-        (frames.encode({"multiworld": frames.PROTOCOL_VERSION}), "refused"),
+        (frame_of({"multiworld": "999", "ok": True}), "malformed"),
+        (frame_of({"multiworld": frames.PROTOCOL_VERSION, "ok": 1}), "malformed"),
+        (frame_of({"multiworld": 999, "ok": True}), "version"),
+        (frame_of({"ok": True}), "version"),
+        (frame_of({}), "version"),
+        (frames.encode(Answer(multiworld=frames.PROTOCOL_VERSION)), "refused"),
     ],
 )
 async def test_stranger_at_the_address_is_told_from_a_manager(
@@ -164,9 +176,6 @@ async def test_cancelled_dial_closes_its_connection() -> None:
             os.fstat(fd)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="TLS detaches the socket that is remembered for a fork"
-)
 async def test_descriptor_of_a_dial_under_tls_is_known(tls: Tls) -> None:
     """A forked child must close it too, or hides its parent's death."""
     async with Impostor(is_silent) as stopped:
@@ -202,11 +211,12 @@ async def test_refused_connection_is_not_tried_again(bench: Bench) -> None:
 async def test_only_heartbeats_go_without_tls(tls: Tls) -> None:
     """Each of their frames carries a proof of its own."""
     bench = Bench(Security(tls=tls))
-    for kind in ("link", "beat"):
-        stream = await dial(bench.near, {"kind": kind}, Security(tls=tls))
-        assert isinstance(stream, TlsStream) == (kind == "link")
+    for hello in (HELLO, BEAT):
+        stream = await dial(bench.near, hello, Security(tls=tls))
+        assert isinstance(stream, TlsStream) == (hello is HELLO)
         stream.close()
     await until(lambda: len(bench.owner.taken) == 2)
+    assert [type(hello) for _, hello in bench.owner.taken] == [type(HELLO), type(BEAT)]
     with pytest.raises(OSError):  # noqa: PT011 - a reset or an end, by the kernel
         await dial(bench.near, HELLO, NONE)
     await bench.free()

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 import socket
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+import msgspec
+
+from multiworld.net import frames
+from multiworld.net.messages import Answer
 from multiworld.rendezvous.membership import Address, Member
+from multiworld.rendezvous.messages import (
+    Announce,
+    Claim,
+    MemberGaveUp,
+    NewcomerWaits,
+    SealedMember,
+    SurvivorClaim,
+)
 from multiworld.rendezvous.store_address import StoreAddresses, parse_store
 
-Message = dict[str, Any]
+WELCOME = frames.encode(Answer(multiworld=frames.PROTOCOL_VERSION, ok=True))
+"""A store's side of the handshake, without a secret."""
 
 
 class Owner:
@@ -19,21 +34,18 @@ class Owner:
 
     def __init__(self, *held: tuple[str, int, int]) -> None:
         self.held = list(held)
-        self.notes: list[Message] = []
+        self.notes: list[NewcomerWaits | MemberGaveUp] = []
 
     def holds(self, world: str, epoch: int, rank: int) -> bool:
         return (world, epoch, rank) in self.held
 
-    def holdings(self, where: StoreAddresses) -> list[Message]:
-        return [
-            {"world": world, "epoch": epoch, "rank": rank, "uid": "me"}
-            for world, epoch, rank in self.held
-        ]
+    def holdings(self, where: StoreAddresses) -> list[Announce]:
+        return [Announce(world, epoch, rank, "me") for world, epoch, rank in self.held]
 
-    def member_waits(self, note: Message) -> None:
+    def member_waits(self, note: NewcomerWaits) -> None:
         self.notes.append(note)
 
-    def member_gave_up(self, note: Message) -> None:
+    def member_gave_up(self, note: MemberGaveUp) -> None:
         self.notes.append(note)
 
 
@@ -41,6 +53,61 @@ def member_of(rank: int, uid: str = "") -> Member:
     """Return the record of a member that can be reached in its process only."""
     address = Address(host="", port=0, unix="", boot="b", netns="n")
     return Member(rank=rank, uid=uid or f"m{rank}", pid=1, address=address)
+
+
+def sealed_of(rank: int, uid: str = "") -> SealedMember:
+    """Return the same record as it travels where there is no secret."""
+    return SealedMember(member_of(rank, uid))
+
+
+def claim_of(
+    request: int, rank: int, size: int, uid: str = "m", **fields: Any
+) -> Claim:
+    """Return an ordinary claim, with some fields changed."""
+    ordinary = Claim(
+        request=request,
+        world="w",
+        rank=rank,
+        size=size,
+        terms="backend memory",
+        uid=uid,
+        seen=0,
+        deadline_s=10.0,
+        member=sealed_of(rank, uid),
+        place=(0, 1),
+    )
+    return msgspec.structs.replace(ordinary, **fields)
+
+
+def survivor_of(
+    request: int, rank: int, size: int, uid: str = "m", **fields: Any
+) -> SurvivorClaim:
+    """Return an ordinary claim of a survivor of epoch 1, with some fields changed."""
+    ordinary = SurvivorClaim(
+        request=request,
+        world="w",
+        epoch=1,
+        rank=rank,
+        size=size,
+        lost=(),
+        terms="backend memory",
+        uid=uid,
+        deadline_s=10.0,
+        member=sealed_of(rank, uid),
+        place=(0, 1),
+    )
+    return msgspec.structs.replace(ordinary, **fields)
+
+
+def raw(value: object) -> bytes:
+    """Return a frame with any JSON in it, or with these bytes."""
+    body = value if isinstance(value, bytes) else json.dumps(value).encode()
+    return len(body).to_bytes(4, "big") + body
+
+
+def values_of(message: msgspec.Struct, **fields: object) -> dict[str, Any]:
+    """Return a message as JSON values, with some fields changed to anything."""
+    return {**json.loads(frames.encode(message)[4:]), **fields}
 
 
 class Impostor:
@@ -70,8 +137,9 @@ class Impostor:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        asyncio.get_running_loop().remove_reader(self._listening.fileno())
         for sock in (self._listening, *self.accepted):
+            if sock.fileno() >= 0:
+                asyncio.get_running_loop().remove_reader(sock.fileno())
             sock.close()
 
 
@@ -87,3 +155,28 @@ def hangs_up(sock: socket.socket) -> None:
 def says(data: bytes) -> Callable[[socket.socket], None]:
     """Return an action that sends these bytes, whatever it was asked."""
     return lambda sock: sock.sendall(data)
+
+
+def answers(data: bytes) -> Callable[[socket.socket], None]:
+    """Return an action that welcomes a member, then sends these bytes for each request.
+
+    Each frame of a member must come in one piece, as short ones do on loopback.
+    """
+
+    def act(sock: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        replies = itertools.chain([WELCOME], itertools.repeat(data))
+
+        def on_readable() -> None:
+            try:
+                heard = sock.recv(1 << 16)
+            except OSError:
+                heard = b""
+            if heard:
+                sock.sendall(next(replies))
+            else:
+                loop.remove_reader(sock.fileno())
+
+        loop.add_reader(sock.fileno(), on_readable)
+
+    return act

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from types import NoneType
+from typing import Any, TypeVar
 
 import pytest
 
@@ -17,16 +18,39 @@ from multiworld import (
     WrongSecretError,
 )
 from multiworld.net import frames
+from multiworld.net.messages import Answer
 from multiworld.rendezvous import blocking_values
 from multiworld.rendezvous.blocking_values import BlockingValues
+from multiworld.rendezvous.messages import (
+    AddAmount,
+    CheckKeys,
+    ClaimReceived,
+    CountKeys,
+    GetValues,
+    RankTaken,
+    Reply,
+    Result,
+    SetValue,
+    ValueRequest,
+)
 from multiworld.rendezvous.store_address import parse_store
 from multiworld.rendezvous.store_server import StoreServer
 from tests.ports import free_port
-from tests.unit.rendezvous.sessions import Impostor, hangs_up, is_silent, says
+from tests.unit.rendezvous.sessions import (
+    WELCOME,
+    Impostor,
+    answers,
+    hangs_up,
+    is_silent,
+    raw,
+    says,
+)
 from tests.unit.waiting import until
 
 SECRET = Security(secret=b"a secret long enough to be one")
 NONE = Security()
+
+R = TypeVar("R")
 
 
 def connection(
@@ -44,9 +68,24 @@ async def values_at(
     return await asyncio.to_thread(connection, port, security, timeout_s)
 
 
-async def ask(values: BlockingValues, op: str, **fields: Any) -> Any:
+async def ask(values: BlockingValues, request: ValueRequest, kind: type[R]) -> R:
     """Make a request in a thread."""
-    return await asyncio.to_thread(values.request, op, **fields)
+    return await asyncio.to_thread(values.request, request, kind)
+
+
+async def get(values: BlockingValues, key: str, deadline_s: float = 5) -> list[str]:
+    """Get the value of a key in a thread."""
+    return await ask(values, GetValues(0, (key,), deadline_s), list)
+
+
+async def put(values: BlockingValues, key: str, value: str) -> None:
+    """Set a key in a thread."""
+    await ask(values, SetValue(0, key, value), NoneType)
+
+
+async def count(values: BlockingValues) -> int:
+    """Count the keys in a thread."""
+    return await ask(values, CountKeys(0), int)
 
 
 @pytest.fixture
@@ -60,11 +99,11 @@ async def server() -> AsyncIterator[StoreServer]:
 async def test_values_of_two_connections_are_the_same(server: StoreServer) -> None:
     """A value that one thread sets, another one gets."""
     one, two = await values_at(server.port), await values_at(server.port)
-    waiting = asyncio.create_task(ask(two, "get", keys=["k"], deadline_s=10))
-    await ask(one, "set", key="k", value="v")
+    waiting = asyncio.create_task(get(two, "k", 10))
+    await put(one, "k", "v")
     assert await waiting == ["v"]
-    assert await ask(two, "add", key="n", amount=2) == 2
-    assert await ask(one, "count") == 2
+    assert await ask(two, AddAmount(0, "n", 2), int) == 2
+    assert await count(one) == 2
     for values in (one, two):
         values.close()
         values.close()
@@ -76,12 +115,8 @@ async def test_requests_of_many_threads_are_answered_each_its_own(
 ) -> None:
     """One at a time uses the connection, so that no answer is mixed up."""
     values = await values_at(server.port)
-    await asyncio.gather(
-        *(ask(values, "set", key=f"k{n}", value=f"v{n}") for n in range(20))
-    )
-    found = await asyncio.gather(
-        *(ask(values, "get", keys=[f"k{n}"], deadline_s=5) for n in range(20))
-    )
+    await asyncio.gather(*(put(values, f"k{n}", f"v{n}") for n in range(20)))
+    found = await asyncio.gather(*(get(values, f"k{n}") for n in range(20)))
     assert found == [[f"v{n}"] for n in range(20)]
     values.close()
 
@@ -92,8 +127,8 @@ async def test_missing_value_is_a_time_out_and_the_connection_lives(
     """c10d asks again on the same connection."""
     values = await values_at(server.port)
     with pytest.raises(WorldTimeoutError, match="missing"):
-        await ask(values, "get", keys=["missing"], deadline_s=0.01)
-    assert await ask(values, "check", keys=["missing"]) is False
+        await get(values, "missing", 0.01)
+    assert await ask(values, CheckKeys(0, ("missing",)), bool) is False
     values.close()
 
 
@@ -118,8 +153,9 @@ async def test_store_that_does_not_shake_hands_is_unreachable(act: Any) -> None:
     [
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", StoreUnreachableError),
         (b"\x00\x00\x00\x02[]", StoreUnreachableError),
-        (frames.encode({"multiworld": 999}), ProtocolVersionError),
-        (frames.encode({}), ProtocolVersionError),
+        (raw({"multiworld": "new"}), StoreUnreachableError),
+        (frames.encode(Answer(multiworld=999)), ProtocolVersionError),
+        (raw({}), ProtocolVersionError),
     ],
 )
 async def test_process_that_is_no_store_is_refused(
@@ -138,7 +174,7 @@ async def test_other_secret_is_named() -> None:
         with pytest.raises(WrongSecretError, match="MULTIWORLD_SECRET"):
             await values_at(server.port, security)
     values = await values_at(server.port, SECRET)
-    assert await ask(values, "count") == 0
+    assert await count(values) == 0
     values.close()
     await server.close()
 
@@ -148,8 +184,8 @@ async def test_values_travel_under_tls(tls: Tls) -> None:
     security = Security(tls=tls)
     server = await StoreServer.listen("127.0.0.1", 0, security=security)
     values = await values_at(server.port, security)
-    await ask(values, "set", key="k", value="x" * 100_000)
-    assert await ask(values, "get", keys=["k"], deadline_s=5) == ["x" * 100_000]
+    await put(values, "k", "x" * 100_000)
+    assert await get(values, "k") == ["x" * 100_000]
     values.close()
     with pytest.raises(StoreUnreachableError):
         await values_at(server.port)
@@ -159,7 +195,7 @@ async def test_values_travel_under_tls(tls: Tls) -> None:
 async def test_store_that_dies_wakes_the_thread_that_waits(server: StoreServer) -> None:
     """A thread inside c10d gets an error instead of a hang."""
     values = await values_at(server.port)
-    waiting = asyncio.create_task(ask(values, "get", keys=["k"], deadline_s=60))
+    waiting = asyncio.create_task(get(values, "k", 60))
     await until(lambda: server.session_count == 1)
     await server.close()
     with pytest.raises(StoreUnreachableError):
@@ -170,7 +206,7 @@ async def test_store_that_dies_wakes_the_thread_that_waits(server: StoreServer) 
 async def test_close_wakes_the_thread_that_waits(server: StoreServer) -> None:
     """A world that breaks releases the threads of its group."""
     values = await values_at(server.port)
-    waiting = asyncio.create_task(ask(values, "get", keys=["k"], deadline_s=60))
+    waiting = asyncio.create_task(get(values, "k", 60))
     await until(lambda: values._lock.locked())
     values.close()
     with pytest.raises(StoreUnreachableError):
@@ -180,28 +216,62 @@ async def test_close_wakes_the_thread_that_waits(server: StoreServer) -> None:
 async def test_silent_store_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The late answer must not pass for that of the next request."""
     monkeypatch.setattr(blocking_values, "SLACK_S", 0.05)
-    hello = frames.encode({"multiworld": frames.PROTOCOL_VERSION, "ok": True})
-    async with Impostor(says(hello)) as stopped:
+    async with Impostor(says(WELCOME)) as stopped:
         values = await values_at(stopped.port)
         with pytest.raises(StoreUnreachableError):
-            await ask(values, "count")
+            await count(values)
         assert values.fileno() == -1
 
 
-@pytest.mark.xfail(
-    strict=True, reason="OSError (bad file descriptor) instead of StoreUnreachableError"
-)
 async def test_request_after_close_is_an_error_of_ours(server: StoreServer) -> None:
     """A thread of c10d may ask once more after its world has broken."""
     values = await values_at(server.port)
     values.close()
     with pytest.raises(StoreUnreachableError):
-        await ask(values, "count")
+        await count(values)
 
 
 async def test_wrong_request_ends_the_connection(server: StoreServer) -> None:
     """The store closes it, and the thread hears of that."""
     values = await values_at(server.port)
     with pytest.raises(StoreUnreachableError):
-        await ask(values, "no such operation")
+        await get(values, "k", -1.0)
     assert server.refused == {"malformed": 1}
+    assert values.fileno() == -1
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        raw({}),
+        raw(b"\xff"),
+        raw({"op": "Reply", "request": 1}),
+        raw({"op": "Reply", "request": 1, "outcome": {"op": "Result", "value": {}}}),
+        frames.encode(ClaimReceived(1)),
+        frames.encode(Reply(1, RankTaken())),
+        frames.encode(Reply(1, Result("many"))),
+        frames.encode(Reply(1, Result(None))),
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+    ],
+    ids=lambda reply: repr(reply[4:44]),
+)
+async def test_answer_that_is_no_count_is_an_error_of_ours(reply: bytes) -> None:
+    """Nothing else than a result of the expected type gets to c10d."""
+    async with Impostor(answers(reply)) as odd:
+        values = await values_at(odd.port)
+        with pytest.raises(StoreUnreachableError):
+            await count(values)
+        values.close()
+
+
+async def test_request_too_long_for_a_frame_is_an_error_of_ours(
+    server: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """c10d may be given a value of any length."""
+    monkeypatch.setattr(frames, "MAX_FRAME_BYTES", 10_000)
+    values = await values_at(server.port)
+    try:
+        with pytest.raises(StoreUnreachableError):
+            await put(values, "k", "x" * 20_000)
+    finally:
+        values.close()

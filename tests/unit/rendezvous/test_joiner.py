@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 
@@ -21,14 +20,35 @@ from multiworld import (
 from multiworld.errors import RendezvousError
 from multiworld.net import frames
 from multiworld.rendezvous import joiner as joiner_module
-from multiworld.rendezvous.joiner import Claim, Joiner, Survivor, meet
+from multiworld.rendezvous.joiner import Joiner, Newcomer, Survivor, meet
 from multiworld.rendezvous.membership import Incarnation
+from multiworld.rendezvous.messages import (
+    Admitted,
+    ClaimOutcome,
+    ClaimReceived,
+    JoinTimedOut,
+    NoValue,
+    RankTaken,
+    Reply,
+    Result,
+    Stale,
+    TermsDiffer,
+    VersionDiffers,
+)
 from multiworld.rendezvous.store_address import StoreAddresses, parse_store
 from multiworld.rendezvous.store_server import StoreServer
 from multiworld.rendezvous.store_session import StoreSession
 from multiworld.testing import no_leaks
 from tests.ports import free_port
-from tests.unit.rendezvous.sessions import Impostor, Owner, member_of, says
+from tests.unit.rendezvous.sessions import (
+    Impostor,
+    Owner,
+    answers,
+    member_of,
+    raw,
+    sealed_of,
+    values_of,
+)
 from tests.unit.waiting import turns, until
 
 MEMORY = parse_store("memory://joiner")
@@ -48,14 +68,14 @@ async def enter(
     return await joiner.enter(address, may_host=may_host, world="w", deadline=later())
 
 
-def claim(rank: int = 0, size: int = 1, terms: str = "", seen: int = 0) -> Claim:
+def claim(rank: int = 0, size: int = 1, terms: str = "", seen: int = 0) -> Newcomer:
     """Return a claim on a rank of world "w"."""
-    return Claim(world="w", rank=rank, size=size, terms=terms, seen=seen)
+    return Newcomer(world="w", rank=rank, size=size, terms=terms, seen=seen)
 
 
 async def join(
     joiner: Joiner,
-    wanted: Claim | Survivor,
+    wanted: Newcomer | Survivor,
     address: StoreAddresses = MEMORY,
     seconds: float = 10.0,
     uid: str = "",
@@ -311,85 +331,85 @@ async def test_forged_member_record_is_refused() -> None:
     await server.close()
 
 
-def scripted(*replies: dict[str, Any]) -> bytes:
-    """Return a store's whole side of a session: handshake, then these replies."""
-    hello = {"multiworld": frames.PROTOCOL_VERSION, "ok": True}
-    return b"".join(map(frames.encode, (hello, *replies)))
-
-
-async def answered(joiner: Joiner, reply: dict[str, Any]) -> Incarnation:
-    """Claim rank 0 of 1 at a store that gives this reply."""
-    async with Impostor(says(scripted())) as store:
-        session = await enter(joiner, store.address)
-        claiming = asyncio.create_task(
-            meet(
-                joiner,
-                store.address,
-                session,
-                claim(),
-                member_of(0),
-                later(),
-                may_host=False,
-            )
-        )
-        await turns()
-        body = frames.encode({"op": "reply", "request": 1, **reply})
-        store.accepted[-1].sendall(body)
+async def answered(joiner: Joiner, reply: bytes, seconds: float = 10.0) -> Incarnation:
+    """Claim rank 0 of 1 at a store that answers every claim so."""
+    async with Impostor(answers(reply)) as store:
         try:
-            return (await claiming)[1]
+            return await join(joiner, claim(seen=3), store.address, seconds)
         finally:
             joiner.close_nowait()
 
 
-RECORD = member_of(0).to_json()
+async def test_admission_is_taken_as_the_store_says(joiners: list[Joiner]) -> None:
+    """Epoch, nonce and members are the store's."""
+    members = (sealed_of(0, "a"), sealed_of(1, "b"))
+    found = await answered(joiners[0], frames.encode(Reply(1, Admitted(8, 5, members))))
+    assert found == Incarnation(
+        world="w", epoch=8, nonce=5, members=(member_of(0, "a"), member_of(1, "b"))
+    )
 
 
 @pytest.mark.parametrize(
-    ("reply", "kind"),
+    ("outcome", "kind", "words"),
     [
-        ({"ok": True, "epoch": 1, "nonce": 5, "members": [{}]}, RendezvousError),
-        (
-            {"ok": True, "epoch": 1, "nonce": 5, "members": [{**RECORD, "rank": "x"}]},
-            RendezvousError,
-        ),
-        (
-            {"ok": True, "epoch": 1, "nonce": 5, "members": [{**RECORD, "address": 7}]},
-            RendezvousError,
-        ),
-        ({"error": "version", "theirs": 9, "detail": "x"}, ProtocolVersionError),
-        ({"error": "something new"}, RendezvousError),
-        ({}, RendezvousError),
+        (VersionDiffers(9, "x"), ProtocolVersionError, "x"),
+        (JoinTimedOut((1,), (0, 2)), JoinTimeoutError, "rank 0, 2"),
+        (Stale(7), StaleEpochError, "at epoch 7"),
+        (RankTaken(), RankTakenError, "rank 0"),
+        (TermsDiffer("rank 1 asked"), JoinMismatchError, "rank 1 asked"),
+        (Result(1), RendezvousError, "answered a claim"),
+        (NoValue(), RendezvousError, "answered a claim"),
     ],
 )
-async def test_odd_reply_is_an_error_of_ours(
-    joiners: list[Joiner], reply: dict[str, Any], kind: type[Exception]
+async def test_each_outcome_but_admission_is_an_error(
+    joiners: list[Joiner],
+    outcome: ClaimOutcome | Result | NoValue,
+    kind: type[Exception],
+    words: str,
 ) -> None:
-    """A store of another release must not make a member stumble."""
-    with pytest.raises(kind):
-        await answered(joiners[0], reply)
+    """The first reply decides; nobody tries again."""
+    with pytest.raises(kind, match=words) as error:
+        await answered(joiners[0], frames.encode(Reply(1, outcome)))
+    assert not isinstance(error.value, StoreUnreachableError)
+
+
+ADMITTED = values_of(Admitted(1, 5, (sealed_of(0),)))
+RECORD = values_of(sealed_of(0))
+MEMBER = RECORD["member"]
 
 
 @pytest.mark.parametrize(
-    "reply",
+    "outcome",
     [
-        {"ok": True},
-        {"ok": True, "epoch": 1, "nonce": 5, "members": 3},
-        {"ok": True, "epoch": 1, "nonce": 5, "members": ["text"]},
-        {"ok": True, "epoch": "x", "nonce": 5, "members": [RECORD]},
-        {"error": "timeout"},
-        {"error": "mismatch"},
-        {"error": "stale", "current": None},
+        {},
+        {"op": "something new"},
+        {"op": "Admitted"},
+        {**ADMITTED, "members": 3},
+        {**ADMITTED, "members": ["text"]},
+        {**ADMITTED, "members": [{}]},
+        {**ADMITTED, "members": [{**RECORD, "member": {**MEMBER, "rank": "x"}}]},
+        {**ADMITTED, "members": [{**RECORD, "member": {**MEMBER, "address": 7}}]},
+        {**ADMITTED, "epoch": "x"},
+        {**ADMITTED, "nonce": None},
+        {"op": "JoinTimedOut"},
+        {"op": "TermsDiffer"},
+        {"op": "VersionDiffers", "theirs": "new", "detail": "x"},
+        {"op": "Stale", "current": None},
     ],
-)
-@pytest.mark.xfail(
-    strict=True, reason="KeyError, TypeError, AttributeError or ValueError escapes"
+    ids=lambda outcome: repr(outcome)[:50],
 )
 async def test_reply_that_lacks_a_field_is_an_error_of_ours(
-    joiners: list[Joiner], reply: dict[str, Any]
+    joiners: list[Joiner],
+    outcome: object,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """``join`` promises MultiWorldErrors, whatever the store says."""
+    monkeypatch.setattr(joiner_module, "SLACK_S", 0.02)
+    reply = raw({"op": "Reply", "request": 1, "outcome": outcome})
     with pytest.raises(RendezvousError):
-        await answered(joiners[0], reply)
+        await answered(joiners[0], reply, seconds=0.1)
+    assert "violated the protocol" in caplog.text
 
 
 async def test_store_that_never_answers_is_unreachable(
@@ -397,8 +417,7 @@ async def test_store_that_never_answers_is_unreachable(
 ) -> None:
     """It acknowledged the claim, and then its process stopped."""
     monkeypatch.setattr(joiner_module, "SLACK_S", 0.02)
-    data = scripted({"op": "taken", "request": 1})
-    async with Impostor(says(data)) as store:
+    async with Impostor(answers(frames.encode(ClaimReceived(1)))) as store:
         with pytest.raises(StoreUnreachableError, match="never answered"):
             await join(joiners[0], claim(), store.address, seconds=0.05)
         joiners[0].close_nowait()

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multiworld.rendezvous.reform import Reform, ReformClaim
+from tests.unit.rendezvous.sessions import sealed_of
 
 
 def claim(rank: int, *lost: int, size: int = 4, session: int = 0) -> ReformClaim:
@@ -24,7 +25,7 @@ def claim(rank: int, *lost: int, size: int = 4, session: int = 0) -> ReformClaim
         terms="",
         uid=f"m{rank}",
         deadline=10.0,
-        member={},
+        member=sealed_of(rank),
         fresh_nonce=1,
     )
 

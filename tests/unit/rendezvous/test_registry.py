@@ -7,6 +7,14 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from multiworld.rendezvous.messages import (
+    Admitted,
+    JoinTimedOut,
+    RankTaken,
+    Stale,
+    TermsDiffer,
+    VersionDiffers,
+)
 from multiworld.rendezvous.reform import ReformClaim
 from multiworld.rendezvous.registry import (
     ASK_S,
@@ -27,6 +35,7 @@ from multiworld.rendezvous.registry import (
     Withdrawn,
     next_epoch,
 )
+from tests.unit.rendezvous.sessions import sealed_of
 
 
 class Bench:
@@ -56,7 +65,7 @@ class Bench:
                 uid=f"u{session}",
                 seen=seen,
                 deadline=self.now + 30,
-                member={"rank": rank},
+                member=sealed_of(rank, f"u{session}"),
                 fresh_nonce=self.requests,
                 place=self.place,
             )
@@ -64,9 +73,10 @@ class Bench:
 
     def admitted(self, actions: list[Any]) -> tuple[int, set[int]]:
         """Return the epoch and the sessions of a complete world."""
-        replies = replies_of(actions)
-        assert all(reply.body["ok"] for reply in replies), replies
-        return replies[0].body["epoch"], {reply.session for reply in replies}
+        admitted = admitted_of(actions)
+        assert len(admitted) == len(replies_of(actions)), actions
+        (epoch,) = {outcome.epoch for _, outcome in admitted}
+        return epoch, {session for session, _ in admitted}
 
 
 def replies_of(actions: list[Any]) -> list[Reply]:
@@ -74,17 +84,26 @@ def replies_of(actions: list[Any]) -> list[Reply]:
     return [action for action in actions if isinstance(action, Reply)]
 
 
+def admitted_of(actions: list[Any]) -> list[tuple[int, Admitted]]:
+    """Return the admitted sessions and what each of them was told."""
+    return [
+        (reply.session, reply.outcome)
+        for reply in replies_of(actions)
+        if isinstance(reply.outcome, Admitted)
+    ]
+
+
 def kinds(actions: list[Any]) -> list[type]:
     """Return the types of the actions."""
     return [type(action) for action in actions]
 
 
-def errors(actions: list[Any]) -> list[tuple[int, str]]:
-    """Return the refused sessions and the reasons."""
+def errors(actions: list[Any]) -> list[tuple[int, type]]:
+    """Return the refused sessions and the types of the reasons."""
     return [
-        (a.session, a.body["error"])
-        for a in actions
-        if isinstance(a, Reply) and not a.body["ok"]
+        (reply.session, type(reply.outcome))
+        for reply in replies_of(actions)
+        if not isinstance(reply.outcome, Admitted)
     ]
 
 
@@ -94,9 +113,9 @@ def test_claims_when_complete_then_all_are_admitted_together() -> None:
     assert bench.claim(1, 1) == []
     actions = bench.claim(2, 0)
     assert bench.admitted(actions) == (1, {1, 2})
-    first, second = replies_of(actions)
-    assert first.body == second.body
-    assert [m["rank"] for m in first.body["members"]] == [0, 1]
+    (_, first), (_, second) = admitted_of(actions)
+    assert first == second
+    assert first.members == (sealed_of(0, "u2"), sealed_of(1, "u1"))
     assert Remember("w", 1) in actions
 
 
@@ -111,7 +130,7 @@ def test_claim_on_a_waiting_rank_is_refused() -> None:
     """The first claim keeps the rank."""
     bench = Bench()
     bench.claim(1, 0)
-    assert errors(bench.claim(2, 0)) == [(2, "taken")]
+    assert errors(bench.claim(2, 0)) == [(2, RankTaken)]
     assert bench.admitted(bench.claim(3, 1)) == (1, {1, 3})
 
 
@@ -129,7 +148,7 @@ def test_claim_on_a_held_rank_asks_the_holder_who_keeps_it() -> None:
     (ask,) = bench.claim(3, 1)
     assert isinstance(ask, AskHolder)
     assert (ask.session, ask.world, ask.epoch, ask.rank) == (2, "w", 1, 1)
-    assert errors(bench.handle(Answered(ask.ask, True))) == [(3, "taken")]
+    assert errors(bench.handle(Answered(ask.ask, True))) == [(3, RankTaken)]
 
 
 def test_claim_on_a_held_rank_when_the_holder_is_silent_then_next_epoch() -> None:
@@ -186,8 +205,9 @@ def test_different_terms_dissolve_the_gathering() -> None:
     bench = Bench()
     bench.claim(1, 0, 2)
     actions = bench.claim(2, 1, 3)
-    assert errors(actions) == [(1, "mismatch"), (2, "mismatch")]
-    assert "rank 1 asked for size 3" in actions[0].body["detail"]
+    assert errors(actions) == [(1, TermsDiffer), (2, TermsDiffer)]
+    asked = "rank 0 asked for size 2, t; rank 1 asked for size 3, t"
+    assert [reply.outcome for reply in replies_of(actions)] == [TermsDiffer(asked)] * 2
     assert bench.registry.next_deadline() is None
 
 
@@ -199,9 +219,9 @@ def test_deadline_names_present_and_missing() -> None:
     assert bench.registry.next_deadline() == 30
     bench.now = 30
     actions = bench.handle(Ticked())
-    assert errors(actions) == [(1, "timeout"), (2, "timeout")]
-    assert actions[0].body["present"] == [0, 2]
-    assert actions[0].body["missing"] == [1]
+    assert errors(actions) == [(1, JoinTimedOut), (2, JoinTimedOut)]
+    outcomes = [reply.outcome for reply in replies_of(actions)]
+    assert outcomes == [JoinTimedOut(present=(0, 2), missing=(1,))] * 2
 
 
 def test_withdrawn_claim_frees_its_rank() -> None:
@@ -217,8 +237,10 @@ def test_refused_stranger_is_told_to_those_who_wait() -> None:
     """A member that speaks another version can never join."""
     bench = Bench()
     bench.claim(1, 0)
-    assert errors(bench.handle(Refused("w", {"error": "version"}))) == [(1, "version")]
-    assert bench.handle(Refused("unknown", {"error": "version"})) == []
+    why = VersionDiffers(9, "it is old")
+    (reply,) = replies_of(bench.handle(Refused("w", why)))
+    assert (reply.session, reply.request, reply.outcome) == (1, 1, why)
+    assert bench.handle(Refused("unknown", why)) == []
 
 
 def test_names_that_nobody_holds_are_forgotten_but_their_numbers() -> None:
@@ -237,7 +259,7 @@ def test_two_claims_on_a_silent_rank_then_the_first_gets_it() -> None:
     bench.claim(3, 1)
     bench.claim(4, 1)
     bench.now += ASK_S
-    assert errors(bench.handle(Ticked())) == [(4, "taken")]
+    assert errors(bench.handle(Ticked())) == [(4, RankTaken)]
 
 
 steps = st.lists(
@@ -273,7 +295,7 @@ def test_any_history_then_epochs_grow_and_every_claim_is_answered_once(
         for reply in replies:
             assert (reply.session, reply.request) not in answered
             answered.add((reply.session, reply.request))
-        new = {r.body["epoch"] for r in replies if r.body["ok"]}
+        new = {outcome.epoch for _, outcome in admitted_of(actions)}
         assert len(new) <= 1
         epochs += new
     assert epochs == sorted(set(epochs))
@@ -331,7 +353,7 @@ def reform(
             terms="t",
             uid=f"u{session}",
             deadline=bench.now + 30,
-            member={"rank": rank, "uid": f"u{session}"},
+            member=sealed_of(rank, f"u{session}"),
             fresh_nonce=bench.requests,
         )
     )
@@ -353,8 +375,8 @@ def test_survivors_go_on_with_compacted_ranks() -> None:
     assert reform(bench, 3, 2, {0}) == []
     actions = reform(bench, 2, 1, {0})
     assert bench.admitted(actions) == (2, {2, 3})
-    members = replies_of(actions)[0].body["members"]
-    assert [(m["rank"], m["uid"]) for m in members] == [(0, "u2"), (1, "u3")]
+    for _, outcome in admitted_of(actions):
+        assert outcome.members == (sealed_of(0, "u2"), sealed_of(1, "u3"))
 
 
 def test_two_that_accuse_each_other_do_not_both_go_on() -> None:
@@ -363,14 +385,14 @@ def test_two_that_accuse_each_other_do_not_both_go_on() -> None:
     bench.claim(1, 0)
     bench.claim(2, 1)
     assert bench.admitted(reform(bench, 1, 0, {1}, size=2)) == (2, {1})
-    assert errors(reform(bench, 2, 1, {0}, size=2)) == [(2, "stale")]
+    assert errors(reform(bench, 2, 1, {0}, size=2)) == [(2, Stale)]
 
 
 def test_accused_survivor_is_refused_and_its_accusation_counts_for_nothing() -> None:
     """A claims first and accuses B, C believes both, and A and C go on."""
     bench = three()
     assert reform(bench, 1, 0, {1}) == []
-    assert errors(reform(bench, 2, 1, {0})) == [(2, "stale")]
+    assert errors(reform(bench, 2, 1, {0})) == [(2, Stale)]
     assert bench.admitted(reform(bench, 3, 2, {0, 1})) == (2, {1, 3})
 
 
@@ -385,7 +407,7 @@ def test_survivors_of_an_older_incarnation_are_refused() -> None:
     """The name already has a newer incarnation."""
     bench = three()
     reform(bench, 1, 0, {1, 2})
-    assert errors(reform(bench, 3, 2, {0, 1})) == [(3, "stale")]
+    assert errors(reform(bench, 3, 2, {0, 1})) == [(3, Stale)]
     assert bench.admitted(reform(bench, 1, 0, set(), size=1, epoch=2)) == (3, {1})
 
 
@@ -396,7 +418,7 @@ def test_survivors_that_wait_too_long_are_told_who_is_missing() -> None:
     assert bench.registry.waiting_count() == 1
     bench.now += 31
     (reply,) = bench.handle(Ticked())
-    assert (reply.body["error"], reply.body["missing"]) == ("timeout", [2])
+    assert reply.outcome == JoinTimedOut(present=(0,), missing=(2,))
     assert bench.registry.next_deadline() is None
 
 
@@ -416,7 +438,7 @@ def test_what_was_announced_is_held_and_its_number_not_given_again() -> None:
     bench.handle(Announced(session=1, world="w", epoch=5, rank=0, uid="u1"))
     (ask,) = bench.claim(3, 0)
     assert isinstance(ask, AskHolder)
-    assert errors(bench.handle(Answered(ask.ask, True))) == [(3, "taken")]
+    assert errors(bench.handle(Answered(ask.ask, True))) == [(3, RankTaken)]
     bench.handle(Left(1, "w", 5, 0))
     bench.claim(3, 0)
     assert bench.admitted(bench.claim(4, 1))[0] == 6
@@ -434,7 +456,7 @@ def test_fresh_store_gives_no_number_of_survivors_again() -> None:
     """A survivor of an older incarnation is refused."""
     bench = Bench()
     assert reform(bench, 1, 0, set(), size=2, epoch=4) == []
-    assert errors(reform(bench, 9, 1, {0}, size=2, epoch=3)) == [(9, "stale")]
+    assert errors(reform(bench, 9, 1, {0}, size=2, epoch=3)) == [(9, Stale)]
     assert bench.admitted(reform(bench, 2, 1, set(), size=2, epoch=4)) == (5, {1, 2})
 
 
@@ -442,11 +464,11 @@ def test_survivors_of_an_older_gathering_are_answered() -> None:
     """The event that makes their reform impossible also answers them."""
     bench = Bench()
     reform(bench, 1, 0, set(), epoch=3)
-    assert errors(reform(bench, 2, 0, set(), epoch=4)) == [(1, "stale")]
+    assert errors(reform(bench, 2, 0, set(), epoch=4)) == [(1, Stale)]
     bench = three()
     reform(bench, 1, 0, {1})
     bench.claim(4, 0)
-    assert (1, "stale") in errors(bench.claim(5, 1))
+    assert (1, Stale) in errors(bench.claim(5, 1))
 
 
 def test_accusations_go_with_their_accuser() -> None:
@@ -483,7 +505,7 @@ def test_members_must_list_the_stores_in_one_order() -> None:
     bench.place = (0, 2)
     bench.claim(1, 0)
     bench.place = (1, 2)
-    assert errors(bench.claim(2, 1)) == [(1, "mismatch"), (2, "mismatch")]
+    assert errors(bench.claim(2, 1)) == [(1, TermsDiffer), (2, TermsDiffer)]
 
 
 def test_withdrawn_claims_leave_nothing_behind() -> None:

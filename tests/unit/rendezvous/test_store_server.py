@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import socket
-from typing import Any
+from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 
 from multiworld import Security
@@ -16,10 +18,23 @@ from multiworld.net.handshake import dialing
 from multiworld.net.listener import read_frame
 from multiworld.net.streams import write_all
 from multiworld.net.tcp import tune
-from multiworld.rendezvous import store_server
+from multiworld.rendezvous import messages, store_server
+from multiworld.rendezvous.messages import (
+    Admitted,
+    CheckKeys,
+    ClaimReceived,
+    CountKeys,
+    GetValues,
+    Reply,
+    Result,
+    SetValue,
+    StoreHello,
+    StoreMessage,
+    VersionDiffers,
+)
 from multiworld.rendezvous.store_server import StoreServer
 from multiworld.testing import no_leaks
-from tests.unit.rendezvous.test_store_service import claim_of
+from tests.unit.rendezvous.sessions import claim_of, raw, values_of
 from tests.unit.waiting import turns, until
 
 SECRET = Security(secret=b"a secret long enough to be one")
@@ -43,29 +58,38 @@ class Client:
         loop = asyncio.get_running_loop()
         await loop.sock_connect(sock, ("127.0.0.1", server.port))
         client = cls(sock)
-        steps = dialing({"world": "w"}, security)
+        steps = dialing(StoreHello(world="w"), security)
         try:
-            message = {**next(steps), "multiworld": version}
+            hello = json.loads(next(steps)[4:])
+            frame = raw({**hello, "multiworld": version})
             while True:
-                await client.say(message)
-                message = steps.send(await client.hear())
+                await client.send(frame)
+                frame = steps.send(await client.receive())
         except StopIteration:
             return client
         except BaseException:
             sock.close()
             raise
 
-    async def say(self, message: dict[str, Any]) -> None:
-        await write_all(self.sock, frames.encode(message))
+    async def send(self, data: bytes) -> None:
+        await write_all(self.sock, data)
 
-    async def hear(self) -> dict[str, Any]:
+    async def receive(self) -> bytes:
         async with asyncio.timeout(20):
             return await read_frame(self.sock, frames.MAX_FRAME_BYTES)
+
+    async def say(self, message: msgspec.Struct) -> None:
+        await self.send(frames.encode(message))
+
+    async def hear(self) -> StoreMessage:
+        message: StoreMessage
+        message = frames.decode_body(await self.receive(), messages.replies)
+        return message
 
     async def hear_end(self) -> None:
         async with asyncio.timeout(20):
             with contextlib.suppress(ConnectionResetError):
-                while await self.hear():
+                while await self.receive():
                     pass
 
     def close(self) -> None:
@@ -73,7 +97,7 @@ class Client:
 
 
 @pytest.fixture
-async def server() -> Any:
+async def server() -> AsyncIterator[StoreServer]:
     """Return a store with a secret."""
     async with no_leaks():
         server = await StoreServer.listen("127.0.0.1", 0, security=SECRET)
@@ -85,10 +109,12 @@ async def test_members_meet_over_two_connections(server: StoreServer) -> None:
     """Each hears of the acknowledgement and of the admission."""
     clients = [await Client.of(server) for _ in range(2)]
     for rank, client in enumerate(clients):
-        await client.say({"op": "claim", **claim_of(1, rank, 2, f"m{rank}")})
-        assert (await client.hear())["op"] == "taken"
+        await client.say(claim_of(1, rank, 2, f"m{rank}"))
+        assert await client.hear() == ClaimReceived(1)
     answers = [await client.hear() for client in clients]
-    assert answers[0]["nonce"] == answers[1]["nonce"]
+    assert answers[0] == answers[1]
+    assert isinstance(answers[0], Reply)
+    assert isinstance(answers[0].outcome, Admitted)
     assert server.session_count == 2
     for client in clients:
         client.close()
@@ -98,7 +124,7 @@ async def test_members_meet_over_two_connections(server: StoreServer) -> None:
 async def test_member_that_dies_gives_up_its_claim(server: StoreServer) -> None:
     """The end of its connection is enough."""
     client = await Client.of(server)
-    await client.say({"op": "claim", **claim_of(1, 0, 2)})
+    await client.say(claim_of(1, 0, 2))
     await until(lambda: server.waiting_count == 1)
     client.close()
     await until(lambda: server.waiting_count == 0)
@@ -109,25 +135,35 @@ async def test_member_that_dies_gives_up_its_claim(server: StoreServer) -> None:
     "garbage",
     [
         b"GET / HTTP/1.1\r\n\r\n",
-        frames.encode({}),
-        frames.encode({"op": "no such", "request": 1}),
-        frames.encode({"op": "claim", **claim_of(1, 5, 2)}),
-        frames.encode({"op": "get", "request": 1, "keys": None, "deadline_s": 1}),
+        raw({}),
+        raw([]),
+        raw(b"\xff"),
+        raw({"op": "no such", "request": 1}),
+        raw({"op": "Claim"}),
+        raw(values_of(claim_of(1, 0, 2), member="text")),
+        raw(values_of(claim_of(1, 0, 2), rank=-1)),
+        frames.encode(claim_of(1, 5, 2)),
+        frames.encode(claim_of(1, 0, 2, place=(3, 2))),
+        raw({"op": "GetValues", "request": 1, "keys": None, "deadline_s": 1}),
+        raw(b'{"op":"GetValues","request":1,"keys":["k"],"deadline_s":NaN}'),
+        raw(b'{"op":"GetValues","request":1,"keys":["k"],"deadline_s":1e999}'),
+        raw(b"[" * 100_000),
     ],
+    ids=lambda garbage: repr(garbage[4:44]),
 )
 async def test_garbage_costs_only_the_session_it_came_from(
     server: StoreServer, garbage: bytes
 ) -> None:
     """It is closed and counted, with its claims; another one goes on."""
     good, bad = await Client.of(server), await Client.of(server)
-    await bad.say({"op": "claim", **claim_of(1, 0, 2)})
-    await write_all(bad.sock, garbage)
+    await bad.say(claim_of(1, 0, 2))
+    await bad.send(garbage)
     await bad.hear_end()
     assert server.refused == {"malformed": 1}
     await until(lambda: server.session_count == 1)
     assert server.waiting_count == 0
-    await good.say({"op": "count", "request": 5})
-    assert await good.hear() == {"op": "reply", "request": 5, "ok": True, "result": 0}
+    await good.say(CountKeys(5))
+    assert await good.hear() == Reply(5, Result(0))
     for client in (good, bad):
         client.close()
 
@@ -138,25 +174,19 @@ async def test_member_that_does_not_read_is_closed(
     """The store's memory is not at the mercy of a stopped member."""
     monkeypatch.setattr(store_server, "MAX_BACKLOG_BYTES", 1 << 20)
     lazy, good = await Client.of(server), await Client.of(server)
-    await lazy.say({"op": "set", "request": 0, "key": "k", "value": "x" * 500_000})
+    await lazy.say(SetValue(0, "k", "x" * 500_000))
     for request in range(1, 60):
-        await lazy.say(
-            {"op": "get", "request": request, "keys": ["k"], "deadline_s": 1}
-        )
+        await lazy.say(GetValues(request, ("k",), 1))
         await turns(3)
         if server.session_count == 1:
             break
     assert server.session_count == 1
-    await good.say({"op": "check", "request": 1, "keys": ["k"]})
-    assert (await good.hear())["result"] is True
+    await good.say(CheckKeys(1, ("k",)))
+    assert await good.hear() == Reply(1, Result(True))
     for client in (lazy, good):
         client.close()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="the answer for one session raises within another session's message",
-)
 async def test_answer_too_long_for_a_frame_costs_only_who_asked(
     server: StoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,16 +194,14 @@ async def test_answer_too_long_for_a_frame_costs_only_who_asked(
     monkeypatch.setattr(frames, "MAX_FRAME_BYTES", 10_000)
     greedy, good = await Client.of(server), await Client.of(server)
     try:
-        await greedy.say(
-            {"op": "get", "request": 1, "keys": ["a", "b"], "deadline_s": 9}
-        )
+        await greedy.say(GetValues(1, ("a", "b"), 9))
         for number, key in enumerate(("a", "b")):
-            await good.say(
-                {"op": "set", "request": number, "key": key, "value": "x" * 6_000}
-            )
-            assert (await good.hear())["request"] == number
-        await good.say({"op": "count", "request": 9})
-        assert (await good.hear())["result"] == 2
+            await good.say(SetValue(number, key, "x" * 6_000))
+            assert await good.hear() == Reply(number, Result(None))
+        await greedy.hear_end()
+        await good.say(CountKeys(9))
+        assert await good.hear() == Reply(9, Result(2))
+        assert server.session_count == 1
     finally:
         for client in (greedy, good):
             client.close()
@@ -192,12 +220,12 @@ async def test_other_release_is_told_to_those_who_wait() -> None:
     """Without a secret they learn at once why the world does not come together."""
     server = await StoreServer.listen("127.0.0.1", 0)
     client = await Client.of(server, Security())
-    await client.say({"op": "claim", **claim_of(1, 0, 2)})
+    await client.say(claim_of(1, 0, 2))
     await client.hear()
     with pytest.raises(ConnectionRefusedError):
         await Client.of(server, Security(), version=999)
-    answer = await client.hear()
-    assert (answer["error"], answer["theirs"]) == ("version", 999)
+    detail = "a member at 127.0.0.1 speaks version 999"
+    assert await client.hear() == Reply(1, VersionDiffers(999, detail))
     assert server.waiting_count == 0
     client.close()
     await server.close()
@@ -208,7 +236,7 @@ async def test_stranger_cannot_disturb_a_world_behind_a_secret(
 ) -> None:
     """Where there is a secret, a version mismatch is told to nobody."""
     client = await Client.of(server)
-    await client.say({"op": "claim", **claim_of(1, 0, 2)})
+    await client.say(claim_of(1, 0, 2))
     await until(lambda: server.waiting_count == 1)
     with pytest.raises(ConnectionRefusedError):
         await Client.of(server, Security(), version=999)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 
@@ -14,8 +13,30 @@ from multiworld import (
     Tls,
     WrongSecretError,
 )
+from multiworld.errors import RendezvousError
 from multiworld.net import frames
+from multiworld.net.messages import Answer
 from multiworld.rendezvous import store_session
+from multiworld.rendezvous.messages import (
+    Admitted,
+    Announce,
+    AskHolds,
+    Claim,
+    ClaimOutcome,
+    ClaimReceived,
+    CountKeys,
+    HoldsAnswer,
+    Leave,
+    MemberGaveUp,
+    NewcomerWaits,
+    NoValue,
+    RankTaken,
+    Reply,
+    Result,
+    StoreRequest,
+    SurvivorClaim,
+    Withdraw,
+)
 from multiworld.rendezvous.store_address import StoreAddresses, parse_store
 from multiworld.rendezvous.store_server import StoreServer
 from multiworld.rendezvous.store_session import (
@@ -26,27 +47,32 @@ from multiworld.rendezvous.store_session import (
 from multiworld.testing import no_leaks
 from tests.ports import free_port
 from tests.unit.rendezvous.sessions import (
+    WELCOME,
     Impostor,
     Owner,
+    claim_of,
     hangs_up,
     is_silent,
+    raw,
     says,
+    survivor_of,
 )
 from tests.unit.waiting import turns, until
 
 SECRET = Security(secret=b"a secret long enough to be one")
 OTHER = Security(secret=b"another that is long enough, too")
 ADDRESS = parse_store("memory://unit").stores[0]
+CLAIM = claim_of(0, 0, 1, place=(8, 9))
 
 
 class Wire:
     """Wire of a session that keeps what is sent on it."""
 
     def __init__(self) -> None:
-        self.sent: list[dict[str, Any]] = []
+        self.sent: list[StoreRequest] = []
         self.is_closed = False
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: StoreRequest) -> None:
         self.sent.append(message)
 
     def close(self) -> None:
@@ -66,27 +92,55 @@ class Bench:
     def _on_lost(self) -> None:
         self.lost += 1
 
-    async def claim(self) -> asyncio.Task[dict[str, Any]]:
-        task = asyncio.create_task(self.session.claim("claim", {"world": "w"}))
+    async def claim(
+        self, claim: Claim | SurvivorClaim = CLAIM
+    ) -> asyncio.Task[ClaimOutcome]:
+        task = asyncio.create_task(self.session.claim(claim))
         await turns(3)
         return task
 
+    def claims(self) -> list[Claim | SurvivorClaim]:
+        """Return the claims that were sent."""
+        return [m for m in self.wire.sent if isinstance(m, Claim | SurvivorClaim)]
+
     def request(self) -> int:
-        return int(self.wire.sent[-1]["request"])
+        return self.claims()[-1].request
 
 
 async def test_claim_is_acknowledged_and_answered() -> None:
     """The reply goes to the request it names."""
     bench = Bench()
     first, second = await bench.claim(), await bench.claim()
-    requests = [message["request"] for message in bench.wire.sent]
-    assert bench.wire.sent[0]["place"] == [0, 1]
-    for request in requests:
-        bench.session.receive({"op": "taken", "request": request})
-    bench.session.receive({"op": "reply", "request": requests[1], "ok": True, "n": 2})
-    bench.session.receive({"op": "reply", "request": requests[0], "ok": True, "n": 1})
-    assert (await first)["n"] == 1
-    assert (await second)["n"] == 2
+    assert bench.wire.sent == [
+        claim_of(1, 0, 1, place=(0, 1)),
+        claim_of(2, 0, 1, place=(0, 1)),
+    ]
+    for request in (1, 2):
+        bench.session.receive(ClaimReceived(request))
+    outcomes = [Admitted(epoch, 5, ()) for epoch in (1, 2)]
+    bench.session.receive(Reply(2, outcomes[1]))
+    bench.session.receive(Reply(1, outcomes[0]))
+    assert await first == outcomes[0]
+    assert await second == outcomes[1]
+
+
+async def test_survivor_claims_in_the_same_way() -> None:
+    """Its number and the store's place are the session's, too."""
+    bench = Bench()
+    claim = await bench.claim(survivor_of(0, 1, 2, lost=(0,), place=(8, 9)))
+    assert bench.wire.sent == [survivor_of(1, 1, 2, lost=(0,), place=(0, 1))]
+    bench.session.receive(Reply(1, RankTaken()))
+    assert await claim == RankTaken()
+
+
+@pytest.mark.parametrize("outcome", [Result(1), Result(None), NoValue()])
+async def test_value_is_no_outcome_of_a_claim(outcome: Result | NoValue) -> None:
+    """A store that confuses its requests is an error of ours, at once."""
+    bench = Bench()
+    claim = await bench.claim()
+    bench.session.receive(Reply(bench.request(), outcome))
+    with pytest.raises(RendezvousError, match="answered a claim"):
+        await claim
 
 
 async def test_store_that_does_not_acknowledge_counts_as_lost(
@@ -96,7 +150,7 @@ async def test_store_that_does_not_acknowledge_counts_as_lost(
     monkeypatch.setattr(store_session, "TAKEN_S", 0.01)
     bench = Bench()
     with pytest.raises(SessionLostError):
-        await bench.session.claim("claim", {})
+        await bench.session.claim(CLAIM)
     assert bench.wire.is_closed
     assert not bench.session.is_open
     assert bench.lost == 1
@@ -109,11 +163,11 @@ async def test_acknowledged_claim_waits_without_limit(
     monkeypatch.setattr(store_session, "TAKEN_S", 0.01)
     bench = Bench()
     claim = await bench.claim()
-    bench.session.receive({"op": "taken", "request": bench.request()})
+    bench.session.receive(ClaimReceived(bench.request()))
     await asyncio.sleep(0.03)
     assert not claim.done()
-    bench.session.receive({"op": "reply", "request": bench.request(), "ok": True})
-    assert (await claim)["ok"]
+    bench.session.receive(Reply(bench.request(), RankTaken()))
+    assert await claim == RankTaken()
 
 
 async def test_lost_connection_fails_every_claim_and_tells_once() -> None:
@@ -126,7 +180,7 @@ async def test_lost_connection_fails_every_claim_and_tells_once() -> None:
     assert [type(error) for error in found] == [SessionLostError] * 2
     assert bench.lost == 1
     with pytest.raises(SessionLostError):
-        await bench.session.claim("claim", {})
+        await bench.session.claim(CLAIM)
 
 
 async def test_close_is_not_a_loss() -> None:
@@ -149,61 +203,47 @@ async def test_cancelled_claim_is_withdrawn() -> None:
     claim.cancel()
     with pytest.raises(asyncio.CancelledError):
         await claim
-    assert bench.wire.sent[-1] == {"op": "withdraw", "request": request}
-    bench.session.receive({"op": "reply", "request": request, "ok": True})
-    bench.session.receive({"op": "taken", "request": request})
+    assert bench.wire.sent[-1] == Withdraw(request)
+    bench.session.receive(Reply(request, RankTaken()))
+    bench.session.receive(ClaimReceived(request))
+    assert bench.session.is_open
 
 
 async def test_question_is_answered_by_the_owner() -> None:
     """The store asks whether a rank is still held."""
     bench = Bench(("w", 3, 1))
     for ask, epoch in ((7, 3), (8, 2)):
-        where = {"world": "w", "epoch": epoch, "rank": 1}
-        bench.session.receive({"op": "ask", "ask": ask, **where})
-    answers = [(message["ask"], message["holds"]) for message in bench.wire.sent]
-    assert answers == [(7, True), (8, False)]
+        bench.session.receive(AskHolds(ask, "w", epoch, 1))
+    assert bench.wire.sent == [HoldsAnswer(7, True), HoldsAnswer(8, False)]
 
 
 async def test_notices_reach_the_owner_and_holdings_the_store() -> None:
     """A session announces every rank after a reconnection."""
     bench = Bench(("w", 3, 1), ("x", 1, 0))
-    bench.session.receive({"op": "waiting", "rank": 2})
-    bench.session.receive({"op": "abandoned", "rank": 3})
-    assert [note["rank"] for note in bench.owner.notes] == [2, 3]
+    notes = NewcomerWaits("w", 3, 2, 3, False), MemberGaveUp("w", 3, 3)
+    for note in notes:
+        bench.session.receive(note)
+    assert bench.owner.notes == list(notes)
     bench.session.announce(StoreAddresses((ADDRESS,)))
-    assert [(m["op"], m["world"]) for m in bench.wire.sent] == [
-        ("announce", "w"),
-        ("announce", "x"),
-    ]
+    assert bench.wire.sent == [Announce("w", 3, 1, "me"), Announce("x", 1, 0, "me")]
     bench.session.left("w", 3, 1, frozenset({2, 0}))
-    assert bench.wire.sent[-1]["lost"] == [0, 2]
+    assert bench.wire.sent[-1] == Leave("w", 3, 1, (0, 2))
     bench.session.close()
     bench.session.left("x", 1, 0)
-    assert bench.wire.sent[-1]["world"] == "w"
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        {"op": "ask"},
-        {"op": "ask", "world": "w", "epoch": 1, "rank": 0},
-        {"op": "ask", "world": "w", "rank": 0, "ask": 1},
-    ],
-)
-async def test_question_without_its_fields_is_a_violation(
-    message: dict[str, Any],
-) -> None:
-    """The connection turns the KeyError into its end."""
-    with pytest.raises(KeyError):
-        Bench().session.receive(message)
+    assert bench.wire.sent[-1] == Leave("w", 3, 1, (0, 2))
 
 
 async def test_reply_to_nothing_is_ignored() -> None:
     """It may answer a request that was withdrawn meanwhile."""
     bench = Bench()
-    for message in ({}, {"op": "reply"}, {"op": "taken"}, {"op": "x", "request": 9}):
+    claim = await bench.claim()
+    for message in (ClaimReceived(9), Reply(9, RankTaken()), Reply(0, Result(1))):
         bench.session.receive(message)
     assert bench.session.is_open
+    assert not claim.done()
+    bench.session.close()
+    with pytest.raises(SessionLostError):
+        await claim
 
 
 # Opening.
@@ -308,7 +348,7 @@ async def test_process_that_is_no_store_is_named_at_once(data: bytes) -> None:
 
 async def test_other_release_is_named_with_both_versions() -> None:
     """The error tells which of the two to replace."""
-    answer = frames.encode({"multiworld": 999, "ok": True})
+    answer = frames.encode(Answer(multiworld=999, ok=True))
     async with Impostor(says(answer)) as newer:
         with pytest.raises(ProtocolVersionError, match="999") as refused:
             await opened(newer.address)
@@ -346,13 +386,32 @@ async def test_cancelled_attempt_leaves_nothing_open() -> None:
         stopped.accepted.pop().close()
 
 
-async def test_store_that_turns_to_garbage_ends_the_session() -> None:
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        raw({}),
+        raw(b"\xff"),
+        raw({"op": "x", "request": 9}),
+        raw({"op": "AskHolds"}),
+        raw({"op": "AskHolds", "world": "w", "epoch": 1, "rank": 0}),
+        raw({"op": "AskHolds", "world": "w", "rank": 0, "ask": 1}),
+        raw({"op": "Reply"}),
+        raw({"op": "Reply", "request": 1, "outcome": {}}),
+        frames.encode(CountKeys(1)),
+    ],
+    ids=lambda garbage: repr(garbage[4:44]),
+)
+async def test_store_that_turns_to_garbage_ends_the_session(garbage: bytes) -> None:
     """The owner is told, as it is when the connection breaks."""
-    hello = frames.encode({"multiworld": frames.PROTOCOL_VERSION, "ok": True})
-    async with Impostor(says(hello)) as odd:
+    async with Impostor(says(WELCOME)) as odd:
         session = await opened(odd.address)
         lost: list[bool] = []
         session.watch(lambda: lost.append(True))
-        odd.accepted[0].sendall(frames.encode({"op": "ask"}))
+        claim = asyncio.create_task(session.claim(CLAIM))
+        await turns(3)
+        odd.accepted[0].sendall(garbage)
         await until(lambda: lost)
+        with pytest.raises(SessionLostError):
+            await claim
     assert not session.is_open

@@ -22,6 +22,7 @@ from multiworld import (
     WorldExistsError,
     WorldManager,
 )
+from multiworld.rendezvous.messages import MemberGaveUp, NewcomerWaits
 from multiworld.rendezvous.store_address import parse_store
 from multiworld.testing import Arena, no_leaks
 from multiworld.world.admission import Admission
@@ -250,7 +251,7 @@ async def test_store_is_told_what_is_held_and_nothing_else(arena: Arena) -> None
     assert not held.holds("a", 2, 0)
     assert not held.holds("a", 1, 1)
     assert not held.holds("x", 1, 0)
-    assert [(h["world"], h["epoch"], h["rank"]) for h in held.holdings(where)] == [
+    assert [(h.world, h.epoch, h.rank) for h in held.holdings(where)] == [
         ("a", 1, 0),
         ("b", 1, 0),
     ]
@@ -266,13 +267,10 @@ async def test_note_about_another_incarnation_is_ignored(arena: Arena) -> None:
     (world,) = await arena.world(1, "w")
     held = admission(arena)
     for name, epoch in (("w", 2), ("x", 1)):
-        where = {"world": name, "epoch": epoch, "rank": 0}
-        held.member_gave_up(where)
-        held.member_waits({**where, "size": 2, "is_gone": False})
+        held.member_gave_up(MemberGaveUp(name, epoch, 0))
+        held.member_waits(NewcomerWaits(name, epoch, 0, 2, is_gone=False))
     assert world.is_ready
     assert world.waiting == {}
-    with pytest.raises(KeyError):
-        held.member_waits({"world": "w", "epoch": 1})
 
 
 async def test_member_that_gave_up_while_it_was_admitted_breaks_the_world(
@@ -280,7 +278,7 @@ async def test_member_that_gave_up_while_it_was_admitted_breaks_the_world(
 ) -> None:
     """Nobody waits for a member that will never connect."""
     worlds = await arena.world(2, "w")
-    admission(arena).member_gave_up({"world": "w", "epoch": 1, "rank": 1})
+    admission(arena).member_gave_up(MemberGaveUp("w", 1, 1))
     with pytest.raises(MemberLostError, match="gave up") as lost:
         await worlds[0].barrier()
     assert lost.value.rank == 1

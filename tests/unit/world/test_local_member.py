@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 import torch
@@ -24,6 +23,7 @@ from multiworld.events import (
     MemberWaiting,
 )
 from multiworld.liveness.failure_detector import Resumed, Stalled, Verdict
+from multiworld.liveness.messages import Broken, EndCollectives, OpenLane
 from multiworld.testing import Arena, no_leaks
 from multiworld.world import local_member
 from multiworld.world.local_member import LocalMember
@@ -50,15 +50,9 @@ async def bench() -> AsyncIterator[Bench]:
         yield Bench(await arena.world(3))
 
 
-def broken(rank: int | None, reason: str = "it died") -> dict[str, Any]:
+def broken(rank: int | None, reason: str = "it died") -> Broken:
     """Return the message that says why a world broke."""
-    return {
-        "op": "broken",
-        "rank": rank,
-        "reason": reason,
-        "evidence": "the kernel",
-        "silent_s": 0.5,
-    }
+    return Broken(1, rank, reason, "the kernel", 0.5)
 
 
 def lost_by(reason: str, evidence: str) -> Verdict:
@@ -133,53 +127,21 @@ async def test_broken_world_still_learns_of_more_lost_members(bench: Bench) -> N
     assert bench.local.lost == {1, 2}
 
 
-@pytest.mark.parametrize(
-    "message",
-    [{}, {"op": None}, {"op": "new in a later release"}, {"op": ["ready"]}],
-)
-async def test_unknown_message_is_ignored(
-    bench: Bench, message: dict[str, Any]
+async def test_message_for_the_backend_of_a_world_that_is_over_is_dropped(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A later release may say more."""
-    bench.local.on_message(1, message)
-    bench.local.check()
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        {"op": "broken"},
-        {"op": "broken", "rank": 2},
-        {"op": "broken", "rank": "x", "reason": "", "evidence": "", "silent_s": 0},
-        {"op": "backend"},
-        {"op": "backend", "body": {"op": "uncollective"}},
-        {"op": "backend", "body": {"op": "uncollective", "number": [], "left": 1}},
-    ],
-)
-async def test_message_that_lacks_a_field_is_a_violation(
-    bench: Bench, message: dict[str, Any]
-) -> None:
-    """The link ends with these errors; nothing else happens."""
-    with pytest.raises((KeyError, TypeError, ValueError)):
-        bench.local.on_message(1, message)
-    bench.local.check()
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        {"op": "backend", "body": []},
-        {"op": "backend", "body": None},
-        {**broken(2), "rank": float("inf")},
-    ],
-    ids=str,
-)
-async def test_field_of_the_wrong_type_is_a_violation(
-    bench: Bench, message: dict[str, Any]
-) -> None:
-    """Other errors leave the link open, and its remaining messages stuck."""
-    with pytest.raises((KeyError, TypeError, ValueError)):
-        bench.local.on_message(1, message)
+    """Until then the backend gets it, with the rank of its sender."""
+    got: list[tuple[int, object]] = []
+    monkeypatch.setattr(
+        bench.local.backend, "on_message", lambda *what: got.append(what)
+    )
+    end, lane = EndCollectives(1, 7, 2), OpenLane(1)
+    bench.local.on_message(1, end)
+    bench.local.on_message(2, lane)
+    assert got == [(1, end), (2, lane)]
+    bench.local.on_message(1, broken(2))
+    bench.local.on_message(1, end)
+    assert len(got) == 2
 
 
 async def test_failed_connection_breaks_the_world_if_nobody_explains_it(

@@ -28,6 +28,7 @@ from multiworld.backends.direct.backend import DirectBackend
 from multiworld.backends.dtypes import CODES, DTYPES
 from multiworld.errors import TensorMismatchError, UnsupportedOperationError
 from multiworld.incarnation.lifecycle import Failed
+from multiworld.liveness.messages import BackendMessage
 from multiworld.rendezvous.blocking_values import BlockingValues
 from multiworld.rendezvous.registry import key_prefix
 
@@ -295,7 +296,7 @@ class C10dBackend:
             )
         return self._public
 
-    def on_message(self, rank: int, message: dict[str, Any]) -> None:
+    def on_message(self, rank: int, message: BackendMessage) -> None:
         """Pass a control message of another member to the direct data path."""
         self._direct.on_message(rank, message)
 

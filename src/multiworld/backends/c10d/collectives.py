@@ -86,11 +86,21 @@ class GroupCollectives:
         Cancellation: Breaks the world, because the other members wait for this one.
         """
         prepare_native = getattr(self, f"_{call.collective.name}", None)
-        if prepare_native is None:
+        steps = (
+            self._direct.collectives.run(call)
+            if prepare_native is None
+            else self._run_native(call, prepare_native(call))
+        )
+        try:
             async with self._turn:
-                await self._direct.collectives.run(call)
-        else:
-            await self._run_native(call, prepare_native(call))
+                await steps
+        except asyncio.CancelledError:
+            name = call.collective.name
+            reason = f"rank {self._rank} cancelled {name} before it was complete"
+            self._view.report(Failed(reason))
+            raise
+        finally:
+            steps.close()
 
     # One method for each collective that the group has.
 
@@ -260,17 +270,10 @@ class GroupCollectives:
         code = call.collective.code
         terms = [code, CODES[like.dtype], like.numel(), call.root, op_code]
         size = size_of(like) * self._size
-        try:
-            async with self._turn:
-                await self._agree(terms)
-                work = await offload(size, native.prepare)
-                await self._runner.carry_out(lambda group: native.start(group, work))
-                await offload(size, native.finish, work)
-        except asyncio.CancelledError:
-            name = call.collective.name
-            reason = f"rank {self._rank} cancelled {name} before it was complete"
-            self._view.report(Failed(reason))
-            raise
+        await self._agree(terms)
+        work = await offload(size, native.prepare)
+        await self._runner.carry_out(lambda group: native.start(group, work))
+        await offload(size, native.finish, work)
 
     async def _agree(self, terms: list[int]) -> None:
         mine = torch.tensor(terms)

@@ -9,10 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from types import NoneType
 
 from torch.distributed import Store
 
 from multiworld.rendezvous.blocking_values import BlockingValues
+from multiworld.rendezvous.messages import (
+    MAX_WAIT_S,
+    AddAmount,
+    CheckKeys,
+    CompareSet,
+    CountKeys,
+    DeleteKey,
+    GetValues,
+    SetValue,
+)
 
 Recorder = Callable[[str, bytes], None]
 """Function called with each key and value that passes."""
@@ -51,7 +62,8 @@ class C10dStore(Store):
         """Set a value."""
         data = value.encode() if isinstance(value, str) else bytes(value)
         self._record(key, data)
-        self._values.request("set", key=self._key(key), value=data.decode("latin-1"))
+        request = SetValue(0, self._key(key), data.decode("latin-1"))
+        self._values.request(request, NoneType)
 
     def get(self, key: str) -> bytes:
         """Return a value; block until it is set."""
@@ -60,8 +72,10 @@ class C10dStore(Store):
         return data
 
     def _get(self, keys: list[str], timeout_s: float) -> list[bytes]:
-        wanted = [self._key(key) for key in keys]
-        found = self._values.request("get", keys=wanted, deadline_s=timeout_s)
+        wanted = tuple(self._key(key) for key in keys)
+        found = self._values.request(
+            GetValues(0, wanted, min(timeout_s, MAX_WAIT_S)), list
+        )
         return [str(value).encode("latin-1") for value in found]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
@@ -80,7 +94,7 @@ class C10dStore(Store):
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter, and return its new value."""
-        return int(self._values.request("add", key=self._key(key), amount=amount))
+        return self._values.request(AddAmount(0, self._key(key), amount), int)
 
     def compare_set(
         self, key: str, expected: str | bytes, desired: str | bytes
@@ -92,25 +106,21 @@ class C10dStore(Store):
             expected: Value that the key must have.
             desired: Value to set.
         """
-        held = self._values.request(
-            "compare_set",
-            key=self._key(key),
-            expected=_text(expected),
-            desired=_text(desired),
-        )
-        return str(held).encode("latin-1")
+        request = CompareSet(0, self._key(key), _text(expected), _text(desired))
+        return self._values.request(request, str).encode("latin-1")
 
     def check(self, keys: list[str]) -> bool:
         """Tell whether all keys are set."""
-        return bool(self._values.request("check", keys=[self._key(k) for k in keys]))
+        wanted = tuple(self._key(key) for key in keys)
+        return self._values.request(CheckKeys(0, wanted), bool)
 
     def delete_key(self, key: str) -> bool:
         """Delete a key; tell whether it was set."""
-        return bool(self._values.request("delete", key=self._key(key)))
+        return self._values.request(DeleteKey(0, self._key(key)), bool)
 
     def num_keys(self) -> int:
         """Return the number of keys in the whole store."""
-        return int(self._values.request("count"))
+        return self._values.request(CountKeys(0), int)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the time that ``get`` waits for a key."""

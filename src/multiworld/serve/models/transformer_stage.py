@@ -15,7 +15,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -176,8 +176,9 @@ def _owned_class(kind: Any, span: Span, folder: Path) -> Any:
     class Owned(kind):  # type: ignore[misc]
         """The model, without the weights of other stages."""
 
-        # The weights of other stages are in the files, too.
-        _keys_to_ignore_on_load_unexpected = (r".*",)
+        # The weights of other stages are in the files, too. A list, because
+        # transformers 5.0 adds one to it.
+        _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r".*"]
 
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, *args, **kwargs)

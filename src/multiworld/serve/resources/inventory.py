@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from pathlib import Path
@@ -13,6 +14,8 @@ from multiworld.serve.resources.amounts import Gpu, Node
 
 CGROUP = Path("/sys/fs/cgroup")
 """Folder with the limits of this container (control group, version 2)."""
+
+logger = logging.getLogger("multiworld.serve")
 
 
 def this_node(
@@ -48,16 +51,23 @@ def gpus() -> tuple[Gpu, ...]:
     except Exception:  # no library, no driver, or no permission
         return ()
     try:
-        return tuple(_gpu(pynvml, n) for n in range(pynvml.nvmlDeviceGetCount()))
+        found = (_gpu(pynvml, n) for n in range(pynvml.nvmlDeviceGetCount()))
+        return tuple(gpu for gpu in found if gpu is not None)
     finally:
         pynvml.nvmlShutdown()
 
 
-def _gpu(pynvml: Any, index: int) -> Gpu:
-    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-    name = pynvml.nvmlDeviceGetName(handle)
+def _gpu(pynvml: Any, index: int) -> Gpu | None:
+    """Return a GPU, or None if the driver reports an error for it."""
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        name = pynvml.nvmlDeviceGetName(handle)
+        memory_bytes = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+    except Exception as error:  # it has fallen off the bus, say
+        logger.warning("GPU %d is not usable: %s", index, error)
+        return None
     kind = name.decode() if isinstance(name, bytes) else str(name)
-    return Gpu(index, kind, int(pynvml.nvmlDeviceGetMemoryInfo(handle).total))
+    return Gpu(index, kind, memory_bytes)
 
 
 def _limit(path: Path) -> int:

@@ -67,7 +67,7 @@ def _children(pid: int) -> list[int]:
 def _fields(path: str, *names: str) -> int | None:
     """Return the sum of some lines of a file like ``Name:  12 kB``, in bytes."""
     try:
-        lines = Path(path).read_text().splitlines()
+        lines = Path(path).read_text(errors="replace").splitlines()
     except OSError:
         return None
     found = [
@@ -87,7 +87,8 @@ def _memory(pid: int) -> int:
 
 def _cpu_s(pid: int) -> float:
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return 0.0
+    fields = text.rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICKS

@@ -96,10 +96,14 @@ def _columns(titles: Sequence[str]) -> list[tuple[int, float]]:
 
 def _work(row: list[str], titles: list[str], path: Path, number: int) -> float:
     try:
-        return sum(weight * float(row[k]) for k, weight in _columns(titles))
+        counts = [(weight, float(row[k])) for k, weight in _columns(titles)]
+        if not all(math.isfinite(count) and count >= 0 for _, count in counts):
+            raise ValueError
+        return sum(weight * count for weight, count in counts)
     except (ValueError, IndexError):
         raise ServeError(
-            f"{path}, line {number}: the number of tokens is missing or not a number"
+            f"{path}, line {number}: the number of tokens is missing or not a number "
+            "from 0 up"
         ) from None
 
 

@@ -11,13 +11,23 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from multiworld.errors import InvalidRequestError, ModelFailedError, ServeError
+from multiworld.errors import (
+    InvalidRequestError,
+    MemberLeftError,
+    ModelFailedError,
+    ServeError,
+    WorldBrokenError,
+    WorldClosedError,
+)
 from multiworld.serve.spec.stage import Stage, StageContext, StageFunction, Tensors
 from multiworld.serve.transport.collation import collate, length_of, split
 from multiworld.serve.worker.batch_queue import Work
 from multiworld.serve.worker.compute_thread import ComputeThread
 
 logger = logging.getLogger("multiworld.serve")
+
+LOST = (WorldBrokenError, WorldClosedError, MemberLeftError)
+"""Errors after which the ranks of a replica can no longer work together."""
 
 Outcome = Tensors | ServeError
 """Outputs of one request, by name; or its error."""
@@ -37,6 +47,7 @@ class Executor:
         self._thread: ComputeThread | None = None
         self._function: StageFunction | None = None
         self._share: Callable[[Tensors], None] | None = None
+        self._settle: Callable[[], None] | None = None
 
     @property
     def stage(self) -> Stage:
@@ -61,6 +72,8 @@ class Executor:
         try:
             with torch.inference_mode():
                 self._function(batch)
+        except LOST:
+            raise
         except Exception as error:
             raise self._translated(error) from error
 
@@ -78,6 +91,7 @@ class Executor:
     def _load(self, context: StageContext) -> None:
         torch.set_num_threads(self._threads)
         self._share = getattr(context.group, "share", None)
+        self._settle = getattr(context.group, "settle", None)
         with torch.inference_mode():
             self._function = self._stage.load(context)
 
@@ -85,6 +99,12 @@ class Executor:
         """Compute a batch; return the outputs or the error of each piece of work.
 
         If the batch fails, each of its requests is computed again, alone.
+
+        Raises:
+            WorldBrokenError: A rank of this replica was lost, or one alone raised. The
+                replica must exit; its work is replayed.
+            WorldClosedError: This process closed the world of its ranks.
+            MemberLeftError: A rank of this replica left.
 
         Cancellation: Safe. The computation goes on in its thread; its result is
             dropped.
@@ -97,7 +117,11 @@ class Executor:
     def _run(self, requests: list[Tensors], rows: list[int]) -> list[Outcome]:
         try:
             return [*self._compute(requests, rows)]
+        except LOST:
+            raise
         except Exception as error:
+            if self._settle is not None:
+                self._settle()
             if len(requests) == 1:
                 return [self._translated(error)]
         # Compute each request alone to find the ones that fail.

@@ -16,14 +16,14 @@ import logging
 import os
 import random
 import signal
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from multiworld.config import WorldConfig
-from multiworld.errors import MemberLeftError, ServeError
+from multiworld.errors import MemberLeftError, MultiWorldError, ServeError
 from multiworld.serve.spec.stage import StageContext, Tensors
 from multiworld.serve.worker.executor import Executor
 from multiworld.world.manager import WorldManager
@@ -39,38 +39,147 @@ PR_SET_PDEATHSIG = 1
 LEADER = 0
 """Rank of the leader."""
 
+FAILED = 1
+"""Tag of reports of batches that failed; batches have tag 0."""
+
+SETTLED = 2
+"""Tag of the answers to the leader's reports."""
+
 
 class RankGroup:
-    """Collectives of a replica's ranks, for the model's thread; a ``Group``."""
+    """Collectives of a replica's ranks, for the model's thread; a ``Group``.
+
+    A rank whose part of a batch raises tells the others how many collectives it had
+    begun. A rank that has begun more, or begins another, cancels it, which breaks the
+    world: otherwise that collective would meet one of a later batch, and the answers
+    would be wrong. If all have begun as many, they stay in step.
+
+    Args:
+        world: World of the replica's ranks.
+    """
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._loop = asyncio.get_running_loop()
         self.rank, self.size = world.rank, world.size
+        self._batch = 0
+        self._begun = 0
+        self._running: asyncio.Task[Any] | None = None
+        self._limits: dict[int, int] = {}
+        self._ended = asyncio.Condition()
+        self._ended_batch = 0
+        peers = range(1, self.size) if self.rank == LEADER else [LEADER]
+        self._watching = [
+            self._loop.create_task(self._watch(peer), name="multiworld rank group")
+            for peer in peers
+        ]
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum ``tensor`` over all ranks, in place, and return it."""
-        tensor.copy_(self._wait(self._all_reduce(tensor)))
+        # The loop's thread may not write to tensors made in inference mode, which the
+        # model's thread is in.
+        tensor.copy_(self._wait(self._collective(self._all_reduce, tensor)))
         return tensor
 
     async def _all_reduce(self, tensor: Tensor) -> Tensor:
-        # The loop's thread may not write to tensors made in inference mode, which the
-        # model's thread is in.
         return await self._world.all_reduce(tensor.clone())
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Return the ``tensor`` of every rank, in the order of ranks."""
-        return self._wait(self._world.all_gather(tensor))
+        return self._wait(self._collective(self._world.all_gather, tensor))
+
+    async def _collective(
+        self, begin: Callable[[Tensor], Coroutine[Any, Any, T]], tensor: Tensor
+    ) -> T:
+        self._begun += 1
+        task = self._running = self._loop.create_task(begin(tensor))
+        if self._is_out_of_step():
+            self._break(task)
+        try:
+            result: T = await task
+            return result
+        except asyncio.CancelledError:
+            if task.cancelled():
+                await self._world.wait_over()
+                self._world.raise_if_over()
+            raise
+        finally:
+            self._running = None
+
+    def _break(self, collective: asyncio.Task[Any]) -> None:
+        """Break the world: cancel a collective, once it has begun."""
+        self._loop.call_soon(collective.cancel)
+
+    def _is_out_of_step(self) -> bool:
+        return self._begun > self._limits.get(self._batch, self._begun)
+
+    async def _watch(self, peer: int) -> None:
+        """Take a rank's reports of batches that failed there, until the world ends."""
+        with contextlib.suppress(MultiWorldError):
+            while True:
+                batch, begun = await self._world.recv_object(src=peer, tag=FAILED)
+                self._limits[batch] = begun
+                if self._is_out_of_step() and self._running is not None:
+                    logger.error("rank %d is out of step with rank %d", self.rank, peer)
+                    self._break(self._running)
+                if self.rank != LEADER:
+                    await self._wait_ended(batch)
+                    await self._world.send_object(batch, dst=LEADER, tag=SETTLED)
+
+    async def _wait_ended(self, batch: int) -> None:
+        async with self._ended:
+            await self._ended.wait_for(lambda: self._ended_batch >= batch)
+
+    def begin(self) -> None:
+        """Begin the next batch; called on the event loop."""
+        self._batch += 1
+        self._begun = 0
+        for batch in [batch for batch in self._limits if batch < self._batch]:
+            del self._limits[batch]
+
+    async def end(self, *, failed: bool) -> None:
+        """Report the end of this rank's part of a batch, if that matters to others.
+
+        Args:
+            failed: True if it raised. The leader then waits until every rank's part of
+                the batch has ended.
+
+        Raises:
+            WorldBrokenError: The ranks are out of step, or one was lost.
+
+        Cancellation:
+            A report may be missing: the replica must exit.
+        """
+        if failed:
+            report = [self._batch, self._begun]
+            others = range(1, self.size) if self.rank == LEADER else [LEADER]
+            for other in others:
+                await self._world.send_object(report, dst=other, tag=FAILED)
+            if self.rank == LEADER:
+                for other in others:
+                    await self._world.recv_object(src=other, tag=SETTLED)
+        async with self._ended:
+            self._ended_batch = self._batch
+            self._ended.notify_all()
 
     def share(self, batch: Tensors) -> None:
-        """Send a batch to the other ranks; only the leader may call it."""
+        """Send the next batch to the other ranks; only the leader may call it."""
         self._wait(self._share(batch))
 
     async def _share(self, batch: Tensors) -> None:
+        self.begin()
         others = range(1, self.size)
         await asyncio.gather(
             *(self._world.send_bundle(batch, dst=other) for other in others)
         )
+
+    def settle(self) -> None:
+        """Bring the ranks into step after the leader's part raised.
+
+        Raises:
+            WorldBrokenError: They are out of step, or one was lost.
+        """
+        self._wait(self.end(failed=True))
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -137,12 +246,17 @@ async def follow(world: World, runner: Executor, device: str) -> None:
     Cancellation: Safe. A running computation goes on in its thread; its result is
         dropped.
     """
-    await runner.load(StageContext(device=device, group=RankGroup(world)))
+    group = RankGroup(world)
+    await runner.load(StageContext(device=device, group=group))
     with contextlib.suppress(MemberLeftError):
         while True:
             bundle = await world.recv_bundle(src=LEADER)
+            group.begin()
+            failed = False
             try:
                 await runner.compute(bundle.tensors)
             except ServeError as error:
-                # The leader's part raised, too; it answers with its error.
+                # If the leader's part raised too, it answers with its error.
                 logger.info("rank %d: %s", world.rank, error)
+                failed = True
+            await group.end(failed=failed)
