@@ -76,7 +76,7 @@ bench: $(STAMP)
 
 bench-detection: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --group bench
-	$(BIN)/python benchmarks/detection.py $(ARGS)
+	$(BIN)/python -m multiworld.bench.studies.detection $(ARGS)
 
 bench-serving: $(STAMP)
 	$(BIN)/multiworld bench serving --out benchmarks/results $(ARGS)

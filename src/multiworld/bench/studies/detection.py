@@ -1,4 +1,4 @@
-"""Time to detect a fault and to recover from it: worlds, plain Gloo and Ray.
+"""Time to detect a fault and to recover from it: worlds, plain Gloo and Ray. Shell.
 
 One survivor and one victim, a process each. The clock starts when the fault has been
 injected: when ``os.kill``, or the command that cuts the network, has returned. It stops
@@ -38,6 +38,7 @@ from rich.console import Console
 from rich.table import Table
 
 from multiworld import MemberLost, WorldBrokenError, WorldConfig, WorldManager
+from multiworld.bench.rivals.environment import HERE
 from multiworld.rendezvous.store_server import StoreServer
 from multiworld.testing import Child, ProcessFleet, Role
 from multiworld.testing.hosts import Hosts, unavailable
@@ -52,7 +53,6 @@ SLOW_ROUNDS = 3
 """Largest number of rounds for faults that take seconds."""
 
 GIB = 1 << 30
-HERE = Path(__file__).parent
 
 
 @dataclass
@@ -103,10 +103,11 @@ async def plain_victim(role: Role, own: str, host: str, port: int) -> None:
 
 def _plain_group(rank: int, own: str, host: str, port: int) -> Any:
     store = dist.TCPStore(host, port, 2, rank == 0, timeout=timedelta(seconds=30))
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=own)]
     options._timeout = timedelta(minutes=30)
-    return dist.ProcessGroupGloo(store, rank, 2, options)
+    return gloo(store, rank, 2, options)
 
 
 # Survivors: each reports when it was ready and when it detected the loss, in seconds of
@@ -258,7 +259,7 @@ async def measure_plain(case: Case, result: Result) -> None:
 def measure_ray(python: str, rounds: int) -> list[Result]:
     """Measure Ray with another interpreter."""
     done = subprocess.run(
-        [python, HERE / "detection_ray.py", str(rounds)],
+        [python, HERE / "ray_detection.py", str(rounds)],
         capture_output=True,
         text=True,
         timeout=300,
@@ -368,7 +369,9 @@ def _system() -> str:
 
 def main() -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition(" Shell.")[0]
+    )
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--ray", help="an interpreter that has Ray")
     parser.add_argument("--json", type=Path, help="write everything to this file")

@@ -1,10 +1,11 @@
-"""Effect of one tenant's poison requests on the latency of another tenant.
+"""Effect of one tenant's poison requests on the latency of another tenant. Shell.
 
-``python benchmarks/crashes.py [--rounds 2] [--seconds 120]``. The model has two stages
-that take 10 and 30 ms for a row, with two replicas each. The quiet tenant sends six
-requests a second. The deadly tenant sends nothing, or one request a second that kills
-the replica that computes it, a different one each time. The killed replicas belong to
-the deadly tenant (``dedicated``) or are shared. Writes ``results/crashes.json``.
+``python -m multiworld.bench.studies.crashes [--rounds 2] [--seconds 120]``. The model
+has two stages that take 10 and 30 ms for a row, with two replicas each. The quiet
+tenant sends six requests a second. The deadly tenant sends nothing, or one request a
+second that kills the replica that computes it, a different one each time. The killed
+replicas belong to the deadly tenant (``dedicated``) or are shared. Writes
+``crashes.json``.
 """
 
 from __future__ import annotations
@@ -117,6 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--out", type=Path, default=Path("crashes.json"))
     given = parser.parse_args(arguments)
     results: dict[str, list[dict[str, float]]] = {}
     for _ in range(given.rounds):
@@ -144,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "seconds": given.seconds,
         "results": results,
     }
-    path = Path(__file__).parent / "results" / "crashes.json"
+    path = given.out
     path.write_text(json.dumps(report, indent=1))
 
 

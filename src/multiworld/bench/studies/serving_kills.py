@@ -1,11 +1,11 @@
-"""Cost of killed replicas: lost requests, and the longest latency.
+"""Cost of killed replicas: lost requests, and the longest latency. Shell.
 
-``python benchmarks/serving_kills.py [--ray PYTHON] [--rounds 3]``. Three stages of
-50 ms, with two replicas each, run on multiworld and on Ray Serve with its defaults, one
-at a time, both in each round. Eight clients send requests in a closed loop for 15 s and
-wait up to 10 s for an answer. One replica of each stage is killed (SIGKILL) after 3, 6
-and 9 s. Prints the requests that were not answered with 200, and the longest latency.
-Writes ``results/serving_kills.json``.
+``python -m multiworld.bench.studies.serving_kills [--ray PYTHON] [--rounds 3]``. Three
+stages of 50 ms, with two replicas each, run on multiworld and on Ray Serve with its
+defaults, one at a time, both in each round. Eight clients send requests in a closed
+loop for 15 s and wait up to 10 s for an answer. One replica of each stage is killed
+(SIGKILL) after 3, 6 and 9 s. Prints the requests that were not answered with 200, and
+the longest latency. Writes ``serving_kills.json``.
 """
 
 from __future__ import annotations
@@ -125,11 +125,12 @@ def one_round(python: str | None) -> dict[str, dict[str, Any]]:
 
 def main() -> None:
     """Measure all rounds, print a table, and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition(" Shell.")[0]
+    )
     parser.add_argument("--ray", help="an interpreter that has ray[serve]")
     parser.add_argument("--rounds", type=int, default=3)
-    out = Path(__file__).parent / "results" / "serving_kills.json"
-    parser.add_argument("--out", type=Path, default=out)
+    parser.add_argument("--out", type=Path, default=Path("serving_kills.json"))
     given = parser.parse_args()
     rounds = []
     for number in range(given.rounds):

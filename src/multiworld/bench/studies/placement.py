@@ -1,14 +1,14 @@
-"""Quality of the placements, beside greedy, published results and bounds.
+"""Quality of the placements, beside greedy, published results and bounds. Shell.
 
-``python benchmarks/placement.py [--limit 20] [--chain-limit 100] [--data FOLDER]``.
-There are two kinds of problem:
+``python -m multiworld.bench.studies.placement [--limit 20] [--chain-limit 100] [--data
+FOLDER]``. There are two kinds of problem:
 
 - chains of layers that are cut while they are placed, on Helix's public clusters
   (``data/placement``, with the numbers of its artifact),
 - models of given stages that share devices, drawn from a seed, with up to 64 devices
   and 20 models of 4 stages.
 
-The tests' verifier checks every answer. Writes ``results/placement.json``.
+The tests' verifier checks every answer. Writes ``placement.json``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ from multiworld.serve.placement.solver.chains import (
 from multiworld.serve.placement.solver.problem import GIB
 from multiworld.serve.placement.solver.verify import faults
 
-HERE = Path(__file__).parent
+DATA = Path("benchmarks/data/placement")
+"""Helix's problems, in a checkout of the repository."""
 SHAPES = ((4, 2, 3), (8, 4, 3), (16, 6, 4), (32, 10, 4), (64, 20, 4))
 """Numbers of devices, of models, and of stages of each model."""
 
@@ -212,12 +213,14 @@ def show(found: dict[str, Any]) -> None:
 
 def main() -> None:
     """Measure, write the results, and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition(" Shell.")[0]
+    )
     parser.add_argument("--limit", type=float, default=20.0)
     parser.add_argument("--chain-limit", type=float, default=100.0)
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--data", type=Path, default=HERE / "data" / "placement")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "placement.json")
+    parser.add_argument("--data", type=Path, default=DATA)
+    parser.add_argument("--out", type=Path, default=Path("placement.json"))
     given = parser.parse_args()
     found = {
         "date": time.strftime("%Y-%m-%d"),

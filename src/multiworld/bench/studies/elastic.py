@@ -1,9 +1,9 @@
-"""Value of autoscaling: SLO attainment, goodput and cost under a varying load.
+"""Value of autoscaling: SLO attainment, goodput and cost under a varying load. Shell.
 
-``python benchmarks/elastic.py [--ray PYTHON] [--seconds 72] [--rounds 2]``. There are
-three models of two stages, which take 40 and 120 ms for a request. The stages sleep, so
-that two cores are enough. Each model has a trace of bursts, which is the same for all
-contenders:
+``python -m multiworld.bench.studies.elastic [--ray PYTHON] [--seconds 72] [--rounds
+2]``. There are three models of two stages, which take 40 and 120 ms for a request. The
+stages sleep, so that two cores are enough. Each model has a trace of bursts, which is
+the same for all contenders:
 
 - multiworld with an objective for 99 % (the default) and for 95 % of the answers,
 - multiworld with Ray Serve's parameters only,
@@ -15,7 +15,7 @@ Contenders run one at a time, all in each round, and each round has traces of it
 
 ``attained`` is the share of all requests that were answered with 200 within 1.5 s of
 when they were due. Replica-seconds count the replicas of the stages twice a second,
-starting ones included. Writes ``results/elastic.json``.
+starting ones included. Writes ``elastic.json``.
 """
 
 from __future__ import annotations
@@ -88,8 +88,6 @@ LOOK_S = 0.5
 
 START_S = 0.5
 """Seconds that a simulated replica takes to start, as real ones did here."""
-
-RESULTS = Path(__file__).parent / "results" / "elastic.json"
 
 
 def traces(seconds: float, seed: int) -> dict[str, list[Arrival]]:
@@ -308,7 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ray", type=Path, help="an interpreter that has ray[serve]")
     parser.add_argument("--seconds", type=float, default=72.0)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=Path("elastic.json"))
     given = parser.parse_args(arguments)
     names = [*SHARES, "ours, Ray's parameters", *FLEETS]
     results: dict[str, list[dict[str, float]]] = {}

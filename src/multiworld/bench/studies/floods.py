@@ -1,9 +1,9 @@
-"""Effect of one tenant's flood on the latency of another tenant.
+"""Effect of one tenant's flood on the latency of another tenant. Shell.
 
-``python benchmarks/floods.py [--rounds 3] [--seconds 15]``. The model has two stages
-that take 10 and 30 ms for a row, with one replica each. The quiet tenant sends six
-requests a second. The flood is another tenant that sends ten times what the model can
-compute. The cases:
+``python -m multiworld.bench.studies.floods [--rounds 3] [--seconds 15]``. The model has
+two stages that take 10 and 30 ms for a row, with one replica each. The quiet tenant
+sends six requests a second. The flood is another tenant that sends ten times what the
+model can compute. The cases:
 
 - no flood,
 - fair queueing, the default,
@@ -11,7 +11,7 @@ compute. The cases:
 - a limit on the flood (``max_parallel_requests``),
 - dedicated replicas for the quiet tenant.
 
-Writes ``results/floods.json``.
+Writes ``floods.json``.
 """
 
 from __future__ import annotations
@@ -131,6 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=15.0)
+    parser.add_argument("--out", type=Path, default=Path("floods.json"))
     given = parser.parse_args(arguments)
     results: dict[str, list[dict[str, float]]] = {}
     for _ in range(given.rounds):
@@ -158,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "python": platform.python_version(),
         "results": results,
     }
-    path = Path(__file__).parent / "results" / "floods.json"
+    path = given.out
     path.write_text(json.dumps(report, indent=1))
 
 

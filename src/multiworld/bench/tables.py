@@ -1,9 +1,10 @@
-"""Writes the tables of ``docs/performance.md`` from the files in ``results/``.
+"""Writes the tables of ``docs/performance.md`` from the results. Shell.
 
-``python benchmarks/tables.py`` replaces the text between ``<!-- SUITE: KIND -->`` and
-``<!-- end -->`` in the pages. The table has a row for each contender and a column for
-each size. The median of the rounds' own ratios to the suite's baseline is in brackets.
-``<!-- SUITE! KIND -->`` makes a table of the ratios alone, with their 95 % interval.
+``python -m multiworld.bench.tables``, run in a checkout of the repository, replaces the
+text between ``<!-- SUITE: KIND -->`` and ``<!-- end -->`` in the pages. The table has a
+row for each contender and a column for each size. The median of the rounds' own ratios
+to the suite's baseline is in brackets. ``<!-- SUITE! KIND -->`` makes a table of the
+ratios alone, with their 95 % interval.
 """
 
 from __future__ import annotations
@@ -15,17 +16,14 @@ from typing import Any
 
 from multiworld.bench.samples import BenchReport, Series, interval
 
-HERE = Path(__file__).parent
-PAGES = (
-    HERE.parent / "docs" / "performance.md",
-    HERE.parent / "docs" / "serve" / "performance.md",
-)
+RESULTS = Path("benchmarks/results")
+PAGES = (Path("docs/performance.md"), Path("docs/serve/performance.md"))
 TABLE = re.compile(r"<!-- (\w+)([:!]) ([^>]*) -->\n.*?<!-- end -->", re.DOTALL)
 
 
 def report_of(suite: str) -> BenchReport:
     """Return the results of a suite."""
-    found = json.loads((HERE / "results" / f"{suite}.json").read_text())
+    found = json.loads((RESULTS / f"{suite}.json").read_text())
     report = BenchReport(suite, found["baseline"])
     for series in found["series"]:
         fields = ("kind", "size", "contender", "unit", "samples")
