@@ -15,6 +15,10 @@ KIB = 1024
 MIB = 1024 * KIB
 
 
+MAX_WAIT_S = 30 * 86_400.0
+"""Seconds that any wait may be given, at most: 30 days."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldConfig:
     """Settings of one world; every member should use the same ones.
@@ -107,6 +111,10 @@ class WorldConfig:
             value = getattr(self, name)
             if not _is_number(value) or not value > 0:
                 raise ConfigError(name, value, "seconds, more than 0")
+        for name in ("join_s", "close_s", "operation_s"):
+            if getattr(self, name) > MAX_WAIT_S:
+                rule = f"seconds, at most {MAX_WAIT_S:g}"
+                raise ConfigError(name, getattr(self, name), rule)
         if self.heartbeat_s >= self.silence_s:
             rule = f"seconds, less than silence_s, which is {self.silence_s:g}"
             raise ConfigError("heartbeat_s", self.heartbeat_s, rule)
@@ -117,7 +125,7 @@ class WorldConfig:
             "max_message_bytes",
         ):
             value = getattr(self, name)
-            if not _is_number(value, int) or value < 0:
+            if not is_int(value) or value < 0:
                 raise ConfigError(name, value, "bytes, 0 or more")
         for name in ("payload_checksum", "embed_store"):
             if not isinstance(getattr(self, name), bool):
@@ -139,6 +147,14 @@ class WorldConfig:
         return dataclasses.replace(self, **changes)
 
 
-def _is_number(value: object, *kinds: type) -> bool:
-    """Tell whether ``value`` is a number; a bool is an int in Python, but not here."""
-    return isinstance(value, kinds or (int, float)) and not isinstance(value, bool)
+def is_int(value: object) -> bool:
+    """Tell whether a value is an int.
+
+    Args:
+        value: Any object; a bool is an int in Python, but not here.
+    """
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return is_int(value) or isinstance(value, float)

@@ -14,17 +14,27 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import orjson
 import yaml
 
+from multiworld.serve.control.answers import (
+    FaultInjected,
+    Scaled,
+    StatusAnswer,
+    Updated,
+    decode,
+)
 from multiworld.serve.control.client import Service
+from multiworld.serve.fleet.entries import HistoryEntry
 from multiworld.serve.launchers.base import began_at
 from multiworld.serve.load.generator import Load, inference
 from multiworld.serve.load.summary import Sample
 from tests.serve.models import FINE, expected
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).parents[2]
 START_S = 90.0
@@ -126,8 +136,7 @@ class Served:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, (self.folder / "serve.log").read_text()[-2000:]
-        status = json.loads(line)
-        self.url = status["url"]
+        self.url = decode(line, StatusAnswer).url
         self.note()
 
     def command(self, *words: str) -> Any:
@@ -145,8 +154,7 @@ class Served:
 
     def note(self) -> None:
         """Record every process of the service, for ``living`` to check."""
-        status = self.ask("GET", "/status")
-        pids = [p["pid"] for p in status["processes"] if p["pid"]]
+        pids = [p.pid for p in self.status().processes if p.pid]
         record = Service(None, self.state).folder.load()
         assert record is not None
         assert record.store is not None
@@ -155,9 +163,27 @@ class Served:
             if began is not None:
                 self.pids.add((pid, began))
 
-    def ask(self, method: str, path: str, **what: Any) -> Any:
+    def ask(self, method: str, path: str, kind: type[T], **what: Any) -> T:
         """Send a request to the controller; return the answer."""
-        return Service(None, self.state).ask(method, path, **what)
+        return Service(None, self.state).ask(method, path, kind, **what)
+
+    def status(self, *, reports: bool = False) -> StatusAnswer:
+        """Return the status of the service."""
+        return self.ask("GET", "/status", StatusAnswer, params={"reports": reports})
+
+    def scale(self, stage: str, replicas: int) -> Scaled:
+        """Set the number of replicas of a stage of model ``m``."""
+        what = {"model": "m", "stage": stage, "replicas": replicas}
+        return self.ask("POST", "/scale", Scaled, json=what)
+
+    def update(self, text: str) -> Updated:
+        """Update the service to another spec."""
+        return self.ask("POST", "/update", Updated, json={"text": text})
+
+    def break_replica(self, action: str, stage: str, **more: Any) -> FaultInjected:
+        """Inject a fault into a replica of a stage of model ``m``."""
+        what = {"action": action, "model": "m", "stage": stage, **more}
+        return self.ask("POST", "/chaos", FaultInjected, json=what)
 
     def infer(self, x: float, code: int = FINE, **options: Any) -> httpx.Response:
         """Send one inference request."""
@@ -167,9 +193,9 @@ class Served:
     def stages(self) -> list[int]:
         """Return the number of ready replicas of each stage."""
         found = [0, 0, 0]
-        for process in self.ask("GET", "/status")["processes"]:
-            if process["model"] and process["phase"] == "ready":
-                found[process["stage"]] += 1
+        for process in self.status().processes:
+            if process.model and process.phase == "ready":
+                found[process.stage] += 1
         return found
 
     def until(
@@ -178,14 +204,14 @@ class Served:
         """Wait until a condition holds; ``what`` describes it."""
         limit = time.monotonic() + limit_s
         while not is_so():
-            assert time.monotonic() < limit, f"{what}: {self.ask('GET', '/status')}"
+            assert time.monotonic() < limit, f"{what}: {self.status()}"
             time.sleep(LOOK_S)  # a condition of any kind has no event
         self.note()
 
-    def events(self, kind: str = "") -> list[dict[str, Any]]:
+    def events(self, kind: str = "") -> list[HistoryEntry]:
         """Return the controller's events, of one kind if given."""
-        found: list[dict[str, Any]] = self.ask("GET", "/events")
-        return [e for e in found if kind in ("", e["kind"])]
+        found = self.ask("GET", "/events", list[HistoryEntry])
+        return [e for e in found if kind in ("", e.kind)]
 
     def living(self) -> list[int]:
         """Return the processes of the service that live."""

@@ -19,11 +19,11 @@ import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from multiworld.errors import ServeError
+from multiworld.serve.control.answers import Drained
 from multiworld.serve.load.summary import summarise
 from tests.serve.harness import Served, Traffic, served, spec_with
 
@@ -133,15 +133,13 @@ class Soak:
         return self.outcome
 
     def _is_ready(self) -> bool:
-        return bool(self._service.ask("GET", "/status")["is_ready"])
+        return self._service.status().is_ready
 
     def _sizes(self) -> dict[str, Size]:
-        status = self._service.ask("GET", "/status")
-        pids = {p["name"]: p["pid"] for p in status["processes"] if not p["model"]}
-        return {
-            n: size_of(p)
-            for n, p in {**pids, "controller": status["controller"]}.items()
-        }
+        status = self._service.status()
+        pids = {p.name: p.pid for p in status.processes if p.is_gateway and p.pid}
+        pids["controller"] = status.controller
+        return {name: size_of(pid) for name, pid in pids.items()}
 
     async def _one(self) -> None:
         kinds, weights = list(FAULTS), list(FAULTS.values())
@@ -154,31 +152,22 @@ class Soak:
             pass  # no replica is ready there: the service still heals the last fault
 
     def _do(self, kind: str, stage: str) -> None:
-        ask = self._service.ask
+        service = self._service
         match kind:
             case "scale":
-                count = self._chance.randint(1, 3)
-                what: dict[str, Any] = {"model": "m", "stage": stage, "replicas": count}
-                ask("POST", "/scale", json=what)
+                service.scale(stage, self._chance.randint(1, 3))
             case "update":
                 self._version += 1
                 text = yaml.safe_dump(spec_with(m_version=str(self._version)))
-                ask("POST", "/update", json={"text": text, "where": "soak"})
+                service.update(text)
             case "drain":
-                names = [
-                    p["name"] for p in ask("GET", "/status")["processes"] if p["model"]
-                ]
-                ask("POST", "/drain", json={"name": self._chance.choice(names)})
+                names = [p.name for p in service.status().processes if p.model]
+                what = {"name": self._chance.choice(names)}
+                service.ask("POST", "/drain", Drained, json=what)
             case _:
                 seconds = self._chance.uniform(0.5, 4.0)
-                what = {
-                    "action": kind,
-                    "model": "m",
-                    "stage": stage,
-                    "seconds": seconds,
-                }
-                ask("POST", "/chaos", json=what)
-        self._service.note()
+                service.break_replica(kind, stage, seconds=seconds)
+        service.note()
 
 
 def soak(folder: Path, seed: int, minutes: float) -> Outcome:

@@ -79,13 +79,12 @@ def test_tensor_parallel_stage_survives_the_loss_of_either_rank(tmp_path: Path) 
         assert torch.allclose(y, example.whole(x), atol=1e-3)
 
     def workers(service: Served) -> dict[str, int]:
-        status = service.ask("GET", "/status")
-        return {p["name"]: p["pid"] for p in status["processes"] if p["model"]}
+        found = service.status().processes
+        return {p.name: p.pid for p in found if p.model and p.pid}
 
     def replaced(service: Served, name: str) -> None:
         def is_so() -> bool:
-            is_ready = service.ask("GET", "/status")["is_ready"]
-            return bool(is_ready) and name not in workers(service)
+            return service.status().is_ready and name not in workers(service)
 
         service.until(is_so, f"{name} is replaced")
 

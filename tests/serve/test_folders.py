@@ -45,7 +45,7 @@ def test_decoder_answers_as_the_whole_model_does(tmp_path: Path) -> None:
     with served(tmp_path, spec) as service:
         check(service)
         for stage in range(2):
-            processes = service.ask("GET", "/status")["processes"]
-            pids = [p["pid"] for p in processes if p["model"] and p["stage"] == stage]
+            found = service.status().processes
+            pids = [p.pid for p in found if p.model and p.stage == stage and p.pid]
             os.kill(pids[0], signal.SIGKILL)
             check(service)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from multiworld.errors import ServeError
+from multiworld.serve.control.answers import NodeShown
 from multiworld.testing.ray_nodes import RayNodes, ray_nodes
 from tests.serve.harness import Served, served, spec_with, traffic
 
@@ -51,16 +52,8 @@ def service(
 
 def where(service: Served) -> dict[str, str]:
     """Return the node of each ready replica."""
-    processes = service.ask("GET", "/status")["processes"]
-    return {
-        p["name"]: p["node"] for p in processes if p["model"] and p["phase"] == "ready"
-    }
-
-
-def status(service: Served) -> dict[str, Any]:
-    """Return the status of the service."""
-    found: dict[str, Any] = service.ask("GET", "/status")
-    return found
+    processes = service.status().processes
+    return {p.name: p.node for p in processes if p.model and p.phase == "ready"}
 
 
 def is_whole(service: Served) -> bool:
@@ -79,21 +72,17 @@ def test_replicas_are_spread_over_the_nodes(service: Served, cluster: RayNodes) 
     for stage in range(3):
         nodes = [n for name, n in where(service).items() if name[2] == str(stage)]
         assert len(set(nodes)) == 2, where(service)
-    known = service.ask("GET", "/nodes")
-    assert sorted(n["name"] for n in known) == sorted(cluster.names)
-    assert sum(n["cpus"] - n["free_cpus"] for n in known) == pytest.approx(2)
+    known = service.ask("GET", "/nodes", list[NodeShown])
+    assert sorted(n.name for n in known) == sorted(cluster.names)
+    assert sum(n.cpus - n.free_cpus for n in known) == pytest.approx(2)
 
 
 @pytest.mark.heavy
 async def test_lost_replica_is_replaced_by_another_actor(service: Served) -> None:
     """A lost replica is replaced by another actor without a lost request."""
     async with traffic(service):
-        harmed = await asyncio.to_thread(
-            service.ask,
-            *("POST", "/chaos"),
-            json={"action": "kill", "model": "m", "stage": "add"},
-        )
-        await until(service, lambda: harmed["name"] not in where(service), "gone")
+        harmed = await asyncio.to_thread(service.break_replica, "kill", "add")
+        await until(service, lambda: harmed.name not in where(service), "gone")
         await until(service, lambda: is_whole(service), "replaced")
 
 
@@ -114,18 +103,10 @@ async def test_node_that_is_removed_costs_no_request(
         await until(
             service, lambda: bool(service.events("node added")), "the new one is known"
         )
-        await asyncio.to_thread(
-            service.ask,
-            *("POST", "/scale"),
-            json={"model": "m", "stage": "add", "replicas": 4},
-        )
+        await asyncio.to_thread(service.scale, "add", 4)
         await until(service, lambda: service.stages() == [2, 4, 2], "scaled")
         assert "fresh" in where(service).values()
-        await asyncio.to_thread(
-            service.ask,
-            *("POST", "/scale"),
-            json={"model": "m", "stage": "add", "replicas": 2},
-        )
+        await asyncio.to_thread(service.scale, "add", 2)
         await until(service, lambda: is_whole(service), "and back")
 
 
@@ -151,9 +132,7 @@ def test_cluster_too_small_refuses_and_says_what_is_short(service: Served) -> No
     """Scaling beyond the cluster is refused with the shortage, and changes nothing."""
     before = where(service)
     with pytest.raises(ServeError, match=r"of 40 replicas have a place.*cpus short"):
-        service.ask(
-            "POST", "/scale", json={"model": "m", "stage": "add", "replicas": 40}
-        )
+        service.scale("add", 40)
     assert where(service) == before
 
 
@@ -189,17 +168,15 @@ async def test_head_that_freezes_and_thaws_only_delays_scaling(
     """Scaling waits while the head is frozen, and is no crash."""
     async with traffic(service):
         cluster.freeze_head()
-        await until(service, lambda: bool(status(service)["trouble"]), "it is said")
+        await until(service, lambda: bool(service.status().trouble), "it is said")
         before = len(service.events("lost"))
-        asked = {"model": "m", "stage": "add", "replicas": 3}
-        await asyncio.to_thread(service.ask, "POST", "/scale", json=asked)
-        await until(service, lambda: bool(status(service)["unplaced"]), "it waits")
+        await asyncio.to_thread(service.scale, "add", 3)
+        await until(service, lambda: bool(service.status().unplaced), "it waits")
         cluster.freeze_head(is_thawed=True)
         await until(service, lambda: service.stages() == [2, 3, 2], "it is done")
-        assert status(service)["trouble"] == ""
+        assert service.status().trouble == ""
         assert len(service.events("lost")) == before
-        asked["replicas"] = 2
-        await asyncio.to_thread(service.ask, "POST", "/scale", json=asked)
+        await asyncio.to_thread(service.scale, "add", 2)
         await until(service, lambda: is_whole(service), "and back")
 
 
@@ -210,16 +187,16 @@ async def test_lost_head_stops_scaling_and_not_serving(
     """Without a head the service goes on and says so, even with a new controller."""
     async with traffic(service):
         await asyncio.to_thread(cluster.lose_head)
-        await until(service, lambda: "head" in status(service)["trouble"], "it is said")
+        await until(service, lambda: "head" in service.status().trouble, "it is said")
         before = where(service)
         await asyncio.sleep(3.0)  # nothing happens, so there is no event
         assert where(service) == before
         said = service.events("launcher")
-        assert any("none is started" in e["text"] for e in said)
+        assert any("none is started" in e.text for e in said)
         service.kill_controller()
         await asyncio.to_thread(service.start)
         assert where(service) == before, "adopted without a cluster"
-        assert "no Ray cluster" in status(service)["trouble"]
+        assert "no Ray cluster" in service.status().trouble
     assert service.infer(2.0).status_code == 200
 
 

@@ -58,12 +58,12 @@ async def test_replica_that_outgrows_its_memory_is_ended_and_named(
         )
     assert answer.status_code == 500, answer.text
     assert "2 replicas died" in answer.text
-    ended = {e["name"] for e in service.events("outgrown")}
+    ended = {e.name for e in service.events("outgrown")}
     assert 2 <= len(ended) <= 6, "in company, perhaps hedged; then twice alone"
     assert all(name.startswith("m/1/") for name in ended)
-    text = service.events("outgrown")[0]["text"]
+    text = service.events("outgrown")[0].text
     assert f"books {LIMIT_MB} MiB" in text
-    lost = {e["name"] for e in service.events("lost")}
+    lost = {e.name for e in service.events("lost")}
     assert lost == ended, "nobody else was ended"
     _nothing_is_over_committed(service)
 
@@ -79,24 +79,22 @@ def test_what_has_no_place_is_refused_and_nothing_changes(service: Served) -> No
     """Scaling and updates without a place are refused, until there is room."""
 
     def names() -> list[str]:
-        return [p["name"] for p in service.ask("GET", "/status")["processes"]]
+        return [p.name for p in service.status().processes]
 
     service.until(lambda: len(names()) == 5, "four replicas and a gateway")
     before = names()
     with pytest.raises(ServeError, match=r"4 of 5 replicas have a place.*here: "):
-        service.ask(
-            "POST", "/scale", json={"model": "m", "stage": "add", "replicas": 5}
-        )
+        service.scale("add", 5)
     bigger = spec_with(m_stages=STAGES, machine=MACHINE, m_version="2")
     bigger["models"]["m"]["stages"][1]["memory_mb"] = 300
     text = yaml.safe_dump(bigger)
     with pytest.raises(ServeError, match="runs in both versions"):
-        service.ask("POST", "/update", json={"text": text})
+        service.update(text)
     assert names() == before
-    service.ask("POST", "/scale", json={"model": "m", "stage": "add", "replicas": 4})
+    service.scale("add", 4)
     service.until(lambda: service.stages() == [1, 4, 1], "there was room for it")
     assert service.infer(1.0).status_code == 200
-    service.ask("POST", "/scale", json={"model": "m", "stage": "add", "replicas": 2})
+    service.scale("add", 2)
     service.until(lambda: service.stages() == [1, 2, 1], "as it was")
 
 
@@ -140,13 +138,12 @@ async def test_models_come_and_go_while_others_serve(tmp_path: Path) -> None:
 
         async def update(models: dict[str, object]) -> None:
             text = yaml.safe_dump({**spec, "models": models})
-            await asyncio.to_thread(service.ask, "POST", "/update", json={"text": text})
+            await asyncio.to_thread(service.update, text)
 
         def runs(name: str, version: str, count: int) -> bool:
-            found = service.ask("GET", "/status")["processes"]
-            mine = [p for p in found if p["model"] == name]
+            mine = [p for p in service.status().processes if p.model == name]
             return len(mine) == count and all(
-                (p["version"], p["phase"]) == (version, "ready") for p in mine
+                (p.version, p.phase) == (version, "ready") for p in mine
             )
 
         async def until(name: str, version: str, count: int) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
+from multiworld.serve.control.answers import DecisionsAnswer
+from multiworld.serve.fleet.entries import Assessment
 from multiworld.serve.load.generator import Load, inference
 from multiworld.serve.scaling import default_policy
 from multiworld.serve.scaling.snapshot import Decision, Snapshot
@@ -66,16 +68,16 @@ async def test_load_scales_a_stage_and_lets_it_go_again(tmp_path: Path) -> None:
         _every_answer_was_in_time_or_not(service)
         said = service.command("explain", "--state", str(service.state))
         assert "requests/s" in said["thoughts"][0]["what"]
-        assert any("drain" in e["kind"] for e in service.events())
+        assert any("drain" in e.kind for e in service.events())
         assert not service.events("lost")
 
 
 def _every_answer_was_in_time_or_not(service: Served) -> None:
-    found = service.ask("GET", "/status", params={"reports": True})["reports"]
-    (gateway,) = [said for said in found.values() if said and "arrived" in said]
-    attained, missed = gateway["attained"]["m"], gateway["missed"]["m"]
+    gateway = service.status(reports=True).gateway_report("gateway/1")
+    assert gateway is not None
+    attained, missed = gateway.attained["m"], gateway.missed["m"]
     assert missed > 0, "one replica was too few at first"
-    assert attained + missed == gateway["arrived"]["m"]
+    assert attained + missed == gateway.arrived["m"]
 
 
 def _decisions_can_be_replayed(path: Path) -> None:
@@ -117,7 +119,7 @@ async def test_no_more_is_started_than_there_is_room_for(tmp_path: Path) -> None
             )
             await asyncio.to_thread(
                 service.until,
-                lambda: any("no room" in t["what"] for t in _thoughts(service)),
+                lambda: any("no room" in t.what for t in _thoughts(service)),
                 "it is said",
             )
         finally:
@@ -127,9 +129,8 @@ async def test_no_more_is_started_than_there_is_room_for(tmp_path: Path) -> None
         assert not [s for s in load.samples if s.status not in (200, 429)]
 
 
-def _thoughts(service: Any) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = service.ask("GET", "/decisions")["thoughts"]
-    return found
+def _thoughts(service: Served) -> tuple[Assessment, ...]:
+    return service.ask("GET", "/decisions", DecisionsAnswer).thoughts
 
 
 def two(snapshot: Snapshot) -> Decision:
@@ -150,4 +151,4 @@ async def test_policy_is_replaced_by_its_path(tmp_path: Path) -> None:
         made.load.end()
         await running
         assert not made.bad
-        assert "two, always" in service.events("scaled")[0]["text"]
+        assert "two, always" in service.events("scaled")[0].text

@@ -14,7 +14,9 @@ import httpx
 import pytest
 import yaml
 
+from multiworld.serve.control.answers import Drained
 from multiworld.serve.control.client import Service
+from multiworld.serve.fleet.entries import HistoryEntry
 from multiworld.serve.worker.worker import EXIT_HUNG
 from tests.serve.harness import (
     WAIT_S,
@@ -43,24 +45,21 @@ def _as_it_was(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "service" in request.fixturenames:
         found: Served = request.getfixturevalue("service")
-        found.until(lambda: found.ask("GET", "/status")["is_ready"], "full strength")
+        found.until(lambda: found.status().is_ready, "full strength")
 
 
 async def harm(service: Served, action: str, stage: str, **more: Any) -> str:
     """Break a replica by `multiworld chaos`."""
-    what = {"action": action, "model": "m", "stage": stage, **more}
-    found = await asyncio.to_thread(service.ask, "POST", "/chaos", json=what)
-    name: str = found["name"]
-    return name
+    found = await asyncio.to_thread(service.break_replica, action, stage, **more)
+    return found.name
 
 
 async def gone(service: Served, name: str) -> None:
     """Wait until a process is replaced."""
 
     def is_gone() -> bool:
-        status = service.ask("GET", "/status")
-        names = [p["name"] for p in status["processes"]]
-        return name not in names and status["is_ready"]
+        status = service.status()
+        return name not in [p.name for p in status.processes] and status.is_ready
 
     await asyncio.to_thread(service.until, is_gone, f"{name} is replaced")
 
@@ -107,8 +106,8 @@ async def test_stopped_replica_costs_nobody_the_whole_silence(service: Served) -
 async def test_cut_replica_is_replaced_and_comes_to_an_end(service: Served) -> None:
     """A replica whose network is cut is replaced, and exits when it is back."""
     async with traffic(service):
-        processes = service.ask("GET", "/status")["processes"]
-        helpers = {p["name"]: helper_of(p["pid"]) for p in processes if p["pid"]}
+        processes = service.status().processes
+        helpers = {p.name: helper_of(p.pid) for p in processes if p.pid}
         name = await harm(service, "cut", "add", seconds=3.5)
         await gone(service, name)
     await asyncio.to_thread(wait_for_exit, helpers[name])
@@ -134,17 +133,21 @@ async def test_scaling_pauses_nothing(service: Served) -> None:
     """Scaling up and down under traffic loses no request."""
     async with traffic(service):
         for count in (3, 1, 2):
-            what = {"model": "m", "stage": "add", "replicas": count}
-            await asyncio.to_thread(service.ask, "POST", "/scale", json=what)
+            await asyncio.to_thread(service.scale, "add", count)
             await asyncio.to_thread(reached, service, [1, count, 1])
+
+
+def drain(service: Served, name: str) -> None:
+    """Have a process replaced, then drained."""
+    service.ask("POST", "/drain", Drained, json={"name": name})
 
 
 async def test_drained_process_is_replaced_without_loss(service: Served) -> None:
     """A drained replica is replaced without a loss, even if its stage has no other."""
     async with traffic(service):
-        status = await asyncio.to_thread(service.ask, "GET", "/status")
-        name = next(p["name"] for p in status["processes"] if p["stage"] == 2)
-        await asyncio.to_thread(service.ask, "POST", "/drain", json={"name": name})
+        status = await asyncio.to_thread(service.status)
+        name = next(p.name for p in status.processes if p.stage == 2)
+        await asyncio.to_thread(drain, service, name)
         await gone(service, name)
 
 
@@ -166,8 +169,8 @@ async def test_poisoned_request_takes_no_innocent_with_it(
     """A poison request is quarantined after two isolated attempts died or hung."""
     told = f"exit code {exit_code}"
 
-    def died() -> list[dict[str, Any]]:
-        return [event for event in service.events() if told in event["text"]]
+    def died() -> list[HistoryEntry]:
+        return [event for event in service.events() if told in event.text]
 
     before = len(died())
     async with traffic(service):
@@ -182,7 +185,7 @@ async def test_poisoned_request_takes_no_innocent_with_it(
 
 def test_logs_are_found_by_name(service: Served) -> None:
     """Logs are found by the name of a process or of a stage."""
-    names = [p["name"] for p in service.ask("GET", "/status")["processes"]]
+    names = [p.name for p in service.status().processes]
     (name,) = [n for n in names if n.startswith("m/") and "/0/" in n]
     state = ["--state", str(service.state)]
     (found,) = service.command("logs", name, *state)
@@ -216,8 +219,9 @@ async def test_client_that_hangs_up_frees_its_work(service: Served) -> None:
 
 def in_flight(service: Served) -> list[int]:
     """Return the number of unanswered requests in each process that reports it."""
-    reports = service.ask("GET", "/status", params={"reports": True})["reports"]
-    return [r["in_flight"] for r in reports.values() if r and "in_flight" in r]
+    status = service.status(reports=True)
+    reports = [status.gateway_report(p.name) for p in status.processes if p.is_gateway]
+    return [report.in_flight for report in reports if report is not None]
 
 
 async def test_new_version_takes_over_and_a_broken_one_is_rolled_back(
@@ -226,13 +230,11 @@ async def test_new_version_takes_over_and_a_broken_one_is_rolled_back(
     """A rolling update and a rollback pause no request."""
 
     def version() -> str:
-        found: str = service.ask("GET", "/status")["active"]["m"]
-        return found
+        return service.status().active["m"]
 
     async def update(**changes: Any) -> None:
         text = yaml.safe_dump(spec_with(**changes))
-        what = {"text": text, "where": "test"}
-        await asyncio.to_thread(service.ask, "POST", "/update", json=what)
+        await asyncio.to_thread(service.update, text)
 
     async with traffic(service):
         await update(m_version="broken", m_options={"breaks": True})
@@ -275,46 +277,49 @@ async def test_service_outlives_its_controller_and_a_new_one_adopts_it(
 ) -> None:
     """A service outlives its controller, and a new one adopts, heals and ends it."""
     with served(tmp_path, spec_with(orphan_s=20.0)) as service:
-        before = {
-            p["name"]: p["pid"] for p in service.ask("GET", "/status")["processes"]
-        }
+        before = {p.name: p.pid for p in service.status().processes}
         async with traffic(service) as load:
             await asyncio.to_thread(service.kill_controller)
             await load.goes_on(40)
             await asyncio.to_thread(service.start)
-            status = await asyncio.to_thread(service.ask, "GET", "/status")
-            after = {p["name"]: p["pid"] for p in status["processes"]}
+            status = await asyncio.to_thread(service.status)
+            after = {p.name: p.pid for p in status.processes}
             assert after == before
             name = await harm(service, "kill", "add")
             await gone(service, name)
 
 
+def gateway_of(service: Served) -> tuple[str, int]:
+    """Return the name and the process id of a gateway."""
+    gateway = next(p for p in service.status().processes if p.is_gateway)
+    assert gateway.pid is not None
+    return gateway.name, gateway.pid
+
+
 def test_nobody_is_left_when_controller_and_gateway_are_lost(tmp_path: Path) -> None:
     """Without controller and gateway, workers, store and helpers exit by themselves."""
     with served(tmp_path, spec_with(orphan_s=1.0)) as service:
-        status = service.ask("GET", "/status")
-        gateway = next(p["pid"] for p in status["processes"] if not p["model"])
+        _, pid = gateway_of(service)
         service.kill_controller()
-        os.kill(gateway, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         service.wait_gone()
 
 
 async def test_two_gateways_share_the_port_and_one_may_be_lost(tmp_path: Path) -> None:
     """When one of two gateways is lost, the other serves until it is replaced."""
     with served(tmp_path, spec_with(gateway={"port": 0, "replicas": 2})) as service:
-        status = service.ask("GET", "/status")
-        victim = next(p for p in status["processes"] if not p["model"])
-        os.kill(victim["pid"], signal.SIGKILL)
+        name, pid = gateway_of(service)
+        os.kill(pid, signal.SIGKILL)
         async with httpx.AsyncClient(timeout=WAIT_S) as client:
             # Requests in flight at the gateway would be lost with it.
-            await asyncio.to_thread(wait_for_exit, victim["pid"])
+            await asyncio.to_thread(wait_for_exit, pid)
             for number in range(30):
                 url = f"{service.url}/v2/models/m/infer"
                 answer = await client.post(
                     url, json=body(number), headers={"connection": "close"}
                 )
                 assert answer.status_code == 200
-        await gone(service, victim["name"])
+        await gone(service, name)
 
 
 async def test_lost_store_hurts_nobody_and_comes_back(service: Served) -> None:

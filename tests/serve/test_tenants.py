@@ -11,7 +11,9 @@ import orjson
 import pytest
 import yaml
 
+from multiworld.serve.control.answers import TenantShown, TenantWithKey
 from multiworld.serve.load.generator import Load, Target
+from multiworld.serve.tenants.records import UsageSum
 from tests.serve.harness import Served, body, served, spec_with
 from tests.serve.models import DIE, FINE, SLOW, expected
 
@@ -23,9 +25,13 @@ WAIT_S = 40.0
 
 def key_of(service: Served, name: str, **said: Any) -> str:
     """Create a tenant; return its API key."""
-    made = service.ask("POST", "/tenants", json={"name": name, **said})
-    key: str = made["key"]
-    return key
+    asked = {"name": name, **said}
+    return service.ask("POST", "/tenants", TenantWithKey, json=asked).key
+
+
+def change(service: Served, name: str, **said: Any) -> None:
+    """Change settings of a tenant."""
+    service.ask("PATCH", f"/tenants/{name}", TenantShown, json=said)
 
 
 def ask(
@@ -80,30 +86,28 @@ def test_keys_open_what_they_may_and_nothing_else(tmp_path: Path) -> None:
         assert "rpm_limit of 4" in answers[-1].text
         assert 1 <= int(answers[-1].headers["retry-after"]) <= 61
 
-        service.ask("PATCH", "/tenants/acme", json={"rpm_limit": None})
+        change(service, "acme", rpm_limit=None)
         assert ask(service, acme).status_code == 200
-        rotated = service.ask("POST", "/tenants/acme/rotate", json={"grace_s": 600})
+        path, grace = "/tenants/acme/rotate", {"grace_s": 600}
+        rotated = service.ask("POST", path, TenantWithKey, json=grace)
         assert ask(service, acme).status_code == 200
-        assert ask(service, rotated["key"]).status_code == 200
-        old = rotated["keys"][0]["id"]
-        service.ask("POST", "/tenants/acme/revoke", json={"key": old})
+        assert ask(service, rotated.key).status_code == 200
+        old = rotated.keys[0].id
+        service.ask("POST", "/tenants/acme/revoke", TenantShown, json={"key": old})
         assert ask(service, acme).status_code == 401
-        assert ask(service, rotated["key"]).status_code == 200
-        service.ask("PATCH", "/tenants/acme", json={"is_suspended": True})
-        assert ask(service, rotated["key"]).status_code == 401
-        service.ask("PATCH", "/tenants/acme", json={"is_suspended": False})
+        assert ask(service, rotated.key).status_code == 200
+        change(service, "acme", is_suspended=True)
+        assert ask(service, rotated.key).status_code == 401
+        change(service, "acme", is_suspended=False)
 
-        _metrics_are_for_operators(service, rotated["key"], operator)
+        _metrics_are_for_operators(service, rotated.key, operator)
         _usage_and_audit(service)
         service.kill_controller()
-        assert ask(service, rotated["key"]).status_code == 200
+        assert ask(service, rotated.key).status_code == 200
         service.start()
-        assert ask(service, rotated["key"]).status_code == 200
-        assert {t["name"] for t in service.ask("GET", "/tenants")} == {
-            "acme",
-            "beta",
-            "ops",
-        }
+        assert ask(service, rotated.key).status_code == 200
+        known = service.ask("GET", "/tenants", list[TenantShown])
+        assert {tenant.name for tenant in known} == {"acme", "beta", "ops"}
         service.until(lambda: _used(service, "acme") == 10, "all was written down")
         rows = service.command("tenants", "usage", "--state", str(service.state))
         assert sum(r["answered"] for r in rows if r["tenant"] == "acme") == 10
@@ -131,8 +135,8 @@ def _usage_and_audit(service: Served) -> None:
 
 
 def _used(service: Served, tenant: str) -> int:
-    rows = service.ask("GET", "/usage")
-    return sum(row["answered"] for row in rows if row["tenant"] == tenant)
+    rows = service.ask("GET", "/usage", list[UsageSum])
+    return sum(row.answered for row in rows if row.tenant == tenant)
 
 
 @pytest.mark.heavy
@@ -209,13 +213,11 @@ async def test_dedicated_replicas_are_not_touched_by_others(tmp_path: Path) -> N
         answer = await asyncio.to_thread(ask, service, acme, 5.0, DIE)
         assert answer.status_code == 500
         assert _replicas(service, "m") == shared
-        assert all(e["name"].startswith("m@acme/1") for e in service.events("lost"))
+        assert all(e.name.startswith("m@acme/1") for e in service.events("lost"))
         direct = await asyncio.to_thread(ask, service, beta, model="m@acme")
         assert direct.status_code == 404
         text = yaml.safe_dump(spec_with(gateway=GATEWAY))
-        await asyncio.to_thread(
-            lambda: service.ask("POST", "/update", json={"text": text})
-        )
+        await asyncio.to_thread(service.update, text)
         await asyncio.to_thread(
             service.until, lambda: not _replicas(service, "m@acme"), "they are gone"
         )
@@ -226,6 +228,5 @@ async def test_dedicated_replicas_are_not_touched_by_others(tmp_path: Path) -> N
         assert len(own.samples) > 20
 
 
-def _replicas(service: Served, model: str) -> dict[str, int]:
-    found = service.ask("GET", "/status")["processes"]
-    return {p["name"]: p["pid"] for p in found if p["model"] == model}
+def _replicas(service: Served, model: str) -> dict[str, int | None]:
+    return {p.name: p.pid for p in service.status().processes if p.model == model}

@@ -166,8 +166,13 @@ class Channel:
         self.mailbox.post(receive)
         return receive
 
-    async def wait(self, receive: Receive) -> Arrival:
+    async def wait(self, receive: Receive, *, settles: bool = True) -> Arrival:
         """Wait for the message of a posted receive and return it.
+
+        Args:
+            receive: The receive.
+            settles: False if the caller calls ``mailbox.settle`` or ``mailbox.cancel``
+                once it has used the message; later receives wait for that.
 
         Raises:
             Exception: The error that the mailbox failed the receive with.
@@ -185,16 +190,28 @@ class Channel:
                     await self._yield_to_loop()
             elif not self._spin(receive):
                 await self._park(future)
-            arrival = future.result()
+            future.result()
+            while (earlier := self.mailbox.earlier(receive)) is not None:
+                await self._settled(earlier)
         except asyncio.CancelledError:
             try:
                 await self._own_large(receive.arrival)
             finally:  # also if the task is cancelled a second time
                 self.mailbox.cancel(receive)
             raise
-        # Break the reference cycle: the memory must be free once its tensor is dropped.
-        receive.arrival = arrival.receive = None
+        arrival = receive.arrival
+        if arrival is None:  # an earlier message came back that does not fit
+            assert receive.error is not None
+            raise receive.error
+        if settles:
+            self.mailbox.settle(receive)
         return arrival
+
+    async def _settled(self, receive: Receive) -> None:
+        """Wait until a receive has returned its message, or is cancelled."""
+        if receive.settled is None:
+            receive.settled = asyncio.get_running_loop().create_future()
+        await asyncio.shield(receive.settled)
 
     async def _own_large(self, arrival: Arrival | None) -> None:
         """Move a large message out of the caller's tensor without blocking the loop.
@@ -203,6 +220,7 @@ class Channel:
         """
         if (
             arrival is None
+            or arrival.is_complete  # others wait for it, so it moves at once
             or not arrival.is_borrowed
             or arrival.source not in self.lanes
         ):

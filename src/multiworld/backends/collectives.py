@@ -291,7 +291,7 @@ def REDUCE(lanes: LaneCollectives, call: Call) -> Steps:
 @declare(3)
 def ALL_GATHER(lanes: LaneCollectives, call: Call) -> Steps:
     tensor = checked(call.tensor)
-    targets = lanes.alike(call.tensors, tensor, "outs")
+    targets = lanes.alike(call.tensors, tensor, "outs", is_written=True)
 
     async def steps(operation: Operation) -> None:
         buffers = [await Buffer.of(target) for target in targets]
@@ -307,7 +307,9 @@ def ALL_GATHER(lanes: LaneCollectives, call: Call) -> Steps:
 def GATHER(lanes: LaneCollectives, call: Call) -> Steps:
     tensor = checked(call.tensor)
     is_root = lanes.rank == call.root
-    targets = lanes.alike(call.tensors, tensor, "outs") if is_root else []
+    targets = (
+        lanes.alike(call.tensors, tensor, "outs", is_written=True) if is_root else []
+    )
 
     async def steps(operation: Operation) -> None:
         if not is_root:
@@ -364,7 +366,7 @@ def REDUCE_SCATTER(lanes: LaneCollectives, call: Call) -> Steps:
 @declare(7)
 def ALL_TO_ALL(lanes: LaneCollectives, call: Call) -> Steps:
     like = checked(call.tensor)
-    targets = lanes.alike(call.tensors, like, "outs")
+    targets = lanes.alike(call.tensors, like, "outs", is_written=True)
     gives = lanes.alike(call.more, like, "ins")
 
     async def steps(operation: Operation) -> None:

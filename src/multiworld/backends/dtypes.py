@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -91,7 +92,7 @@ def require_host(tensor: object, what: str) -> Tensor:
 
     Raises:
         TensorMismatchError: The object is no tensor, is not in host memory, or is
-            sparse or quantized.
+            sparse, nested or quantized.
     """
     if not isinstance(tensor, Tensor):
         raise TensorMismatchError(
@@ -103,10 +104,10 @@ def require_host(tensor: object, what: str) -> Tensor:
             f"{what} is on {tensor.device}, but this world carries host tensors; "
             "call .cpu() first, or use backend='nccl'"
         )
-    if tensor.layout is not torch.strided or tensor.is_quantized:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         raise TensorMismatchError(
-            f"{what} is {tensor.layout} or quantized; send a dense tensor "
-            "(.to_dense(), .dequantize())"
+            f"{what} is nested, quantized or {tensor.layout}; send a dense tensor "
+            "(.to_padded_tensor(), .dequantize(), .to_dense())"
         )
     return tensor.detach() if tensor.requires_grad else tensor
 
@@ -117,6 +118,8 @@ def require_alike(
     size: int,
     what: str,
     check: Callable[[Tensor], Tensor],
+    *,
+    is_written: bool = False,
 ) -> list[Tensor]:
     """Return ``check(tensor)`` of every tensor, if they are one for each rank.
 
@@ -126,10 +129,12 @@ def require_alike(
         size: World size.
         what: Name of the list in the error.
         check: Checks one tensor and returns it, perhaps as a view.
+        is_written: Whether data is received into the tensors.
 
     Raises:
-        TensorMismatchError: The list does not have ``size`` tensors, or one differs
-            from ``like`` in dtype or number of elements.
+        TensorMismatchError: The list does not have ``size`` tensors, one differs
+            from ``like`` in dtype or number of elements, or tensors to receive into
+            share memory.
     """
     count = 0 if tensors is None else len(tensors)
     if tensors is None or count != size:
@@ -144,7 +149,49 @@ def require_alike(
                 f"{what}[{rank}] has {tensor.numel()} elements of {tensor.dtype}, but "
                 f"must have {like.numel()} of {like.dtype}"
             )
+    if is_written:
+        _require_apart(checked, what)
     return checked
+
+
+def require_receivable(tensor: Tensor, what: str) -> None:
+    """Check that every element of a tensor has memory of its own.
+
+    A dimension must step over all that smaller steps reach. This holds for slices,
+    transposes and diagonals.
+
+    Args:
+        tensor: Tensor to receive into.
+        what: Its name in the error.
+
+    Raises:
+        TensorMismatchError: Elements may share memory.
+    """
+    reach = 0
+    for step, count in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if count > 1:
+            if step <= reach:
+                raise TensorMismatchError(
+                    f"{what} overlaps itself (expand, unfold or as_strided); use one "
+                    "whose elements have memory of their own"
+                )
+            reach += step * (count - 1)
+
+
+def _require_apart(tensors: list[Tensor], what: str) -> None:
+    """Check that no two tensors share memory, as far as their ranges tell."""
+    for tensor in tensors:
+        require_receivable(tensor, f"a tensor of {what}")
+    ranges = sorted(
+        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+        for tensor in tensors
+        if tensor.is_contiguous() and tensor.nbytes
+    )
+    for (_, end), (begin, _) in itertools.pairwise(ranges):
+        if begin < end:
+            raise TensorMismatchError(
+                f"tensors of {what} share memory; give each rank's tensor its own"
+            )
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -431,7 +431,12 @@ class LaneCollectives:
         await offload(size_of(total), combine, total, arrived)
 
     def alike(
-        self, tensors: Sequence[Tensor] | None, like: Tensor, what: str
+        self,
+        tensors: Sequence[Tensor] | None,
+        like: Tensor,
+        what: str,
+        *,
+        is_written: bool = False,
     ) -> list[Tensor]:
         """Check and return the tensors of a collective's argument.
 
@@ -439,12 +444,15 @@ class LaneCollectives:
             tensors: One tensor for each rank.
             like: Tensor whose dtype and number of elements they need.
             what: Name of the argument, for errors.
+            is_written: Whether data is received into the tensors.
 
         Raises:
             TensorMismatchError: Their number, dtype or size is wrong, or they cannot
                 be used.
         """
-        return require_alike(tensors, like, self.size, what, checked)
+        return require_alike(
+            tensors, like, self.size, what, checked, is_written=is_written
+        )
 
 
 @dataclass(frozen=True, slots=True)

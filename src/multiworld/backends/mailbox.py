@@ -6,7 +6,8 @@ posted receive is held, up to a budget for each source. Beyond the budget ``begi
 returns None, and the source's lane stops reading until its ``on_room`` is called.
 
 Cancelling a receive loses nothing: a message on its way into the caller's tensor moves
-to memory of the mailbox and waits at the head of its queue.
+to memory of the mailbox and goes to the next receive. Receives that already have later
+messages, and have not returned them, pass theirs on in the same way.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ class Receive:
         tag: Tag to match.
         check: Returns the error for a message that this receive refuses, or None.
         place: Returns the tensor to receive into, or None for new memory.
-        future: Completed with the arrived message.
+        future: Completed when the message has arrived.
         merge: Called with each part of a payload in shared memory, which is then not
             copied (``Arrival.is_merged``). Such a receive cannot be cancelled once its
             message has begun.
@@ -155,10 +156,12 @@ class Receive:
     __slots__ = (
         "arrival",
         "check",
+        "error",
         "future",
         "merge",
         "number",
         "place",
+        "settled",
         "source",
         "tag",
     )
@@ -177,9 +180,12 @@ class Receive:
         self.merge = merge
         self.number = 0
         self.arrival: Arrival | None = None
+        self.error: Exception | None = None
+        self.settled: Future[None] | None = None
 
     def fail(self, error: Exception) -> None:
         """End the wait with ``error``, and mark the error as retrieved."""
+        self.error = error
         if not self.future.done():
             self.future.set_exception(error)
             self.future.exception()
@@ -201,6 +207,8 @@ class Mailbox:
         self._posted: dict[int, deque[Receive]] = defaultdict(deque)
         self._queues: dict[tuple[int, int], deque[Arrival]] = {}
         self._taken: set[Receive] = set()
+        # Receives whose message is complete and not returned to the caller yet.
+        self._served: dict[tuple[int, int], deque[Receive]] = {}
         self._held = dict.fromkeys(sources, 0)
         self._ended: dict[int, SourceErrorMaker] = {}
         self._stalled: dict[int, Callable[[], None]] = {}
@@ -229,18 +237,95 @@ class Mailbox:
         """Withdraw ``receive``; its message, if any, returns to its queue."""
         self._unpost(receive)
         self._taken.discard(receive)
-        arrival, receive.arrival = receive.arrival, None
-        if arrival is not None:
-            self.put_back(arrival)
+        arrival = receive.arrival
+        self.settle(receive)
+        if arrival is not None and self._broken is None:
+            self._put_back(arrival)
 
-    def put_back(self, arrival: Arrival) -> None:
-        """Return a delivered message to its position in the queue."""
-        if self._broken is not None:
+    def settle(self, receive: Receive) -> None:
+        """Forget a receive that has returned its message, or was cancelled."""
+        arrival = receive.arrival
+        if arrival is not None:
+            key = arrival.source, arrival.description.tag
+            served = self._served.get(key)
+            if served is not None and receive in served:
+                served.remove(receive)
+                if not served:
+                    del self._served[key]
+            # Break the reference cycle: memory must be free once its tensor is dropped.
+            receive.arrival = arrival.receive = None
+        if receive.settled is not None and not receive.settled.done():
+            receive.settled.set_result(None)
+
+    def earlier(self, receive: Receive) -> Receive | None:
+        """Return a receive that has an earlier message and has not returned it yet.
+
+        Args:
+            receive: A receive whose message is complete.
+        """
+        arrival = receive.arrival
+        if arrival is None or not self._served:
+            return None
+        served = self._served.get((arrival.source, arrival.description.tag))
+        return None if not served or served[0] is receive else served[0]
+
+    def _put_back(self, arrival: Arrival) -> None:
+        """Return a message to its position, before all later ones that are here."""
+        receives = self._with_later(arrival)
+        messages = deque([arrival])
+        for receive in receives:
+            assert receive.arrival is not None
+            messages.append(receive.arrival)
+        for message in messages:
+            message.own()
+            message.receive = None
+        for receive in receives:
+            self._give(receive, messages)
+        for message in messages:
+            self._hold(message)
+            self._rematch(message)
+
+    def _with_later(self, arrival: Arrival) -> list[Receive]:
+        """Return the receives that have later messages of the same source and tag."""
+        key = arrival.source, arrival.description.tag
+        found = [*self._served.get(key, ())]
+        found += [
+            receive
+            for receive in self._taken
+            if receive.arrival is not None
+            and (receive.arrival.source, receive.arrival.description.tag) == key
+        ]
+        return [
+            receive
+            for receive in found
+            if receive.arrival is not None and receive.arrival.number > arrival.number
+        ]
+
+    def _give(self, receive: Receive, messages: deque[Arrival]) -> None:
+        """Give a receive the first of these messages instead of the one it had."""
+        receive.arrival = None
+        first = messages[0]
+        error = receive.check(first.source, first.description)
+        key = first.source, first.description.tag
+        if error is not None:
+            self._taken.discard(receive)
+            if receive in self._served.get(key, ()):
+                self._served[key].remove(receive)
+            receive.fail(error)
+            self.settle(receive)
             return
-        arrival.own()
-        arrival.receive = None
-        self._hold(arrival)
-        self._rematch(arrival)
+        messages.popleft()
+        first.receive, receive.arrival = receive, first
+        if first.is_complete and receive in self._taken:
+            self._taken.discard(receive)
+            self._serve(receive, first)
+
+    def _serve(self, receive: Receive, arrival: Arrival) -> None:
+        """Wake a receive whose message is complete."""
+        key = arrival.source, arrival.description.tag
+        self._served.setdefault(key, deque()).append(receive)
+        if not receive.future.done():  # done if it was cancelled in this turn
+            receive.future.set_result(arrival)
 
     def _unpost(self, receive: Receive) -> None:
         waiting = self._posted.get(receive.tag)
@@ -279,15 +364,15 @@ class Mailbox:
         arrival.receive, receive.arrival = receive, arrival
         if arrival.on_taken is not None:
             arrival.on_taken()
-        if not arrival.is_complete:
+        if arrival.is_complete:
+            self._serve(receive, arrival)
+        else:
             self._taken.add(receive)
-        elif not receive.future.done():  # done if it was cancelled in this turn
-            receive.future.set_result(arrival)
 
     def _hold(self, arrival: Arrival) -> None:
         key = arrival.source, arrival.description.tag
         queue = self._queues.setdefault(key, deque())
-        if queue and queue[-1].number > arrival.number:  # from put_back
+        if queue and queue[-1].number > arrival.number:  # from ``_put_back``
             earlier = sum(1 for other in queue if other.number < arrival.number)
             queue.insert(earlier, arrival)
         else:
@@ -378,8 +463,7 @@ class Mailbox:
         receive = arrival.receive
         if receive is not None:
             self._taken.discard(receive)
-            if not receive.future.done():
-                receive.future.set_result(arrival)
+            self._serve(receive, arrival)
 
     def revoke(self, arrival: Arrival) -> None:
         """Drop a message that its sender withdrew; its receive waits again."""

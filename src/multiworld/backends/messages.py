@@ -27,6 +27,7 @@ from multiworld.backends.dtypes import (
     memory_of,
     plain,
     require_host,
+    require_receivable,
 )
 from multiworld.backends.lane_collectives import LaneCollectives
 from multiworld.backends.mailbox import Description, allocate
@@ -157,16 +158,15 @@ class MessageBackend:
         given, out = out, require_host(out, "the tensor to receive into")
         fits = _Fits(out)
         receive = self._p2p.post(src, tag, fits.check, fits.place)
-        arrival = await self._p2p.wait(receive)
-        if not arrival.is_borrowed:
-            tensor = arrival.tensor
-            if tensor.shape != out.shape:
-                tensor = tensor.view(out.shape)
-            try:
+        arrival = await self._p2p.wait(receive, settles=False)
+        try:
+            if not arrival.is_borrowed:
+                tensor = arrival.tensor.view(out.shape)
                 await offload(size_of(out), out.copy_, tensor)
-            except asyncio.CancelledError:
-                self._p2p.mailbox.put_back(arrival)
-                raise
+        except asyncio.CancelledError:
+            self._p2p.mailbox.cancel(receive)
+            raise
+        self._p2p.mailbox.settle(receive)
         return Received(given, arrival.source)
 
     async def send_bundle(
@@ -431,13 +431,8 @@ class _Fits:
     """The check of a receive into a given tensor."""
 
     def __init__(self, out: Tensor) -> None:
-        if not out.is_contiguous() and any(
-            s == 0 and n > 1 for s, n in zip(out.stride(), out.shape, strict=True)
-        ):
-            raise TensorMismatchError(
-                "the tensor to receive into overlaps itself (expand); use one whose "
-                "elements have memory of their own"
-            )
+        if not out.is_contiguous():
+            require_receivable(out, "the tensor to receive into")
         self._out = out
         self._code = code_of(out)
         self._size = out.numel() * out.element_size()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -10,8 +9,16 @@ from pathlib import Path
 import click
 from rich.markup import escape
 
-from multiworld.cli.options import JSON, new_table, of_service, print_table, service_of
+from multiworld.cli.options import (
+    JSON,
+    new_table,
+    of_service,
+    print_json,
+    print_table,
+    service_of,
+)
 from multiworld.serve.control.client import Service
+from multiworld.serve.tenants.records import AuditEntry
 
 
 def _when(at: float) -> str:
@@ -20,17 +27,17 @@ def _when(at: float) -> str:
 
 def run(service: Service, last: int, *, as_json: bool) -> int:
     """Print the last administrative operations."""
-    found = service.ask("GET", "/audit", params={"last": last})
+    found = service.ask("GET", "/audit", list[AuditEntry], params={"last": last})
     if as_json:
-        click.echo(json.dumps(found, indent=2))
+        print_json(found)
         return 0
     table = new_table("administrative operations", "when")
     for title in ("who", "operation", "arguments", "outcome"):
         table.add_column(title)
     for entry in found:
-        what = ", ".join(f"{k}={v}" for k, v in entry["what"].items())
-        texts = entry["who"], entry["act"], what, entry["outcome"]
-        table.add_row(_when(entry["at"]), *map(escape, texts))
+        what = ", ".join(f"{k}={v}" for k, v in entry.what.items())
+        texts = entry.who, entry.act, what, entry.outcome
+        table.add_row(_when(entry.at), *map(escape, texts))
     print_table(table)
     return 0
 

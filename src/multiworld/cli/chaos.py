@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
 
 import click
 
-from multiworld.cli.options import JSON, ask, of_service
+from multiworld.cli.options import JSON, of_service, service_of, show
+from multiworld.serve.control.answers import FaultInjected, plain
 
 
 @click.command()
@@ -22,10 +23,21 @@ from multiworld.cli.options import JSON, ask, of_service
 )
 @of_service
 @JSON
-def chaos(**options: Any) -> None:
+def chaos(
+    action: str,
+    model: str,
+    stage: str,
+    seconds: float,
+    app: str | None,
+    state: Path | None,
+    as_json: bool,
+) -> None:
     """Inject a fault into a replica of STAGE (its name or number) of MODEL.
 
     kill: send SIGKILL. stop: send SIGSTOP. cut: drop everything that it sends or is
     sent, for --seconds.
     """
-    ask("/chaos", "{action}: {name} (process {pid})", **options)
+    what = {"action": action, "model": model, "stage": stage, "seconds": seconds}
+    broken = service_of(app, state).ask("POST", "/chaos", FaultInjected, json=what)
+    text = f"{action}: {broken.name} (process {broken.pid})"
+    show(plain(broken), as_json=as_json, text=text)

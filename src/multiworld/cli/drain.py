@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
 
 import click
 
-from multiworld.cli.options import JSON, ask, of_service
+from multiworld.cli.options import JSON, of_service, service_of, show
+from multiworld.serve.control.answers import Drained, plain
 
 
 @click.command()
 @click.argument("name")
 @of_service
 @JSON
-def drain(**options: Any) -> None:
+def drain(name: str, app: str | None, state: Path | None, as_json: bool) -> None:
     """Replace the process NAME (see status) without losing a request.
 
     Its replacement is started first; when that is ready, the process finishes its work
     and exits.
     """
-    ask(
-        "/drain",
-        "{name}: starting its replacement; then it finishes its work and exits",
-        **options,
-    )
+    what = {"name": name}
+    drained = service_of(app, state).ask("POST", "/drain", Drained, json=what)
+    text = "starting its replacement; then it finishes its work and exits"
+    show(plain(drained), as_json=as_json, text=f"{name}: {text}")

@@ -5,102 +5,122 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 
 from multiworld.cli.options import JSON, of_service, service_of
+from multiworld.serve.control.answers import (
+    DecisionsAnswer,
+    DecisionShown,
+    ProcessShown,
+    StatusAnswer,
+    plain,
+)
 from multiworld.serve.control.client import Service
+from multiworld.serve.fleet.entries import Assessment, HistoryEntry
+from multiworld.serve.transport.protocol import GatewayReport, WorkerReport
+
+SILENT = "does not answer: it is stopped, busy in a long call, or cut off"
+"""Explanation of a process that sent no report."""
 
 
 def run(service: Service, last: int, *, snapshots: bool, as_json: bool) -> int:
     """Print the activity of each process, and the last decisions with their reasons."""
-    found = service.ask("GET", "/status", params={"reports": True})
-    decided = service.ask(
-        "GET", "/decisions", params={"last": last, "snapshots": snapshots}
-    )
-    names = [process["name"] for process in found["processes"]]
-    lines = [_explained(p, found["reports"].get(p["name"])) for p in found["processes"]]
+    found = service.ask("GET", "/status", StatusAnswer, params={"reports": True})
+    params = {"last": last, "snapshots": snapshots}
+    decided = service.ask("GET", "/decisions", DecisionsAnswer, params=params)
+    processes = {p.name: _explained(p, found) for p in found.processes}
     if as_json:
-        processes = dict(zip(names, lines, strict=True))
-        click.echo(json.dumps({"processes": processes, **decided}, indent=2))
+        out = {
+            "processes": processes,
+            "decisions": plain(decided.decisions),
+            "thoughts": plain(decided.thoughts),
+        }
+        click.echo(json.dumps(out, indent=2))
         return 0
-    for name, line in zip(names, lines, strict=True):
+    for name, line in processes.items():
         click.echo(f"{name}: {line}")
-    for failing in found["failing"]:
+    for failing in found.failing:
         click.echo(
-            f"{failing['model']}, stage {failing['stage']}: has no replica; failed "
-            f"{failing['failures']} times, the last: {failing['cause']}"
+            f"{failing.model}, stage {failing.stage}: has no replica; failed "
+            f"{failing.failures} times, the last: {failing.cause}"
         )
-    for title, why in found["unplaced"].items():
+    for title, why in found.unplaced.items():
         click.echo(f"{title} has no place: {why}")
-    _show_operations(found["operations"])
-    _show_assessments(decided["thoughts"])
-    _show_decisions(decided["decisions"])
+    _show_operations(found.operations)
+    _show_assessments(decided.thoughts)
+    _show_decisions(decided.decisions)
     return 0
 
 
-def _show_operations(operations: list[dict[str, Any]]) -> None:
+def _show_operations(operations: Sequence[HistoryEntry]) -> None:
     if operations:
         click.echo("\nthe last operations:")
     for event in operations:
-        when = time.strftime("%H:%M:%S", time.localtime(event["at"]))
-        click.echo(f"  {when} {event['kind']}: {event['text']}")
+        when = time.strftime("%H:%M:%S", time.localtime(event.at))
+        click.echo(f"  {when} {event.kind}: {event.text}")
 
 
-def _show_assessments(assessments: list[dict[str, Any]]) -> None:
+def _show_assessments(assessments: Sequence[Assessment]) -> None:
     if assessments:
         click.echo("\nthe last assessments:")
     for assessment in assessments:
-        about = f" of {assessment['about']}" if assessment["about"] else ""
-        ago_s = time.time() - assessment["at"]
-        click.echo(
-            f"  {assessment['kind']}{about} ({ago_s:.0f} s ago): {assessment['what']}"
-        )
+        about = f" of {assessment.about}" if assessment.about else ""
+        ago_s = time.time() - assessment.at
+        click.echo(f"  {assessment.kind}{about} ({ago_s:.0f} s ago): {assessment.what}")
 
 
-def _show_decisions(decisions: list[dict[str, Any]]) -> None:
+def _show_decisions(decisions: Sequence[DecisionShown]) -> None:
     if not decisions:
         click.echo("\nno decisions about scaling or placement yet")
         return
     click.echo("\nthe last decisions (--json --snapshots prints their inputs, too):")
     for decision in decisions:
-        when = time.strftime("%H:%M:%S", time.localtime(decision["at"]))
-        about = f" {decision['about']}" if decision["about"] else ""
-        click.echo(f"  {when} {decision['kind']}{about}: {decision['what']}")
+        when = time.strftime("%H:%M:%S", time.localtime(decision.at))
+        about = f" {decision.about}" if decision.about else ""
+        click.echo(f"  {when} {decision.kind}{about}: {decision.what}")
 
 
-def _explained(process: Any, report: Any) -> str:
-    if process["phase"] in ("launching", "joined"):
-        return f"{process['phase']} for {process['since_s']:.1f} s: loading its stage"
-    if process["phase"] == "loaded":
-        return f"has waited {process['since_s']:.1f} s for a probe to come back"
-    if report is None:
-        return "does not answer: it is stopped, busy in a long call, or cut off"
-    if not process["model"]:
-        at = [f"{count} at {name}" for name, count in report["load"].items() if count]
-        waiting = sum(report["waiting"].values())
-        silent = f"; silent: {', '.join(report['silent'])}" if report["silent"] else ""
-        return (
-            f"{_count(report['in_flight'], 'request')} in flight"
-            f"{' (' + ', '.join(at) + ')' if at else ''}, {waiting} waiting to be "
-            f"sent{silent}"
-        )
+def _explained(process: ProcessShown, found: StatusAnswer) -> str:
+    if process.phase in ("launching", "joined"):
+        return f"{process.phase} for {process.since_s:.1f} s: loading its stage"
+    if process.phase == "loaded":
+        return f"has waited {process.since_s:.1f} s for a probe to come back"
+    if process.is_gateway:
+        gateway = found.gateway_report(process.name)
+        return SILENT if gateway is None else _gateway_work(gateway)
+    worker = found.worker_report(process.name)
+    return SILENT if worker is None else _worker_work(worker)
+
+
+def _gateway_work(report: GatewayReport) -> str:
+    at = [f"{count} at {name}" for name, count in report.load.items() if count]
+    waiting = sum(report.waiting.values())
+    silent = f"; silent: {', '.join(report.silent)}" if report.silent else ""
+    return (
+        f"{_count(report.in_flight, 'request')} in flight"
+        f"{' (' + ', '.join(at) + ')' if at else ''}, {waiting} waiting to be "
+        f"sent{silent}"
+    )
+
+
+def _worker_work(report: WorkerReport) -> str:
     parts = []
-    if report["computing"]:
+    if report.computing:
         parts.append(
-            f"has been computing {_count(report['computing'], 'request')} for "
-            f"{report['computing_s']:.3f} s"
+            f"has been computing {_count(report.computing, 'request')} for "
+            f"{report.computing_s:.3f} s"
         )
-    if report["waiting_for_next"]:
-        names = ", ".join(report["downstream"]) or "a replica of the next stage"
-        count = _count(report["waiting_for_next"], "output")
+    if report.waiting_for_next:
+        names = ", ".join(report.downstream) or "a replica of the next stage"
+        count = _count(report.waiting_for_next, "output")
         parts.append(f"{count} waiting for room at {names}")
-    if report["handed"]:
-        parts.append(f"{report['handed']} handed on but not started")
-    if report["queued"]:
-        parts.append(f"{_count(report['queued'], 'request')} waiting to be computed")
+    if report.handed:
+        parts.append(f"{report.handed} handed on but not started")
+    if report.queued:
+        parts.append(f"{_count(report.queued, 'request')} waiting to be computed")
     return "; ".join(parts) or "waits for work from upstream"
 
 

@@ -3,48 +3,56 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import click
+from rich.table import Table
 
-from multiworld.cli.options import JSON, new_table, of_service, print_table, service_of
+from multiworld.cli.options import (
+    JSON,
+    new_table,
+    of_service,
+    print_json,
+    print_table,
+    service_of,
+)
+from multiworld.serve.control.answers import NodeShown
 from multiworld.serve.control.client import running
-from multiworld.serve.resources.amounts import MIB, mib
+from multiworld.serve.resources.amounts import MIB, Gpu, Node, mib
 from multiworld.serve.resources.inventory import this_node
 
 
-def _show_nodes(found: list[dict[str, Any]], title: str, *, as_json: bool) -> None:
-    if as_json:
-        click.echo(json.dumps(found, indent=2))
-        return
+def _table(found: Sequence[NodeShown] | Sequence[Node], title: str) -> Table:
     table = new_table(title, "name")
     for column in ("address", "cpus", "memory", "GPUs"):
         table.add_column(column)
     table.add_column("replicas", no_wrap=True)
     for node in found:
+        shown = node if isinstance(node, NodeShown) else None
+        free_cpus = None if shown is None else shown.free_cpus
+        free_bytes = None if shown is None else shown.free_memory_bytes
         table.add_row(
-            node["name"],
-            node["address"],
-            _of(node, "cpus", 1.0, "g"),
-            _of(node, "memory_bytes", MIB, ",.0f") + " MiB",
-            "\n".join(_gpu(gpu, node) for gpu in node["gpus"]) or "none",
-            "\n".join(node.get("replicas", ())),
+            node.name,
+            node.address,
+            _of(node.cpus, free_cpus, 1.0, "g"),
+            _of(node.memory_bytes, free_bytes, MIB, ",.0f") + " MiB",
+            "\n".join(_gpu(gpu, shown) for gpu in node.gpus) or "none",
+            "\n".join(shown.replicas if shown else ()),
         )
-    print_table(table)
+    return table
 
 
-def _of(node: dict[str, Any], name: str, unit: float, form: str) -> str:
-    has = format(node[name] / unit, form)
-    free = node.get(f"free_{name}")
+def _of(total: float, free: float | None, unit: float, form: str) -> str:
+    has = format(total / unit, form)
     return has if free is None else f"{free / unit:{form}} free of {has}"
 
 
-def _gpu(gpu: dict[str, Any], node: dict[str, Any]) -> str:
-    free = node.get("free_gpu_memory_bytes", {}).get(str(gpu["index"]))
+def _gpu(gpu: Gpu, node: NodeShown | None) -> str:
+    free = None if node is None else node.free_gpu_memory_bytes.get(gpu.index)
     left = "" if free is None else f"{mib(free)} free of "
-    return f"{gpu['index']} {gpu['kind']} ({left}{mib(gpu['memory_bytes'])})"
+    return f"{gpu.index} {gpu.kind} ({left}{mib(gpu.memory_bytes)})"
 
 
 @click.command()
@@ -53,7 +61,14 @@ def _gpu(gpu: dict[str, Any], node: dict[str, Any]) -> str:
 def nodes(app: str | None, state: Path | None, as_json: bool) -> None:
     """Show the machines of a service, or this machine if none runs."""
     if app is None and state is None and not running():
-        found, title = [asdict(this_node())], "this machine"
+        here = this_node()
+        if as_json:
+            click.echo(json.dumps([asdict(here)], indent=2))
+        else:
+            print_table(_table([here], "this machine"))
+        return
+    found = service_of(app, state).ask("GET", "/nodes", list[NodeShown])
+    if as_json:
+        print_json(found)
     else:
-        found, title = service_of(app, state).ask("GET", "/nodes"), "machines"
-    _show_nodes(found, title, as_json=as_json)
+        print_table(_table(found, "machines"))

@@ -13,6 +13,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
+from multiworld.serve.control.answers import Answer, plain
 from multiworld.serve.control.client import Service
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -45,7 +46,12 @@ def service_of(app: str | None, state: Path | None) -> Service:
     return Service(app, state)
 
 
-def show(data: Any, *, as_json: bool, text: str) -> None:
+def print_json(answer: Answer) -> None:
+    """Print an answer of the controller as JSON."""
+    click.echo(json.dumps(plain(answer), indent=2))
+
+
+def show(data: object, *, as_json: bool, text: str) -> None:
     """Print an outcome, as JSON or as text."""
     click.echo(json.dumps(data, indent=2) if as_json else text)
 
@@ -89,29 +95,3 @@ def print_table(table: Table) -> None:
     for column, width in zip(table.columns, widths, strict=True):
         column.width = width
     Console(width=max(console.width, total)).print(table)
-
-
-def ask(
-    path: str,
-    text: str,
-    app: str | None,
-    state: Path | None,
-    *,
-    as_json: bool,
-    **what: Any,
-) -> None:
-    """Send a request to the controller, and print the outcome.
-
-    Args:
-        path: Path of a route of the admin interface.
-        text: Text to print; its fields are those of the request and the answer.
-        app: Name of the service.
-        state: Folder of the service.
-        as_json: Print the answer as JSON instead.
-        what: Body of the request.
-
-    Raises:
-        ServeError: No controller answers, or it refuses.
-    """
-    answer = service_of(app, state).ask("POST", path, json=what)
-    show(answer, as_json=as_json, text=text.format(**{**what, **answer}))

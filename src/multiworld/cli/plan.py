@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import click
-from pydantic import TypeAdapter, ValidationError
+import msgspec
+from pydantic import TypeAdapter
 from rich.console import Console
 from rich.table import Table
 
@@ -27,7 +26,7 @@ from multiworld.serve.placement.problem_builder import (
 )
 from multiworld.serve.resources.amounts import Node
 from multiworld.serve.scaling.default_policy import decide
-from multiworld.serve.scaling.gears import gears_of
+from multiworld.serve.scaling.gears import Gear, gears_of
 from multiworld.serve.scaling.limits import is_scaled
 from multiworld.serve.simulation.model_builder import costs_of, pipeline_of
 from multiworld.serve.spec.loader import load_spec
@@ -44,12 +43,60 @@ PROVEN_GAP = 1e-6
 """Relative gap at which the solvers take a placement for optimal."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outlook:
+class PlannedStage(msgspec.Struct, frozen=True):
+    """A stage of a spec, and where its replicas would run."""
+
+    model: str
+    version: str
+    stage: int
+    name: str
+    replicas: int
+    min_replicas: int
+    max_replicas: int
+    max_batch_size: int
+    max_wait_ms: float
+    ranks: int
+    device: str
+    threads: int
+    cpus: float | None
+    memory_mb: float | None
+    where: dict[str, int] = {}
+    busy: float | None = None
+
+
+class PlannedModel(msgspec.Struct, frozen=True):
+    """The load that a model would carry, and why not all of its replicas fit."""
+
+    model: str
+    demand: float | None
+    served: float
+    bottleneck: int | None
+    at_most: float | None
+    short: str
+
+
+class PlanShown(msgspec.Struct, frozen=True):
+    """Everything that the command shows."""
+
+    app: str
+    launcher: str
+    nodes: list[str]
+    stages: list[PlannedStage]
+    gears: dict[str, list[Gear]]
+    notes: dict[str, list[str]]
+    models: list[PlannedModel]
+    solver: str | None
+    gap: float | None
+    gateways: int
+    listens: str
+    processes: int
+
+
+class Outlook(msgspec.Struct, frozen=True):
     """The planned placement, and the load that it would carry."""
 
     stages: list[StageOutlook]
-    models: list[dict[str, Any]]
+    models: list[PlannedModel]
     solver: str
     gap: float | None
 
@@ -63,57 +110,53 @@ def run(path: Path, nodes: Path | None, limit_s: float, *, as_json: bool) -> int
         found = _placed(app, machines, limit_s)
     except ModuleNotFoundError:
         found = None
-    _fill(rows, found)
-    whole = _whole(app, rows, machines, found)
+    plan = _plan(app, [_placed_stage(row, found) for row in rows], machines, found)
     if as_json:
-        click.echo(json.dumps(whole, indent=2))
+        click.echo(json.dumps(msgspec.to_builtins(plan), indent=2))
     else:
-        _show(app, rows, whole, found)
-    return 0 if found is None or not any(m["short"] for m in found.models) else 1
+        _show(app, plan, found)
+    return 1 if any(model.short for model in plan.models) else 0
 
 
 def read_nodes(path: Path) -> list[Node]:
-    """Return the machines in a file that ``multiworld nodes --json`` has printed."""
+    """Return the machines in a file that ``multiworld nodes --json`` has printed.
+
+    Their free resources are ignored, because a plan is for empty machines.
+    """
     try:
-        return TypeAdapter(list[Node]).validate_python(_known(path.read_text()))
+        return TypeAdapter(list[Node]).validate_python(json.loads(path.read_text()))
     except OSError as error:
         raise click.ClickException(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, ValidationError, TypeError, AttributeError) as error:
+    except ValueError as error:
         raise click.ClickException(
             f"{path} does not list machines; write it with `multiworld nodes --json`, "
             f"or by hand with a name, cpus and memory_bytes each: {error}"
         ) from error
 
 
-def _known(text: str) -> list[dict[str, Any]]:
-    """Return nodes without their free resources: a plan is for empty machines."""
-    fields = ("name", "cpus", "memory_bytes", "gpus", "price", "bandwidth")
-    return [{k: n[k] for k in fields if k in n} for n in json.loads(text)]
-
-
-def _rows(app: AppSpec) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
+def _rows(app: AppSpec) -> list[PlannedStage]:
+    rows = []
     for name, spec in app.models.items():
         model = build_model(spec)
         for number, stage in enumerate(spec.stages):
             low, high = bounds_of(spec, number)
             rows.append(
-                {
-                    "model": name,
-                    "version": spec.version,
-                    "stage": number,
-                    "name": stage_name(spec, model, number),
-                    "replicas": stage.initial_count,
-                    "min_replicas": low,
-                    "max_replicas": high,
-                    "max_batch_size": stage.max_batch_size,
-                    "max_wait_ms": stage.max_wait_ms,
-                    "ranks": stage.ranks,
-                    "device": stage.device,
-                    "threads": stage.threads,
-                    "cpus": stage.cpus,
-                    "memory_mb": stage.memory_mb,
-                }
+                PlannedStage(
+                    model=name,
+                    version=spec.version,
+                    stage=number,
+                    name=stage_name(spec, model, number),
+                    replicas=stage.initial_count,
+                    min_replicas=low,
+                    max_replicas=high,
+                    max_batch_size=stage.max_batch_size,
+                    max_wait_ms=stage.max_wait_ms,
+                    ranks=stage.ranks,
+                    device=stage.device,
+                    threads=stage.threads,
+                    cpus=stage.cpus,
+                    memory_mb=stage.memory_mb,
+                )
             )
     return rows
 
@@ -133,68 +176,64 @@ def _placed(app: AppSpec, machines: Sequence[Node], limit_s: float) -> Outlook:
     for need in problem.models:
         slowest = bottleneck(stages, need.name)
         models.append(
-            {
-                "model": need.name,
-                "demand": app.models[need.name].demand,
-                "served": found.served[need.name],
-                "bottleneck": None if slowest is None else slowest.stage,
-                "at_most": None if slowest is None else slowest.able,
-                "short": found.unplaced.get(need.name, ""),
-            }
+            PlannedModel(
+                model=need.name,
+                demand=app.models[need.name].demand,
+                served=found.served[need.name],
+                bottleneck=None if slowest is None else slowest.stage,
+                at_most=None if slowest is None else slowest.able,
+                short=found.unplaced.get(need.name, ""),
+            )
         )
     gap = None if found.gap == float("inf") else found.gap
     return Outlook(stages, models, found.solver, gap)
 
 
-def _fill(rows: list[dict[str, Any]], found: Outlook | None) -> None:
-    for row in rows:
-        row["where"], row["busy"] = {}, None
-        for stage in found.stages if found else ():
-            if (stage.model, stage.stage) == (row["model"], row["stage"]):
-                row["where"], row["busy"] = stage.where, stage.busy
-                row["replicas"] = sum(stage.where.values()) or row["replicas"]
+def _placed_stage(row: PlannedStage, found: Outlook | None) -> PlannedStage:
+    for stage in found.stages if found else ():
+        if (stage.model, stage.stage) == (row.model, row.stage):
+            replicas = sum(stage.where.values()) or row.replicas
+            return msgspec.structs.replace(
+                row, where=stage.where, busy=stage.busy, replicas=replicas
+            )
+    return row
 
 
-def _whole(
+def _plan(
     app: AppSpec,
-    rows: list[dict[str, Any]],
+    rows: list[PlannedStage],
     machines: Sequence[Node],
     found: Outlook | None,
-) -> dict[str, Any]:
+) -> PlanShown:
     gateway = app.gateway
-    workers = sum(row["replicas"] * row["ranks"] for row in rows)
-    return {
-        "app": app.app,
-        "launcher": app.launcher,
-        "nodes": [node.name for node in machines],
-        "stages": rows,
-        "gears": {name: _gears(name, spec) for name, spec in app.models.items()},
-        "notes": {name: list(build_model(m).notes) for name, m in app.models.items()},
-        "models": found.models if found else [],
-        "solver": found.solver if found else None,
-        "gap": found.gap if found else None,
-        "gateways": gateway.replicas,
-        "listens": f"{gateway.host}:{gateway.port or '(a free port)'}",
-        "processes": workers + gateway.replicas + 3,
-    }
+    workers = sum(row.replicas * row.ranks for row in rows)
+    return PlanShown(
+        app=app.app,
+        launcher=app.launcher,
+        nodes=[node.name for node in machines],
+        stages=rows,
+        gears={name: _gears(name, spec) for name, spec in app.models.items()},
+        notes={name: list(build_model(m).notes) for name, m in app.models.items()},
+        models=found.models if found else [],
+        solver=found.solver if found else None,
+        gap=found.gap if found else None,
+        gateways=gateway.replicas,
+        listens=f"{gateway.host}:{gateway.port or '(a free port)'}",
+        processes=workers + gateway.replicas + 3,
+    )
 
 
-def _show(
-    app: AppSpec,
-    rows: list[dict[str, Any]],
-    whole: dict[str, Any],
-    found: Outlook | None,
-) -> None:
-    print_table(_table(app, rows))
+def _show(app: AppSpec, plan: PlanShown, found: Outlook | None) -> None:
+    print_table(_table(plan))
     console = Console()
     console.print(
-        f"{whole['gateways']} gateway(s) at {whole['listens']}, a store, a fork server "
-        f"and the controller: {whole['processes']} processes in all"
+        f"{plan.gateways} gateway(s) at {plan.listens}, a store, a fork server and the "
+        f"controller: {plan.processes} processes in all"
     )
-    for name, notes in whole["notes"].items():
+    for name, notes in plan.notes.items():
         for note in notes:
             console.print(f"model {name}: {note}", soft_wrap=True, markup=False)
-    for name, gears in whole["gears"].items():
+    for name, gears in plan.gears.items():
         if gears:
             console.print(_scaled(name, gears), soft_wrap=True, markup=False)
     if found is None:
@@ -214,46 +253,46 @@ def _quality(gap: float | None) -> str:
     return f"at most {max(gap, 0.0001):.2%} from the best placement"
 
 
-def _table(app: AppSpec, rows: list[dict[str, Any]]) -> Table:
-    table = new_table(f"{app.app}: planned replicas", "model", "stage")
+def _table(plan: PlanShown) -> Table:
+    table = new_table(f"{plan.app}: planned replicas", "model", "stage")
     for title in ("replicas", "batch", "device", "booked", "where"):
         table.add_column(title)
-    for row in rows:
-        spread = f"{row['replicas']}"
-        if row["ranks"] > 1:
-            spread += f" of {row['ranks']} ranks"
-        if row["min_replicas"] != row["max_replicas"]:
-            spread += f" ({row['min_replicas']} to {row['max_replicas']})"
-        batch = str(row["max_batch_size"])
-        if row["max_wait_ms"]:
-            batch += f", {row['max_wait_ms']:g} ms"
-        books = [f"{row['cpus']:g} cpus"] if row["cpus"] else []
-        books += [f"{row['memory_mb']:g} MiB"] if row["memory_mb"] else []
-        where = [f"{name} x{count}" for name, count in row["where"].items()]
+    for row in plan.stages:
+        spread = f"{row.replicas}"
+        if row.ranks > 1:
+            spread += f" of {row.ranks} ranks"
+        if row.min_replicas != row.max_replicas:
+            spread += f" ({row.min_replicas} to {row.max_replicas})"
+        batch = str(row.max_batch_size)
+        if row.max_wait_ms:
+            batch += f", {row.max_wait_ms:g} ms"
+        books = [f"{row.cpus:g} cpus"] if row.cpus else []
+        books += [f"{row.memory_mb:g} MiB"] if row.memory_mb else []
+        where = [f"{name} x{count}" for name, count in row.where.items()]
         table.add_row(
-            f"{row['model']} {row['version']}",
-            f"{row['stage']} {row['name']}",
+            f"{row.model} {row.version}",
+            f"{row.stage} {row.name}",
             spread,
             batch,
-            row["device"],
+            row.device,
             ", ".join(books) or "-",
             "\n".join(where) or "[red]no place[/]",
         )
     return table
 
 
-def _gears(name: str, spec: ModelSpec) -> list[dict[str, Any]]:
+def _gears(name: str, spec: ModelSpec) -> list[Gear]:
     """Return the gears of an autoscaled model whose item_ms are all declared."""
     if not is_scaled(spec) or not all(stage.item_ms for stage in spec.stages):
         return []
     model = pipeline_of(name, spec, decide, {}, 0.0)
     aim = model.objective_s, model.objective_share
-    return [asdict(gear) for gear in gears_of(costs_of(model), *aim)]
+    return list(gears_of(costs_of(model), *aim))
 
 
-def _scaled(name: str, gears: list[dict[str, Any]]) -> str:
+def _scaled(name: str, gears: list[Gear]) -> str:
     """Return a line about the load that each gear carries."""
-    shown = [f"{_rate(g['rate'])} with {list(g['replicas'])}" for g in gears[:SHOWN]]
+    shown = [f"{_rate(g.rate)} with {list(g.replicas)}" for g in gears[:SHOWN]]
     more = f"; {len(gears) - SHOWN} more" if len(gears) > SHOWN else ""
     return (
         f"{name} is scaled by load, requests/s with replicas: {'; '.join(shown)}{more}"
@@ -264,20 +303,20 @@ def _rate(rate: float) -> str:
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
-def _expected(app: AppSpec, model: dict[str, Any]) -> str:
-    name, spec = model["model"], app.models[model["model"]]
-    said = f"{name}: "
-    if model["demand"]:
-        said += f"serves {_rate(model['served'])} of {_rate(model['demand'])} rows/s; "
-    if model["bottleneck"] is None:
+def _expected(app: AppSpec, model: PlannedModel) -> str:
+    said = f"{model.model}: "
+    if model.demand:
+        said += f"serves {_rate(model.served)} of {_rate(model.demand)} rows/s; "
+    if model.bottleneck is None or model.at_most is None:
         said += (
             "bottleneck unknown; give item_ms: or profile: (see `multiworld profile`)"
         )
     else:
-        stage = spec.stages[model["bottleneck"]].name or model["bottleneck"]
-        said += f"bottleneck: stage {stage}, at most {_rate(model['at_most'])} rows/s"
-    if model["short"]:
-        said += f"\n  [red]not all replicas fit[/]: {model['short']}"
+        number = model.bottleneck
+        stage = app.models[model.model].stages[number].name or number
+        said += f"bottleneck: stage {stage}, at most {_rate(model.at_most)} rows/s"
+    if model.short:
+        said += f"\n  [red]not all replicas fit[/]: {model.short}"
     return said
 
 

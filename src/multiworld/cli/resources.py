@@ -5,60 +5,80 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import click
+import msgspec
 from rich.console import Console
+from rich.table import Table
 
 from multiworld.cli.options import JSON, new_table, of_service, print_table, service_of
+from multiworld.serve.control.answers import ProcessShown, StatusAnswer, plain
 from multiworld.serve.control.client import Service
 from multiworld.serve.resources.amounts import mib
 
 
+class _Row(msgspec.Struct, frozen=True):
+    """What one replica books and uses; None where it did not answer."""
+
+    name: str
+    node: str
+    phase: str
+    booked_cpus: float
+    booked_memory_bytes: int
+    memory_bytes: int | None
+    gpu_memory_bytes: int | None
+    cpu_s: float | None
+    computed_s: float | None
+
+
 def run(service: Service, *, as_json: bool) -> int:
     """Print the resources that every replica has booked and uses."""
-    status = service.ask("GET", "/status", params={"reports": True})
-    rows = [_row(p, status) for p in status["processes"] if p["model"]]
+    status = service.ask("GET", "/status", StatusAnswer, params={"reports": True})
+    rows = [_row(p, status) for p in status.processes if not p.is_gateway]
     if as_json:
-        out = {"replicas": rows, "unplaced": status["unplaced"]}
+        out = {"replicas": plain(rows), "unplaced": status.unplaced}
         click.echo(json.dumps(out, indent=2))
         return 0
-    table = new_table(f"{status['app']}: resources of its replicas", "replica")
+    print_table(_table(status.app, rows))
+    console = Console()
+    for title, why in status.unplaced.items():
+        console.print(f"[red]{title} has no place[/]: {why}", soft_wrap=True)
+    return 0
+
+
+def _table(app: str, rows: list[_Row]) -> Table:
+    table = new_table(f"{app}: resources of its replicas", "replica")
     table.add_column("node")
     table.add_column("phase")
     for column in ("memory", "booked", "GPU memory", "cpu", "computing"):
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
-            row["name"],
-            row["node"],
-            row["phase"],
-            _size(row["memory_bytes"]),
-            _size(row["booked_memory_bytes"]) if row["booked_memory_bytes"] else "-",
-            _size(row["gpu_memory_bytes"]) if row["gpu_memory_bytes"] else "-",
-            _seconds(row["cpu_s"]),
-            _seconds(row["computed_s"]),
+            row.name,
+            row.node,
+            row.phase,
+            _size(row.memory_bytes),
+            _size(row.booked_memory_bytes) if row.booked_memory_bytes else "-",
+            _size(row.gpu_memory_bytes) if row.gpu_memory_bytes else "-",
+            _seconds(row.cpu_s),
+            _seconds(row.computed_s),
         )
-    print_table(table)
-    console = Console()
-    for title, why in status["unplaced"].items():
-        console.print(f"[red]{title} has no place[/]: {why}", soft_wrap=True)
-    return 0
+    return table
 
 
-def _row(process: dict[str, Any], status: dict[str, Any]) -> dict[str, Any]:
-    said = status["reports"].get(process["name"]) or {}
-    return {
-        "name": process["name"],
-        "node": process["node"],
-        "phase": process["phase"],
-        "booked_cpus": process["booked_cpus"],
-        "booked_memory_bytes": process["booked_memory_bytes"],
-        "memory_bytes": said.get("memory_bytes"),
-        "gpu_memory_bytes": said.get("gpu_memory_bytes"),
-        "cpu_s": said.get("cpu_s"),
-        "computed_s": said.get("computed_s"),
-    }
+def _row(process: ProcessShown, status: StatusAnswer) -> _Row:
+    said = status.worker_report(process.name)
+    return _Row(
+        name=process.name,
+        node=process.node,
+        phase=process.phase,
+        booked_cpus=process.booked_cpus,
+        booked_memory_bytes=process.booked_memory_bytes,
+        memory_bytes=None if said is None else said.memory_bytes,
+        gpu_memory_bytes=None if said is None else said.gpu_memory_bytes,
+        cpu_s=None if said is None else said.cpu_s,
+        computed_s=None if said is None else said.computed_s,
+    )
 
 
 def _size(size: int | None) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import click
 
 from multiworld.cli.options import JSON, of_service, service_of, show
 from multiworld.errors import ServeError
+from multiworld.serve.control.answers import Scaled, plain
 from multiworld.serve.control.client import Service
 from multiworld.serve.control.operations import ConfirmationNeededError
 
@@ -47,9 +47,9 @@ def scale(
             raise
         click.confirm(f"{error}. Scale anyway?", abort=True)
         answer = _ask(service, {**what, "is_confirmed": True})
-    text = f"{model}/{stage}: from {answer['before']} to {answer['replicas']} replicas"
-    show(answer, as_json=as_json, text=text)
+    text = f"{model}/{stage}: from {answer.before} to {answer.replicas} replicas"
+    show(plain(answer), as_json=as_json, text=text)
 
 
-def _ask(service: Service, what: dict[str, Any]) -> Any:
-    return service.ask("POST", "/scale", json=what)
+def _ask(service: Service, what: dict[str, object]) -> Scaled:
+    return service.ask("POST", "/scale", Scaled, json=what)

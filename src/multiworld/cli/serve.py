@@ -12,6 +12,7 @@ import click
 from rich.console import Console
 
 from multiworld.cli.options import JSON, SPEC, STATE
+from multiworld.serve.control.answers import plain
 from multiworld.serve.control.controller import Controller
 from multiworld.serve.control.service import run_service
 from multiworld.serve.fleet.record import StateFolder, state_root
@@ -28,7 +29,7 @@ def run(path: Path, state: Path | None, *, as_json: bool, is_verbose: bool) -> i
 
     def up(controller: Controller) -> None:
         if as_json:
-            click.echo(json.dumps(controller.status()))
+            click.echo(json.dumps(plain(controller.status())))
             return
         console.print(f"[green]{app.app} is ready[/] at {controller.url}")
         for name, model in app.models.items():

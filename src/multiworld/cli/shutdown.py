@@ -7,14 +7,14 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import click
 
 from multiworld.cli.options import JSON, of_service, service_of, show
 from multiworld.errors import ServeError
+from multiworld.serve.control.answers import ShuttingDown
 from multiworld.serve.control.client import Service
-from multiworld.serve.fleet.record import StateFolder
+from multiworld.serve.fleet.record import Record, StateFolder
 from multiworld.serve.launchers.base import began_at
 
 END_S = 60.0
@@ -27,7 +27,7 @@ def run(service: Service, *, as_json: bool) -> int:
     if record is None:
         raise click.ClickException(f"no service runs in {service.folder.path}")
     try:
-        service.ask("POST", "/shutdown")
+        service.ask("POST", "/shutdown", ShuttingDown)
     except ServeError:
         _end_without_controller(service.folder, record)
     limit = time.monotonic() + END_S + record.app.gateway.shutdown_s
@@ -46,7 +46,7 @@ def run(service: Service, *, as_json: bool) -> int:
     return 0 if is_over else 1
 
 
-def _end_without_controller(folder: StateFolder, record: Any) -> None:
+def _end_without_controller(folder: StateFolder, record: Record) -> None:
     """Send SIGTERM to every recorded process, and SIGKILL to those that stay."""
     everybody = [(p.pid, p.began) for p in record.processes]
     gateways = [(p.pid, p.began) for p in record.processes if not p.model]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import click
 from rich.box import SIMPLE_HEAD
@@ -15,7 +13,8 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from multiworld.cli.options import JSON, of_service, service_of
+from multiworld.cli.options import JSON, of_service, print_json, service_of
+from multiworld.serve.control.answers import ProcessShown, StatusAnswer
 from multiworld.serve.control.client import Service
 
 WATCH_S = 0.5
@@ -27,23 +26,26 @@ OPERATIONS_SHOWN = 5
 
 def run(service: Service, *, as_json: bool, watch: bool) -> int:
     """Print the processes; return 1 if the service is not ready."""
-    found = service.ask("GET", "/status", params={"reports": True})
+    found = _asked(service)
     if as_json:
-        click.echo(json.dumps(found, indent=2))
+        print_json(found)
     elif not watch:
         Console().print(_shown(found))
     else:
         _watch(service, found)
-    return 0 if found["is_ready"] else 1
+    return 0 if found.is_ready else 1
 
 
-def _watch(service: Service, found: Any) -> None:
+def _asked(service: Service) -> StatusAnswer:
+    return service.ask("GET", "/status", StatusAnswer, params={"reports": True})
+
+
+def _watch(service: Service, found: StatusAnswer) -> None:
     with Live(_shown(found), refresh_per_second=4) as live:
         try:
             while True:
                 time.sleep(WATCH_S)
-                found = service.ask("GET", "/status", params={"reports": True})
-                live.update(_shown(found))
+                live.update(_shown(_asked(service)))
         except KeyboardInterrupt:
             pass
 
@@ -52,31 +54,31 @@ PHASES = {"ready": "green", "draining": "yellow", "finishing": "yellow"}
 """Colours of phases; red for the others."""
 
 
-def _shown(found: Any) -> Group:
+def _shown(found: StatusAnswer) -> Group:
     parts: list[RenderableType] = [_processes(found)]
     parts += [
-        f"[red]{escape(failing['model'])}, stage {failing['stage']}: failed "
-        f"{failing['failures']} times: {escape(failing['cause'])}; next start in "
-        f"{failing['next_in_s']:.0f} s[/]"
-        for failing in found["failing"]
+        f"[red]{escape(failing.model)}, stage {failing.stage}: failed "
+        f"{failing.failures} times: {escape(failing.cause)}; next start in "
+        f"{failing.next_in_s:.0f} s[/]"
+        for failing in found.failing
     ]
     parts += [
         f"[red]{escape(title)} has no place: {escape(why)}[/]"
-        for title, why in found["unplaced"].items()
+        for title, why in found.unplaced.items()
     ]
-    if found["trouble"]:
-        parts.append(f"[red]{escape(found['trouble'])}[/]")
-    if found["operations"]:
+    if found.trouble:
+        parts.append(f"[red]{escape(found.trouble)}[/]")
+    if found.operations:
         parts.append("last operations:")
-    for event in found["operations"][-OPERATIONS_SHOWN:]:
-        at = time.strftime("%H:%M:%S", time.localtime(event["at"]))
-        parts.append(f"  {at} {event['kind']}: {escape(event['text'])}")
+    for event in found.operations[-OPERATIONS_SHOWN:]:
+        at = time.strftime("%H:%M:%S", time.localtime(event.at))
+        parts.append(f"  {at} {event.kind}: {escape(event.text)}")
     return Group(*parts)
 
 
-def _processes(found: Any) -> Table:
-    state = "[green]ready[/]" if found["is_ready"] else "[red]not ready[/]"
-    title = f"{found['app']} is {state} at {found['url']}"
+def _processes(found: StatusAnswer) -> Table:
+    state = "[green]ready[/]" if found.is_ready else "[red]not ready[/]"
+    title = f"{found.app} is {state} at {found.url}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     # Never cut: other commands take these names.
     table.add_column("process", no_wrap=True, overflow="ignore")
@@ -86,34 +88,34 @@ def _processes(found: Any) -> Table:
         table.add_column(heading)
     for heading in ("queued", "busy", "done"):
         table.add_column(heading, justify="right")
-    reports = found.get("reports", {})
-    for process in found["processes"]:
-        report = reports.get(process["name"]) or {}
-        color = PHASES.get(process["phase"], "red")
+    for process in found.processes:
+        color = PHASES.get(process.phase, "red")
         table.add_row(
-            process["name"],
-            process["stage_name"] or "-",
-            f"[{color}]{process['phase']}[/]",
-            f"{process['since_s']:.0f} s",
-            str(process["pid"] or "-"),
-            process["version"] or "-",
-            *_work(report, is_gateway=not process["model"]),
+            process.name,
+            process.stage_name or "-",
+            f"[{color}]{process.phase}[/]",
+            f"{process.since_s:.0f} s",
+            str(process.pid or "-"),
+            process.version or "-",
+            *_work(process, found),
         )
     return table
 
 
-def _work(report: dict[str, Any], *, is_gateway: bool) -> tuple[str, str, str]:
+def _work(process: ProcessShown, found: StatusAnswer) -> tuple[str, str, str]:
     """Return the numbers of queued, running and finished requests."""
-    counts = report.get("counts", {})
-    if is_gateway:
-        waiting = str(sum(report.get("waiting", {}).values()))
-        return (
-            waiting,
-            str(report.get("in_flight", "?")),
-            str(counts.get("answered", 0)),
-        )
-    queued, computing = report.get("queued", "?"), report.get("computing", "?")
-    return str(queued), str(computing), str(counts.get("requests", 0))
+    if process.is_gateway:
+        gateway = found.gateway_report(process.name)
+        if gateway is None:
+            return "0", "?", "0"
+        waiting = sum(gateway.waiting.values())
+        answered = gateway.counts.get("answered", 0)
+        return str(waiting), str(gateway.in_flight), str(answered)
+    worker = found.worker_report(process.name)
+    if worker is None:
+        return "?", "?", "0"
+    done = worker.counts.get("requests", 0)
+    return str(worker.queued), str(worker.computing), str(done)
 
 
 @click.command()

@@ -13,13 +13,33 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 import click
+import msgspec
 from rich.markup import escape
 from rich.table import Table
 
-from multiworld.cli.options import JSON, new_table, of_service, print_table, service_of
+from multiworld.cli.options import (
+    JSON,
+    new_table,
+    of_service,
+    print_json,
+    print_table,
+    service_of,
+)
+from multiworld.serve.control.answers import (
+    KeyShown,
+    StatusAnswer,
+    TenantRemoved,
+    TenantShown,
+    TenantWithKey,
+    plain,
+)
 from multiworld.serve.control.client import Service
+from multiworld.serve.tenants.records import UsageSum
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+Settings = dict[str, object]
+"""Settings of a tenant that are given."""
 
 NAME = click.argument("name")
 LIMITS = ("rpm_limit", "max_parallel_requests", "bytes_per_s")
@@ -31,31 +51,28 @@ def _part(name: str) -> str:
     return quote(name, safe="")
 
 
-def _create(service: Service, name: str, said: dict[str, Any], *, as_json: bool) -> int:
+def _create(service: Service, name: str, said: Settings, *, as_json: bool) -> int:
     """Create a tenant, and print its key."""
-    found = service.ask("POST", "/tenants", json={"name": name, **said})
+    found = service.ask("POST", "/tenants", TenantWithKey, json={"name": name, **said})
     return _show_key(service, found, as_json=as_json)
 
 
 def _rotate(service: Service, name: str, grace_s: float, *, as_json: bool) -> int:
     """Give a tenant a new key, and print it."""
-    found = service.ask(
-        "POST", f"/tenants/{_part(name)}/rotate", json={"grace_s": grace_s}
-    )
+    path = f"/tenants/{_part(name)}/rotate"
+    found = service.ask("POST", path, TenantWithKey, json={"grace_s": grace_s})
     return _show_key(service, found, as_json=as_json)
 
 
-def _show_key(service: Service, found: dict[str, Any], *, as_json: bool) -> int:
+def _show_key(service: Service, found: TenantWithKey, *, as_json: bool) -> int:
     if as_json:
-        click.echo(json.dumps(found, indent=2))
+        print_json(found)
     else:
-        click.echo(found["key"])
-        text = (
-            f"the key of {found['name']}; it is not stored and not shown again: save it"
-        )
+        click.echo(found.key)
+        text = f"the key of {found.name}; it is not stored and not shown again: save it"
         click.echo(text, err=True)
-    status = service.ask("GET", "/status")
-    if status["authentication"] == "none":
+    status = service.ask("GET", "/status", StatusAnswer)
+    if status.authentication == "none":
         text = (
             "this service also answers requests without a key; to refuse them, write "
             "`authentication: keys` under `gateway:` in its spec"
@@ -64,33 +81,34 @@ def _show_key(service: Service, found: dict[str, Any], *, as_json: bool) -> int:
     return 0
 
 
-def _change(service: Service, name: str, said: dict[str, Any], *, as_json: bool) -> int:
+def _change(service: Service, name: str, said: Settings, *, as_json: bool) -> int:
     """Change the settings of a tenant, and show them."""
-    found = service.ask("PATCH", f"/tenants/{_part(name)}", json=said)
+    found = service.ask("PATCH", f"/tenants/{_part(name)}", TenantShown, json=said)
     return _show([found], as_json=as_json)
 
 
 def _revoke(service: Service, name: str, key: str | None, *, as_json: bool) -> int:
     """Revoke a key of a tenant, or all of its keys."""
-    found = service.ask("POST", f"/tenants/{_part(name)}/revoke", json={"key": key})
+    path = f"/tenants/{_part(name)}/revoke"
+    found = service.ask("POST", path, TenantShown, json={"key": key})
     return _show([found], as_json=as_json)
 
 
 def _delete(service: Service, name: str, *, as_json: bool) -> int:
     """Remove a tenant."""
-    found = service.ask("DELETE", f"/tenants/{_part(name)}")
-    click.echo(json.dumps(found) if as_json else f"removed tenant {name}")
+    found = service.ask("DELETE", f"/tenants/{_part(name)}", TenantRemoved)
+    click.echo(json.dumps(plain(found)) if as_json else f"removed tenant {name}")
     return 0
 
 
 def _listed(service: Service, *, as_json: bool) -> int:
     """Show all tenants."""
-    return _show(service.ask("GET", "/tenants"), as_json=as_json)
+    return _show(service.ask("GET", "/tenants", list[TenantShown]), as_json=as_json)
 
 
-def _show(tenants: Sequence[dict[str, Any]], *, as_json: bool) -> int:
+def _show(tenants: Sequence[TenantShown], *, as_json: bool) -> int:
     if as_json:
-        click.echo(json.dumps(tenants, indent=2))
+        print_json(tenants)
         return 0
     count = len(tenants)
     title = f"{count} tenant" if count == 1 else f"{count} tenants"
@@ -98,26 +116,32 @@ def _show(tenants: Sequence[dict[str, Any]], *, as_json: bool) -> int:
     for title in ("limits", "weight", "priority", "keys"):
         table.add_column(title)
     for tenant in tenants:
-        limits = [f"{n} {tenant[n]:,.10g}" for n in LIMITS if tenant[n] is not None]
-        marks = [m for m in ("operator", "suspended") if tenant[f"is_{m}"]]
+        marks = ["(operator)"] * tenant.is_operator
+        marks += ["(suspended)"] * tenant.is_suspended
         table.add_row(
-            "\n".join([tenant["name"], *(f"({mark})" for mark in marks)]),
-            escape("\n".join(tenant["models"])),
-            "\n".join(limits) or "none",
-            f"{tenant['weight']:g}",
-            str(tenant["priority"]),
-            "\n".join(map(_key, tenant["keys"])) or "none",
+            "\n".join([tenant.name, *marks]),
+            escape("\n".join(tenant.models)),
+            "\n".join(_limits(tenant)) or "none",
+            f"{tenant.weight:g}",
+            str(tenant.priority),
+            "\n".join(map(_key, tenant.keys)) or "none",
         )
     print_table(table)
     return 0
 
 
-def _key(key: dict[str, Any]) -> str:
-    end = key["expires_at"]
+def _limits(tenant: TenantShown) -> list[str]:
+    values = tenant.rpm_limit, tenant.max_parallel_requests, tenant.bytes_per_s
+    named = zip(LIMITS, values, strict=True)
+    return [f"{name} {value:,.10g}" for name, value in named if value is not None]
+
+
+def _key(key: KeyShown) -> str:
+    end = key.expires_at
     if end is None:
-        return str(key["id"])
+        return key.id
     left_s = end - time.time()
-    return f"{key['id']} ({'expired' if left_s <= 0 else f'{left_s:.0f} s left'})"
+    return f"{key.id} ({'expired' if left_s <= 0 else f'{left_s:.0f} s left'})"
 
 
 def _usage(
@@ -130,12 +154,12 @@ def _usage(
     as_json: bool,
 ) -> int:
     """Print the usage."""
-    params: dict[str, Any] = {"since": since, "by_minute": by_minute}
+    params: dict[str, str | float | bool] = {"since": since, "by_minute": by_minute}
     if tenant is not None:
         params["tenant"] = tenant
-    rows = service.ask("GET", "/usage", params=params)
+    rows = service.ask("GET", "/usage", list[UsageSum], params=params)
     if as_json:
-        click.echo(json.dumps(rows, indent=2))
+        print_json(rows)
     elif as_csv:
         click.echo(_csv(rows), nl=False)
     else:
@@ -143,29 +167,28 @@ def _usage(
     return 0
 
 
-def _csv(rows: Sequence[dict[str, Any]]) -> str:
+def _csv(rows: Sequence[UsageSum]) -> str:
     out = io.StringIO()
     if rows:
-        writer = csv.DictWriter(out, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+        writer = csv.writer(out)
+        writer.writerow(UsageSum.__struct_fields__)
+        writer.writerows(map(msgspec.structs.astuple, rows))
     return out.getvalue()
 
 
-def _usage_table(rows: Sequence[dict[str, Any]], *, by_minute: bool) -> Table:
+def _usage_table(rows: Sequence[UsageSum], *, by_minute: bool) -> Table:
     names = ("minute", "tenant", "model") if by_minute else ("tenant", "model")
     table = new_table("usage", *names)
     for title in ("sent", "answered", "failed", "refused", "rows", "MB", "mean ms"):
         table.add_column(title, justify="right")
     for row in rows:
-        mean_s = row["seconds"] / row["answered"] if row["answered"] else 0.0
+        mean_s = row.seconds / row.answered if row.answered else 0.0
         table.add_row(
-            *([_when(row["first_minute"])] if by_minute else []),
-            escape(row["tenant"] or "(no key)"),
-            escape(row["model"] or "-"),
-            *(str(row[n]) for n in ("requests", "answered", "failed", "refused")),
-            str(row["rows"]),
-            f"{(row['bytes_in'] + row['bytes_out']) / 1e6:.2f}",
+            *([_when(row.first_minute)] if by_minute else []),
+            escape(row.tenant or "(no key)"),
+            escape(row.model or "-"),
+            *map(str, (row.requests, row.answered, row.failed, row.refused, row.rows)),
+            f"{(row.bytes_in + row.bytes_out) / 1e6:.2f}",
             f"{mean_s * 1000:.1f}",
         )
     return table
@@ -222,9 +245,9 @@ def _settings(command: F) -> F:
     return command
 
 
-def _said(options: dict[str, Any]) -> dict[str, Any]:
+def _said(options: Settings) -> Settings:
     """Return the given options; a limit of 0 becomes None."""
-    found = {}
+    found: Settings = {}
     for name, value in options.items():
         if value is None or value == ():
             continue
@@ -247,7 +270,7 @@ def tenants() -> None:
 @of_service
 @JSON
 def create(
-    name: str, app: str | None, state: Path | None, as_json: bool, **options: Any
+    name: str, app: str | None, state: Path | None, as_json: bool, **options: object
 ) -> None:
     """Create the tenant NAME, and print its API key.
 
@@ -269,7 +292,7 @@ def create(
 @of_service
 @JSON
 def change(
-    name: str, app: str | None, state: Path | None, as_json: bool, **options: Any
+    name: str, app: str | None, state: Path | None, as_json: bool, **options: object
 ) -> None:
     """Change settings of the tenant NAME.
 

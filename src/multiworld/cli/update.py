@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import click
+import msgspec
 
 from multiworld.cli.options import JSON, SPEC, of_service, service_of, show
+from multiworld.serve.control.answers import StatusAnswer, Updated, plain
 from multiworld.serve.control.client import Service
+from multiworld.serve.fleet.entries import HistoryEntry
 
 LOOK_S = 0.3
 """Seconds between checks of the progress."""
@@ -39,10 +41,10 @@ def update(
         raise click.ClickException(f"cannot read {spec}: {error.strerror}") from error
     service = service_of(app, state)
     body = {"text": text, "where": str(spec.resolve())}
-    answer = service.ask("POST", "/update", json=body)
-    wanted = ", ".join(f"{name} {v}" for name, v in answer["versions"].items())
+    answer = service.ask("POST", "/update", Updated, json=body)
+    wanted = ", ".join(f"{name} {v}" for name, v in answer.versions.items())
     if no_wait:
-        show(answer, as_json=as_json, text=f"accepted: {wanted}")
+        show(plain(answer), as_json=as_json, text=f"accepted: {wanted}")
         return
     if not as_json:
         click.echo(f"updating to {wanted} ...")
@@ -52,28 +54,28 @@ def update(
         raise click.ClickException(
             "stopped waiting; the update continues, see `multiworld status`"
         ) from None
-    answer["failure"] = failure
-    show(answer, as_json=as_json, text=failure or f"done: {wanted}")
+    outcome = {**msgspec.structs.asdict(answer), "failure": failure}
+    show(outcome, as_json=as_json, text=failure or f"done: {wanted}")
     sys.exit(1 if failure else 0)
 
 
-def _wait(service: Service, answer: dict[str, Any]) -> str:
+def _wait(service: Service, answer: Updated) -> str:
     """Wait until the update is done; return the reason of a failure, or ""."""
-    limit = time.monotonic() + answer["ready_s"] + EXTRA_S
+    limit = time.monotonic() + answer.ready_s + EXTRA_S
     while True:
-        params = {"since": answer["since"]}
-        events = service.ask("GET", "/events", params=params)
+        params = {"since": answer.since}
+        events = service.ask("GET", "/events", list[HistoryEntry], params=params)
         for event in events:
-            if event["kind"] == "rolled back":
-                return f"rolled back: {event['text']}"
-        status = service.ask("GET", "/status")
-        active, versions = status["active"], answer["versions"]
+            if event.kind == "rolled back":
+                return f"rolled back: {event.text}"
+        status = service.ask("GET", "/status", StatusAnswer)
+        active, versions = status.active, answer.versions
         is_active = all(active.get(name) == v for name, v in versions.items())
-        if is_active and status["is_ready"]:
+        if is_active and status.is_ready:
             return ""
         if time.monotonic() > limit:
-            short = [f"{k}: {why}" for k, why in status["unplaced"].items()]
-            short += [f"{f['model']}: {f['cause']}" for f in status["failing"]]
+            short = [f"{k}: {why}" for k, why in status.unplaced.items()]
+            short += [f"{f.model}: {f.cause}" for f in status.failing]
             reason = "; ".join(short) or "see `multiworld explain`"
-            return f"not all of it is ready after {answer['ready_s']:g} s: {reason}"
+            return f"not all of it is ready after {answer.ready_s:g} s: {reason}"
         time.sleep(LOOK_S)

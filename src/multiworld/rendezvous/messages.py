@@ -11,14 +11,12 @@ from typing import Annotated
 
 import msgspec
 
+from multiworld.config import MAX_WAIT_S
 from multiworld.net.messages import Hello, Message
 from multiworld.rendezvous.membership import Member
 
 MAX_SIZE = 65_536
 """Largest world size that a claim may ask for."""
-
-MAX_WAIT_S = 30 * 86_400.0
-"""Seconds that a claim may ask to wait, at most."""
 
 MAX_EPOCH = 1 << 53
 """Upper bound of epochs: the integers below it survive any JSON reader."""

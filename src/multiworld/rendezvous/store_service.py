@@ -98,16 +98,15 @@ class StoreService:
             deferred.cancel()
 
     def receive(self, session: int, message: StoreRequest) -> None:
-        """Handle one message from a session; ignore it if the session has ended.
-
-        Raises:
-            ValueError: A field has an invalid value.
-        """
+        """Handle one message from a session; ignore it if the session has ended."""
         if session not in self._sessions:
             return
         match message:
             case messages.Claim() | messages.SurvivorClaim():
-                self._when_settled(session, self._claim(session, message))
+                if problem := _problem(message):
+                    self._refuse_claim(session, message, problem)
+                else:
+                    self._when_settled(session, self._claim(session, message))
             case messages.Announce(world, epoch, rank, uid):
                 self._handle(
                     registry.Announced(
@@ -130,7 +129,6 @@ class StoreService:
     def _claim(
         self, session: int, claim: messages.Claim | messages.SurvivorClaim
     ) -> registry.Claimed | ReformClaim:
-        _check_claim(claim)
         deadline = self._loop.time() + claim.deadline_s
         fresh_nonce = secrets.randbits(63) | 1
         if isinstance(claim, messages.Claim):
@@ -163,6 +161,18 @@ class StoreService:
             fresh_nonce=fresh_nonce,
             place=claim.place,
         )
+
+    def _refuse_claim(
+        self,
+        session: int,
+        claim: messages.Claim | messages.SurvivorClaim,
+        problem: str,
+    ) -> None:
+        """Refuse a claim that cannot be met, and tell all that wait for its world."""
+        detail = f"rank {claim.rank} of {claim.size} was refused: {problem}"
+        outcome = messages.TermsDiffer(detail)
+        self._send(session, messages.Reply(claim.request, outcome))
+        self.refuse(claim.world, outcome)
 
     def _when_settled(
         self, session: int, claim: registry.Claimed | ReformClaim
@@ -270,18 +280,15 @@ class StoreService:
         self._handle(registry.Ticked())
 
 
-def _check_claim(claim: messages.Claim | messages.SurvivorClaim) -> None:
-    """Check how the fields of a claim go together, before anything uses them.
-
-    Raises:
-        ValueError: A number is out of range.
-    """
+def _problem(claim: messages.Claim | messages.SurvivorClaim) -> str:
+    """Return why the fields of a claim do not go together, or ""."""
     if claim.rank >= claim.size:
-        raise ValueError(f"rank {claim.rank} of {claim.size} is out of range")
+        return "the rank is out of range"
     if isinstance(claim, messages.SurvivorClaim) and any(
         lost >= claim.size for lost in claim.lost
     ):
-        raise ValueError("a lost rank is out of range")
+        return "a lost rank is out of range"
     number, count = claim.place
     if not 0 <= number < count:
-        raise ValueError("the place is out of range")
+        return "the place is out of range"
+    return ""

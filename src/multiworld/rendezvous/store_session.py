@@ -335,9 +335,38 @@ async def connect(
     )
 
 
+async def check_store(address: StoreAddress, security: Security) -> None:
+    """Check that a store answers, by a handshake.
+
+    Args:
+        address: The store.
+        security: Secret and TLS, as the store has them.
+
+    Raises:
+        OSError: It cannot be reached.
+        RendezvousError: It is no store that this process can use.
+
+    Cancellation:
+        Safe; nothing stays open.
+    """
+    stream, _ = await _open(address, "", security)
+    stream.close()
+
+
 async def _connect_once(
     address: StoreAddress, owner: SessionOwner, world: str, security: Security
 ) -> StoreSession:
+    stream, local_host = await _open(address, world, security)
+    session = StoreSession(address, owner)
+    session.local_host = local_host
+    session.attach(TcpConnection(stream, session))
+    return session
+
+
+async def _open(
+    address: StoreAddress, world: str, security: Security
+) -> tuple[Stream, str]:
+    """Return a connection after its handshake, and this side's address."""
     loop = asyncio.get_running_loop()
     family, where = await resolve(address.host, address.port)
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -345,7 +374,7 @@ async def _connect_once(
     try:
         tune(sock)
         await loop.sock_connect(sock, where)
-        local_host = sock.getsockname()[0]
+        local_host: str = sock.getsockname()[0]
         if security.tls is not None:
             context = security.tls.context(is_server=False)
             stream = await start_tls(sock, context, is_server=False)
@@ -356,10 +385,7 @@ async def _connect_once(
     except BaseException:
         stream.close()
         raise
-    session = StoreSession(address, owner)
-    session.local_host = local_host
-    session.attach(TcpConnection(stream, session))
-    return session
+    return stream, local_host
 
 
 async def _shake_hands(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 
+from multiworld.config import is_int
 from multiworld.errors import (
     ConfigError,
     JoinTimeoutError,
@@ -269,7 +270,7 @@ class Admission:
             )
         local.check()
         size = local.incarnation.size
-        if not isinstance(to, int) or not size < to <= MAX_SIZE:
+        if not is_int(to) or not size < to <= MAX_SIZE:
             rule = f"an int from {size + 1} to {MAX_SIZE}; the present size is {size}"
             raise ConfigError("to", to, rule)
         deadline = self._loop.time() + local.request.config.join_s

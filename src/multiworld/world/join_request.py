@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from multiworld.config import WorldConfig
+from multiworld.config import WorldConfig, is_int
 from multiworld.errors import ConfigError
 from multiworld.rendezvous.messages import MAX_SIZE
 from multiworld.rendezvous.store_address import StoreAddresses, parse_store
@@ -148,9 +148,9 @@ def _check(request: JoinRequest) -> None:
         raise ConfigError("name", f"{name[:20]}...", f"at most {MAX_NAME} characters")
     if not _is_unicode(name):
         raise ConfigError("name", name, "Unicode text, without lone surrogates")
-    if not isinstance(size, int) or not 1 <= size <= MAX_SIZE:
+    if not is_int(size) or not 1 <= size <= MAX_SIZE:
         raise ConfigError("size", size, f"an int from 1 to {MAX_SIZE}")
-    if not isinstance(rank, int) or not 0 <= rank < size:
+    if not is_int(rank) or not 0 <= rank < size:
         rule = f"an int from 0 to {size - 1} in a world of {size}"
         raise ConfigError("rank", rank, rule)
     if not isinstance(request.config, WorldConfig):

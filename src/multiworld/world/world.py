@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from multiworld.backends.base import Bundle
 from multiworld.backends.collective import Call
 from multiworld.backends.collectives import CollectiveMethods
+from multiworld.config import is_int
 from multiworld.errors import ConfigError, MultiWorldError
 from multiworld.incarnation.lifecycle import Phase
 from multiworld.world.local_member import LocalMember
@@ -559,12 +560,12 @@ class World(CollectiveMethods):
         self._life.check()
         if peer is not None:
             self._check_rank(peer, self_too=self_too)
-        if not isinstance(tag, int) or not 0 <= tag <= MAX_TAG:
+        if not is_int(tag) or not 0 <= tag <= MAX_TAG:
             raise ConfigError("tag", tag, "an int from 0 to 2**63-1")
         return self._pending
 
     def _check_rank(self, rank: int, *, self_too: bool) -> None:
-        if not isinstance(rank, int) or not 0 <= rank < self.size:
+        if not is_int(rank) or not 0 <= rank < self.size:
             rule = f"world {self.name!r} has ranks 0 to {self.size - 1}"
             raise ConfigError("rank", rank, rule)
         if rank == self.rank and not self_too:

@@ -228,6 +228,39 @@ async def test_tensor_that_overlaps_itself_is_no_target(worlds: list[World]) -> 
     """Several elements in one place cannot hold a message."""
     with pytest.raises(TensorMismatchError, match="overlaps itself"):
         await worlds[1].recv(torch.zeros(1).expand(3), src=0)
+    with pytest.raises(TensorMismatchError, match="overlaps itself"):
+        await worlds[1].recv(torch.zeros(5).unfold(0, 3, 1), src=0)
+    with pytest.raises(TensorMismatchError, match="overlaps itself"):
+        await worlds[1].recv(torch.zeros(9).as_strided((3, 3), (2, 1)), src=0)
+    for view in (torch.zeros(4, 6)[::2, 1::3], torch.zeros(3, 3).t().diagonal()):
+        await worlds[0].send(torch.ones(view.shape), dst=1)
+        await worlds[1].recv(view, src=0)
+        assert bool((view == 1).all())
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+async def test_nested_tensor_is_refused_by_name(worlds: list[World]) -> None:
+    """Its memory is not that of one dense tensor."""
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.raises(TensorMismatchError, match="nested"):
+        await worlds[0].send(nested, dst=1)
+    with pytest.raises(TensorMismatchError, match="nested"):
+        await worlds[0].all_reduce(nested)
+
+
+async def test_outputs_that_share_memory_are_refused(worlds: list[World]) -> None:
+    """Each rank's part would overwrite another's; neighbours in memory are fine."""
+    base = torch.zeros(6)
+    with pytest.raises(TensorMismatchError, match="share memory"):
+        await worlds[0].all_gather(torch.ones(3), [base[:3], base[2:5]])
+    with pytest.raises(TensorMismatchError, match="overlaps itself"):
+        outs = [torch.zeros(3), torch.zeros(1).expand(3)]
+        await worlds[0].all_gather(torch.ones(3), outs)
+    await asyncio.gather(
+        worlds[0].all_gather(torch.ones(3), [base[:3], base[3:]]),
+        worlds[1].all_gather(torch.ones(3)),
+    )
+    assert torch.equal(base, torch.ones(6))
 
 
 async def test_strided_and_reshaped_targets_are_filled(worlds: list[World]) -> None:

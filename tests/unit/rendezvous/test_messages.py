@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from multiworld.config import MAX_WAIT_S
 from multiworld.net import frames
 from multiworld.rendezvous import messages
 from multiworld.rendezvous.messages import (
     MAX_EPOCH,
     MAX_SIZE,
-    MAX_WAIT_S,
     AddAmount,
     Admitted,
     Announce,

@@ -32,6 +32,7 @@ from multiworld.rendezvous.messages import (
     SetValue,
     StoreMessage,
     StoreRequest,
+    TermsDiffer,
     ValueRequest,
     VersionDiffers,
     Withdraw,
@@ -368,17 +369,20 @@ async def test_values_of_an_ended_incarnation_are_deleted() -> None:
         survivor_of(1, 0, 2, place=(3, 2)),
     ],
 )
-async def test_claim_whose_fields_contradict_each_other_changes_nothing(
+async def test_claim_whose_fields_contradict_each_other_is_refused_to_all_who_wait(
     claim: StoreRequest,
 ) -> None:
-    """A ValueError is a violation of the protocol, and ends the session."""
+    """They would wait for a member that cannot come; other worlds go on."""
     service = StoreService()
-    bad, good = Client(service), Client(service, "good")
-    with pytest.raises(ValueError, match="out of range"):
-        bad.say(claim)
+    bad, waits = Client(service), Client(service, "waits")
+    number = waits.claim(0, 2)
+    bad.say(claim)
+    for client, request in ((bad, 1), (waits, number)):
+        outcome = client.outcome(request)
+        assert isinstance(outcome, TermsDiffer)
+        assert "out of range" in outcome.detail
     assert service.waiting_count == 0
-    assert bad.got == []
-    assert good.admitted(good.claim(0, 1)).epoch == 1
+    assert waits.admitted(waits.claim(0, 1)).epoch == 1
     service.close()
 
 

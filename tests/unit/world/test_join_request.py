@@ -233,3 +233,14 @@ def test_request_is_changed_by_a_copy() -> None:
     other = made.replace(rank=1, size=5)
     assert (made.rank, made.size) == (0, 2)
     assert (other.rank, other.size, other.device) == (1, 5, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("rank", True), ("size", True), ("name", "w\ud800"), ("name", "\udc80")],
+)
+def test_what_only_looks_like_a_value_is_refused(field: str, value: Any) -> None:
+    """A bool is no rank, and a lone surrogate is no text that a message can carry."""
+    with pytest.raises(ConfigError) as caught:
+        request(**{field: value})
+    assert caught.value.field == field

@@ -155,7 +155,7 @@ class GroupCollectives:
 
     def _all_gather(self, call: Call) -> Native:
         tensor, outs = call.tensor, call.tensors or ()
-        self._alike(outs, self._checked(tensor), "outs")
+        self._alike(outs, self._checked(tensor), "outs", is_written=True)
         options = self._options(torch_names.all_gather_options())
         return Native(
             prepare=lambda: [flat_of(tensor), *map(flat_of, outs)],
@@ -169,7 +169,7 @@ class GroupCollectives:
         tensor, outs, dst = call.tensor, call.tensors, call.root
         self._checked(tensor)
         is_root = self._rank == dst
-        targets = self._alike(outs, tensor, "outs") if is_root else []
+        targets = self._alike(outs, tensor, "outs", is_written=True) if is_root else []
         options = self._options(dist.GatherOptions())
         options.rootRank = dst
 
@@ -223,7 +223,7 @@ class GroupCollectives:
         outs, ins = call.tensors or (), call.more or ()
         like = self._checked(ins[0]) if len(ins) else torch.empty(0)
         self._alike(ins, like, "ins")
-        self._alike(outs, like, "outs")
+        self._alike(outs, like, "outs", is_written=True)
         options = self._options(dist.AllToAllOptions())
 
         def prepare() -> list[Tensor]:
@@ -259,9 +259,17 @@ class GroupCollectives:
         return tensor
 
     def _alike(
-        self, tensors: Sequence[Tensor] | None, like: Tensor, what: str
+        self,
+        tensors: Sequence[Tensor] | None,
+        like: Tensor,
+        what: str,
+        *,
+        is_written: bool = False,
     ) -> list[Tensor]:
-        return require_alike(tensors, like, self._size, what, self._checked)
+        check = self._checked
+        return require_alike(
+            tensors, like, self._size, what, check, is_written=is_written
+        )
 
     async def _run_native(self, call: Call, native: Native) -> None:
         """Agree on the operation, then prepare, start, await and finish it."""

@@ -13,9 +13,9 @@ from types import NoneType
 
 from torch.distributed import Store
 
+from multiworld.config import MAX_WAIT_S
 from multiworld.rendezvous.blocking_values import BlockingValues
 from multiworld.rendezvous.messages import (
-    MAX_WAIT_S,
     AddAmount,
     CheckKeys,
     CompareSet,

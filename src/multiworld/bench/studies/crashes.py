@@ -26,7 +26,9 @@ from rich.console import Console
 from rich.table import Table
 
 from multiworld.bench.serving import services
+from multiworld.serve.control.answers import TenantWithKey
 from multiworld.serve.control.client import Service
+from multiworld.serve.fleet.entries import HistoryEntry
 from multiworld.serve.load.generator import Load, Target
 from multiworld.serve.load.summary import quantile
 from multiworld.serve.simulation.traces import gamma
@@ -77,7 +79,7 @@ async def measure(url: str, service: Service, kind: str, seconds: float) -> Any:
     """
 
     def load(name: str, rate: float, numbers: range, seed: int) -> Load:
-        key = service.ask("POST", "/tenants", json={"name": name})["key"]
+        key = service.ask("POST", "/tenants", TenantWithKey, json={"name": name}).key
         bodies = [body(float(n)) for n in numbers]
         target = Target(f"{url}/v2/models/m/infer", bodies, {"X-API-Key": key})
         due = [arrival.at for arrival in gamma(rate, seconds, seed=seed)]
@@ -100,7 +102,7 @@ def run(kind: str, seconds: float) -> dict[str, float]:
     ):
         service = Service(None, Path(folder) / "state")
         quiet, deadly = asyncio.run(measure(url, service, kind, seconds))
-        events = service.ask("GET", "/events", params={"since": 0})
+        events = service.ask("GET", "/events", list[HistoryEntry])
     took = [s.latency_s for s in quiet if s.is_answered]
     return {
         "sent": len(quiet),
@@ -108,7 +110,7 @@ def run(kind: str, seconds: float) -> dict[str, float]:
         "p50": quantile(took, 0.5),
         "p99": quantile(took, 0.99),
         "most": max(took),
-        "killed": sum(event["kind"] == "lost" for event in events),
+        "killed": sum(event.kind == "lost" for event in events),
         "quarantined": sum(s.status == 429 for s in deadly),
     }
 

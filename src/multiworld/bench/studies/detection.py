@@ -38,6 +38,7 @@ from rich.console import Console
 from rich.table import Table
 
 from multiworld import MemberLost, WorldBrokenError, WorldConfig, WorldManager
+from multiworld.backends.torch_names import new_gloo
 from multiworld.bench.rivals.environment import HERE
 from multiworld.rendezvous.store_server import StoreServer
 from multiworld.testing import Child, ProcessFleet, Role
@@ -103,11 +104,8 @@ async def plain_victim(role: Role, own: str, host: str, port: int) -> None:
 
 def _plain_group(rank: int, own: str, host: str, port: int) -> Any:
     store = dist.TCPStore(host, port, 2, rank == 0, timeout=timedelta(seconds=30))
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=own)]
-    options._timeout = timedelta(minutes=30)
-    return gloo(store, rank, 2, options)
+    limit_s = 1800.0
+    return new_gloo(store, rank, 2, host=own, connect_s=limit_s, timeout_s=limit_s)
 
 
 # Survivors: each reports when it was ready and when it detected the loss, in seconds of

@@ -43,6 +43,7 @@ from rich.table import Table
 
 from multiworld.bench.rivals.environment import HERE
 from multiworld.bench.serving import services
+from multiworld.serve.control.answers import StatusAnswer
 from multiworld.serve.control.client import Service
 from multiworld.serve.load.generator import Load, Target
 from multiworld.serve.load.summary import Sample, quantile
@@ -178,8 +179,8 @@ def run_ours(kind: str, asked: dict[str, list[Arrival]]) -> dict[str, Any]:
         service = Service(None, Path(folder) / "state")
 
         def count() -> int:
-            status = service.ask("GET", "/status")
-            return sum(bool(p["model"]) for p in status["processes"])
+            status = service.ask("GET", "/status", StatusAnswer)
+            return sum(not p.is_gateway for p in status.processes)
 
         urls = {name: f"{url}/v2/models/{name}/infer" for name in asked}
         return asyncio.run(play(urls, asked, count))

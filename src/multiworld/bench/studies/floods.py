@@ -32,6 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from multiworld.bench.serving import services
+from multiworld.serve.control.answers import TenantWithKey
 from multiworld.serve.control.client import Service
 from multiworld.serve.load.generator import Load, Target
 from multiworld.serve.load.summary import quantile
@@ -87,9 +88,9 @@ async def measure(url: str, service: Service, kind: str, seconds: float) -> Any:
         Drops the requests in flight.
     """
 
-    def key(name: str, **settings: Any) -> str:
-        made = service.ask("POST", "/tenants", json={"name": name, **settings})
-        return str(made["key"])
+    def key(name: str, **settings: int) -> str:
+        asked = {"name": name, **settings}
+        return service.ask("POST", "/tenants", TenantWithKey, json=asked).key
 
     quiet = key("quiet")
     flood = (

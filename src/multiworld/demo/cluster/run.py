@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ from multiworld.demo.cluster.tenants import TENANTS, DemoTenant, load_of
 from multiworld.demo.pipeline.screen import Screen, event_table
 from multiworld.demo.pipeline.texts import is_equal, reference, texts
 from multiworld.errors import ServeError
+from multiworld.serve.control.answers import DecisionShown, plain
 from multiworld.serve.load.generator import Load, embeddings
 from multiworld.serve.load.summary import summarise
+from multiworld.serve.tenants.records import UsageSum
 from multiworld.testing.ray_nodes import RayNodes, ray_nodes
 
 SPEC = Path(__file__).parent / "app.yaml"
@@ -163,8 +166,8 @@ class _Demo:
     def _outcome(
         self,
         loads: dict[str, Load],
-        decided: list[dict[str, Any]],
-        usage: list[dict[str, Any]],
+        decided: Sequence[DecisionShown],
+        usage: Sequence[UsageSum],
         picture: Path,
     ) -> dict[str, Any]:
         console, story = self._console, self._story
@@ -178,11 +181,11 @@ class _Demo:
         console.print(tenant_table(loads, usage))
         console.print("scaling decisions and their reasons (multiworld explain):")
         for decision in decided:
-            if decision["kind"] != "scaling":
+            if decision.kind != "scaling":
                 continue
             first = story.scenes[0]
-            at_s = decision["at"] - first.wall_s + first.begin_s
-            text = f"  {at_s:6.1f} s  {decision['about']}: {decision['what']}"
+            at_s = decision.at - first.wall_s + first.begin_s
+            text = f"  {at_s:6.1f} s  {decision.about}: {decision.what}"
             console.print(text, markup=False, highlight=False, soft_wrap=True)
         draw(picture, samples, story.scenes, story.replica_counts, story.labels)
         console.print(f"timeline drawn to {os.fspath(picture)}", soft_wrap=True)
@@ -200,8 +203,8 @@ class _Demo:
             "tenants": {n: dataclasses.asdict(summary) for n, summary in found.items()},
             "scenes": [dataclasses.asdict(scene) for scene in story.scenes],
             "moves": [dataclasses.asdict(move) for move in story.moves],
-            "decisions": decided,
-            "usage": usage,
+            "decisions": plain(decided),
+            "usage": plain(usage),
             "picture": str(picture),
         }
 
@@ -212,7 +215,7 @@ def _allowed(name: str) -> set[int]:
     return {200, 429} if is_flood else {200}
 
 
-def tenant_table(loads: dict[str, Load], usage: list[dict[str, Any]]) -> Table:
+def tenant_table(loads: dict[str, Load], usage: Sequence[UsageSum]) -> Table:
     """Return the table of requests sent, answered and billed for each tenant."""
     table = Table(title="tenants", box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     for title in ("tenant", "model"):
@@ -222,7 +225,7 @@ def tenant_table(loads: dict[str, Load], usage: list[dict[str, Any]]) -> Table:
         table.add_column(title, justify="right")
     billed: Counter[str] = Counter()
     for row in usage:
-        billed[row["tenant"]] += row["answered"]
+        billed[row.tenant] += row.answered
     for tenant in TENANTS:
         load = loads[tenant.name]
         found = summarise(load.samples)

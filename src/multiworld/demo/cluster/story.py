@@ -14,7 +14,16 @@ import yaml
 
 from multiworld.demo.cluster.tenants import DemoTenant
 from multiworld.demo.pipeline.story import Story
+from multiworld.serve.control.answers import (
+    DecisionsAnswer,
+    DecisionShown,
+    ProcessShown,
+    TenantWithKey,
+    Updated,
+)
+from multiworld.serve.fleet.entries import HistoryEntry
 from multiworld.serve.gateway.process import USAGE_S
+from multiworld.serve.tenants.records import UsageSum
 from multiworld.testing.ray_nodes import RayNodes
 
 SETTLE_S = 90.0
@@ -72,23 +81,23 @@ class ClusterStory(Story):
         """Labels that replicas are counted under: the stages of the first spec."""
         return self._labels
 
-    def label_of(self, process: dict[str, Any]) -> str:
+    def label_of(self, process: ProcessShown) -> str:
         """Return the label that a replica is counted under."""
-        spec = self._app["models"].get(process["model"])
-        name = spec["stages"][process["stage"]]["name"] if spec else ""
-        return f"{process['model']} {name}"
+        spec = self._app["models"].get(process.model)
+        name = spec["stages"][process.stage]["name"] if spec else ""
+        return f"{process.model} {name}"
 
     def is_whole(self) -> bool:
         """Tell whether the ready replicas are exactly the desired ones."""
         ready = Counter(
-            (p["model"], p["stage"])
-            for p in self.status["processes"]
-            if p["model"] and p["phase"] == "ready"
+            (p.model, p.stage)
+            for p in self.status.processes
+            if p.model and p.phase == "ready"
         )
         wanted = {
             (name, stage): count
-            for name, model in self.status["wanted"]["models"].items()
-            for stage, count in enumerate(model["replicas"])
+            for name, model in self.status.wanted.models.items()
+            for stage, count in enumerate(model.replicas)
         }
         return ready == wanted
 
@@ -103,33 +112,34 @@ class ClusterStory(Story):
         Cancellation:
             The node stays lost and the service heals on its own.
         """
-        here = {p["name"]: p["node"] for p in self.status["processes"] if p["model"]}
+        here = {p.name: p.node for p in self.status.processes if p.model}
         counts = Counter(node for node in here.values() if node != "head")
-        name: str = counts.most_common(1)[0][0]
+        name = counts.most_common(1)[0][0]
         scene = self.begin(f"{name} is lost")
         since = await self.last_event()
         self.tell(f"[red]killing[/] {name}, which runs {counts[name]} replicas")
         await asyncio.to_thread(self._nodes.remove, name)
         gone = [replica for replica, node in here.items() if node == name]
         lost = [await self.event(since, "lost", replica) for replica in gone]
-        scene.detect_s = max(e["at"] for e in lost) - scene.wall_s
+        scene.detect_s = max(e.at for e in lost) - scene.wall_s
         await self.wait_until(self.is_whole)
         self.finish(scene)
         await self._note_moves(since, dict.fromkeys(gone, name))
         return name
 
     async def _note_moves(self, since: int, lost: dict[str, str]) -> None:
-        events = await self.ask("GET", "/events", params={"since": since})
-        placed = [e for e in events if e["kind"] == "placed"]
+        params = {"since": since}
+        events = await self.ask("GET", "/events", list[HistoryEntry], params=params)
+        placed = [e for e in events if e.kind == "placed"]
         for name, node in lost.items():
             post = name.rpartition("/")[0]
             for event in placed:
-                if event["name"].rpartition("/")[0] == post:
+                if event.name.rpartition("/")[0] == post:
                     placed.remove(event)
-                    where, _, why = event["text"].partition(": ")
+                    where, _, why = event.text.partition(": ")
                     is_on = where.rpartition(" on ")[2]
-                    self.moves.append(Move(name, node, event["name"], is_on, why))
-                    self.tell(f"  {name} on {node} → {event['name']} on {is_on}: {why}")
+                    self.moves.append(Move(name, node, event.name, is_on, why))
+                    self.tell(f"  {name} on {node} → {event.name} on {is_on}: {why}")
                     break
 
     async def add_node(self, name: str) -> None:
@@ -166,7 +176,8 @@ class ClusterStory(Story):
         scene = self.begin(title)
         self._app["models"] = models
         text = yaml.safe_dump(self._app, sort_keys=False)
-        await self.ask("POST", "/update", json={"text": text, "where": "the demo"})
+        asked = {"text": text, "where": "the demo"}
+        await self.ask("POST", "/update", Updated, json=asked)
         self.tell(f"[cyan]update[/] {title}")
         await self.wait_until(self.is_whole)
         self.finish(scene)
@@ -181,10 +192,9 @@ class ClusterStory(Story):
             The tenant may have been created.
         """
         asked = {"name": tenant.name, **tenant.settings}
-        made = await self.ask("POST", "/tenants", json=asked)
+        made = await self.ask("POST", "/tenants", TenantWithKey, json=asked)
         self.tell(f"tenant {tenant.name}: {tenant.settings}")
-        key: str = made["key"]
-        return key
+        return made.key
 
     async def wait_until_scaled(self, model: str, *, up: bool) -> None:
         """Wait until a model is scaled up, or back down to its minimum, by its load.
@@ -203,32 +213,31 @@ class ClusterStory(Story):
         )
 
         def condition() -> bool:
-            wanted = self.status["wanted"]["models"][model]["replicas"]
+            wanted = self.status.wanted.models[model].replicas
             return (sum(wanted) > least) is up and self.is_whole()
 
         await self.wait_until(condition)
-        wanted = self.status["wanted"]["models"][model]["replicas"]
-        self.tell(f"[cyan]{model}[/] has {wanted} replicas")
+        wanted = self.status.wanted.models[model].replicas
+        self.tell(f"[cyan]{model}[/] has {list(wanted)} replicas")
 
-    async def decisions(self) -> list[dict[str, Any]]:
+    async def decisions(self) -> tuple[DecisionShown, ...]:
         """Return the controller's last decisions with their reasons.
 
         Cancellation:
             Changes nothing.
         """
-        found = await self.ask("GET", "/decisions", params={"last": 50})
-        decided: list[dict[str, Any]] = found["decisions"]
-        return decided
+        params = {"last": 50}
+        found = await self.ask("GET", "/decisions", DecisionsAnswer, params=params)
+        return found.decisions
 
-    async def usage(self) -> list[dict[str, Any]]:
+    async def usage(self) -> list[UsageSum]:
         """Return the usage of every tenant, once all of it was reported.
 
         Cancellation:
             Changes nothing.
         """
         await asyncio.sleep(2 * USAGE_S)
-        found: list[dict[str, Any]] = await self.ask("GET", "/usage")
-        return found
+        return await self.ask("GET", "/usage", list[UsageSum])
 
     async def add_model(self) -> None:
         """Add a third model, a copy of the second; see ``change_models``.

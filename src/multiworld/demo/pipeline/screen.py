@@ -77,14 +77,14 @@ class Screen:
         table = Table(title=f"{self._now():5.1f} s")
         for title in ("process", "phase", "version", "node", "pid"):
             table.add_column(title)
-        for process in self._story.status.get("processes", []):
-            color = PHASES.get(process["phase"], "red")
+        for process in self._story.status.processes:
+            color = PHASES.get(process.phase, "red")
             table.add_row(
-                process["name"],
-                Text(process["phase"], style=color),
-                process["version"] or "-",
-                process["node"] or "-",
-                str(process["pid"] or "-"),
+                process.name,
+                Text(process.phase, style=color),
+                process.version or "-",
+                process.node or "-",
+                str(process.pid or "-"),
             )
         lines = []
         for name, load in self._loads.items():

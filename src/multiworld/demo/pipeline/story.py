@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import yaml
 
 from multiworld.errors import ServeError
+from multiworld.serve.control.answers import (
+    FaultInjected,
+    ProcessShown,
+    Scaled,
+    StatusAnswer,
+    Updated,
+    decode,
+)
 from multiworld.serve.control.client import Service
+from multiworld.serve.fleet.entries import HistoryEntry
 from multiworld.serve.load.generator import Load
+
+T = TypeVar("T")
 
 MODEL = "minilm"
 """Model that the demo serves, as the spec names it."""
@@ -79,7 +89,6 @@ class Story:
     Attributes:
         scenes: Events so far.
         replica_counts: Ready replicas over time.
-        status: Latest answer of the controller to ``GET /status``.
     """
 
     settle_s = SETTLE_S
@@ -92,7 +101,13 @@ class Story:
         self._load: Load | None = None
         self.scenes: list[Scene] = []
         self.replica_counts: list[ReplicaCounts] = []
-        self.status: dict[str, Any] = {}
+        self._status: StatusAnswer | None = None
+
+    @property
+    def status(self) -> StatusAnswer:
+        """Latest status of the service, which has been started."""
+        assert self._status is not None
+        return self._status
 
     @property
     def stages(self) -> list[str]:
@@ -104,10 +119,9 @@ class Story:
         """Labels that replicas are counted under: the names of the stages."""
         return self.stages
 
-    def label_of(self, process: dict[str, Any]) -> str:
+    def label_of(self, process: ProcessShown) -> str:
         """Return the label that a replica is counted under."""
-        stage: int = process["stage"]
-        return self.stages[stage]
+        return self.stages[process.stage]
 
     async def start(self) -> str:
         """Start the service; return its URL when it is ready.
@@ -140,9 +154,8 @@ class Story:
                 f"the service did not start; its log ends with: {self._last_words()}"
             )
         self._service = Service(None, state)
-        self.status = json.loads(text)
-        url: str = self.status["url"]
-        return url
+        self._status = decode(text, StatusAnswer)
+        return self._status.url
 
     def _last_words(self) -> str:
         lines = (self._root / "serve.log").read_text(errors="replace").splitlines()
@@ -164,13 +177,23 @@ class Story:
         except TimeoutError:
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    async def ask(self, method: str, path: str, **what: Any) -> Any:
+    async def ask(
+        self,
+        method: str,
+        path: str,
+        kind: type[T],
+        *,
+        json: Mapping[str, object] | None = None,
+        params: Mapping[str, str | float | bool] | None = None,
+    ) -> T:
         """Send a request to the controller from a thread, and return its answer.
 
         Args:
             method: HTTP method.
             path: Path of the controller's API.
-            what: ``json`` or ``params``, as for ``Service.ask``.
+            kind: Type of the answer.
+            json: Body of the request; None sends no body.
+            params: Query of the request.
 
         Raises:
             ServeError: The controller refused, or did not answer.
@@ -178,8 +201,11 @@ class Story:
         Cancellation:
             The request is still sent, and its answer dropped.
         """
-        assert self._service is not None
-        return await asyncio.to_thread(self._service.ask, method, path, **what)
+        service = self._service
+        assert service is not None
+        return await asyncio.to_thread(
+            lambda: service.ask(method, path, kind, json=json, params=params)
+        )
 
     # Watching.
 
@@ -192,14 +218,14 @@ class Story:
         self._load = load
         while True:
             try:
-                self.status = await self.ask("GET", "/status")
+                self._status = await self.ask("GET", "/status", StatusAnswer)
             except ServeError:
                 await asyncio.sleep(POLL_S)
                 continue
             labels = self.labels
             ready = [0] * len(labels)
-            for process in self.status["processes"]:
-                if process["model"] and process["phase"] == "ready":
+            for process in self.status.processes:
+                if process.model and process.phase == "ready":
                     label = self.label_of(process)
                     if label in labels:
                         ready[labels.index(label)] += 1
@@ -229,15 +255,15 @@ class Story:
         scene = self.begin(f"{action} {stage}")
         since = await self.last_event()
         asked = {"action": action, "model": MODEL, "stage": stage}
-        harmed = await self.ask("POST", "/chaos", json=asked)
-        self.tell(f"[red]{action}[/] {harmed['name']} (process {harmed['pid']})")
-        began = await self.event(since, "chaos", harmed["name"])
-        lost = await self.event(since, "lost", harmed["name"])
-        ready = await self.event(since, "ready", after=lost["at"])
-        scene.detect_s = lost["at"] - began["at"]
-        scene.end_s = scene.begin_s + ready["at"] - began["at"]
+        harmed = await self.ask("POST", "/chaos", FaultInjected, json=asked)
+        self.tell(f"[red]{action}[/] {harmed.name} (process {harmed.pid})")
+        began = await self.event(since, "chaos", harmed.name)
+        lost = await self.event(since, "lost", harmed.name)
+        ready = await self.event(since, "ready", after=lost.at)
+        scene.detect_s = lost.at - began.at
+        scene.end_s = scene.begin_s + ready.at - began.at
         self.tell(
-            f"loss detected after {scene.detect_s:.3f} s, replaced by {ready['name']} "
+            f"loss detected after {scene.detect_s:.3f} s, replaced by {ready.name} "
             f"after {scene.recovery_s:.2f} s"
         )
 
@@ -253,10 +279,8 @@ class Story:
         """
         scene = self.begin(f"scale {stage} to {replicas}")
         asked = {"model": MODEL, "stage": stage, "replicas": replicas}
-        answer = await self.ask("POST", "/scale", json=asked)
-        self.tell(
-            f"[cyan]scale[/] {stage} from {answer['before']} to {answer['replicas']}"
-        )
+        answer = await self.ask("POST", "/scale", Scaled, json=asked)
+        self.tell(f"[cyan]scale[/] {stage} from {answer.before} to {answer.replicas}")
         number = self.stages.index(stage)
         await self.wait_until(
             lambda: (
@@ -278,13 +302,14 @@ class Story:
         scene = self.begin(f"version {version}")
         self._app["models"][MODEL]["version"] = version
         text = yaml.safe_dump(self._app, sort_keys=False)
-        await self.ask("POST", "/update", json={"text": text, "where": "the demo"})
+        asked = {"text": text, "where": "the demo"}
+        await self.ask("POST", "/update", Updated, json=asked)
         self.tell(f"[cyan]update[/] to version {version}")
         await self.wait_until(
             lambda: all(
-                (p["version"], p["phase"]) == (version, "ready")
-                for p in self.status["processes"]
-                if p["model"]
+                (p.version, p.phase) == (version, "ready")
+                for p in self.status.processes
+                if p.model
             )
         )
         self.finish(scene)
@@ -295,25 +320,27 @@ class Story:
         Cancellation:
             Changes nothing.
         """
-        found = await self.ask("GET", "/status", params={"reports": True})
+        params = {"reports": True}
+        found = await self.ask("GET", "/status", StatusAnswer, params=params)
         busy: dict[int, list[float]] = {}
-        for process in found["processes"]:
-            report = found["reports"].get(process["name"])
-            if process["model"] and report:
-                requests = max(1, report["counts"].get("requests", 0))
-                share = report["computed_s"] / requests / self._wanted(process["stage"])
-                busy.setdefault(process["stage"], []).append(share)
+        for process in found.processes:
+            if process.is_gateway:
+                continue
+            report = found.worker_report(process.name)
+            if report is not None:
+                requests = max(1, report.counts.get("requests", 0))
+                share = report.computed_s / requests / self._wanted(process.stage)
+                busy.setdefault(process.stage, []).append(share)
         return self.stages[max(busy, key=lambda s: max(busy[s]))]
 
     def _wanted(self, stage: int) -> int:
-        wanted: int = self.status["wanted"]["models"][MODEL]["replicas"][stage]
-        return wanted
+        return self.status.wanted.models[MODEL].replicas[stage]
 
     def _count(self, stage: int, *, going: bool = False) -> int:
         phases = ("draining", "finishing") if going else ("ready",)
         return sum(
-            bool(p["model"]) and p["stage"] == stage and p["phase"] in phases
-            for p in self.status["processes"]
+            bool(p.model) and p.stage == stage and p.phase in phases
+            for p in self.status.processes
         )
 
     def begin(self, title: str) -> Scene:
@@ -350,12 +377,12 @@ class Story:
         Cancellation:
             Changes nothing.
         """
-        events = await self.ask("GET", "/events")
-        return int(events[-1]["number"]) if events else 0
+        events = await self.ask("GET", "/events", list[HistoryEntry])
+        return events[-1].number if events else 0
 
     async def event(
         self, since: int, kind: str, name: str | None = None, after: float = 0.0
-    ) -> dict[str, Any]:
+    ) -> HistoryEntry:
         """Wait for an event of the controller, and return it.
 
         Args:
@@ -372,12 +399,11 @@ class Story:
         """
         limit = time.monotonic() + self.settle_s
         while time.monotonic() < limit:
-            events: list[dict[str, Any]] = await self.ask(
-                "GET", "/events", params={"since": since}
-            )
-            for event in events:
-                is_its = name in (None, event["name"]) and event["at"] >= after
-                if event["kind"] == kind and is_its:
+            params = {"since": since}
+            found = await self.ask("GET", "/events", list[HistoryEntry], params=params)
+            for event in found:
+                is_its = name in (None, event.name) and event.at >= after
+                if event.kind == kind and is_its:
                     return event
             await asyncio.sleep(POLL_S)
         raise DemoFailedError(

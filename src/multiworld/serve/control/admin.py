@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
-from typing import Any, Literal
+from typing import Literal
 
-import msgspec
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from multiworld.errors import ServeError
+from multiworld.serve.control.admin_response import respond
 from multiworld.serve.control.admin_tenants import add_tenants
+from multiworld.serve.control.answers import (
+    Drained,
+    FaultInjected,
+    RefusedByController,
+    ShuttingDown,
+    Updated,
+)
 from multiworld.serve.control.controller import Controller
+from multiworld.serve.control.status import decisions_of, nodes_of, with_reports
 from multiworld.serve.spec.loader import parse_spec
 
 
@@ -63,66 +69,70 @@ def make_admin(controller: Controller, ended: asyncio.Event) -> FastAPI:
 
     @app.exception_handler(ServeError)
     async def problem(request: Request, error: ServeError) -> Response:
-        body = {"error": str(error), "problems": getattr(error, "problems", ())}
-        status = error.status if error.status != 500 else 409
-        return JSONResponse(body, status)
+        refused = RefusedByController(str(error), getattr(error, "problems", ()))
+        return respond(refused, error.status if error.status != 500 else 409)
 
     add_tenants(app, controller.tenanting)
 
-    @app.get("/status")
-    async def status(reports: bool = False) -> dict[str, Any]:
-        found = controller.status()
-        if reports:
-            told = await controller.reports()
-            found["reports"] = msgspec.to_builtins({**told.workers, **told.gateways})
-        return found
-
-    @app.get("/nodes")
-    async def nodes() -> list[dict[str, Any]]:
-        return controller.places.status()
-
-    @app.get("/decisions")
-    async def decisions(last: int = 10, snapshots: bool = False) -> dict[str, Any]:
-        journal = controller.journal
-        return {
-            "decisions": journal.last(last, with_snapshots=snapshots),
-            "thoughts": journal.reasons(),
-        }
-
-    @app.get("/events")
-    async def events(since: int = 0) -> list[dict[str, Any]]:
-        return controller.history.since(since)
-
-    @app.post("/scale")
-    async def scale(asked: Scale) -> dict[str, Any]:
-        scaled = controller.operations.scale(
-            asked.model, asked.stage, asked.replicas, is_confirmed=asked.is_confirmed
-        )
-        return asdict(scaled)
-
-    @app.post("/update")
-    async def update(asked: Update) -> dict[str, Any]:
-        app = parse_spec(asked.text, asked.where)
-        since = controller.operations.update(app)
-        desired = controller.fleet.desired.models
-        versions = {name: model.version for name, model in desired.items()}
-        return {"versions": versions, "since": since, "ready_s": app.ready_s}
-
-    @app.post("/drain")
-    async def drain(asked: Drain) -> dict[str, Any]:
-        controller.operations.drain(asked.name)
-        return {"name": asked.name}
-
-    @app.post("/chaos")
-    async def chaos(asked: Chaos) -> dict[str, Any]:
-        broken = controller.operations.inject_fault(
-            asked.action, asked.model, asked.stage, asked.seconds
-        )
-        return {"name": broken.name, "pid": broken.pid, "action": asked.action}
+    _add_views(app, controller)
+    _add_operations(app, controller)
 
     @app.post("/shutdown")
-    async def shutdown() -> dict[str, Any]:
+    async def shutdown() -> Response:
         ended.set()
-        return {"app": controller.app.app}
+        return respond(ShuttingDown(controller.app.app))
 
     return app
+
+
+def _add_views(app: FastAPI, controller: Controller) -> None:
+    @app.get("/status")
+    async def status(reports: bool = False) -> Response:
+        found = controller.status()
+        if reports:
+            found = with_reports(found, await controller.reports())
+        return respond(found)
+
+    @app.get("/nodes")
+    async def nodes() -> Response:
+        return respond(nodes_of(controller.places.ledger))
+
+    @app.get("/decisions")
+    async def decisions(last: int = 10, snapshots: bool = False) -> Response:
+        found = decisions_of(controller.journal, last, with_snapshots=snapshots)
+        return respond(found)
+
+    @app.get("/events")
+    async def events(since: int = 0) -> Response:
+        return respond(controller.history.since(since))
+
+
+def _add_operations(app: FastAPI, controller: Controller) -> None:
+    operations = controller.operations
+
+    @app.post("/scale")
+    async def scale(asked: Scale) -> Response:
+        scaled = operations.scale(
+            asked.model, asked.stage, asked.replicas, is_confirmed=asked.is_confirmed
+        )
+        return respond(scaled)
+
+    @app.post("/update")
+    async def update(asked: Update) -> Response:
+        spec = await asyncio.to_thread(parse_spec, asked.text, asked.where)
+        since = operations.update(spec)
+        desired = controller.fleet.desired.models
+        versions = {name: model.version for name, model in desired.items()}
+        return respond(Updated(versions, since, spec.ready_s))
+
+    @app.post("/drain")
+    async def drain(asked: Drain) -> Response:
+        operations.drain(asked.name)
+        return respond(Drained(asked.name))
+
+    @app.post("/chaos")
+    async def chaos(asked: Chaos) -> Response:
+        broken = operations.inject_fault(
+            asked.action, asked.model, asked.stage, asked.seconds
+        )
+        return respond(FaultInjected(broken.name, broken.pid, asked.action))

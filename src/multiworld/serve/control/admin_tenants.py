@@ -6,15 +6,23 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any
+from typing import Annotated
 
+import msgspec
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from multiworld.errors import ServeError
+from multiworld.serve.control.admin_response import respond
+from multiworld.serve.control.answers import (
+    RefusedByController,
+    TenantRemoved,
+    TenantShown,
+    TenantWithKey,
+)
 from multiworld.serve.control.client import WHO
 from multiworld.serve.control.tenant_manager import TenantManager
+from multiworld.serve.tenants.directory import Tenant
 from multiworld.serve.tenants.keys import KEY_PATTERN, PREFIX
 
 logger = logging.getLogger("multiworld.serve")
@@ -37,9 +45,9 @@ class TenantSettings(BaseModel):
     is_operator: bool = False
     is_suspended: bool = False
 
-    def said(self) -> dict[str, Any]:
+    def said(self) -> dict[str, object]:
         """Return the fields that were given."""
-        found = self.model_dump(exclude_unset=True)
+        found: dict[str, object] = self.model_dump(exclude_unset=True)
         if found.get("models", ()) is None:
             found["models"] = ["*"]
         return found
@@ -72,45 +80,51 @@ def add_tenants(app: FastAPI, tenanting: TenantManager) -> None:
     _add_audit(app, tenanting)
 
     @app.get("/tenants")
-    async def tenants() -> list[dict[str, Any]]:
-        return [tenant.shown() for tenant in tenanting.tenants.values()]
+    async def tenants() -> Response:
+        return respond([_shown(tenant) for tenant in tenanting.tenants.values()])
 
     @app.post("/tenants")
-    async def create(asked: NewTenant) -> dict[str, Any]:
+    async def create(asked: NewTenant) -> Response:
         said = {k: v for k, v in asked.said().items() if k != "name"}
-        tenant, key = await tenanting.create(asked.name, said)
-        return {**tenant.shown(), "key": key}
+        return respond(_with_key(*await tenanting.create(asked.name, said)))
 
     @app.patch("/tenants/{name}")
-    async def change(name: str, asked: TenantSettings) -> dict[str, Any]:
-        return (await tenanting.change(name, asked.said())).shown()
+    async def change(name: str, asked: TenantSettings) -> Response:
+        return respond(_shown(await tenanting.change(name, asked.said())))
 
     @app.post("/tenants/{name}/rotate")
-    async def rotate(name: str, asked: Rotation) -> dict[str, Any]:
-        tenant, key = await tenanting.rotate(name, asked.grace_s)
-        return {**tenant.shown(), "key": key}
+    async def rotate(name: str, asked: Rotation) -> Response:
+        return respond(_with_key(*await tenanting.rotate(name, asked.grace_s)))
 
     @app.post("/tenants/{name}/revoke")
-    async def revoke(name: str, asked: Revocation) -> dict[str, Any]:
-        return (await tenanting.revoke(name, asked.key)).shown()
+    async def revoke(name: str, asked: Revocation) -> Response:
+        return respond(_shown(await tenanting.revoke(name, asked.key)))
 
     @app.delete("/tenants/{name}")
-    async def delete(name: str) -> dict[str, Any]:
+    async def delete(name: str) -> Response:
         await tenanting.delete(name)
-        return {"name": name}
+        return respond(TenantRemoved(name))
 
     @app.get("/usage")
     async def usage(
         tenant: str | None = None, since: float = 0.0, by_minute: bool = False
-    ) -> list[dict[str, Any]]:
-        registry = tenanting.registry
-        return await asyncio.to_thread(
-            registry.usage, tenant, since, by_minute=by_minute
-        )
+    ) -> Response:
+        ask = tenanting.registry.usage
+        found = await asyncio.to_thread(ask, tenant, since, by_minute=by_minute)
+        return respond(found)
 
     @app.get("/audit")
-    async def audit(last: int = 50) -> list[dict[str, Any]]:
-        return await asyncio.to_thread(tenanting.registry.audited, last)
+    async def audit(last: int = 50) -> Response:
+        return respond(await asyncio.to_thread(tenanting.registry.audited, last))
+
+
+def _shown(tenant: Tenant) -> TenantShown:
+    """Return the form of a tenant for people, without the digests of its keys."""
+    return msgspec.convert(tenant, TenantShown, from_attributes=True)
+
+
+def _with_key(tenant: Tenant, key: str) -> TenantWithKey:
+    return TenantWithKey(**msgspec.structs.asdict(_shown(tenant)), key=key)
 
 
 def _add_audit(app: FastAPI, tenanting: TenantManager) -> None:
@@ -120,7 +134,7 @@ def _add_audit(app: FastAPI, tenanting: TenantManager) -> None:
     ) -> Response:
         if request.method == "GET":
             return await call_next(request)
-        what = _shown(await request.body())
+        what = _audited_body(await request.body())
         who = request.headers.get(WHO, "unknown")[:SHOWN]
         act = f"{request.method} {request.url.path}"
         registry = tenanting.registry
@@ -128,7 +142,7 @@ def _add_audit(app: FastAPI, tenanting: TenantManager) -> None:
             number = await asyncio.to_thread(registry.audit, who, act, what)
         except ServeError as error:
             text = f"refused, because the audit log cannot be written: {error}"
-            return JSONResponse({"error": text}, 503)
+            return respond(RefusedByController(text), 503)
         outcome = "failed"
         try:
             response = await call_next(request)
@@ -147,7 +161,7 @@ def _add_audit(app: FastAPI, tenanting: TenantManager) -> None:
         return response
 
 
-def _shown(body: bytes) -> dict[str, Any]:
+def _audited_body(body: bytes) -> dict[str, object]:
     """Return the body of a request for the audit log, with long values cut."""
     try:
         said = json.loads(body) if body else {}
@@ -158,7 +172,7 @@ def _shown(body: bytes) -> dict[str, Any]:
     return {name: _cut(value) for name, value in said.items()}
 
 
-def _cut(value: Any) -> Any:
+def _cut(value: object) -> object:
     if not isinstance(value, str):
         return value
     value = KEY_PATTERN.sub(rf"{PREFIX}-\1-…", value)  # a whole key was pasted

@@ -9,13 +9,20 @@ import sys
 from collections.abc import Mapping
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 from urllib.parse import urlencode
 
 import orjson
 
 from multiworld.errors import ServeError
+from multiworld.serve.control.answers import (
+    AnswerFormError,
+    RefusedByController,
+    decode,
+)
 from multiworld.serve.fleet.record import StateFolder, state_root
+
+T = TypeVar("T")
 
 ASK_S = 30.0
 """Seconds to wait for an answer of the controller."""
@@ -42,21 +49,23 @@ class Service:
         self,
         method: str,
         path: str,
+        kind: type[T],
         *,
-        json: Any = None,
-        params: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Send a request to the controller; return the decoded answer.
+        json: Mapping[str, object] | None = None,
+        params: Mapping[str, str | float | bool] | None = None,
+    ) -> T:
+        """Send a request to the controller; return its answer.
 
         Args:
             method: HTTP method.
             path: Path of the route, with a leading slash, quoted.
+            kind: Type of the answer; see ``answers``.
             json: Body of the request, as plain data; None sends no body.
             params: Query of the request.
 
         Raises:
-            ServeError: No controller answers, or it refuses; ``status`` is the HTTP
-                status then.
+            ServeError: No controller answers, or with something else; or it refuses,
+                and ``status`` is the HTTP status then.
         """
         words = {False: "false", True: "true"}
         query = {
@@ -76,7 +85,13 @@ class Service:
             refused = ServeError(_text_of(content))
             refused.__dict__["status"] = status
             raise refused
-        return orjson.loads(content)
+        try:
+            return decode(content, kind)
+        except AnswerFormError as error:
+            raise ServeError(
+                f"the controller answered {method} {path} in a form that this release "
+                f"does not know ({error}); use the same release for both"
+            ) from error
 
     def _exchange(
         self, method: str, target: str, body: bytes | None
@@ -108,8 +123,8 @@ class _UnixConnection(HTTPConnection):
 
 def _text_of(refusal: bytes) -> str:
     try:
-        return str(orjson.loads(refusal)["error"])
-    except (ValueError, KeyError, TypeError):
+        return decode(refusal, RefusedByController).error
+    except AnswerFormError:  # FastAPI's own, about a body or query of another form
         return refusal.decode(errors="replace")
 
 

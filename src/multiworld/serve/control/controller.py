@@ -12,10 +12,12 @@ from typing import Any
 
 from multiworld.errors import LaunchError, MemberLostError, PlacementError
 from multiworld.serve.control.adoption import adopted
+from multiworld.serve.control.answers import StatusAnswer
 from multiworld.serve.control.operations import Operations
 from multiworld.serve.control.process_links import REPORT_S, ProcessLinks
 from multiworld.serve.control.processes import Processes
 from multiworld.serve.control.status import (
+    StatusSources,
     is_ready,
     models_order,
     record_of,
@@ -104,6 +106,7 @@ class Controller:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.app, self.port, self.store = app, port, store
+        self.store_trouble = ""
         self._folder, self._launcher, self._clock = folder, launcher, clock
         self.fleet = Reconciler(
             ready_s=app.ready_s,
@@ -275,32 +278,31 @@ class Controller:
 
     def store_restarted(self, store: StoreRecord) -> None:
         """Record a new process at the store's old address."""
-        self.store = store
+        self.store, self.store_trouble = store, ""
         text = f"the store was lost and restarted as process {store.pid}"
         self.history.say("store", text)
         self._save()
 
     # Status.
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> StatusAnswer:
         """Return the observed and desired state, and the last operations."""
-        return {
-            "app": self.app.app,
-            "url": self.url,
-            "store": self.store.address,
-            "launcher": self.app.launcher,
-            "authentication": self.app.gateway.authentication,
-            "trouble": self._launcher.trouble(),
-            "operations": self.history.operations(OPERATIONS_SHOWN),
-            **status_of(
-                self.fleet,
-                self.processes.running,
-                self.places,
-                self.processes.log_of,
-                self._stage_name,
-                self._clock(),
+        sources = StatusSources(
+            app=self.app,
+            url=self.url,
+            store=self.store.address,
+            trouble="; ".join(
+                filter(None, (self._launcher.trouble(), self.store_trouble))
             ),
-        }
+            operations=self.history.operations(OPERATIONS_SHOWN),
+            fleet=self.fleet,
+            running=self.processes.running,
+            places=self.places,
+            log_of=self.processes.log_of,
+            stage_name=self._stage_name,
+            now=self._clock(),
+        )
+        return status_of(sources)
 
     def _stage_name(self, process: Process) -> str:
         if process.is_gateway:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 import signal
-from dataclasses import dataclass
 from typing import Protocol
 
 from multiworld.errors import PlacementError, ServeError, UnknownModelError
+from multiworld.serve.control.answers import Scaled
 from multiworld.serve.control.processes import Processes
 from multiworld.serve.control.status import models_order
 from multiworld.serve.control.versions import Versions
@@ -54,19 +54,6 @@ class OperationsOwner(Protocol):
 
     def tell_gateways(self, order: Order) -> None:
         """Send an order to all gateways."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scaled:
-    """The outcome of a scale operation.
-
-    Attributes:
-        before: Replicas before.
-        replicas: Replicas from now on.
-    """
-
-    before: int
-    replicas: int
 
 
 class Operations:

@@ -17,7 +17,12 @@ from multiworld.errors import ServeError, SpecError
 from multiworld.net.security import Security
 from multiworld.serve.control.admin import make_admin
 from multiworld.serve.control.controller import Controller
-from multiworld.serve.control.store_process import end_store, start_store
+from multiworld.serve.control.store_process import (
+    end_store,
+    kill_store,
+    start_store,
+    store_answers,
+)
 from multiworld.serve.fleet.record import Record, StateFolder, StoreRecord
 from multiworld.serve.gateway.embedded_server import EmbeddedServer
 from multiworld.serve.gateway.process import listen
@@ -40,7 +45,10 @@ PRELOAD = [
 logger = logging.getLogger("multiworld.serve")
 
 STORE_LOOK_S = 1.0
-"""Seconds between checks of whether the store runs."""
+"""Seconds between checks of whether the store runs and answers."""
+
+STORE_MISSED = 3
+"""Checks in a row that the store leaves unanswered until it counts as hung."""
 
 ELSEWHERE = "198.51.100.1"
 """An address on another network that no host has (RFC 5737: for documentation)."""
@@ -123,7 +131,7 @@ async def _control(
         holder.append(controller)
         admin = _admin(controller, folder, ended)
         serving = loop.create_task(admin.serve())
-        minding = loop.create_task(_mind_store(controller, folder, env))
+        minding = loop.create_task(_mind_store(controller, folder, env, security))
         try:
             if old is None:
                 await controller.plan_first()
@@ -139,14 +147,24 @@ async def _control(
 
 
 async def _mind_store(
-    controller: Controller, folder: StateFolder, env: dict[str, str]
+    controller: Controller, folder: StateFolder, env: dict[str, str], security: Security
 ) -> None:
-    """Restart the store at its old address whenever it is lost.
+    """Restart the store at its old address whenever it is lost, or hangs.
 
     Ready worlds do not need it meanwhile.
     """
+    missed = 0
     while True:
         await asyncio.sleep(STORE_LOOK_S)
+        missed = 0 if await store_answers(controller.store, security) else missed + 1
+        if missed >= STORE_MISSED:
+            missed = 0
+            controller.store_trouble = "the store hangs and is replaced"
+            logger.error(
+                "the store (process %d) does not answer; it is replaced",
+                controller.store.pid,
+            )
+            kill_store(controller.store)
         try:
             store = await start_store(
                 folder, env, controller.store, controller.app.host

@@ -1,21 +1,35 @@
-"""The state of a service as plain data: status, and the record on disk. Shell."""
+"""The state of a service as answers of the controller and as its record. Shell."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
+import msgspec
+from msgspec import UNSET, Raw
+
+from multiworld.serve.control.answers import (
+    DecisionsAnswer,
+    DecisionShown,
+    FailingStage,
+    NodeShown,
+    ProcessShown,
+    StatusAnswer,
+)
+from multiworld.serve.fleet.decision_log import DecisionLog
+from multiworld.serve.fleet.entries import HistoryEntry
 from multiworld.serve.fleet.reconciler import Reconciler
 from multiworld.serve.fleet.record import ProcessRecord, Record, StoreRecord
 from multiworld.serve.fleet.state import Process, ProcessPhase
 from multiworld.serve.launchers.base import RunningProcess
 from multiworld.serve.placement.replica_bookings import ReplicaBookings, Specs
+from multiworld.serve.resources.amounts import Need
+from multiworld.serve.resources.bookings import Bookings
 from multiworld.serve.spec.schema import AppSpec, GatewaySpec
-from multiworld.serve.transport.protocol import ModelsChanged
+from multiworld.serve.transport.protocol import ModelsChanged, Reports
 
 LAST_WORDS = 300
 """Most characters of a last log line that are shown."""
@@ -34,17 +48,16 @@ def is_ready(fleet: Reconciler) -> bool:
     )
 
 
-def status_of(
-    fleet: Reconciler,
-    running: Mapping[str, RunningProcess],
-    places: ReplicaBookings,
-    log_of: Callable[[str], Path],
-    stage_name: Callable[[Process], str],
-    now: float,
-) -> dict[str, Any]:
-    """Return the desired and the observed state of a service, as plain data.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusSources:
+    """Parts of a controller that its status is made from.
 
-    Args:
+    Attributes:
+        app: The spec.
+        url: URL at which clients reach the gateways.
+        store: Address of the store.
+        trouble: Trouble of the launcher; empty without any.
+        operations: The last operations, oldest first.
         fleet: Desired and observed state.
         running: The running processes, by name.
         places: Bookings of the replicas.
@@ -52,50 +65,131 @@ def status_of(
         stage_name: Returns the name of a process's stage.
         now: Current time, in seconds, on the clock of ``fleet``.
     """
-    return {
-        "is_ready": is_ready(fleet),
-        "controller": os.getpid(),
-        "wanted": asdict(fleet.desired),
-        "active": dict(fleet.active),
-        "table": fleet.table.number,
-        "unplaced": {
+
+    app: AppSpec
+    url: str
+    store: str
+    trouble: str
+    operations: Sequence[HistoryEntry]
+    fleet: Reconciler
+    running: Mapping[str, RunningProcess]
+    places: ReplicaBookings
+    log_of: Callable[[str], Path]
+    stage_name: Callable[[Process], str]
+    now: float
+
+
+def status_of(sources: StatusSources) -> StatusAnswer:
+    """Return the desired and the observed state of a service."""
+    app, fleet = sources.app, sources.fleet
+    return StatusAnswer(
+        app=app.app,
+        url=sources.url,
+        store=sources.store,
+        launcher=app.launcher,
+        authentication=app.gateway.authentication,
+        trouble=sources.trouble,
+        operations=tuple(sources.operations),
+        is_ready=is_ready(fleet),
+        controller=os.getpid(),
+        wanted=fleet.desired,
+        active=dict(fleet.active),
+        table=fleet.table.number,
+        unplaced={
             f"{name}/{stage} ({version})": why
             for (name, version, stage), why in fleet.unplaced.items()
         },
-        "failing": [
-            {
-                "model": name,
-                "version": model.version,
-                "stage": stage,
-                "failures": fleet.backoff.failures((name, model.version, stage)),
-                "cause": fleet.backoff.cause((name, model.version, stage)),
-                "next_in_s": max(
-                    0.0, fleet.backoff.not_before((name, model.version, stage)) - now
-                ),
-            }
-            for name, model in fleet.desired.models.items()
-            for stage in range(len(model.replicas))
-            if fleet.backoff.failures((name, model.version, stage))
-            and not _has_ready(fleet, name, model.version, stage)
-        ],
-        "processes": [
-            {
-                "name": p.name,
-                "model": p.model,
-                "version": p.version,
-                "stage": p.stage,
-                "stage_name": stage_name(p),
-                "phase": p.phase.value,
-                "since_s": now - p.since,
-                "pid": running[p.name].pid if p.name in running else None,
-                "node": places.node_of(p.name),
-                **places.booked(p.name),
-                "crashes": fleet.backoff.failures((p.model, p.version, p.stage)),
-                "log": str(log_of(p.name)),
-            }
-            for p in fleet.processes.values()
-        ],
-    }
+        failing=tuple(_failing(fleet, sources.now)),
+        processes=tuple(_shown(p, sources) for p in fleet.processes.values()),
+    )
+
+
+def _failing(fleet: Reconciler, now: float) -> Iterator[FailingStage]:
+    for name, model in fleet.desired.models.items():
+        for stage in range(len(model.replicas)):
+            post = name, model.version, stage
+            failures = fleet.backoff.failures(post)
+            if failures and not _has_ready(fleet, *post):
+                yield FailingStage(
+                    model=name,
+                    version=model.version,
+                    stage=stage,
+                    failures=failures,
+                    cause=fleet.backoff.cause(post),
+                    next_in_s=max(0.0, fleet.backoff.not_before(post) - now),
+                )
+
+
+def _shown(process: Process, sources: StatusSources) -> ProcessShown:
+    name, running = process.name, sources.running
+    booking = sources.places.ledger.bookings.get(name)
+    need = Need() if booking is None else booking.need
+    post = process.model, process.version, process.stage
+    return ProcessShown(
+        name=name,
+        model=process.model,
+        version=process.version,
+        stage=process.stage,
+        stage_name=sources.stage_name(process),
+        phase=process.phase,
+        since_s=sources.now - process.since,
+        pid=running[name].pid if name in running else None,
+        node=sources.places.node_of(name),
+        booked_cpus=need.cpus,
+        booked_memory_bytes=need.memory_bytes,
+        gpu=None if booking is None else booking.spot.gpu,
+        crashes=sources.fleet.backoff.failures(post),
+        log=str(sources.log_of(name)),
+    )
+
+
+def with_reports(status: StatusAnswer, reports: Reports) -> StatusAnswer:
+    """Return a status with the reports of the processes."""
+    said = {**reports.workers, **reports.gateways}
+    raw = {name: Raw(msgspec.json.encode(report)) for name, report in said.items()}
+    return msgspec.structs.replace(status, reports=raw)
+
+
+def nodes_of(ledger: Bookings) -> list[NodeShown]:
+    """Return the resources, free resources and replicas of every machine."""
+    found = []
+    for name, node in ledger.nodes.items():
+        free = ledger.free(name)
+        found.append(
+            NodeShown(
+                **{field.name: getattr(node, field.name) for field in fields(node)},
+                free_cpus=free.cpus,
+                free_memory_bytes=free.memory_bytes,
+                free_gpu_memory_bytes=free.gpu_memory_bytes,
+                replicas=tuple(sorted(b.name for b in ledger.on(name))),
+            )
+        )
+    return found
+
+
+def decisions_of(
+    journal: DecisionLog, last: int, *, with_snapshots: bool
+) -> DecisionsAnswer:
+    """Return the last decisions, and the latest reasons.
+
+    Args:
+        journal: Log of the decisions.
+        last: Most decisions to return.
+        with_snapshots: Whether to include their snapshots.
+    """
+    decisions = (
+        DecisionShown(
+            number=decided.number,
+            at=decided.at,
+            kind=decided.kind,
+            about=decided.about,
+            what=decided.what,
+            facts=decided.facts,
+            snapshot=decided.snapshot if with_snapshots else UNSET,
+        )
+        for decided in journal.last(last)
+    )
+    return DecisionsAnswer(tuple(decisions), tuple(journal.reasons()))
 
 
 def _has_ready(fleet: Reconciler, model: str, version: str, stage: int) -> bool:

@@ -9,12 +9,18 @@ import signal
 import sys
 from pathlib import Path
 
-from multiworld.errors import LaunchError
+from multiworld.errors import LaunchError, RendezvousError
+from multiworld.net.security import Security
+from multiworld.rendezvous.store_address import parse_store
+from multiworld.rendezvous.store_session import check_store
 from multiworld.serve.fleet.record import StateFolder, StoreRecord
 from multiworld.serve.launchers.base import began_at
 
 START_S = 30.0
 """Seconds for the store to start."""
+
+ANSWER_S = 1.5
+"""Seconds in which a store must answer."""
 
 END_S = 5.0
 """Seconds to wait for the store to exit after SIGTERM."""
@@ -73,6 +79,26 @@ async def start_store(
     return StoreRecord(
         address=address, pid=process.pid, began=began_at(process.pid) or 0
     )
+
+
+async def store_answers(store: StoreRecord, security: Security) -> bool:
+    """Tell whether the store answers within ``ANSWER_S``.
+
+    Cancellation: Safe.
+    """
+    (address,) = parse_store(store.address).stores
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            await check_store(address, security)
+    except (OSError, TimeoutError, RendezvousError):
+        return False
+    return True
+
+
+def kill_store(store: StoreRecord) -> None:
+    """Kill a store that hangs; do nothing if it has exited."""
+    if began_at(store.pid) == store.began:
+        os.kill(store.pid, signal.SIGKILL)
 
 
 async def end_store(store: StoreRecord) -> None:

@@ -8,8 +8,7 @@ import logging
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 
 from pydantic import ValidationError
 
@@ -116,7 +115,7 @@ class TenantManager:
             return  # not confirmed, so the gateway reports it again
         self._send(gateway, UsageStored(usage.number))
 
-    def _spawn(self, body: Any) -> None:
+    def _spawn(self, body: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(body)
         self._writing.add(task)
         task.add_done_callback(self._writing.discard)
@@ -146,7 +145,7 @@ class TenantManager:
         self.tenants[tenant.name] = tenant
         self._tell([tenant], [])
 
-    async def create(self, name: str, said: dict[str, Any]) -> tuple[Tenant, str]:
+    async def create(self, name: str, said: Mapping[str, object]) -> tuple[Tenant, str]:
         """Create a tenant; return it with its first key, which is not stored.
 
         Raises:
@@ -165,7 +164,7 @@ class TenantManager:
             await self._save(tenant)
         return tenant, text
 
-    async def change(self, name: str, said: dict[str, Any]) -> Tenant:
+    async def change(self, name: str, said: Mapping[str, object]) -> Tenant:
         """Change the limits and rights of a tenant.
 
         Raises:
@@ -246,7 +245,7 @@ def _fresh() -> tuple[str, Key]:
     return text, Key(id=key_id, digest=digest, made_at=time.time())
 
 
-def _checked(tenant: Tenant, said: dict[str, Any]) -> Tenant:
+def _checked(tenant: Tenant, said: Mapping[str, object]) -> Tenant:
     """Return a tenant with changed values, after checking them."""
     try:
         return tenant_from_json({**tenant.to_json(), **said})

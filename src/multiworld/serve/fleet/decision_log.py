@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from multiworld.errors import ServeError
+from multiworld.serve.fleet.entries import Assessment
 
 logger = logging.getLogger("multiworld.serve")
 
@@ -20,9 +21,6 @@ KEPT = 200
 
 FORMAT = 1
 """Format of a line; lines of releases before formats have none, and are the same."""
-
-SNAPSHOT = "snapshot"
-"""Name of the field that is left out of short answers."""
 
 FILE_BYTES = 8 * 2**20
 """Size in bytes above which the log file is rotated; one old file is kept."""
@@ -47,6 +45,7 @@ class LoggedDecision:
     kind: str
     about: str
     what: str
+    # Both are up to the policy, which a user may replace.
     facts: dict[str, Any] = field(default_factory=dict)
     snapshot: dict[str, Any] = field(default_factory=dict)
 
@@ -62,7 +61,7 @@ class DecisionLog:
         self._path = path
         self._decided: deque[LoggedDecision] = deque(maxlen=KEPT)
         self._number = 0
-        self._reasons: dict[tuple[str, str], tuple[float, str]] = {}
+        self._reasons: dict[tuple[str, str], Assessment] = {}
 
     def record(
         self,
@@ -103,29 +102,19 @@ class DecisionLog:
             about: Name of the model; empty for all models.
             what: The reason, in one line.
         """
-        self._reasons[kind, about] = time.time(), what
+        self._reasons[kind, about] = Assessment(kind, about, time.time(), what)
 
-    def last(self, count: int, *, with_snapshots: bool) -> list[dict[str, Any]]:
+    def last(self, count: int) -> list[LoggedDecision]:
         """Return the last decisions, oldest first.
 
         Args:
             count: Most decisions to return.
-            with_snapshots: Whether to include their snapshots.
         """
-        chosen = list(self._decided)[max(0, len(self._decided) - count) :]
-        names = [
-            f.name
-            for f in fields(LoggedDecision)
-            if with_snapshots or f.name != SNAPSHOT
-        ]
-        return [{name: getattr(d, name) for name in names} for d in chosen]
+        return list(self._decided)[max(0, len(self._decided) - count) :]
 
-    def reasons(self) -> list[dict[str, Any]]:
+    def reasons(self) -> list[Assessment]:
         """Return the latest reason of each kind and model."""
-        return [
-            {"kind": kind, "about": about, "at": at, "what": what}
-            for (kind, about), (at, what) in self._reasons.items()
-        ]
+        return list(self._reasons.values())
 
     def _write(self, decided: LoggedDecision) -> None:
         if self._path is None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from dataclasses import asdict, dataclass
-from typing import Any
+
+from multiworld.serve.fleet.entries import HistoryEntry
 
 logger = logging.getLogger("multiworld.serve")
 
@@ -27,25 +27,6 @@ OPERATIONS = (
 
 BAD = ("lost", "probe failed", "rolled back", "unplaced", "outgrown", "launcher")
 """Kinds of events that are logged as warnings."""
-
-
-@dataclass(frozen=True, slots=True)
-class HistoryEntry:
-    """An event in the life of a service.
-
-    Attributes:
-        number: Number of the event, from 1.
-        at: Time in seconds since the epoch.
-        kind: Kind of the event.
-        text: Description for people.
-        name: Name of the process concerned; empty if there is none.
-    """
-
-    number: int
-    at: float
-    kind: str
-    text: str
-    name: str
 
 
 class History:
@@ -78,11 +59,11 @@ class History:
         """Number of the last event; 0 before the first."""
         return self._entries[-1].number if self._entries else 0
 
-    def operations(self, count: int) -> list[dict[str, Any]]:
+    def operations(self, count: int) -> list[HistoryEntry]:
         """Return the last events that changed what runs, and who asked for it."""
-        found = [asdict(e) for e in self._entries if e.kind in OPERATIONS]
+        found = [entry for entry in self._entries if entry.kind in OPERATIONS]
         return found[max(0, len(found) - count) :]
 
-    def since(self, number: int) -> list[dict[str, Any]]:
+    def since(self, number: int) -> list[HistoryEntry]:
         """Return the events after the event with this number."""
-        return [asdict(event) for event in self._entries if event.number > number]
+        return [entry for entry in self._entries if entry.number > number]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -12,12 +13,14 @@ from fastapi_offline import FastAPIOffline
 import multiworld
 from multiworld.errors import ServeError
 from multiworld.serve.gateway import open_inference
+from multiworld.serve.gateway.body_budget import Reservation
 from multiworld.serve.gateway.gateway import Gateway
 from multiworld.serve.gateway.openai import add_openai
 from multiworld.serve.gateway.openapi import INFER, KNOWN_MODEL
-from multiworld.serve.gateway.request_body import read_body, while_connected
+from multiworld.serve.gateway.request_body import JSON_LENGTH, while_connected
 from multiworld.serve.gateway.responses import (
     OFFLOAD_BYTES,
+    RENDER_BYTES,
     error_response,
     json_response,
     respond,
@@ -189,20 +192,21 @@ def _health(app: FastAPI, gateway: Gateway) -> None:
 
 def _inference(app: FastAPI, gateway: Gateway) -> None:
     async def infer(
-        admitted: AdmittedRequest, name: str, version: str | None, request: Request
+        request: Request,
+        name: str,
+        version: str | None,
+        admitted: AdmittedRequest,
+        reservation: Reservation,
     ) -> Response:
         gateway.model(name, version, admitted.tenant)
-        body = await read_body(
-            request,
-            gateway.max_body_bytes,
-            lambda n: gateway.authenticator.count_bytes(admitted, n),
-        )
+        body = await gateway.read_body(request, admitted, reservation)
         current, model = gateway.model(name, version, admitted.tenant)
-        length = request.headers.get("inference-header-content-length")
+        length = request.headers.get(JSON_LENGTH)
         if len(body) >= OFFLOAD_BYTES:
             parsed = await asyncio.to_thread(open_inference.parse, body, length, model)
         else:
             parsed = open_inference.parse(body, length, model)
+        del body  # the tensors are copies
         answer = await while_connected(
             request,
             gateway.infer(
@@ -210,11 +214,17 @@ def _inference(app: FastAPI, gateway: Gateway) -> None:
                 name,
                 current,
                 parsed.tensors,
-                timeout_of(request, parsed.parameters),
-                _session(parsed.parameters),
+                timeout_of(
+                    request, parsed.parameters.timeout_s, parsed.parameters.timeout
+                ),
+                _session(parsed.parameters.sequence_id),
             ),
         )
-        content, head = open_inference.render(name, current, parsed, answer)
+        size = sum(tensor.nbytes for tensor in answer.values())
+        render = partial(open_inference.render, name, current, parsed, answer)
+        content, head = (
+            await asyncio.to_thread(render) if size >= RENDER_BYTES else render()
+        )
         if head is None:
             return Response(content, media_type="application/json")
         return Response(
@@ -230,7 +240,7 @@ def _inference(app: FastAPI, gateway: Gateway) -> None:
             gateway,
             request,
             name,
-            lambda v: infer(v, name, None, request),
+            partial(infer, request, name, None),
             error_response,
         )
 
@@ -245,7 +255,7 @@ def _inference(app: FastAPI, gateway: Gateway) -> None:
             gateway,
             request,
             name,
-            lambda v: infer(v, name, version, request),
+            partial(infer, request, name, version),
             error_response,
         )
 
@@ -313,7 +323,6 @@ def _spec(spec: Any) -> dict[str, Any]:
     return {"name": spec.name, "datatype": spec.datatype, "shape": list(spec.shape)}
 
 
-def _session(parameters: dict[str, Any]) -> str | None:
+def _session(given: int | str | None) -> str | None:
     """Return the session; its requests go to the same replicas."""
-    given = parameters.get("sequence_id")
     return None if given in (None, 0, "") else str(given)

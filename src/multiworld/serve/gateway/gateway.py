@@ -6,13 +6,17 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from starlette.requests import Request
+
 from multiworld.errors import (
     InvalidRequestError,
     NoReplicaError,
     RequestPoisonedError,
     UnknownModelError,
 )
+from multiworld.serve.gateway.body_budget import BodyBudget, BodyLimits, Reservation
 from multiworld.serve.gateway.metrics import Metrics
+from multiworld.serve.gateway.request_body import Body, read_body
 from multiworld.serve.routing.dispatcher import NO_MODEL, Dispatcher
 from multiworld.serve.spec.dedicated import is_dedicated, route_of
 from multiworld.serve.spec.stage import Model, Tensors
@@ -35,12 +39,13 @@ class Gateway:
 
     Args:
         dispatcher: Sends requests to replicas.
-        max_body_bytes: Most bytes of a request body.
+        limits: Most bytes of a request body.
+        bodies: Memory that all bodies may take together.
         authenticator: Admits requests; None: one that needs no keys.
 
     Attributes:
         dispatcher: Sends requests to replicas.
-        max_body_bytes: Most bytes of a request body.
+        bodies: Memory that all bodies may take together.
         authenticator: Admits requests.
         models: Loaded models, by name and version.
         texts: Text frontends, by name and version of their model.
@@ -54,10 +59,11 @@ class Gateway:
     def __init__(
         self,
         dispatcher: Dispatcher,
-        max_body_bytes: int,
+        limits: BodyLimits,
+        bodies: BodyBudget,
         authenticator: Authenticator | None = None,
     ) -> None:
-        self.dispatcher, self.max_body_bytes = dispatcher, max_body_bytes
+        self.dispatcher, self._limits, self.bodies = dispatcher, limits, bodies
         self.authenticator = authenticator or Authenticator(needs_key=False)
         self.on_poison: Callable[[str, ModelVersion, str], None] = lambda *_: None
         self.models: dict[str, dict[str, Model]] = {}
@@ -66,6 +72,29 @@ class Gateway:
         self.metrics = Metrics(dispatcher.name)
         self.fleet = FleetReport()
         self.is_ending = False
+
+    async def read_body(
+        self, request: Request, admitted: AdmittedRequest, reservation: Reservation
+    ) -> Body:
+        """Return the body of an admitted request.
+
+        Args:
+            request: The HTTP request.
+            admitted: The request, as admitted; its bytes are counted.
+            reservation: Holds the body's memory until the request is answered.
+
+        Raises:
+            ServeError: As ``request_body.read_body``.
+
+        Cancellation: Safe. The body read so far is dropped.
+        """
+        return await read_body(
+            request,
+            self._limits,
+            reservation,
+            lambda size: self.authenticator.count_bytes(admitted, size),
+            lambda size: self.authenticator.charge(admitted, size),
+        )
 
     def may_use(self, tenant: Tenant, name: str) -> bool:
         """Tell whether a model is served and the tenant may use it."""

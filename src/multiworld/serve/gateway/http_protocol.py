@@ -12,6 +12,21 @@ from uvicorn.server import ServerState
 HEAD_BYTES = 64 * 1024
 """Most bytes of a request line and its headers; Apache and nginx allow less."""
 
+HEADER_BYTES = 4
+"""Bytes of a header line besides its name and value."""
+
+TOO_LONG = (
+    "431 Request Header Fields Too Large",
+    f"headers are longer than {HEAD_BYTES} bytes; shorten them",
+)
+"""Status and text for too many headers."""
+
+CREDENTIALS = (b"authorization", b"x-api-key")
+"""Headers of which a request may have one: two could name two tenants."""
+
+STALL_S = 30.0
+"""Seconds in which a client must read something of an answer that waits for it."""
+
 ANSWER = (
     "HTTP/1.1 {0}\r\ncontent-type: application/json\r\ncontent-length: {1}\r\n"
     "connection: close\r\n\r\n{2}"
@@ -40,6 +55,9 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
             self._late_timer: asyncio.TimerHandle | None = None
             self._has_progress = False
             self._unused_bytes = 0
+            self._head_bytes = 0
+            self._credentials: set[bytes] = set()
+            self._stall_timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -52,17 +70,44 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_timer()
             self._stop_late_timer()
+            self._stop_stall_timer()
             super().connection_lost(exc)
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._stop_stall_timer()
+            self._stall_timer = self.loop.call_later(
+                STALL_S, self._close_stalled, self._unsent_bytes()
+            )
+
+        def resume_writing(self) -> None:
+            self._stop_stall_timer()
+            super().resume_writing()
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
+            self._head_bytes = 0
+            self._credentials.clear()
             if self._timer is None:
                 self._start_timer()
+
+        def on_url(self, url: bytes) -> None:
+            self._count_head(len(url))
+            super().on_url(url)
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            self._count_head(len(name) + len(value) + HEADER_BYTES)
+            if (key := name.lower()) in CREDENTIALS:
+                if key in self._credentials and not self.transport.is_closing():
+                    text = f"more than one {key.decode()} header; send one"
+                    self._refuse("400 Bad Request", text)
+                self._credentials.add(key)
+            super().on_header(name, value)
 
         def on_headers_complete(self) -> None:
             self._has_progress = True
             self._stop_timer()
-            if not self.transport.is_closing():
+            if self._head_bytes <= HEAD_BYTES and not self.transport.is_closing():
                 super().on_headers_complete()
 
         def data_received(self, data: bytes) -> None:
@@ -82,6 +127,29 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
             self._stop_late_timer()
             super().on_message_complete()
 
+        def _count_head(self, size: int) -> None:
+            """Limit the headers of one request, however many bytes came at once."""
+            self._head_bytes += size
+            if self._head_bytes > HEAD_BYTES and not self.transport.is_closing():
+                self._refuse(*TOO_LONG)
+
+        def _unsent_bytes(self) -> int:
+            return self.transport.get_write_buffer_size()
+
+        def _close_stalled(self, unsent: int) -> None:
+            """Close the connection of a client that reads nothing of its answer."""
+            if self._unsent_bytes() >= unsent:
+                self.transport.abort()
+                return
+            self._stall_timer = self.loop.call_later(
+                STALL_S, self._close_stalled, self._unsent_bytes()
+            )
+
+        def _stop_stall_timer(self) -> None:
+            if self._stall_timer is not None:
+                self._stall_timer.cancel()
+                self._stall_timer = None
+
         def _count_unused(self, size: int) -> None:
             """Limit what the parser keeps: headers, trailers, extensions of chunks."""
             self._unused_bytes = 0 if self._has_progress else self._unused_bytes + size
@@ -90,8 +158,7 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
             if self._timer is None:  # trailers: an answer may be under way
                 self.transport.close()
                 return
-            text = f"headers are longer than {HEAD_BYTES} bytes; shorten them"
-            self._refuse("431 Request Header Fields Too Large", text)
+            self._refuse(*TOO_LONG)
 
         def _limit_late_body(self) -> None:
             """Limit the time for the rest of a body whose answer is complete."""

@@ -7,15 +7,18 @@ https://github.com/kserve/open-inference-protocol
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import orjson
 import torch
 from torch import Tensor
 
 from multiworld.backends.dtypes import memory_of, plain
 from multiworld.errors import InvalidRequestError
+from multiworld.serve.gateway.json_limits import check_objects, decode, pieces, small
 from multiworld.serve.spec.datatypes import NAME_OF, TORCH_OF
 from multiworld.serve.spec.stage import Model, Tensors, TensorSpec
 from multiworld.serve.transport.collation import rows_of
@@ -33,6 +36,68 @@ SHOWN = 80
 """Most characters of an invalid value that an error text repeats."""
 
 
+class InferenceParameters(msgspec.Struct, frozen=True):
+    """Parameters of a request that mean something here; others are ignored.
+
+    Attributes:
+        binary_data_output: Whether outputs that are not named are binary.
+        timeout_s: The client's timeout, in seconds.
+        timeout: The client's timeout in microseconds, as Triton's clients send it.
+        sequence_id: Session of the request; 0 and "": none.
+    """
+
+    binary_data_output: Any = False
+    timeout_s: Any = None
+    timeout: Any = None
+    sequence_id: int | str | None = None
+
+
+class _InputParameters(msgspec.Struct, frozen=True):
+    binary_data_size: Any = None
+
+
+class _OutputParameters(msgspec.Struct, frozen=True):
+    binary_data: Any = None
+
+
+class _Input(msgspec.Struct, frozen=True):
+    name: str
+    datatype: str
+    shape: msgspec.Raw
+    data: msgspec.Raw = msgspec.Raw()
+    parameters: msgspec.Raw = msgspec.Raw()
+
+
+class _Output(msgspec.Struct, frozen=True):
+    name: str
+    parameters: _OutputParameters | None = None
+
+
+class _Body(msgspec.Struct, frozen=True):
+    inputs: list[_Input]
+    id: str | None = None
+    parameters: msgspec.Raw = msgspec.Raw()
+    outputs: msgspec.Raw = msgspec.Raw()
+
+
+_bodies = msgspec.json.Decoder(_Body)
+_parameters = msgspec.json.Decoder(InferenceParameters | None)
+_input_parameters = msgspec.json.Decoder(_InputParameters | None)
+_outputs_lists = msgspec.json.Decoder(list[_Output] | None)
+_shapes = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0)]])
+_numbers: dict[str, msgspec.json.Decoder[Any]] = {
+    "float": msgspec.json.Decoder(list[float]),
+    "int": msgspec.json.Decoder(list[int]),
+    "bool": msgspec.json.Decoder(list[bool]),
+}
+
+
+class NotFiniteError(InvalidRequestError):
+    """An answer has NaN or an infinity, and the client wants JSON."""
+
+    status = 406
+
+
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
     """A parsed inference request.
@@ -42,17 +107,22 @@ class InferenceRequest:
         id: The client's id, which the answer repeats.
         parameters: Parameters of the request.
         outputs: Names of the requested outputs, and whether each is binary; empty: all.
-        is_binary: Whether outputs that are not named are binary.
     """
 
     tensors: Tensors
     id: str | None
-    parameters: dict[str, Any]
+    parameters: InferenceParameters
     outputs: dict[str, bool]
-    is_binary: bool
+
+    @property
+    def is_binary(self) -> bool:
+        """True if outputs that are not named are binary."""
+        return self.parameters.binary_data_output is True
 
 
-def parse(body: bytes, header_length: str | None, model: Model) -> InferenceRequest:
+def parse(
+    body: bytes | bytearray, header_length: str | None, model: Model
+) -> InferenceRequest:
     """Parse and check a request.
 
     Args:
@@ -64,36 +134,45 @@ def parse(body: bytes, header_length: str | None, model: Model) -> InferenceRequ
         InvalidRequestError: The request is malformed or does not fit the model; the
             text says what to change.
     """
-    length = _header_length(header_length, len(body))
-    try:
-        payload = orjson.loads(memoryview(body)[:length])
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequestError(f"body is not valid JSON: {error}") from error
-    if not isinstance(payload, dict) or not isinstance(payload.get("inputs"), list):
-        raise InvalidRequestError('body has no "inputs"; give a list of tensors')
-    parameters = _parameters(payload)
+    length = json_length(header_length, len(body))
+    text = body if length == len(body) else body[:length]
+    check_objects(text)
+    payload = decode(text, _bodies)
+    parameters = InferenceParameters()
+    if payload.parameters:
+        parameters = (
+            small(payload.parameters, '"parameters"', _parameters) or parameters
+        )
     raw, offset = memoryview(body), length
     tensors: Tensors = {}
-    for item in payload["inputs"]:
-        name, tensor, used = _input(item, raw[offset:])
+    for item in payload.inputs:
+        tensor, used = _input(item, raw[offset:])
         offset += used
-        if name in tensors:
+        if item.name in tensors:
             raise InvalidRequestError(
-                f"input {name!r} occurs twice; give each input once"
+                f"input {item.name!r} occurs twice; give each input once"
             )
-        tensors[name] = tensor
+        tensors[item.name] = tensor
     if offset != len(body):
         left = len(body) - offset
         raise InvalidRequestError(
             f"body has {left} extra bytes after the last input; remove them"
         )
     check(tensors, model)
-    request_id = payload.get("id")
-    outputs, is_binary = _outputs(payload, parameters, model)
-    return InferenceRequest(tensors, _text(request_id), parameters, outputs, is_binary)
+    outputs = _outputs(payload.outputs, parameters, model)
+    return InferenceRequest(tensors, payload.id, parameters, outputs)
 
 
-def _header_length(header: str | None, total: int) -> int:
+def json_length(header: str | None, total: int) -> int:
+    """Return the length of the JSON part of a body of ``total`` bytes.
+
+    Args:
+        header: Value of ``Inference-Header-Content-Length``; None: not given.
+        total: Bytes of the body.
+
+    Raises:
+        InvalidRequestError: The header is not a length within the body.
+    """
     if header is None:
         return total
     is_number = len(header) <= MAX_DIGITS and header.isascii() and header.isdigit()
@@ -105,51 +184,47 @@ def _header_length(header: str | None, total: int) -> int:
     return int(header)
 
 
-def _text(value: Any) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise InvalidRequestError('"id" must be a string')
-    return value
-
-
-def _parameters(payload: dict[str, Any]) -> dict[str, Any]:
-    parameters = payload.get("parameters") or {}
-    if not isinstance(parameters, dict):
-        raise InvalidRequestError('"parameters" must be an object')
-    return parameters
-
-
-def _input(item: Any, rest: memoryview) -> tuple[str, Tensor, int]:
-    """Return the name, the tensor, and the number of binary bytes that it took."""
-    if not isinstance(item, dict) or not isinstance(item.get("name"), str):
-        raise InvalidRequestError('an input has no "name"; give each input a name')
-    name, datatype = item["name"], item.get("datatype")
-    dtype = TORCH_OF.get(datatype) if isinstance(datatype, str) else None
+def _input(item: _Input, rest: memoryview) -> tuple[Tensor, int]:
+    """Return the tensor, and the number of binary bytes that it took."""
+    name = f"input {item.name[:SHOWN]!r}"
+    dtype = TORCH_OF.get(item.datatype)
     if dtype is None:
         known = ", ".join(TORCH_OF)
         raise InvalidRequestError(
-            f"input {name!r}: datatype {datatype!r} is unknown; use one of {known}"
+            f"{name}: datatype {item.datatype[:SHOWN]!r} is unknown; use one of {known}"
         )
-    shape = item.get("shape")
-    if (
-        not isinstance(shape, list)
-        or len(shape) > MAX_DIMENSIONS
-        or any(type(n) is not int or not 0 <= n < MAX_ELEMENTS for n in shape)
-    ):
-        raise InvalidRequestError(
-            f"input {name!r}: shape {shape!r} must be a list of sizes, 0 or more"
-        )
-    count = 1
-    for size in shape:
-        count *= size
+    shape = _shape(name, item.shape)
+    count = math.prod(shape)
     if count >= MAX_ELEMENTS:
         raise InvalidRequestError(
-            f"input {name!r}: shape {shape} is too large; split the request"
+            f"{name}: shape {shape} is too large; split the request"
         )
-    binary = _parameters(item).get("binary_data_size")
+    parameters = _InputParameters()
+    if item.parameters:
+        found = small(item.parameters, f'{name}: "parameters"', _input_parameters)
+        parameters = found or parameters
+    binary = parameters.binary_data_size
     if binary is not None:
         tensor = _from_bytes(name, dtype, count, binary, rest)
-        return name, tensor.reshape(shape), binary
-    return name, _from_json(name, dtype, count, item.get("data")).reshape(shape), 0
+        return tensor.reshape(shape), binary
+    return _from_json(name, dtype, count, bytes(item.data)).reshape(shape), 0
+
+
+def _shape(name: str, given: msgspec.Raw) -> list[int]:
+    text = bytes(given)
+    try:
+        if text.count(b",") >= MAX_DIMENSIONS:
+            raise ValueError("too many dimensions")
+        shape = _shapes.decode(text)
+        if any(size >= MAX_ELEMENTS for size in shape):
+            raise ValueError("too large")
+    except (msgspec.MsgspecError, ValueError):
+        shown = text[:SHOWN].decode(errors="replace")
+        raise InvalidRequestError(
+            f"{name}: shape {shown} must be a list of sizes, 0 or more, with at most "
+            f"{MAX_DIMENSIONS} dimensions"
+        ) from None
+    return shape
 
 
 def _from_bytes(
@@ -158,11 +233,12 @@ def _from_bytes(
     wanted = count * dtype.itemsize
     if type(size) is not int or size != wanted:
         raise InvalidRequestError(
-            f"input {name!r}: binary_data_size is {size!r}; its shape needs {wanted}"
+            f"{name}: binary_data_size is {repr(size)[:SHOWN]}; its shape needs "
+            f"{wanted}"
         )
     if len(rest) < wanted:
         raise InvalidRequestError(
-            f"input {name!r}: body ends before its {wanted} bytes; send all of them"
+            f"{name}: body ends before its {wanted} bytes; send all of them"
         )
     if count == 0:
         return torch.empty(0, dtype=dtype)
@@ -171,48 +247,62 @@ def _from_bytes(
     return torch.frombuffer(bytearray(rest[:wanted]), dtype=dtype)
 
 
-def _from_json(name: str, dtype: torch.dtype, count: int, data: Any) -> Tensor:
-    if not isinstance(data, list):
+def _from_json(name: str, dtype: torch.dtype, count: int, data: bytes) -> Tensor:
+    """Return the tensor of a JSON list, decoded piece by piece."""
+    if not data.startswith(b"["):
         raise InvalidRequestError(
-            f'input {name!r}: "data" must be a list; or give binary_data_size'
+            f'{name}: "data" must be a list; or give binary_data_size'
         )
-    flat = _flat(data)
-    if len(flat) != count:
+    kind = "float" if dtype.is_floating_point else "int"
+    decoder = _numbers["bool" if dtype is torch.bool else kind]
+    found: list[Tensor] = []
+    size = 0
+    for piece in pieces(data):
+        values = _values(name, dtype, piece, decoder)
+        size += len(values)
+        if size <= count:
+            found.append(_tensor(name, dtype, values))
+    if size != count:
         raise InvalidRequestError(
-            f"input {name!r}: {len(flat)} values in data; its shape needs {count}"
+            f"{name}: {size} values in data; its shape needs {count}"
         )
-    kinds: tuple[type, ...] = (int, float) if dtype.is_floating_point else (int,)
-    if dtype is torch.bool:
-        kinds = (bool,)
-    for value in flat:
-        if not isinstance(value, kinds) or (
-            isinstance(value, bool) and dtype is not torch.bool
-        ):
-            raise InvalidRequestError(
-                f"input {name!r}: {repr(value)[:SHOWN]} is not a valid "
-                f"{NAME_OF[dtype]} value"
-            )
+    return torch.cat(found) if found else torch.empty(0, dtype=dtype)
+
+
+def _values(
+    name: str, dtype: torch.dtype, piece: bytes, decoder: msgspec.json.Decoder[Any]
+) -> list[Any]:
     try:
-        return torch.tensor(flat, dtype=dtype)
+        values: list[Any] = decoder.decode(piece)
+    except msgspec.MsgspecError as error:
+        wrong = _first_wrong(piece, decoder)
+        raise InvalidRequestError(
+            f"{name}: {wrong} is not a valid {NAME_OF[dtype]} value"
+        ) from error
+    return values
+
+
+def _first_wrong(piece: bytes, decoder: msgspec.json.Decoder[Any]) -> str:
+    """Return the first text between commas that is not valid, cut to ``SHOWN``."""
+    for part in piece[1:-1].split(b","):
+        try:
+            decoder.decode(b"[%b]" % part)
+        except msgspec.MsgspecError:
+            return part[:SHOWN].decode(errors="replace") or "an empty list"
+    return "a text"
+
+
+def _tensor(name: str, dtype: torch.dtype, values: list[Any]) -> Tensor:
+    try:
+        tensor = torch.tensor(values, dtype=dtype)
     except (RuntimeError, OverflowError, ValueError, TypeError) as error:
-        raise InvalidRequestError(f"input {name!r}: {error}") from error
-
-
-def _flat(data: list[Any]) -> list[Any]:
-    """Return the values of nested lists in order; also accept a flat list."""
-    if not any(isinstance(value, list) for value in data):
-        return data
-    flat: list[Any] = []
-    stack = [iter(data)]
-    while stack:
-        for value in stack[-1]:
-            if isinstance(value, list):
-                stack.append(iter(value))
-                break
-            flat.append(value)
-        else:
-            stack.pop()
-    return flat
+        raise InvalidRequestError(f"{name}: {error}") from error
+    if dtype.is_floating_point and not bool(tensor.isfinite().all()):
+        raise InvalidRequestError(
+            f"{name}: a value is too large for {NAME_OF[dtype]}; send infinities as "
+            "binary data"
+        )
+    return tensor
 
 
 def check(tensors: Tensors, model: Model) -> None:
@@ -259,27 +349,22 @@ def _check_one(name: str, tensor: Tensor, spec: TensorSpec) -> None:
 
 
 def _outputs(
-    payload: dict[str, Any], parameters: dict[str, Any], model: Model
-) -> tuple[dict[str, bool], bool]:
-    is_binary = parameters.get("binary_data_output") is True
-    listed = payload.get("outputs") or []
-    if not isinstance(listed, list):
-        raise InvalidRequestError('"outputs" must be a list')
+    given: msgspec.Raw, parameters: InferenceParameters, model: Model
+) -> dict[str, bool]:
+    listed = (small(given, '"outputs"', _outputs_lists) if given else None) or []
+    is_binary = parameters.binary_data_output is True
     wanted: dict[str, bool] = {}
     for item in listed:
-        if not isinstance(item, dict) or not isinstance(item.get("name"), str):
-            raise InvalidRequestError(
-                'an output has no "name"; give each output a name'
-            )
-        wanted[item["name"]] = _parameters(item).get("binary_data", is_binary) is True
+        chosen = item.parameters and item.parameters.binary_data
+        wanted[item.name] = (is_binary if chosen is None else chosen) is True
     known = {spec.name for spec in model.outputs}
     unknown = wanted.keys() - known
     if known and unknown:
         raise InvalidRequestError(
-            f"model has the outputs {', '.join(sorted(known))}; the request wants "
-            f"{', '.join(sorted(unknown))}"
+            f"model has no output {', '.join(sorted(unknown))}; it has "
+            f"{', '.join(sorted(known))}"
         )
-    return wanted, is_binary
+    return wanted
 
 
 def render(
@@ -298,6 +383,7 @@ def render(
 
     Raises:
         InvalidRequestError: The request wants an output that the model did not return.
+        NotFiniteError: An output that JSON must carry has NaN or an infinity.
     """
     missing = request.outputs.keys() - tensors.keys()
     if missing:
@@ -318,7 +404,7 @@ def render(
             item["parameters"] = {"binary_data_size": len(blob)}
             blobs.append(blob)
         else:
-            item["data"] = tensor.reshape(-1).tolist()
+            item["data"] = _listed(label, tensor)
         outputs.append(item)
     answer: dict[str, Any] = {"model_name": name, "model_version": version}
     if request.id is not None:
@@ -327,3 +413,12 @@ def render(
     if not blobs:
         return head, None
     return b"".join([head, *blobs]), len(head)
+
+
+def _listed(name: str, tensor: Tensor) -> list[Any]:
+    if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+        raise NotFiniteError(
+            f"output {name!r} has NaN or an infinity, which JSON cannot carry; request "
+            "it as binary data (binary_data_output)"
+        )
+    return tensor.reshape(-1).tolist()

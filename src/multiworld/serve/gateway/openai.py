@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, TypeVar
 
-import orjson
+import msgspec
 from fastapi import FastAPI, Request, Response
+from torch import Tensor
 
 from multiworld.backends.dtypes import memory_of, plain
 from multiworld.errors import InvalidRequestError, ServeError
+from multiworld.serve.gateway.body_budget import Reservation
 from multiworld.serve.gateway.gateway import Gateway
+from multiworld.serve.gateway.json_limits import check_objects, decode
+from multiworld.serve.gateway.open_inference import NotFiniteError
 from multiworld.serve.gateway.openapi import EMBEDDINGS, OPENAI_KNOWN_MODEL
-from multiworld.serve.gateway.request_body import read_body, while_connected
+from multiworld.serve.gateway.request_body import Body, while_connected
 from multiworld.serve.gateway.responses import (
     OFFLOAD_BYTES,
+    RENDER_BYTES,
     json_response,
     openai_error_response,
     respond,
@@ -23,6 +30,17 @@ from multiworld.serve.gateway.responses import (
 )
 from multiworld.serve.spec.stage import Model, Tensors
 from multiworld.serve.tenants.authenticator import AdmittedRequest
+
+MAX_TEXTS = 2048
+"""Most texts in one request; the same as OpenAI's limit."""
+
+MAX_TOKENS = 300_000
+"""Most token ids in one request; the same as OpenAI's limit."""
+
+WINDOW = 32
+"""Most texts of one request under way at once, so that it does not fill the queue."""
+
+Token = Annotated[int, msgspec.Meta(ge=0)]
 
 
 def add_openai(app: FastAPI, gateway: Gateway) -> None:
@@ -55,90 +73,116 @@ def add_openai(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/v1/embeddings", tags=["openai"], openapi_extra=EMBEDDINGS)
     async def embeddings(request: Request) -> Response:
         """Embed texts."""
-        parsed: dict[str, Any] = {}
+        parsed: EmbeddingRequest | None = None
 
-        async def answer(admitted: AdmittedRequest) -> Response:
-            body = await read_body(
-                request,
-                gateway.max_body_bytes,
-                lambda n: gateway.authenticator.count_bytes(admitted, n),
-            )
+        async def answer(
+            admitted: AdmittedRequest, reservation: Reservation
+        ) -> Response:
+            nonlocal parsed
+            body = await gateway.read_body(request, admitted, reservation)
             if len(body) >= OFFLOAD_BYTES:
-                parsed.update(await asyncio.to_thread(_embedding_request, body))
+                parsed = await asyncio.to_thread(_embedding_request, body)
             else:
-                parsed.update(_embedding_request(body))
+                parsed = _embedding_request(body)
+            del body
             embedding = _embed(gateway, admitted, request, parsed)
             return await while_connected(request, embedding)
 
         def name() -> str:
-            return str(parsed.get("model", ""))
+            return "" if parsed is None else parsed.model
 
         return await respond(gateway, request, name, answer, openai_error_response)
 
 
-def _embedding_request(body: bytes) -> dict[str, Any]:
-    try:
-        payload = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequestError(f"body is not valid JSON: {error}") from error
-    if not isinstance(payload, dict) or not isinstance(payload.get("model"), str):
+class _Body(msgspec.Struct, frozen=True):
+    model: Any = None
+    input: msgspec.Raw = msgspec.Raw()
+    encoding_format: Any = "float"
+    dimensions: Any = None
+
+
+_bodies = msgspec.json.Decoder(_Body)
+_texts = msgspec.json.Decoder(list[str])
+_text = msgspec.json.Decoder(str)
+_tokens = msgspec.json.Decoder(list[Token])
+_token_lists = msgspec.json.Decoder(list[list[Token]])
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequest:
+    """A parsed request for embeddings.
+
+    Attributes:
+        model: Name of the model.
+        inputs: Texts, or arrays of tokens.
+        dimensions: Length of the vectors that the client wants; None: the model's.
+        is_base64: Whether vectors are sent as Base64 of 32-bit floats.
+    """
+
+    model: str
+    inputs: list[str] | list[list[int]]
+    dimensions: int | None
+    is_base64: bool
+
+
+def _embedding_request(body: Body) -> EmbeddingRequest:
+    check_objects(body)
+    payload = decode(body, _bodies)
+    if not isinstance(payload.model, str):
         raise InvalidRequestError(
             'body has no "model"; give the name of a model',
             param="model",
             code="missing_required_parameter",
         )
-    inputs = _inputs(payload.get("input"))
+    inputs = _inputs(bytes(payload.input))
     if len(inputs) > MAX_TEXTS:
         raise _invalid("input", f"has more than {MAX_TEXTS} texts; split it")
-    if payload.get("encoding_format", "float") not in ("float", "base64"):
+    if payload.encoding_format not in ("float", "base64"):
         raise _invalid("encoding_format", 'must be "float" or "base64"')
-    dimensions = payload.get("dimensions")
+    dimensions = payload.dimensions
     if dimensions is not None and type(dimensions) is not int:
         raise _invalid("dimensions", "must be an integer")
-    return {
-        "model": payload["model"],
-        "inputs": inputs,
-        "dimensions": dimensions,
-        "is_base64": payload.get("encoding_format") == "base64",
-    }
+    is_base64 = payload.encoding_format == "base64"
+    return EmbeddingRequest(payload.model, inputs, dimensions, is_base64)
 
 
-Input = str | list[int]
-"""A text, or its token ids."""
+def _inputs(given: bytes) -> list[str] | list[list[int]]:
+    """Return the texts or arrays of tokens of a request.
+
+    Their number is bounded before they are decoded.
+    """
+    try:
+        if given.startswith(b'"'):
+            return _not_empty([_text.decode(given)])
+        first = given[1:].lstrip(b" \t\r\n")[:1]
+        if first == b'"':
+            return _not_empty(_texts.decode(given))
+        if given.count(b",") > MAX_TOKENS or given.count(b"[") > MAX_TEXTS + 1:
+            raise _invalid(
+                "input", f"has more than {MAX_TOKENS} tokens or {MAX_TEXTS} arrays"
+            )
+        if first == b"[":
+            return _not_empty(_token_lists.decode(given))
+        return _not_empty([_tokens.decode(given)])
+    except (msgspec.MsgspecError, RecursionError):
+        raise _invalid(
+            "input", "must be a text, an array of token ids, or a list of them"
+        ) from None
 
 
-def _inputs(given: Any) -> list[Input]:
-    """Return the texts or arrays of tokens of a request."""
-    if isinstance(given, str) or _is_tokens(given):
-        given = [given]
-    if not isinstance(given, list) or not given:
-        raise _invalid("input", "must be a text, an array of tokens, or a list of them")
-    is_text = all(isinstance(one, str) and one for one in given)
-    if not is_text and not all(map(_is_tokens, given)):
+Input = TypeVar("Input", str, list[int])
+
+
+def _not_empty(inputs: list[Input]) -> list[Input]:
+    if not inputs or not all(inputs):
         raise _invalid(
             "input", "must hold texts or arrays of token ids, none of them empty"
         )
-    found: list[Input] = given
-    return found
-
-
-def _is_tokens(given: Any) -> bool:
-    return (
-        isinstance(given, list)
-        and bool(given)
-        and all(type(token) is int and 0 <= token < 2**63 for token in given)
-    )
+    return inputs
 
 
 def _invalid(param: str, rule: str) -> InvalidRequestError:
     return InvalidRequestError(f'"{param}" {rule}', param=param, code="invalid_value")
-
-
-MAX_TEXTS = 2048
-"""Most texts in one request; the same as OpenAI's limit."""
-
-WINDOW = 32
-"""Most texts of one request under way at once, so that it does not fill the queue."""
 
 
 def _check_dimensions(dimensions: int | None, model: Model) -> None:
@@ -148,7 +192,7 @@ def _check_dimensions(dimensions: int | None, model: Model) -> None:
         raise _invalid("dimensions", rule)
 
 
-def _encoded(frontend: Any, inputs: list[Input]) -> list[Tensors]:
+def _encoded(frontend: Any, inputs: list[str] | list[list[int]]) -> list[Tensors]:
     """Return the inputs of stage 0 for each text or array of tokens."""
     if isinstance(inputs[0], str):
         return [frontend.encode(text) for text in inputs]
@@ -162,23 +206,23 @@ async def _embed(
     gateway: Gateway,
     admitted: AdmittedRequest,
     request: Request,
-    parsed: dict[str, Any],
+    parsed: EmbeddingRequest,
 ) -> Response:
-    name = parsed["model"]
+    name = parsed.model
     version, model = gateway.model(name, None, admitted.tenant)
-    deadline_s = timeout_of(request, {})
+    deadline_s = timeout_of(request)
     if deadline_s is None:
         served = gateway.route(name, admitted.tenant)
         deadline_s = gateway.dispatcher.table.routes[served].deadline_s
     clock = gateway.authenticator.clock
     deadline_at = clock() + deadline_s
-    _check_dimensions(parsed["dimensions"], model)
+    _check_dimensions(parsed.dimensions, model)
     frontend = await gateway.text(name, version, model)
-    size = sum(map(len, parsed["inputs"]))
+    size = sum(map(len, parsed.inputs))
     if size >= OFFLOAD_BYTES // 16:
-        inputs = await asyncio.to_thread(_encoded, frontend, parsed["inputs"])
+        inputs = await asyncio.to_thread(_encoded, frontend, parsed.inputs)
     else:
-        inputs = _encoded(frontend, parsed["inputs"])
+        inputs = _encoded(frontend, parsed.inputs)
     window = asyncio.Semaphore(WINDOW)
 
     async def one(tensors: Tensors) -> Tensors:
@@ -194,12 +238,29 @@ async def _embed(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     tokens = sum(next(iter(tensors.values())).numel() for tensors in inputs)
+    vectors = [answer[model.embedding][0] for answer in answers]
+    render = partial(_render, name, vectors, tokens, is_base64=parsed.is_base64)
+    size = sum(vector.numel() for vector in vectors)
+    if 4 * size >= RENDER_BYTES:
+        return await asyncio.to_thread(render)
+    return render()
+
+
+def _render(
+    name: str, vectors: list[Tensor], tokens: int, *, is_base64: bool
+) -> Response:
     data = []
-    for number, answer in enumerate(answers):
-        vector = plain(answer[model.embedding][0].float())
-        shown: Any = vector.tolist()
-        if parsed["is_base64"]:
-            shown = base64.b64encode(bytes(memory_of(vector))).decode()
+    for number, given in enumerate(vectors):
+        vector = plain(given.float())
+        if is_base64:
+            shown: Any = base64.b64encode(bytes(memory_of(vector))).decode()
+        elif bool(vector.isfinite().all()):
+            shown = vector.tolist()
+        else:
+            raise NotFiniteError(
+                f"embedding {number} has NaN or an infinity, which JSON cannot carry; "
+                'use encoding_format "base64"'
+            )
         data.append({"object": "embedding", "index": number, "embedding": shown})
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     return json_response(

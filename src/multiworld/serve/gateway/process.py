@@ -16,6 +16,7 @@ import uvicorn
 
 from multiworld.errors import MultiWorldError, UnknownModelError
 from multiworld.serve.gateway.app import make_app
+from multiworld.serve.gateway.body_budget import BodyBudget, BodyLimits
 from multiworld.serve.gateway.embedded_server import EmbeddedServer
 from multiworld.serve.gateway.gateway import Gateway
 from multiworld.serve.gateway.http_protocol import bounded
@@ -129,11 +130,16 @@ class GatewayProcess:
         self._dispatcher = Dispatcher(args.name)
         self._dispatcher.on_missing = self._ask_for
         self._asked_at: dict[str, float] = {}
-        limit = int(args.gateway.max_body_mb * 2**20)
+        spec = args.gateway
+        mib = 2**20
+        body_bytes = int(spec.max_body_mb * mib)
+        json_bytes = min(int(spec.max_json_mb * mib), body_bytes)
+        limits = BodyLimits(json_bytes, body_bytes)
+        bodies = BodyBudget(int(spec.max_bodies_mb * mib))
         self._authenticator = Authenticator(
             needs_key=args.gateway.authentication == "keys"
         )
-        self._gateway = Gateway(self._dispatcher, limit, self._authenticator)
+        self._gateway = Gateway(self._dispatcher, limits, bodies, self._authenticator)
         self._gateway.on_poison = self._report_poison
         self._usage_kept = asyncio.Event()
         self._meter = secrets.token_hex(8)

@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
 from multiworld.errors import InvalidRequestError
+from multiworld.serve.gateway.body_budget import (
+    BodyLimits,
+    Reservation,
+    TooSlowError,
+    limit_s,
+)
 
 T = TypeVar("T")
-
-BODY_S = 30.0
-"""Most seconds between two parts of a body."""
 
 WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 """``zlib`` window bits of the supported encodings."""
@@ -25,17 +29,20 @@ GZIP_MAGIC = b"\x1f\x8b"
 MAX_MEMBERS = 16
 """Most members of a gzip body; each costs a copy of the rest of the body."""
 
+FIRST_BYTES = 64 * 1024
+"""Bytes that are decompressed on the event loop: less than a millisecond."""
 
-class TooLargeError(InvalidRequestError):
-    """The body is larger than the gateway accepts."""
+STEP_BYTES = 1024 * 1024
+"""Bytes that are decompressed at once in a thread."""
 
-    status = 413
+JSON_LENGTH = "inference-header-content-length"
+"""Header with the length of the JSON part of a body with binary tensors."""
 
+MAX_DIGITS = 18
+"""Digits of a length from which it is too large without being parsed."""
 
-class TooSlowError(InvalidRequestError):
-    """The client sends its body too slowly."""
-
-    status = 408
+Body = bytes | bytearray
+"""Bytes of a body."""
 
 
 class UnknownEncodingError(InvalidRequestError):
@@ -52,57 +59,89 @@ class ClientGoneError(InvalidRequestError):
 
 async def read_body(
     request: Request,
-    limit_bytes: int,
+    limits: BodyLimits,
+    reservation: Reservation,
     on_bytes: Callable[[int], None] = lambda size: None,
-) -> bytes:
+    on_unpacked: Callable[[int], None] = lambda size: None,
+) -> Body:
     """Return the decompressed body of a request.
 
     Args:
         request: The request.
-        limit_bytes: Most bytes of the body, both as sent and decompressed.
+        limits: Most bytes of the body, both as sent and decompressed.
+        reservation: Takes the memory of the body as it arrives.
         on_bytes: Called with the size of each part that arrives.
+        on_unpacked: Called with the bytes that decompression has added.
 
     Raises:
-        TooLargeError: The body is larger than ``limit_bytes``.
-        TooSlowError: No part of the body arrived for ``BODY_S``.
+        TooLargeError: The body is larger than its limit.
+        TooSlowError: The body arrives more slowly than ``body_budget`` demands.
+        NoMemoryError: The bodies of all requests fill the memory they may have.
         ClientGoneError: The client disconnected.
         UnknownEncodingError: Its Content-Encoding is not supported.
         InvalidRequestError: The body cannot be decompressed.
 
     Cancellation: Safe. The body read so far is dropped.
     """
-    length = request.headers.get("content-length", "")
-    if length.isdigit() and (len(length) > 18 or int(length) > limit_bytes):
-        raise _too_large(limit_bytes)
-    parts: list[bytes] = []
-    size = 0
-    try:
-        async with asyncio.timeout(BODY_S) as limit:
-            async for part in request.stream():
-                limit.reschedule(asyncio.get_running_loop().time() + BODY_S)
-                size += len(part)
-                on_bytes(len(part))
-                if size > limit_bytes:
-                    raise _too_large(limit_bytes)
-                parts.append(part)
-    except TimeoutError:
-        why = f"no more of the body arrived for {BODY_S:g} s; send it faster"
-        raise TooSlowError(why) from None
-    except ClientDisconnect:
-        raise ClientGoneError("client disconnected before the answer") from None
-    whole = parts[0] if len(parts) == 1 else b"".join(parts)
+    json_length = request.headers.get(JSON_LENGTH)
+    is_binary = json_length is not None
+    check = partial(limits.check, is_binary=is_binary)
+    for header in ("content-length", *([JSON_LENGTH] if is_binary else [])):
+        declared = request.headers.get(header, "")
+        if declared.isdecimal() and declared.isascii():
+            size = int(declared[:MAX_DIGITS]) if len(declared) < MAX_DIGITS else 2**62
+            limits.check(size, is_binary=is_binary and header != JSON_LENGTH)
+    whole = await _received(request, check, reservation, on_bytes)
     encoding = request.headers.get("content-encoding", "identity").lower()
     if encoding == "identity":
         return whole
-    return await asyncio.to_thread(_unpacked, whole, encoding, limit_bytes)
+    plain = await _unpacked(whole, encoding, check, reservation)
+    reservation.give_back(len(whole))
+    on_unpacked(max(0, len(plain) - len(whole)))
+    return plain
 
 
-def _unpacked(body: bytes, encoding: str, limit_bytes: int) -> bytes:
-    """Return the decompressed body.
+async def _received(
+    request: Request,
+    check: Callable[[int], None],
+    reservation: Reservation,
+    on_bytes: Callable[[int], None],
+) -> Body:
+    loop = asyncio.get_running_loop()
+    began_at = loop.time()
+    whole: Body = b""
+    try:
+        async with asyncio.timeout_at(began_at + limit_s(0)) as limit:
+            async for part in request.stream():
+                on_bytes(len(part))
+                check(len(whole) + len(part))
+                reservation.add(len(part))
+                if not whole:
+                    whole = part
+                elif isinstance(whole, bytearray):
+                    whole += part
+                else:
+                    whole = bytearray(whole) + part
+                limit.reschedule(began_at + limit_s(len(whole)))
+    except TimeoutError:
+        raise TooSlowError(
+            f"{len(whole)} bytes of the body arrived in "
+            f"{loop.time() - began_at:.0f} s; send it faster"
+        ) from None
+    except ClientDisconnect:
+        raise ClientGoneError("client disconnected before the answer") from None
+    return whole
+
+
+async def _unpacked(
+    body: Body, encoding: str, check: Callable[[int], None], reservation: Reservation
+) -> bytearray:
+    """Return the decompressed body; large ones are decompressed in a thread, in steps.
 
     Raises:
         UnknownEncodingError: The encoding is not supported.
-        TooLargeError: The decompressed body is larger than ``limit_bytes``.
+        TooLargeError: The decompressed body is larger than its limit.
+        NoMemoryError: There is no memory for it.
         InvalidRequestError: The body cannot be decompressed, or is incomplete.
     """
     if encoding not in WINDOW_BITS:
@@ -111,29 +150,31 @@ def _unpacked(body: bytes, encoding: str, limit_bytes: int) -> bytes:
             "no compression"
         )
     plain = bytearray()
+    rest: Body = body
     for _ in range(MAX_MEMBERS):
         reader = zlib.decompressobj(WINDOW_BITS[encoding])
-        try:
-            plain += reader.decompress(body, limit_bytes + 1 - len(plain))
-        except zlib.error as error:
-            text = f"body is not valid {encoding}: {error}"
-            raise InvalidRequestError(text) from error
-        if len(plain) > limit_bytes:
-            raise _too_large(limit_bytes)
-        if not reader.eof:
-            raise InvalidRequestError(f"{encoding} body is incomplete; send all of it")
-        body = reader.unused_data
-        if encoding != "gzip" or not body.startswith(GZIP_MAGIC):
-            return bytes(plain)
+        while not reader.eof:
+            try:
+                if not plain:
+                    part = reader.decompress(rest, FIRST_BYTES)
+                else:
+                    part = await asyncio.to_thread(reader.decompress, rest, STEP_BYTES)
+            except zlib.error as error:
+                text = f"body is not valid {encoding}: {error}"
+                raise InvalidRequestError(text) from error
+            if not part and not reader.eof:
+                raise InvalidRequestError(
+                    f"{encoding} body is incomplete; send all of it"
+                )
+            check(len(plain) + len(part))
+            reservation.add(len(part))
+            plain += part
+            rest = reader.unconsumed_tail
+        rest = reader.unused_data
+        if encoding != "gzip" or not rest.startswith(GZIP_MAGIC):
+            return plain
     raise InvalidRequestError(
         f"gzip body has more than {MAX_MEMBERS} members; compress it as one"
-    )
-
-
-def _too_large(limit_bytes: int) -> TooLargeError:
-    return TooLargeError(
-        f"body is larger than {limit_bytes / 2**20:g} MiB; send less, or raise "
-        "gateway.max_body_mb"
     )
 
 

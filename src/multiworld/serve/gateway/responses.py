@@ -16,13 +16,17 @@ from multiworld.errors import (
     UnauthorizedError,
     UnknownModelError,
 )
+from multiworld.serve.gateway.body_budget import Reservation
 from multiworld.serve.gateway.gateway import Gateway
 from multiworld.serve.tenants.authenticator import AdmittedRequest
 
 logger = logging.getLogger("multiworld.serve")
 
-OFFLOAD_BYTES = 256 * 1024
+OFFLOAD_BYTES = 64 * 1024
 """Bytes from which a body is parsed in a thread, so that it does not block the loop."""
+
+RENDER_BYTES = 32 * 1024
+"""Bytes of tensors from which an answer is rendered in a thread."""
 
 
 def json_response(data: Any, status: int = 200, headers: Any = None) -> Response:
@@ -68,8 +72,8 @@ def openai_error_response(error: ServeError) -> Response:
     return json_response({"error": body}, error.status, _retry(error))
 
 
-Handler = Callable[[AdmittedRequest], Awaitable[Response]]
-"""Answers an admitted request."""
+Handler = Callable[[AdmittedRequest, Reservation], Awaitable[Response]]
+"""Answers an admitted request, whose body takes memory from the reservation."""
 
 
 async def respond(
@@ -97,11 +101,15 @@ async def respond(
         gateway.metrics.requests.labels("unknown", response.status_code).inc()
         return response
     status = CLIENT_CLOSED
+    reservation = Reservation(gateway.bodies)
     try:
-        response = await _handled(admitted, handler, error_response)
+        response = await _handled(
+            lambda: handler(admitted, reservation), error_response
+        )
         admitted.bytes_out = len(response.body)
         status = response.status_code
     finally:
+        reservation.release()
         model = name() if callable(name) else name
         is_known = gateway.may_use(admitted.tenant, model)
         label = model if is_known else "unknown"
@@ -116,12 +124,11 @@ CLIENT_CLOSED = 499
 
 
 async def _handled(
-    admitted: AdmittedRequest,
-    handler: Handler,
+    answer: Callable[[], Awaitable[Response]],
     error_response: Callable[[ServeError], Response],
 ) -> Response:
     try:
-        return await handler(admitted)
+        return await answer()
     except ServeError as error:
         return error_response(error)
     except Exception:
@@ -129,20 +136,25 @@ async def _handled(
         return error_response(ServeError("internal error of the gateway; see its log"))
 
 
-def timeout_of(request: Request, parameters: dict[str, Any]) -> float | None:
+def timeout_of(
+    request: Request, timeout_s: Any = None, timeout_us: Any = None
+) -> float | None:
     """Return the client's timeout of a request in seconds; None: it gave none.
 
     Args:
-        request: The HTTP request.
-        parameters: Parameters in its body.
+        request: The HTTP request; its header ``X-Timeout-S`` counts if the body has no
+            ``timeout_s``.
+        timeout_s: ``timeout_s`` in its body.
+        timeout_us: ``timeout`` in its body: microseconds, as Triton's clients send it.
 
     Raises:
         InvalidRequestError: The timeout is not valid.
     """
-    given: Any = parameters.get("timeout_s", request.headers.get("x-timeout-s"))
-    if given is None and "timeout" in parameters:
-        given = parameters["timeout"]  # Triton's clients send microseconds
-        given = given / 1e6 if type(given) is int else given
+    given = timeout_s
+    if given is None:
+        given = request.headers.get("x-timeout-s")
+    if given is None:
+        given = timeout_us / 1e6 if type(timeout_us) is int else timeout_us
     if given is None:
         return None
     try:

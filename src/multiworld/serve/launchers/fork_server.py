@@ -29,6 +29,8 @@ from multiworld.serve.launchers.protocol import (
     Launched,
     LaunchFailed,
     LineCodec,
+    Ping,
+    Pong,
     Warm,
 )
 
@@ -61,7 +63,11 @@ class ForkServer:
         self._inbox += data
         while b"\n" in self._inbox:
             line, _, self._inbox = self._inbox.partition(b"\n")
-            self._launch(FORK_ORDERS.decode(line))
+            match FORK_ORDERS.decode(line):
+                case Launch() as order:
+                    self._launch(order)
+                case Ping(number):
+                    self._tell(Pong(number))
         return bool(data)
 
     def _tell(self, news: ForkNews) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from multiworld.errors import LaunchError
-from multiworld.serve.launchers.protocol import Line, LineCodec
+from multiworld.serve.launchers.protocol import Line, LineCodec, Ping, Pong
 
 logger = logging.getLogger("multiworld.serve")
 
@@ -20,6 +20,12 @@ M = TypeVar("M")
 
 END_S = 5.0
 """Seconds that a helper process gets to exit before it is killed."""
+
+PING_S = 1.0
+"""Seconds between questions whether a helper process works."""
+
+MISSED_LIMIT = 5
+"""Unanswered questions after which it hangs."""
 
 LINE = 2**24
 """Most bytes of a line; enough for thousands of machines."""
@@ -34,6 +40,9 @@ class HelperProcess(Generic[M]):
         codec: Codec of its lines.
         on_news: Called with every message after the first.
         on_end: Called when the process has closed its socket.
+        on_hang: Called when the process does not answer any more.
+        is_replaceable: Whether a process that hangs is killed, so that ``on_end``
+            follows. False if others would be lost with it.
     """
 
     def __init__(
@@ -43,9 +52,15 @@ class HelperProcess(Generic[M]):
         codec: LineCodec[M],
         on_news: Callable[[M], None],
         on_end: Callable[[], None],
+        on_hang: Callable[[], None] = lambda: None,
+        *,
+        is_replaceable: bool = True,
     ) -> None:
         self._module, self._log, self._codec = module, log, codec
-        self._on_news, self._on_end = on_news, on_end
+        self._on_news, self._on_end, self._on_hang = on_news, on_end, on_hang
+        self._is_replaceable = is_replaceable
+        self._unanswered = 0
+        self._pinging: asyncio.Task[None] | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -93,13 +108,42 @@ class HelperProcess(Generic[M]):
         if not line:
             await self.close(limit_s=0.0)
             raise LaunchError(f"{self._module} did not start; see {self._log}")
-        self._reading = asyncio.get_running_loop().create_task(self._read(reader))
+        loop = asyncio.get_running_loop()
+        self._unanswered = 0
+        self._reading = loop.create_task(self._read(reader))
+        self._pinging = loop.create_task(self._ping(self._process))
         return self._codec.decode(line)
+
+    async def _ping(self, process: asyncio.subprocess.Process) -> None:
+        """Ask whether the process works, for as long as it runs.
+
+        Unanswered questions are counted, and not seconds: this process may have been
+        suspended itself.
+        """
+        while self.is_running:
+            if self._unanswered == MISSED_LIMIT:
+                logger.error(
+                    "%s (process %d) has not answered for %g s%s",
+                    self._module,
+                    process.pid,
+                    MISSED_LIMIT * PING_S,
+                    "; it is replaced" if self._is_replaceable else "",
+                )
+                self._on_hang()
+                if self._is_replaceable:
+                    process.kill()
+                    return
+            self._unanswered += 1
+            self.tell(Ping(self._unanswered))
+            await asyncio.sleep(PING_S)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
             while line := await reader.readline():
-                self._on_news(self._codec.decode(line))
+                self._unanswered = 0
+                news = self._codec.decode(line)
+                if not isinstance(news, Pong):
+                    self._on_news(news)
         except (OSError, ValueError) as error:  # it exited in the middle of a line
             logger.warning("%s: %s", self._module, error)
         self._on_end()
@@ -118,8 +162,9 @@ class HelperProcess(Generic[M]):
         Cancellation: The process is not killed; it exits once it sees that its socket
             is closed.
         """
-        if self._reading is not None:
-            self._reading.cancel()
+        for task in (self._reading, self._pinging):
+            if task is not None:
+                task.cancel()
         if self._writer is not None:
             self._writer.close()
         if self._process is None or self._process.returncode is not None:

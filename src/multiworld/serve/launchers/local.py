@@ -64,7 +64,10 @@ class LocalLauncher:
             FORK_NEWS,
             self._on_news,
             self._server_ended,
+            self._server_hangs,
         )
+        self._trouble = ""
+        self._replacing: asyncio.Task[None] | None = None
         self._starting: dict[str, asyncio.Future[int]] = {}
         self._watched: dict[str, int] = {}
         self._warming = asyncio.Lock()
@@ -74,8 +77,8 @@ class LocalLauncher:
         return (self._node,)
 
     def trouble(self) -> str:
-        """Return an empty string: processes can always be started."""
-        return ""
+        """Return why no process can be started now; empty if one can."""
+        return self._trouble
 
     async def warm(self) -> None:
         """Start the fork server, if it does not run, and wait until it is ready.
@@ -104,11 +107,25 @@ class LocalLauncher:
                 if future is not None and not future.done():
                     future.set_exception(LaunchError(f"{name}: {error}"))
 
+    def _server_hangs(self) -> None:
+        self._trouble = (
+            "the fork server hangs and is replaced: nothing starts meanwhile"
+        )
+
     def _server_ended(self) -> None:
         for name, future in self._starting.items():
             if not future.done():
                 future.set_exception(LaunchError(f"{name}: the fork server has exited"))
         self._starting.clear()
+        self._replacing = self._loop.create_task(self._replace())
+
+    async def _replace(self) -> None:
+        """Start another fork server at once, not only when a process is needed."""
+        try:
+            await self.warm()
+        except LaunchError as error:  # the next launch tries again
+            logger.error("%s", error)
+        self._trouble = ""
 
     async def launch(
         self,
@@ -190,6 +207,8 @@ class LocalLauncher:
         """
         for name in list(self._watched):
             self._unwatch(name)
+        if self._replacing is not None:
+            self._replacing.cancel()
         await self._server.close()
 
 

@@ -61,6 +61,18 @@ class Exited(Line, frozen=True):
     code: int | None
 
 
+class Ping(Line, frozen=True):
+    """A question whether the helper process still works."""
+
+    number: int
+
+
+class Pong(Line, frozen=True):
+    """The answer to the ``Ping`` of the same number."""
+
+    number: int
+
+
 # Messages of the fork server.
 
 
@@ -71,7 +83,8 @@ class Warm(Line, frozen=True):
     version: int = VERSION
 
 
-ForkNews = Warm | Launched | LaunchFailed | Exited
+ForkOrder = Launch | Ping
+ForkNews = Warm | Launched | LaunchFailed | Exited | Pong
 
 
 # Messages of the Ray bridge.
@@ -129,7 +142,7 @@ class Sweep(Line, frozen=True):
     known: tuple[str, ...]
 
 
-ActorOrder = LaunchActor | AdoptActor | KillActor | Sweep
+ActorOrder = LaunchActor | AdoptActor | KillActor | Sweep | Ping
 
 
 class ClusterNode(msgspec.Struct, frozen=True):
@@ -171,7 +184,7 @@ class ClusterNodes(Line, frozen=True):
     is_same: bool
 
 
-BridgeNews = ClusterReady | ClusterNodes | Launched | LaunchFailed | Exited
+BridgeNews = ClusterReady | ClusterNodes | Launched | LaunchFailed | Exited | Pong
 
 
 class LineCodec(Generic[M]):
@@ -200,7 +213,7 @@ class LineCodec(Generic[M]):
 
 _ENCODER = msgspec.json.Encoder()
 
-FORK_ORDERS: LineCodec[Launch] = LineCodec(Launch)
+FORK_ORDERS: LineCodec[ForkOrder] = LineCodec(ForkOrder)
 FORK_NEWS: LineCodec[ForkNews] = LineCodec(ForkNews)
 ACTOR_ORDERS: LineCodec[ActorOrder] = LineCodec(ActorOrder)
 BRIDGE_NEWS: LineCodec[BridgeNews] = LineCodec(BridgeNews)

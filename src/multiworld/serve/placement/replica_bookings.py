@@ -6,8 +6,7 @@ A policy chooses the machine, and a plan says how many replicas go where.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
-from typing import Any, cast
+from typing import cast
 
 from multiworld.serve.fleet.state import DesiredState
 from multiworld.serve.placement.problem_builder import PlacedReplica, moves
@@ -104,32 +103,6 @@ class ReplicaBookings:
         """Return the machine of a replica; empty if it has none."""
         booking = self.ledger.bookings.get(name)
         return "" if booking is None else booking.spot.node
-
-    def booked(self, name: str) -> dict[str, Any]:
-        """Return what a replica has booked, as plain data."""
-        booking = self.ledger.bookings.get(name)
-        need = Need() if booking is None else booking.need
-        return {
-            "booked_cpus": need.cpus,
-            "booked_memory_bytes": need.memory_bytes,
-            "gpu": None if booking is None else booking.spot.gpu,
-        }
-
-    def status(self) -> list[dict[str, Any]]:
-        """Return the resources, free resources and replicas of every machine."""
-        found = []
-        for name, node in self.ledger.nodes.items():
-            free = self.ledger.free(name)
-            found.append(
-                {
-                    **asdict(node),
-                    "free_cpus": free.cpus,
-                    "free_memory_bytes": free.memory_bytes,
-                    "free_gpu_memory_bytes": free.gpu_memory_bytes,
-                    "replicas": sorted(b.name for b in self.ledger.on(name)),
-                }
-            )
-        return found
 
 
 def asks_of(wanted: DesiredState, specs: Specs) -> list[PlaceRequest]:

@@ -15,6 +15,12 @@ from multiworld.serve.spec.dedicated import with_dedicated
 from multiworld.serve.spec.profiles import with_profiles
 from multiworld.serve.spec.schema import PATTERNS, AppSpec
 
+MAX_BYTES = 1024 * 1024
+"""Most bytes of a spec."""
+
+MAX_NODES = 100_000
+"""Most keys, values and lists of a spec, after its aliases are unfolded."""
+
 KeyPath = tuple[str | int, ...]
 """Keys and list indices that lead to a value."""
 
@@ -27,6 +33,8 @@ def load_spec(path: Path) -> AppSpec:
             schema; ``problems`` has one line for each mistake.
     """
     try:
+        if path.stat().st_size > MAX_BYTES:
+            raise SpecError(f"{path} is longer than {MAX_BYTES} bytes; split the spec")
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -44,8 +52,13 @@ def parse_spec(text: str, where: str = "spec") -> AppSpec:
     Raises:
         SpecError: See ``load_spec``.
     """
+    if len(text) > MAX_BYTES:
+        raise SpecError(f"{where} is longer than {MAX_BYTES} bytes; split the spec")
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
+        if root is not None and _size(root, {}) > MAX_NODES:
+            why = f"line 1: its aliases unfold into over {MAX_NODES} values; use fewer"
+            raise _spec_error(where, [why])
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise _spec_error(where, [_describe_yaml_error(error)]) from error
@@ -102,6 +115,26 @@ def _describe_yaml_error(error: yaml.YAMLError) -> str:
         what = f"{getattr(error, 'context', None) or 'while parsing'}: {what}"
     line = 1 if mark is None else mark.line + 1
     return f"line {line}: not valid YAML: {what}; check indentation, colons and quotes"
+
+
+def _size(node: yaml.Node, known: dict[int, int]) -> int:
+    """Return the number of nodes below a node, with every alias unfolded.
+
+    Args:
+        node: The node.
+        known: Sizes of nodes that were counted already, by their ``id``.
+
+    Raises:
+        RecursionError: The node is nested too deeply, or refers to itself.
+    """
+    if id(node) not in known:
+        parts: list[yaml.Node] = []
+        if isinstance(node, yaml.MappingNode):
+            parts = [part for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            parts = node.value
+        known[id(node)] = 1 + sum(_size(part, known) for part in parts)
+    return known[id(node)]
 
 
 def _walk(node: yaml.Node, at: KeyPath, lines: dict[KeyPath, int]) -> list[str]:

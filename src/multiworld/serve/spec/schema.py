@@ -255,7 +255,14 @@ class GatewaySpec(_Strict):
     authentication: Literal["none", "keys"] = "none"
     """`keys`: every request needs the API key of a tenant (`multiworld tenants`)."""
     max_body_mb: Annotated[float, Field(gt=0, le=4096)] = 64.0
-    """Maximum size of a request body, in MiB; a larger one is answered with 413."""
+    """Maximum size of a request body with binary tensors, in MiB; a larger one is
+    answered with 413."""
+    max_json_mb: Annotated[float, Field(gt=0, le=4096)] = 8.0
+    """Maximum size of JSON in a request body, decompressed, in MiB; a larger one is
+    answered with 413. Parsing takes up to 5 ms of the whole gateway for each MiB."""
+    max_bodies_mb: Annotated[float, Field(gt=0, le=1_048_576)] = 512.0
+    """Maximum size of the bodies of all requests under way in a gateway, in MiB; beyond
+    it, requests are answered with 503."""
     max_connections: Annotated[int, Field(ge=1, le=1_000_000, strict=True)] = 4096
     """Maximum number of connections to a gateway; others are answered with 503."""
     head_s: Seconds = 10.0

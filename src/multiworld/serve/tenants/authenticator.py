@@ -157,6 +157,10 @@ class Authenticator:
         admitted.bytes_in += size
         self.limiter.spend(admitted.tenant, size)
 
+    def charge(self, admitted: AdmittedRequest, size: int) -> None:
+        """Charge the tenant's byte rate for bytes that decompression has added."""
+        self.limiter.spend(admitted.tenant, size)
+
     def check_operator(self, headers: Mapping[str, str]) -> None:
         """Check that a request may read data about all tenants.
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from multiworld.errors import ServeError
 from multiworld.serve.tenants.directory import Tenant, tenant_from_json
+from multiworld.serve.tenants.records import AuditEntry, UsageSum
 from multiworld.serve.tenants.usage_meter import FIELDS, MAX_UNCONFIRMED, UsageRow
 
 FORMAT = 1
@@ -176,7 +177,7 @@ class TenantDatabase:
 
     def usage(
         self, tenant: str | None, since: float, *, by_minute: bool
-    ) -> list[dict[str, Any]]:
+    ) -> list[UsageSum]:
         """Return the usage by tenant and model.
 
         Args:
@@ -187,7 +188,7 @@ class TenantDatabase:
         minute = "minute" if by_minute else "min(minute)"
         last = "minute" if by_minute else "max(minute)"
         group = "minute, tenant, model" if by_minute else "tenant, model"
-        sums = ", ".join(f"sum({name})" for name in FIELDS)
+        sums = ", ".join(_sum(name) for name in FIELDS)
         query = (
             f"SELECT {minute}, {last}, tenant, model, {sums} FROM usage "
             "WHERE minute >= ?"
@@ -197,8 +198,7 @@ class TenantDatabase:
         values = (since,) if tenant is None else (since, tenant)
         with self._lock:
             rows = self._db.execute(query, values).fetchall()
-        names = ("first_minute", "last_minute", "tenant", "model", *FIELDS)
-        return [_whole(dict(zip(names, row, strict=True))) for row in rows]
+        return [UsageSum(*row) for row in rows]
 
     # Audit.
 
@@ -237,7 +237,7 @@ class TenantDatabase:
                 "UPDATE audit SET outcome = ? WHERE number = ?", (outcome, number)
             )
 
-    def audited(self, last: int) -> list[dict[str, Any]]:
+    def audited(self, last: int) -> list[AuditEntry]:
         """Return the last administrative actions, oldest first.
 
         Args:
@@ -249,16 +249,12 @@ class TenantDatabase:
                 "ORDER BY number DESC LIMIT ?",
                 (last,),
             ).fetchall()
-        names = ("number", "at", "who", "act", "what", "outcome")
-        found = [dict(zip(names, row, strict=True)) for row in reversed(rows)]
-        for entry in found:
-            entry["what"] = json.loads(entry["what"])
-        return found
+        return [
+            AuditEntry(number, at, who, act, json.loads(what), outcome)
+            for number, at, who, act, what, outcome in reversed(rows)
+        ]
 
 
-def _whole(row: dict[str, Any]) -> dict[str, Any]:
-    """Convert the counts of a row to int; return the row."""
-    for name in FIELDS:
-        if name != "seconds":
-            row[name] = int(row[name])
-    return row
+def _sum(name: str) -> str:
+    """Return the SQL for the sum of a total; counts are stored as real numbers."""
+    return f"sum({name})" if name == "seconds" else f"CAST(sum({name}) AS INTEGER)"

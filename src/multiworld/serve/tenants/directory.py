@@ -75,13 +75,6 @@ class Tenant:
         """Return the form that ``tenant_from_json`` reads."""
         return asdict(self)
 
-    def shown(self) -> dict[str, Any]:
-        """Return the form for people, without the digests of the keys."""
-        found = asdict(self)
-        for key in found["keys"]:
-            del key["digest"]
-        return found
-
 
 _TENANT: TypeAdapter[Tenant] = TypeAdapter(Tenant)
 

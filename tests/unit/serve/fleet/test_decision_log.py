@@ -23,15 +23,15 @@ def test_decisions_are_kept_and_reasons_replace_each_other() -> None:
     log.set_reason("scaling", "m", "enough")
     log.set_reason("scaling", "m", "still enough")
     log.set_reason("placement", "", "no better place")
-    assert log.last(10, with_snapshots=True) == []
-    assert {r["about"]: r["what"] for r in log.reasons()} == {
+    assert log.last(10) == []
+    assert {r.about: r.what for r in log.reasons()} == {
         "m": "still enough",
         "": "no better place",
     }
     decide(log, "more")
-    assert log.reasons()[0]["what"] == "more"
-    (one,) = log.last(10, with_snapshots=False)
-    assert (one["number"], one["what"], "snapshot" in one) == (1, "more", False)
+    assert log.reasons()[0].what == "more"
+    (one,) = log.last(10)
+    assert (one.number, one.what, one.snapshot) == (1, "more", {"now": 5})
 
 
 def test_last_decisions_come_oldest_first() -> None:
@@ -39,14 +39,9 @@ def test_last_decisions_come_oldest_first() -> None:
     log = DecisionLog()
     for number in range(KEPT + 3):
         decide(log, str(number))
-    assert [d["number"] for d in log.last(2, with_snapshots=False)] == [
-        KEPT + 2,
-        KEPT + 3,
-    ]
-    assert len(log.last(10**6, with_snapshots=False)) == KEPT
-    assert log.last(0, with_snapshots=False) == []
-    (last,) = log.last(1, with_snapshots=True)
-    assert last["snapshot"] == {"now": 5}
+    assert [d.number for d in log.last(2)] == [KEPT + 2, KEPT + 3]
+    assert len(log.last(10**6)) == KEPT
+    assert log.last(0) == []
 
 
 def test_each_decision_is_a_line_of_its_file(tmp_path: Path) -> None:
@@ -94,7 +89,7 @@ def test_service_does_not_depend_on_the_file(
         facts["circle"] = facts
     log = DecisionLog(path)
     log.record("scaling", "m", "more", facts, {})
-    assert len(log.last(1, with_snapshots=False)) == 1
+    assert len(log.last(1)) == 1
     assert "cannot write the decision log" in caplog.text
 
 

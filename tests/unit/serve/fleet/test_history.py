@@ -15,10 +15,10 @@ def test_entries_are_numbered_and_read_on_from_a_number() -> None:
     assert history.since(0) == []
     for kind in ("ready", "lost", "ready"):
         history.say(kind, f"text of {kind}", "m/0/1")
-    assert [entry["number"] for entry in history.since(0)] == [1, 2, 3]
-    assert [entry["kind"] for entry in history.since(1)] == ["lost", "ready"]
+    assert [entry.number for entry in history.since(0)] == [1, 2, 3]
+    assert [entry.kind for entry in history.since(1)] == ["lost", "ready"]
     assert history.since(3) == []
-    assert history.since(2)[0].keys() == {"number", "at", "kind", "text", "name"}
+    assert history.since(2)[0].name == "m/0/1"
 
 
 def test_oldest_entries_are_dropped_and_still_counted() -> None:
@@ -28,7 +28,7 @@ def test_oldest_entries_are_dropped_and_still_counted() -> None:
         history.say("ready", str(number))
     kept = history.since(0)
     assert len(kept) == EVENTS
-    assert (kept[0]["number"], kept[-1]["number"]) == (6, EVENTS + 5)
+    assert (kept[0].number, kept[-1].number) == (6, EVENTS + 5)
     assert history.kinds == {"ready": EVENTS + 5}
 
 

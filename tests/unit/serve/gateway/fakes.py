@@ -11,6 +11,7 @@ import torch
 from fastapi import FastAPI
 
 from multiworld.serve.gateway.app import make_app
+from multiworld.serve.gateway.body_budget import BodyBudget, BodyLimits
 from multiworld.serve.gateway.gateway import Gateway
 from multiworld.serve.routing.dispatcher import Dispatcher
 from multiworld.serve.spec.stage import Model, Stage, Tensors, TensorSpec
@@ -138,7 +139,9 @@ class Fake:
             self.keys[tenant.name] = text
             key = Key(id=key_id, digest=digest, made_at=0.0)
             authenticator.directory.put([tenant.with_key(key)])
-        self.gateway = Gateway(self.dispatcher, max_body_bytes, authenticator)
+        limits = BodyLimits(max_body_bytes, max_body_bytes)
+        bodies = BodyBudget(4 * max_body_bytes)
+        self.gateway = Gateway(self.dispatcher, limits, bodies, authenticator)
         self.serve(m=MODEL, t=TEXT)
         self.app: FastAPI = make_app(self.gateway)
 

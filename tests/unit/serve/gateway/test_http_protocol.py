@@ -10,21 +10,27 @@ from typing import Any
 import pytest
 import uvicorn
 
+from multiworld.serve.gateway import http_protocol
 from multiworld.serve.gateway.embedded_server import EmbeddedServer
 from multiworld.serve.gateway.http_protocol import HEAD_BYTES, bounded
 from tests.unit.serve.edges import HANG_S, until
+
+LARGE = 20_000_000
+"""Bytes of the answer at ``/large``: more than the sockets hold."""
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
-    """Read the body and answer with its length; refuse ``/early`` unread."""
+    """Read the body and answer with its length, or with much; refuse ``/early``."""
     size, is_more = 0, scope["path"] != "/early"
     while is_more:
         message = await receive()
         size += len(message.get("body", b""))
         is_more = message.get("more_body", False)
     text = str(size).encode()
+    if scope["path"] == "/large":
+        text = b"x" * LARGE
     headers = [(b"content-length", str(len(text)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": text})
@@ -69,6 +75,21 @@ class Client:
             return False
         except ConnectionError:
             return True
+
+    def stop_reading(self) -> None:
+        """Leave everything that comes from now on in the socket."""
+        transport = self._writer.transport
+        assert isinstance(transport, asyncio.ReadTransport)
+        transport.pause_reading()
+
+    async def count_slowly(self) -> int:
+        """Return the number of bytes that come, with pauses between parts."""
+        count = 0
+        async with asyncio.timeout(HANG_S):
+            while count < LARGE:
+                count += len(await self._reader.read(1 << 20))
+                await asyncio.sleep(0.01)  # slower than the server
+        return count
 
     async def close(self) -> None:
         """Hang up."""
@@ -301,3 +322,65 @@ async def test_trailers_are_bounded_as_heads_are() -> None:
         client.send(head + b"0\r\nX: ")
         client.send(b"x" * 4 * HEAD_BYTES)
         assert await client.is_closed(limit_s=1.0)
+
+
+# Bytes that come at once, and clients that read nothing.
+
+
+async def test_many_requests_in_one_segment_are_all_answered() -> None:
+    """Their bodies are not headers."""
+    body = b"x" * 10_000
+    post = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    async with serving() as server:
+        client = await server.connect()
+        client.send((post + body) * 20)
+        for _ in range(20):
+            assert await client.answer() == (200, b"10000")
+
+
+async def test_headers_are_counted_however_many_come_in_one_read() -> None:
+    """The parser takes them at once, so the read itself must not set the limit."""
+    line = b"X-Header: " + b"x" * 90 + b"\r\n"
+    async with serving() as server:
+        few = await server.connect()
+        head = b"GET / HTTP/1.1\r\nHost: x\r\n" + line * 500 + b"\r\n"
+        assert (await few.ask(head))[0] == 200
+        many = await server.connect()
+        status, text = await many.ask(
+            b"GET / HTTP/1.1\r\nHost: x\r\n" + line * 1000 + b"\r\n"
+        )
+        assert (status, b"headers are longer" in text) == (431, True)
+        assert await many.is_closed()
+        long = await server.connect()
+        assert (await long.ask(b"GET /" + b"x" * HEAD_BYTES + b" HTTP/1.1\r\n\r\n"))[
+            0
+        ] == 431
+
+
+@pytest.mark.parametrize("name", [b"Authorization", b"X-API-Key"])
+async def test_two_keys_in_one_request_are_refused(name: bytes) -> None:
+    """One would be checked and the other meant."""
+    line = name + b": Bearer a\r\n"
+    async with serving() as server:
+        client = await server.connect()
+        one = b"GET / HTTP/1.1\r\nHost: x\r\n" + line + b"\r\n"
+        assert (await client.ask(one))[0] == 200
+        assert (await client.ask(one))[0] == 200
+        two = b"GET / HTTP/1.1\r\nHost: x\r\n" + line + line.lower() + b"\r\n"
+        assert (await client.ask(two))[0] == 400
+        assert await client.is_closed()
+
+
+async def test_client_that_reads_nothing_of_its_answer_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The answer would stay in memory for ever; a slow reader gets all of it."""
+    monkeypatch.setattr(http_protocol, "STALL_S", 0.2)
+    ask = b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n"
+    async with serving() as server:
+        deaf, slow = await server.connect(), await server.connect()
+        deaf.stop_reading()
+        deaf.send(ask)
+        slow.send(ask)
+        assert await slow.count_slowly() > LARGE
+        await until(lambda: server.connections == 1)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 import torch
 
 from multiworld.errors import InvalidRequestError
-from multiworld.serve.gateway.open_inference import parse, render
+from multiworld.serve.gateway.open_inference import NotFiniteError, parse, render
 from multiworld.serve.spec.stage import Model, Stage, TensorSpec
 
 MODEL = Model(
@@ -88,7 +89,7 @@ def test_requested_outputs_are_rendered_each_in_its_form() -> None:
     ("changes", "words"),
     [
         ({"datatype": "FP31"}, "datatype 'FP31' is unknown"),
-        ({"datatype": ["FP32"]}, "is unknown"),
+        ({"datatype": ["FP32"]}, "got `array` - at `$.inputs[0].datatype`"),
         ({"datatype": "FP64"}, "must be FP32"),
         ({"shape": [4]}, "must have shape"),
         ({"shape": [4, 1]}, "must have shape"),
@@ -99,13 +100,13 @@ def test_requested_outputs_are_rendered_each_in_its_form() -> None:
         ({"shape": [0, 2], "data": []}, "is empty"),
         ({"data": "1234"}, "must be a list"),
         ({"data": None}, "must be a list"),
-        ({"data": [1, 2, 3, "4"]}, "'4' is not a valid FP32 value"),
-        ({"data": [1, 2, 3, None]}, "None is not a valid FP32 value"),
-        ({"data": [1, 2, 3, True]}, "True is not a valid FP32 value"),
+        ({"data": [1, 2, 3, "4"]}, '"4" is not a valid FP32 value'),
+        ({"data": [1, 2, 3, None]}, "null is not a valid FP32 value"),
+        ({"data": [1, 2, 3, True]}, "true is not a valid FP32 value"),
         ({"name": "z"}, "takes the inputs x, n; the request has z, n"),
-        ({"name": 3}, 'has no "name"'),
+        ({"name": 3}, "got `int` - at `$.inputs[0].name`"),
         ({"name": "n"}, "occurs twice"),
-        ({"parameters": [1]}, "must be an object"),
+        ({"parameters": [1]}, '"parameters" is not valid'),
         ({"parameters": {"binary_data_size": 16.0}}, "its shape needs 16"),
         ({"shape": [0, 2**64], "data": []}, "list of sizes"),
         ({"shape": [2**30, 2**30], "data": []}, "too large"),
@@ -115,7 +116,7 @@ def test_requested_outputs_are_rendered_each_in_its_form() -> None:
 )
 def test_bad_input_is_reported(changes: dict[str, Any], words: str) -> None:
     """The error says what to change."""
-    with pytest.raises(InvalidRequestError, match=words.replace("[", r"\[")):
+    with pytest.raises(InvalidRequestError, match=re.escape(words)):
         parse(json.dumps(body(**changes)).encode(), None, MODEL)
 
 
@@ -124,14 +125,15 @@ def test_bad_input_is_reported(changes: dict[str, Any], words: str) -> None:
     [
         (b"{", None, "not valid JSON"),
         (b"", None, "not valid JSON"),
-        (b"[]", None, '"inputs"'),
-        (b'{"inputs": {}}', None, '"inputs"'),
-        (b'{"inputs": [1]}', None, 'has no "name"'),
+        (b"[]", None, "Expected `object`, got `array`"),
+        (b'{"inputs": {}}', None, "got `object` - at `\\$.inputs`"),
+        (b'{"inputs": [1]}', None, "got `int`"),
+        (b"{}", None, "missing required field `inputs`"),
         (b"{}", "5", "at most 2"),
         (b"{}", "-1", "at most 2"),
         (b"{}", "x", "at most 2"),
         (b'{"inputs": []}', None, "the request has none"),
-        (b'{"inputs": [], "parameters": 3}', None, "must be an object"),
+        (b'{"inputs": [], "parameters": 3}', None, '"parameters" is not valid'),
         (b"{}", "1" * 5000, "at most 2"),
     ],
 )
@@ -160,5 +162,82 @@ def test_rows_must_agree_even_without_input_specs() -> None:
 def test_unknown_outputs_are_an_error() -> None:
     """The error lists the known outputs."""
     asked = {**body(), "outputs": [{"name": "z"}]}
-    with pytest.raises(InvalidRequestError, match="has the outputs y"):
+    with pytest.raises(InvalidRequestError, match="model has no output z; it has y"):
         parse(json.dumps(asked).encode(), None, MODEL)
+
+
+# What a body can cost.
+
+
+@pytest.mark.parametrize(
+    "value", [1e39, -1e39, 3.5e38], ids=["over", "under", "just over"]
+)
+def test_number_that_the_datatype_cannot_hold_is_refused(value: float) -> None:
+    """It would become an infinity without a word."""
+    with pytest.raises(InvalidRequestError, match="too large for FP32"):
+        parse(json.dumps(body(data=[1, 2, 3, value])).encode(), None, MODEL)
+
+
+@pytest.mark.parametrize("word", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_what_is_no_json_number_is_refused(word: str) -> None:
+    """Python's own encoder writes such words, and JSON has none."""
+    text = json.dumps(body()).replace("2.5", word)
+    with pytest.raises(InvalidRequestError):
+        parse(text.encode(), None, MODEL)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_answer_that_json_cannot_carry_is_an_error(value: float) -> None:
+    """Never a silent null; as binary data it is carried."""
+    asked = parse(json.dumps(body()).encode(), None, MODEL)
+    tensors = {"y": torch.tensor([[1.0, value]])}
+    with pytest.raises(NotFiniteError, match="output 'y' has NaN or an infinity"):
+        render("m", "1", asked, tensors)
+    binary = {**body(), "parameters": {"binary_data_output": True}}
+    asked = parse(json.dumps(binary).encode(), None, MODEL)
+    content, length = render("m", "1", asked, tensors)
+    assert length is not None
+    found = torch.frombuffer(bytearray(content[length:]), dtype=torch.float32)
+    assert torch.equal(found.isfinite(), torch.tensor([True, False]))
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ('{"inputs": [%s]}' % ",".join(["{}"] * 5000), "objects"),
+        ('{"inputs": INPUTS, "outputs": [%s]}' % ",".join(["[]"] * 9000), '"outputs"'),
+        ('{"inputs": [], "parameters": {"a": [%s]}}' % "[],".join([""] * 9000), "JSON"),
+        ('{"inputs": [], "parameters": {"a": "%s"}}' % ("x" * 20_000), '"parameters"'),
+    ],
+    ids=["objects", "outputs", "no JSON", "parameters"],
+)
+def test_parts_of_any_type_are_small(part: str, words: str) -> None:
+    """Each would cost a thousand times its bytes."""
+    with pytest.raises(InvalidRequestError, match=words):
+        inputs = json.dumps(body()["inputs"])
+        parse(part.replace("INPUTS", inputs).encode(), None, MODEL)
+
+
+@pytest.mark.parametrize(
+    "data",
+    ["[" * 100_000, "[" * 100_000 + "]" * 100_000, "[],".join([""] * 100_000) + "[]"],
+    ids=["open", "deep", "wide"],
+)
+def test_brackets_without_numbers_make_no_lists(data: str) -> None:
+    """Millions of lists would keep the garbage collector busy for seconds."""
+    data = f"[{data}]" if data.endswith("]") else data
+    text = json.dumps(body(data="DATA")).replace('"DATA"', data)
+    with pytest.raises(InvalidRequestError):
+        parse(text.encode(), None, MODEL)
+
+
+def test_long_list_is_decoded_in_pieces() -> None:
+    """Whatever its form, in the order of its values."""
+    count = 300_000
+    expected = torch.arange(count, dtype=torch.float32).view(-1, 2)
+    for data in (list(range(count)), expected.tolist()):
+        for spaced in (None, 1):
+            asked = body(shape=[count // 2, 2], data=data)
+            text = json.dumps({"inputs": asked["inputs"][:1]}, indent=spaced)
+            found = parse(text.encode(), None, ANY)
+            assert torch.equal(found.tensors["x"], expected)

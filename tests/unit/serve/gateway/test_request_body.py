@@ -12,11 +12,19 @@ import pytest
 from fastapi import Request
 
 from multiworld.errors import InvalidRequestError
-from multiworld.serve.gateway import request_body as module
-from multiworld.serve.gateway.request_body import (
-    ClientGoneError,
+from multiworld.serve.gateway import body_budget as budgets
+from multiworld.serve.gateway.body_budget import (
+    BodyBudget,
+    BodyLimits,
+    NoMemoryError,
+    Reservation,
     TooLargeError,
     TooSlowError,
+    limit_s,
+)
+from multiworld.serve.gateway.request_body import (
+    FIRST_BYTES,
+    ClientGoneError,
     UnknownEncodingError,
     read_body,
     while_connected,
@@ -55,18 +63,27 @@ class FakeClient:
         return Request(scope, self.receive)
 
 
+LIMITS = BodyLimits(json_bytes=100, body_bytes=200)
+
+
+def room(size: int = 1 << 20) -> Reservation:
+    """Return a new reservation of a budget of ``size`` bytes."""
+    return Reservation(BodyBudget(size))
+
+
 async def read(
     *parts: bytes, limit: int = 100, headers: Sequence[tuple[str, str]] = ()
 ) -> bytes:
     """Return the body that these parts make."""
-    return await read_body(FakeClient(*parts).request(headers), limit)
+    limits = BodyLimits(limit, limit)
+    return bytes(await read_body(FakeClient(*parts).request(headers), limits, room()))
 
 
 async def test_parts_are_joined_and_each_is_counted_as_it_comes() -> None:
     """Whatever becomes of the request."""
     sizes: list[int] = []
     client = FakeClient(b"ab", b"", b"cde", b"")
-    assert await read_body(client.request(), 100, sizes.append) == b"abcde"
+    assert await read_body(client.request(), LIMITS, room(), sizes.append) == b"abcde"
     assert sum(sizes) == 5
     assert await read(b"") == b""
 
@@ -75,8 +92,8 @@ async def test_parts_are_joined_and_each_is_counted_as_it_comes() -> None:
 async def test_declared_length_beyond_the_limit_is_refused_unread(length: str) -> None:
     """However many digits it has."""
     client = FakeClient(b"x")
-    with pytest.raises(TooLargeError, match="max_body_mb"):
-        await read_body(client.request([("content-length", length)]), 100)
+    with pytest.raises(TooLargeError, match="max_json_mb"):
+        await read_body(client.request([("content-length", length)]), LIMITS, room())
     assert len(client.messages) == 1
 
 
@@ -86,40 +103,101 @@ async def test_body_beyond_the_limit_is_refused_where_it_exceeds_it() -> None:
         client = FakeClient(b"x" * 60, b"x" * 60, b"x" * 60)
         sizes: list[int] = []
         with pytest.raises(TooLargeError):
-            await read_body(client.request(headers), 100, sizes.append)
+            await read_body(client.request(headers), LIMITS, room(), sizes.append)
         assert (sum(sizes), len(client.messages)) == (120, 1)
     assert len(await read(b"x" * 100)) == 100
 
 
-async def test_client_that_sends_nothing_more_is_given_up(
+async def test_body_has_a_limit_of_time_that_parts_do_not_renew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The limit is between two parts, not for the whole body."""
-    monkeypatch.setattr(module, "BODY_S", 0.05)
+    """A byte now and then would hold it for ever."""
+    monkeypatch.setattr(budgets, "FIRST_S", 0.1)
     client = FakeClient(b"{", is_whole=False)
-    with pytest.raises(TooSlowError, match=r"for 0\.05 s"):
-        await asyncio.wait_for(read_body(client.request(), 100), HANG_S)
+    with pytest.raises(TooSlowError, match="1 bytes of the body arrived in 0 s"):
+        await asyncio.wait_for(read_body(client.request(), LIMITS, room()), HANG_S)
 
-    class Steady(FakeClient):
+    class Dribbling(FakeClient):
         async def receive(self) -> Any:
             await asyncio.sleep(0.02)
             return await super().receive()
 
-    steady = Steady(*[b"x"] * 6)
-    assert await asyncio.wait_for(read_body(steady.request(), 100), HANG_S) == b"xxxxxx"
+    slow = Dribbling(*[b"x"] * 90)
+    with pytest.raises(TooSlowError):
+        await asyncio.wait_for(read_body(slow.request(), LIMITS, room()), HANG_S)
+    assert len(slow.messages) > 50
+
+
+def test_time_for_a_body_grows_with_what_has_arrived_up_to_a_limit() -> None:
+    """A slow but honest client with a large body gets through."""
+    assert limit_s(0) == 30.0
+    assert limit_s(10_000_000) == 130.0
+    assert limit_s(10**12) == 300.0
+
+
+async def test_json_has_a_lower_limit_than_binary_tensors() -> None:
+    """Its parsing costs far more; so does the JSON part of a binary body."""
+    limits = BodyLimits(json_bytes=100, body_bytes=1000)
+    binary = [("inference-header-content-length", "50")]
+    client = FakeClient(b"x" * 600)
+    got = await read_body(client.request(binary), limits, room())
+    assert len(got) == 600
+    with pytest.raises(TooLargeError, match="max_json_mb"):
+        await read_body(FakeClient(b"x" * 101).request(), limits, room())
+    with pytest.raises(TooLargeError, match="max_body_mb"):
+        await read_body(FakeClient(b"x" * 1001).request(binary), limits, room())
+    much = [("inference-header-content-length", "101")]
+    with pytest.raises(TooLargeError, match="max_json_mb"):
+        await read_body(FakeClient(b"x" * 600).request(much), limits, room())
+
+
+async def test_bodies_of_all_requests_share_a_budget() -> None:
+    """The one that does not fit is refused; what is released serves the next."""
+    budget = BodyBudget(250)
+    held = [Reservation(budget) for _ in range(3)]
+    for one in held[:2]:
+        await read_body(FakeClient(b"x" * 60, b"x" * 40).request(), LIMITS, one)
+    assert budget.used == 200
+    with pytest.raises(NoMemoryError, match="max_bodies_mb") as refused:
+        await read_body(FakeClient(b"x" * 60).request(), LIMITS, held[2])
+    assert (refused.value.status, refused.value.retry_after_s) == (503, 1.0)
+    held[0].release()
+    held[0].release()
+    await read_body(FakeClient(b"x" * 60).request(), LIMITS, held[2])
+    for one in held:
+        one.release()
+    assert budget.used == 0
+
+
+async def test_decompression_is_charged_and_takes_its_share_of_the_budget() -> None:
+    """The bytes as sent are given back, and those that were added are told."""
+    limits = BodyLimits(10**6, 10**6)
+    budget = BodyBudget(400_000)
+    reservation = Reservation(budget)
+    packed = gzip.compress(b"x" * 300_000)
+    headers = [("content-encoding", "gzip")]
+    sent: list[int] = []
+    added: list[int] = []
+    request = FakeClient(packed).request(headers)
+    await read_body(request, limits, reservation, sent.append, added.append)
+    assert (sum(sent), sum(added)) == (len(packed), 300_000 - len(packed))
+    assert budget.used == 300_000
+    with pytest.raises(NoMemoryError):
+        request = FakeClient(packed).request(headers)
+        await read_body(request, limits, Reservation(budget))
 
 
 async def test_client_that_hangs_up_within_its_body_is_gone() -> None:
     """There is nobody to answer to."""
     client = FakeClient(b"{", hangs_up=True, is_whole=False)
     with pytest.raises(ClientGoneError):
-        await asyncio.wait_for(read_body(client.request(), 100), HANG_S)
+        await asyncio.wait_for(read_body(client.request(), LIMITS, room()), HANG_S)
 
 
 async def test_cancelling_ends_the_reading() -> None:
     """It is not taken for a slow client."""
     reading = asyncio.ensure_future(
-        read_body(FakeClient(b"{", is_whole=False).request(), 100)
+        read_body(FakeClient(b"{", is_whole=False).request(), LIMITS, room())
     )
     await settle()
     reading.cancel()
@@ -191,6 +269,9 @@ async def test_bomb_takes_no_memory() -> None:
         def __init__(self, bits: int) -> None:
             self._reader = real(bits)
 
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._reader, name)
+
         def decompress(self, data: bytes, most: int) -> bytes:
             found = self._reader.decompress(data, most)
             unpacked.append(len(found))
@@ -204,7 +285,7 @@ async def test_bomb_takes_no_memory() -> None:
                 limit=2000,
                 headers=[("content-encoding", "gzip")],
             )
-    assert unpacked == [2001]
+    assert unpacked == [FIRST_BYTES]
 
 
 async def test_gzip_of_several_members_is_unpacked_whole() -> None:

@@ -17,7 +17,7 @@ from multiworld.errors import (
     UnauthorizedError,
     UnknownModelError,
 )
-from multiworld.serve.gateway.request_body import TooLargeError
+from multiworld.serve.gateway.body_budget import Reservation, TooLargeError
 from multiworld.serve.gateway.responses import (
     error_response,
     json_response,
@@ -96,7 +96,12 @@ def test_timeout_is_taken_from_parameters_then_the_header(
 ) -> None:
     """Triton's comes last, in microseconds."""
     headers = {} if header is None else {"x_timeout_s": header}
-    assert timeout_of(request(**headers), parameters) == seconds
+    assert (
+        timeout_of(
+            request(**headers), parameters.get("timeout_s"), parameters.get("timeout")
+        )
+        == seconds
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,7 +125,9 @@ def test_timeout_that_cannot_be_is_refused(
     """The text repeats it."""
     headers = {} if header is None else {"x_timeout_s": header}
     with pytest.raises(InvalidRequestError, match="is not valid; give seconds"):
-        timeout_of(request(**headers), parameters)
+        timeout_of(
+            request(**headers), parameters.get("timeout_s"), parameters.get("timeout")
+        )
 
 
 async def test_answer_is_counted_for_its_model_and_its_tenant() -> None:
@@ -129,7 +136,7 @@ async def test_answer_is_counted_for_its_model_and_its_tenant() -> None:
     door = fake.gateway.authenticator
     asked = request(authorization=f"Bearer {fake.keys['acme']}")
 
-    async def handler(admitted: AdmittedRequest) -> Response:
+    async def handler(admitted: AdmittedRequest, body: Reservation) -> Response:
         door.count_bytes(admitted, 5)
         return Response(b"1234567")
 
@@ -147,7 +154,7 @@ async def test_name_of_the_model_may_be_known_after_the_answer_only() -> None:
     fake = Fake()
     parsed: dict[str, str] = {}
 
-    async def handler(admitted: AdmittedRequest) -> Response:
+    async def handler(admitted: AdmittedRequest, body: Reservation) -> Response:
         parsed["model"] = "t"
         return Response(b"")
 
@@ -164,7 +171,7 @@ async def test_cancelled_answer_is_counted_and_its_place_given_back() -> None:
     asked = request(x_api_key=fake.keys["acme"])
     started = asyncio.Event()
 
-    async def handler(admitted: AdmittedRequest) -> Response:
+    async def handler(admitted: AdmittedRequest, body: Reservation) -> Response:
         started.set()
         await asyncio.Event().wait()
         raise AssertionError("unreachable")

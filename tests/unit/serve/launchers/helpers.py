@@ -7,7 +7,9 @@ import signal
 import socket
 import sys
 
-from multiworld.serve.launchers.protocol import Exited, LineCodec, Warm
+import msgspec
+
+from multiworld.serve.launchers.protocol import Exited, LineCodec, Pong, Warm
 
 
 def main() -> None:
@@ -33,6 +35,11 @@ def main() -> None:
         received += data
         *lines, received = received.split(b"\n")
         for line in lines:
+            if b'"Ping"' in line:
+                if word != "is deaf":
+                    number = msgspec.json.decode(line)["number"]
+                    control.sendall(LineCodec.encode(Pong(number)))
+                continue
             said = os.environ.get("WORD", "") + line.decode()
             control.sendall(LineCodec.encode(Exited(said, len(line))))
             if b"end now" in line:

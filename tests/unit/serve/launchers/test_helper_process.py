@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import msgspec
 import pytest
 
 from multiworld.errors import LaunchError
+from multiworld.serve.launchers import helper_process
 from multiworld.serve.launchers.base import began_at
 from multiworld.serve.launchers.helper_process import HelperProcess
 from multiworld.serve.launchers.protocol import (
@@ -39,7 +41,24 @@ class Helper:
         self.log = log
         self.news: list[ForkNews] = []
         self.heard, self.has_ended = asyncio.Event(), asyncio.Event()
-        self.process = HelperProcess(MODULE, log, FORK_NEWS, self._told, self._ended)
+        self.hangs = 0
+        self.process = self.made()
+
+    def made(self, *, is_replaceable: bool = True) -> HelperProcess[ForkNews]:
+        """Return a helper process that tells this object of its news."""
+        return HelperProcess(
+            MODULE,
+            self.log,
+            FORK_NEWS,
+            self._told,
+            self._ended,
+            self._hangs,
+            is_replaceable=is_replaceable,
+        )
+
+    def _hangs(self) -> None:
+        self.hangs += 1
+        self.heard.set()
 
     def _told(self, news: ForkNews) -> None:
         self.news.append(news)
@@ -167,3 +186,55 @@ def test_lines_are_read_as_they_were_written() -> None:
     for bad in (b"", b"{}", b'{"kind": "Vanish"}', b"[]", line[:-3]):
         with pytest.raises(ValueError, match=r"."):
             FORK_NEWS.decode(bad)
+
+
+# Helpers that hang.
+
+
+@pytest.fixture
+def _quick_pings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(helper_process, "PING_S", 0.05)
+
+
+@pytest.mark.usefixtures("_quick_pings")
+async def test_stopped_helper_is_named_and_killed(
+    helper: Helper, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As if it had exited; its owner starts another."""
+    first = await helper.start("listens")
+    assert isinstance(first, Warm)
+    await asyncio.sleep(0.5)  # longer than a hang takes to be noticed
+    assert (helper.hangs, helper.process.is_running) == (0, True)
+    os.kill(first.pid, signal.SIGSTOP)
+    await wait(helper.has_ended)
+    assert helper.hangs == 1
+    assert f"(process {first.pid}) has not answered" in caplog.text
+    assert isinstance(await helper.start("listens"), Warm)
+
+
+@pytest.mark.usefixtures("_quick_pings")
+async def test_helper_that_does_not_answer_though_it_runs_hangs_too(
+    helper: Helper,
+) -> None:
+    """It may be in a loop, or wait for a lock."""
+    await helper.start("is deaf")
+    await wait(helper.has_ended)
+    assert helper.hangs == 1
+
+
+@pytest.mark.usefixtures("_quick_pings")
+async def test_helper_that_others_depend_on_is_named_and_left_alone(
+    helper: Helper,
+) -> None:
+    """It goes on when it is continued."""
+    helper.process = helper.made(is_replaceable=False)
+    first = await helper.start("listens")
+    assert isinstance(first, Warm)
+    os.kill(first.pid, signal.SIGSTOP)
+    await wait(helper.heard)
+    assert (helper.hangs, helper.has_ended.is_set()) == (1, False)
+    os.kill(first.pid, signal.SIGCONT)
+    helper.heard.clear()
+    helper.process.tell(order("a"))
+    await wait(helper.heard)
+    assert helper.news

@@ -183,12 +183,12 @@ class Service:
 
     def reason(self, name: str = "m") -> str:
         """Return the latest reason about a model."""
-        reasons = {r["about"]: str(r["what"]) for r in self.journal.reasons()}
+        reasons = {r.about: r.what for r in self.journal.reasons()}
         return reasons.get(name, "")
 
     def said(self) -> list[tuple[str, str]]:
         """Return what people were told."""
-        return [(e["kind"], e["text"]) for e in self.history.since(0)]
+        return [(e.kind, e.text) for e in self.history.since(0)]
 
 
 @asynccontextmanager
@@ -413,9 +413,7 @@ async def test_model_without_limits_is_never_asked_about(
         s.serve("m", spec(interval_s=30.0), 1)
         s.scaler.start()
         await until(lambda: policies["one"].seen)
-        assert [(r["kind"], r["about"]) for r in s.journal.reasons()] == [
-            ("scaling", "m")
-        ]
+        assert [(r.kind, r.about) for r in s.journal.reasons()] == [("scaling", "m")]
         assert s.owner.asked == 1
 
 

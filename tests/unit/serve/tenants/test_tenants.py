@@ -358,9 +358,9 @@ def test_usage_is_counted_once_however_often_it_is_sent(tmp_path: Path) -> None:
     row_told = UsageRow(180, "acme", "m", 1, 0, 0, 0, 0, 0, 0, 0.0)
     registry.add_usage("another meter", 1, [row_told])
     (row,) = registry.usage(None, 0.0, by_minute=False)
-    assert (row["requests"], row["first_minute"], row["last_minute"]) == (9, 120, 180)
+    assert (row.requests, row.first_minute, row.last_minute) == (9, 120, 180)
     assert len(registry.usage("acme", 0.0, by_minute=True)) == 2
-    assert registry.usage("acme", 180.0, by_minute=True)[0]["requests"] == 6
+    assert registry.usage("acme", 180.0, by_minute=True)[0].requests == 6
     assert registry.usage("beta", 0.0, by_minute=True) == []
     registry.close()
 
@@ -387,14 +387,14 @@ def test_database_persists_and_names_a_broken_file(tmp_path: Path) -> None:
     acme, _ = keyed("acme", weight=2.0, models=("a*",))
     registry.save(acme)
     number = registry.audit("root", "POST /tenants", {"name": "acme"})
-    assert registry.audited(5)[0]["outcome"] == "begun"
+    assert registry.audited(5)[0].outcome == "begun"
     registry.audit_outcome(number, "done")
     registry.close()
     assert path.stat().st_mode & 0o077 == 0
     again = TenantDatabase(path)
     assert again.tenants() == {"acme": acme}
-    assert again.audited(5)[0]["what"] == {"name": "acme"}
-    assert again.audited(5)[0]["outcome"] == "done"
+    assert again.audited(5)[0].what == {"name": "acme"}
+    assert again.audited(5)[0].outcome == "done"
     again.delete("acme")
     assert again.tenants() == {}
     again.close()
@@ -483,14 +483,13 @@ def test_dedicated_models_are_separate_models() -> None:
 
 
 def test_decision_log_keeps_decisions_with_their_snapshots(tmp_path: Path) -> None:
-    """On disk always; in memory, they can be left out."""
+    """In memory, and on disk."""
     journal = DecisionLog(tmp_path / "d.jsonl")
     for number in range(3):
         journal.record("scaling", "m", f"what {number}", {"rate": number}, {"now": 1.0})
     journal.set_reason("scaling", "m", "nothing new")
-    last = journal.last(2, with_snapshots=False)
-    assert [d["what"] for d in last] == ["what 1", "what 2"]
-    assert "snapshot" not in last[0]
-    assert journal.reasons()[0]["what"] == "nothing new"
+    last = journal.last(2)
+    assert [d.what for d in last] == ["what 1", "what 2"]
+    assert journal.reasons()[0].what == "nothing new"
     lines = (tmp_path / "d.jsonl").read_text().splitlines()
     assert json.loads(lines[2])["snapshot"] == {"now": 1.0}

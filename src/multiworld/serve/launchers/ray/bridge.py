@@ -43,6 +43,8 @@ from multiworld.serve.launchers.protocol import (
     Launched,
     LaunchFailed,
     LineCodec,
+    Ping,
+    Pong,
     Sweep,
 )
 from multiworld.serve.launchers.ray.actor import ReplicaActor, probe_gpus
@@ -142,10 +144,13 @@ class Bridge:
             while b"\n" in buffer:
                 line, _, buffer = buffer.partition(b"\n")
                 order = ACTOR_ORDERS.decode(line)
-                if isinstance(order, Sweep):
-                    self._sweep(order.known)  # must precede all later orders
-                else:
-                    self._starters.submit(self._carry_out, order)
+                match order:
+                    case Ping(number):
+                        self._news.put(Pong(number))
+                    case Sweep(known):
+                        self._sweep(known)  # must precede all later orders
+                    case _:
+                        self._starters.submit(self._carry_out, order)
         self._start(_exit_after, DRAIN_S)
         self._starters.shutdown(wait=True)
 

@@ -98,7 +98,14 @@ class RayLauncher:
         self._log, self._on_exit, self._on_nodes = log, on_exit, on_nodes
         self._loop = asyncio.get_running_loop()
         self._bridge = HelperProcess(
-            BRIDGE, log, BRIDGE_NEWS, self._on_news, self._bridge_ended
+            BRIDGE,
+            log,
+            BRIDGE_NEWS,
+            self._on_news,
+            self._bridge_ended,
+            self._bridge_hangs,
+            # A cluster that the bridge has started ends with it.
+            is_replaceable=spec.address != "local",
         )
         self._nodes: dict[str, Node] = {}
         self._ranks: dict[str, int] = {}
@@ -216,6 +223,11 @@ class RayLauncher:
             future.set_exception(outcome)
         else:
             future.set_result(outcome)
+
+    def _bridge_hangs(self) -> None:
+        self._set_trouble(
+            "the Ray bridge hangs: replicas run on, but none is started or scaled"
+        )
 
     def _bridge_ended(self) -> None:
         self._set_trouble("the connection to the Ray cluster was lost; reconnecting")

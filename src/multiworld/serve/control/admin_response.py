@@ -1,0 +1,12 @@
+"""Responses of the admin interface. Shell."""
+
+from __future__ import annotations
+
+from fastapi import Response
+
+from multiworld.serve.control.answers import Answer, encode
+
+
+def respond(answer: Answer, status: int = 200) -> Response:
+    """Return the HTTP response with an answer."""
+    return Response(encode(answer), status, media_type="application/json")

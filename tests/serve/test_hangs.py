@@ -1,0 +1,64 @@
+"""Helper processes that hang: they are named and replaced, and nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.serve.harness import Served, served, spec_with, traffic
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def fork_server_of(service: Served) -> int:
+    """Return the process ID of the fork server."""
+    assert service.process is not None
+    found: list[int] = [
+        child.pid
+        for child in psutil.Process(service.process.pid).children()
+        if "multiworld.serve.launchers.fork_server" in child.cmdline()
+    ]
+    return found[0]
+
+
+def store_of(service: Served) -> int:
+    """Return the process ID of the store."""
+    record = json.loads((service.state / "record.json").read_text())
+    pid: int = record["store"]["pid"]
+    return pid
+
+
+async def test_hanging_helpers_are_named_and_replaced(tmp_path: Path) -> None:
+    """The fork server and the store are stopped under traffic, one after the other.
+
+    What needs them works again afterwards: another replica starts and takes part.
+    """
+    with served(tmp_path, spec_with()) as service:
+
+        async def until(is_so: Callable[[], bool], what: str) -> None:
+            await asyncio.to_thread(service.until, is_so, what)
+
+        async with traffic(service) as checked:
+            server, store = fork_server_of(service), store_of(service)
+            os.kill(server, signal.SIGSTOP)
+            await until(lambda: "fork server" in service.status().trouble, "named")
+            await until(lambda: not service.status().trouble, "replaced")
+            assert fork_server_of(service) != server
+            await checked.goes_on()
+            os.kill(store, signal.SIGSTOP)
+            await until(lambda: "store" in service.status().trouble, "named")
+            await until(lambda: not service.status().trouble, "replaced")
+            assert store_of(service) != store
+            await asyncio.to_thread(service.scale, "add", 3)
+            await until(lambda: service.stages() == [1, 3, 1], "scaled")
+            await checked.goes_on()
+    log = (tmp_path / "serve.log").read_text()
+    assert f"fork_server (process {server}) has not answered" in log
+    assert f"the store (process {store}) does not answer" in log

@@ -1,0 +1,211 @@
+"""What commands print with ``--json`` is what the controller sends, and as text."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from multiworld.cli.main import cli
+from tests.unit.serve.control import examples
+from tests.unit.serve.control.service import CannedService
+
+STATUS = "/status?reports=true"
+PROCESSES = {
+    "m/0/1": "has been computing 2 requests for 0.250 s; 1 request waiting to be "
+    "computed",
+    "gateway/1": "3 requests in flight (2 at m/0/1), 1 waiting to be sent",
+}
+DECIDED = {"decisions": [examples.DECISION], "thoughts": [examples.THOUGHT]}
+RESOURCES = {
+    "replicas": [
+        {
+            "name": "m/0/1",
+            "node": "here",
+            "phase": "ready",
+            "booked_cpus": 0.5,
+            "booked_memory_bytes": 2000,
+            "memory_bytes": 1000,
+            "gpu_memory_bytes": 0,
+            "cpu_s": 4.5,
+            "computed_s": 12.5,
+        }
+    ],
+    "unplaced": examples.STATUS["unplaced"],
+}
+UPDATED = {"versions": {"m": "1"}, "since": 7, "ready_s": 120.0}
+KEYED = {**examples.TENANT, "key": "mw-0123456789ab-secret"}
+BROKEN = {"name": "m/0/1", "pid": 123, "action": "kill"}
+
+
+@pytest.fixture(autouse=True)
+def _columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def output(
+    monkeypatch: pytest.MonkeyPatch, answers: dict[str, Any], *words: str
+) -> str:
+    """Return what a command prints for these answers of the controller."""
+    service = CannedService(answers)
+    module = f"multiworld.cli.{words[0]}"
+    monkeypatch.setattr(f"{module}.service_of", lambda app, state: service)
+    done = CliRunner().invoke(cli, [*words], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "answers", "wanted"),
+    [
+        ("status", {STATUS: examples.WITH_REPORTS}, examples.WITH_REPORTS),
+        ("resources", {STATUS: examples.WITH_REPORTS}, RESOURCES),
+        ("nodes --app x", {"/nodes": [examples.NODE]}, [examples.NODE]),
+        (
+            "explain",
+            {
+                STATUS: examples.WITH_REPORTS,
+                "/decisions?last=10&snapshots=false": DECIDED,
+            },
+            {"processes": PROCESSES, **DECIDED},
+        ),
+        ("tenants list", {"/tenants": [examples.TENANT]}, [examples.TENANT]),
+        (
+            "tenants create acme",
+            {"/tenants": KEYED, "/status": examples.STATUS},
+            KEYED,
+        ),
+        (
+            "tenants rotate acme",
+            {"/tenants/acme/rotate": KEYED, "/status": examples.STATUS},
+            KEYED,
+        ),
+        (
+            "tenants set acme --weight 2",
+            {"/tenants/acme": examples.TENANT},
+            [examples.TENANT],
+        ),
+        (
+            "tenants revoke acme",
+            {"/tenants/acme/revoke": examples.TENANT},
+            [examples.TENANT],
+        ),
+        (
+            "tenants usage",
+            {"/usage?since=0.0&by_minute=false": [examples.USAGE]},
+            [examples.USAGE],
+        ),
+        ("audit", {"/audit?last=20": [examples.AUDIT]}, [examples.AUDIT]),
+        (
+            "scale m add 2",
+            {"/scale": {"before": 1, "replicas": 2}},
+            {"before": 1, "replicas": 2},
+        ),
+        ("drain m/0/1", {"/drain": {"name": "m/0/1"}}, {"name": "m/0/1"}),
+        ("chaos kill m add", {"/chaos": BROKEN}, BROKEN),
+        ("update SPEC --no-wait", {"/update": UPDATED}, UPDATED),
+        (
+            "update SPEC",
+            {"/update": UPDATED, "/events?since=7": [], "/status": examples.STATUS},
+            {**UPDATED, "failure": ""},
+        ),
+    ],
+)
+def test_json_is_what_the_controller_sends(
+    monkeypatch: pytest.MonkeyPatch, words: str, answers: dict[str, Any], wanted: Any
+) -> None:
+    """With the same names in the same order."""
+    named = words.replace("SPEC", __file__).split()
+    text = output(monkeypatch, answers, *named, "--json")
+    assert text == json.dumps(wanted, indent=2) + "\n"
+
+
+def test_removed_tenant_is_one_line_of_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As before answers were types."""
+    answers = {"/tenants/acme": {"name": "acme"}}
+    text = output(monkeypatch, answers, "tenants", "delete", "acme", "--json")
+    assert text == '{"name": "acme"}\n'
+
+
+@pytest.mark.parametrize(
+    ("words", "answers", "wanted"),
+    [
+        (
+            "status",
+            {STATUS: examples.WITH_REPORTS},
+            ["under-test is ready", "m/0/1", "12 s", "failed 2 times: exit code 3"],
+        ),
+        ("resources", {STATUS: examples.WITH_REPORTS}, ["m/0/1", "4.5 s", "12.5 s"]),
+        (
+            "nodes --app x",
+            {"/nodes": [examples.NODE]},
+            ["3.5 free of 4", "0 H200 (0 MiB free of 0 MiB)", "m/0/1"],
+        ),
+        (
+            "explain",
+            {
+                STATUS: examples.WITH_REPORTS,
+                "/decisions?last=10&snapshots=false": DECIDED,
+            },
+            [
+                *PROCESSES.values(),
+                "m, stage 1: has no replica; failed 2 times, the last: exit code 3",
+                "scale: m: from 1 to 2",
+                "scaling of m (",
+                "scaling m: [1] → [2]",
+            ],
+        ),
+        (
+            "tenants list",
+            {"/tenants": [examples.TENANT]},
+            ["(operator)", "rpm_limit 5", "bytes_per_s 1,500.5", "ba9876543210 (expir"],
+        ),
+        (
+            "tenants usage --csv",
+            {"/usage?since=0.0&by_minute=false": [examples.USAGE]},
+            [
+                ",".join(examples.USAGE) + "\n",
+                ",".join(map(str, examples.USAGE.values())) + "\n",
+            ],
+        ),
+        (
+            "tenants usage --by-minute",
+            {"/usage?since=0.0&by_minute=true": [examples.USAGE]},
+            ["acme", "500.0"],
+        ),
+        ("audit", {"/audit?last=20": [examples.AUDIT]}, ["model=m, replicas=2"]),
+        (
+            "scale m add 2",
+            {"/scale": {"before": 1, "replicas": 2}},
+            ["m/add: from 1 to 2 replicas\n"],
+        ),
+        (
+            "drain m/0/1",
+            {"/drain": {"name": "m/0/1"}},
+            ["m/0/1: starting its replacement; then it finishes its work and exits\n"],
+        ),
+        ("chaos kill m add", {"/chaos": BROKEN}, ["kill: m/0/1 (process 123)\n"]),
+    ],
+)
+def test_text_says_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+    words: str,
+    answers: dict[str, Any],
+    wanted: list[str],
+) -> None:
+    """For people."""
+    text = output(monkeypatch, answers, *words.split())
+    for part in wanted:
+        assert part in text.replace("\r\n", "\n"), text
+
+
+def test_nodes_without_a_service_are_this_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without free resources and replicas, which a service would book."""
+    monkeypatch.setattr("multiworld.cli.nodes.running", lambda: [])
+    (node,) = json.loads(output(monkeypatch, {}, "nodes", "--json"))
+    assert list(node) == list(examples.NODE)[:8]
+    assert "this machine" in output(monkeypatch, {}, "nodes")

@@ -1,0 +1,178 @@
+"""Examples of every answer of the controller, as JSON on the wire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+TENANT: dict[str, Any] = {
+    "name": "acme",
+    "models": ["m", "shop*"],
+    "rpm_limit": 5,
+    "max_parallel_requests": None,
+    "bytes_per_s": 1500.5,
+    "weight": 2.0,
+    "priority": -1,
+    "is_operator": True,
+    "is_suspended": False,
+    "keys": [
+        {"id": "0123456789ab", "made_at": 1.5, "expires_at": None},
+        {"id": "ba9876543210", "made_at": 2.5, "expires_at": 9.5},
+    ],
+}
+
+WORKER_REPORT: dict[str, Any] = {
+    "queued": 1,
+    "computing": 2,
+    "probing": 0,
+    "computing_s": 0.25,
+    "waiting_for_next": 0,
+    "handed": 0,
+    "computed_s": 12.5,
+    "counts": {"requests": 7},
+    "batch_rows": [1, 2],
+    "batch_seconds": [3],
+    "upstream": [],
+    "routers": ["gateway/1"],
+    "downstream": ["m/1/1"],
+    "cpu_s": 4.5,
+    "memory_bytes": 1000,
+    "gpu_memory_bytes": 0,
+}
+
+GATEWAY_REPORT: dict[str, Any] = {
+    "in_flight": 3,
+    "load": {"m/0/1": 2},
+    "waiting": {"m": 1},
+    "pending": {"m": 1},
+    "silent": [],
+    "connected": ["m/0/1"],
+    "counts": {"answered": 9},
+    "arrived": {"m": 12},
+    "attained": {"m": 8},
+    "missed": {"m": 1},
+    "refused": {},
+}
+
+
+def process(**changes: Any) -> dict[str, Any]:
+    """Return a process, by default a worker of model ``m``."""
+    shown = {
+        "name": "m/0/1",
+        "model": "m",
+        "version": "1",
+        "stage": 0,
+        "stage_name": "double",
+        "phase": "ready",
+        "since_s": 12.5,
+        "pid": 123,
+        "node": "here",
+        "booked_cpus": 0.5,
+        "booked_memory_bytes": 2000,
+        "gpu": None,
+        "crashes": 0,
+        "log": "/logs/m-0-1.log",
+    }
+    return {**shown, **changes}
+
+
+STATUS: dict[str, Any] = {
+    "app": "under-test",
+    "url": "http://127.0.0.1:8000",
+    "store": "127.0.0.1:29500",
+    "launcher": "local",
+    "authentication": "none",
+    "trouble": "",
+    "operations": [
+        {"number": 3, "at": 5.5, "kind": "scale", "text": "m: from 1 to 2", "name": ""}
+    ],
+    "is_ready": True,
+    "controller": 42,
+    "wanted": {
+        "models": {
+            "m": {
+                "version": "1",
+                "replicas": [1, 2],
+                "max_queued_requests": 512,
+                "max_ongoing_requests": 32,
+                "deadline_s": 30.0,
+                "objective_s": None,
+                "on_demand": [],
+            }
+        },
+        "gateways": 1,
+    },
+    "active": {"m": "1"},
+    "table": 4,
+    "unplaced": {"m/1 (1)": "here: 2 cpus short"},
+    "failing": [
+        {
+            "model": "m",
+            "version": "1",
+            "stage": 1,
+            "failures": 2,
+            "cause": "exit code 3",
+            "next_in_s": 1.5,
+        }
+    ],
+    "processes": [
+        process(),
+        process(
+            name="gateway/1", model="", version="", stage_name="", node="", pid=None
+        ),
+    ],
+}
+
+WITH_REPORTS: dict[str, Any] = {
+    **STATUS,
+    "reports": {"m/0/1": WORKER_REPORT, "gateway/1": GATEWAY_REPORT},
+}
+
+NODE: dict[str, Any] = {
+    "name": "here",
+    "cpus": 4.0,
+    "memory_bytes": 4000,
+    "gpus": [{"index": 0, "kind": "H200", "memory_bytes": 100}],
+    "address": "10.0.0.1",
+    "key": "here",
+    "price": 0.0,
+    "bandwidth": None,
+    "free_cpus": 3.5,
+    "free_memory_bytes": 2000,
+    "free_gpu_memory_bytes": {"0": 60},
+    "replicas": ["m/0/1"],
+}
+
+DECISION: dict[str, Any] = {
+    "number": 1,
+    "at": 5.5,
+    "kind": "scaling",
+    "about": "m",
+    "what": "[1] → [2]",
+    "facts": {"rate": 2.5, "gears": None, "needs": [[1, 2]]},
+}
+
+THOUGHT = {"kind": "scaling", "about": "m", "at": 6.5, "what": "enough"}
+
+USAGE: dict[str, Any] = {
+    "first_minute": 60,
+    "last_minute": 120,
+    "tenant": "acme",
+    "model": "m",
+    "requests": 9,
+    "answered": 7,
+    "failed": 1,
+    "refused": 1,
+    "rows": 7,
+    "bytes_in": 100,
+    "bytes_out": 200,
+    "seconds": 3.5,
+}
+
+AUDIT: dict[str, Any] = {
+    "number": 1,
+    "at": 7.5,
+    "who": "root (multiworld)",
+    "act": "POST /scale",
+    "what": {"model": "m", "replicas": 2},
+    "outcome": "done",
+}

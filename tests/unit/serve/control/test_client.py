@@ -1,0 +1,57 @@
+"""The client of a controller: typed answers, refusals, and answers that do not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from multiworld.errors import ServeError
+from multiworld.serve.control.answers import Scaled, StatusAnswer
+from multiworld.serve.control.client import Service
+from tests.unit.serve.control.service import CannedService
+
+SCALE = {"model": "m", "stage": "add", "replicas": 2}
+
+
+def test_answer_is_of_the_expected_type() -> None:
+    """The request is sent as JSON, with its query."""
+    service = CannedService({"/scale?quick=true": {"before": 1, "replicas": 2}})
+    found = service.ask("POST", "/scale", Scaled, json=SCALE, params={"quick": True})
+    assert found == Scaled(1, 2)
+    ((method, target, body),) = service.asked
+    assert (method, target) == ("POST", "/scale?quick=true")
+    assert json.loads(body or b"") == SCALE
+
+
+@pytest.mark.parametrize("content", [{"app": "shop"}, [], "ready", None])
+def test_answer_of_an_unknown_form_names_the_route(content: object) -> None:
+    """The remedy is named, too."""
+    service = CannedService({"/status": content})
+    with pytest.raises(ServeError, match=r"answered GET /status in a form .*same"):
+        service.ask("GET", "/status", StatusAnswer)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ({"error": "no such model", "problems": []}, "no such model"),
+        ({"error": "no such model"}, "no such model"),
+        ({"detail": "missing field"}, '{"detail": "missing field"}'),
+    ],
+)
+def test_refusal_is_an_error_with_its_status(content: object, text: str) -> None:
+    """A refusal of another form is shown as it is."""
+    service = CannedService({"/scale": content}, status=404)
+    with pytest.raises(ServeError) as found:
+        service.ask("POST", "/scale", Scaled, json=SCALE)
+    assert (str(found.value), found.value.status) == (text, 404)
+
+
+def test_missing_controller_is_named(tmp_path: Path) -> None:
+    """With what to do about it."""
+    with pytest.raises(
+        ServeError, match=r"no controller answers in .*multiworld serve"
+    ):
+        Service(None, tmp_path).ask("GET", "/status", StatusAnswer)
