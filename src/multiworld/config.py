@@ -15,6 +15,9 @@ KIB = 1024
 MIB = 1024 * KIB
 
 
+HEARTBEAT_S = 0.1
+"""Default of ``WorldConfig.heartbeat_s``."""
+
 MAX_WAIT_S = 30 * 86_400.0
 """Seconds that any wait may be given, at most: 30 days."""
 
@@ -50,9 +53,10 @@ class WorldConfig:
     close_s: float = 5.0
     """Seconds that ``close`` waits, at most, for sent data to leave this process."""
 
-    heartbeat_s: float = 0.1
-    """Seconds between heartbeats, less than ``silence_s``; a tenth of it or less, so
-    that a few late or lost ones are harmless. Like ``heartbeat``, this is taken from
+    heartbeat_s: float = HEARTBEAT_S
+    """Seconds between heartbeats, less than ``silence_s``. The default silence of 2 s
+    holds twenty, so that a few lost or late ones are harmless, and a network that is
+    back within ``silence_s`` is heard in time. Like ``heartbeat``, this is taken from
     the settings of the manager. Every manager should use the same."""
 
     heartbeat: Literal["process", "thread"] = "process"

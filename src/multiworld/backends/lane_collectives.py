@@ -152,7 +152,8 @@ class LaneCollectives:
 
         Args:
             operation: The collective.
-            flat: One-dimensional, contiguous; the operand, then the result.
+            flat: One-dimensional contiguous tensor: the operand, and at the end
+                the result.
             combine: Combines two tensors into the first.
 
         Cancellation: Not safe by itself; ``run`` breaks the world.

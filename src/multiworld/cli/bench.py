@@ -149,15 +149,15 @@ def bench(
     collectives  2, 4 and 8 ranks, 4 KB to 16 MB
     many         1 to 1,000 worlds in a process
     joining      a busy world while others join and break
-    watching     cost of failure detection: on and off
+    watching     cost of failure detection: measured on and off
     hosts        TCP between two network namespaces (as root)
     serving      requests a second and latency, empty stages and MiniLM
     nccl         worlds on GPUs beside torch.distributed (where there is one)
 
     All contenders of a table run alternately within the same minutes, so compare
-    figures within one table only. pyzmq takes part if it is installed. Contenders of
-    --with are installed at first use, which needs a package index and up to 6 GB of
-    disk (pymultiworld needs an old torch).
+    figures within one table only. pyzmq takes part if it is installed. Contenders
+    added with --with are installed on first use, which needs a package index and up to
+    6 GB of disk (pymultiworld needs an old torch).
     """
     from multiworld.cli.bench import BenchOptions, run
 

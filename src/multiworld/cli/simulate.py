@@ -45,7 +45,7 @@ from multiworld.serve.spec.schema import AppSpec, ModelSpec
 OWN = "spec"
 """Name of the policy that the spec itself chooses."""
 
-COMPARED = (OWN, "queued", "threshold", "fixed", "oracle")
+COMPARED = (OWN, *reference_policies.BUILT_IN, "oracle")
 """Policies that are compared by default."""
 
 
@@ -213,7 +213,8 @@ def _policy(spec: ModelSpec, chosen: str) -> Policy:
     if chosen in reference_policies.BUILT_IN:
         return reference_policies.BUILT_IN[chosen]
     if ":" not in chosen:
-        known = ", ".join([*COMPARED, "fixed:N,N,…", "package.module:function"])
+        names = [OWN, *reference_policies.BUILT_IN, "oracle", "fixed:N,N,…"]
+        known = ", ".join([*names, "package.module:function"])
         raise click.UsageError(f"no policy {chosen!r}; there are: {known}")
     return import_factory(chosen)
 

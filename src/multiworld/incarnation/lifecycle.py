@@ -4,8 +4,8 @@
 next state and the actions to carry out.
 
 Invariants: A broken or closed world never becomes ready again. The first breakage gives
-the reason; later ones only add to the set of lost members. Nothing that happens to a
-member after it left politely breaks a world.
+the reason; later ones only add to the set of lost members. Once a
+member has left politely, nothing that happens to it breaks the world.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Breakage:
     is_stale: bool = False
 
     def error(self) -> WorldBrokenError:
-        """Return a new error; operations that shared one would mix up tracebacks."""
+        """Return a new error each time: a shared one would mix up tracebacks."""
         if self.is_stale:
             return StaleEpochError(
                 self.world,
@@ -100,7 +100,8 @@ class Life:
         rank: This member's rank.
         size: World size.
         phase: Phase of the incarnation.
-        left: Ranks that have left politely, or closed a world that was broken to them.
+        left: Ranks that left politely, or that closed the world after it broke for
+            them.
         breakage: Cause, if the world is broken.
     """
 
@@ -124,7 +125,7 @@ class Life:
 
     @property
     def gone(self) -> frozenset[int]:
-        """Ranks that have left politely, as far as an operation could have noticed."""
+        """Ranks whose departure an operation may already have noticed."""
         lost = frozenset() if self.breakage is None else self.breakage.lost
         return self.left | (self.finished - lost)
 
@@ -143,7 +144,7 @@ class SaidLeft:
 
     Attributes:
         rank: The member's rank.
-        is_broken: True if the world is broken to that member.
+        is_broken: True if that member considers the world broken.
     """
 
     rank: int
@@ -200,7 +201,7 @@ class WasAccused:
 
 @dataclass(frozen=True, slots=True)
 class Stalls:
-    """A member's event loop gives no sign, though its process runs.
+    """A member's event loop does not respond, though its process runs.
 
     Attributes:
         rank: The member's rank.

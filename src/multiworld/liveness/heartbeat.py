@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from multiworld.config import HEARTBEAT_S
 from multiworld.liveness import heartbeat_helper
 
 logger = logging.getLogger("multiworld.watchdog")
@@ -57,9 +58,7 @@ class Heartbeat:
         heartbeat_s: Seconds between heartbeats.
     """
 
-    def __init__(
-        self, on_report: OnReport, heartbeat_s: float = heartbeat_helper.BEAT_S
-    ) -> None:
+    def __init__(self, on_report: OnReport, heartbeat_s: float = HEARTBEAT_S) -> None:
         self._heartbeat_s = heartbeat_s
         self._on_report = on_report
         self._reported = asyncio.Event()

@@ -30,11 +30,6 @@ import struct
 import sys
 import time
 
-BEAT_S = 0.1
-"""Default of ``WorldConfig.heartbeat_s``, the seconds between heartbeats. The default
-silence of 2 s holds twenty, so that a few lost or late ones are harmless, and a network
-that is back within ``silence_s`` is heard in time."""
-
 RUNNING, STOPPED, GONE, ENDED = 0, 1, 2, 3
 """State of a process, or ``ENDED`` for a heartbeat connection that has ended."""
 
@@ -274,8 +269,8 @@ class HeartbeatHelper:
         self,
         control: socket.socket,
         owner: int | None,
+        heartbeat_s: float,
         thread: int = 0,
-        heartbeat_s: float = BEAT_S,
     ) -> None:
         self._heartbeat_s = heartbeat_s
         control.setblocking(False)
@@ -410,7 +405,7 @@ def main() -> None:
     """Run as the helper process."""
     control, owner, thread = map(int, sys.argv[1:4])
     sock, heartbeat_s = socket.socket(fileno=control), float(sys.argv[4])
-    HeartbeatHelper(sock, owner, thread, heartbeat_s).run()
+    HeartbeatHelper(sock, owner, heartbeat_s, thread).run()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import math
 import time
 from collections import Counter
 
+from multiworld.config import HEARTBEAT_S
 from multiworld.liveness import heartbeat_helper
 from multiworld.liveness.control_link import Link, LinkKey, LocalLink
 from multiworld.liveness.failure_detector import (
@@ -68,7 +69,7 @@ class WatchDog:
         *,
         is_enabled: bool = True,
         mode: Mode = "process",
-        heartbeat_s: float = heartbeat_helper.BEAT_S,
+        heartbeat_s: float = HEARTBEAT_S,
         security: Security | None = None,
     ) -> None:
         self.uid = uid

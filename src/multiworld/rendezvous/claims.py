@@ -111,7 +111,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Ticked:
-    """A deadline may have passed."""
+    """Time has advanced: deadlines must be checked."""
 
 
 Happening = (

@@ -179,7 +179,7 @@ class Inbound:
             self._start = self._end = 0
 
     def held(self, tag: int) -> Description | None:
-        """Describe the held message if it has this tag and has arrived completely."""
+        """Return the held message's description if it has this tag and is complete."""
         if not self.is_held or self._pending is None:
             return None
         header, description = self._pending

@@ -80,7 +80,7 @@ class Outbound:
 
     @property
     def has_frame(self) -> bool:
-        """True while a frame is only partly written."""
+        """True while the current frame has unwritten bytes."""
         return bool(self._frame)
 
     def put(self, message: Outgoing) -> None:
@@ -101,7 +101,7 @@ class Outbound:
         return self._header(wire.MEMORY, slots)
 
     def announced(self, ring: Ring, head: bytes, written: int) -> None:
-        """Use a ring from now on; its announcement has been written, at least in part.
+        """Start using a ring whose announcement is at least partly written.
 
         Args:
             ring: The ring whose descriptor was sent.
@@ -128,7 +128,7 @@ class Outbound:
         return self._frame
 
     def advance(self, count: int) -> None:
-        """Remove ``count`` bytes, which were written, from the front of ``chunks``."""
+        """Drop the first ``count`` bytes of ``chunks``: they have been written."""
         frame = self._frame
         while frame and count >= len(frame[0]):
             count -= len(frame.pop(0))
@@ -259,7 +259,7 @@ class Outbound:
         return wire.encode(header, shape)
 
     def resume(self, message: Outgoing, head: bytes, written: int) -> None:
-        """Continue a message of one frame whose first bytes are already written.
+        """Continue a message of one frame of which some bytes are already written.
 
         Args:
             message: The message; it becomes the current one.

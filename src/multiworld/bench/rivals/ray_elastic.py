@@ -1,4 +1,4 @@
-"""Models of paced stages on Ray Serve, with its own autoscaling. Needs ``ray[serve]``.
+"""Models of fixed-time stages on Ray Serve and its autoscaling. Needs ``ray[serve]``.
 
 Arguments: a port, and a JSON object with ``models`` (milliseconds of each stage, by
 model name) and either ``autoscaling_config`` or ``fleet`` (replicas of each stage). The

@@ -33,7 +33,7 @@ SLOW = ("gloo, asyncio", "pymultiworld")
 
 
 def messages_in(size: int) -> int:
-    """Return the number of messages of one stream."""
+    """Return how many messages of this size make up one stream."""
     return max(LEAST, min(MOST, BUDGET_BYTES // size))
 
 
@@ -42,7 +42,7 @@ def body(rank: int, options: Options, reporter: Reporter) -> None:
 
     Args:
         rank: Rank of this process.
-        options: Extent of the measurements.
+        options: How much to measure: rounds, sizes and contenders.
         reporter: Receiver of the samples.
     """
     rivals = _rivals(rank, options)

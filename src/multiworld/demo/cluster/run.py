@@ -54,7 +54,7 @@ def run(rate: float, pause_s: float, picture: Path, *, as_json: bool) -> int:
         The exit code: 1 if a request was lost or answered wrongly.
 
     Raises:
-        ServeError: The service did not do what the demo shows. Its logs are kept.
+        ServeError: The service did not behave as the demo expects; its logs are kept.
     """
     console = Console(stderr=as_json)
     console.print("computing reference embeddings in a single process …")
@@ -210,7 +210,7 @@ class _Demo:
 
 
 def _allowed(name: str) -> set[int]:
-    """Return the HTTP statuses that count as no loss; a flood may be refused (429)."""
+    """Return the statuses that are no loss; 429 is one for the tenant that floods."""
     is_flood = next(g.is_flood for g in TENANTS if g.name == name)
     return {200, 429} if is_flood else {200}
 

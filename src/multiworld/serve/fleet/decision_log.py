@@ -51,7 +51,7 @@ class LoggedDecision:
 
 
 class DecisionLog:
-    """Decisions that changed something, and the latest reason for each model.
+    """Log of effective decisions, with the latest explanation for each model.
 
     Args:
         path: File that gets one line of JSON per decision; None: no file.

@@ -1,4 +1,4 @@
-"""Launcher for this machine, which forks processes from a fork server. Shell."""
+"""Launcher that starts processes on this machine through a fork server. Shell."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class LocalLauncher:
         """Start the fork server, if it does not run, and wait until it is ready.
 
         Raises:
-            LaunchError: It exited, or was not ready within ``WARM_S``.
+            LaunchError: The fork server exited, or was not ready within ``WARM_S``.
 
         Cancellation: Safe; see ``HelperProcess.start``.
         """
@@ -141,7 +141,7 @@ class LocalLauncher:
             name: Its name in the service.
             args: Its arguments.
             log: File for its output.
-            spot: This machine and a GPU of it; None: beside the controller.
+            spot: This machine and the GPU to use; None runs it beside the controller.
             need: Not used.
 
         Raises:

@@ -32,7 +32,7 @@ def example_of(model: Model) -> Tensors:
     """Return example inputs for one request.
 
     They come from ``model.example``, or are zeros of the shapes in ``model.inputs``,
-    with size 1 for every dimension of any size.
+    with size 1 for every dimension of unspecified size.
 
     Raises:
         SpecError: The model has neither ``example`` nor ``inputs``.

@@ -103,7 +103,7 @@ def split(
         lengths: Length of each request's ragged inputs.
         ragged: Padding value of each ragged tensor, by name; outputs of these names are
             cut to the length.
-        stage: Name of the stage, for errors.
+        stage: Name of the stage, used in error messages.
 
     Raises:
         ModelFailedError: The outputs are not a dict of tensors with this many rows.
