@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from multiworld.cli.options import JSON, of_service, service_of, show
+from multiworld.cli.options import JSON, FiniteRange, of_service, service_of, show
 from multiworld.serve.control.answers import FaultInjected, plain
 
 
@@ -16,7 +16,7 @@ from multiworld.serve.control.answers import FaultInjected, plain
 @click.argument("stage")
 @click.option(
     "--seconds",
-    type=click.FloatRange(0.1, 3600),
+    type=FiniteRange(0.1, 3600),
     default=5.0,
     show_default=True,
     help="Duration of a cut.",

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import click
 
+from multiworld.cli.options import FiniteRange
+
 F = TypeVar("F", bound=Callable[..., Any])
 BACKENDS = ("direct", "gloo")
 
@@ -19,14 +21,14 @@ def _story(*, rate: float, help: str, picture: str) -> Callable[[F], F]:
     options = (
         click.option(
             "--rate",
-            type=click.FloatRange(0.1, 1000),
+            type=FiniteRange(0.1, 1000),
             default=rate,
             show_default=True,
             help=help,
         ),
         click.option(
             "--pause-s",
-            type=click.FloatRange(0.5, 600),
+            type=FiniteRange(0.5, 600),
             default=3.0,
             show_default=True,
             help="Seconds of traffic between events.",
@@ -78,7 +80,7 @@ def demo(
 )
 @click.option(
     "--phase-s",
-    type=click.FloatRange(0.5, 600),
+    type=FiniteRange(0.5, 600),
     default=4.0,
     show_default=True,
     help="Seconds of traffic before the kill, and after the replacement has joined.",

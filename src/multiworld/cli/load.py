@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from multiworld.cli.options import JSON, new_table, print_table
+from multiworld.cli.options import JSON, FiniteRange, new_table, print_table
 from multiworld.serve.load.generator import Load, Target, embeddings, inference
 from multiworld.serve.load.summary import Summary, summarise
 
@@ -148,14 +148,14 @@ def _table(found: Summary, rate: float) -> Table:
 @click.argument("model")
 @click.option(
     "--rate",
-    type=click.FloatRange(0.01, 1e5),
+    type=FiniteRange(0.01, 1e5),
     default=10,
     show_default=True,
     help="Requests per second.",
 )
 @click.option(
     "--seconds",
-    type=click.FloatRange(0.1),
+    type=FiniteRange(0.1),
     default=10,
     show_default=True,
     help="Duration of the run.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -95,3 +96,20 @@ def print_table(table: Table) -> None:
     for column, width in zip(table.columns, widths, strict=True):
         column.width = width
     Console(width=max(console.width, total)).print(table)
+
+
+class FiniteRange(click.FloatRange):
+    """A number within a range; NaN and infinities are none."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Return the number.
+
+        Raises:
+            BadParameter: It is not a finite number within the range.
+        """
+        found: float = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{value} is not a finite number", param, ctx)
+        return found

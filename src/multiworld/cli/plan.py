@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from rich.console import Console
 from rich.table import Table
 
-from multiworld.cli.options import JSON, SPEC, new_table, print_table
+from multiworld.cli.options import JSON, SPEC, FiniteRange, new_table, print_table
 from multiworld.serve.control.service import machine_of
 from multiworld.serve.fleet.desired_state import bounds_of
 from multiworld.serve.models.factory import build_model, stage_name
@@ -330,7 +330,7 @@ def _expected(app: AppSpec, model: PlannedModel) -> str:
 )
 @click.option(
     "--limit",
-    type=click.FloatRange(0, 3600),
+    type=FiniteRange(0, 3600),
     default=5.0,
     show_default=True,
     help="Most seconds for the solvers.",

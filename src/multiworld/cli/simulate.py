@@ -14,7 +14,7 @@ from typing import Any
 import click
 from rich.table import Table
 
-from multiworld.cli.options import JSON, SPEC, new_table, print_table
+from multiworld.cli.options import JSON, SPEC, FiniteRange, new_table, print_table
 from multiworld.cli.plan import read_nodes
 from multiworld.serve.models.factory import import_factory
 from multiworld.serve.resources.amounts import needs_of
@@ -338,7 +338,7 @@ def _table(verdicts: Sequence[Score], app: AppSpec) -> Table:
 )
 @click.option(
     "--stretch",
-    type=click.FloatRange(1e-6, 1e6),
+    type=FiniteRange(1e-6, 1e6),
     default=1.0,
     show_default=True,
     help="Factor on the duration of the trace; 2 halves the rate.",
@@ -346,18 +346,18 @@ def _table(verdicts: Sequence[Score], app: AppSpec) -> Table:
 @click.option(
     "--from",
     "begin_s",
-    type=click.FloatRange(0),
+    type=FiniteRange(0),
     default=0.0,
     help="Skip this many seconds at the start of the trace.",
 )
 @click.option(
     "--seconds",
-    type=click.FloatRange(0.001),
+    type=FiniteRange(0.001),
     help="Replay this many seconds of the trace; by default all.",
 )
 @click.option(
     "--start-s",
-    type=click.FloatRange(0),
+    type=FiniteRange(0),
     default=1.0,
     show_default=True,
     help="Seconds from the start of a replica until it is ready.",

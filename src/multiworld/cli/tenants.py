@@ -19,6 +19,7 @@ from rich.table import Table
 
 from multiworld.cli.options import (
     JSON,
+    FiniteRange,
     new_table,
     of_service,
     print_json,
@@ -220,12 +221,12 @@ def _settings(command: F) -> F:
         ),
         click.option(
             "--bytes-per-s",
-            type=click.FloatRange(0),
+            type=FiniteRange(0),
             help="Mean bytes a second of requests and answers; 0: no limit.",
         ),
         click.option(
             "--weight",
-            type=click.FloatRange(1e-6, 1e6),
+            type=FiniteRange(1e-6, 1e6),
             help="Share of a saturated service, relative to others; 1 by default.",
         ),
         click.option(
@@ -311,7 +312,7 @@ def change(
 @NAME
 @click.option(
     "--grace-s",
-    type=click.FloatRange(0, 31_536_000),
+    type=FiniteRange(0, 31_536_000),
     default=0.0,
     show_default=True,
     help="Seconds for which the old keys stay valid.",
@@ -368,7 +369,7 @@ def list_(app: str | None, state: Path | None, as_json: bool) -> None:
 @click.option("--tenant", help="Tenant whose usage to show; by default all.")
 @click.option(
     "--hours",
-    type=click.FloatRange(0),
+    type=FiniteRange(0),
     help="Show this many hours up to now; by default everything recorded.",
 )
 @click.option("--by-minute", is_flag=True, help="Show a row for every minute.")

@@ -13,6 +13,7 @@ import secrets
 from collections.abc import Callable
 from typing import Protocol
 
+from multiworld.net.rare_log import RareLog
 from multiworld.rendezvous import messages, registry
 from multiworld.rendezvous.messages import ClaimOutcome, StoreMessage, StoreRequest
 from multiworld.rendezvous.reform import ReformClaim
@@ -20,6 +21,7 @@ from multiworld.rendezvous.registry import Registry
 from multiworld.rendezvous.values import Answer, Values
 
 logger = logging.getLogger("multiworld.store")
+rare_log = RareLog(logger)
 
 Deliver = Callable[[StoreMessage], None]
 
@@ -216,7 +218,7 @@ class StoreService:
         try:
             self._memory.remember(world, epoch)
         except OSError as error:  # no reason to refuse the waiting members
-            logger.error("cannot store epoch %d of world %r: %s", epoch, world, error)
+            rare_log.error("cannot store the epochs of worlds", error)
 
     def _notify(self, note: registry.Notify) -> None:
         waits = messages.NewcomerWaits(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from multiworld.errors import LaunchError, MemberLostError, PlacementError
+from multiworld.net.rare_log import RareLog
 from multiworld.serve.control.adoption import adopted
 from multiworld.serve.control.answers import StatusAnswer
 from multiworld.serve.control.operations import Operations
@@ -63,6 +64,7 @@ from multiworld.serve.transport.protocol import (
 from multiworld.world.manager import WorldManager
 
 logger = logging.getLogger("multiworld.serve")
+rare_log = RareLog(logger)
 
 TICK_S = 0.25
 """Seconds between checks of deadlines and of memory."""
@@ -538,7 +540,7 @@ class Controller:
             self._folder.save(record)
             self._saved = record
         except OSError as error:  # the next event tries again
-            logger.error("cannot write the record of the service: %s", error)
+            rare_log.error("cannot write the record of the service", error)
 
 
 def _is_gateway(name: str) -> bool:

@@ -25,7 +25,7 @@ from multiworld.serve.control.store_process import (
 )
 from multiworld.serve.fleet.record import Record, StateFolder, StoreRecord
 from multiworld.serve.gateway.embedded_server import EmbeddedServer
-from multiworld.serve.gateway.process import listen
+from multiworld.serve.gateway.process import allowed_connections, listen
 from multiworld.serve.launchers.base import Launcher, LauncherContext
 from multiworld.serve.launchers.registry import check_launcher, make_launcher
 from multiworld.serve.models.factory import build_model, check_policies, modules_of
@@ -86,6 +86,7 @@ async def _run(
     app: AppSpec, folder: StateFolder, on_up: Callable[[Controller], None]
 ) -> int:
     old = folder.load()
+    allowed_connections(app.gateway.max_connections)
     _check_tls(app)
     if app.host == "auto":
         app = app.model_copy(update={"host": old.app.host if old else own_address()})

@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pydantic import ValidationError
 
 from multiworld.errors import ServeError
+from multiworld.net.rare_log import RareLog
 from multiworld.serve.fleet.history import History
 from multiworld.serve.spec.schema import NAME, PATTERNS
 from multiworld.serve.tenants.database import TenantDatabase
@@ -29,6 +30,7 @@ from multiworld.serve.transport.protocol import (
 )
 
 logger = logging.getLogger("multiworld.serve")
+rare_log = RareLog(logger)
 
 CHUNK = 500
 """Tenants in one message to a gateway."""
@@ -111,7 +113,7 @@ class TenantManager:
         try:
             await asyncio.to_thread(add, usage.meter, usage.number, usage.rows)
         except ServeError as error:
-            logger.error("usage cannot be stored: %s", error)
+            rare_log.error("usage cannot be stored", error)
             return  # not confirmed, so the gateway reports it again
         self._send(gateway, UsageStored(usage.number))
 

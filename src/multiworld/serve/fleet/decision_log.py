@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from multiworld.errors import ServeError
+from multiworld.net.rare_log import RareLog
 from multiworld.serve.fleet.entries import Assessment
 
 logger = logging.getLogger("multiworld.serve")
+rare_log = RareLog(logger)
 
 KEPT = 200
 """Decisions that are kept in memory."""
@@ -128,7 +130,7 @@ class DecisionLog:
                 entry |= {name: getattr(decided, name) for name in names}
                 file.write(json.dumps(entry, default=str, skipkeys=True) + "\n")
         except Exception as error:  # a policy's fact too; the service depends on none
-            logger.error("cannot write the decision log: %s", error)
+            rare_log.error("cannot write the decision log", error)
 
 
 def read_decisions(path: Path) -> Iterator[LoggedDecision]:

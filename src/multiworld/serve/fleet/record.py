@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import secrets
 from pathlib import Path
 from typing import Any
@@ -130,10 +131,24 @@ class StateFolder:
         self._lock: int | None = None
 
     def make(self) -> None:
-        """Create the folder, readable by this user only."""
-        self.logs.mkdir(parents=True, exist_ok=True)
-        self.path.chmod(0o700)
-        self.alive.touch(mode=0o600)
+        """Create the folder, readable by this user only.
+
+        Raises:
+            ServeError: It cannot be created, or something else has its name.
+        """
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+            self.path.chmod(0o700)
+            self.alive.touch(mode=0o600)
+            if not self.alive.is_file():
+                raise FileExistsError(f"{self.alive} is not a file")
+            if self.socket.exists() and not self.socket.is_socket():
+                raise FileExistsError(f"{self.socket} is not a socket")
+        except OSError as error:
+            raise ServeError(
+                f"cannot use {self.path} as the folder of this service: {error}; move "
+                "what is in the way, or give another --state"
+            ) from error
 
     def lock(self) -> None:
         """Lock the folder for this process as the service's only controller.
@@ -171,6 +186,9 @@ class StateFolder:
         """Return the secret of this service's processes; create it at the first call.
 
         ``MULTIWORLD_SECRET`` in the environment takes precedence.
+
+        Raises:
+            ServeError: The file does not hold a secret.
         """
         given = os.environ.get("MULTIWORLD_SECRET")
         if given:
@@ -182,7 +200,13 @@ class StateFolder:
             with os.fdopen(descriptor, "w") as file:
                 file.write(secrets.token_hex(32))
             fresh.replace(path)
-        return path.read_text()
+        content = path.read_bytes()
+        if re.fullmatch(rb"[0-9a-f]{64}", content) is None:
+            raise ServeError(
+                f"{path} does not hold a secret (64 hexadecimal digits); if no process "
+                "of this service runs, remove it"
+            )
+        return content.decode()
 
     def load(self) -> Record | None:
         """Return the record; None if there is none.

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import uvicorn
 
-from multiworld.errors import MultiWorldError, UnknownModelError
+from multiworld.errors import MultiWorldError, ServeError, UnknownModelError
 from multiworld.serve.gateway.app import make_app
 from multiworld.serve.gateway.body_budget import BodyBudget, BodyLimits
 from multiworld.serve.gateway.embedded_server import EmbeddedServer
@@ -66,6 +66,12 @@ USAGE_S = 1.0
 ASK_S = 0.2
 """Least seconds between two requests for replicas of a model that has none."""
 
+OTHER_FILES = 256
+"""Open files of a gateway besides its clients' connections."""
+
+MIN_CONNECTIONS = 64
+"""Least number of connections that a gateway can be run with."""
+
 BACKLOG = 2048
 """Most connections that wait to be accepted."""
 
@@ -104,10 +110,32 @@ def listen(spec: GatewaySpec, port: int) -> socket.socket:
     return sock
 
 
-def _allow_files() -> None:
-    """Raise the limit of open files to the most that the system allows."""
+def allowed_connections(wanted: int) -> int:
+    """Raise the limit of open files, and return how many connections it allows.
+
+    Args:
+        wanted: Connections that the spec allows; fewer are returned, with a warning, if
+            ``ulimit -n`` does not suffice.
+
+    Raises:
+        ServeError: The limit is too low to run a gateway.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    room = hard - OTHER_FILES
+    if room < MIN_CONNECTIONS:
+        raise ServeError(
+            f"the limit of open files is {hard}; a gateway needs "
+            f"{OTHER_FILES + MIN_CONNECTIONS}: raise it with `ulimit -n`"
+        )
+    if room < wanted:
+        logger.warning(
+            "gateway.max_connections is %d, and the limit of open files allows %d; "
+            "raise it with `ulimit -n`",
+            wanted,
+            room,
+        )
+    return min(wanted, room)
 
 
 class GatewayProcess:
@@ -151,11 +179,12 @@ class GatewayProcess:
         )
         self._keeper = EdgeKeeper(manager, args.store, config, self._dispatcher)
         self._probes: set[asyncio.Task[None]] = set()
+        connections = allowed_connections(spec.max_connections)
         self._is_routed = asyncio.Event()
         self._server = EmbeddedServer(
             uvicorn.Config(
                 make_app(self._gateway),
-                http=bounded(self._spec.head_s, self._spec.max_connections),
+                http=bounded(self._spec.head_s, connections),
                 ws="none",
                 log_config=None,
                 access_log=False,
@@ -182,7 +211,6 @@ class GatewayProcess:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._end)
-        _allow_files()
         sock = listen(self._spec, self._args.port)
         tasks = [
             loop.create_task(body())

@@ -7,6 +7,7 @@ service is shut down, unlike the service's record.
 from __future__ import annotations
 
 import json
+import logging
 import sqlite3
 import threading
 import time
@@ -19,6 +20,8 @@ from multiworld.errors import ServeError
 from multiworld.serve.tenants.directory import Tenant, tenant_from_json
 from multiworld.serve.tenants.records import AuditEntry, UsageSum
 from multiworld.serve.tenants.usage_meter import FIELDS, MAX_UNCONFIRMED, UsageRow
+
+logger = logging.getLogger("multiworld.serve")
 
 FORMAT = 1
 """Format of the database (SQLite's user_version); 0 is that of earlier releases, whose
@@ -113,11 +116,26 @@ class TenantDatabase:
     # Tenants.
 
     def tenants(self) -> dict[str, Tenant]:
-        """Return all tenants by name."""
+        """Return all tenants by name; log and skip those that cannot be read."""
         with self._lock:
-            rows = self._db.execute("SELECT data FROM tenants ORDER BY name").fetchall()
-        found = [tenant_from_json(json.loads(data)) for (data,) in rows]
-        return {tenant.name: tenant for tenant in found}
+            rows = self._db.execute(
+                "SELECT name, data FROM tenants ORDER BY name"
+            ).fetchall()
+        found: dict[str, Tenant] = {}
+        for name, data in rows:
+            try:
+                tenant = tenant_from_json(json.loads(data))
+            except (ValueError, TypeError) as error:
+                logger.error(
+                    "%s: tenant %r cannot be read and is skipped, so its keys are "
+                    "refused; delete it and create it anew: %s",
+                    self._path,
+                    name,
+                    error,
+                )
+            else:
+                found[tenant.name] = tenant
+        return found
 
     def save(self, tenant: Tenant) -> None:
         """Store a tenant; replace the one of the same name.

@@ -223,3 +223,35 @@ def test_secret_that_was_not_written_is_made_anew(folder: StateFolder) -> None:
     """The process before may have died, or the disk been full, in the midst of it."""
     (folder.path / "secret").touch()
     assert folder.secret() != ""
+
+
+# What is in the way.
+
+
+@pytest.mark.parametrize("name", ["logs", "alive", "admin.sock"])
+def test_what_has_the_name_of_a_part_of_the_folder_is_named(
+    tmp_path: Path, name: str
+) -> None:
+    """A file in place of a folder, or a folder in place of a file or socket."""
+    if name == "logs":
+        (tmp_path / name).write_text("")
+    else:
+        (tmp_path / name).mkdir()
+    with pytest.raises(ServeError, match=f"cannot use .*{name}") as refused:
+        StateFolder(tmp_path).make()
+        StateFolder(tmp_path).hold()
+    assert "--state" in str(refused.value)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"abc", b"", b"x" * 64, b"a" * 63])
+def test_secret_that_is_none_is_named(
+    folder: StateFolder, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    """Half written, or not text at all; an empty one is made anew."""
+    monkeypatch.delenv("MULTIWORLD_SECRET", raising=False)
+    (folder.path / "secret").write_bytes(content)
+    if not content:
+        assert len(folder.secret()) == 64
+        return
+    with pytest.raises(ServeError, match="secret does not hold a secret"):
+        folder.secret()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import resource
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -16,9 +17,9 @@ import pytest
 import torch
 
 from multiworld.config import WorldConfig
-from multiworld.errors import SpecError
+from multiworld.errors import ServeError, SpecError
 from multiworld.serve.gateway import process as module
-from multiworld.serve.gateway.process import GatewayProcess, listen
+from multiworld.serve.gateway.process import GatewayProcess, allowed_connections, listen
 from multiworld.serve.spec.schema import GatewaySpec, ModelSpec
 from multiworld.serve.spec.stage import Model, Stage, TensorSpec
 from multiworld.serve.tenants import usage_meter
@@ -208,7 +209,7 @@ def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[socket.socket]]:
             super().__init__(*given, **named)
             made.append(self)
 
-    monkeypatch.setattr(module, "_allow_files", lambda: None)
+    monkeypatch.setattr(module, "allowed_connections", lambda wanted: wanted)
     monkeypatch.setattr(module, "LOOK_S", 0.01)
     monkeypatch.setattr(module, "USAGE_S", 0.05)
     with monkeypatch.context() as patch:
@@ -527,3 +528,36 @@ async def test_report_of_the_fleet_is_shown_in_the_metrics() -> None:
         async with g.client() as client:
             text = (await client.get("/metrics")).text
         assert 'multiworld_fleet_events_total{kind="lost"} 3.0' in text
+
+
+# The limit of open files.
+
+
+@pytest.mark.parametrize(
+    ("files", "wanted", "allowed"),
+    [(1 << 20, 4096, 4096), (1024, 4096, 768), (1024, 500, 500), (320, 4096, 64)],
+)
+def test_connections_fit_the_limit_of_open_files(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    files: int,
+    wanted: int,
+    allowed: int,
+) -> None:
+    """With a warning where the spec allows more."""
+    limits: list[tuple[int, tuple[int, int]]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, files))
+    monkeypatch.setattr(resource, "setrlimit", lambda *given: limits.append(given))
+    assert allowed_connections(wanted) == allowed
+    assert limits[0] == (resource.RLIMIT_NOFILE, (files, files))
+    assert ("ulimit -n" in caplog.text) == (allowed < wanted)
+
+
+def test_limit_of_open_files_that_is_too_low_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At the start, and not at the first clients."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 300))
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    with pytest.raises(ServeError, match=r"open files is 300.*needs 320"):
+        allowed_connections(4096)

@@ -493,3 +493,18 @@ def test_decision_log_keeps_decisions_with_their_snapshots(tmp_path: Path) -> No
     assert journal.reasons()[0].what == "nothing new"
     lines = (tmp_path / "d.jsonl").read_text().splitlines()
     assert json.loads(lines[2])["snapshot"] == {"now": 1.0}
+
+
+def test_one_bad_row_of_the_tenants_is_skipped_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other tenants are served."""
+    database = TenantDatabase(tmp_path / "registry.db")
+    for name in ("acme", "bad", "beta"):
+        database.save(Tenant(name=name))
+    for data in ("{", "[]", '{"name": "bad", "weight": "heavy"}', '{"name": 3}'):
+        database._db.execute("UPDATE tenants SET data = ? WHERE name = 'bad'", (data,))
+        caplog.clear()
+        assert [*database.tenants()] == ["acme", "beta"]
+        assert "tenant 'bad' cannot be read" in caplog.text
+    database.close()

@@ -1,0 +1,51 @@
+"""Logging of errors that may repeat many times a second, such as a full disk. Shell."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+AGAIN_S = 60.0
+"""Seconds after which the same cause is logged again."""
+
+MAX_CAUSES = 1000
+"""Causes that are remembered; the oldest is forgotten first."""
+
+
+class RareLog:
+    """Logs every cause once in ``AGAIN_S``, with the number of times it came meanwhile.
+
+    Args:
+        logger: The logger.
+        clock: Returns the monotonic time in seconds.
+    """
+
+    def __init__(
+        self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._logger, self._clock = logger, clock
+        self._logged_at: dict[str, float] = {}
+        self._hidden: dict[str, int] = {}
+
+    def error(self, what: str, error: Exception) -> None:
+        """Log an error, unless the same one was logged a short time ago.
+
+        Args:
+            what: What failed, in words; with the error it is the cause.
+            error: The error.
+        """
+        cause = f"{what}: {error}"
+        now = self._clock()
+        if now - self._logged_at.get(cause, -AGAIN_S) < AGAIN_S:
+            self._hidden[cause] = self._hidden.get(cause, 0) + 1
+            return
+        self._logged_at.pop(cause, None)  # the order of the dict is that of the times
+        self._logged_at[cause] = now
+        if len(self._logged_at) > MAX_CAUSES:
+            oldest = next(iter(self._logged_at))
+            del self._logged_at[oldest]
+            self._hidden.pop(oldest, None)
+        hidden = self._hidden.pop(cause, 0)
+        more = f" ({hidden} more times in the last minute)" if hidden else ""
+        self._logger.error("%s%s", cause, more)

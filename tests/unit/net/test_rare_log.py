@@ -1,0 +1,39 @@
+"""Errors that repeat: logged once a minute for each cause."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from multiworld.net.rare_log import AGAIN_S, MAX_CAUSES, RareLog
+
+FULL = OSError(28, "No space left on device")
+
+
+def test_each_cause_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    """With the number of times that it was not."""
+    now = 100.0
+    log = RareLog(logging.getLogger("x"), lambda: now)
+    for _ in range(1000):
+        log.error("cannot write the record", FULL)
+        log.error("cannot write the log", FULL)
+    log.error("cannot write the record", OSError(30, "Read-only file system"))
+    assert len(caplog.messages) == 3
+    now += AGAIN_S - 0.1
+    log.error("cannot write the record", FULL)
+    assert len(caplog.messages) == 3
+    now += 0.2
+    log.error("cannot write the record", FULL)
+    assert caplog.messages[-1].endswith("(1000 more times in the last minute)")
+
+
+def test_causes_are_forgotten(caplog: pytest.LogCaptureFixture) -> None:
+    """A cause with a number in it must not fill the memory."""
+    log = RareLog(logging.getLogger("x"), lambda: 1.0)
+    for number in range(3 * MAX_CAUSES):
+        for _ in range(2):
+            what = f"cannot write {number}"
+            log.error(what, FULL)
+    assert len(log._logged_at) == MAX_CAUSES
+    assert len(log._hidden) == MAX_CAUSES
