@@ -22,6 +22,9 @@ SMALL_BYTES = 16 * 1024
 MAX_OBJECTS = 4096
 """Most objects in a body."""
 
+NOT_JSON = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
+"""Errors of msgspec for a text that is not JSON, or not of the expected type."""
+
 PIECE_BYTES = 64 * 1024
 """Bytes of numbers that are decoded at once."""
 
@@ -39,7 +42,7 @@ def decode(text: bytes | bytearray, decoder: msgspec.json.Decoder[T]) -> T:
         return decoder.decode(text)
     except msgspec.ValidationError as error:
         raise InvalidRequestError(f"body is not a valid request: {error}") from error
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+    except NOT_JSON as error:
         raise InvalidRequestError(f"body is not valid JSON: {error}") from error
 
 
@@ -73,7 +76,7 @@ def small(part: msgspec.Raw, name: str, decoder: msgspec.json.Decoder[T]) -> T:
         raise InvalidRequestError(f"{name} is longer than {SMALL_BYTES} bytes")
     try:
         return decoder.decode(text)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except NOT_JSON as error:
         raise InvalidRequestError(f"{name} is not valid: {error}") from error
 
 

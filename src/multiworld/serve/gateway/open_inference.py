@@ -18,7 +18,13 @@ from torch import Tensor
 
 from multiworld.backends.dtypes import memory_of, plain
 from multiworld.errors import InvalidRequestError
-from multiworld.serve.gateway.json_limits import check_objects, decode, pieces, small
+from multiworld.serve.gateway.json_limits import (
+    NOT_JSON,
+    check_objects,
+    decode,
+    pieces,
+    small,
+)
 from multiworld.serve.spec.datatypes import NAME_OF, TORCH_OF
 from multiworld.serve.spec.stage import Model, Tensors, TensorSpec
 from multiworld.serve.transport.collation import rows_of
@@ -218,7 +224,7 @@ def _shape(name: str, given: msgspec.Raw) -> list[int]:
         shape = _shapes.decode(text)
         if any(size >= MAX_ELEMENTS for size in shape):
             raise ValueError("too large")
-    except (msgspec.MsgspecError, ValueError):
+    except (*NOT_JSON, ValueError):
         shown = text[:SHOWN].decode(errors="replace")
         raise InvalidRequestError(
             f"{name}: shape {shown} must be a list of sizes, 0 or more, with at most "
@@ -274,7 +280,7 @@ def _values(
 ) -> list[Any]:
     try:
         values: list[Any] = decoder.decode(piece)
-    except msgspec.MsgspecError as error:
+    except NOT_JSON as error:
         wrong = _first_wrong(piece, decoder)
         raise InvalidRequestError(
             f"{name}: {wrong} is not a valid {NAME_OF[dtype]} value"
@@ -287,7 +293,7 @@ def _first_wrong(piece: bytes, decoder: msgspec.json.Decoder[Any]) -> str:
     for part in piece[1:-1].split(b","):
         try:
             decoder.decode(b"[%b]" % part)
-        except msgspec.MsgspecError:
+        except NOT_JSON:
             return part[:SHOWN].decode(errors="replace") or "an empty list"
     return "a text"
 

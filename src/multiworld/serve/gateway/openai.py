@@ -16,7 +16,7 @@ from multiworld.backends.dtypes import memory_of, plain
 from multiworld.errors import InvalidRequestError, ServeError
 from multiworld.serve.gateway.body_budget import Reservation
 from multiworld.serve.gateway.gateway import Gateway
-from multiworld.serve.gateway.json_limits import check_objects, decode
+from multiworld.serve.gateway.json_limits import NOT_JSON, check_objects, decode
 from multiworld.serve.gateway.open_inference import NotFiniteError
 from multiworld.serve.gateway.openapi import EMBEDDINGS, OPENAI_KNOWN_MODEL
 from multiworld.serve.gateway.request_body import Body, while_connected
@@ -164,7 +164,7 @@ def _inputs(given: bytes) -> list[str] | list[list[int]]:
         if first == b"[":
             return _not_empty(_token_lists.decode(given))
         return _not_empty([_tokens.decode(given)])
-    except (msgspec.MsgspecError, RecursionError):
+    except NOT_JSON:
         raise _invalid(
             "input", "must be a text, an array of token ids, or a list of them"
         ) from None

@@ -117,7 +117,18 @@ async def test_bad_request_is_named_in_openais_form(
     assert fake.dispatcher.calls == []
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b"null", b"\xff", b"[" * 100_000])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff",
+        b"[" * 100_000,
+        b'{"model": "t", "input": ["\x80"]}',
+        b'{"model": "t", "input": "\x80"}',
+    ],
+)
 async def test_body_that_is_no_request_is_refused(content: bytes) -> None:
     """However deep or broken it is."""
     async with Fake().client() as client:

@@ -1,0 +1,214 @@
+"""Whatever bytes come from outside, they cost their sender only."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from multiworld.backends.direct import header
+from multiworld.errors import ServeError
+from multiworld.liveness.messages import Broken, ManagerHello, control_messages
+from multiworld.net import frames
+from multiworld.net.handshake import HandshakeError, decode_hello
+from multiworld.rendezvous import messages
+from multiworld.rendezvous.store_service import StoreService
+from multiworld.serve.gateway.open_inference import parse
+from multiworld.serve.gateway.openai import _embedding_request
+from multiworld.serve.spec.loader import parse_spec
+from tests.fuzz.fuzzing import mutated, repeat
+from tests.serve.harness import body
+from tests.unit.rendezvous.sessions import claim_of, survivor_of
+from tests.unit.serve.control.test_admin import SPEC, Client, FakeController
+from tests.unit.serve.gateway.test_http_protocol import GET, serving
+from tests.unit.serve.gateway.test_open_inference import ANY, MODEL
+
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(120)]
+
+ROOT = Path(__file__).parents[2]
+POST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nhello"
+CHUNKED = (
+    b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    b"5\r\nhello\r\n0\r\nTrailer: y\r\n\r\n"
+)
+KEYED = b"GET /early HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer a\r\n\r\n"
+
+
+async def test_http_parser() -> None:
+    """Each connection is answered or closed, and the next client is served."""
+    loop = asyncio.get_running_loop()
+    async with serving(head_s=0.5) as server:
+
+        async def send(content: bytes) -> None:
+            client = await server.connect()
+            client.send(content)
+            await asyncio.sleep(0)
+            await client.close()
+            other = await server.connect()
+            assert (await other.ask(GET))[0] == 200
+            await other.close()
+            server.clients.clear()
+
+        def check(content: bytes) -> None:
+            asyncio.run_coroutine_threadsafe(send(content), loop).result(30)
+
+        samples = mutated(GET, POST, CHUNKED, KEYED, GET + POST + CHUNKED)
+        await asyncio.to_thread(repeat, check, samples)
+
+
+def test_request_bodies() -> None:
+    """A body is a request, or is refused with a text."""
+    tensor = {"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [[1.5, 2e3]]}
+    samples = [
+        json.dumps(body(1.0)).encode(),
+        json.dumps({"inputs": [tensor], "id": "7", "parameters": {"a": 1}}).encode(),
+        json.dumps({"model": "m", "input": ["a", "b"], "dimensions": 2}).encode(),
+        json.dumps({"model": "m", "input": [[1, 2], [3]]}).encode(),
+    ]
+
+    def check(content: bytes) -> None:
+        for model in (MODEL, ANY):
+            for length in (None, str(len(content) // 2)):
+                _refused(lambda m=model, n=length: parse(content, n, m))
+        _refused(lambda: _embedding_request(content))
+
+    repeat(check, mutated(*samples))
+
+
+def _refused(call: object) -> None:
+    assert callable(call)
+    try:
+        call()
+    except ServeError as error:
+        assert error.status < 500
+        assert str(error)
+        assert len(str(error)) < 5000
+
+
+def test_specs() -> None:
+    """A spec is valid, or its mistakes are named."""
+    paths = [*(ROOT / "examples").rglob("*.yaml")]
+    samples = [p.read_bytes() for p in paths if b"models:" in p.read_bytes()]
+    assert len(samples) > 2
+
+    def check(content: bytes) -> None:
+        try:
+            parse_spec(content.decode(errors="replace"))
+        except ServeError as error:
+            assert str(error)
+
+    repeat(check, mutated(*samples))
+
+
+def test_wire_headers() -> None:
+    """A header is what was sent, or is refused; none is taken for another."""
+    sent = [
+        header.Header(1, 0, 2, len(shape), 3, 4, 5, 6, 7, 8, 9, 10, 11)
+        for shape in ((), (3,), (2, 3, 4))
+    ]
+    samples = {
+        header.encode(one, shape): (one, shape)
+        for one, shape in zip(sent, ((), (3,), (2, 3, 4)), strict=True)
+    }
+
+    def check(content: bytes) -> None:
+        try:
+            found = header.decode(memoryview(content), 0, len(content))
+        except header.HeaderError:
+            return
+        if found is not None:
+            size = header.SIZE + 8 * found[0].ndim
+            assert samples[content[:size]] == found
+
+    repeat(check, mutated(*samples))
+
+
+async def test_messages_of_stores_and_links() -> None:
+    """A message is one of the declared types; a store takes any in any order."""
+    hellos = msgspec.json.Decoder(ManagerHello)
+    samples = [
+        frames.encode(message)[4:]
+        for message in (
+            claim_of(1, 0, 2),
+            claim_of(2, 1, 2),
+            survivor_of(3, 0, 2, lost=(1,)),
+            messages.Announce("w", 1, 0, "u"),
+            messages.Leave("w", 1, 0, (1,)),
+            messages.Withdraw(1),
+            messages.HoldsAnswer(1, holds=True),
+            messages.GetValues(4, ("k",), 0.1),
+            messages.SetValue(5, "k", "v"),
+            messages.CompareSet(6, "k", "v", "w"),
+            messages.AddAmount(7, "n", 3),
+            Broken(1, 2, "it was lost", "no answer", 1.5),
+        )
+    ]
+    service = StoreService()
+    session = 0
+
+    def check(content: bytes) -> None:
+        nonlocal session
+        for read in (
+            lambda: frames.decode_body(content, messages.replies),
+            lambda: frames.decode_body(content, control_messages),
+        ):
+            with contextlib.suppress(frames.FrameError):
+                read()
+        with contextlib.suppress(frames.FrameError, HandshakeError):
+            decode_hello(content, hellos)
+        try:
+            message = frames.decode_body(content, messages.requests)
+        except frames.FrameError:
+            service.close_session(session)
+            session = service.open_session(lambda message: None)
+            return
+        service.receive(session, message)
+
+    loop = asyncio.get_running_loop()
+
+    def on_loop(content: bytes) -> None:
+        async def run() -> None:
+            check(content)
+
+        asyncio.run_coroutine_threadsafe(run(), loop).result(30)
+
+    await asyncio.to_thread(repeat, on_loop, mutated(*samples))
+    service.close_session(session)
+    assert service.waiting_count == 0
+    service.close()
+
+
+async def test_admin_messages(tmp_path: Path) -> None:
+    """A request is carried out or refused; it never fails with a 5xx."""
+    client = Client(FakeController(tmp_path), asyncio.Event())
+    loop = asyncio.get_running_loop()
+    routes = {
+        "/scale": {"model": "m", "stage": "s", "replicas": 2},
+        "/update": {"text": SPEC},
+        "/drain": {"name": "m/0/1"},
+        "/chaos": {"action": "kill", "model": "m", "stage": "s", "seconds": 1.0},
+        "/tenants": {"name": "acme", "weight": 2.0, "models": ["a*"]},
+        "/tenants/acme/rotate": {"grace_s": 1.0},
+    }
+    samples = [
+        path.encode() + b" " + json.dumps(b).encode() for path, b in routes.items()
+    ]
+
+    async def send(content: bytes) -> None:
+        path, _, what = content.partition(b" ")
+        for known in routes:
+            if path == known.encode():
+                json_type = {"content-type": "application/json"}
+                answer = await client.http.post(known, content=what, headers=json_type)
+                assert answer.status_code < 500, (known, what, answer.text)
+
+    def check(content: bytes) -> None:
+        asyncio.run_coroutine_threadsafe(send(content), loop).result(30)
+
+    async with client.http:
+        await asyncio.to_thread(repeat, check, mutated(*samples))
+    await client.controller.tenanting.close()
