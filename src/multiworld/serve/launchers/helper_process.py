@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -60,6 +61,7 @@ class HelperProcess(Generic[M]):
         self._on_news, self._on_end, self._on_hang = on_news, on_end, on_hang
         self._is_replaceable = is_replaceable
         self._unanswered = 0
+        self._socket: socket.socket | None = None
         self._pinging: asyncio.Task[None] | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -99,6 +101,9 @@ class HelperProcess(Generic[M]):
                 env={**os.environ, **env},
             )
         theirs.close()
+        if self._socket is not None:
+            self._socket.close()
+        self._socket = ours.dup()
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=LINE)
         try:
             async with asyncio.timeout(limit_s):
@@ -134,8 +139,16 @@ class HelperProcess(Generic[M]):
                     process.kill()
                     return
             self._unanswered += 1
-            self.tell(Ping(self._unanswered))
+            self._send_ping()
             await asyncio.sleep(PING_S)
+
+    def _send_ping(self) -> None:
+        """Send a question past the stream, where an error would drop unread news."""
+        if self._writer is None or self._socket is None or self._writer.is_closing():
+            return
+        if self._writer.transport.get_write_buffer_size() == 0:
+            with contextlib.suppress(OSError):  # it has exited, or reads nothing
+                self._socket.send(LineCodec.encode(Ping(self._unanswered)))
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
@@ -167,6 +180,9 @@ class HelperProcess(Generic[M]):
                 task.cancel()
         if self._writer is not None:
             self._writer.close()
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
         if self._process is None or self._process.returncode is not None:
             return
         try:
