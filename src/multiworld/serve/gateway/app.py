@@ -15,6 +15,7 @@ from multiworld.errors import ServeError
 from multiworld.serve.gateway import open_inference
 from multiworld.serve.gateway.body_budget import Reservation
 from multiworld.serve.gateway.gateway import Gateway
+from multiworld.serve.gateway.hot_routes import HotRoutes
 from multiworld.serve.gateway.openai import add_openai
 from multiworld.serve.gateway.openapi import INFER, KNOWN_MODEL
 from multiworld.serve.gateway.request_body import JSON_LENGTH, while_connected
@@ -37,7 +38,7 @@ SERVER = {"name": "multiworld", "version": multiworld.__version__}
 """Server metadata in the Open Inference Protocol."""
 
 
-def make_app(gateway: Gateway) -> FastAPI:
+def make_app(gateway: Gateway) -> HotRoutes:
     """Return the HTTP application of a gateway."""
     app = FastAPIOffline(  # /docs works without internet access
         title="multiworld",
@@ -45,13 +46,14 @@ def make_app(gateway: Gateway) -> FastAPI:
         description="Models served as replicated pipeline stages.",
         redoc_url=None,
     )
+    hot = HotRoutes(app)
     _health(app, gateway)
-    _inference(app, gateway)
-    add_openai(app, gateway)
+    _inference(app, hot, gateway)
+    add_openai(app, hot, gateway)
     _triton(app, gateway)
     _errors(app)
     finish_routes(app)
-    return app
+    return hot
 
 
 def _errors(app: FastAPI) -> None:
@@ -190,7 +192,7 @@ def _health(app: FastAPI, gateway: Gateway) -> None:
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _inference(app: FastAPI, gateway: Gateway) -> None:
+def _inference(app: FastAPI, hot: HotRoutes, gateway: Gateway) -> None:
     async def infer(
         request: Request,
         name: str,
@@ -258,6 +260,9 @@ def _inference(app: FastAPI, gateway: Gateway) -> None:
             partial(infer, request, name, version),
             error_response,
         )
+
+    hot.post("/v2/models/{name}/infer", infer_active)
+    hot.post("/v2/models/{name}/versions/{version}/infer", infer_version)
 
     @app.get("/v2", tags=["inference"])
     async def server() -> Response:

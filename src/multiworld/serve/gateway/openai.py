@@ -16,6 +16,7 @@ from multiworld.backends.dtypes import memory_of, plain
 from multiworld.errors import InvalidRequestError, ServeError
 from multiworld.serve.gateway.body_budget import Reservation
 from multiworld.serve.gateway.gateway import Gateway
+from multiworld.serve.gateway.hot_routes import HotRoutes
 from multiworld.serve.gateway.json_limits import NOT_JSON, check_objects, decode
 from multiworld.serve.gateway.open_inference import NotFiniteError
 from multiworld.serve.gateway.openapi import EMBEDDINGS, OPENAI_KNOWN_MODEL
@@ -43,7 +44,7 @@ WINDOW = 32
 Token = Annotated[int, msgspec.Meta(ge=0)]
 
 
-def add_openai(app: FastAPI, gateway: Gateway) -> None:
+def add_openai(app: FastAPI, hot: HotRoutes, gateway: Gateway) -> None:
     """Add the OpenAI-compatible routes to an application."""
 
     @app.get("/v1/models", tags=["openai"])
@@ -92,6 +93,8 @@ def add_openai(app: FastAPI, gateway: Gateway) -> None:
             return "" if parsed is None else parsed.model
 
         return await respond(gateway, request, name, answer, openai_error_response)
+
+    hot.post("/v1/embeddings", embeddings)
 
 
 class _Body(msgspec.Struct, frozen=True):

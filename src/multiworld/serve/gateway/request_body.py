@@ -186,17 +186,30 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
     Cancellation: Safe. ``work`` is cancelled, too.
     """
-    task = asyncio.ensure_future(work)
-    disconnected = asyncio.ensure_future(_disconnected(request))
+    task = asyncio.current_task()
+    assert task is not None
+    cancelled_before = task.cancelling()
+    is_gone = is_over = False
+
+    def gone(watcher: asyncio.Task[None]) -> None:
+        nonlocal is_gone
+        if not (watcher.cancelled() or is_over):
+            is_gone = True
+            task.cancel()
+
+    watcher = asyncio.get_running_loop().create_task(_disconnected(request))
+    watcher.add_done_callback(gone)
     try:
-        await asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGoneError("client disconnected before the answer")
+        return await work
+    except asyncio.CancelledError:
+        # As in asyncio.timeout: only our own cancellation becomes another error.
+        if is_gone and task.uncancel() <= cancelled_before:
+            why = "client disconnected before the answer"
+            raise ClientGoneError(why) from None
+        raise
     finally:
-        for one in (task, disconnected):
-            one.cancel()
-        await asyncio.gather(task, disconnected, return_exceptions=True)
+        is_over = True  # the callback may be scheduled already
+        watcher.cancel()
 
 
 async def _disconnected(request: Request) -> None:

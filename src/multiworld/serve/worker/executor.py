@@ -6,6 +6,7 @@ A request that fails does not fail the other requests of its batch.
 from __future__ import annotations
 
 import logging
+import time
 import traceback
 from collections.abc import Callable, Sequence
 
@@ -23,6 +24,7 @@ from multiworld.serve.spec.stage import Stage, StageContext, StageFunction, Tens
 from multiworld.serve.transport.collation import collate, length_of, split
 from multiworld.serve.worker.batch_queue import Work
 from multiworld.serve.worker.compute_thread import ComputeThread
+from multiworld.serve.worker.quickness import Quickness
 
 logger = logging.getLogger("multiworld.serve")
 
@@ -45,6 +47,7 @@ class Executor:
     def __init__(self, stage: Stage, name: str, threads: int) -> None:
         self._stage, self._name, self._threads = stage, name, threads
         self._thread: ComputeThread | None = None
+        self._quickness = Quickness()
         self._function: StageFunction | None = None
         self._share: Callable[[Tensors], None] | None = None
         self._settle: Callable[[], None] | None = None
@@ -86,6 +89,7 @@ class Executor:
         Cancellation: Loading goes on in its thread; call ``close`` afterwards.
         """
         self._thread = ComputeThread()
+        torch.set_num_threads(self._threads)  # of this thread too, for ``run_here``
         await self._thread.call(self._load, context)
 
     def _load(self, context: StageContext) -> None:
@@ -114,6 +118,19 @@ class Executor:
         rows = [work.rows for work in batch]
         return await self._thread.call(self._run, requests, rows)
 
+    @property
+    def is_quick(self) -> bool:
+        """True if batches take so little time that ``run_here`` costs less."""
+        return self._share is None and self._quickness.is_quick
+
+    def run_here(self, batch: Sequence[Work]) -> list[Outcome]:
+        """Compute a batch as ``run`` does, but in the calling thread.
+
+        Args:
+            batch: The pieces of work.
+        """
+        return self._run([work.content for work in batch], [w.rows for w in batch])
+
     def _run(self, requests: list[Tensors], rows: list[int]) -> list[Outcome]:
         try:
             return [*self._compute(requests, rows)]
@@ -139,7 +156,9 @@ class Executor:
             batch = collate(requests, ragged, self._stage.buckets)
             if self._share is not None:
                 self._share(batch)
+            began_at = time.perf_counter()
             outputs = self._function(batch)
+            self._quickness.add(time.perf_counter() - began_at)
             return split(outputs, rows, lengths, ragged, self._name)
 
     def _translated(self, error: Exception) -> ServeError:

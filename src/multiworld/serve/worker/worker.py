@@ -2,7 +2,8 @@
 
 ``BatchQueue`` forms the batches, and ``Forwarder`` chooses the next replica. The last
 stage answers to the router of each request. Before a batch is computed, the replica
-announces it to the routers, so that they know what a lost replica was computing.
+announces it to the routers, so that they know what a lost replica was computing. A
+quick stage computes on the event loop, without an announcement.
 """
 
 from __future__ import annotations
@@ -43,9 +44,16 @@ from multiworld.serve.transport.routing_table import RoutingTable
 from multiworld.serve.worker.batch_queue import BatchQueue, Work
 from multiworld.serve.worker.executor import Executor
 from multiworld.serve.worker.forwarder import FinishedWork, Forwarder
+from multiworld.serve.worker.hang_guard import HangGuard
 from multiworld.serve.worker.intake import works_of
 
 logger = logging.getLogger("multiworld.serve")
+
+RELEASE_S = 0.005
+"""Seconds after which the credit of a quick stage's work is returned."""
+
+RELEASE_SHARE = 4
+"""Credit is returned at once when this part of ``max_ongoing_requests`` is owed."""
 
 LOOK_S = 0.1
 """Seconds between checks of deadlines and of silent replicas."""
@@ -121,6 +129,9 @@ class Worker:
         self._upstream: dict[str, Outbox] = {}
         self._downstream: dict[str, Outbox] = {}
         self._source: dict[Key, Outbox] = {}
+        self._owed: dict[Outbox, list[Key]] = {}
+        self._paying: asyncio.TimerHandle | None = None
+        self._guard = HangGuard(self._end_if_hung)
         self._cancelled: OrderedDict[Key, None] = OrderedDict()
         self._arrived = asyncio.Event()
         self._room = asyncio.Event()
@@ -289,9 +300,15 @@ class Worker:
         """
         while True:
             batch = await self._next_batch()
-            await self._begin(batch)
+            is_quick = self._runner.is_quick and not batch[0].is_isolated
+            self._start(batch)
             try:
-                outcomes = await self._runner.run(batch)
+                if is_quick:
+                    self._guard.start()
+                    outcomes = self._runner.run_here(batch)
+                else:
+                    await self._announce(batch)
+                    outcomes = await self._runner.run(batch)
             finally:
                 self._running = []
             took_s = self._clock() - self._running_since
@@ -300,6 +317,10 @@ class Worker:
             self._batch_rows[bisect_left(ROWS_BOUNDS, rows)] += 1
             self._batch_seconds[bisect_left(SECONDS_BOUNDS, took_s)] += 1
             self._end(batch, outcomes)
+            if is_quick:
+                # Only now: until then, the senders report it as lost or stuck with us.
+                self._release_soon(batch)
+                await asyncio.sleep(0)
 
     async def _next_batch(self) -> list[Work]:
         while True:
@@ -319,15 +340,20 @@ class Worker:
             except TimeoutError:
                 pass
 
-    async def _begin(self, batch: list[Work]) -> None:
-        """Announce a batch to its routers before it is computed.
-
-        If the batch kills this process, they know which requests it had.
-        """
+    def _start(self, batch: list[Work]) -> None:
         self._running, self._running_since = batch, self._clock()
         self.counts["batches"] += 1
         self.counts["rows"] += sum(work.rows for work in batch)
         self.counts["requests"] += len(batch)
+
+    async def _announce(self, batch: list[Work]) -> None:
+        """Announce a batch to its routers before it is computed.
+
+        If the batch kills this process, they know which requests it had. A batch of a
+        quick stage is not announced. If it kills this process, all its work counts as
+        queued here; a request that this happens to twice is computed alone, and
+        announced.
+        """
         is_isolated = batch[0].is_isolated
         by_router = _by_router(work.key for work in batch)
         for router, keys in by_router.items():
@@ -346,6 +372,28 @@ class Worker:
         """Return the credit of this work to its senders."""
         for source, keys in self._by_source(works).items():
             source.send_nowait(CREDITS, protocol.Released(tuple(keys)))
+
+    def _release_soon(self, works: list[Work]) -> None:
+        """Return the credit of computed work, with that of other work."""
+        for source, keys in self._by_source(works).items():
+            self._owed.setdefault(source, []).extend(keys)
+        if not self._owed:
+            return
+        most = max(map(len, self._owed.values()))
+        if RELEASE_SHARE * most >= self._limits.max_ongoing_requests:
+            self._pay()
+        elif self._paying is None:
+            loop = asyncio.get_running_loop()
+            self._paying = loop.call_later(RELEASE_S, self._pay)
+
+    def _pay(self) -> None:
+        if self._paying is not None:
+            self._paying.cancel()
+            self._paying = None
+        owed, self._owed = self._owed, {}
+        for source, keys in owed.items():
+            if self._upstream.get(source.edge.peer) is source:
+                source.send_nowait(CREDITS, protocol.Released(tuple(keys)))
 
     def _by_source(self, works: list[Work]) -> dict[Outbox, list[Key]]:
         """Remove the senders of this work; return its keys by sender.
@@ -453,9 +501,8 @@ class Worker:
         """
         while True:
             await asyncio.sleep(LOOK_S)
+            self._end_if_hung()
             now = self._clock()
-            if self._is_hung(now):
-                self._end_process(now)
             self._release(self._batcher.expired(now))
             for name, outbox in list(self._downstream.items()):
                 is_silent = outbox.silent_s() > SILENT_S
@@ -464,14 +511,20 @@ class Worker:
             self._return(self._forwarder.give_back())
             self._hand([])
 
-    def _is_hung(self, now: float) -> bool:
-        """Tell whether the running batch is taken to hang."""
-        if not self._running:
-            return False
+    def _end_if_hung(self) -> None:
+        """Exit the process if the running batch is taken to hang.
+
+        The loop calls this, and the guard's thread, in case the loop itself computes.
+        """
+        running, now = self._running, self._clock()
+        if running and self._is_hung(running, now):
+            self._end_process(now)
+
+    def _is_hung(self, running: list[Work], now: float) -> bool:
         running_s = now - self._running_since
         if self._limits.compute_s is not None:
             return running_s > self._limits.compute_s
-        last = max(work.deadline_at for work in self._running)
+        last = max(work.deadline_at for work in running)
         return running_s > HUNG_S and now - last > OVERDUE_S
 
     def _end_process(self, now: float) -> None:

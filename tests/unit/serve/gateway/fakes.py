@@ -8,11 +8,11 @@ from typing import Any
 
 import httpx
 import torch
-from fastapi import FastAPI
 
 from multiworld.serve.gateway.app import make_app
 from multiworld.serve.gateway.body_budget import BodyBudget, BodyLimits
 from multiworld.serve.gateway.gateway import Gateway
+from multiworld.serve.gateway.hot_routes import HotRoutes
 from multiworld.serve.routing.dispatcher import Dispatcher
 from multiworld.serve.spec.stage import Model, Stage, Tensors, TensorSpec
 from multiworld.serve.tenants.authenticator import Authenticator
@@ -143,7 +143,7 @@ class Fake:
         bodies = BodyBudget(4 * max_body_bytes)
         self.gateway = Gateway(self.dispatcher, limits, bodies, authenticator)
         self.serve(m=MODEL, t=TEXT)
-        self.app: FastAPI = make_app(self.gateway)
+        self.app = make_app(self.gateway)
 
     def serve(
         self, version: str = "1", on_demand: tuple[int, ...] = (), **models: Model
@@ -195,7 +195,7 @@ class Disconnecting:
     """
 
     def __init__(
-        self, app: FastAPI, path: str, *parts: bytes, is_whole: bool = True
+        self, app: HotRoutes, path: str, *parts: bytes, is_whole: bool = True
     ) -> None:
         self._app, self._path = app, path
         self._messages: list[dict[str, Any]] = [

@@ -40,6 +40,7 @@ from multiworld.serve.transport.routing_table import (
     edges_of,
 )
 from multiworld.serve.worker import worker as module
+from multiworld.serve.worker.batch_queue import Work
 from multiworld.serve.worker.executor import Executor
 from multiworld.serve.worker.worker import EXIT_HUNG, Worker, WorkerLimits
 from multiworld.testing import Arena, FakeClock
@@ -644,10 +645,10 @@ async def test_model_that_never_ends_ends_its_process(
         looks = 0
         real = b.worker._is_hung
 
-        def counted(now: float) -> bool:
+        def counted(running: list[Work], now: float) -> bool:
             nonlocal looks
             looks += 1
-            return real(now)
+            return real(running, now)
 
         monkeypatch.setattr(b.worker, "_is_hung", counted)
         b.clock.advance(advance_s)

@@ -1,0 +1,35 @@
+"""Thread that looks for a hang of the event loop's own thread. Shell."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+GUARD_S = 1.0
+"""Seconds between two looks."""
+
+
+class HangGuard:
+    """Calls a function again and again in a thread of its own, once it is started.
+
+    Args:
+        look: Ends the process if something hangs. It must be safe in any thread.
+    """
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        self._look = look
+        self._is_started = False
+
+    def start(self) -> None:
+        """Start the thread, if it does not run yet; it ends with the process."""
+        if not self._is_started:
+            self._is_started = True
+            threading.Thread(
+                target=self._run, name="multiworld guard", daemon=True
+            ).start()
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(GUARD_S)
+            self._look()

@@ -1,0 +1,189 @@
+"""Quick stages: computed on the event loop, without an announcement."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import threading
+from typing import Any
+
+import pytest
+
+from multiworld.serve.transport import protocol
+from multiworld.serve.transport.protocol import CREDITS, NOTES
+from multiworld.serve.worker import hang_guard
+from multiworld.serve.worker import worker as module
+from multiworld.serve.worker.hang_guard import HangGuard
+from multiworld.serve.worker.quickness import QUICK_S, SLOW_S, WARM, Quickness
+from multiworld.serve.worker.worker import EXIT_HUNG
+from tests.unit.serve.edges import settle, until
+from tests.unit.serve.worker.test_worker import (
+    Bench,
+    answers,
+    begun,
+    bench,
+    handed,
+    item,
+    key,
+    send,
+)
+
+
+def test_stage_is_quick_once_enough_batches_took_little_time() -> None:
+    """One slow batch starts the count anew, and a slow mean ends it."""
+    measure = Quickness()
+    for _ in range(WARM):
+        assert not measure.is_quick
+        measure.add(QUICK_S / 2)
+    assert measure.is_quick
+    measure.add(SLOW_S * 1.01)
+    assert not measure.is_quick
+    for _ in range(WARM):
+        measure.add(QUICK_S / 2)
+    assert measure.is_quick
+    for _ in range(WARM):
+        measure.add(QUICK_S * 4)
+    assert not measure.is_quick
+
+
+def quicken(b: Bench) -> None:
+    """Make the worker take its stage for a quick one."""
+    for _ in range(WARM):
+        b.executor._quickness.add(0.0)
+
+
+async def test_quick_batch_is_computed_on_the_loop_and_not_announced() -> None:
+    """Its answers say all there is to say."""
+    threads: list[str] = []
+    async with bench() as b:
+        g = await b.connect("g")
+        real = b.model._compute
+
+        def compute(tensors: Any) -> Any:
+            threads.append(threading.current_thread().name)
+            return real(tensors)
+
+        b.executor._function = compute
+        quicken(b)
+        await send(g, [item(1), item(2)], 3.0, 4.0)
+        assert await answers(g) == {1: 6.0, 2: 8.0}
+        assert threads == [threading.main_thread().name]
+        assert not await g.has_sent(NOTES)
+        assert b.worker.report().counts["batches"] == 1
+
+
+async def test_suspect_at_a_quick_stage_is_announced_and_computed_alone() -> None:
+    """If it kills the replica, the router must know."""
+    async with bench() as b:
+        g = await b.connect("g")
+        quicken(b)
+        await send(g, [item(1, is_isolated=True), item(2)], 3.0, 4.0)
+        assert await begun(g) == ((1, 1),)
+        found = {**await answers(g), **await answers(g)}
+        assert found == {1: 6.0, 2: 8.0}
+        assert not await g.has_sent(NOTES)
+
+
+async def test_request_that_fails_at_a_quick_stage_fails_alone() -> None:
+    """The others of its batch are answered."""
+    async with bench(is_started=False) as b:
+        g = await b.connect("g")
+        quicken(b)
+        await send(g, [item(1), item(2)], 13.0, 4.0)
+        await until(lambda: b.worker.report().queued == 2)
+        b.start()
+        failed = await g.receive(NOTES)
+        assert isinstance(failed, protocol.Failed)
+        assert failed.attempt == (1, 1)
+        assert await answers(g) == {2: 8.0}
+
+
+async def test_credit_of_quick_work_is_returned_together_after_its_outputs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Until then, the sender reports the work as lost or stuck with this replica."""
+    monkeypatch.setattr(module, "RELEASE_S", 0.05)
+    async with bench(1, 3, "0-a", "2-a", max_ongoing_requests=32) as b:
+        await b.connect("g")
+        upstream, downstream = await b.connect("0-a"), await b.connect("2-a")
+        quicken(b)
+        for number in (1, 2, 3):
+            await send(upstream, [item(number)], float(number))
+            assert await handed(downstream) == {key(number): 2.0 * number}
+        released = await upstream.receive(CREDITS)
+        assert released == protocol.Released((key(1), key(2), key(3)))
+
+
+async def test_credit_is_returned_at_once_when_much_is_owed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The sender must not wait for the timer when its credit runs out."""
+    monkeypatch.setattr(module, "RELEASE_S", 1e6)
+    async with bench(1, 2, "0-a", max_ongoing_requests=8) as b:
+        await b.connect("g")
+        upstream = await b.connect("0-a")
+        quicken(b)
+        for number in (1, 2):
+            await send(upstream, [item(number)], float(number))
+        released = await upstream.receive(CREDITS)
+        assert released == protocol.Released((key(1), key(2)))
+
+
+async def test_loop_serves_its_other_tasks_between_quick_batches() -> None:
+    """Work without end must not starve them."""
+    async with bench(max_batch_size=1) as b:
+        g = await b.connect("g")
+        quicken(b)
+        count = 300
+        turns = 0
+        await send(g, [item(n) for n in range(count)], *[1.0] * count)
+
+        async def other() -> None:
+            nonlocal turns
+            while b.worker.report().counts.get("batches", 0) < count:
+                turns += 1
+                await asyncio.sleep(0)
+
+        await other()
+        assert turns > count / 4
+        for _ in range(count):
+            await answers(g)
+
+
+async def test_quick_stage_that_hangs_ends_its_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The loop cannot look any more; a thread does."""
+    codes: list[int] = []
+    hangs = threading.Event()
+
+    def ended(code: int) -> None:
+        codes.append(code)
+        hangs.set()
+
+    monkeypatch.setattr(os, "_exit", ended)
+    monkeypatch.setattr(faulthandler, "dump_traceback", lambda file: None)
+    monkeypatch.setattr(hang_guard, "GUARD_S", 0.01)
+    async with bench(compute_s=1.0) as b:
+        g = await b.connect("g")
+
+        def hang(tensors: Any) -> Any:
+            b.clock.advance(2.0)
+            assert hangs.wait(10.0)
+            return tensors
+
+        b.executor._function = hang
+        quicken(b)
+        await send(g, [item(1)], 3.0)
+        await until(lambda: codes[:1] == [EXIT_HUNG])
+        await settle()
+
+
+def test_guard_starts_one_thread() -> None:
+    """However often it is started."""
+    before = threading.active_count()
+    guard = HangGuard(lambda: None)
+    for _ in range(3):
+        guard.start()
+    assert threading.active_count() == before + 1
