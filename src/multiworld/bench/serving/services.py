@@ -18,7 +18,7 @@ import yaml
 
 import multiworld
 from multiworld.bench.rivals.environment import HERE
-from multiworld.bench.serving import OURS, RAY, WHOLE
+from multiworld.bench.serving import BARE, CHAIN, OURS, RAY, WHOLE
 
 EMPTY, SLOW, MINILM = "empty", "slow", "minilm"
 """Names of the pipelines."""
@@ -174,6 +174,30 @@ def rays(
             raise RuntimeError(f"Ray Serve did not start with {python}")
         body = NUMBER if pipeline != MINILM else {"model": MINILM, "input": TEXT}
         yield Service(RAY, pipeline, f"http://127.0.0.1:{port}/", body)
+    finally:
+        process.stdin.close()
+        process.wait(STOP_S)
+
+
+@contextlib.contextmanager
+def ceiling(name: str) -> Iterator[Service]:
+    """Serve one of the ceilings; see ``ceiling``.
+
+    Args:
+        name: BARE or CHAIN.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = int(sock.getsockname()[1])
+        module = "multiworld.bench.serving.ceiling"
+        stages = {BARE: "0", CHAIN: "3"}[name]
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, str(sock.fileno()), stages],
+            stdin=subprocess.PIPE,
+            pass_fds=[sock.fileno()],
+        )
+    assert process.stdin is not None
+    try:
+        yield Service(name, EMPTY, f"http://127.0.0.1:{port}/", NUMBER)
     finally:
         process.stdin.close()
         process.wait(STOP_S)

@@ -3,7 +3,9 @@
 All services run at once; 1 and then 32 closed-loop clients send to each in turn. There
 are two pipelines of three stages: one without computation, which shows the overhead,
 and the sentence encoder MiniLM. Each also runs as a single stage behind the same
-gateway, as the limit of what three stages can reach.
+gateway, as the limit of what three stages can reach. Two ceilings do without all that
+serving adds: *bare*, a FastAPI route that returns its JSON, and *chain*, the same route
+before three processes that pass the bytes on.
 """
 
 from __future__ import annotations
@@ -19,12 +21,13 @@ import aiohttp
 
 from multiworld.bench.members import Options, Step
 from multiworld.bench.rivals.environment import python_of
-from multiworld.bench.serving import OURS
+from multiworld.bench.serving import BARE, CHAIN, OURS
 from multiworld.bench.serving.clients import ask
 from multiworld.bench.serving.services import (
     EMPTY,
     MINILM,
     Service,
+    ceiling,
     ours,
     pids_of,
     rays,
@@ -53,6 +56,8 @@ def run(options: Options, on_step: OnStep) -> None:
         folder = Path(name)
         on_step(("step", (0.0, "starting our services")))
         services = stack.enter_context(ours(folder))
+        for name in (BARE, CHAIN):
+            services.append(stack.enter_context(ceiling(name)))
         if "ray" in options.apart:
             python = python_of("ray", Path(options.environments))
             for pipeline in (EMPTY, MINILM):
