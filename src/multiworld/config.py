@@ -72,7 +72,9 @@ class WorldConfig:
     an embedded store in its place would lose its state with this process."""
 
     eager_bytes: int = 64 * KIB
-    """Largest message, in bytes, that is sent without waiting for the receiver."""
+    """Largest message, in bytes, that ``memory`` sends without waiting for its receive;
+    0 finds sends that wait for each other. Other backends return once the kernel or
+    shared memory has the message."""
 
     shared_memory_bytes: int = 4 * MIB
     """Bytes of shared memory for large messages between two processes of one host. Each

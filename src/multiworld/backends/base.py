@@ -221,6 +221,17 @@ class Backend(Protocol):
     def on_message(self, rank: int, message: BackendMessage) -> None:
         """Handle a control message from another member's backend."""
 
+    def has_message(self, src: int | None, tag: int) -> bool:
+        """Tell whether a complete message waits for a receive, in a broken world too.
+
+        Args:
+            src: Rank of the sender; None: any.
+            tag: Tag of the message.
+        """
+
+    def drop_messages(self) -> None:
+        """Drop what has arrived and was not received: the world is closed."""
+
     def member_left(self, rank: int) -> None:
         """Fail the operations that need a member that has left."""
 

@@ -107,6 +107,9 @@ class Lane(Protocol):
     def finish_close(self, linger_s: float) -> bool:
         """Close; return True if the connection closes later, within ``linger_s``."""
 
+    def take_in(self) -> None:
+        """Read what has arrived, before ``abort``."""
+
     def abort(self, make_error: ErrorMaker) -> None:
         """Fail every send with ``make_error()`` and close the connection."""
 
@@ -315,7 +318,12 @@ class Channel:
             lane.fail_sends(make_error)
 
     def abort(self, make_error: ErrorMaker) -> None:
-        """Fail every operation, now and later, and close every lane."""
+        """Fail every operation, now and later, and close every lane.
+
+        What has arrived can still be received.
+        """
+        for lane in self.lanes.values():
+            lane.take_in()
         self.mailbox.abort(make_error)
         for lane in self.lanes.values():
             lane.abort(make_error)

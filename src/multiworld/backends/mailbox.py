@@ -220,10 +220,10 @@ class Mailbox:
     def post(self, receive: Receive) -> None:
         """Match ``receive`` with a held message, or queue it until one arrives."""
         receive.number = next(self._numbers)
-        if self._broken is not None:
+        arrival = self._head(receive)
+        if self._broken is not None and arrival is None:
             receive.fail(self._broken())
             return
-        arrival = self._head(receive)
         if arrival is not None:
             self._offer(arrival, receive)
         elif (error := self._no_source_left(receive)) is not None:
@@ -239,7 +239,7 @@ class Mailbox:
         self._taken.discard(receive)
         arrival = receive.arrival
         self.settle(receive)
-        if arrival is not None and self._broken is None:
+        if arrival is not None and (self._broken is None or arrival.is_complete):
             self._put_back(arrival)
 
     def settle(self, receive: Receive) -> None:
@@ -553,7 +553,7 @@ class Mailbox:
                     self._unhold(arrival)
 
     def abort(self, make_error: Callable[[], Exception]) -> None:
-        """Fail every receive, now and later; drop all held messages."""
+        """Fail every receive; later ones get what is held complete, or fail too."""
         if self._broken is not None:
             return
         self._broken = make_error
@@ -561,9 +561,30 @@ class Mailbox:
         for receive in [*waiting, *self._taken]:
             receive.fail(make_error())
         self._posted.clear()
-        self._queues.clear()
         self._taken.clear()
         self._stalled.clear()
+        for queue in list(self._queues.values()):
+            for arrival in list(queue):
+                if not arrival.is_complete:
+                    self._unhold(arrival)
+
+    def clear(self) -> None:
+        """Drop all held messages: the world was closed by this process."""
+        self._queues.clear()
+        self._held = dict.fromkeys(self._held, 0)
+
+    def has_message(self, source: int | None, tag: int) -> bool:
+        """Tell whether a complete message waits for a receive.
+
+        Args:
+            source: Rank of the sender; None: any.
+            tag: Tag of the message.
+        """
+        return any(
+            queue[0].is_complete
+            for (rank, known), queue in self._queues.items()
+            if known == tag and source in (None, rank)
+        )
 
     @property
     def held_bytes(self) -> int:

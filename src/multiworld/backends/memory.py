@@ -160,6 +160,9 @@ class MemoryLane:
         """Return False: nothing lingers."""
         return False
 
+    def take_in(self) -> None:
+        """Do nothing: messages are delivered at once."""
+
     def abort(self, make_error: ErrorMaker) -> None:
         """Fail every send with ``make_error()``, now and later."""
         self.fail_sends(make_error)

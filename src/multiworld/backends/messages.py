@@ -352,6 +352,15 @@ class MessageBackend:
         self._p2p.abort(self._view.broken_error)
         self._collective.abort(self._view.broken_error)
 
+    def has_message(self, src: int | None, tag: int) -> bool:
+        """Tell whether a complete message waits for a receive, in a broken world too.
+
+        Args:
+            src: Rank of the sender; None: any.
+            tag: Tag of the message.
+        """
+        return self._p2p.mailbox.has_message(src, tag)
+
     def begin_close(self) -> None:
         """Queue a final frame on every lane."""
         for lane in self._lanes():
@@ -375,6 +384,11 @@ class MessageBackend:
             lane.fail_sends(self._view.broken_error)
             if lane.finish_close(self._view.config.close_s):
                 self._view.linger(lane)
+
+    def drop_messages(self) -> None:
+        """Drop what has arrived and was not received: the world is closed."""
+        for channel in (self._p2p, self._collective):
+            channel.mailbox.clear()
 
     def _cancel_opening(self) -> None:
         for task in self._opening.values():

@@ -215,6 +215,15 @@ class LocalMember:
         """
         await asyncio.shield(self._over)
 
+    def has_message(self, src: int | None, tag: int) -> bool:
+        """Tell whether a complete message waits for a receive.
+
+        Args:
+            src: Rank of the sender; None: any.
+            tag: Tag of the message.
+        """
+        return not self._is_forked and self.backend.has_message(src, tag)
+
     def check(self) -> None:
         """Check that traffic may flow.
 
@@ -344,6 +353,7 @@ class LocalMember:
     def _free(self) -> None:
         """Close the data connections and detach from the links; safe to repeat."""
         self._end_data()
+        self.backend.drop_messages()
         self._watchdog.detach(self.incarnation.nonce)
 
     # WorldPort: calls from the watchdog.

@@ -275,8 +275,9 @@ class World(CollectiveMethods):
     async def send(self, tensor: Tensor, *, dst: int, tag: int = 0) -> None:
         """Send one tensor, with its dtype and shape.
 
-        Returns when the caller may change the tensor again. A message of up to
-        ``WorldConfig.eager_bytes`` does not wait for the receiver; a larger one may.
+        Returns when the message has left this process, so that it arrives even if this
+        process then computes for long, or is killed. The caller may change the tensor
+        again. A small message usually does not wait for the receiver; a large one may.
 
         Args:
             tensor: Any dtype, shape and strides; on the host, or, in a c10d world for
@@ -304,7 +305,8 @@ class World(CollectiveMethods):
     ) -> Tensor:
         """Receive one tensor.
 
-        Receives from one source are served in the order in which they were called.
+        Receives from one source are served in the order in which they were called. A
+        broken world still gives the messages that had arrived.
 
         Args:
             out: Tensor to fill, of the sent dtype and number of elements; any shape and
@@ -327,7 +329,7 @@ class World(CollectiveMethods):
             is undefined. A receive by a c10d backend itself cannot be withdrawn, so the
             world breaks.
         """
-        with self._operation(src, tag):
+        with self._receiving(src, tag):
             return (await self._life.backend.recv(out, src, tag)).tensor
 
     async def recv_any(
@@ -351,7 +353,7 @@ class World(CollectiveMethods):
         """
         if self.size == 1:
             raise ConfigError("recv_any", self.size, "a world with other members")
-        with self._operation(None, tag):
+        with self._receiving(None, tag):
             received = await self._life.backend.recv(out, None, tag)
             return received.source, received.tensor
 
@@ -396,7 +398,7 @@ class World(CollectiveMethods):
 
         Cancellation: As for ``recv``.
         """
-        with self._operation(src, tag):
+        with self._receiving(src, tag):
             return await self._life.backend.recv_bundle(src, tag)
 
     async def send_object(self, obj: Any, *, dst: int, tag: int = 0) -> None:
@@ -431,7 +433,7 @@ class World(CollectiveMethods):
 
         Cancellation: As for ``recv``.
         """
-        with self._operation(src, tag):
+        with self._receiving(src, tag):
             return await self._life.backend.recv_object(src, tag)
 
     async def _call(self, call: Call) -> None:
@@ -563,6 +565,12 @@ class World(CollectiveMethods):
         if not is_int(tag) or not 0 <= tag <= MAX_TAG:
             raise ConfigError("tag", tag, "an int from 0 to 2**63-1")
         return self._pending
+
+    def _receiving(self, src: int | None, tag: int) -> _Pending:
+        """Check a receive; a broken world still gives what has arrived."""
+        if self._life.is_broken and self._life.has_message(src, tag):
+            return self._pending
+        return self._operation(src, tag)
 
     def _check_rank(self, rank: int, *, self_too: bool) -> None:
         if not is_int(rank) or not 0 <= rank < self.size:

@@ -70,6 +70,9 @@ class Lane:
     def finish_close(self, linger_s: float) -> bool:
         return False
 
+    def take_in(self) -> None:
+        self.calls.append("take_in")
+
     def abort(self, make_error: ErrorMaker) -> None:
         self.calls.append(f"abort {make_error()}")
 
@@ -228,10 +231,12 @@ async def test_member_without_a_lane_has_sent_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "call"), [("end", "fail gone"), ("abort", "abort gone")]
+    ("method", "calls"), [("end", ["fail gone"]), ("abort", ["take_in", "abort gone"])]
 )
-async def test_end_fails_every_receive_now_and_later(method: str, call: str) -> None:
-    """``abort`` closes the lanes, too."""
+async def test_end_fails_every_receive_now_and_later(
+    method: str, calls: list[str]
+) -> None:
+    """``abort`` closes the lanes, too, after what has arrived was read."""
     bench = Bench()
     waiting = [asyncio.create_task(bench.recv(source)) for source in (1, 2, None)]
     await turns(3)
@@ -239,7 +244,7 @@ async def test_end_fails_every_receive_now_and_later(method: str, call: str) -> 
     waiting.append(asyncio.create_task(bench.recv(1)))
     found = await asyncio.gather(*waiting, return_exceptions=True)
     assert [type(error) for error in found] == [ConnectionError] * 4
-    assert [lane.calls for lane in bench.lanes.values()] == [[call]] * 2
+    assert [lane.calls for lane in bench.lanes.values()] == [calls] * 2
 
 
 async def test_descriptors_are_those_of_open_lanes() -> None:

@@ -310,6 +310,14 @@ class C10dBackend:
         self._direct.abort()
         self._free()
 
+    def has_message(self, src: int | None, tag: int) -> bool:
+        """Tell whether a complete message of the direct data path waits."""
+        return self._direct.has_message(src, tag)
+
+    def drop_messages(self) -> None:
+        """Drop what has arrived over the direct data path."""
+        self._direct.drop_messages()
+
     def begin_close(self) -> None:
         """Send a fin to every member over the direct data path; never waits."""
         self._direct.begin_close()

@@ -19,7 +19,7 @@ from multiworld.backends.direct.inbound import Inbound
 from multiworld.backends.direct.lane_memory import LaneMemory
 from multiworld.backends.direct.lane_socket import LaneSocket
 from multiworld.backends.direct.outbound import SHARED_BYTES, Outbound, Outgoing
-from multiworld.backends.mailbox import MESSAGE_BYTES, Description, Mailbox
+from multiworld.backends.mailbox import Description, Mailbox
 from multiworld.backends.offload import in_thread
 from multiworld.config import WorldConfig
 from multiworld.net.streams import Stream
@@ -41,9 +41,8 @@ HOLD_TURNS = 4
 """Turns of the loop for which a message without a posted receive stays in the read
 buffer."""
 
-OUTBOX_BYTES = 4 * 1024 * 1024
-"""Most bytes of eager messages copied while the socket is full; beyond that, even a
-small send waits."""
+TAKE_IN_BYTES = 16 * 1024 * 1024
+"""Most bytes to read from the kernel when a world breaks."""
 
 ErrorMaker = Callable[[], Exception]
 
@@ -125,7 +124,9 @@ class Lane:
     async def send(
         self, description: Description, memory: memoryview, owner: object
     ) -> None:
-        """Send a message; return when ``memory`` may be used again.
+        """Send a message; return when the kernel or the ring has all of it.
+
+        So it arrives even if this process then computes for long, or is killed.
 
         Args:
             description: Tag, dtype, shape and size of the message.
@@ -198,11 +199,6 @@ class Lane:
     def _outgoing(
         self, description: Description, memory: memoryview, owner: object
     ) -> Outgoing:
-        size = description.size
-        is_eager = size <= self._config.eager_bytes
-        queued = self._outbound.queued_bytes
-        if is_eager and queued + size + MESSAGE_BYTES <= OUTBOX_BYTES:
-            return Outgoing(description, memoryview(bytes(memory)), None, None)
         return Outgoing(description, memory, owner, self._loop.create_future())
 
     def _flush(self) -> None:
@@ -295,6 +291,36 @@ class Lane:
                 return
             moved += count
         self._socket.poll_again()
+
+    def take_in(self) -> None:
+        """Read what the kernel holds, which its sender takes for sent.
+
+        For the last moment before ``abort``; at most ``TAKE_IN_BYTES``.
+        """
+        moved = 0
+        try:
+            self._let_go()
+            while (
+                moved < TAKE_IN_BYTES
+                and self._socket.is_open
+                and not (self._is_leaving or self._inbound.is_stalled)
+                and not self._inbound.is_finished
+            ):
+                count = self._memory.receive(self._inbound.buffers())
+                if count == 0:
+                    return
+                moved += count
+                self._inbound.advance(count)
+                self._let_go()
+        except (BlockingIOError, InterruptedError):
+            self._inbound.give_back()
+        except (OSError, HeaderError):
+            return  # it ends here, or is corrupt: nothing more can be read
+
+    def _let_go(self) -> None:
+        """Put held messages into the mailbox, as far as it has room."""
+        while self._inbound.is_held and not self._is_leaving:
+            self._inbound.retry()
 
     def _drain(self) -> None:
         """Read and drop: receives are over, so no tensor may be written to."""

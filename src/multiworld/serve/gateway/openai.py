@@ -45,7 +45,13 @@ Token = Annotated[int, msgspec.Meta(ge=0)]
 
 
 def add_openai(app: FastAPI, hot: HotRoutes, gateway: Gateway) -> None:
-    """Add the OpenAI-compatible routes to an application."""
+    """Add the OpenAI-compatible routes to an application.
+
+    Args:
+        app: The application.
+        hot: Gets the routes that most requests take.
+        gateway: The gateway.
+    """
 
     @app.get("/v1/models", tags=["openai"])
     async def models(request: Request) -> Response:

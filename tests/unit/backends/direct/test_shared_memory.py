@@ -23,6 +23,7 @@ from multiworld.backends.direct.shared_memory import SLOT_BYTES, Ring, Window
 from multiworld.backends.mailbox import Description, Mailbox
 from multiworld.backends.offload import OFFLOAD_BYTES
 from multiworld.testing import Arena, no_leaks
+from tests.unit.waiting import turns
 from tests.until import until
 
 
@@ -347,10 +348,10 @@ async def test_what_arrived_is_read_though_nothing_more_can_be_written() -> None
     lane = Lane(ours, 1, 7, mailbox, WorldConfig(), Owner())
     theirs.send(frame(wire.TENSOR, 0, 0, wire.LAST, 8) + bytes(8))
     theirs.close()
-    await lane.send(
-        Description(wire.TENSOR, 0, (8,), 8, 0, 0), memoryview(b"12345678"), None
-    )
-    assert not lane.is_dead
+    what = Description(wire.TENSOR, 0, (8,), 8, 0, 0)
+    sending = asyncio.ensure_future(lane.send(what, memoryview(b"12345678"), None))
+    await turns(2)
+    assert not (lane.is_dead or sending.done())
     channel = Channel({1}, 1 << 20)
     channel.mailbox, channel.lanes[1] = mailbox, lane
     channel.member_left(1, lambda: ConnectionError("left"))
@@ -359,6 +360,8 @@ async def test_what_arrived_is_read_though_nothing_more_can_be_written() -> None
             channel.post(1, 0, lambda *_: None, lambda _: None)
         )
     assert bytes(arrival.memory) == bytes(8)
+    with pytest.raises(ConnectionError, match="left"):
+        await sending
     lane.close_nowait()
 
 
