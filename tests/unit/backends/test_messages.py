@@ -253,8 +253,8 @@ async def test_outputs_that_share_memory_are_refused(worlds: list[World]) -> Non
     base = torch.zeros(6)
     with pytest.raises(TensorMismatchError, match="share memory"):
         await worlds[0].all_gather(torch.ones(3), [base[:3], base[2:5]])
+    outs = [torch.zeros(3), torch.zeros(1).expand(3)]
     with pytest.raises(TensorMismatchError, match="overlaps itself"):
-        outs = [torch.zeros(3), torch.zeros(1).expand(3)]
         await worlds[0].all_gather(torch.ones(3), outs)
     await asyncio.gather(
         worlds[0].all_gather(torch.ones(3), [base[:3], base[3:]]),

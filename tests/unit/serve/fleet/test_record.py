@@ -239,7 +239,6 @@ def test_what_has_the_name_of_a_part_of_the_folder_is_named(
         (tmp_path / name).mkdir()
     with pytest.raises(ServeError, match=f"cannot use .*{name}") as refused:
         StateFolder(tmp_path).make()
-        StateFolder(tmp_path).hold()
     assert "--state" in str(refused.value)
 
 

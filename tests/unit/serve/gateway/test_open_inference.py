@@ -204,17 +204,17 @@ def test_answer_that_json_cannot_carry_is_an_error(value: float) -> None:
 @pytest.mark.parametrize(
     ("part", "words"),
     [
-        ('{"inputs": [%s]}' % ",".join(["{}"] * 5000), "objects"),
-        ('{"inputs": INPUTS, "outputs": [%s]}' % ",".join(["[]"] * 9000), '"outputs"'),
-        ('{"inputs": [], "parameters": {"a": [%s]}}' % "[],".join([""] * 9000), "JSON"),
-        ('{"inputs": [], "parameters": {"a": "%s"}}' % ("x" * 20_000), '"parameters"'),
+        (f'{{"inputs": [{",".join(["{}"] * 5000)}]}}', "objects"),
+        (f'{{"inputs": INPUTS, "outputs": [{",".join(["[]"] * 9000)}]}}', '"outputs"'),
+        (f'{{"inputs": [], "parameters": {{"a": [{"[]," * 9000}]}}}}', "JSON"),
+        (f'{{"inputs": [], "parameters": {{"a": "{"x" * 20_000}"}}}}', '"parameters"'),
     ],
     ids=["objects", "outputs", "no JSON", "parameters"],
 )
 def test_parts_of_any_type_are_small(part: str, words: str) -> None:
     """Each would cost a thousand times its bytes."""
+    inputs = json.dumps(body()["inputs"])
     with pytest.raises(InvalidRequestError, match=words):
-        inputs = json.dumps(body()["inputs"])
         parse(part.replace("INPUTS", inputs).encode(), None, MODEL)
 
 

@@ -182,8 +182,8 @@ async def test_decompression_is_charged_and_takes_its_share_of_the_budget() -> N
     await read_body(request, limits, reservation, sent.append, added.append)
     assert (sum(sent), sum(added)) == (len(packed), 300_000 - len(packed))
     assert budget.used == 300_000
+    request = FakeClient(packed).request(headers)
     with pytest.raises(NoMemoryError):
-        request = FakeClient(packed).request(headers)
         await read_body(request, limits, Reservation(budget))
 
 
