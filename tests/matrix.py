@@ -41,6 +41,7 @@ STEPS: dict[str, tuple[str, ...]] = {
     "faults": (*PYTEST, "tests/faults"),
     "serve": (*PYTEST, "tests/serve"),
     "demo": ("-m", "multiworld.cli.main", "demo", "worlds"),
+    "demo-serve": ("-m", "multiworld.cli.main", "demo"),
 }
 """Arguments of Python for each step of a cell."""
 
@@ -283,7 +284,7 @@ def main() -> int:
     for result in results:
         print(f"{result.cell}: {'passed' if result.has_passed else 'FAILED'}")
         for name, outcome in result.steps.items():
-            print(f"    {name:<9}{outcome}")
+            print(f"    {name:<11}{outcome}")
     print(f"logs: {runner.logs}")
     return 0 if all(result.has_passed for result in results) else 1
 
