@@ -123,13 +123,26 @@ class Executor:
         """True if batches take so little time that ``run_here`` costs less."""
         return self._share is None and self._quickness.is_quick
 
-    def run_here(self, batch: Sequence[Work]) -> list[Outcome]:
-        """Compute a batch as ``run`` does, but in the calling thread.
+    def run_here(self, batch: Sequence[Work]) -> list[Tensors] | None:
+        """Compute a batch in the calling thread; return None if it fails.
+
+        Then ``run`` computes it again, and tells a bad request from a stage that works
+        in its own thread only (one that opened a database there, say).
 
         Args:
             batch: The pieces of work.
         """
-        return self._run([work.content for work in batch], [w.rows for w in batch])
+        try:
+            return self._compute(
+                [work.content for work in batch], [work.rows for work in batch]
+            )
+        except Exception:
+            return None
+
+    def needs_its_thread(self) -> None:
+        """Stop being quick: what failed here did not fail in the stage's thread."""
+        logger.info("stage %s computes in its own thread only", self._name)
+        self._quickness.forbid()
 
     def _run(self, requests: list[Tensors], rows: list[int]) -> list[Outcome]:
         try:

@@ -25,11 +25,17 @@ class Quickness:
     def __init__(self) -> None:
         self._mean_s = 0.0
         self._measured = 0
+        self._is_forbidden = False
+
+    def forbid(self) -> None:
+        """Be never quick again."""
+        self._is_forbidden = True
 
     @property
     def is_quick(self) -> bool:
         """True if enough batches were measured and they took little time."""
-        return self._measured >= WARM and self._mean_s <= QUICK_S
+        is_little = self._measured >= WARM and self._mean_s <= QUICK_S
+        return is_little and not self._is_forbidden
 
     def add(self, took_s: float) -> None:
         """Add the computing time of a batch, in seconds."""

@@ -17,9 +17,8 @@ import sys
 import time
 from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from multiworld.errors import InvalidRequestError, ServeError
 from multiworld.serve.transport import protocol
@@ -42,7 +41,7 @@ from multiworld.serve.transport.protocol import (
 )
 from multiworld.serve.transport.routing_table import RoutingTable
 from multiworld.serve.worker.batch_queue import BatchQueue, Work
-from multiworld.serve.worker.executor import Executor
+from multiworld.serve.worker.executor import Executor, Outcome
 from multiworld.serve.worker.forwarder import FinishedWork, Forwarder
 from multiworld.serve.worker.hang_guard import HangGuard
 from multiworld.serve.worker.intake import works_of
@@ -303,12 +302,16 @@ class Worker:
             is_quick = self._runner.is_quick and not batch[0].is_isolated
             self._start(batch)
             try:
+                outcomes: Sequence[Outcome] | None = None
                 if is_quick:
                     self._guard.start()
                     outcomes = self._runner.run_here(batch)
-                else:
+                if outcomes is None:
                     await self._announce(batch)
                     outcomes = await self._runner.run(batch)
+                    if is_quick and not any(isinstance(o, Exception) for o in outcomes):
+                        self._runner.needs_its_thread()
+                    is_quick = False
             finally:
                 self._running = []
             took_s = self._clock() - self._running_since
@@ -407,7 +410,7 @@ class Worker:
                 found.setdefault(source, []).append(work.key)
         return found
 
-    def _end(self, batch: list[Work], outcomes: list[Any]) -> None:
+    def _end(self, batch: list[Work], outcomes: Sequence[Outcome]) -> None:
         now = self._clock()
         finished: list[FinishedWork] = []
         for work, outcome in zip(batch, outcomes, strict=True):

@@ -93,10 +93,33 @@ async def test_request_that_fails_at_a_quick_stage_fails_alone() -> None:
         await send(g, [item(1), item(2)], 13.0, 4.0)
         await until(lambda: b.worker.report().queued == 2)
         b.start()
+        assert await begun(g) == ((1, 1), (2, 1))
         failed = await g.receive(NOTES)
         assert isinstance(failed, protocol.Failed)
         assert failed.attempt == (1, 1)
         assert await answers(g) == {2: 8.0}
+        assert b.executor.is_quick
+
+
+async def test_stage_that_works_in_its_own_thread_only_is_left_there() -> None:
+    """It opened a database, or starts a loop of its own; nobody notices but the log."""
+    async with bench() as b:
+        g = await b.connect("g")
+        real = b.model._compute
+
+        def compute(tensors: Any) -> Any:
+            if threading.current_thread() is threading.main_thread():
+                raise RuntimeError("not in this thread")
+            return real(tensors)
+
+        b.executor._function = compute
+        quicken(b)
+        await send(g, [item(1)], 3.0)
+        assert await begun(g) == ((1, 1),)
+        assert await answers(g) == {1: 6.0}
+        assert not b.executor.is_quick
+        quicken(b)
+        assert not b.executor.is_quick
 
 
 async def test_credit_of_quick_work_is_returned_together_after_its_outputs(
