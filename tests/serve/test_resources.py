@@ -59,7 +59,7 @@ async def test_replica_that_outgrows_its_memory_is_ended_and_named(
     assert answer.status_code == 500, answer.text
     assert "2 replicas died" in answer.text
     ended = {e.name for e in service.events("outgrown")}
-    # Twice in company, as the stage is quick at first, perhaps hedged; then twice alone.
+    # Twice in company, as the stage is quick at first, perhaps hedged; twice alone.
     assert 2 <= len(ended) <= 7
     assert all(name.startswith("m/1/") for name in ended)
     text = service.events("outgrown")[0].text
