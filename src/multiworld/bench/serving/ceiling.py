@@ -33,7 +33,8 @@ def fork_stages(count: int) -> tuple[socket.socket, socket.socket]:
         outgoing, following = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if os.fork() == 0:
             for sock in (*ends, following):
-                sock.close()
+                if sock is not incoming:
+                    sock.close()
             asyncio.run(_pass_on(incoming, outgoing))
             os._exit(0)
         incoming.close()
