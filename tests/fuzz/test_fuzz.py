@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from multiworld.backends.direct import header
 from multiworld.errors import ServeError
@@ -20,6 +21,16 @@ from multiworld.rendezvous.store_service import StoreService
 from multiworld.serve.gateway.open_inference import parse
 from multiworld.serve.gateway.openai import _embedding_request
 from multiworld.serve.spec.loader import parse_spec
+from multiworld.serve.transport import frames as edge_frames
+from multiworld.serve.transport.frames import Entry
+from multiworld.serve.transport.protocol import (
+    AnswerItem,
+    Answers,
+    Cancel,
+    MessageError,
+    Work,
+    WorkItem,
+)
 from tests.fuzz.fuzzing import mutated, repeat
 from tests.serve.harness import body
 from tests.unit.rendezvous.sessions import claim_of, survivor_of
@@ -122,6 +133,29 @@ def test_wire_headers() -> None:
         if found is not None:
             size = header.SIZE + 8 * found[0].ndim
             assert samples[content[:size]] == found
+
+    repeat(check, mutated(*samples))
+
+
+def test_frames_of_edges() -> None:
+    """A frame is read as a whole, or is refused as a whole."""
+    item = WorkItem(("gateway/1", 4, 1), 2.5)
+    content = {"x": torch.arange(3), "y": torch.ones(2, 2)}
+    work: Entry = (Work((item, item)), [content, {}])
+    answers: Entry = (Answers((AnswerItem((1, 1)),)), [content])
+    cancel: Entry = (Cancel(("g", 1, 1)), [])
+    samples = [
+        bytes(edge_frames.lay_out(entries).pack().tolist())
+        for entries in ([work], [answers, cancel], [cancel] * 3, [])
+    ]
+
+    def check(content: bytes) -> None:
+        packed = torch.frombuffer(bytearray(content or b"0"), dtype=torch.uint8)
+        with contextlib.suppress(MessageError):
+            for _, contents in edge_frames.unpack(packed):
+                for tensors in contents:
+                    for tensor in tensors.values():
+                        tensor.clone()
 
     repeat(check, mutated(*samples))
 

@@ -22,6 +22,9 @@ from multiworld.rendezvous.store_address import StoreAddress
 ErrorMaker = Callable[[], Exception]
 Meta = Mapping[str, Any]
 
+Handler = Callable[[Tensor], None]
+"""Takes the tensors of one source and tag as they arrive; never raises."""
+
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
@@ -212,6 +215,18 @@ class Backend(Protocol):
         """Receive JSON data; from any member if ``src`` is None.
 
         Cancellation: Loses no message, or breaks the world.
+        """
+
+    def handle(self, src: int, tag: int, handler: Handler) -> None:
+        """Pass each tensor from ``src`` with this tag to ``handler`` as it arrives.
+
+        Args:
+            src: Rank of the sender.
+            tag: Tag of the tensors.
+            handler: Takes each tensor.
+
+        Raises:
+            UnsupportedOperationError: The backend cannot.
         """
 
     @property

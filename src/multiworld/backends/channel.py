@@ -11,16 +11,16 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from multiworld.backends.base import ErrorMaker
-from multiworld.backends.mailbox import (
+from multiworld.backends.arrivals import (
     Arrival,
     Check,
     Description,
-    Mailbox,
     Merge,
     Place,
     Receive,
 )
+from multiworld.backends.base import ErrorMaker
+from multiworld.backends.mailbox import Mailbox
 from multiworld.backends.offload import OFFLOAD_BYTES
 
 SPIN_S = 50e-6

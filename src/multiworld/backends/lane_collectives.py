@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from multiworld.backends.arrivals import Description, Receive
 from multiworld.backends.base import WorldView
 from multiworld.backends.channel import Channel
 from multiworld.backends.collective import Call, Operation
@@ -35,7 +36,6 @@ from multiworld.backends.dtypes import (
     require_host,
 )
 from multiworld.backends.eager import begin
-from multiworld.backends.mailbox import Description, Receive
 from multiworld.backends.offload import offload, size_of
 from multiworld.backends.reduction import (
     OP_CODES,

@@ -13,182 +13,22 @@ messages, and have not returned them, pass theirs on in the same way.
 from __future__ import annotations
 
 import itertools
-from asyncio import Future
 from collections import defaultdict, deque
 from collections.abc import Callable
-from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from multiworld.backends.dtypes import DTYPES, memory_of
-from multiworld.backends.tensor_pool import RECYCLED_BYTES, recycler
-
-
-class Description(NamedTuple):
-    """Description of a message, from its first header.
-
-    Attributes:
-        kind: TENSOR, BUNDLE, OBJECT or COLLECTIVE of ``direct.header``.
-        dtype: Wire code of the elements; see ``dtypes``.
-        shape: Dimensions of the tensor.
-        size: Bytes of the whole message.
-        tag: Tag, or number of the collective.
-        label: Bytes of a bundle's manifest, or a collective's operation code.
-    """
-
-    kind: int
-    dtype: int
-    shape: tuple[int, ...]
-    size: int
-    tag: int
-    label: int
-
-
-Check = Callable[[int, Description], Exception | None]
-"""Function of source and message; returns the error of a receive that refuses it."""
-
-Place = Callable[[Description], Tensor | None]
-"""Function that returns the tensor to receive into, or None for new memory."""
-
-Merge = Callable[[int, memoryview], None]
-"""Function that merges a part of a payload, from this byte on, into a tensor."""
+from multiworld.backends.arrivals import (
+    MESSAGE_BYTES,
+    Arrival,
+    Description,
+    Receive,
+)
+from multiworld.backends.base import Handler
+from multiworld.backends.direct.header import TENSOR
 
 SourceErrorMaker = Callable[[int], Exception]
 """Function of a source that returns the error for receives from it."""
-
-
-class Arrival:
-    """A message that has begun to arrive, and its memory.
-
-    Args:
-        number: Position among all messages and receives of the mailbox.
-        source: Rank of the sender.
-        description: Description of the message.
-        place: The caller's tensor to receive into; None allocates one.
-    """
-
-    __slots__ = (
-        "description",
-        "is_borrowed",
-        "is_complete",
-        "is_merged",
-        "memory",
-        "merge",
-        "number",
-        "on_taken",
-        "receive",
-        "received",
-        "source",
-        "tensor",
-    )
-
-    def __init__(
-        self, number: int, source: int, description: Description, place: Tensor | None
-    ) -> None:
-        self.number, self.source, self.description = number, source, description
-        self.is_borrowed = place is not None
-        self.tensor = allocate(description) if place is None else place
-        self.memory = memory_of(self.tensor)
-        self.received = 0
-        self.is_complete = False
-        self.merge: Merge | None = None
-        self.is_merged = False
-        self.receive: Receive | None = None
-        self.on_taken: Callable[[], object] | None = None
-
-    def own(self) -> None:
-        """Move the bytes that have arrived from the caller's tensor to a new one."""
-        if not self.is_borrowed:
-            return
-        tensor = allocate(self.description)
-        source = self.tensor.view(-1).view(torch.uint8)[: self.received]
-        # With torch: a memoryview would hold the GIL during the copy.
-        tensor.view(-1).view(torch.uint8)[: self.received].copy_(source)
-        self.tensor, self.memory = tensor, memory_of(tensor)
-        self.is_borrowed = False
-
-
-def allocate(description: Description) -> Tensor:
-    """Return an uninitialised tensor for a message.
-
-    It has the message's dtype and shape if they match its size, as a tensor's do.
-    Otherwise it is flat, of uint8.
-    """
-    dtype, shape = DTYPES[description.dtype], description.shape
-    count = _product(shape)
-    if description.size != count * dtype.itemsize:
-        dtype, shape, count = torch.uint8, (description.size,), description.size
-    if description.size < RECYCLED_BYTES:
-        return torch.empty(shape, dtype=dtype)
-    return recycler.empty(count, dtype).view(shape)
-
-
-MESSAGE_BYTES = 512
-"""Approximate bytes that a message costs beside its payload."""
-
-
-def _weight(description: Description) -> int:
-    return description.size + MESSAGE_BYTES
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    total = 1
-    for extent in shape:
-        total *= extent
-    return total
-
-
-class Receive:
-    """A posted receive.
-
-    Args:
-        source: Rank to receive from; None takes the first message of any rank.
-        tag: Tag to match.
-        check: Returns the error for a message that this receive refuses, or None.
-        place: Returns the tensor to receive into, or None for new memory.
-        future: Completed when the message has arrived.
-        merge: Called with each part of a payload in shared memory, which is then not
-            copied (``Arrival.is_merged``). Such a receive cannot be cancelled once its
-            message has begun.
-    """
-
-    __slots__ = (
-        "arrival",
-        "check",
-        "error",
-        "future",
-        "merge",
-        "number",
-        "place",
-        "settled",
-        "source",
-        "tag",
-    )
-
-    def __init__(
-        self,
-        source: int | None,
-        tag: int,
-        check: Check,
-        place: Place,
-        future: Future[Arrival],
-        merge: Merge | None = None,
-    ) -> None:
-        self.source, self.tag = source, tag
-        self.check, self.place, self.future = check, place, future
-        self.merge = merge
-        self.number = 0
-        self.arrival: Arrival | None = None
-        self.error: Exception | None = None
-        self.settled: Future[None] | None = None
-
-    def fail(self, error: Exception) -> None:
-        """End the wait with ``error``, and mark the error as retrieved."""
-        self.error = error
-        if not self.future.done():
-            self.future.set_exception(error)
-            self.future.exception()
 
 
 class Mailbox:
@@ -212,6 +52,7 @@ class Mailbox:
         self._held = dict.fromkeys(sources, 0)
         self._ended: dict[int, SourceErrorMaker] = {}
         self._stalled: dict[int, Callable[[], None]] = {}
+        self._handlers: dict[tuple[int, int], Handler] = {}
         self._numbers = itertools.count(1)
         self._broken: Callable[[], Exception] | None = None
 
@@ -232,6 +73,34 @@ class Mailbox:
             self._posted[receive.tag].append(receive)
         if self._stalled:
             self._make_room()
+
+    def handle(self, source: int, tag: int, handler: Handler) -> None:
+        """Pass the tensors of a source and tag to ``handler`` from now on.
+
+        Those that are held come first. Other kinds of messages wait for receives.
+
+        Args:
+            source: Rank of the sender.
+            tag: Tag of the tensors.
+            handler: Called with each tensor; the budget does not count them.
+        """
+        key = source, tag
+        self._handlers[key] = handler
+        held = self._queues.get(key, ())
+        for arrival in [a for a in held if a.description.kind == TENSOR]:
+            self._unhold(arrival)
+            arrival.handler = handler
+            if arrival.on_taken is not None:
+                arrival.on_taken()
+            if arrival.is_complete:
+                handler(arrival.tensor)
+        if self._stalled:
+            self._make_room()
+
+    def _handler_of(self, source: int, description: Description) -> Handler | None:
+        if not self._handlers or description.kind != TENSOR:
+            return None
+        return self._handlers.get((source, description.tag))
 
     def cancel(self, receive: Receive) -> None:
         """Withdraw ``receive``; its message, if any, returns to its queue."""
@@ -410,11 +279,14 @@ class Mailbox:
         return (
             tag not in self._posted
             and (source, tag) not in self._queues
+            and (source, tag) not in self._handlers
             and self._broken is None
         )
 
     def is_wanted(self, source: int, tag: int) -> bool:
-        """Tell whether a receive is posted for a message of this source and tag."""
+        """Tell whether a receive or a handler waits for this source and tag."""
+        if (source, tag) in self._handlers:
+            return True
         waiting = self._posted.get(tag)
         if not waiting:
             return False
@@ -434,6 +306,11 @@ class Mailbox:
             MemoryError, RuntimeError: There is no memory for the message. A matching
                 receive stays posted.
         """
+        handler = self._handler_of(source, description)
+        if handler is not None:
+            arrival = Arrival(next(self._numbers), source, description, None)
+            arrival.handler = handler
+            return arrival
         waiting = self._posted.get(description.tag)
         for receive in list(waiting) if waiting else ():
             if receive.source not in (source, None):
@@ -460,6 +337,9 @@ class Mailbox:
     def finish(self, arrival: Arrival) -> None:
         """Complete a message whose last byte has arrived; wake its receive."""
         arrival.is_complete = True
+        if arrival.handler is not None:
+            arrival.handler(arrival.tensor)
+            return
         receive = arrival.receive
         if receive is not None:
             self._taken.discard(receive)
@@ -504,12 +384,16 @@ class Mailbox:
             tensor: Content; it belongs to the mailbox from now on.
 
         Returns:
-            The message, held or given to a receive.
+            The message, held or given to a receive or a handler.
         """
         arrival = Arrival(next(self._numbers), source, description, tensor)
         arrival.is_borrowed = False
         arrival.received = description.size
         arrival.is_complete = True
+        arrival.handler = self._handler_of(source, description)
+        if arrival.handler is not None:
+            arrival.handler(tensor)
+            return arrival
         self._hold(arrival)
         self._rematch(arrival)
         return arrival
@@ -595,3 +479,7 @@ class Mailbox:
     def waiting_count(self) -> int:
         """Number of receives that wait for a message or for its end."""
         return sum(map(len, self._posted.values())) + len(self._taken)
+
+
+def _weight(description: Description) -> int:
+    return description.size + MESSAGE_BYTES

@@ -14,12 +14,12 @@ from collections.abc import Callable
 
 import torch
 
+from multiworld.backends.arrivals import Arrival, Description
 from multiworld.backends.base import ErrorMaker
 from multiworld.backends.channel import Channel
 from multiworld.backends.channel import Lane as AnyLane
 from multiworld.backends.direct.header import TENSOR
 from multiworld.backends.dtypes import DTYPES, memory_of
-from multiworld.backends.mailbox import Arrival, Description
 from multiworld.backends.messages import COLLECTIVE, P2P, MessageBackend
 from multiworld.backends.offload import in_thread
 
@@ -82,7 +82,8 @@ class MemoryLane:
             copy = copy.view(DTYPES[description.dtype]).view(description.shape)
         mailbox = other.channel(self._name).mailbox
         arrival = mailbox.deliver(self._owner.rank, description, copy)
-        if description.size > self._owner.eager_bytes and arrival.receive is None:
+        is_taken = arrival.receive is not None or arrival.handler is not None
+        if description.size > self._owner.eager_bytes and not is_taken:
             await self._wait_taken(other, arrival)
         self._messages += 1
         if self._messages >= TURN_MESSAGES:
@@ -94,7 +95,7 @@ class MemoryLane:
         try:
             await self._wait(taken)
         except asyncio.CancelledError:
-            if arrival.receive is None:
+            if arrival.receive is None and arrival.handler is None:
                 other.channel(self._name).mailbox.revoke(arrival)
             raise
 

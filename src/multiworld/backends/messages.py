@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from multiworld.backends.base import Bundle, Meta, Received, WorldView
+from multiworld.backends.arrivals import Description, allocate
+from multiworld.backends.base import Bundle, Handler, Meta, Received, WorldView
 from multiworld.backends.bundles import (
     decode_object,
     encode_object,
@@ -30,7 +31,6 @@ from multiworld.backends.dtypes import (
     require_receivable,
 )
 from multiworld.backends.lane_collectives import LaneCollectives
-from multiworld.backends.mailbox import Description, allocate
 from multiworld.backends.offload import offload, size_of
 from multiworld.errors import (
     TensorMismatchError,
@@ -241,6 +241,16 @@ class MessageBackend:
         receive = self._p2p.post(src, tag, _check_object, _nowhere)
         arrival = await self._p2p.wait(receive)
         return decode_object(bytes(arrival.memory))
+
+    def handle(self, src: int, tag: int, handler: Handler) -> None:
+        """Pass each tensor from ``src`` with this tag to ``handler`` as it arrives.
+
+        Args:
+            src: Rank of the sender.
+            tag: Tag of the tensors.
+            handler: Takes each tensor.
+        """
+        self._p2p.mailbox.handle(src, tag, handler)
 
     # Lanes for collectives.
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from multiworld.backends.base import Bundle
+from multiworld.backends.base import Bundle, Handler
 from multiworld.backends.collective import Call
 from multiworld.backends.collectives import CollectiveMethods
 from multiworld.config import is_int
@@ -435,6 +435,25 @@ class World(CollectiveMethods):
         """
         with self._receiving(src, tag):
             return await self._life.backend.recv_object(src, tag)
+
+    def handle(self, handler: Handler, *, src: int, tag: int = 0) -> None:
+        """Pass each tensor from a member to a function as it arrives.
+
+        It costs less than a receive for each, because no task has to wake up. The
+        function is called on the event loop, in the order of sending, until the world
+        ends; tensors that have arrived already come first. It must be short and must
+        not raise. Bundles and objects of this tag still wait for receives.
+
+        Args:
+            handler: Function of the tensor, which is new memory.
+            src: The sender's rank in this world.
+            tag: Tag of the tensors.
+
+        Raises:
+            UnsupportedOperationError: The backend is not ``direct`` or ``memory``.
+        """
+        with self._operation(src, tag):
+            self._life.backend.handle(src, tag, handler)
 
     async def _call(self, call: Call) -> None:
         root = call.root if call.collective.has_root else None

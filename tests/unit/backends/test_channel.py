@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from multiworld.backends import channel as channel_module
+from multiworld.backends.arrivals import Arrival, Description, Receive
 from multiworld.backends.base import ErrorMaker
 from multiworld.backends.channel import TURN_MESSAGES, Channel
 from multiworld.backends.dtypes import UINT8
-from multiworld.backends.mailbox import Arrival, Description, Receive
 from tests.unit.waiting import turns
 
 

@@ -10,14 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multiworld import MemberLeftError, TensorMismatchError
+from multiworld.backends.arrivals import MESSAGE_BYTES, Arrival, Description, Receive
 from multiworld.backends.dtypes import UINT8
-from multiworld.backends.mailbox import (
-    MESSAGE_BYTES,
-    Arrival,
-    Description,
-    Mailbox,
-    Receive,
-)
+from multiworld.backends.mailbox import Mailbox
 
 
 def describe(size: int = 4, tag: int = 0) -> Description:
@@ -214,6 +209,45 @@ async def test_abort_fails_everything_now_and_later() -> None:
     for receive in (waiting, served, bench.post()):
         assert isinstance(receive.future.exception(), RuntimeError)
     assert bench.mailbox.waiting_count == 0
+
+
+async def test_handler_gets_held_tensors_and_then_those_that_arrive() -> None:
+    """Those of its source and tag, in order; the budget counts none of them."""
+    bench = Bench(budget=2 * (4 + MESSAGE_BYTES))
+    got: list[int] = []
+    room: list[bool] = []
+    bench.send(1, 1)
+    unfinished = bench.mailbox.begin(1, describe())
+    assert unfinished is not None
+    assert bench.mailbox.begin(1, describe()) is None
+    bench.mailbox.stall(1, lambda: room.append(True))
+    bench.mailbox.handle(1, 0, lambda tensor: got.append(int(tensor[0])))
+    assert (got, room, bench.mailbox.held_bytes) == ([1], [True], 0)
+    fill(unfinished, 2)
+    bench.mailbox.finish(unfinished)
+    for number in range(3, 7):
+        bench.send(1, number)
+    bench.send(2, 50)
+    bench.send(1, 60, tag=1)
+    assert got == [1, 2, 3, 4, 5, 6]
+    assert value(bench.post(2)) == 50
+    assert value(bench.post(1, tag=1)) == 60
+
+
+async def test_handler_leaves_messages_of_other_kinds_to_receives() -> None:
+    """A held one stays in its place, and what came behind it too."""
+    bench = Bench()
+    got: list[int] = []
+    bundle = Description(1, UINT8, (4,), 4, 0, 0)
+    for description in (bundle, describe()):
+        arrival = bench.mailbox.begin(1, description)
+        assert arrival is not None
+        fill(arrival, 7)
+        bench.mailbox.finish(arrival)
+    bench.mailbox.handle(1, 0, lambda tensor: got.append(int(tensor[0])))
+    bench.send(1, 8)
+    assert got == [7, 8]
+    assert value(bench.post()) == 7
 
 
 steps = st.lists(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from multiworld.backends.mailbox import Description, allocate
+from multiworld.backends.arrivals import Description, allocate
 from multiworld.backends.tensor_pool import STEP_BYTES, TensorPool
 
 MIB = 1024 * 1024

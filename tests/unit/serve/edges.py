@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import TypeVar
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+from torch import Tensor
 
 from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.transport.edges import Outbox
-from multiworld.serve.transport.messages import (
-    HEADER,
-    pack,
-    receive,
-    receive_bundle,
-    unpack,
-)
-from multiworld.serve.transport.protocol import Codec
+from multiworld.serve.transport.frames import Entry, lay_out, unpack
+from multiworld.serve.transport.messages import receive
+from multiworld.serve.transport.protocol import FRAMES, Codec, EdgeMessage
 from multiworld.serve.transport.routing_table import Edge
 from multiworld.serve.worker.executor import Executor
 from multiworld.testing import Arena
@@ -74,6 +72,42 @@ class QuietOutbox(Outbox):
         """Return ``quiet_s``."""
         return self.quiet_s
 
+    def hold(self, sending: Awaitable[Any]) -> None:
+        """Send nothing more until something has ended."""
+        self._rest = sending
+        self._has_rest.set()
+
+
+class Controller:
+    """The other process of a control world, played by the test.
+
+    Args:
+        world: The world, seen by that process.
+        rank: Rank of the process under test.
+    """
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.world, self._rank = world, rank
+
+    async def send(self, codec: Codec[M], message: M) -> None:
+        """Send a message."""
+        text = codec.encode(message)
+        await self.world.send_object(text, dst=self._rank, tag=codec.tag)
+
+    async def receive(self, codec: Codec[M]) -> M:
+        """Receive a message."""
+        async with asyncio.timeout(HANG_S):
+            return await receive(self.world, codec, src=self._rank)
+
+    async def has_sent(self, codec: Codec[M]) -> bool:
+        """Return whether the process under test has sent a message of this kind."""
+        waiting = asyncio.ensure_future(self.receive(codec))
+        await settle()
+        is_there = waiting.done()
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        return is_there
+
 
 class Peer:
     """The other process of an edge, played by the test.
@@ -85,41 +119,45 @@ class Peer:
 
     def __init__(self, world: World, rank: int) -> None:
         self.world, self._rank = world, rank
+        self._arrived: deque[Entry] = deque()
+        world.handle(self._take, src=rank, tag=FRAMES)
 
-    async def send(self, codec: Codec[M], message: M) -> None:
-        """Send a small message."""
-        text = codec.encode(message)
-        await self.world.send_object(text, dst=self._rank, tag=codec.tag)
+    def _take(self, packed: Tensor) -> None:
+        self._arrived.extend(unpack(packed))
 
-    async def send_bundle(
-        self, codec: Codec[M], header: M, contents: list[Tensors]
+    async def send(self, *messages: EdgeMessage) -> None:
+        """Send messages without tensors, in one frame."""
+        await self._send([(message, ()) for message in messages])
+
+    async def send_with(
+        self, message: EdgeMessage, contents: Sequence[Tensors]
     ) -> None:
-        """Send a header and the tensors of its items."""
-        meta = {HEADER: codec.encode(header)}
-        tensors = pack(contents)
-        await self.world.send_bundle(tensors, dst=self._rank, meta=meta, tag=codec.tag)
+        """Send a message and the tensors of its items."""
+        await self._send([(message, contents)])
 
-    async def receive(self, codec: Codec[M]) -> M:
-        """Receive a small message."""
-        async with asyncio.timeout(HANG_S):
-            return await receive(self.world, codec, src=self._rank)
+    async def _send(self, entries: list[Entry]) -> None:
+        await self.world.send(lay_out(entries).pack(), dst=self._rank, tag=FRAMES)
 
-    async def receive_bundle(
-        self, codec: Codec[M], count: Callable[[M], int]
-    ) -> tuple[M, list[Tensors]]:
-        """Receive a header and the tensors of its items."""
-        async with asyncio.timeout(HANG_S):
-            header, bundle = await receive_bundle(self.world, codec, src=self._rank)
-        return header, unpack(bundle, count(header))
+    async def receive(self, kind: Any) -> Any:
+        """Return the next message of a type, or of a union of types."""
+        message, _ = await self.receive_with(kind)
+        return message
 
-    async def has_sent(self, codec: Codec[M]) -> bool:
+    async def receive_with(self, kind: Any) -> tuple[Any, Sequence[Tensors]]:
+        """Return the next message of this kind, and the tensors of its items."""
+        await until(lambda: self._find(kind) is not None)
+        entry = self._find(kind)
+        assert entry is not None
+        self._arrived.remove(entry)
+        return entry
+
+    async def has_sent(self, kind: Any) -> bool:
         """Return whether the process under test has sent a message of this kind."""
-        waiting = asyncio.ensure_future(self.receive(codec))
         await settle()
-        is_there = waiting.done()
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-        return is_there
+        return self._find(kind) is not None
+
+    def _find(self, kind: Any) -> Entry | None:
+        return next((e for e in self._arrived if isinstance(e[0], kind)), None)
 
 
 async def connect(arena: Arena, edge: Edge) -> tuple[QuietOutbox, Peer]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from multiworld.backends.base import Bundle, Meta, Received, WorldView
+from multiworld.backends.base import Bundle, Handler, Meta, Received, WorldView
 from multiworld.backends.c10d.collectives import GroupCollectives
 from multiworld.backends.c10d.flat import as_bytes, on_device
 from multiworld.backends.c10d.groups import Group, check_backend
@@ -274,6 +274,23 @@ class C10dBackend:
         Cancellation: no message is lost.
         """
         return await self._direct.recv_object(src, tag)
+
+    def handle(self, src: int, tag: int, handler: Handler) -> None:
+        """Pass each host tensor from ``src`` with this tag to ``handler``.
+
+        Args:
+            src: Rank of the sender.
+            tag: Tag of the tensors.
+            handler: Takes each tensor.
+
+        Raises:
+            UnsupportedOperationError: The native group carries host tensors.
+        """
+        if self._view.device.type == "cpu" and self._view.config.host_p2p != "direct":
+            raise UnsupportedOperationError(
+                f"{self._name} cannot pass tensors to a handler; use host_p2p='direct'"
+            )
+        self._direct.handle(src, tag, handler)
 
     # Members and closing.
 

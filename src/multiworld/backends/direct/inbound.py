@@ -16,11 +16,12 @@ import zlib
 from collections.abc import Callable
 from typing import Protocol
 
+from multiworld.backends.arrivals import Arrival, Description
 from multiworld.backends.direct import header as wire
 from multiworld.backends.direct.header import Header, HeaderError
 from multiworld.backends.direct.shared_memory import SLOT_BYTES, Window
 from multiworld.backends.dtypes import SIZES, UINT8
-from multiworld.backends.mailbox import Arrival, Description, Mailbox
+from multiworld.backends.mailbox import Mailbox
 
 STAGE_BYTES = 128 * 1024
 """Bytes of a staging buffer."""

@@ -14,10 +14,10 @@ from asyncio import Future
 from collections import deque
 from collections.abc import Callable
 
+from multiworld.backends.arrivals import MESSAGE_BYTES, Description
 from multiworld.backends.direct import header as wire
 from multiworld.backends.direct.header import FRAGMENT_BYTES, Header
 from multiworld.backends.direct.shared_memory import SLOT_BYTES, Ring
-from multiworld.backends.mailbox import MESSAGE_BYTES, Description
 
 SHARED_BYTES = 128 * 1024
 """Message size, in bytes, from which payloads use shared memory where there is any.

@@ -8,8 +8,8 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from multiworld.errors import ServeError, UnknownModelError
 from multiworld.serve.routing import actions, events
@@ -19,21 +19,9 @@ from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport import protocol
 from multiworld.serve.transport.collation import rows_of
-from multiworld.serve.transport.edges import SILENT_S, Body, Outbox
-from multiworld.serve.transport.messages import (
-    pack,
-    receive,
-    receive_bundle,
-    unpack,
-)
-from multiworld.serve.transport.protocol import (
-    ANSWERS,
-    CANCELS,
-    NOTES,
-    WORK,
-    GatewayReport,
-    WorkItem,
-)
+from multiworld.serve.transport.edges import SILENT_S, Outbox
+from multiworld.serve.transport.frames import Entry
+from multiworld.serve.transport.protocol import GatewayReport, WorkItem
 from multiworld.serve.transport.routing_table import Route, RoutingTable
 
 logger = logging.getLogger("multiworld.serve")
@@ -45,12 +33,14 @@ NO_MODEL = "no model {!r} is served here; there are: {}"
 """Error text, with the model's name and the list of those that are served."""
 
 
+@dataclass(slots=True, eq=False)
 class _Call:
-    """One request whose caller waits for answers."""
+    """One request whose caller waits for the answer."""
 
-    def __init__(self, tensors: Tensors, deadline_at: float, job: Any) -> None:
-        self.tensors, self.deadline_at, self.job = tensors, deadline_at, job
-        self.answers: asyncio.Queue[Tensors | ServeError | None] = asyncio.Queue()
+    tensors: Tensors
+    deadline_at: float
+    job: events.Submitted
+    answered: asyncio.Future[Tensors]
 
 
 class Dispatcher:
@@ -97,41 +87,7 @@ class Dispatcher:
         via: dict[int, str] | None = None,
         share: Share = DEFAULT_SHARE,
     ) -> Tensors:
-        """Return the last answer to one request.
-
-        Args:
-            model: Name of the model.
-            tensors: Inputs of stage 0, by name; rows in dimension 0.
-            deadline_s: Seconds until the deadline; None: the model's default.
-            session: Requests of one session go to the same replicas.
-            via: For a probe: replicas by stage that it must go through.
-            share: The tenant, its weight and its priority.
-
-        Raises:
-            ServeError: The request was refused or failed; ``multiworld.errors`` lists
-                the subclasses.
-
-        Cancellation: Safe. The request is withdrawn, and its attempts are cancelled.
-        """
-        answer: Tensors = {}
-        stream = self.stream(
-            model, tensors, deadline_s=deadline_s, session=session, via=via, share=share
-        )
-        async for part in stream:
-            answer = part
-        return answer
-
-    async def stream(
-        self,
-        model: str,
-        tensors: Tensors,
-        *,
-        deadline_s: float | None = None,
-        session: str | None = None,
-        via: dict[int, str] | None = None,
-        share: Share = DEFAULT_SHARE,
-    ) -> AsyncIterator[Tensors]:
-        """Yield the answers to one request as they arrive.
+        """Return the answer to one request.
 
         Args:
             model: Name of the model.
@@ -143,7 +99,8 @@ class Dispatcher:
 
         Raises:
             UnknownModelError: The table has no route for the model.
-            ServeError: The request was refused or failed.
+            ServeError: The request was refused or failed; ``multiworld.errors`` lists
+                the subclasses.
 
         Cancellation: Safe. The request is withdrawn, and its attempts are cancelled.
         """
@@ -164,32 +121,25 @@ class Dispatcher:
             share=share,
             rows=rows,
         )
-        call = self._calls[number] = _Call(tensors, deadline_at, job)
-        is_over = False
+        loop = asyncio.get_running_loop()
+        answered: asyncio.Future[Tensors] = loop.create_future()
+        self._calls[number] = _Call(tensors, deadline_at, job, answered)
         if via is None:
             self._attainment.arrived[model] += 1
             if route.on_demand and self.missing(model):
                 self.on_missing(model)
         try:
             self._handle(job)
-            while not is_over:
-                answer = await call.answers.get()
-                if isinstance(answer, ServeError):
-                    is_over = True
-                    raise answer
-                if answer is None:
-                    is_over = True
-                else:
-                    yield answer
+            answer = await answered
         except BaseException as error:
             self._count(job, now, route, error)
-            raise
-        else:
-            self._count(job, now, route, None)
-        finally:
-            self._calls.pop(number, None)
-            if not is_over:
+            if not isinstance(error, ServeError):
                 self._handle(events.Withdrawn(number))
+            raise
+        finally:
+            del self._calls[number]
+        self._count(job, now, route, None)
+        return answer
 
     def _count(
         self,
@@ -264,12 +214,33 @@ class Dispatcher:
 
     # Edges.
 
-    def edge_up(self, outbox: Outbox) -> list[Body]:
-        """Use a new incarnation of an edge; return the loops that read from it."""
+    def edge_up(self, outbox: Outbox) -> None:
+        """Use a new incarnation of an edge."""
         peer = outbox.edge.peer
         self._edges[peer] = outbox
         self._handle(events.Connected(peer))
-        return [lambda: self._read_notes(outbox), lambda: self._read_answers(outbox)]
+
+    def received(self, outbox: Outbox, frame: Sequence[Entry]) -> None:
+        """Handle the messages of a frame that has arrived."""
+        peer = outbox.edge.peer
+        for message, contents in frame:
+            match message:
+                case protocol.Answers(items):
+                    for item, tensors in zip(items, contents, strict=True):
+                        self._latest = tensors
+                        self._handle(events.Answered(item.attempt, item.is_last))
+                    self._latest = {}
+                case protocol.Begun(attempts, is_isolated):
+                    self._handle(events.Begun(peer, attempts, is_isolated))
+                case protocol.Dropped(attempts, stage):
+                    self._handle(events.Dropped(attempts, stage))
+                case protocol.Returned(attempts, stage):
+                    dropped = events.Dropped(attempts, stage, is_returned=True)
+                    self._handle(dropped)
+                case protocol.Stuck(attempts):
+                    self._handle(events.Stuck(attempts))
+                case protocol.Failed(attempt, error):
+                    self._handle(events.Failed(attempt, error.error()))
 
     def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
         """Stop using an incarnation of an edge.
@@ -283,31 +254,6 @@ class Dispatcher:
             del self._edges[peer]
             self._silent.discard(peer)
             self._handle(events.Lost(peer, is_polite))
-
-    async def _read_notes(self, outbox: Outbox) -> None:
-        peer = outbox.edge.peer
-        while True:
-            match await receive(outbox.world, NOTES, src=1):
-                case protocol.Begun(attempts, is_isolated):
-                    self._handle(events.Begun(peer, attempts, is_isolated))
-                case protocol.Dropped(attempts, stage):
-                    self._handle(events.Dropped(attempts, stage))
-                case protocol.Returned(attempts, stage):
-                    dropped = events.Dropped(attempts, stage, is_returned=True)
-                    self._handle(dropped)
-                case protocol.Stuck(attempts):
-                    self._handle(events.Stuck(attempts))
-                case protocol.Failed(attempt, error):
-                    self._handle(events.Failed(attempt, error.error()))
-
-    async def _read_answers(self, outbox: Outbox) -> None:
-        while True:
-            header, bundle = await receive_bundle(outbox.world, ANSWERS, src=1)
-            contents = unpack(bundle, len(header.items))
-            for item, tensors in zip(header.items, contents, strict=True):
-                self._latest = tensors
-                self._handle(events.Answered(item.attempt, item.is_last))
-            self._latest = {}
 
     async def look(self) -> None:
         """Check deadlines and silent replicas every ``POLL_S``, until cancelled.
@@ -349,12 +295,11 @@ class Dispatcher:
                 case actions.Cancel(replica, attempt):
                     if replica in self._edges:
                         cancel = protocol.Cancel((self.name, *attempt))
-                        self._edges[replica].send_nowait(CANCELS, cancel)
+                        self._edges[replica].put(cancel)
                 case actions.Deliver(number, is_last):
-                    self._deliver(number, self._latest)
                     if is_last:
                         self.counts["answered"] += 1
-                        self._deliver(number, None)
+                        self._deliver(number, self._latest)
                 case actions.Reject(number, error):
                     self.counts[type(error).__name__] += 1
                     self._deliver(number, error)
@@ -363,10 +308,13 @@ class Dispatcher:
                     logger.info("request %d at %s again: %s", number, replica, why)
         for replica, pieces in to_send.items():
             header = protocol.Work(tuple(item for item, _ in pieces))
-            tensors = pack([tensors for _, tensors in pieces])
-            self._edges[replica].bundle_nowait(WORK, header, tensors)
+            self._edges[replica].put(header, [tensors for _, tensors in pieces])
 
-    def _deliver(self, number: int, what: Tensors | ServeError | None) -> None:
+    def _deliver(self, number: int, what: Tensors | ServeError) -> None:
         call = self._calls.get(number)
-        if call is not None:
-            call.answers.put_nowait(what)
+        if call is None or call.answered.done():  # given up in this turn
+            return
+        if isinstance(what, ServeError):
+            call.answered.set_exception(what)
+        else:
+            call.answered.set_result(what)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 
@@ -28,8 +28,7 @@ MIN_COST = 1.0
 """Lowest cost of a piece of work: else work without rows would be free."""
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(NamedTuple):
     """Tenant of a piece of work, with its weight and priority.
 
     Attributes:

@@ -7,7 +7,12 @@ from collections.abc import Hashable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from multiworld.errors import InvalidRequestError, ModelFailedError
+from multiworld.backends.dtypes import code_of, require_host
+from multiworld.errors import (
+    InvalidRequestError,
+    ModelFailedError,
+    TensorMismatchError,
+)
 from multiworld.serve.spec.stage import Tensors
 
 
@@ -106,7 +111,8 @@ def split(
         stage: Name of the stage, used in error messages.
 
     Raises:
-        ModelFailedError: The outputs are not a dict of tensors with this many rows.
+        ModelFailedError: The outputs are not a dict of tensors with this many rows, or
+            cannot be sent: they are not on the host, sparse, nested or quantized.
     """
     _check(outputs, sum(rows), stage)
     shares: list[Tensors] = []
@@ -136,9 +142,18 @@ def _check(outputs: Tensors, rows: int, stage: str) -> None:
         elif tensor.dim() == 0 or tensor.shape[0] != rows:
             got = f"shape {tuple(tensor.shape)}"
         else:
+            _check_sendable(name, tensor, stage)
             continue
         raise ModelFailedError(
             f"stage {stage!r} returned {got} for {name!r}; return a tensor with {rows} "
             "rows (dimension 0), one for each that came in",
             stage=stage,
         )
+
+
+def _check_sendable(name: str, tensor: Tensor, stage: str) -> None:
+    try:
+        require_host(tensor, f"output {name!r}")
+        code_of(tensor)
+    except TensorMismatchError as error:
+        raise ModelFailedError(f"stage {stage!r}: {error}", stage=stage) from None

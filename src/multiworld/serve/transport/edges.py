@@ -9,15 +9,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Protocol, TypeVar
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+from torch import Tensor
 
 from multiworld.backends.eager import begin
+from multiworld.backends.offload import offload, size_of
 from multiworld.config import WorldConfig
-from multiworld.errors import MultiWorldError, WorldBrokenError, WorldClosedError
+from multiworld.errors import (
+    MemberLeftError,
+    MultiWorldError,
+    WorldBrokenError,
+    WorldClosedError,
+)
 from multiworld.serve.spec.stage import Tensors
-from multiworld.serve.transport.messages import HEADER
-from multiworld.serve.transport.protocol import Codec
+from multiworld.serve.transport.frames import Entry, lay_out, unpack
+from multiworld.serve.transport.protocol import FRAMES, NOTHING, EdgeMessage
 from multiworld.serve.transport.routing_table import Edge
 from multiworld.world.manager import WorldManager
 from multiworld.world.world import World
@@ -27,9 +36,7 @@ logger = logging.getLogger("multiworld.serve")
 Body = Callable[[], Awaitable[None]]
 """Coroutine function that runs while an edge is up."""
 
-Send = Callable[[], Coroutine[Any, Any, None]]
-
-M = TypeVar("M")
+BUG = "edge %s: closed after an unexpected error"
 
 SILENT_S = 0.4
 """Seconds of silence after which a replica's work is hedged: four heartbeats."""
@@ -40,13 +47,21 @@ RETRY_S = 1.0
 SEND_S = 1.0
 """Most seconds to wait for queued messages when an edge is closed."""
 
+FRAME_BYTES = 4 * 1024 * 1024
+"""Bytes of tensors from which a frame gets no further messages."""
+
+FRAME_MESSAGES = 512
+"""Most messages in a frame."""
+
 OUTBOX_LIMIT = 4096
 """Most messages that wait to be sent on one edge. Windows and credits bound the
 senders, so only a bug reaches this limit."""
 
 
 class Outbox:
-    """Queue of messages to send on one incarnation of an edge, in order.
+    """Messages to send on one incarnation of an edge, in order.
+
+    Those of one turn of the loop go together, in one frame.
 
     Args:
         edge: The edge.
@@ -56,100 +71,145 @@ class Outbox:
     def __init__(self, edge: Edge, world: World) -> None:
         self.edge, self.world = edge, world
         self._peer = 1 - edge.rank
-        self._queue: asyncio.Queue[Body] = asyncio.Queue()
-        self._waiting = 0
+        self._loop = asyncio.get_running_loop()
+        self._pending: deque[Entry] = deque()
+        self._is_due = False
+        self._rest: Awaitable[None] | None = None
+        self._failure: Exception | None = None
+        self._has_rest = asyncio.Event()
+        self._waiters: list[asyncio.Future[None]] = []
 
-    def send_nowait(self, codec: Codec[M], message: M) -> None:
-        """Queue a small message."""
-        text, tag = codec.encode(message), codec.tag
-        self._put(lambda: self.world.send_object(text, dst=self._peer, tag=tag))
-
-    def bundle_nowait(self, codec: Codec[M], header: M, tensors: Tensors) -> None:
-        """Queue a header and its tensors.
+    def put(self, message: EdgeMessage, contents: Sequence[Tensors] = ()) -> None:
+        """Queue a message; it is sent in this turn of the loop, or dropped if the edge
+        has failed.
 
         Args:
-            codec: Codec of the header.
-            header: Description of the tensors.
-            tensors: Tensors, named by ``messages.pack``.
+            message: The message.
+            contents: Tensors of each of its items.
         """
-        meta, tag = {HEADER: codec.encode(header)}, codec.tag
-        self._put(
-            lambda: self.world.send_bundle(tensors, dst=self._peer, meta=meta, tag=tag)
-        )
+        if self._failure is not None:
+            return
+        if len(self._pending) >= OUTBOX_LIMIT:
+            logger.error("edge %s: outbox full, message dropped", self.edge.world)
+            return
+        self._pending.append((message, contents))
+        if not self._is_due:
+            self._is_due = True
+            self._loop.call_soon(self._turn)
 
     @property
     def is_idle(self) -> bool:
         """True if no message waits to be sent."""
-        return self._waiting == 0
+        return not self._pending and self._rest is None
 
-    def _put(self, send: Send) -> None:
-        if self._waiting >= OUTBOX_LIMIT:
-            logger.error("edge %s: outbox full, message dropped", self.edge.world)
-            return
-        rest: Body = send
-        if self.is_idle:
-            # Usually the socket takes the message at once and no task has to wake up.
+    def flush(self) -> None:
+        """Send what waits now, as far as the connection takes it.
+
+        Usually it takes all, and no task has to wake up.
+        """
+        while self._pending and self._rest is None:
             try:
-                left = begin(send())
+                self._rest = begin(self._send(self._next()))
             except Exception as error:
-                rest = _raising(error)
-            else:
-                if left is None:
-                    return
-                rest = _constant(left)
-        self._waiting += 1
-        self._queue.put_nowait(rest)
+                self._fail(error)
+            if self._rest is not None:
+                self._has_rest.set()
+        if self._waiters and self.is_idle:
+            waiters, self._waiters = self._waiters, []
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+
+    def _fail(self, error: Exception) -> None:
+        """Send nothing any more; ``run`` raises the error."""
+        self._failure = error
+        self._pending.clear()
+        self._has_rest.set()
+
+    def _turn(self) -> None:
+        self._is_due = False
+        self.flush()
+
+    def _next(self) -> list[Entry]:
+        """Remove and return the messages of the next frame."""
+        entries: list[Entry] = []
+        size = 0
+        while self._pending and size < FRAME_BYTES and len(entries) < FRAME_MESSAGES:
+            entry = self._pending.popleft()
+            entries.append(entry)
+            for tensors in entry[1]:
+                size += size_of(*tensors.values())
+        return entries
+
+    async def _send(self, entries: list[Entry]) -> None:
+        frame = lay_out(entries)
+        packed = await offload(frame.size, frame.pack)
+        await self.world.send(packed, dst=self._peer, tag=FRAMES)
 
     async def run(self) -> None:
-        """Send queued messages until sending fails.
+        """Finish sending what the connection did not take at once, until it fails.
 
         Raises:
             WorldBrokenError: The world is broken.
             WorldClosedError: The world is closed.
 
-        Cancellation: Withdraws the message that is being sent; queued ones stay unsent.
+        Cancellation: Withdraws the frame that is being sent; the rest stays unsent.
         """
         while True:
-            send = await self._queue.get()
-            try:
-                await send()
-            finally:
-                self._waiting -= 1
-                self._queue.task_done()
+            await self._has_rest.wait()
+            self._has_rest.clear()
+            if self._rest is not None:
+                try:
+                    await self._rest
+                except Exception as error:
+                    self._fail(error)
+                self._rest = None
+            self.flush()
+            if self._failure is not None:
+                raise self._failure
 
     async def wait_sent(self) -> None:
-        """Wait until all queued messages were sent.
+        """Wait until all queued messages were sent, or dropped.
 
         Cancellation: Safe.
         """
-        await self._queue.join()
+        self.flush()
+        if not self.is_idle:
+            waiter = self._loop.create_future()
+            self._waiters.append(waiter)
+            await waiter
 
     def silent_s(self) -> float:
         """Return the seconds since the peer's last sign of life."""
         return self.world.silent_s(self._peer) if self.world.is_ready else 0.0
 
+    async def wait_end(self) -> None:
+        """Wait until all that the peer sent has been handled, or the world is over.
 
-def _constant(awaitable: Awaitable[None]) -> Body:
-    return lambda: awaitable
+        Raises:
+            MultiWorldError: Always: the peer has left, or the world is over.
 
-
-def _raising(error: Exception) -> Body:
-    """Return a body that raises ``error`` in the outbox's task."""
-
-    async def body() -> None:
-        raise error
-
-    return body
+        Cancellation: Safe.
+        """
+        await self.world.recv_object(src=self._peer, tag=NOTHING)
 
 
 class EdgeOwner(Protocol):
     """The user of a process's edges."""
 
-    def edge_up(self, outbox: Outbox) -> list[Body]:
-        """Handle a new incarnation; return coroutine functions to run while it is up.
+    def edge_up(self, outbox: Outbox) -> None:
+        """Handle a new incarnation.
 
         Args:
-            outbox: Queue of messages to send on it.
+            outbox: Messages to send on it.
+        """
+
+    def received(self, outbox: Outbox, frame: Sequence[Entry]) -> None:
+        """Handle the messages of a frame that has arrived.
+
+        Args:
+            outbox: The incarnation that it came on.
+            frame: The messages, each with the tensors of its items.
         """
 
     def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
@@ -231,9 +291,13 @@ class EdgeKeeper:
     async def _live(self, edge: Edge, world: World) -> None:
         """Let the owner use one incarnation until it ends or the peer has left."""
         outbox = Outbox(edge, world)
-        bodies = [outbox.run, *self._owner.edge_up(outbox)]
-        tasks = [self._loop.create_task(_until_over(body, world)) for body in bodies]
+        self._owner.edge_up(outbox)
+        tasks = [
+            self._loop.create_task(_until_over(body, world))
+            for body in (outbox.run, outbox.wait_end)
+        ]
         try:
+            listen(outbox, self._owner)
             await world.wait_incomplete()
         except asyncio.CancelledError:
             try:
@@ -254,21 +318,46 @@ class EdgeKeeper:
                 self._owner.edge_down(outbox, is_polite=has_left)
 
 
+def listen(outbox: Outbox, owner: EdgeOwner) -> None:
+    """Pass on the frames that arrive on an edge; an unexpected error closes it.
+
+    Args:
+        outbox: The edge's incarnation.
+        owner: Takes the messages.
+    """
+    world, loop = outbox.world, asyncio.get_running_loop()
+    closing: list[asyncio.Task[None]] = []
+
+    def handle(packed: Tensor) -> None:
+        if closing:
+            return
+        try:
+            owner.received(outbox, unpack(packed))
+        except Exception:
+            # A bug, here or there: nobody can trust this edge any more.
+            logger.exception(BUG, world.name)
+            closing.append(loop.create_task(world.close()))
+
+    try:
+        world.handle(handle, src=1 - outbox.edge.rank, tag=FRAMES)
+    except (WorldBrokenError, WorldClosedError):
+        pass  # it has ended already
+
+
 async def _until_over(body: Body, world: World) -> None:
     try:
         await body()
-    except (WorldBrokenError, WorldClosedError):
+    except (WorldBrokenError, WorldClosedError, MemberLeftError):
         pass  # the keeper sees it
     except Exception:
-        # A bug: nobody reads this edge any more, so close it.
-        logger.exception("edge %s: closed after an unexpected error", world.name)
+        logger.exception(BUG, world.name)
         await world.close()
 
 
 async def _drain(tasks: list[asyncio.Task[None]], *, is_polite: bool) -> None:
-    """Cancel the tasks of an incarnation; after a polite end, its readers finish."""
+    """Cancel the tasks of an incarnation; what a peer sent before it left is read."""
     if is_polite:
-        await asyncio.wait(tasks[1:], timeout=0.5) if tasks[1:] else None
+        await asyncio.wait(tasks[1:], timeout=0.5)
     for task in tasks:
         task.cancel()
     for result in await asyncio.gather(*tasks, return_exceptions=True):

@@ -1,9 +1,10 @@
 """Messages between the processes of a service, and their encoding. Pure.
 
-Each message is a declared type. It is sent as text: the version of the protocol, then
-``[name, field, …]`` as JSON. Fields are positional: a new field is added at the end,
-with a default, and the previous release ignores it. A release rejects messages that it
-does not know (``MessageError``).
+Each message is a declared type, ``[name, field, …]`` on the wire. Fields are
+positional: a new field is added at the end, with a default, and the previous release
+ignores it. A release rejects messages that it does not know (``MessageError``). Orders
+and news are sent one at a time, as text: the version of the protocol, then JSON.
+Messages of edges are sent in ``frames``.
 """
 
 from __future__ import annotations
@@ -435,7 +436,7 @@ class WorkItem(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Work(Message, frozen=True):
-    """The header of a bundle of work; tensors are named ``NUMBER.NAME``."""
+    """Attempts at requests; the frame has the tensors of each."""
 
     items: tuple[WorkItem, ...]
 
@@ -453,9 +454,19 @@ class AnswerItem(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Answers(Message, frozen=True):
-    """The header of a bundle of answers; tensors are named ``NUMBER.NAME``."""
+    """Answers to requests; the frame has the tensors of each."""
 
     items: tuple[AnswerItem, ...]
+
+
+EdgeMessage = Work | Answers | Note | Credit | Cancel
+"""Message on an edge."""
+
+FRAMES = 1
+"""Tag of the frames of an edge."""
+
+NOTHING = 2
+"""Tag that nothing is sent with; a receive of it ends with the edge."""
 
 
 # The encoding.
@@ -466,8 +477,7 @@ class Codec(Generic[M]):
 
     Args:
         kind: Type of the messages, or a union of types.
-        tag: Tag that they are sent with. Messages that must overtake tensors have a tag
-            of their own.
+        tag: Tag that they are sent with.
     """
 
     def __init__(self, kind: Any, tag: int) -> None:
@@ -502,8 +512,3 @@ _ENCODER = msgspec.json.Encoder()
 
 ORDERS: Codec[Order] = Codec(Order, tag=0)
 NEWS: Codec[News] = Codec(News, tag=0)
-WORK: Codec[Work] = Codec(Work, tag=1)
-NOTES: Codec[Note] = Codec(Note, tag=2)
-CREDITS: Codec[Credit] = Codec(Credit, tag=2)
-ANSWERS: Codec[Answers] = Codec(Answers, tag=3)
-CANCELS: Codec[Cancel] = Codec(Cancel, tag=4)

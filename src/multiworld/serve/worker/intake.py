@@ -1,25 +1,23 @@
-"""Conversion of received bundles into queued work. Shell."""
+"""Conversion of received work into queued work. Shell."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
-from multiworld.backends.base import Bundle
-from multiworld.serve.spec.stage import Stage
+from multiworld.serve.spec.stage import Stage, Tensors
 from multiworld.serve.transport import protocol
 from multiworld.serve.transport.collation import group_of, rows_of
-from multiworld.serve.transport.messages import unpack
 from multiworld.serve.worker.batch_queue import Work
 
 
 def works_of(
-    header: protocol.Work, bundle: Bundle, now: float, stage: Stage
+    message: protocol.Work, contents: Sequence[Tensors], now: float, stage: Stage
 ) -> list[Work]:
-    """Return the work of one bundle.
+    """Return the work of one message.
 
     Args:
-        header: Header of the bundle.
-        bundle: The tensors.
+        message: The message.
+        contents: Tensors of each of its items.
         now: Monotonic time of its arrival, in seconds.
         stage: The stage; defines which requests can share a batch.
 
@@ -27,8 +25,7 @@ def works_of(
         InvalidRequestError: The tensors of a request differ in their number of rows.
     """
     works = []
-    contents = unpack(bundle, len(header.items))
-    for tensors, item in zip(contents, header.items, strict=True):
+    for tensors, item in zip(contents, message.items, strict=True):
         is_batched = stage.is_batched
         group: Hashable = group_of(tensors, stage.ragged) if is_batched else item.key
         works.append(

@@ -22,16 +22,11 @@ from dataclasses import dataclass
 
 from multiworld.errors import InvalidRequestError, ServeError
 from multiworld.serve.transport import protocol
-from multiworld.serve.transport.edges import SILENT_S, Body, Outbox
-from multiworld.serve.transport.messages import pack, receive, receive_bundle
+from multiworld.serve.transport.edges import SILENT_S, Outbox
+from multiworld.serve.transport.frames import Entry
 from multiworld.serve.transport.protocol import (
-    ANSWERS,
-    CANCELS,
-    CREDITS,
-    NOTES,
     ROWS_BOUNDS,
     SECONDS_BOUNDS,
-    WORK,
     AnswerItem,
     Attempt,
     Key,
@@ -48,7 +43,7 @@ from multiworld.serve.worker.intake import works_of
 
 logger = logging.getLogger("multiworld.serve")
 
-RELEASE_S = 0.005
+RELEASE_S = 0.05
 """Seconds after which the credit of a quick stage's work is returned."""
 
 RELEASE_SHARE = 4
@@ -198,22 +193,38 @@ class Worker:
 
     # Edges.
 
-    def edge_up(self, outbox: Outbox) -> list[Body]:
-        """Handle a new incarnation of an edge; return the readers to run on it."""
+    def edge_up(self, outbox: Outbox) -> None:
+        """Handle a new incarnation of an edge."""
         peer = outbox.edge.peer
         if not outbox.edge.is_upstream:
             self._downstream[peer] = outbox
             self._forwarder.connected(peer)
             self._hand([])
-            return [lambda: self._read_credit(outbox)]
-        if peer in self._table.gateways:
+        elif peer in self._table.gateways:
             self._routers[peer] = outbox
-            readers: list[Body] = [lambda: self._read_cancels(outbox)]
-            if self._number == 0:
-                readers.append(lambda: self._read_work(outbox))
-            return readers
-        self._upstream[peer] = outbox
-        return [lambda: self._read_work(outbox), lambda: self._read_cancels(outbox)]
+        else:
+            self._upstream[peer] = outbox
+
+    def received(self, outbox: Outbox, frame: Sequence[Entry]) -> None:
+        """Handle the messages of a frame that has arrived."""
+        has_credit = False
+        for message, contents in frame:
+            match message:
+                case protocol.Work():
+                    stage = self._runner.stage
+                    works = works_of(message, contents, self._clock(), stage)
+                    self._take(works, outbox)
+                case protocol.Cancel(key):
+                    self._cancel(key)
+                case protocol.Released(keys):
+                    self._forwarder.begun(outbox.edge.peer, keys)
+                    has_credit = True
+                case protocol.Refused(keys):
+                    self._forwarder.refused(outbox.edge.peer, keys, self._clock())
+                    self._return(keys)
+                    has_credit = True
+        if has_credit:
+            self._hand([])
 
     def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
         """Handle the end of an incarnation of an edge."""
@@ -230,12 +241,6 @@ class Worker:
         else:
             self._upstream.pop(peer, None)
 
-    async def _read_work(self, outbox: Outbox) -> None:
-        while True:
-            header, bundle = await receive_bundle(outbox.world, WORK, src=0)
-            works = works_of(header, bundle, self._clock(), self._runner.stage)
-            self._take(works, outbox)
-
     def _take(self, works: list[Work], source: Outbox) -> None:
         refused: list[Work] = []
         for work in works:
@@ -251,7 +256,7 @@ class Worker:
                 refused.append(work)
         # Work whose router is not connected here goes back to its sender.
         for source, keys in self._by_source(refused).items():
-            source.send_nowait(CREDITS, protocol.Refused(tuple(keys)))
+            source.put(protocol.Refused(tuple(keys)))
         self._arrived.set()
 
     def _too_many(self, rows: int) -> InvalidRequestError:
@@ -260,10 +265,6 @@ class Worker:
             f"{self._limits.max_batch_size} (max_batch_size of stage {self._number}); "
             "send fewer rows in one request"
         )
-
-    async def _read_cancels(self, outbox: Outbox) -> None:
-        while True:
-            self._cancel((await receive(outbox.world, CANCELS, src=0)).key)
 
     def _cancel(self, key: Key) -> None:
         """Cancel a request here, and at the next stage if it was sent there."""
@@ -277,17 +278,7 @@ class Worker:
         self._forwarder.cancel(key)
         holder = self._downstream.get(self._forwarder.holder(key) or "")
         if holder is not None:
-            holder.send_nowait(CANCELS, protocol.Cancel(key))
-
-    async def _read_credit(self, outbox: Outbox) -> None:
-        while True:
-            match await receive(outbox.world, CREDITS, src=1):
-                case protocol.Refused(keys):
-                    self._forwarder.refused(outbox.edge.peer, keys, self._clock())
-                    self._return(keys)
-                case protocol.Released(keys):
-                    self._forwarder.begun(outbox.edge.peer, keys)
-            self._hand([])
+            holder.put(protocol.Cancel(key))
 
     # Computing.
 
@@ -323,7 +314,8 @@ class Worker:
             if is_quick:
                 # Only now: until then, the senders report it as lost or stuck with us.
                 self._release_soon(batch)
-                await asyncio.sleep(0)
+                if len(self._batcher):
+                    await asyncio.sleep(0)
 
     async def _next_batch(self) -> list[Work]:
         while True:
@@ -336,9 +328,11 @@ class Worker:
                 return batch
             self._arrived.clear()
             due_at = self._batcher.due_at()
-            wait_s = None if due_at is None else max(0.0, due_at - now)
+            if due_at is None:
+                await self._arrived.wait()
+                continue
             try:
-                async with asyncio.timeout(wait_s):
+                async with asyncio.timeout(max(0.0, due_at - now)):
                     await self._arrived.wait()
             except TimeoutError:
                 pass
@@ -362,6 +356,8 @@ class Worker:
         for router, keys in by_router.items():
             self._tell(router, protocol.Begun(tuple(keys), is_isolated))
         boxes = [self._routers[r] for r in by_router if r in self._routers]
+        for box in boxes:
+            box.flush()
         untold = [box.wait_sent() for box in boxes if not box.is_idle]
         if untold:
             try:
@@ -374,7 +370,7 @@ class Worker:
     def _release(self, works: list[Work]) -> None:
         """Return the credit of this work to its senders."""
         for source, keys in self._by_source(works).items():
-            source.send_nowait(CREDITS, protocol.Released(tuple(keys)))
+            source.put(protocol.Released(tuple(keys)))
 
     def _release_soon(self, works: list[Work]) -> None:
         """Return the credit of computed work, with that of other work."""
@@ -396,7 +392,7 @@ class Worker:
         owed, self._owed = self._owed, {}
         for source, keys in owed.items():
             if self._upstream.get(source.edge.peer) is source:
-                source.send_nowait(CREDITS, protocol.Released(tuple(keys)))
+                source.put(protocol.Released(tuple(keys)))
 
     def _by_source(self, works: list[Work]) -> dict[Outbox, list[Key]]:
         """Remove the senders of this work; return its keys by sender.
@@ -440,9 +436,9 @@ class Worker:
             by_router.setdefault(piece.key[0], []).append(piece)
         for router, pieces in by_router.items():
             items = tuple(AnswerItem((p.key[1], p.key[2])) for p in pieces)
-            tensors = pack([piece.content for piece in pieces])
             outbox = self._routers[router]
-            outbox.bundle_nowait(ANSWERS, protocol.Answers(items), tensors)
+            outbox.put(protocol.Answers(items), [piece.content for piece in pieces])
+            outbox.flush()
 
     def _hand(self, finished: list[FinishedWork], now: float | None = None) -> None:
         if self._is_last:
@@ -460,9 +456,9 @@ class Worker:
                 )
                 for piece in pieces
             )
-            tensors = pack([piece.content for piece in pieces])
             outbox = self._downstream[name]
-            outbox.bundle_nowait(WORK, protocol.Work(items), tensors)
+            outbox.put(protocol.Work(items), [piece.content for piece in pieces])
+            outbox.flush()
         if len(self._forwarder) < self._limits.max_ongoing_requests:
             self._room.set()
 
@@ -493,7 +489,7 @@ class Worker:
     def _tell(self, router: str, note: protocol.Note) -> None:
         outbox = self._routers.get(router)
         if outbox is not None:
-            outbox.send_nowait(NOTES, note)
+            outbox.put(note)
 
     async def look(self) -> None:
         """Check deadlines, silent replicas and a hung model until cancelled.

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from multiworld.errors import (
     ConfigError,
+    MemberLeftError,
     TensorMismatchError,
+    UnsupportedOperationError,
 )
 from multiworld.testing.arena import Arena
 from multiworld.testing.contract.harness import (
@@ -211,6 +213,44 @@ async def sends_bundles_and_objects(arena: Arena) -> None:
     sending = asyncio.ensure_future(left.send_object({"stop": [1, "2"]}, dst=1))
     assert await right.recv_object(src=0) == {"stop": [1, "2"]}
     await sending
+
+
+@check
+async def passes_tensors_to_a_handler(arena: Arena) -> None:
+    """Check that a handler gets the tensors of its tag, held ones first, in order.
+
+    Args:
+        arena: Source of the worlds under test.
+
+    Cancellation: safe; the arena closes its worlds.
+    """
+    left, right = await arena.world(2)
+    got: list[Tensor] = []
+
+    async def handle() -> None:
+        right.handle(got.append, src=0, tag=1)
+
+    if arena.config.host_p2p == "backend":
+        # Torch's own receive blocks a thread, so nothing can wait for all that comes.
+        assert isinstance(await raised_by(handle()), UnsupportedOperationError)
+        return
+    sizes = (3, 2_000_000, 5, 300_000, 0, 2_000_000, 1)
+    tensors = [some((size,), torch.float32) for size in sizes]
+    early = [asyncio.ensure_future(left.send(t, dst=1, tag=1)) for t in tensors[:3]]
+    await asyncio.sleep(0.01)
+    await handle()
+    await asyncio.gather(*early)
+    for tensor in tensors[3:]:
+        await left.send(tensor, dst=1, tag=1)
+    kept = asyncio.ensure_future(left.send_object("kept", dst=1, tag=1))
+    await asyncio.gather(left.send(tensors[0], dst=1), expect(right, tensors[0]))
+    assert await right.recv_object(src=0, tag=1) == "kept"
+    await kept
+    await left.close()
+    error = await raised_by(right.recv(src=0))
+    assert isinstance(error, MemberLeftError), error
+    assert len(got) == len(tensors)
+    assert all(same(one, other) for one, other in zip(got, tensors, strict=True))
 
 
 @check

@@ -10,18 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from multiworld.backends.arrivals import MESSAGE_BYTES, Arrival, Description, Receive
 from multiworld.backends.direct import header as wire
 from multiworld.backends.direct.header import FRAGMENT_BYTES, HeaderError
 from multiworld.backends.direct.inbound import Inbound
 from multiworld.backends.direct.outbound import Outbound, Outgoing
 from multiworld.backends.dtypes import code_of, memory_of
-from multiworld.backends.mailbox import (
-    MESSAGE_BYTES,
-    Arrival,
-    Description,
-    Mailbox,
-    Receive,
-)
+from multiworld.backends.mailbox import Mailbox
 
 NONCE = 77
 BUDGET = 4 * FRAGMENT_BYTES

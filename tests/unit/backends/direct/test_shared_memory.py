@@ -14,13 +14,14 @@ import pytest
 import torch
 
 from multiworld import World, WorldConfig
+from multiworld.backends.arrivals import Description
 from multiworld.backends.channel import Channel
 from multiworld.backends.direct import header as wire
 from multiworld.backends.direct import shared_memory
 from multiworld.backends.direct.header import Header, HeaderError
 from multiworld.backends.direct.lane import Lane
 from multiworld.backends.direct.shared_memory import SLOT_BYTES, Ring, Window
-from multiworld.backends.mailbox import Description, Mailbox
+from multiworld.backends.mailbox import Mailbox
 from multiworld.backends.offload import OFFLOAD_BYTES
 from multiworld.testing import Arena, no_leaks
 from tests.unit.waiting import turns

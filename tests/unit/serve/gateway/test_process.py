@@ -29,10 +29,8 @@ from multiworld.serve.tenants.keys import make_key
 from multiworld.serve.transport.control_agent import control_world
 from multiworld.serve.transport.process_args import ProcessArgs
 from multiworld.serve.transport.protocol import (
-    ANSWERS,
     NEWS,
     ORDERS,
-    WORK,
     AllTenants,
     AnswerItem,
     Answers,
@@ -54,6 +52,7 @@ from multiworld.serve.transport.protocol import (
     TenantsChanged,
     UsageStored,
     UsageTold,
+    Work,
 )
 from multiworld.serve.transport.routing_table import (
     Replica,
@@ -62,7 +61,8 @@ from multiworld.serve.transport.routing_table import (
     RoutingTable,
 )
 from multiworld.world.manager import WorldManager
-from tests.unit.serve.edges import HANG_S, Peer, break_world, settle, until
+from multiworld.world.world import World
+from tests.unit.serve.edges import HANG_S, Controller, Peer, break_world, settle, until
 from tests.unit.serve.gateway.fakes import body
 from tests.unit.serve.transport.test_edges import MemoryManager
 
@@ -136,18 +136,18 @@ class Running:
         self.running = asyncio.ensure_future(self.process.run())
         self.heard: list[News] = []
 
-    async def join(self, world: str, rank: int) -> Peer:
+    async def join(self, world: str, rank: int) -> World:
         """Join a world that the gateway is to be in."""
         manager = WorldManager(config=WorldConfig(join_s=20))
         self._others.append(manager)
-        joined = await manager.join(
+        return await manager.join(
             world, rank=rank, size=2, store=self.store, backend="memory"
         )
-        return Peer(joined, 1 - rank)
 
     async def controlled(self) -> None:
         """Be its controller."""
-        self.controller = await self.join(control_world("app", ME), 0)
+        world = await self.join(control_world("app", ME), 0)
+        self.controller = Controller(world, 1)
 
     async def order(self, *orders: Order) -> None:
         """Tell it these."""
@@ -326,11 +326,11 @@ async def answering(replica: Peer, count: int) -> list[Any]:
     """Answer so many requests with twice their inputs; return their headers."""
     headers: list[Any] = []
     while len(headers) < count:
-        header, contents = await replica.receive_bundle(WORK, lambda h: len(h.items))
+        header, contents = await replica.receive_with(Work)
         for item, tensors in zip(header.items, contents, strict=True):
             headers.append(item)
             answer = Answers((AnswerItem((item.key[1], item.key[2])),))
-            await replica.send_bundle(ANSWERS, answer, [{"y": tensors["x"] * 2}])
+            await replica.send_with(answer, [{"y": tensors["x"] * 2}])
     return headers
 
 
@@ -338,7 +338,7 @@ async def test_request_and_probe_go_over_the_edge_to_a_replica() -> None:
     """The table names it; the gateway joins it."""
     async with gateway() as g:
         await g.up(models(m=double), table(1, REPLICA))
-        replica = await g.join(f"edge:{ME}>{REPLICA}", 1)
+        replica = Peer(await g.join(f"edge:{ME}>{REPLICA}", 1), 0)
         serving = asyncio.ensure_future(answering(replica, 2))
         async with g.client() as client:
             answer = await client.post(INFER, json=body(4.0))
@@ -377,7 +377,7 @@ async def test_end_waits_for_requests_that_are_under_way() -> None:
     """New ones go to another gateway meanwhile."""
     async with gateway() as g:
         await g.up(models(m=double), table(1, REPLICA))
-        replica = await g.join(f"edge:{ME}>{REPLICA}", 1)
+        replica = Peer(await g.join(f"edge:{ME}>{REPLICA}", 1), 0)
         async with g.client() as client:
             asking = asyncio.ensure_future(client.post(INFER, json=body(4.0)))
             await until(lambda: g.process._dispatcher.in_flight)

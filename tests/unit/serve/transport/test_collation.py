@@ -79,6 +79,8 @@ def test_rows_must_agree(tensors: Tensors) -> None:
         ({"y": [1, 2]}, "a list for 'y'"),
         ({"y": torch.zeros(3)}, "with 2 rows"),
         ({"y": torch.tensor(1.0)}, "with 2 rows"),
+        ({"y": torch.zeros(2, device="meta")}, "output 'y' is on meta"),
+        ({"y": torch.ones(2).to_sparse()}, "torch.sparse_coo; send a dense tensor"),
     ],
 )
 def test_outputs_that_are_no_rows_are_the_models_fault(

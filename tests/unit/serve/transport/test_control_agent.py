@@ -26,7 +26,7 @@ from multiworld.serve.transport.protocol import (
 from multiworld.testing import FakeClock
 from multiworld.world.manager import WorldManager
 from multiworld.world.world import World
-from tests.unit.serve.edges import HANG_S, Peer, break_world, settle, until
+from tests.unit.serve.edges import HANG_S, Controller, break_world, settle, until
 from tests.unit.serve.transport.test_edges import MemoryManager
 
 _numbers = itertools.count()
@@ -65,7 +65,7 @@ class Control:
             raise ValueError("as asked")
         self.obeyed.append(order)
 
-    async def controller(self) -> Peer:
+    async def controller(self) -> Controller:
         """Return a new controller, which the agent has joined."""
         manager = WorldManager(config=CONFIG)
         self._controllers.append(manager)
@@ -77,7 +77,7 @@ class Control:
             backend="memory",
         )
         await until(lambda: self.agent.lost_at is None)
-        return Peer(world, 1)
+        return Controller(world, 1)
 
     async def close(self) -> None:
         """End everything."""
@@ -95,7 +95,7 @@ async def control() -> AsyncIterator[Control]:
     await made.close()
 
 
-async def news(peer: Peer, count: int) -> list[News]:
+async def news(peer: Controller, count: int) -> list[News]:
     """Return so many messages of the agent, and check that there are no more."""
     found = [await peer.receive(NEWS) for _ in range(count)]
     assert not await peer.has_sent(NEWS)

@@ -5,23 +5,24 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from multiworld.config import WorldConfig
 from multiworld.errors import WorldBrokenError
 from multiworld.serve.transport import edges as module
-from multiworld.serve.transport.edges import Body, EdgeKeeper, Outbox
-from multiworld.serve.transport.messages import receive, receive_bundle, unpack
+from multiworld.serve.transport.edges import EdgeKeeper, Outbox
+from multiworld.serve.transport.frames import Entry, unpack
 from multiworld.serve.transport.protocol import (
-    ANSWERS,
-    CANCELS,
+    FRAMES,
     AnswerItem,
     Answers,
     Cancel,
+    EdgeMessage,
 )
 from multiworld.serve.transport.routing_table import Edge
 from multiworld.testing import Arena
@@ -41,25 +42,66 @@ def cancel(number: int) -> Cancel:
     return Cancel(("g", number, 1))
 
 
-async def numbers(world: World, count: int) -> list[int]:
-    """Receive so many messages; return their numbers."""
+def number_of(message: EdgeMessage) -> int:
+    """Return the number of a message."""
+    assert isinstance(message, Cancel)
+    return message.key[1]
+
+
+async def frame(world: World) -> list[int]:
+    """Receive one frame; return the numbers of its messages."""
     async with asyncio.timeout(HANG_S):
-        return [(await receive(world, CANCELS, src=0)).key[1] for _ in range(count)]
+        packed = await world.recv(src=0, tag=FRAMES)
+    return [number_of(message) for message, _ in unpack(packed)]
 
 
 # Outboxes.
 
 
-async def test_what_the_socket_takes_is_sent_at_once() -> None:
-    """Nobody has to be woken, and nothing waits."""
+async def test_messages_of_one_turn_of_the_loop_go_in_one_frame() -> None:
+    """The next turn begins another."""
     async with Arena("memory") as arena:
         left, right = await arena.world(2)
         outbox = Outbox(EDGE, left)
         for number in range(3):
-            outbox.send_nowait(CANCELS, cancel(number))
+            outbox.put(cancel(number))
+        assert not outbox.is_idle
+        await asyncio.wait_for(outbox.wait_sent(), HANG_S)
+        outbox.put(cancel(3))
+        await settle()
+        assert outbox.is_idle
+        assert [await frame(right), await frame(right)] == [[0, 1, 2], [3]]
+
+
+async def test_flush_sends_at_once() -> None:
+    """Nobody has to be woken, and nothing waits."""
+    async with Arena("memory") as arena:
+        left, right = await arena.world(2)
+        outbox = Outbox(EDGE, left)
+        for number in range(2):
+            outbox.put(cancel(number))
+            outbox.flush()
             assert outbox.is_idle
-        await outbox.wait_sent()
-        assert await numbers(right, 3) == [0, 1, 2]
+        assert [await frame(right), await frame(right)] == [[0], [1]]
+
+
+@pytest.mark.parametrize(
+    ("limit", "value"), [("FRAME_MESSAGES", 2), ("FRAME_BYTES", 8)]
+)
+async def test_frame_is_bounded(
+    monkeypatch: pytest.MonkeyPatch, limit: str, value: int
+) -> None:
+    """By the number of its messages, and by the bytes of their tensors."""
+    monkeypatch.setattr(module, limit, value)
+    async with Arena("memory") as arena:
+        left, right = await arena.world(2)
+        outbox = Outbox(EDGE, left)
+        for number in range(5):
+            answer = Answers((AnswerItem((number, 1)),))
+            outbox.put(answer, [{"x": torch.ones(1)}])
+        outbox.flush()
+        counts = [len(unpack(await right.recv(src=0, tag=FRAMES))) for _ in range(3)]
+        assert counts == [2, 2, 1]
 
 
 async def test_order_is_kept_while_something_waits() -> None:
@@ -68,13 +110,15 @@ async def test_order_is_kept_while_something_waits() -> None:
         left, right = await arena.world(2)
         outbox = Outbox(EDGE, left)
         sending = asyncio.ensure_future(outbox.run())
-        for number in range(4):
-            outbox.send_nowait(CANCELS, cancel(number))
+        outbox.put(cancel(0))
+        outbox.flush()
+        for number in range(1, 4):
+            outbox.put(cancel(number))
         waiting = asyncio.ensure_future(outbox.wait_sent())
         await settle()
         assert not outbox.is_idle
         assert not waiting.done()
-        assert await numbers(right, 4) == [0, 1, 2, 3]
+        assert [await frame(right), await frame(right)] == [[0], [1, 2, 3]]
         await asyncio.wait_for(waiting, HANG_S)
         assert outbox.is_idle
         sending.cancel()
@@ -84,17 +128,17 @@ class SlowWorld:
     """A world whose sends end when the test says.
 
     Attributes:
-        begun: Messages whose sending has begun.
+        begun: Numbers in the frames whose sending has begun.
         gates: Set to end them, one after the other.
     """
 
     def __init__(self, count: int) -> None:
-        self.begun: list[str] = []
+        self.begun: list[list[int]] = []
         self.gates = [asyncio.Event() for _ in range(count)]
 
-    async def send_object(self, text: str, *, dst: int, tag: int) -> None:
+    async def send(self, packed: Tensor, *, dst: int, tag: int) -> None:
         """Wait until the test lets it go."""
-        self.begun.append(text)
+        self.begun.append([number_of(message) for message, _ in unpack(packed)])
         await self.gates[len(self.begun) - 1].wait()
 
 
@@ -104,28 +148,36 @@ async def test_nothing_is_begun_before_what_was_put_in_first_is_sent() -> None:
     world: Any = slow
     outbox = Outbox(EDGE, world)
     sending = asyncio.ensure_future(outbox.run())
-    texts = [CANCELS.encode(cancel(number)) for number in range(3)]
-    for number in range(3):
-        outbox.send_nowait(CANCELS, cancel(number))
     for number in range(3):
         await settle()
-        assert slow.begun == texts[: number + 1]
+        assert slow.begun == [[n] for n in range(number)]
+        outbox.put(cancel(number))
+        outbox.flush()
+        outbox.flush()
+        assert slow.begun == [[n] for n in range(number + 1)]
         slow.gates[number].set()
     await asyncio.wait_for(outbox.wait_sent(), HANG_S)
     assert outbox.is_idle
     sending.cancel()
 
 
-async def test_bundle_arrives_with_its_header() -> None:
-    """As ``receive_bundle`` reads it."""
+async def test_tensors_arrive_with_their_message() -> None:
+    """Small ones and large ones, beside messages without."""
     async with Arena("memory") as arena:
         left, right = await arena.world(2)
         outbox = Outbox(EDGE, left)
-        header = Answers((AnswerItem((1, 2)),))
-        outbox.bundle_nowait(ANSWERS, header, {"0.x": torch.tensor([5.0])})
-        got, bundle = await receive_bundle(right, ANSWERS, src=0)
-        assert got == header
-        assert unpack(bundle, 1)[0]["x"].item() == 5.0
+        outbox.put(cancel(0))
+        answers = Answers((AnswerItem((1, 2)), AnswerItem((3, 1))))
+        large = torch.arange(10**5)
+        outbox.put(answers, [{"x": torch.tensor([5.0])}, {"y": large}])
+        outbox.put(cancel(1))
+        sending = asyncio.ensure_future(outbox.run())
+        first, second, third = unpack(await right.recv(src=0, tag=FRAMES))
+        assert [number_of(first[0]), number_of(third[0])] == [0, 1]
+        assert (first[1], second[0], third[1]) == ([], answers, [])
+        assert second[1][0]["x"].tolist() == [5.0]
+        assert torch.equal(second[1][1]["y"], large)
+        sending.cancel()
 
 
 async def test_send_that_fails_is_raised_where_the_end_is_waited_for() -> None:
@@ -134,8 +186,9 @@ async def test_send_that_fails_is_raised_where_the_end_is_waited_for() -> None:
         left, _ = await arena.world(2)
         outbox = Outbox(EDGE, left)
         await break_world(left)
-        outbox.send_nowait(CANCELS, cancel(1))
-        outbox.send_nowait(CANCELS, cancel(2))
+        outbox.put(cancel(1))
+        outbox.flush()
+        outbox.put(cancel(2))
         with pytest.raises(WorldBrokenError):
             await asyncio.wait_for(outbox.run(), HANG_S)
         assert outbox.silent_s() == 0.0
@@ -146,17 +199,16 @@ async def test_full_outbox_drops_what_is_too_much(
 ) -> None:
     """Only a bug can fill it; it is logged, and memory stays bounded."""
     monkeypatch.setattr(module, "OUTBOX_LIMIT", 2)
-    async with Arena("memory", RENDEZVOUS) as arena:
+    async with Arena("memory") as arena:
         left, right = await arena.world(2)
         outbox = Outbox(EDGE, left)
-        sending = asyncio.ensure_future(outbox.run())
         for number in range(4):
-            outbox.send_nowait(CANCELS, cancel(number))
+            outbox.put(cancel(number))
         assert [r.message for r in caplog.records] == [
             "edge edge:g>a: outbox full, message dropped"
         ] * 2
-        assert await numbers(right, 2) == [0, 1]
-        sending.cancel()
+        outbox.flush()
+        assert await frame(right) == [0, 1]
 
 
 # The keeper.
@@ -182,35 +234,30 @@ class MemoryManager(WorldManager):
 
 
 class FakeOwner:
-    """Who uses the edges; its bodies are a test's.
+    """Who uses the edges.
 
     Attributes:
         ups: Incarnations that came up.
         downs: Peers of those that ended, and whether politely.
-        bodies: Returns what runs while an incarnation lives.
+        got: Numbers of the messages that arrived.
+        failures: Errors to raise, one for each frame.
     """
 
     def __init__(self) -> None:
         self.ups: list[Outbox] = []
         self.downs: list[tuple[str, bool]] = []
         self.got: list[int] = []
-        self.bodies = self.reads
+        self.failures: list[Exception] = []
 
-    def reads(self, outbox: Outbox) -> list[Body]:
-        """Return a body that receives numbers."""
-
-        async def read() -> None:
-            while True:
-                src = 1 - outbox.edge.rank
-                message = await receive(outbox.world, CANCELS, src=src)
-                self.got.append(message.key[1])
-
-        return [read]
-
-    def edge_up(self, outbox: Outbox) -> list[Body]:
+    def edge_up(self, outbox: Outbox) -> None:
         """Take note."""
         self.ups.append(outbox)
-        return self.bodies(outbox)
+
+    def received(self, outbox: Outbox, entries: Sequence[Entry]) -> None:
+        """Take note, or fail."""
+        if self.failures:
+            raise self.failures.pop()
+        self.got += [number_of(message) for message, _ in entries]
 
     def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
         """Take note."""
@@ -259,8 +306,8 @@ async def test_edge_opens_and_carries_messages(sides: tuple[Side, Side]) -> None
     assert g.owner.ups == []
     a.keeper.apply({"g": lower})
     await until(lambda: g.owner.ups and a.owner.ups)
-    g.owner.ups[0].send_nowait(CANCELS, cancel(1))
-    a.owner.ups[0].send_nowait(CANCELS, cancel(2))
+    g.owner.ups[0].put(cancel(1))
+    a.owner.ups[0].put(cancel(2))
     await until(lambda: (a.owner.got, g.owner.got) == ([1], [2]))
     g.keeper.apply({"a": upper})  # the same table again changes nothing
     await settle()
@@ -277,7 +324,7 @@ async def test_edge_that_the_table_drops_is_left_and_its_last_message_sent(
     a.keeper.apply({"g": lower})
     await until(lambda: g.owner.ups and a.owner.ups)
     for number in (7, 8, 9):
-        g.owner.ups[0].send_nowait(CANCELS, cancel(number))
+        g.owner.ups[0].put(cancel(number))
     assert not g.owner.ups[0].is_idle
     g.keeper.apply({})
     await until(lambda: g.owner.downs and a.owner.downs)
@@ -285,34 +332,6 @@ async def test_edge_that_the_table_drops_is_left_and_its_last_message_sent(
     assert a.owner.downs == [("g", True)]
     assert g.owner.downs == [("a", False)]
     await until(lambda: not g.manager.worlds)
-
-
-async def test_slow_reader_still_gets_what_the_peer_sent_before_it_left() -> None:
-    """It lies in this process already."""
-    store = f"memory://edges-{next(_numbers)}"
-    config = WorldConfig(join_s=20)
-    g, a = Side(store, config), Side(store, config)
-
-    def slowly(outbox: Outbox) -> list[Body]:
-        async def read() -> None:
-            while True:
-                await asyncio.sleep(0.01)
-                message = await receive(outbox.world, CANCELS, src=0)
-                a.owner.got.append(message.key[1])
-
-        return [read]
-
-    a.owner.bodies = slowly
-    upper, lower = ends("g", "a")
-    g.keeper.apply({"a": upper})
-    a.keeper.apply({"g": lower})
-    await until(lambda: g.owner.ups and a.owner.ups)
-    for number in range(5):
-        g.owner.ups[0].send_nowait(CANCELS, cancel(number))
-    await g.close()
-    await until(lambda: a.owner.downs)
-    assert (a.owner.got, a.owner.downs) == ([0, 1, 2, 3, 4], [("g", True)])
-    await a.close()
 
 
 async def test_lost_peer_ends_the_incarnation_and_the_next_is_joined(
@@ -327,31 +346,26 @@ async def test_lost_peer_ends_the_incarnation_and_the_next_is_joined(
     await break_world(g.owner.ups[0].world)
     await until(lambda: len(g.owner.ups) == len(a.owner.ups) == 2)
     assert (g.owner.downs, a.owner.downs) == ([("a", False)], [("g", False)])
-    g.owner.ups[1].send_nowait(CANCELS, cancel(3))
+    g.owner.ups[1].put(cancel(3))
     await until(lambda: a.owner.got == [3])
 
 
-async def test_reader_with_a_bug_closes_its_edge_which_then_opens_anew(
+async def test_owner_with_a_bug_closes_its_edge_which_then_opens_anew(
     sides: tuple[Side, Side], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Better none than a deaf one; other edges go on."""
+    """Better none than a deaf one; nothing that comes after the bug is used."""
     g, a = sides
     upper, lower = ends("g", "a")
-    real = g.owner.bodies
-
-    def broken(outbox: Outbox) -> list[Body]:
-        async def read() -> None:
-            raise IndexError("as asked")
-
-        g.owner.bodies = real
-        return [read]
-
-    g.owner.bodies = broken
+    g.owner.failures.append(IndexError("as asked"))
     g.keeper.apply({"a": upper})
     a.keeper.apply({"g": lower})
+    await until(lambda: g.owner.ups and a.owner.ups)
+    for number in (1, 2):
+        a.owner.ups[0].put(cancel(number))
+        a.owner.ups[0].flush()
     await until(lambda: len(g.owner.ups) == len(a.owner.ups) == 2)
     assert "edge edge:g>a: closed after an unexpected error" in caplog.text
-    a.owner.ups[1].send_nowait(CANCELS, cancel(4))
+    a.owner.ups[1].put(cancel(4))
     await until(lambda: g.owner.got == [4])
 
 
@@ -379,7 +393,7 @@ async def test_close_leaves_every_edge_and_those_that_nobody_answers(
     a.keeper.apply({"g": lower})
     await until(lambda: g.owner.ups and a.owner.ups)
     for number in range(5):
-        g.owner.ups[0].send_nowait(CANCELS, cancel(number))
+        g.owner.ups[0].put(cancel(number))
     await asyncio.wait_for(g.keeper.close(), HANG_S)
     await until(lambda: a.owner.downs == [("g", True)])
     assert a.owner.got == [0, 1, 2, 3, 4]
@@ -399,5 +413,5 @@ async def test_edge_that_is_wanted_again_at_once_opens_again(
     g.keeper.apply({})
     g.keeper.apply({"a": upper})
     await until(lambda: len(g.owner.ups) == 2 and len(a.owner.ups) == 2)
-    g.owner.ups[1].send_nowait(CANCELS, cancel(8))
+    g.owner.ups[1].put(cancel(8))
     await until(lambda: a.owner.got == [8])

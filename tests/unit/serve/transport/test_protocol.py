@@ -7,21 +7,15 @@ import pytest
 
 from multiworld.errors import InvalidRequestError, ModelFailedError, ServeError
 from multiworld.serve.tenants.directory import Key, Tenant
-from multiworld.serve.tenants.fair_queue import Share
 from multiworld.serve.tenants.usage_meter import UsageRow
 from multiworld.serve.transport.protocol import (
     NEWS,
-    NOTES,
     ORDERS,
     PROTOCOL,
-    WORK,
     AllTenants,
     AskReport,
-    Begun,
     Codec,
     Cut,
-    Dropped,
-    Failed,
     FleetReport,
     GatewayReport,
     Hello,
@@ -29,16 +23,13 @@ from multiworld.serve.transport.protocol import (
     MessageError,
     ModelsChanged,
     News,
-    Note,
     Order,
     Outgrown,
     PoisonFound,
     RemoteError,
     Report,
     UsageTold,
-    Work,
     WorkerReport,
-    WorkItem,
 )
 
 TENANT = Tenant(name="acme", keys=(Key(id="k", digest="d", made_at=1.0),), weight=2.0)
@@ -57,11 +48,6 @@ NEWS_SENT: list[News] = [
     UsageTold("meter", 3, (UsageRow(60, "acme", "m", 1, 1, 0, 0, 1, 5, 6, 0.5),)),
     Outgrown(used=2**40, limit=2**30),
 ]
-NOTES_SENT: list[Note] = [
-    Begun(((1, 2), (3, 1)), is_isolated=True),
-    Dropped(((1, 2),), 1),
-    Failed((4, 1), RemoteError.of(ModelFailedError("no", stage="head"))),
-]
 
 
 @pytest.mark.parametrize("order", ORDERS_SENT)
@@ -76,38 +62,24 @@ def test_news_arrives_as_it_was_sent(news: News) -> None:
     assert NEWS.decode(NEWS.encode(news)) == news
 
 
-@pytest.mark.parametrize("note", NOTES_SENT)
-def test_notes_arrive_as_they_were_sent(note: Note) -> None:
-    """With their types, nested ones too."""
-    assert NOTES.decode(NOTES.encode(note)) == note
-
-
-def test_headers_of_work_keep_whose_it_is() -> None:
-    """A share, a session, and the replicas of a probe."""
-    share = Share("acme", 2.0, -1)
-    item = WorkItem(("gateway/1", 4, 1), 2.5, True, "s", {"0": "m/0/1"}, share)
-    header = Work((item, WorkItem(("gateway/1", 5, 1), 1.0)))
-    assert WORK.decode(WORK.encode(header)) == header
-
-
 def test_other_version_is_refused_by_name() -> None:
     """The text says which versions are understood."""
-    body = NOTES.encode(NOTES_SENT[0]).partition(" ")[2]
-    assert NOTES.decode(f"{PROTOCOL - 1} {body}") == NOTES_SENT[0]
+    body = NEWS.encode(NEWS_SENT[0]).partition(" ")[2]
+    assert NEWS.decode(f"{PROTOCOL - 1} {body}") == NEWS_SENT[0]
     for version in (str(PROTOCOL + 1), "", "one"):
         with pytest.raises(MessageError, match=f"understands {PROTOCOL - 1} and"):
-            NOTES.decode(f"{version} {body}")
+            NEWS.decode(f"{version} {body}")
 
 
 def test_unknown_and_damaged_messages_are_refused_by_name() -> None:
     """Nothing of them is used."""
-    for body in ('["Vanish",1]', "[", "{}", '["Begun",7]', '["Hello",1]', "\ud800"):
+    for body in ('["Vanish",1]', "[", "{}", '["Report","x"]', '["Cut",1]', "\ud800"):
         with pytest.raises(MessageError, match="message"):
-            NOTES.decode(f"{PROTOCOL} {body}")
+            NEWS.decode(f"{PROTOCOL} {body}")
     others: list[object] = [None, 7, [], {"kind": "begun"}]
     for data in others:
         with pytest.raises(MessageError):
-            NOTES.decode(data)
+            NEWS.decode(data)
 
 
 class Grown(Message, frozen=True, tag="Cut"):

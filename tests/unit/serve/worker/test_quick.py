@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from multiworld.serve.transport import protocol
-from multiworld.serve.transport.protocol import CREDITS, NOTES
+from multiworld.serve.transport.protocol import Credit, Note
 from multiworld.serve.worker import hang_guard
 from multiworld.serve.worker import worker as module
 from multiworld.serve.worker.hang_guard import HangGuard
@@ -69,7 +69,7 @@ async def test_quick_batch_is_computed_on_the_loop_and_not_announced() -> None:
         await send(g, [item(1), item(2)], 3.0, 4.0)
         assert await answers(g) == {1: 6.0, 2: 8.0}
         assert threads == [threading.main_thread().name]
-        assert not await g.has_sent(NOTES)
+        assert not await g.has_sent(Note)
         assert b.worker.report().counts["batches"] == 1
 
 
@@ -82,7 +82,7 @@ async def test_suspect_at_a_quick_stage_is_announced_and_computed_alone() -> Non
         assert await begun(g) == ((1, 1),)
         found = {**await answers(g), **await answers(g)}
         assert found == {1: 6.0, 2: 8.0}
-        assert not await g.has_sent(NOTES)
+        assert not await g.has_sent(Note)
 
 
 async def test_request_that_fails_at_a_quick_stage_fails_alone() -> None:
@@ -94,7 +94,7 @@ async def test_request_that_fails_at_a_quick_stage_fails_alone() -> None:
         await until(lambda: b.worker.report().queued == 2)
         b.start()
         assert await begun(g) == ((1, 1), (2, 1))
-        failed = await g.receive(NOTES)
+        failed = await g.receive(Note)
         assert isinstance(failed, protocol.Failed)
         assert failed.attempt == (1, 1)
         assert await answers(g) == {2: 8.0}
@@ -134,7 +134,7 @@ async def test_credit_of_quick_work_is_returned_together_after_its_outputs(
         for number in (1, 2, 3):
             await send(upstream, [item(number)], float(number))
             assert await handed(downstream) == {key(number): 2.0 * number}
-        released = await upstream.receive(CREDITS)
+        released = await upstream.receive(Credit)
         assert released == protocol.Released((key(1), key(2), key(3)))
 
 
@@ -149,7 +149,7 @@ async def test_credit_is_returned_at_once_when_much_is_owed(
         quicken(b)
         for number in (1, 2):
             await send(upstream, [item(number)], float(number))
-        released = await upstream.receive(CREDITS)
+        released = await upstream.receive(Credit)
         assert released == protocol.Released((key(1), key(2)))
 
 

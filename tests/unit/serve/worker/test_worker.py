@@ -17,17 +17,12 @@ from multiworld.errors import InvalidRequestError
 from multiworld.serve.spec.stage import Stage, StageContext, Tensors
 from multiworld.serve.tenants.fair_queue import Share
 from multiworld.serve.transport import protocol
-from multiworld.serve.transport.edges import SILENT_S
+from multiworld.serve.transport.edges import SILENT_S, listen
 from multiworld.serve.transport.protocol import (
-    ANSWERS,
-    CANCELS,
-    CREDITS,
-    NOTES,
-    WORK,
+    FRAMES,
     Attempt,
     Credit,
     Key,
-    MessageError,
     Note,
     WorkItem,
 )
@@ -125,8 +120,9 @@ class Bench:
     async def connect(self, name: str) -> Peer:
         """Open the edge to a process; return its other end."""
         outbox, peer = await connect(self._arena, self.edges[name])
-        bodies = [outbox.run, *self.worker.edge_up(outbox)]
-        self.tasks[name] = [asyncio.ensure_future(body()) for body in bodies]
+        self.worker.edge_up(outbox)
+        listen(outbox, self.worker)
+        self.tasks[name] = [asyncio.ensure_future(outbox.run())]
         self.outboxes[name] = outbox
         return peer
 
@@ -185,12 +181,13 @@ def item(number: int, router: str = "g", **more: Any) -> WorkItem:
 async def send(peer: Peer, items: Sequence[WorkItem], *values: float) -> None:
     """Send work of one row each."""
     contents = [{"x": torch.tensor([value])} for value in values]
-    await peer.send_bundle(WORK, protocol.Work(tuple(items)), contents)
+    await peer.send_with(protocol.Work(tuple(items)), contents)
 
 
 async def note(peer: Peer) -> Note:
     """Receive the next note."""
-    return await peer.receive(NOTES)
+    found: Note = await peer.receive(Note)
+    return found
 
 
 async def begun(peer: Peer) -> tuple[Attempt, ...]:
@@ -202,7 +199,7 @@ async def begun(peer: Peer) -> tuple[Attempt, ...]:
 
 async def answers(peer: Peer) -> dict[int, float]:
     """Receive answers; return their values by number of the request."""
-    header, contents = await peer.receive_bundle(ANSWERS, lambda h: len(h.items))
+    header, contents = await peer.receive_with(protocol.Answers)
     return {
         one.attempt[0]: tensors["x"].item()
         for one, tensors in zip(header.items, contents, strict=True)
@@ -211,7 +208,7 @@ async def answers(peer: Peer) -> dict[int, float]:
 
 async def handed(peer: Peer) -> dict[Key, float]:
     """Receive work that was handed on; return its values by key."""
-    header, contents = await peer.receive_bundle(WORK, lambda h: len(h.items))
+    header, contents = await peer.receive_with(protocol.Work)
     return {
         one.key: tensors["x"].item()
         for one, tensors in zip(header.items, contents, strict=True)
@@ -283,7 +280,7 @@ async def test_request_with_more_rows_than_a_batch_is_refused() -> None:
         g = await b.connect("g")
         header = protocol.Work((item(1), item(2)))
         contents = [{"x": torch.ones(3)}, {"x": torch.ones(1)}]
-        await g.send_bundle(WORK, header, contents)
+        await g.send_with(header, contents)
         failed = await note(g)
         assert isinstance(failed, protocol.Failed)
         assert "3 rows does not fit into a batch of at most 2" in failed.error.text
@@ -336,9 +333,9 @@ async def test_cancelled_work_is_taken_from_the_queue() -> None:
         g = await b.connect("g")
         await send(g, [item(1), item(2)], 1.0, 2.0)
         await until(lambda: b.worker.report().queued == 2)
-        await g.send(CANCELS, protocol.Cancel(key(1)))
+        await g.send(protocol.Cancel(key(1)))
         await until(lambda: b.worker.report().queued == 1)
-        await g.send(CANCELS, protocol.Cancel(key(3)))
+        await g.send(protocol.Cancel(key(3)))
         await settle()
         await send(g, [item(3)], 3.0)
         await settle()
@@ -360,7 +357,7 @@ async def test_answer_to_what_was_cancelled_meanwhile_is_not_sent() -> None:
         await begun(g)
         await until(b.model.is_computing.is_set)
         assert b.worker.report().computing == 2
-        await g.send(CANCELS, protocol.Cancel(key(1)))
+        await g.send(protocol.Cancel(key(1)))
         await settle()
         b.model.gate.set()
         assert await answers(g) == {2: 4.0}
@@ -374,7 +371,7 @@ async def test_cancelled_keys_are_remembered_up_to_a_limit(
     async with bench() as b:
         g = await b.connect("g")
         for number in range(10):
-            await g.send(CANCELS, protocol.Cancel(key(number)))
+            await g.send(protocol.Cancel(key(number)))
         await settle()
         await send(g, [item(0), item(9)], 1.0, 2.0)
         assert await answers(g) == {0: 2.0}
@@ -410,27 +407,24 @@ async def test_router_that_does_not_read_keeps_nobody_from_computing(
     async with bench() as b:
         g = await b.connect("g")
         b.tasks["g"][0].cancel()  # its socket is full: nothing leaves the outbox
-        b.outboxes["g"]._put(asyncio.Event().wait)  # type: ignore[arg-type]
+        b.outboxes["g"].hold(asyncio.get_running_loop().create_future())
         await send(g, [item(1)], 1.0)
         await until(lambda: b.model.batches == [[1.0]])
 
 
-@pytest.mark.parametrize("what", ["work", "cancel"])
-async def test_message_that_is_not_understood_ends_its_reader(what: str) -> None:
-    """The keeper closes that edge, and the worker goes on with others."""
+@pytest.mark.parametrize("what", ["no frame", "no work"])
+async def test_message_that_is_not_understood_closes_its_edge(
+    what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The worker goes on with others."""
     async with bench() as b:
         g, h = await b.connect("g"), await b.connect("h")
-        codec: Any = WORK if what == "work" else CANCELS
-        if what == "work":
-            tensors = {"0.x": torch.ones(1)}
-            await g.world.send_bundle(tensors, dst=1, meta={}, tag=codec.tag)
+        if what == "no work":
+            await g.send_with(protocol.Work((item(1),)), [])
         else:
-            await g.world.send_object("nonsense", dst=1, tag=codec.tag)
-        done, _ = await asyncio.wait(
-            b.tasks["g"], return_when=asyncio.FIRST_COMPLETED, timeout=HANG_S
-        )
-        (ended,) = done
-        assert isinstance(ended.exception(), MessageError)
+            await g.world.send(torch.ones(9), dst=1, tag=FRAMES)
+        await until(lambda: b.outboxes["g"].world.is_closed)
+        assert "closed after an unexpected error" in caplog.text
         await send(h, [item(1, "h")], 5.0)
         assert await answers(h) == {1: 10.0}
 
@@ -445,12 +439,12 @@ async def test_output_is_handed_to_the_next_stage_with_all_that_belongs_to_it() 
         share = Share("acme", 2.0, 1)
         sent = item(1, remaining_s=9.0, session="s", via={"1": "1-a"}, share=share)
         await send(g, [sent], 3.0)
-        header, contents = await a.receive_bundle(WORK, lambda h: len(h.items))
+        header, contents = await a.receive_with(protocol.Work)
         assert header.items == (sent,)
         assert contents[0]["x"].item() == 6.0
         assert b.worker.report().handed == 1
         assert not b.worker.is_idle
-        await a.send(CREDITS, protocol.Released((key(1),)))
+        await a.send(protocol.Released((key(1),)))
         await until(lambda: b.worker.is_idle)
 
 
@@ -468,7 +462,7 @@ async def test_next_stage_without_credit_stops_this_one() -> None:
         await settle()
         assert b.model.batches == [[0.0], [1.0]]
         for number in (1, 2, 3):
-            await a.send(CREDITS, protocol.Released((key(number - 1),)))
+            await a.send(protocol.Released((key(number - 1),)))
             assert await handed(a) == {key(number): 2.0 * number}
 
 
@@ -478,15 +472,15 @@ async def test_upstream_gets_its_credit_back_when_work_begins_or_is_gone() -> No
         g, z = await b.connect("g"), await b.connect("0-z")
         await send(z, [item(n) for n in (1, 2)], 1.0, 2.0)
         await until(lambda: b.worker.report().queued == 2)
-        await g.send(CANCELS, protocol.Cancel(key(1)))
-        assert await z.receive(CREDITS) == protocol.Released((key(1),))
-        await z.send(CANCELS, protocol.Cancel(key(3)))
+        await g.send(protocol.Cancel(key(1)))
+        assert await z.receive(Credit) == protocol.Released((key(1),))
+        await z.send(protocol.Cancel(key(3)))
         await settle()
         await send(z, [item(3)], 3.0)
-        assert await z.receive(CREDITS) == protocol.Released((key(3),))
+        assert await z.receive(Credit) == protocol.Released((key(3),))
         b.start()
         assert await begun(g) == ((2, 1),)
-        assert await z.receive(CREDITS) == protocol.Released((key(2),))
+        assert await z.receive(Credit) == protocol.Released((key(2),))
         assert await answers(g) == {2: 4.0}
 
 
@@ -495,7 +489,7 @@ async def test_work_of_a_router_that_is_not_connected_goes_back() -> None:
     async with bench(1, 2, "0-z") as b:
         g, z = await b.connect("g"), await b.connect("0-z")
         await send(z, [item(1, "h"), item(2, "g")], 1.0, 2.0)
-        credits: list[Credit] = [await z.receive(CREDITS) for _ in range(2)]
+        credits: list[Credit] = [await z.receive(Credit) for _ in range(2)]
         assert protocol.Refused((key(1, "h"),)) in credits
         assert protocol.Released((key(2),)) in credits
         assert await answers(g) == {2: 4.0}
@@ -510,7 +504,7 @@ async def test_work_that_the_next_stage_refused_is_returned_to_its_router() -> N
         await begun(g)
         await until(lambda: b.worker.report().handed == 1)
         (at,) = [n for n, peer in next_ones.items() if await peer_has_work(peer)]
-        await next_ones[at].send(CREDITS, protocol.Refused((key(1),)))
+        await next_ones[at].send(protocol.Refused((key(1),)))
         assert await note(g) == protocol.Returned(((1, 1),), 1)
         (other,) = next_ones.keys() - {at}
         await send(g, [item(2, session="s")], 2.0)
@@ -535,7 +529,7 @@ async def test_lost_replica_of_the_next_stage_is_reported_with_its_work() -> Non
         await handed(a)
         await send(g, [item(2)], 2.0)
         await handed(a)
-        await a.send(CREDITS, protocol.Released((key(1),)))
+        await a.send(protocol.Released((key(1),)))
         await until(lambda: b.worker.report().handed == 1)
         for _ in range(2):
             await begun(g)
@@ -557,7 +551,7 @@ async def test_silent_replica_of_the_next_stage_gets_nothing_and_is_reported() -
         await send(g, [item(2)], 2.0)
         assert await begun(g) == ((2, 1),)
         await until(lambda: b.worker.report().waiting_for_next == 1)
-        assert not await g.has_sent(NOTES)
+        assert not await g.has_sent(Note)
         b.outboxes["1-a"].quiet_s = 0.0
         assert await handed(a) == {key(2): 4.0}
 
@@ -570,8 +564,8 @@ async def test_cancellation_follows_the_work_to_the_next_stage() -> None:
         assert list(await handed(a)) == [key(1)]
         await until(lambda: b.worker.report().waiting_for_next == 1)
         for number in (1, 2):
-            await g.send(CANCELS, protocol.Cancel(key(number)))
-        assert await a.receive(CANCELS) == protocol.Cancel(key(1))
+            await g.send(protocol.Cancel(key(number)))
+        assert await a.receive(protocol.Cancel) == protocol.Cancel(key(1))
         await until(lambda: b.worker.report().waiting_for_next == 0)
 
 
@@ -606,7 +600,7 @@ async def test_all_that_was_sent_can_be_waited_for() -> None:
             await b.connect(name)
         await asyncio.wait_for(b.worker.wait_sent(), HANG_S)
         held = asyncio.Event()
-        b.outboxes["2-a"]._put(held.wait)  # type: ignore[arg-type]
+        b.outboxes["2-a"].hold(held.wait())
         waiting = asyncio.ensure_future(b.worker.wait_sent())
         await settle()
         assert not waiting.done()

@@ -1,0 +1,175 @@
+"""A message that arrives, and a receive that waits for one. Shell."""
+
+from __future__ import annotations
+
+from asyncio import Future
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from multiworld.backends.base import Handler
+from multiworld.backends.dtypes import DTYPES, memory_of
+from multiworld.backends.tensor_pool import RECYCLED_BYTES, recycler
+
+
+class Description(NamedTuple):
+    """Description of a message, from its first header.
+
+    Attributes:
+        kind: TENSOR, BUNDLE, OBJECT or COLLECTIVE of ``direct.header``.
+        dtype: Wire code of the elements; see ``dtypes``.
+        shape: Dimensions of the tensor.
+        size: Bytes of the whole message.
+        tag: Tag, or number of the collective.
+        label: Bytes of a bundle's manifest, or a collective's operation code.
+    """
+
+    kind: int
+    dtype: int
+    shape: tuple[int, ...]
+    size: int
+    tag: int
+    label: int
+
+
+Check = Callable[[int, Description], Exception | None]
+"""Function of source and message; returns the error of a receive that refuses it."""
+
+Place = Callable[[Description], Tensor | None]
+"""Function that returns the tensor to receive into, or None for new memory."""
+
+Merge = Callable[[int, memoryview], None]
+"""Function that merges a part of a payload, from this byte on, into a tensor."""
+
+
+class Arrival:
+    """A message that has begun to arrive, and its memory.
+
+    Args:
+        number: Position among all messages and receives of the mailbox.
+        source: Rank of the sender.
+        description: Description of the message.
+        place: The caller's tensor to receive into; None allocates one.
+    """
+
+    __slots__ = (
+        "description",
+        "handler",
+        "is_borrowed",
+        "is_complete",
+        "is_merged",
+        "memory",
+        "merge",
+        "number",
+        "on_taken",
+        "receive",
+        "received",
+        "source",
+        "tensor",
+    )
+
+    def __init__(
+        self, number: int, source: int, description: Description, place: Tensor | None
+    ) -> None:
+        self.number, self.source, self.description = number, source, description
+        self.is_borrowed = place is not None
+        self.tensor = allocate(description) if place is None else place
+        self.memory = memory_of(self.tensor)
+        self.received = 0
+        self.is_complete = False
+        self.merge: Merge | None = None
+        self.is_merged = False
+        self.receive: Receive | None = None
+        self.handler: Handler | None = None
+        self.on_taken: Callable[[], object] | None = None
+
+    def own(self) -> None:
+        """Move the bytes that have arrived from the caller's tensor to a new one."""
+        if not self.is_borrowed:
+            return
+        tensor = allocate(self.description)
+        source = self.tensor.view(-1).view(torch.uint8)[: self.received]
+        # With torch: a memoryview would hold the GIL during the copy.
+        tensor.view(-1).view(torch.uint8)[: self.received].copy_(source)
+        self.tensor, self.memory = tensor, memory_of(tensor)
+        self.is_borrowed = False
+
+
+def allocate(description: Description) -> Tensor:
+    """Return an uninitialised tensor for a message.
+
+    It has the message's dtype and shape if they match its size, as a tensor's do.
+    Otherwise it is flat, of uint8.
+    """
+    dtype, shape = DTYPES[description.dtype], description.shape
+    count = _product(shape)
+    if description.size != count * dtype.itemsize:
+        dtype, shape, count = torch.uint8, (description.size,), description.size
+    if description.size < RECYCLED_BYTES:
+        return torch.empty(shape, dtype=dtype)
+    return recycler.empty(count, dtype).view(shape)
+
+
+MESSAGE_BYTES = 512
+"""Approximate bytes that a message costs beside its payload."""
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    total = 1
+    for extent in shape:
+        total *= extent
+    return total
+
+
+class Receive:
+    """A posted receive.
+
+    Args:
+        source: Rank to receive from; None takes the first message of any rank.
+        tag: Tag to match.
+        check: Returns the error for a message that this receive refuses, or None.
+        place: Returns the tensor to receive into, or None for new memory.
+        future: Completed when the message has arrived.
+        merge: Called with each part of a payload in shared memory, which is then not
+            copied (``Arrival.is_merged``). Such a receive cannot be cancelled once its
+            message has begun.
+    """
+
+    __slots__ = (
+        "arrival",
+        "check",
+        "error",
+        "future",
+        "merge",
+        "number",
+        "place",
+        "settled",
+        "source",
+        "tag",
+    )
+
+    def __init__(
+        self,
+        source: int | None,
+        tag: int,
+        check: Check,
+        place: Place,
+        future: Future[Arrival],
+        merge: Merge | None = None,
+    ) -> None:
+        self.source, self.tag = source, tag
+        self.check, self.place, self.future = check, place, future
+        self.merge = merge
+        self.number = 0
+        self.arrival: Arrival | None = None
+        self.error: Exception | None = None
+        self.settled: Future[None] | None = None
+
+    def fail(self, error: Exception) -> None:
+        """End the wait with ``error``, and mark the error as retrieved."""
+        self.error = error
+        if not self.future.done():
+            self.future.set_exception(error)
+            self.future.exception()

@@ -1,0 +1,172 @@
+"""Frames: what one process sends another in one turn of its loop. Shell.
+
+A frame has any number of messages, with the tensors of those that carry requests or
+answers. Layout: version and length of the header (``_LEAD``); the header, which is the
+messages and the descriptions of the tensors in MessagePack; and the tensors, each at
+the next multiple of ``ALIGNMENT``.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+import torch
+from torch import Tensor
+
+from multiworld.backends.dtypes import DTYPES, code_of, memory_of, plain
+from multiworld.serve.spec.stage import Tensors
+from multiworld.serve.transport.protocol import (
+    PROTOCOL,
+    UNDERSTOOD,
+    Answers,
+    EdgeMessage,
+    MessageError,
+    Work,
+)
+
+ALIGNMENT = 64
+"""Bytes that each tensor is aligned to: one cache line."""
+
+COPIED_BYTES = 64 * 1024
+"""Bytes of a tensor up to which it is copied without torch, which costs less."""
+
+_LEAD = struct.Struct("<HxxI")
+
+_Size = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+_Described = tuple[str, int, tuple[_Size, ...]]
+
+Entry = tuple[EdgeMessage, Sequence[Tensors]]
+"""A message, and the tensors of each of its items; most messages have none."""
+
+
+class _Header(msgspec.Struct, array_like=True):
+    messages: tuple[EdgeMessage, ...]
+    contents: tuple[tuple[_Described, ...], ...]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Header)
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A frame that is ready to be packed.
+
+    Attributes:
+        header: Its first bytes, header included.
+        pieces: Offset of each tensor in bytes, and the tensor.
+        size: Bytes of the whole frame.
+    """
+
+    header: bytes
+    pieces: list[tuple[int, Tensor]]
+    size: int
+
+    def pack(self) -> Tensor:
+        """Return the frame as a uint8 tensor."""
+        packed = torch.empty(self.size, dtype=torch.uint8)
+        memory = memory_of(packed)
+        memory[: len(self.header)] = self.header
+        for begin, tensor in self.pieces:
+            end = begin + tensor.nbytes
+            if end - begin <= COPIED_BYTES:
+                memory[begin:end] = memory_of(tensor)
+            else:
+                # Not by memoryview, because its copy would hold the GIL.
+                packed[begin:end].copy_(tensor.view(-1).view(torch.uint8))
+        return packed
+
+
+def lay_out(entries: Sequence[Entry]) -> Frame:
+    """Return the frame of these messages.
+
+    Args:
+        entries: The messages, in order. Tensors are dense and on the host.
+
+    Raises:
+        TensorMismatchError: A tensor's dtype cannot be sent.
+    """
+    tensors: list[Tensor] = []
+    contents = []
+    for _, items in entries:
+        for item in items:
+            described = []
+            for name, given in item.items():
+                tensor = plain(given)
+                tensors.append(tensor)
+                described.append((name, code_of(tensor), tuple(tensor.shape)))
+            contents.append(described)
+    body = _encoder.encode([[message for message, _ in entries], contents])
+    header = _LEAD.pack(PROTOCOL, len(body)) + body
+    offset = len(header)
+    pieces = []
+    for tensor in tensors:
+        offset = _aligned(offset)
+        pieces.append((offset, tensor))
+        offset += tensor.nbytes
+    return Frame(header, pieces, offset)
+
+
+def unpack(packed: Tensor) -> list[tuple[EdgeMessage, list[Tensors]]]:
+    """Return the messages of a frame, each with the tensors of its items.
+
+    Args:
+        packed: The frame as a uint8 tensor; the tensors share its memory.
+
+    Raises:
+        MessageError: This release does not know the frame, or it is malformed.
+    """
+    if packed.dtype != torch.uint8 or packed.numel() < _LEAD.size:
+        raise MessageError("a frame is malformed: it is too short")
+    memory = memory_of(packed)
+    version, length = _LEAD.unpack_from(memory)
+    if version != PROTOCOL and str(version) not in UNDERSTOOD:
+        raise MessageError(
+            f"a frame of protocol version {version} arrived; this process understands "
+            f"{' and '.join(UNDERSTOOD)}: use the same or adjacent releases"
+        )
+    offset = _LEAD.size + length
+    try:
+        header = _decoder.decode(memory[_LEAD.size : offset])
+        contents = []
+        for described in header.contents:
+            tensors: Tensors = {}
+            for name, code, shape in described:
+                dtype, begin = DTYPES[code], _aligned(offset)
+                size = math.prod(shape) * dtype.itemsize
+                offset = begin + size
+                if offset > len(memory):
+                    raise ValueError("it is cut short")
+                tensors[name] = packed.narrow(0, begin, size).view(dtype).view(shape)
+            contents.append(tensors)
+        return list(_shared_out(header.messages, contents))
+    except (msgspec.DecodeError, KeyError, ValueError, RuntimeError) as error:
+        raise MessageError(f"a frame is malformed: {error}") from None
+
+
+def _shared_out(
+    messages: Sequence[EdgeMessage], contents: list[Tensors]
+) -> list[tuple[EdgeMessage, list[Tensors]]]:
+    """Give each message the tensors of its items.
+
+    Raises:
+        ValueError: There are more or fewer items than tensors.
+    """
+    found: list[tuple[EdgeMessage, list[Tensors]]] = []
+    begin = 0
+    for message in messages:
+        count = len(message.items) if isinstance(message, Work | Answers) else 0
+        found.append((message, contents[begin : begin + count]))
+        begin += count
+    if begin != len(contents):
+        raise ValueError(f"{len(contents)} contents for {begin} items")
+    return found
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
