@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from starlette.requests import Request
-
 from multiworld.errors import (
     InvalidRequestError,
     NoReplicaError,
@@ -15,6 +13,7 @@ from multiworld.errors import (
     UnknownModelError,
 )
 from multiworld.serve.gateway.body_budget import BodyBudget, BodyLimits, Reservation
+from multiworld.serve.gateway.http_request import AnyRequest
 from multiworld.serve.gateway.metrics import Metrics
 from multiworld.serve.gateway.request_body import Body, read_body
 from multiworld.serve.routing.dispatcher import NO_MODEL, Dispatcher
@@ -74,7 +73,7 @@ class Gateway:
         self.is_ending = False
 
     async def read_body(
-        self, request: Request, admitted: AdmittedRequest, reservation: Reservation
+        self, request: AnyRequest, admitted: AdmittedRequest, reservation: Reservation
     ) -> Body:
         """Return the body of an admitted request.
 

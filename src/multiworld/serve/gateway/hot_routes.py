@@ -11,7 +11,9 @@ import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Response
+
+from multiworld.serve.gateway.http_request import HttpRequest
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -50,7 +52,7 @@ class HotRoutes:
         if scope["type"] == "http" and scope["method"] == "POST":
             for pattern, endpoint in self._routes:
                 if (match := pattern.fullmatch(scope["path"])) is not None:
-                    request = Request(scope, receive)
+                    request = HttpRequest(scope, receive)
                     response = await endpoint(request=request, **match.groupdict())
                     await response(scope, receive, send)
                     return

@@ -9,6 +9,8 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from multiworld.serve.gateway.http_request import CONNECTION, IS_COMPLETE, Connection
+
 HEAD_BYTES = 64 * 1024
 """Most bytes of a request line and its headers; Apache and nginx allow less."""
 
@@ -24,6 +26,9 @@ TOO_LONG = (
 CREDENTIALS = (b"authorization", b"x-api-key")
 """Headers of which a request may have one: two could name two tenants."""
 
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+"""Answer to a client that waits with its body; what follows depends on that."""
+
 STALL_S = 30.0
 """Seconds in which a client must read something of an answer that waits for it."""
 
@@ -32,6 +37,45 @@ ANSWER = (
     "connection: close\r\n\r\n{2}"
 )
 """Refusal, with the status, the length of the body, and the body."""
+
+
+class HeadKeeper:
+    """Transport that sends the head of an answer together with what follows it.
+
+    Two writes are two system calls, and two packets for the client.
+
+    Args:
+        transport: The connection's transport.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._head = b""
+
+    def write(self, data: bytes) -> None:
+        """Send ``data``, or keep it if it is the head of an answer."""
+        is_head = data.startswith(b"HTTP/") and data.endswith(b"\r\n\r\n")
+        if is_head and data != CONTINUE:
+            self.flush()
+            self._head = data
+        else:
+            self._transport.write(self._head + data if self._head else data)
+            self._head = b""
+
+    def flush(self) -> None:
+        """Send what is kept."""
+        if self._head:
+            self._transport.write(self._head)
+            self._head = b""
+
+    def close(self) -> None:
+        """Send what is kept, and close the connection."""
+        self.flush()
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        """Tell whether the connection is being closed."""
+        return self._transport.is_closing()
 
 
 def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
@@ -58,9 +102,11 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
             self._head_bytes = 0
             self._credentials: set[bytes] = set()
             self._stall_timer: asyncio.TimerHandle | None = None
+            self._connection = Connection()
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
+            self._heads = HeadKeeper(transport)
             if len(self.connections) > max_connections:
                 text = f"gateway has {max_connections} connections; retry later"
                 self._refuse("503 Service Unavailable", text)
@@ -72,6 +118,7 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
             self._stop_late_timer()
             self._stop_stall_timer()
             super().connection_lost(exc)
+            self._connection.lost()
 
         def pause_writing(self) -> None:
             super().pause_writing()
@@ -86,6 +133,7 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
+            self._scope()[CONNECTION] = self._connection
             self._head_bytes = 0
             self._credentials.clear()
             if self._timer is None:
@@ -109,6 +157,12 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
             self._stop_timer()
             if self._head_bytes <= HEAD_BYTES and not self.transport.is_closing():
                 super().on_headers_complete()
+                if self.cycle is not None:
+                    self.cycle.transport = self._heads  # type: ignore[assignment]
+
+        def on_response_complete(self) -> None:
+            self._heads.flush()  # a HEAD request has no body
+            super().on_response_complete()
 
         def data_received(self, data: bytes) -> None:
             if self.transport.is_closing():
@@ -125,7 +179,12 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
         def on_message_complete(self) -> None:
             self._has_progress = True
             self._stop_late_timer()
+            self._scope()[IS_COMPLETE] = True
             super().on_message_complete()
+
+        def _scope(self) -> dict[str, Any]:
+            """Return the scope of the request that arrives."""
+            return self.scope  # type: ignore[return-value]
 
         def _count_head(self, size: int) -> None:
             """Limit the headers of one request, however many bytes came at once."""

@@ -38,6 +38,9 @@ MAX_DIGITS = 18
 MAX_ELEMENTS = 2**40
 """Bound on the elements of a tensor, and on each size."""
 
+FEW = 16
+"""Values up to which Python checks them faster than torch."""
+
 SHOWN = 80
 """Most characters of an invalid value that an error text repeats."""
 
@@ -272,6 +275,8 @@ def _from_json(name: str, dtype: torch.dtype, count: int, data: bytes) -> Tensor
         raise InvalidRequestError(
             f"{name}: {size} values in data; its shape needs {count}"
         )
+    if len(found) == 1:
+        return found[0]
     return torch.cat(found) if found else torch.empty(0, dtype=dtype)
 
 
@@ -303,12 +308,19 @@ def _tensor(name: str, dtype: torch.dtype, values: list[Any]) -> Tensor:
         tensor = torch.tensor(values, dtype=dtype)
     except (RuntimeError, OverflowError, ValueError, TypeError) as error:
         raise InvalidRequestError(f"{name}: {error}") from error
-    if dtype.is_floating_point and not bool(tensor.isfinite().all()):
+    if dtype.is_floating_point and not _is_finite(tensor):
         raise InvalidRequestError(
             f"{name}: a value is too large for {NAME_OF[dtype]}; send infinities as "
             "binary data"
         )
     return tensor
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Tell whether a flat tensor has no infinity and no NaN."""
+    if len(tensor) <= FEW:
+        return all(map(math.isfinite, tensor.tolist()))
+    return bool(tensor.isfinite().all())
 
 
 def check(tensors: Tensors, model: Model) -> None:
@@ -422,9 +434,10 @@ def render(
 
 
 def _listed(name: str, tensor: Tensor) -> list[Any]:
-    if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+    flat = tensor.reshape(-1)
+    if flat.is_floating_point() and not _is_finite(flat):
         raise NotFiniteError(
             f"output {name!r} has NaN or an infinity, which JSON cannot carry; request "
             "it as binary data (binary_data_output)"
         )
-    return tensor.reshape(-1).tolist()
+    return flat.tolist()

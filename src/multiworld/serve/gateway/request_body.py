@@ -8,14 +8,18 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
-from starlette.requests import ClientDisconnect, Request
-
 from multiworld.errors import InvalidRequestError
 from multiworld.serve.gateway.body_budget import (
     BodyLimits,
     Reservation,
     TooSlowError,
     limit_s,
+)
+from multiworld.serve.gateway.http_request import (
+    CONNECTION,
+    IS_COMPLETE,
+    AnyRequest,
+    Connection,
 )
 
 T = TypeVar("T")
@@ -41,6 +45,9 @@ JSON_LENGTH = "inference-header-content-length"
 MAX_DIGITS = 18
 """Digits of a length from which it is too large without being parsed."""
 
+GONE = "client disconnected before the answer"
+"""Error text, which nobody reads."""
+
 Body = bytes | bytearray
 """Bytes of a body."""
 
@@ -58,7 +65,7 @@ class ClientGoneError(InvalidRequestError):
 
 
 async def read_body(
-    request: Request,
+    request: AnyRequest,
     limits: BodyLimits,
     reservation: Reservation,
     on_bytes: Callable[[int], None] = lambda size: None,
@@ -102,34 +109,44 @@ async def read_body(
 
 
 async def _received(
-    request: Request,
+    request: AnyRequest,
     check: Callable[[int], None],
     reservation: Reservation,
     on_bytes: Callable[[int], None],
 ) -> Body:
+    whole: Body = b""
+
+    async def read() -> bool:
+        """Add the next part; return whether it is the last."""
+        nonlocal whole
+        event = await request.receive()
+        if event["type"] == "http.disconnect":
+            raise ClientGoneError(GONE)
+        part = event.get("body", b"")
+        on_bytes(len(part))
+        check(len(whole) + len(part))
+        reservation.add(len(part))
+        if not whole:
+            whole = part
+        elif isinstance(whole, bytearray):
+            whole += part
+        else:
+            whole = bytearray(whole) + part
+        return not event.get("more_body", False)
+
+    if IS_COMPLETE in request.scope and await read():
+        return whole
     loop = asyncio.get_running_loop()
     began_at = loop.time()
-    whole: Body = b""
     try:
         async with asyncio.timeout_at(began_at + limit_s(0)) as limit:
-            async for part in request.stream():
-                on_bytes(len(part))
-                check(len(whole) + len(part))
-                reservation.add(len(part))
-                if not whole:
-                    whole = part
-                elif isinstance(whole, bytearray):
-                    whole += part
-                else:
-                    whole = bytearray(whole) + part
+            while not await read():
                 limit.reschedule(began_at + limit_s(len(whole)))
     except TimeoutError:
         raise TooSlowError(
             f"{len(whole)} bytes of the body arrived in "
             f"{loop.time() - began_at:.0f} s; send it faster"
         ) from None
-    except ClientDisconnect:
-        raise ClientGoneError("client disconnected before the answer") from None
     return whole
 
 
@@ -178,7 +195,7 @@ async def _unpacked(
     )
 
 
-async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def while_connected(request: AnyRequest, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of ``work``; cancel it when the client disconnects.
 
     Raises:
@@ -186,32 +203,27 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
     Cancellation: Safe. ``work`` is cancelled, too.
     """
+    connection: Connection = request.scope.get(CONNECTION) or Connection()
+    if connection.is_lost:
+        work.close()
+        raise ClientGoneError(GONE)
     task = asyncio.current_task()
     assert task is not None
     cancelled_before = task.cancelling()
-    is_gone = is_over = False
+    is_gone = False
 
-    def gone(watcher: asyncio.Task[None]) -> None:
+    def gone() -> None:
         nonlocal is_gone
-        if not (watcher.cancelled() or is_over):
-            is_gone = True
-            task.cancel()
+        is_gone = True
+        task.cancel()
 
-    watcher = asyncio.get_running_loop().create_task(_disconnected(request))
-    watcher.add_done_callback(gone)
+    connection.on_lost.add(gone)
     try:
         return await work
     except asyncio.CancelledError:
         # As in asyncio.timeout: only our own cancellation becomes another error.
         if is_gone and task.uncancel() <= cancelled_before:
-            why = "client disconnected before the answer"
-            raise ClientGoneError(why) from None
+            raise ClientGoneError(GONE) from None
         raise
     finally:
-        is_over = True  # the callback may be scheduled already
-        watcher.cancel()
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+        connection.on_lost.discard(gone)

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import orjson
-from fastapi import Request, Response
+from fastapi import Response
 
 from multiworld.errors import (
     InvalidRequestError,
@@ -18,6 +18,7 @@ from multiworld.errors import (
 )
 from multiworld.serve.gateway.body_budget import Reservation
 from multiworld.serve.gateway.gateway import Gateway
+from multiworld.serve.gateway.http_request import AnyRequest
 from multiworld.serve.tenants.authenticator import AdmittedRequest
 
 logger = logging.getLogger("multiworld.serve")
@@ -78,7 +79,7 @@ Handler = Callable[[AdmittedRequest, Reservation], Awaitable[Response]]
 
 async def respond(
     gateway: Gateway,
-    request: Request,
+    request: AnyRequest,
     name: str | Callable[[], str],
     handler: Handler,
     error_response: Callable[[ServeError], Response],
@@ -137,7 +138,7 @@ async def _handled(
 
 
 def timeout_of(
-    request: Request, timeout_s: Any = None, timeout_us: Any = None
+    request: AnyRequest, timeout_s: Any = None, timeout_us: Any = None
 ) -> float | None:
     """Return the client's timeout of a request in seconds; None: it gave none.
 

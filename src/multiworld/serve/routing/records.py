@@ -76,3 +76,8 @@ class Queue:
     weights: dict[str, float] = field(default_factory=dict)
     isolated: int | None = None
     isolated_until: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing waits."""
+        return not (len(self.regular) or len(self.suspects) or self.probes)

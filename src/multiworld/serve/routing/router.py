@@ -92,6 +92,7 @@ class Router:
         self._connected: set[str] = set()
         self._computing: dict[str, tuple[Attempt, ...]] = {}
         self._silent: set[str] = set()
+        self._usable_at: dict[tuple[str, str, int], list[str]] = {}
         self._deadlines: list[tuple[float, int]] = []
         self._now = 0.0
 
@@ -147,6 +148,7 @@ class Router:
                 return self._end(number)
             case Connected(replica):
                 self._connected.add(replica)
+                self._usable_at.clear()
                 return self._pump_all()
             case Lost():
                 return self._lost(event)
@@ -154,6 +156,7 @@ class Router:
                 return self._silence_changed(replica, is_silent)
             case TableChanged(table):
                 self._table = table
+                self._usable_at.clear()
                 return [*self._reject_unserved(), *self._pump_all()]
             case Ticked():
                 return self._expire(now)
@@ -306,6 +309,7 @@ class Router:
     def _lost(self, event: Lost) -> list[Action]:
         self._connected.discard(event.replica)
         self._silent.discard(event.replica)
+        self._usable_at.clear()
         self._computing.pop(event.replica, None)
         actions: list[Action] = []
         for number, nth in sorted(self._held.pop(event.replica, {})):
@@ -405,6 +409,7 @@ class Router:
         return [Replayed(number, replica, why)]
 
     def _silence_changed(self, replica: str, is_silent: bool) -> list[Action]:
+        self._usable_at.clear()
         if not is_silent:
             self._silent.discard(replica)
             return self._pump_all()
@@ -466,7 +471,7 @@ class Router:
         """Send every waiting request that a replica has room for."""
         queue, route = self._queues[model], self._table.routes.get(model)
         actions: list[Action] = []
-        if route is None:
+        if route is None or queue.is_empty:
             return actions
         number: int | None
         for number in queue.probes[:]:
@@ -538,9 +543,9 @@ class Router:
             return self._probe_target(request.job, via, route)
         if not can_send:
             return None
-        load = {name: len(held) for name, held in self._held.items()}
         usable = self._usable(request.job.model, route.version, 0)
-        open_ = [n for n in usable if load.get(n, 0) < route.max_ongoing_requests]
+        load = {name: len(self._held.get(name, ())) for name in usable}
+        open_ = [n for n in usable if load[n] < route.max_ongoing_requests]
         if request.job.session is None:
             return choose(open_, load, self._chance)
         chosen = choose(usable, load, self._chance, request.job.session)
@@ -566,13 +571,17 @@ class Router:
 
     def _usable(self, model: str, version: str, stage: int) -> list[str]:
         """Return the replicas that are ready, connected and not silent."""
-        return [
-            replica.name
-            for replica in self._table.stage(model, version, stage)
-            if replica.state is ReplicaState.READY
-            and replica.name in self._connected
-            and replica.name not in self._silent
-        ]
+        key = model, version, stage
+        found = self._usable_at.get(key)
+        if found is None:
+            found = self._usable_at[key] = [
+                replica.name
+                for replica in self._table.stage(model, version, stage)
+                if replica.state is ReplicaState.READY
+                and replica.name in self._connected
+                and replica.name not in self._silent
+            ]
+        return found
 
     def validate(self) -> None:
         """Check the invariants; for tests.

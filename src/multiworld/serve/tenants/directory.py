@@ -65,7 +65,10 @@ class Tenant:
 
     def may_use(self, model: str) -> bool:
         """Tell whether the tenant may use a model."""
-        return any(fnmatch.fnmatchcase(model, pattern) for pattern in self.models)
+        return any(
+            pattern == "*" or fnmatch.fnmatchcase(model, pattern)
+            for pattern in self.models
+        )
 
     def with_key(self, key: Key) -> Tenant:
         """Return a copy with one more key."""

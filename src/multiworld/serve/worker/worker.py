@@ -36,6 +36,7 @@ from multiworld.serve.transport.protocol import (
 )
 from multiworld.serve.transport.routing_table import RoutingTable
 from multiworld.serve.worker.batch_queue import BatchQueue, Work
+from multiworld.serve.worker.credit_returns import CreditReturns
 from multiworld.serve.worker.executor import Executor, Outcome
 from multiworld.serve.worker.forwarder import FinishedWork, Forwarder
 from multiworld.serve.worker.hang_guard import HangGuard
@@ -43,11 +44,9 @@ from multiworld.serve.worker.intake import works_of
 
 logger = logging.getLogger("multiworld.serve")
 
-RELEASE_S = 0.05
-"""Seconds after which the credit of a quick stage's work is returned."""
-
-RELEASE_SHARE = 4
-"""Credit is returned at once when this part of ``max_ongoing_requests`` is owed."""
+CALM_S = 0.001
+"""Seconds since the previous batch from which work is computed as it arrives. Under
+more load it waits one turn of the loop, in which more arrives for the same batch."""
 
 LOOK_S = 0.1
 """Seconds between checks of deadlines and of silent replicas."""
@@ -122,13 +121,13 @@ class Worker:
         self._routers: dict[str, Outbox] = {}
         self._upstream: dict[str, Outbox] = {}
         self._downstream: dict[str, Outbox] = {}
-        self._source: dict[Key, Outbox] = {}
-        self._owed: dict[Outbox, list[Key]] = {}
-        self._paying: asyncio.TimerHandle | None = None
+        self._credit = CreditReturns(self._upstream, limits.max_ongoing_requests)
         self._guard = HangGuard(self._end_if_hung)
         self._cancelled: OrderedDict[Key, None] = OrderedDict()
         self._arrived = asyncio.Event()
         self._room = asyncio.Event()
+        self._is_waiting = False
+        self._left: tuple[list[Work], bool] | None = None
         self._running: list[Work] = []
         self._running_since = 0.0
         self.counts: Counter[str] = Counter()
@@ -152,7 +151,7 @@ class Worker:
     def is_idle(self) -> bool:
         """True if the replica has no work left."""
         busy = len(self._batcher) + len(self._forwarder) + len(self._running)
-        return busy + self._forwarder.handed_count == 0
+        return busy + self._forwarder.handed_count == 0 and self._left is None
 
     @property
     def has_router(self) -> bool:
@@ -236,7 +235,7 @@ class Worker:
             del self._routers[peer]
             # Nobody waits for this work any more: a router that reconnects sends it
             # again.
-            self._release(self._batcher.cancel_of(peer))
+            self._credit.release(self._batcher.cancel_of(peer))
             self._forwarder.cancel_of(peer)
         else:
             self._upstream.pop(peer, None)
@@ -244,20 +243,20 @@ class Worker:
     def _take(self, works: list[Work], source: Outbox) -> None:
         refused: list[Work] = []
         for work in works:
-            self._source[work.key] = source
+            self._credit.took(work.key, source)
             if work.key in self._cancelled:  # the cancel was faster
-                self._release([work])
+                self._credit.release([work])
             elif work.rows > self._limits.max_batch_size:
                 self._fail(work.key, self._too_many(work.rows))
-                self._release([work])
+                self._credit.release([work])
             elif work.key[0] in self._routers:
                 self._batcher.add(work)
             else:
                 refused.append(work)
         # Work whose router is not connected here goes back to its sender.
-        for source, keys in self._by_source(refused).items():
-            source.put(protocol.Refused(tuple(keys)))
-        self._arrived.set()
+        self._credit.refuse(refused)
+        if len(self._batcher):
+            self._compute_at_once()
 
     def _too_many(self, rows: int) -> InvalidRequestError:
         return InvalidRequestError(
@@ -274,7 +273,7 @@ class Worker:
         work = self._batcher.cancel(key)
         if work is not None:
             self.counts["cancelled"] += 1
-            self._release([work])
+            self._credit.release([work])
         self._forwarder.cancel(key)
         holder = self._downstream.get(self._forwarder.holder(key) or "")
         if holder is not None:
@@ -289,59 +288,105 @@ class Worker:
             are dropped.
         """
         while True:
-            batch = await self._next_batch()
-            is_quick = self._runner.is_quick and not batch[0].is_isolated
-            self._start(batch)
-            try:
-                outcomes: Sequence[Outcome] | None = None
-                if is_quick:
-                    self._guard.start()
-                    outcomes = self._runner.run_here(batch)
-                if outcomes is None:
-                    await self._announce(batch)
-                    outcomes = await self._runner.run(batch)
-                    if is_quick and not any(isinstance(o, Exception) for o in outcomes):
-                        self._runner.needs_its_thread()
-                    is_quick = False
-            finally:
-                self._running = []
-            took_s = self._clock() - self._running_since
-            self.computed_s += took_s
-            rows = sum(work.rows for work in batch)
-            self._batch_rows[bisect_left(ROWS_BOUNDS, rows)] += 1
-            self._batch_seconds[bisect_left(SECONDS_BOUNDS, took_s)] += 1
-            self._end(batch, outcomes)
-            if is_quick:
-                # Only now: until then, the senders report it as lost or stuck with us.
-                self._release_soon(batch)
-                if len(self._batcher):
-                    await asyncio.sleep(0)
+            batch, has_failed = await self._next_batch()
+            if has_failed or not self._is_quick(batch):
+                await self._compute(batch, has_failed=has_failed)
+            elif not self._compute_here(batch):
+                await self._compute(batch, has_failed=True)
+            elif len(self._batcher):
+                await asyncio.sleep(0)
 
-    async def _next_batch(self) -> list[Work]:
+    def _compute_at_once(self) -> None:
+        """Compute what has arrived if the stage is quick, without waking ``run``."""
+        is_free = self._is_waiting and self._left is None and self._has_room
+        is_calm = self._clock() - self._running_since >= CALM_S
+        if is_free and is_calm and self._runner.is_quick:
+            batch = self._batcher.take(self._clock())
+            is_quick = bool(batch) and self._is_quick(batch)
+            if batch and not (is_quick and self._compute_here(batch)):
+                self._left = batch, is_quick
+            elif batch and not len(self._batcher):
+                return
+        self._arrived.set()
+
+    def _is_quick(self, batch: Sequence[Work]) -> bool:
+        return self._runner.is_quick and not batch[0].is_isolated
+
+    def _compute_here(self, batch: list[Work]) -> bool:
+        """Compute a batch of a quick stage on the event loop; return False if it fails.
+
+        Then ``_compute`` computes it again.
+        """
+        self._guard.start()
+        self._running, self._running_since = batch, self._clock()
+        try:
+            outcomes = self._runner.run_here(batch)
+        finally:
+            self._running = []
+        if outcomes is None:
+            return False
+        self._end(batch, outcomes)
+        # Only now: until then, the senders report it as lost or stuck with us.
+        self._credit.release_soon(batch)
+        return True
+
+    async def _compute(self, batch: list[Work], *, has_failed: bool) -> None:
+        """Announce a batch, and compute it in the stage's thread.
+
+        Args:
+            batch: The batch.
+            has_failed: Whether it has failed on the event loop.
+        """
+        self._running, self._running_since = batch, self._clock()
+        try:
+            await self._announce(batch)
+            outcomes = await self._runner.run(batch)
+        finally:
+            self._running = []
+        if has_failed and not any(isinstance(o, Exception) for o in outcomes):
+            self._runner.needs_its_thread()
+        self._end(batch, outcomes)
+
+    @property
+    def _has_room(self) -> bool:
+        return len(self._forwarder) < self._limits.max_ongoing_requests
+
+    async def _next_batch(self) -> tuple[list[Work], bool]:
+        """Return the next batch, and whether it has failed on the event loop."""
         while True:
-            while len(self._forwarder) >= self._limits.max_ongoing_requests:
+            if (left := self._left) is not None:
+                self._left = None
+                return left
+            while not self._has_room:
                 self._room.clear()
                 await self._room.wait()
             now = self._clock()
-            self._release(self._batcher.expired(now))
+            self._credit.release(self._batcher.expired(now))
             if batch := self._batcher.take(now):
-                return batch
+                return batch, False
             self._arrived.clear()
             due_at = self._batcher.due_at()
-            if due_at is None:
-                await self._arrived.wait()
-                continue
+            self._is_waiting = True
             try:
-                async with asyncio.timeout(max(0.0, due_at - now)):
+                if due_at is None:
                     await self._arrived.wait()
+                else:
+                    async with asyncio.timeout(max(0.0, due_at - now)):
+                        await self._arrived.wait()
             except TimeoutError:
                 pass
+            finally:
+                self._is_waiting = False
 
-    def _start(self, batch: list[Work]) -> None:
-        self._running, self._running_since = batch, self._clock()
+    def _count(self, batch: list[Work]) -> None:
+        took_s = self._clock() - self._running_since
+        self.computed_s += took_s
+        rows = sum(work.rows for work in batch)
         self.counts["batches"] += 1
-        self.counts["rows"] += sum(work.rows for work in batch)
+        self.counts["rows"] += rows
         self.counts["requests"] += len(batch)
+        self._batch_rows[bisect_left(ROWS_BOUNDS, rows)] += 1
+        self._batch_seconds[bisect_left(SECONDS_BOUNDS, took_s)] += 1
 
     async def _announce(self, batch: list[Work]) -> None:
         """Announce a batch to its routers before it is computed.
@@ -365,48 +410,10 @@ class Worker:
                     await asyncio.gather(*untold)
             except TimeoutError:
                 pass  # compute anyway if a router does not read
-        self._release(batch)
-
-    def _release(self, works: list[Work]) -> None:
-        """Return the credit of this work to its senders."""
-        for source, keys in self._by_source(works).items():
-            source.put(protocol.Released(tuple(keys)))
-
-    def _release_soon(self, works: list[Work]) -> None:
-        """Return the credit of computed work, with that of other work."""
-        for source, keys in self._by_source(works).items():
-            self._owed.setdefault(source, []).extend(keys)
-        if not self._owed:
-            return
-        most = max(map(len, self._owed.values()))
-        if RELEASE_SHARE * most >= self._limits.max_ongoing_requests:
-            self._pay()
-        elif self._paying is None:
-            loop = asyncio.get_running_loop()
-            self._paying = loop.call_later(RELEASE_S, self._pay)
-
-    def _pay(self) -> None:
-        if self._paying is not None:
-            self._paying.cancel()
-            self._paying = None
-        owed, self._owed = self._owed, {}
-        for source, keys in owed.items():
-            if self._upstream.get(source.edge.peer) is source:
-                source.put(protocol.Released(tuple(keys)))
-
-    def _by_source(self, works: list[Work]) -> dict[Outbox, list[Key]]:
-        """Remove the senders of this work; return its keys by sender.
-
-        Routers are omitted: they give no credit and get notes instead.
-        """
-        found: dict[Outbox, list[Key]] = {}
-        for work in works:
-            source = self._source.pop(work.key, None)
-            if source is not None and source.edge.peer in self._upstream:
-                found.setdefault(source, []).append(work.key)
-        return found
+        self._credit.release(batch)
 
     def _end(self, batch: list[Work], outcomes: Sequence[Outcome]) -> None:
+        self._count(batch)
         now = self._clock()
         finished: list[FinishedWork] = []
         for work, outcome in zip(batch, outcomes, strict=True):
@@ -459,7 +466,7 @@ class Worker:
             outbox = self._downstream[name]
             outbox.put(protocol.Work(items), [piece.content for piece in pieces])
             outbox.flush()
-        if len(self._forwarder) < self._limits.max_ongoing_requests:
+        if self._has_room:
             self._room.set()
 
     # Notes to the routers.
@@ -502,7 +509,7 @@ class Worker:
             await asyncio.sleep(LOOK_S)
             self._end_if_hung()
             now = self._clock()
-            self._release(self._batcher.expired(now))
+            self._credit.release(self._batcher.expired(now))
             for name, outbox in list(self._downstream.items()):
                 is_silent = outbox.silent_s() > SILENT_S
                 stuck = self._forwarder.silent(name, is_silent=is_silent)

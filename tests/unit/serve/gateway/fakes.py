@@ -13,6 +13,7 @@ from multiworld.serve.gateway.app import make_app
 from multiworld.serve.gateway.body_budget import BodyBudget, BodyLimits
 from multiworld.serve.gateway.gateway import Gateway
 from multiworld.serve.gateway.hot_routes import HotRoutes
+from multiworld.serve.gateway.http_request import CONNECTION, Connection
 from multiworld.serve.routing.dispatcher import Dispatcher
 from multiworld.serve.spec.stage import Model, Stage, Tensors, TensorSpec
 from multiworld.serve.tenants.authenticator import Authenticator
@@ -206,13 +207,19 @@ class Disconnecting:
             }
             for number, part in enumerate(parts)
         ]
-        self.hangs_up = asyncio.Event()
+        self._is_gone = asyncio.Event()
+        self._connection = Connection()
         self.sent: list[Any] = []
+
+    def hang_up(self) -> None:
+        """Disconnect."""
+        self._is_gone.set()
+        self._connection.lost()
 
     async def _receive(self) -> Any:
         if self._messages:
             return self._messages.pop(0)
-        await self.hangs_up.wait()
+        await self._is_gone.wait()
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Any) -> None:
@@ -233,5 +240,6 @@ class Disconnecting:
             "headers": [(b"host", b"gateway")],
             "server": ("gateway", 80),
             "client": ("client", 1),
+            CONNECTION: self._connection,
         }
         await self._app(scope, self._receive, self._send)

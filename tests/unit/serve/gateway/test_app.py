@@ -515,7 +515,7 @@ async def test_client_that_hangs_up_withdraws_its_request() -> None:
     client = Disconnecting(fake.app, INFER, json.dumps(body(1.0)).encode())
     running = asyncio.ensure_future(client.run())
     await asyncio.wait_for(hanging.is_asked.wait(), HANG_S)
-    client.hangs_up.set()
+    client.hang_up()
     await asyncio.wait_for(running, HANG_S)
     assert hanging.is_cancelled.is_set()
     assert fake.requests() == {("m", "499"): 1.0}
@@ -525,7 +525,7 @@ async def test_client_that_hangs_up_within_its_body_reaches_no_replica() -> None
     """What it sent counts as used."""
     fake = Fake()
     client = Disconnecting(fake.app, INFER, b'{"inputs"', b": [", is_whole=False)
-    client.hangs_up.set()
+    client.hang_up()
     await asyncio.wait_for(client.run(), HANG_S)
     assert fake.dispatcher.calls == []
     assert fake.requests() == {("m", "499"): 1.0}

@@ -12,7 +12,12 @@ import uvicorn
 
 from multiworld.serve.gateway import http_protocol
 from multiworld.serve.gateway.embedded_server import EmbeddedServer
-from multiworld.serve.gateway.http_protocol import HEAD_BYTES, bounded
+from multiworld.serve.gateway.http_protocol import (
+    CONTINUE,
+    HEAD_BYTES,
+    HeadKeeper,
+    bounded,
+)
 from tests.unit.serve.edges import HANG_S, until
 
 LARGE = 20_000_000
@@ -47,6 +52,11 @@ class Client:
     def send(self, data: bytes) -> None:
         """Send bytes."""
         self._writer.write(data)
+
+    async def head(self) -> bytes:
+        """Return the head of the next answer."""
+        async with asyncio.timeout(HANG_S):
+            return await self._reader.readuntil(b"\r\n\r\n")
 
     async def answer(self) -> tuple[int, bytes]:
         """Return the status and the body of the next answer."""
@@ -384,3 +394,68 @@ async def test_client_that_reads_nothing_of_its_answer_is_closed(
         slow.send(ask)
         assert await slow.count_slowly() > LARGE
         await until(lambda: server.connections == 1)
+
+
+class Written:
+    """A transport that keeps what is written, part by part."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self.is_closed = False
+
+    def write(self, data: bytes) -> None:
+        """Keep it."""
+        self.parts.append(data)
+
+    def close(self) -> None:
+        """Take note."""
+        self.is_closed = True
+
+    def is_closing(self) -> bool:
+        """Return whether it was closed."""
+        return self.is_closed
+
+
+def test_head_of_an_answer_goes_with_what_follows_it() -> None:
+    """One packet instead of two; nothing stays behind."""
+    transport = Written()
+    given: Any = transport
+    keeper = HeadKeeper(given)
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"
+    keeper.write(CONTINUE)
+    assert transport.parts == [CONTINUE]
+    keeper.write(head)
+    assert transport.parts == [CONTINUE]
+    keeper.write(b"ab")
+    keeper.write(b"more")
+    assert transport.parts[1:] == [head + b"ab", b"more"]
+    keeper.write(head)
+    keeper.flush()
+    keeper.flush()
+    assert transport.parts[3:] == [head]
+    keeper.write(head)
+    assert not keeper.is_closing()
+    keeper.close()
+    assert transport.parts[4:] == [head]
+    assert keeper.is_closing()
+
+
+async def test_answer_without_a_body_is_sent() -> None:
+    """Its head has nothing to wait for."""
+    async with serving() as server:
+        client = await server.connect()
+        for _ in range(2):
+            client.send(b"HEAD / HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b"content-length: 1" in await client.head()
+
+
+async def test_client_that_waits_with_its_body_is_asked_for_it() -> None:
+    """And gets its answer then."""
+    async with serving() as server:
+        client = await server.connect()
+        client.send(
+            b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n"
+            b"Expect: 100-continue\r\n\r\n"
+        )
+        assert await client.head() == CONTINUE
+        assert await client.ask(b"hello") == (200, b"5")

@@ -198,7 +198,7 @@ async def test_client_that_hangs_up_cancels_all_its_texts() -> None:
     client = Disconnecting(fake.app, "/v1/embeddings", asked)
     running = asyncio.ensure_future(client.run())
     await asyncio.wait_for(hanging.is_asked.wait(), HANG_S)
-    client.hangs_up.set()
+    client.hang_up()
     await asyncio.wait_for(running, HANG_S)
     assert hanging.is_cancelled.is_set()
     assert fake.requests() == {("t", "499"): 1.0}

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from fastapi import Request
 
 from multiworld.errors import InvalidRequestError
 from multiworld.serve.gateway import body_budget as budgets
@@ -21,6 +20,12 @@ from multiworld.serve.gateway.body_budget import (
     TooLargeError,
     TooSlowError,
     limit_s,
+)
+from multiworld.serve.gateway.http_request import (
+    CONNECTION,
+    IS_COMPLETE,
+    Connection,
+    HttpRequest,
 )
 from multiworld.serve.gateway.request_body import (
     FIRST_BYTES,
@@ -45,22 +50,32 @@ class FakeClient:
             }
             for number, part in enumerate(parts)
         ]
-        self.hangs_up = asyncio.Event()
+        self._is_gone = asyncio.Event()
+        self._connection = Connection()
         if hangs_up:
-            self.hangs_up.set()
+            self.hang_up()
+
+    def hang_up(self) -> None:
+        """Disconnect."""
+        self._is_gone.set()
+        self._connection.lost()
 
     async def receive(self) -> Any:
         """Return the next message."""
         if self.messages:
             return self.messages.pop(0)
-        await self.hangs_up.wait()
+        await self._is_gone.wait()
         return {"type": "http.disconnect"}
 
-    def request(self, headers: Sequence[tuple[str, str]] = ()) -> Request:
+    def request(
+        self, headers: Sequence[tuple[str, str]] = (), *, is_complete: bool = False
+    ) -> HttpRequest:
         """Return its request."""
         encoded = [(name.encode(), value.encode()) for name, value in headers]
-        scope = {"type": "http", "method": "POST", "headers": encoded}
-        return Request(scope, self.receive)
+        scope: dict[str, Any] = {"headers": encoded, CONNECTION: self._connection}
+        if is_complete:
+            scope[IS_COMPLETE] = True
+        return HttpRequest(scope, self.receive)
 
 
 LIMITS = BodyLimits(json_bytes=100, body_bytes=200)
@@ -336,7 +351,7 @@ async def test_work_ends_with_the_client_or_with_the_caller(is_client: bool) -> 
     waiting = asyncio.ensure_future(while_connected(client.request(), work()))
     await settle()
     if is_client:
-        client.hangs_up.set()
+        client.hang_up()
     else:
         waiting.cancel()
     error = ClientGoneError if is_client else asyncio.CancelledError
@@ -345,18 +360,45 @@ async def test_work_ends_with_the_client_or_with_the_caller(is_client: bool) -> 
     assert seen == ["cleaned up"]
 
 
-async def test_rest_of_a_body_is_no_hanging_up() -> None:
-    """The client may still send when the work begins."""
-    client = FakeClient(b"a", b"b")
-    done = asyncio.Event()
+async def test_work_is_not_begun_for_a_client_that_is_gone() -> None:
+    """It hung up after its body had been read."""
+    client = FakeClient(hangs_up=True)
+    seen: list[str] = []
+
+    async def work() -> None:
+        seen.append("begun")
+
+    with pytest.raises(ClientGoneError):
+        await while_connected(client.request(), work())
+    assert seen == []
+
+
+async def test_client_that_hangs_up_after_its_answer_cancels_nothing() -> None:
+    """Its connection may carry other requests."""
+    client = FakeClient()
 
     async def work() -> int:
-        await done.wait()
         return 5
 
-    waiting = asyncio.ensure_future(while_connected(client.request(), work()))
+    assert await while_connected(client.request(), work()) == 5
+    client.hang_up()
     await settle()
-    assert client.messages == []
-    assert not waiting.done()
-    done.set()
-    assert await waiting == 5
+
+
+@pytest.mark.parametrize("parts", [[b"abc"], [b"a", b"b", b"c"], [b""]])
+async def test_body_that_has_arrived_is_read_as_any_other(parts: list[bytes]) -> None:
+    """The server says so; nothing has to be waited for."""
+    client = FakeClient(*parts)
+    request = client.request(is_complete=True)
+    whole = await read_body(request, LIMITS, room())
+    assert bytes(whole) == b"".join(parts)
+
+
+async def test_body_that_has_arrived_is_bounded_as_any_other() -> None:
+    """In bytes, and if its client is gone."""
+    client = FakeClient(b"x" * 101)
+    with pytest.raises(TooLargeError):
+        await read_body(client.request(is_complete=True), LIMITS, room())
+    client = FakeClient(hangs_up=True)
+    with pytest.raises(ClientGoneError):
+        await read_body(client.request(is_complete=True), LIMITS, room())

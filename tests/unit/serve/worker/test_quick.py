@@ -12,8 +12,7 @@ import pytest
 
 from multiworld.serve.transport import protocol
 from multiworld.serve.transport.protocol import Credit, Note
-from multiworld.serve.worker import hang_guard
-from multiworld.serve.worker import worker as module
+from multiworld.serve.worker import credit_returns, hang_guard
 from multiworld.serve.worker.hang_guard import HangGuard
 from multiworld.serve.worker.quickness import QUICK_S, SLOW_S, WARM, Quickness
 from multiworld.serve.worker.worker import EXIT_HUNG
@@ -73,6 +72,53 @@ async def test_quick_batch_is_computed_on_the_loop_and_not_announced() -> None:
         assert b.worker.report().counts["batches"] == 1
 
 
+async def test_calm_quick_stage_computes_work_as_it_arrives() -> None:
+    """No task has to wake up; under load, more work comes for the same batch."""
+    tasks: list[asyncio.Task[Any] | None] = []
+    async with bench() as b:
+        g = await b.connect("g")
+        real = b.model._compute
+
+        def compute(tensors: Any) -> Any:
+            tasks.append(asyncio.current_task())
+            return real(tensors)
+
+        b.executor._function = compute
+        quicken(b)
+        await settle()
+        for number, calm_s in enumerate((1.0, 0.0, 1.0)):
+            b.clock.advance(calm_s)
+            await send(g, [item(number)], 3.0)
+            assert await answers(g) == {number: 6.0}
+            await settle()
+        (run, _) = b._own
+        # The memory backend passes a message on in the task that sends it.
+        assert [task is run for task in tasks] == [False, True, False]
+        assert tasks[0] is asyncio.current_task()
+
+
+@pytest.mark.parametrize("is_isolated", [True, False])
+async def test_what_a_calm_quick_stage_cannot_compute_at_once_goes_to_its_thread(
+    is_isolated: bool,
+) -> None:
+    """A suspect, and a request that fails; what comes meanwhile is computed after it."""
+    async with bench() as b:
+        g = await b.connect("g")
+        quicken(b)
+        await settle()
+        b.clock.advance(1.0)
+        await send(g, [item(1, is_isolated=is_isolated)], 3.0 if is_isolated else 13.0)
+        assert not b.worker.is_idle
+        await send(g, [item(2)], 4.0)
+        assert await begun(g) == ((1, 1),)
+        if is_isolated:
+            assert await answers(g) == {1: 6.0}
+        else:
+            assert (await g.receive(Note)).attempt == (1, 1)
+        assert await answers(g) == {2: 8.0}
+        assert b.worker.is_idle
+
+
 async def test_suspect_at_a_quick_stage_is_announced_and_computed_alone() -> None:
     """If it kills the replica, the router must know."""
     async with bench() as b:
@@ -126,7 +172,7 @@ async def test_credit_of_quick_work_is_returned_together_after_its_outputs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Until then, the sender reports the work as lost or stuck with this replica."""
-    monkeypatch.setattr(module, "RELEASE_S", 0.05)
+    monkeypatch.setattr(credit_returns, "RELEASE_S", 0.05)
     async with bench(1, 3, "0-a", "2-a", max_ongoing_requests=32) as b:
         await b.connect("g")
         upstream, downstream = await b.connect("0-a"), await b.connect("2-a")
@@ -142,7 +188,7 @@ async def test_credit_is_returned_at_once_when_much_is_owed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The sender must not wait for the timer when its credit runs out."""
-    monkeypatch.setattr(module, "RELEASE_S", 1e6)
+    monkeypatch.setattr(credit_returns, "RELEASE_S", 1e6)
     async with bench(1, 2, "0-a", max_ongoing_requests=8) as b:
         await b.connect("g")
         upstream = await b.connect("0-a")
