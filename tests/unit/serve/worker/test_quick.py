@@ -101,7 +101,7 @@ async def test_calm_quick_stage_computes_work_as_it_arrives() -> None:
 async def test_what_a_calm_quick_stage_cannot_compute_at_once_goes_to_its_thread(
     is_isolated: bool,
 ) -> None:
-    """A suspect, and a request that fails; what comes meanwhile is computed after it."""
+    """A suspect, and a request that fails; what comes meanwhile waits for it."""
     async with bench() as b:
         g = await b.connect("g")
         quicken(b)
