@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from multiworld import errors
-from multiworld.serve.gateway.metrics import Metrics
+from multiworld.serve.gateway.metrics import render
 from multiworld.serve.transport.protocol import FleetReport, GatewayReport
 from multiworld.serve.transport.routing_table import RoutingTable
 from tests.meta.imports import modules, tree
@@ -120,8 +120,8 @@ def _strings(module: ast.Module) -> Iterator[str]:
 
 def test_every_metric_is_documented() -> None:
     """By its name and type."""
-    metrics_of = Metrics("gateway/1").render
-    shown = metrics_of(GatewayReport(), FleetReport(), RoutingTable()).decode()
+    gateways = {"gateway/1": GatewayReport()}
+    shown = render({}, gateways, FleetReport(), RoutingTable()).decode()
     page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
     metrics = re.findall(r"^# TYPE (\w+) (\w+)$", shown, re.MULTILINE)
     assert len(metrics) > 20

@@ -8,12 +8,14 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from multiworld.errors import LaunchError, MemberLostError, PlacementError
 from multiworld.net.rare_log import RareLog
 from multiworld.serve.control.adoption import adopted
 from multiworld.serve.control.answers import StatusAnswer
+from multiworld.serve.control.fleet_metrics import FleetMetrics
 from multiworld.serve.control.operations import Operations
 from multiworld.serve.control.process_links import REPORT_S, ProcessLinks
 from multiworld.serve.control.processes import Processes
@@ -48,7 +50,7 @@ from multiworld.serve.transport.process_args import args_of
 from multiworld.serve.transport.protocol import (
     Applied,
     Finish,
-    FleetReport,
+    FleetAsked,
     Loaded,
     ModelNeeded,
     News,
@@ -57,6 +59,7 @@ from multiworld.serve.transport.protocol import (
     PoisonFound,
     Probed,
     ProbeReplica,
+    Report,
     Reports,
     TableChanged,
     UsageTold,
@@ -69,8 +72,8 @@ rare_log = RareLog(logger)
 TICK_S = 0.25
 """Seconds between checks of deadlines and of memory."""
 
-REPORT_TICKS = 20
-"""Ticks between the reports that gateways get for their metrics."""
+COLLECT_TICKS = 20
+"""Ticks after which the counts of all processes are collected again."""
 
 END_S = 10.0
 """Seconds for workers to exit when the service is shut down."""
@@ -136,6 +139,11 @@ class Controller:
             registry.forget_meters()
         self.tenanting = TenantManager(
             registry, self.history, self._joined_gateways, self._links.send
+        )
+        self._metrics = FleetMetrics(
+            partial(self._links.reports, has_counts=True),
+            self.fleet.processes,
+            self.history,
         )
         self._launching: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
@@ -209,13 +217,17 @@ class Controller:
             await asyncio.sleep(TICK_S)
             self._handle(events.Ticked())
             self.placer.check_memory()
-            if number % REPORT_TICKS == 0:
-                self._spawn(self._spread_reports())
+            if number % COLLECT_TICKS == 0:
+                self._spawn(self._collect())
 
-    async def _spread_reports(self) -> None:
-        """Send the reports of all replicas to the gateways, for their metrics."""
-        reports = await self.reports()
-        self.tell_gateways(FleetReport(dict(self.history.kinds), reports.workers))
+    async def _collect(self) -> None:
+        """Collect the counts of all processes, before they can be lost with one."""
+        await self._metrics.collect()
+        self._metrics.keep_tenants(self.tenanting.tenants)
+
+    async def _report_fleet(self, name: str, number: int) -> None:
+        """Answer a gateway that asks for the state of all processes."""
+        self._links.send(name, await self._metrics.report(name, number))
 
     async def wait_ready(self) -> None:
         """Wait until everything that is desired is ready.
@@ -517,6 +529,10 @@ class Controller:
                 self.placer.outgrown(name, used, limit)
             case Probed(replica, error):
                 self._handle(events.Probed(replica, error))
+            case FleetAsked(number):
+                self._spawn(self._report_fleet(name, number))
+            case Report():
+                self._metrics.heard(name, news)
 
     # The record.
 

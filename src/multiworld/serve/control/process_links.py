@@ -116,29 +116,36 @@ class ProcessLinks:
             self._sending.add(task)
             task.add_done_callback(self._sending.discard)
 
-    async def reports(self, limit_s: float = REPORT_S) -> Reports:
+    async def reports(
+        self, limit_s: float = REPORT_S, *, has_counts: bool = False
+    ) -> Reports:
         """Ask every process for a report.
 
         Args:
             limit_s: Seconds to wait; processes that do not answer by then are left out.
+            has_counts: Whether gateways are to add their counts.
 
         Cancellation:
             Safe.
         """
         names = self.names
-        answers = await asyncio.gather(*(self._ask(name, limit_s) for name in names))
+        asking = (self._ask(name, limit_s, has_counts=has_counts) for name in names)
+        answers = await asyncio.gather(*asking)
         found = Reports()
         for name, answer in zip(names, answers, strict=True):
             if answer is not None and answer.worker is not None:
                 found.workers[name] = answer.worker
             elif answer is not None and answer.gateway is not None:
                 found.gateways[name] = answer.gateway
+                found.counted[name] = answer.counted
         return found
 
-    async def _ask(self, name: str, limit_s: float) -> Report | None:
+    async def _ask(
+        self, name: str, limit_s: float, *, has_counts: bool
+    ) -> Report | None:
         number = next(self._numbers)
         self._asked[number] = future = self._loop.create_future()
-        self.send(name, AskReport(number))
+        self.send(name, AskReport(number, has_counts))
         try:
             async with asyncio.timeout(limit_s):
                 report: Report = await future
@@ -181,7 +188,7 @@ class ProcessLinks:
             ) as error:  # from another release; later messages may be understood
                 logger.error("%s: %s", name, error)
                 continue
-            if not isinstance(news, Report):
+            if not isinstance(news, Report) or not news.number:
                 self._owner.news(name, news)
                 continue
             future = self._asked.get(news.number)

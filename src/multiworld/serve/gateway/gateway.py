@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
+
+import msgspec
 
 from multiworld.errors import (
     InvalidRequestError,
@@ -14,8 +18,9 @@ from multiworld.errors import (
 )
 from multiworld.serve.gateway.body_budget import BodyBudget, BodyLimits, Reservation
 from multiworld.serve.gateway.http_request import AnyRequest
-from multiworld.serve.gateway.metrics import Metrics
+from multiworld.serve.gateway.metrics import render
 from multiworld.serve.gateway.request_body import Body, read_body
+from multiworld.serve.gateway.request_counts import RequestCounts
 from multiworld.serve.routing.dispatcher import NO_MODEL, Dispatcher
 from multiworld.serve.spec.dedicated import is_dedicated, route_of
 from multiworld.serve.spec.stage import Model, Tensors
@@ -27,7 +32,7 @@ from multiworld.serve.tenants.authenticator import (
 )
 from multiworld.serve.tenants.directory import ANONYMOUS, Tenant
 from multiworld.serve.transport.collation import rows_of
-from multiworld.serve.transport.protocol import FleetReport
+from multiworld.serve.transport.protocol import Counted, FleetReport, GatewayReport
 
 LARGE_BYTES = 256 * 1024
 """Bytes of inputs from which their digest is made in a thread."""
@@ -48,8 +53,9 @@ class Gateway:
         authenticator: Admits requests.
         models: Loaded models, by name and version.
         texts: Text frontends, by name and version of their model.
-        metrics: The metrics of this gateway.
-        fleet: Latest report of replicas and events from the controller.
+        counts: Finished requests.
+        fleet: Latest state of all other processes from the controller.
+        ask_fleet: Coroutine function that has the controller send ``fleet`` anew.
         on_poison: Called with the tenant, the model and version, and the digest of a
             poison request found here.
         is_ending: The gateway is shutting down.
@@ -68,8 +74,9 @@ class Gateway:
         self.models: dict[str, dict[str, Model]] = {}
         self.texts: dict[tuple[str, str], Any] = {}
         self._loading: dict[tuple[str, str], asyncio.Future[Any]] = {}
-        self.metrics = Metrics(dispatcher.name)
+        self.counts = RequestCounts()
         self.fleet = FleetReport()
+        self.ask_fleet: Callable[[], Awaitable[None]] = _nothing
         self.is_ending = False
 
     async def read_body(
@@ -93,6 +100,39 @@ class Gateway:
             reservation,
             lambda size: self.authenticator.count_bytes(admitted, size),
             lambda size: self.authenticator.charge(admitted, size),
+        )
+
+    def counted(self) -> Iterator[Counted]:
+        """Yield every count of this gateway since its start."""
+        yield from self.counts.counted()
+        for (tenant, why), count in self.authenticator.refused.items():
+            yield "refused", (tenant, why), count
+        report = self.dispatcher.report()
+        for kind, count in report.counts.items():
+            yield "router_events", (kind,), count
+        for model, count in report.attained.items():
+            yield "attained", (model,), count
+        for model, count in report.missed.items():
+            yield "missed", (model,), count
+
+    def report(self) -> GatewayReport:
+        """Return what it does at this moment."""
+        report = self.dispatcher.report()
+        return msgspec.structs.replace(report, cpu_s=time.process_time())
+
+    async def metrics(self) -> bytes:
+        """Return the metrics of the service, in Prometheus's text format.
+
+        Cancellation: Safe.
+        """
+        await self.ask_fleet()
+        sums: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        for kind, labels, value in (*self.fleet.others, *self.counted()):
+            sums[kind, labels] += value  # type: ignore[assignment]
+        gateways = {**self.fleet.gateways, self.dispatcher.name: self.report()}
+        # With many tenants the text is long: render it off the event loop.
+        return await asyncio.to_thread(
+            render, sums, gateways, self.fleet, self.dispatcher.table
         )
 
     def may_use(self, tenant: Tenant, name: str) -> bool:
@@ -265,6 +305,10 @@ class Gateway:
         if version in self.models.get(name, {}):  # not dropped meanwhile
             self.texts[key] = text
         return text
+
+
+async def _nothing() -> None:
+    """Do nothing."""
 
 
 async def _digest(tensors: Tensors) -> str:

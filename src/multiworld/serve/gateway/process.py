@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import resource
 import secrets
@@ -35,6 +36,7 @@ from multiworld.serve.transport.protocol import (
     Applied,
     AskReport,
     Finish,
+    FleetAsked,
     FleetReport,
     Loaded,
     ModelNeeded,
@@ -62,6 +64,12 @@ POISON = 256
 
 USAGE_S = 1.0
 """Seconds between usage reports."""
+
+FLEET_S = 2.0
+"""Seconds to wait for the state of the fleet; after that the last one is shown."""
+
+LAST_S = 0.5
+"""Most seconds to wait until the controller has taken the last report."""
 
 ASK_S = 0.2
 """Least seconds between two requests for replicas of a model that has none."""
@@ -169,6 +177,9 @@ class GatewayProcess:
         )
         self._gateway = Gateway(self._dispatcher, limits, bodies, self._authenticator)
         self._gateway.on_poison = self._report_poison
+        self._gateway.ask_fleet = self._ask_fleet
+        self._fleet: asyncio.Future[None] | None = None
+        self._numbers = itertools.count(1)
         self._usage_kept = asyncio.Event()
         self._meter = secrets.token_hex(8)
         self._incoming_tenants: dict[str, Tenant] = {}
@@ -230,6 +241,8 @@ class GatewayProcess:
             for task in done:
                 task.result()
             await self._flush_usage()
+            self._agent.tell(self._report(0, has_counts=True))
+            await self._agent.flush(LAST_S)
         finally:
             for task in (*tasks, serving, announcing, *self._probes):
                 task.cancel()
@@ -278,9 +291,7 @@ class GatewayProcess:
                 self._authenticator.directory.put(tenants)
                 for name in removed:
                     self._authenticator.directory.remove(name)
-                self._gateway.metrics.keep_tenants(
-                    self._authenticator.directory.tenants
-                )
+                self._gateway.counts.keep_tenants(self._authenticator.directory.tenants)
             case UsageStored(number):
                 self._authenticator.meter.confirmed(number)
                 self._usage_kept.set()
@@ -292,10 +303,33 @@ class GatewayProcess:
                 task.add_done_callback(self._probes.discard)
             case Finish():
                 self._end()
-            case AskReport(number):
-                self._agent.tell(Report(number, gateway=self._dispatcher.report()))
+            case AskReport(number, has_counts):
+                self._agent.tell(self._report(number, has_counts=has_counts))
             case FleetReport():
                 self._gateway.fleet = order
+                if self._fleet is not None and not self._fleet.done():
+                    self._fleet.set_result(None)
+
+    def _report(self, number: int, *, has_counts: bool) -> Report:
+        counted = tuple(self._gateway.counted()) if has_counts else ()
+        return Report(number, gateway=self._gateway.report(), counted=counted)
+
+    async def _ask_fleet(self) -> None:
+        """Ask the controller for a ``FleetReport``, and wait for it.
+
+        Cancellation: Safe.
+        """
+        if self._agent.lost_at is not None:
+            return
+        if self._fleet is None or self._fleet.done():
+            self._fleet = asyncio.get_running_loop().create_future()
+            self._agent.tell(FleetAsked(next(self._numbers)))
+        try:
+            async with asyncio.timeout(FLEET_S):
+                await asyncio.shield(self._fleet)
+        except TimeoutError:
+            self._fleet = None
+            logger.warning("the controller did not send the state of the fleet")
 
     def _models_changed(self, specs: dict[str, dict[str, str]]) -> None:
         for name, versions in specs.items():
@@ -318,7 +352,7 @@ class GatewayProcess:
         self._incoming_tenants.update((tenant.name, tenant) for tenant in part.tenants)
         if part.is_last:
             self._authenticator.directory.replace_all(self._incoming_tenants)
-            self._gateway.metrics.keep_tenants(self._incoming_tenants)
+            self._gateway.counts.keep_tenants(self._incoming_tenants)
 
     def _report_poison(
         self, tenant: str, model_version: ModelVersion, digest: str

@@ -99,7 +99,7 @@ async def respond(
         admitted = gateway.authenticator.admit(request.headers)
     except ServeError as error:
         response = error_response(error)
-        gateway.metrics.requests.labels("unknown", response.status_code).inc()
+        gateway.counts.add("unknown", "", response.status_code, 0.0)
         return response
     status = CLIENT_CLOSED
     reservation = Reservation(gateway.bodies)
@@ -116,7 +116,7 @@ async def respond(
         label = model if is_known else "unknown"
         gateway.authenticator.finish(admitted, label, status)
         took_s = gateway.authenticator.clock() - admitted.started_at
-        gateway.metrics.count(label, admitted.tenant.name, status, took_s)
+        gateway.counts.add(label, admitted.tenant.name, status, took_s)
     return response
 
 

@@ -87,6 +87,22 @@ class ControlAgent:
         if self._world is not None:
             self._outbox.put_nowait(news)
 
+    async def flush(self, limit_s: float) -> None:
+        """Wait until all messages were sent, or there is no controller.
+
+        Args:
+            limit_s: Most seconds to wait.
+
+        Cancellation: Safe.
+        """
+        if self._world is None:
+            return
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._outbox.join()
+        except TimeoutError:
+            logger.info("the controller did not take the last messages")
+
     async def run(self) -> None:
         """Stay connected until cancelled.
 
@@ -124,3 +140,4 @@ class ControlAgent:
         while True:
             news = await self._outbox.get()
             await world.send_object(NEWS.encode(news), dst=0, tag=NEWS.tag)
+            self._outbox.task_done()

@@ -26,6 +26,9 @@ PROTOCOL = 1
 UNDERSTOOD = (str(PROTOCOL - 1), str(PROTOCOL))
 """Versions that this release understands."""
 
+Counted = tuple[str, tuple[str, ...], float]
+"""A count since the start of a process: its kind, its labels and its value."""
+
 Attempt = tuple[int, int]
 """Number of a request at its router, and number of the attempt."""
 
@@ -102,9 +105,15 @@ class Finish(Message, frozen=True):
 
 
 class AskReport(Message, frozen=True):
-    """An order to answer with a ``Report`` of the same number."""
+    """An order to answer with a ``Report`` of the same number.
+
+    Attributes:
+        number: The number.
+        has_counts: Whether a gateway is to add its counts, which are many.
+    """
 
     number: int
+    has_counts: bool = False
 
 
 class Cut(Message, frozen=True):
@@ -178,6 +187,7 @@ class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):
         attained: Requests answered within the latency objective, by model.
         missed: Requests answered late, or not at all for lack of replicas, by model.
         refused: Requests rejected because too many waited, by model.
+        cpu_s: CPU time of the process, in seconds.
     """
 
     in_flight: int = 0
@@ -191,20 +201,34 @@ class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):
     attained: dict[str, int] = {}
     missed: dict[str, int] = {}
     refused: dict[str, int] = {}
+    cpu_s: float = 0.0
 
 
 class Reports(msgspec.Struct, frozen=True):
-    """Reports of all processes that answered, by name."""
+    """Reports of all processes that answered, and their counts if wanted, by name."""
 
     workers: dict[str, WorkerReport] = {}
     gateways: dict[str, GatewayReport] = {}
+    counted: dict[str, tuple[Counted, ...]] = {}
 
 
 class FleetReport(Message, frozen=True):
-    """Reports of replicas and counts of events by kind, for the metrics."""
+    """The state of all processes, for the metrics of the gateway that asked for it.
 
+    Attributes:
+        number: Number of the question.
+        events: Events of the fleet, by kind.
+        replicas: Reports of replicas, by name.
+        gateways: Reports of the other gateways, by name.
+        others: Sums of the counts of all processes but the gateway that asked, those
+            that have ended included.
+    """
+
+    number: int = 0
     events: dict[str, int] = {}
     replicas: dict[str, WorkerReport] = {}
+    gateways: dict[str, GatewayReport] = {}
+    others: tuple[Counted, ...] = ()
 
 
 class PoisonFound(Message, frozen=True):
@@ -261,11 +285,27 @@ class Applied(Message, frozen=True):
 
 
 class Report(Message, frozen=True):
-    """The answer to ``AskReport``, with one of the two reports."""
+    """The answer to ``AskReport``, with one of the two reports.
+
+    A process that ends sends its last one unasked, with number 0.
+
+    Attributes:
+        number: Number of the question.
+        worker: Report of a replica.
+        gateway: Report of a gateway.
+        counted: Counts of a gateway, if they were asked for.
+    """
 
     number: int
     worker: WorkerReport | None = None
     gateway: GatewayReport | None = None
+    counted: tuple[Counted, ...] = ()
+
+
+class FleetAsked(Message, frozen=True):
+    """A question of a gateway, which is answered with a ``FleetReport``."""
+
+    number: int
 
 
 class UsageTold(Message, frozen=True):
@@ -307,6 +347,7 @@ News = (
     | Loaded
     | Applied
     | Report
+    | FleetAsked
     | UsageTold
     | ModelNeeded
     | Outgrown

@@ -48,6 +48,9 @@ from multiworld.world.world import World
 
 logger = logging.getLogger("multiworld.serve")
 
+LAST_S = 0.5
+"""Most seconds to wait until the controller has taken the last report."""
+
 IDLE_S = 0.1
 """Seconds without work after which a finishing worker exits."""
 
@@ -147,6 +150,8 @@ class WorkerProcess:
                 for task in done:
                     task.result()
         finally:
+            self._agent.tell(Report(0, worker=self._report()))
+            await self._agent.flush(LAST_S)
             for task in (*tasks, ending):
                 task.cancel()
             await asyncio.gather(*tasks, ending, return_exceptions=True)

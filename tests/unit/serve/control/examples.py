@@ -51,6 +51,7 @@ GATEWAY_REPORT: dict[str, Any] = {
     "attained": {"m": 8},
     "missed": {"m": 1},
     "refused": {},
+    "cpu_s": 1.5,
 }
 
 

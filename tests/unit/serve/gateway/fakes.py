@@ -171,10 +171,9 @@ class Fake:
     def requests(self) -> dict[tuple[str, str], float]:
         """Return how many requests were counted, by model and status."""
         return {
-            (s.labels["model"], s.labels["status"]): s.value
-            for family in self.gateway.metrics.requests.collect()
-            for s in family.samples
-            if s.name.endswith("_total")
+            (labels[0], labels[1]): value
+            for kind, labels, value in self.gateway.counted()
+            if kind == "requests"
         }
 
 

@@ -1,16 +1,19 @@
-"""Metrics: what is shown, under which labels, and what is forgotten."""
+"""Metrics: what is counted and shown, under which labels, and what is forgotten."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from multiworld.serve.gateway.metrics import COUNTERS, GAUGES, Metrics
+import multiworld
+from multiworld.serve.gateway.metrics import GAUGES, OF_WORK, render
+from multiworld.serve.gateway.request_counts import Phases, RequestCounts
 from multiworld.serve.transport.protocol import (
     ROWS_BOUNDS,
+    Counted,
     FleetReport,
     GatewayReport,
     WorkerReport,
@@ -24,19 +27,20 @@ from multiworld.serve.transport.routing_table import (
 TABLE = RoutingTable(
     1, ("g",), {}, {"m/0/1": Replica("m/0/1", "m", "1", 0, ReplicaState.READY)}
 )
-OF_REPLICA = {"model": "m", "version": "1", "stage": "0", "replica": "m/0/1"}
+OF_STAGE = {"model": "m", "version": "1", "stage": "0"}
+OF_REPLICA = {**OF_STAGE, "replica": "m/0/1"}
 
 
 def shown(
-    metrics: Metrics,
-    report: GatewayReport | None = None,
+    *counted: Counted,
+    gateways: dict[str, GatewayReport] | None = None,
     fleet: FleetReport | None = None,
-    refused: Mapping[tuple[str, str], int] | None = None,
 ) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     """Return all samples, as Prometheus reads them."""
-    text = metrics.render(
-        report or GatewayReport(), fleet or FleetReport(), TABLE, refused
-    )
+    sums: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    for kind, labels, value in counted:
+        sums[kind, labels] += value  # type: ignore[assignment]
+    text = render(sums, gateways or {}, fleet or FleetReport(), TABLE)
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(text.decode())
@@ -51,69 +55,122 @@ def of(**labels: str) -> frozenset[tuple[str, str]]:
 
 def test_requests_are_counted_by_status_and_only_answers_have_a_latency() -> None:
     """Errors are fast, and would look like a good service."""
-    metrics = Metrics("g")
+    counts = RequestCounts()
     for status in (200, 200, 429):
-        metrics.count("m", "", status, 0.003)
-    found = shown(metrics)
-    assert found["multiworld_requests_total", of(model="m", status="200")] == 2
+        counts.add("m", "", status, 0.003)
+    counts.add("m", "", 200, 99.0)
+    found = shown(*counts.counted())
+    assert found["multiworld_requests_total", of(model="m", status="200")] == 3
     assert found["multiworld_requests_total", of(model="m", status="429")] == 1
-    assert found["multiworld_request_seconds_count", of(model="m")] == 2
+    assert found["multiworld_request_seconds_count", of(model="m")] == 3
+    assert found["multiworld_request_seconds_sum", of(model="m")] == 99.006
     name = "multiworld_request_seconds_bucket"
     assert found[name, of(model="m", le="0.002")] == 0
     assert found[name, of(model="m", le="0.005")] == 2
+    assert found[name, of(model="m", le="30")] == 2
+    assert found[name, of(model="m", le="+Inf")] == 3
     assert not any(name.startswith("multiworld_tenant") for name, _ in found)
 
 
-def test_tenants_are_shown_until_they_are_removed() -> None:
+def test_phases_of_answers_are_added_up() -> None:
+    """One that did not reach the replicas has none."""
+    counts = RequestCounts()
+    for _ in range(2):
+        counts.add("m", "", 200, 1.5, Phases(0.1, 0.2, 0.3, 0.4, 0.5))
+    counts.add("m", "", 200, 1.0)
+    counts.add("m", "", 500, 1.0, Phases(9.0, 9.0, 9.0, 9.0, 9.0))
+    found = shown(*counts.counted())
+    name = "multiworld_phase_seconds_total"
+    assert [found[name, of(model="m", phase=phase)] for phase in Phases._fields] == [
+        0.2,
+        0.4,
+        0.6,
+        0.8,
+        1.0,
+    ]
+
+
+def test_counts_of_several_gateways_are_added_up() -> None:
+    """Buckets as well."""
+    one, other = RequestCounts(), RequestCounts()
+    one.add("m", "acme", 200, 0.003)
+    other.add("m", "acme", 200, 0.5)
+    other.add("m", "", 503, 0.5)
+    found = shown(*one.counted(), *other.counted())
+    assert found["multiworld_requests_total", of(model="m", status="200")] == 2
+    assert found["multiworld_requests_total", of(model="m", status="503")] == 1
+    name = "multiworld_request_seconds_bucket"
+    assert found[name, of(model="m", le="0.005")] == 1
+    assert found[name, of(model="m", le="+Inf")] == 2
+    labels = of(tenant="acme", model="m", status="200")
+    assert found["multiworld_tenant_requests_total", labels] == 2
+
+
+def test_tenants_are_counted_until_they_are_removed() -> None:
     """Else tenants that come and go would fill the memory."""
-    metrics = Metrics("g")
+    counts = RequestCounts()
     for tenant in ("acme", "beta"):
-        metrics.count("m", tenant, 200, 0.5)
-        metrics.count("m", tenant, 500, 0.5)
-        metrics.count("unknown", tenant, 404, 0.5)
-    metrics.keep_tenants({"beta": 1})
-    metrics.keep_tenants({"beta": 1})
-    found = shown(metrics)
+        counts.add("m", tenant, 200, 0.5)
+        counts.add("m", tenant, 500, 0.5)
+        counts.add("unknown", tenant, 404, 0.5)
+    counts.keep_tenants({"beta": 1})
+    counts.keep_tenants({"beta": 1})
+    found = shown(*counts.counted())
     tenants = {dict(labels).get("tenant") for _, labels in found} - {None}
     assert tenants == {"beta"}
     labels = of(tenant="beta", model="m", status="200")
     assert found["multiworld_tenant_requests_total", labels] == 1
     seconds = of(tenant="beta", model="m")
     assert found["multiworld_tenant_seconds_total", seconds] == 0.5
-    metrics.count("m", "acme", 200, 1.0)  # the same name again, from nothing
+    assert found["multiworld_requests_total", of(model="m", status="200")] == 2
+    counts.add("m", "acme", 200, 1.0)  # the same name again, from nothing
     seconds = of(tenant="acme", model="m")
-    assert shown(metrics)["multiworld_tenant_seconds_total", seconds] == 1.0
+    found = shown(*counts.counted())
+    assert found["multiworld_tenant_seconds_total", seconds] == 1.0
 
 
-def test_report_of_the_router_is_shown() -> None:
-    """Replicas that it is connected to with their load, at 0 as well."""
+def test_reports_of_gateways_are_shown_each() -> None:
+    """Replicas that they are connected to with their load, at 0 as well."""
     report = GatewayReport(
         in_flight=3,
         load={"m/0/1": 2, "gone": 9},
         waiting={"m": 4},
         silent=("m/0/1",),
         connected=("m/0/1",),
-        counts={"replayed": 5},
-        attained={"m": 6},
-        missed={"m": 7},
+        cpu_s=1.5,
     )
-    found = shown(Metrics("g"), report, refused={("acme", "rpm_limit"): 8})
+    found = shown(gateways={"g": report, "h": GatewayReport(in_flight=1)})
     g = {"gateway": "g"}
     assert found["multiworld_in_flight", of(**g)] == 3
+    assert found["multiworld_in_flight", of(gateway="h")] == 1
     assert found["multiworld_waiting", of(**g, model="m")] == 4
-    assert found["multiworld_attained_total", of(**g, model="m")] == 6
-    assert found["multiworld_missed_total", of(**g, model="m")] == 7
-    assert found["multiworld_router_events_total", of(**g, kind="replayed")] == 5
     assert found["multiworld_replica_in_flight", of(**g, **OF_REPLICA)] == 2
     assert found["multiworld_replica_silent", of(**g, **OF_REPLICA)] == 1
-    labels = of(**g, tenant="acme", why="rpm_limit")
-    assert found["multiworld_refused_total", labels] == 8
+    assert found["multiworld_process_cpu_seconds_total", of(process="g")] == 1.5
     assert not any("gone" in dict(labels).values() for _, labels in found)
+
+
+def test_counts_of_routers_and_refusals_are_shown_without_their_gateway() -> None:
+    """They are sums."""
+    found = shown(
+        ("router_events", ("replayed",), 5),
+        ("attained", ("m",), 6),
+        ("missed", ("m",), 7),
+        ("refused", ("acme", "rpm_limit"), 8),
+        ("stage_requests", ("m", "1", "0"), 9),
+        ("of a later release", ("x",), 1),
+    )
+    assert found["multiworld_router_events_total", of(kind="replayed")] == 5
+    assert found["multiworld_attained_total", of(model="m")] == 6
+    assert found["multiworld_missed_total", of(model="m")] == 7
+    labels = of(tenant="acme", why="rpm_limit")
+    assert found["multiworld_refused_total", labels] == 8
+    assert found["multiworld_stage_requests_total", of(**OF_STAGE)] == 9
 
 
 def test_reports_of_replicas_are_shown() -> None:
     """Every count and gauge; one that is in no table by its name alone."""
-    counts = {name: number for number, name in enumerate(COUNTERS, start=1)}
+    counts = {name: number for number, name in enumerate(OF_WORK, start=1)}
     worker = WorkerReport(
         queued=3,
         computing=4,
@@ -121,9 +178,10 @@ def test_reports_of_replicas_are_shown() -> None:
         computed_s=1.5,
         counts={**counts, "batches": 10, "rows": 30},
         batch_rows=(4, 6, *[0] * (len(ROWS_BOUNDS) - 1)),
+        cpu_s=2.5,
     )
-    fleet = FleetReport({"lost": 2}, {"m/0/1": worker, "new": WorkerReport()})
-    found = shown(Metrics("g"), fleet=fleet)
+    replicas = {"m/0/1": worker, "new": WorkerReport()}
+    found = shown(fleet=FleetReport(1, {"lost": 2}, replicas))
     for name, number in counts.items():
         assert found[f"multiworld_replica_{name}_total", of(**OF_REPLICA)] == number
     for name in GAUGES:
@@ -134,8 +192,18 @@ def test_reports_of_replicas_are_shown() -> None:
     assert found["multiworld_batch_rows_count", of(**OF_REPLICA)] == 10
     assert found["multiworld_batch_seconds_sum", of(**OF_REPLICA)] == 1.5
     assert found["multiworld_fleet_events_total", of(kind="lost")] == 2
+    assert found["multiworld_process_cpu_seconds_total", of(process="m/0/1")] == 2.5
     unknown = of(model="", version="", stage="", replica="new")
     assert found["multiworld_replica_queued", unknown] == 0
+
+
+def test_build_is_shown() -> None:
+    """A rolling update of gateways can be watched by it."""
+    (labels,) = [
+        dict(labels) for name, labels in shown() if name == "multiworld_build_info"
+    ]
+    assert labels.keys() == {"version", "python", "torch"}
+    assert labels["version"] == multiworld.__version__
 
 
 @given(st.text(max_size=20), st.text(min_size=1, max_size=20))
@@ -144,7 +212,8 @@ def test_names_of_any_letters_can_be_read_again(model: str, tenant: str) -> None
     model, tenant = (
         text.encode("utf-8", "ignore").decode() for text in (model, tenant + "x")
     )
-    metrics = Metrics("g")
-    metrics.count(model, tenant, 200, 0.1)
+    counts = RequestCounts()
+    counts.add(model, tenant, 200, 0.1)
     labels = of(model=model, tenant=tenant, status="200")
-    assert shown(metrics)["multiworld_tenant_requests_total", labels] == 1
+    found = shown(*counts.counted())
+    assert found["multiworld_tenant_requests_total", labels] == 1

@@ -37,7 +37,9 @@ from multiworld.serve.transport.protocol import (
     Applied,
     AskReport,
     Finish,
+    FleetAsked,
     FleetReport,
+    GatewayReport,
     Hello,
     Loaded,
     ModelNeeded,
@@ -519,15 +521,66 @@ async def test_poison_request_of_another_gateway_is_refused_here() -> None:
         assert await g.told(PoisonFound) == PoisonFound("acme", "m", "1", "abc")
 
 
-async def test_report_of_the_fleet_is_shown_in_the_metrics() -> None:
-    """Until the next one."""
+FLEET = FleetReport(
+    1,
+    {"lost": 3},
+    {},
+    {"gateway/2": GatewayReport(in_flight=7)},
+    (("attained", ("m",), 5.0),),
+)
+
+
+async def scraped(g: Running) -> str:
+    """Return the metrics."""
+    async with g.client() as client:
+        return (await client.get("/metrics")).text
+
+
+async def test_metrics_are_those_of_the_whole_service() -> None:
+    """The controller is asked for the others' numbers, once for scrapes at a time."""
     async with gateway() as g:
         await g.up()
-        await g.order(FleetReport({"lost": 3}), AskReport(1))
+        scrapes = [asyncio.ensure_future(scraped(g)) for _ in range(3)]
+        await g.told(FleetAsked)
+        await g.order(FLEET)
+        for text in [await scrape for scrape in scrapes]:
+            assert 'multiworld_fleet_events_total{kind="lost"} 3.0' in text
+            assert 'multiworld_in_flight{gateway="gateway/2"} 7.0' in text
+            assert f'multiworld_in_flight{{gateway="{ME}"}} 0.0' in text
+            assert 'multiworld_attained_total{model="m"} 5.0' in text
+        assert not [news for news in g.heard[-1:] if not isinstance(news, FleetAsked)]
+
+
+@pytest.mark.parametrize("has_controller", [True, False])
+async def test_metrics_without_an_answer_are_those_of_the_last_one(
+    has_controller: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A controller that hangs keeps nobody waiting for long."""
+    monkeypatch.setattr(module, "FLEET_S", 0.05)
+    async with gateway() as g:
+        await g.up()
+        await g.order(FLEET, AskReport(1))
         await g.told(Report)
+        if not has_controller:
+            await break_world(g.controller.world)
+            await until(lambda: g.process._agent.lost_at is not None)
+        for _ in range(2):
+            assert 'multiworld_attained_total{model="m"} 5.0' in await scraped(g)
+
+
+async def test_counts_are_reported_if_asked_for_and_at_the_end() -> None:
+    """They are many; and the controller keeps those of a gateway that has ended."""
+    async with gateway() as g:
+        await g.up()
         async with g.client() as client:
-            text = (await client.get("/metrics")).text
-        assert 'multiworld_fleet_events_total{kind="lost"} 3.0' in text
+            await client.post("/v2/models/none/infer", json=body(6.0))
+        await g.order(AskReport(1), AskReport(2, has_counts=True), Finish())
+        reports = [(await g.told(Report)) for _ in range(3)]
+        counted = [report.counted for report in reports]
+        assert [report.number for report in reports] == [1, 2, 0]
+        assert counted[0] == ()
+        for counts in counted[1:]:
+            assert ("requests", ("unknown", "404"), 1.0) in counts
 
 
 # The limit of open files.

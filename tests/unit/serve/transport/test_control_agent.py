@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -141,6 +142,24 @@ async def test_facts_are_told_to_every_controller_and_once_to_each(
     control.agent.fact(Applied(4))
     peer = await control.controller()
     assert await news(peer, 3) == [HELLO, Loaded(), Applied(4)]
+
+
+async def test_last_messages_are_sent_before_a_process_ends(control: Control) -> None:
+    """Nobody waits for long if nobody takes them, or if there is no controller."""
+    await control.agent.flush(HANG_S)
+    peer = await control.controller()
+    control.agent.tell(ModelNeeded("m"))
+    await control.agent.flush(HANG_S)
+    assert await news(peer, 2) == [HELLO, ModelNeeded("m")]
+    assert control.agent._world is not None
+    held = asyncio.Event()
+
+    async def never(*args: Any, **more: Any) -> None:
+        await held.wait()
+
+    control.agent._world.send_object = never  # type: ignore[method-assign]
+    control.agent.tell(ModelNeeded("n"))
+    await control.agent.flush(0.02)
 
 
 @pytest.mark.parametrize("is_polite", [True, False])

@@ -37,7 +37,14 @@ TENANT = Tenant(name="acme", keys=(Key(id="k", digest="d", made_at=1.0),), weigh
 ORDERS_SENT: list[Order] = [
     ModelsChanged({"m": {"1": "{}"}}),
     AllTenants((TENANT,), is_first=True, is_last=False),
-    FleetReport({"lost": 2}, {"m/0/1": WorkerReport(queued=3, counts={"rows": 9})}),
+    FleetReport(
+        4,
+        {"lost": 2},
+        {"m/0/1": WorkerReport(queued=3, counts={"rows": 9})},
+        {"gateway/1": GatewayReport(in_flight=1)},
+        (("requests", ("m", "200"), 2.0),),
+    ),
+    AskReport(8, has_counts=True),
     Cut(0.5),
     AskReport(7),
     PoisonFound("acme", "m", "1", "digest"),

@@ -1,0 +1,103 @@
+"""Counts of the requests of one gateway. Pure."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Container, Iterator
+from typing import NamedTuple
+
+from multiworld.serve.transport.protocol import Counted
+
+LATENCY_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+"""Upper bounds of the latency histogram's buckets, in seconds; the last has none."""
+
+ENDS = (*(f"{bound:g}" for bound in LATENCY_S), "+Inf")
+"""The same bounds, as Prometheus names them."""
+
+
+class Phases(NamedTuple):
+    """Seconds of one request, by what they were spent on.
+
+    Attributes:
+        parse: From its head to the parsed and checked inputs.
+        queue: Waiting, at the gateway and at replicas.
+        hop: The way between processes, and whatever else is none of the others.
+        compute: In the stages' functions.
+        render: From the answer's tensors to the response.
+    """
+
+    parse: float
+    queue: float
+    hop: float
+    compute: float
+    render: float
+
+
+class RequestCounts:
+    """Finished requests of one gateway since its start."""
+
+    def __init__(self) -> None:
+        self._requests: Counter[tuple[str, int]] = Counter()
+        self._buckets: dict[str, list[int]] = {}
+        self._seconds: Counter[str] = Counter()
+        self._phases: dict[str, list[float]] = {}
+        self._of_tenants: Counter[tuple[str, str, int]] = Counter()
+        self._seconds_of_tenants: Counter[tuple[str, str]] = Counter()
+
+    def add(
+        self,
+        model: str,
+        tenant: str,
+        status: int,
+        took_s: float,
+        phases: Phases | None = None,
+    ) -> None:
+        """Count a finished request.
+
+        Args:
+            model: Name of the model.
+            tenant: Name of the tenant; empty for clients without a key.
+            status: HTTP status of the answer.
+            took_s: Seconds from its admission to its end.
+            phases: The same seconds by phase; None: it did not reach the replicas.
+        """
+        self._requests[model, status] += 1
+        if tenant:
+            self._of_tenants[tenant, model, status] += 1
+        if status != 200:
+            return
+        if tenant:
+            self._seconds_of_tenants[tenant, model] += took_s  # type: ignore[assignment]
+        buckets = self._buckets.get(model)
+        if buckets is None:
+            buckets = self._buckets[model] = [0] * len(ENDS)
+        buckets[bisect_left(LATENCY_S, took_s)] += 1
+        self._seconds[model] += took_s  # type: ignore[assignment]
+        if phases is not None:
+            sums = self._phases.setdefault(model, [0.0] * len(phases))
+            for number, seconds in enumerate(phases):
+                sums[number] += seconds
+
+    def keep_tenants(self, names: Container[str]) -> None:
+        """Forget the tenants that no longer exist."""
+        for key in [key for key in self._of_tenants if key[0] not in names]:
+            del self._of_tenants[key]
+        for pair in [pair for pair in self._seconds_of_tenants if pair[0] not in names]:
+            del self._seconds_of_tenants[pair]
+
+    def counted(self) -> Iterator[Counted]:
+        """Yield every count."""
+        for (model, status), count in self._requests.items():
+            yield "requests", (model, str(status)), count
+        for model, buckets in self._buckets.items():
+            for end, count in zip(ENDS, buckets, strict=True):
+                yield "request_buckets", (model, end), count
+            yield "request_seconds", (model,), self._seconds[model]
+        for model, sums in self._phases.items():
+            for phase, seconds in zip(Phases._fields, sums, strict=True):
+                yield "phase_seconds", (model, phase), seconds
+        for (tenant, model, status), count in self._of_tenants.items():
+            yield "tenant_requests", (tenant, model, str(status)), count
+        for (tenant, model), seconds in self._seconds_of_tenants.items():
+            yield "tenant_seconds", (tenant, model), seconds

@@ -1,0 +1,112 @@
+"""Metrics at the controller: sums for the gateway that asks, without its own."""
+
+from __future__ import annotations
+
+from multiworld.serve.control.fleet_metrics import FleetMetrics
+from multiworld.serve.fleet.history import History
+from multiworld.serve.fleet.state import Process
+from multiworld.serve.fleet.totals import REMEMBERED
+from multiworld.serve.transport.protocol import (
+    Counted,
+    GatewayReport,
+    Report,
+    Reports,
+    WorkerReport,
+)
+
+
+class Fleet:
+    """The processes of a service, and what they answer."""
+
+    def __init__(self) -> None:
+        self.processes: dict[str, Process] = {}
+        self.reports = Reports()
+        self.history = History()
+        self.metrics = FleetMetrics(self.ask, self.processes, self.history)
+
+    async def ask(self, limit_s: float) -> Reports:
+        """Return the reports."""
+        return self.reports
+
+    def gateway(self, name: str, count: float) -> None:
+        """Have a gateway answer with a count."""
+        self.processes[name] = Process(name)
+        counted: tuple[Counted, ...] = (("requests", ("m", "200"), count),)
+        self.reports.gateways[name] = GatewayReport(in_flight=1)
+        self.reports.counted[name] = counted
+
+    def replica(self, name: str, count: int) -> None:
+        """Have a replica answer with a count."""
+        self.processes[name] = Process(name, "m", "1", 0)
+        report = WorkerReport(counts={"requests": count}, computed_s=0.5)
+        self.reports.workers[name] = report
+
+    def end(self, name: str) -> None:
+        """Have a process end."""
+        del self.processes[name]
+        self.reports.gateways.pop(name, None)
+        self.reports.workers.pop(name, None)
+
+
+async def test_gateway_gets_the_sums_of_all_others() -> None:
+    """Those of processes that have ended too; they come with their reports."""
+    fleet = Fleet()
+    fleet.gateway("g1", 1)
+    fleet.gateway("g2", 10)
+    fleet.gateway("g3", 100)
+    fleet.replica("a", 7)
+    fleet.replica("b", 70)
+    await fleet.metrics.collect()
+    fleet.end("g3")
+    fleet.end("b")
+    report = await fleet.metrics.report("g1", 5)
+    assert report.number == 5
+    assert report.gateways == {"g2": GatewayReport(in_flight=1)}
+    assert report.replicas.keys() == {"a"}
+    assert sorted(report.others) == [
+        ("requests", ("m", "200"), 110.0),
+        ("stage_requests", ("m", "1", "0"), 77.0),
+        ("stage_seconds", ("m", "1", "0"), 1.0),
+    ]
+    assert (await fleet.metrics.report("g2", 6)).others[0][2] in (101.0, 77.0)
+
+
+async def test_process_that_does_not_answer_counts_with_its_last_report() -> None:
+    """It may hang; what it had counted does not vanish."""
+    fleet = Fleet()
+    fleet.gateway("g1", 1)
+    fleet.gateway("g2", 10)
+    await fleet.metrics.collect()
+    del fleet.reports.gateways["g2"]
+    report = await fleet.metrics.report("g1", 1)
+    assert report.others == (("requests", ("m", "200"), 10.0),)
+
+
+async def test_last_report_of_a_process_counts_after_its_end() -> None:
+    """It comes over another connection than the news of the end."""
+    fleet = Fleet()
+    fleet.replica("a", 7)
+    fleet.gateway("g", 1)
+    await fleet.metrics.collect()
+    fleet.end("a")
+    last = WorkerReport(counts={"requests": 9})
+    for name in ("a", "never known"):
+        fleet.metrics.heard(name, Report(0, worker=last))
+    found = {
+        kind: value for kind, _, value in (await fleet.metrics.report("g", 1)).others
+    }
+    assert found == {"stage_requests": 9.0, "stage_seconds": 0.0}
+
+
+async def test_little_is_kept_of_processes_that_have_ended() -> None:
+    """However many come and go."""
+    fleet = Fleet()
+    for number in range(REMEMBERED + 20):
+        fleet.replica(str(number), 1)
+        await fleet.metrics.collect()
+        fleet.end(str(number))
+    await fleet.metrics.collect()
+    report = await fleet.metrics.report("g", 1)
+    sums = {kind: value for kind, _, value in report.others}
+    assert sums["stage_requests"] == REMEMBERED + 20
+    assert len(fleet.metrics._stages) == REMEMBERED
