@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.serve.harness import Served, served, spec_with, traffic
+from tests.serve.harness import Served, body, served, spec_with, traffic
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -114,3 +116,22 @@ def test_counts_of_a_gateway_that_has_ended_stay(
     assert answered(service) == before
     spread(service, CLIENTS)
     assert answered(service) == before + CLIENTS
+
+
+def test_load_shows_what_requests_were_spent_on(
+    service: Served, tmp_path: Path
+) -> None:
+    """By phase, and CPU time by process."""
+    path = tmp_path / "body.json"
+    path.write_text(json.dumps(body(1.0)))
+    words = ("load", service.url, "m", "--body", str(path), "--seconds", "1")
+    found = service.command(*words, "--rate", "50", "--breakdown")
+    assert found["answered"] == found["sent"] == 50
+    phases = {row["phase"]: row for row in found["phases"]}
+    assert list(phases) == ["parse", "queue", "hop", "compute", "render", "outside"]
+    assert all(row["mean_s"] >= 0 for row in found["phases"])
+    assert sum(row["mean_s"] for row in found["phases"]) < 10
+    assert len([name for name in found["cpu_s"] if name.startswith("gateway")]) == 2
+    assert len([name for name in found["cpu_s"] if name.startswith("m/")]) == 4
+    plain = service.command(*words, "--rate", "20")
+    assert "phases" not in plain

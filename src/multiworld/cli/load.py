@@ -17,8 +17,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from multiworld.cli.options import JSON, FiniteRange, new_table, print_table
+from multiworld.serve.load.breakdown import (
+    PhaseSummary,
+    cpu_between,
+    cpu_in,
+    phases_in,
+)
 from multiworld.serve.load.generator import Load, Target, embeddings, inference
-from multiworld.serve.load.summary import Summary, summarise
+from multiworld.serve.load.summary import Sample, Summary, summarise
 
 LOOK_S = 0.2
 
@@ -57,14 +63,75 @@ def with_key(target: Target, key: str | None) -> Target:
     return replace(target, headers=headers)
 
 
-def run(target: Target, rate: float, seconds: float, *, as_json: bool) -> int:
-    """Send, and print what came back; exit code 1 if a request failed."""
-    found = asyncio.run(_run(target, rate, seconds, is_quiet=as_json))
+def run(
+    target: Target,
+    rate: float,
+    seconds: float,
+    *,
+    as_json: bool,
+    metrics: str | None = None,
+) -> int:
+    """Send, and print what came back; exit code 1 if a request failed.
+
+    Args:
+        target: What to send, and where.
+        rate: Requests per second.
+        seconds: Duration of the run.
+        as_json: Whether to print JSON.
+        metrics: URL of the service's metrics, for the breakdown; None: no breakdown.
+    """
+    if metrics is not None:
+        target = replace(target, headers={**target.headers, "X-Timing": "1"})
+    samples, cpu = asyncio.run(
+        _run(target, rate, seconds, is_quiet=as_json, metrics=metrics)
+    )
+    found, phases = summarise(samples), phases_in(samples)
     if as_json:
-        click.echo(json.dumps(asdict(found), indent=2))
+        more = {"phases": [asdict(p) for p in phases], "cpu_s": cpu} if metrics else {}
+        click.echo(json.dumps({**asdict(found), **more}, indent=2))
     else:
         print_table(_table(found, rate))
+        if metrics is not None:
+            _print_breakdown(phases, cpu)
     return 1 if found.failed else 0
+
+
+def _print_breakdown(phases: list[PhaseSummary], cpu: dict[str, float] | None) -> None:
+    if not phases:
+        click.echo("the service does not tell what the time was spent on")
+        return
+    table = new_table("what the time was spent on", "")
+    for column in ("phase", "mean", "p50", "p99", "share"):
+        table.add_column(column, justify="left" if column == "phase" else "right")
+    whole = sum(phase.mean_s for phase in phases)
+    for phase in phases:
+        times = (phase.mean_s, phase.p50_s, phase.p99_s)
+        shown = [f"{1000 * seconds:.2f} ms" for seconds in times]
+        table.add_row(phase.phase, *shown, f"{phase.mean_s / whole:.0%}")
+    print_table(table)
+    if cpu is None:
+        click.echo("CPU time is in the metrics, which need the key of an operator")
+        return
+    table = new_table("CPU time of one request", "")
+    table.add_column("process")
+    table.add_column("", justify="right")
+    for name, seconds in [*cpu.items(), ("together", sum(cpu.values()))]:
+        table.add_row(escape(name), f"{1000 * seconds:.2f} ms")
+    print_table(table)
+
+
+async def _cpu(target: Target, metrics: str | None) -> dict[str, float] | None:
+    """Return the CPU time of each process; None if the metrics are not to be had."""
+    if metrics is None:
+        return None
+    try:
+        async with (
+            aiohttp.ClientSession() as http,
+            http.get(metrics, headers=target.headers, ssl=target.tls) as response,
+        ):
+            return cpu_in(await response.text()) if response.status == 200 else None
+    except (aiohttp.ClientError, ValueError):
+        return None
 
 
 async def _try(target: Target) -> None:
@@ -100,9 +167,16 @@ async def _try(target: Target) -> None:
 
 
 async def _run(
-    target: Target, rate: float, seconds: float, *, is_quiet: bool
-) -> Summary:
+    target: Target,
+    rate: float,
+    seconds: float,
+    *,
+    is_quiet: bool,
+    metrics: str | None,
+) -> tuple[list[Sample], dict[str, float] | None]:
+    """Send; return the samples, and the CPU seconds of one request by process."""
     await _try(target)
+    before = await _cpu(target, metrics)
     load = Load(target, rate)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), disable=is_quiet) as progress:
@@ -116,7 +190,10 @@ async def _run(
         except asyncio.CancelledError:  # Ctrl-C: summarise what there is
             running.cancel()
             await asyncio.wait({running})
-    return summarise(load.samples)
+    after = await _cpu(target, metrics)
+    if before is None or after is None:
+        return load.samples, None
+    return load.samples, cpu_between(before, after, len(load.samples))
 
 
 def _progress(load: Load) -> str:
@@ -180,6 +257,11 @@ def _table(found: Summary, rate: float) -> Table:
     envvar="MULTIWORLD_KEY",
     help="API key of a tenant; better in MULTIWORLD_KEY, where nobody sees it.",
 )
+@click.option(
+    "--breakdown",
+    is_flag=True,
+    help="Show what the time and the CPU time of a request were spent on.",
+)
 @JSON
 def load(
     url: str,
@@ -190,6 +272,7 @@ def load(
     body: Path | None,
     ca: Path | None,
     key: str | None,
+    breakdown: bool,
     as_json: bool,
 ) -> None:
     """Send requests to MODEL at URL at a steady rate, and print a summary.
@@ -200,4 +283,5 @@ def load(
     """
     target = target_of(url, model, texts, body, "The quick brown fox.")
     target = with_key(trusting(target, ca), key)
-    sys.exit(run(target, rate, seconds, as_json=as_json))
+    metrics = f"{url.rstrip('/')}/metrics" if breakdown else None
+    sys.exit(run(target, rate, seconds, as_json=as_json, metrics=metrics))

@@ -236,13 +236,13 @@ class Gateway:
         admitted.rows += rows_of(tensors)
         served = self.route(name, tenant)
         try:
-            return await self._infer(tenant, served, tensors, deadline_s, session)
+            return await self._infer(admitted, served, tensors, deadline_s, session)
         except UnknownModelError:
             # The tenant's dedicated replicas, or the model, were removed meanwhile.
             if served == name or name not in self.dispatcher.table.routes:
                 known = ", ".join(self.names(tenant)) or "none"
                 raise UnknownModelError(NO_MODEL.format(name, known)) from None
-            return await self._infer(tenant, name, tensors, deadline_s, session)
+            return await self._infer(admitted, name, tensors, deadline_s, session)
         except RequestPoisonedError:
             digest = await _digest(tensors)
             self.poisonous(tenant.name, model_version, digest)
@@ -262,18 +262,20 @@ class Gateway:
 
     async def _infer(
         self,
-        tenant: Tenant,
+        admitted: AdmittedRequest,
         served: str,
         tensors: Tensors,
         deadline_s: float | None,
         session: str | None,
     ) -> Tensors:
+        tenant = admitted.tenant
         return await self.dispatcher.infer(
             served,
             tensors,
             deadline_s=deadline_s,
             session=None if session is None else f"{tenant.name}\0{session}",
             share=tenant.share,
+            timing=admitted.timing,
         )
 
     async def text(self, name: str, version: str, model: Model) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, TypeVar
@@ -239,13 +240,10 @@ async def _embed(
             left_s = max(0.001, deadline_at - clock())
             return await gateway.infer(admitted, name, version, tensors, left_s)
 
-    tasks = [asyncio.ensure_future(one(tensors)) for tensors in inputs]
-    try:
-        answers = await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    if len(inputs) == 1:
+        answers = [await one(inputs[0])]
+    else:
+        answers = await _all(map(one, inputs))
     tokens = sum(next(iter(tensors.values())).numel() for tensors in inputs)
     vectors = [answer[model.embedding][0] for answer in answers]
     render = partial(_render, name, vectors, tokens, is_base64=parsed.is_base64)
@@ -253,6 +251,17 @@ async def _embed(
     if 4 * size >= RENDER_BYTES:
         return await asyncio.to_thread(render)
     return render()
+
+
+async def _all(parts: Iterable[Coroutine[Any, Any, Tensors]]) -> list[Tensors]:
+    """Return all answers, or cancel the others once one fails."""
+    tasks = [asyncio.ensure_future(part) for part in parts]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _render(

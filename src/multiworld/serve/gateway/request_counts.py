@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Container, Iterator
-from typing import NamedTuple
 
+from multiworld.serve.tenants.timing import Phases
 from multiworld.serve.transport.protocol import Counted
 
 LATENCY_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
@@ -14,24 +14,6 @@ LATENCY_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 
 
 ENDS = (*(f"{bound:g}" for bound in LATENCY_S), "+Inf")
 """The same bounds, as Prometheus names them."""
-
-
-class Phases(NamedTuple):
-    """Seconds of one request, by what they were spent on.
-
-    Attributes:
-        parse: From its head to the parsed and checked inputs.
-        queue: Waiting, at the gateway and at replicas.
-        hop: The way between processes, and whatever else is none of the others.
-        compute: In the stages' functions.
-        render: From the answer's tensors to the response.
-    """
-
-    parse: float
-    queue: float
-    hop: float
-    compute: float
-    render: float
 
 
 class RequestCounts:

@@ -23,6 +23,9 @@ from multiworld.serve.tenants.authenticator import AdmittedRequest
 
 logger = logging.getLogger("multiworld.serve")
 
+ASK_TIMING = "x-timing"
+"""Header of a request whose answer is to say what its time was spent on."""
+
 OFFLOAD_BYTES = 64 * 1024
 """Bytes from which a body is parsed in a thread, so that it does not block the loop."""
 
@@ -115,8 +118,12 @@ async def respond(
         is_known = gateway.may_use(admitted.tenant, model)
         label = model if is_known else "unknown"
         gateway.authenticator.finish(admitted, label, status)
-        took_s = gateway.authenticator.clock() - admitted.started_at
-        gateway.counts.add(label, admitted.tenant.name, status, took_s)
+        began_at, now = admitted.started_at, gateway.authenticator.clock()
+        phases = admitted.timing.phases(began_at, now)
+        tenant = admitted.tenant.name
+        gateway.counts.add(label, tenant, status, now - began_at, phases)
+    if phases is not None and ASK_TIMING in request.headers:
+        response.headers["Server-Timing"] = phases.header
     return response
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 import orjson
 
+from multiworld.serve.load.breakdown import phases_of
 from multiworld.serve.load.summary import Sample
 
 CONNECTIONS = 512
@@ -144,12 +145,14 @@ class Load:
         target = self._target
         body = target.bodies[number % len(target.bodies)]
         status, is_right, error = 0, None, ""
+        phases: dict[str, float] | None = None
         try:
             async with http.post(
                 target.url, data=body, headers=target.headers
             ) as response:
                 content = await response.read()
                 status = response.status
+                phases = phases_of(response.headers.get("Server-Timing"))
             if status != 200:
                 error = content[:200].decode(errors="replace")
             elif self._check is not None:
@@ -158,7 +161,7 @@ class Load:
             error = f"{type(problem).__name__}: {problem}"
         latency_s = loop.time() - self.began_at - due_s
         due_s += self.offset_s
-        self.samples.append(Sample(due_s, latency_s, status, is_right, error))
+        self.samples.append(Sample(due_s, latency_s, status, is_right, error, phases))
 
 
 def _checked(check: Check, number: int, content: bytes) -> tuple[bool, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -19,6 +19,7 @@ class Sample:
         status: HTTP status; 0 if there was no answer (see ``error``).
         is_right: Result of the check; None if it was not checked.
         error: Error text; empty if the request was answered.
+        phases: Seconds by what the service spent them on, if it was asked for that.
     """
 
     due_s: float
@@ -26,6 +27,7 @@ class Sample:
     status: int
     is_right: bool | None = None
     error: str = ""
+    phases: Mapping[str, float] | None = None
 
     @property
     def is_answered(self) -> bool:

@@ -17,11 +17,17 @@ from multiworld.serve.routing.attainment import Attainment
 from multiworld.serve.routing.router import Router
 from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
+from multiworld.serve.tenants.timing import Timing
 from multiworld.serve.transport import protocol
 from multiworld.serve.transport.collation import rows_of
 from multiworld.serve.transport.edges import SILENT_S, Outbox
 from multiworld.serve.transport.frames import Entry
-from multiworld.serve.transport.protocol import GatewayReport, WorkItem
+from multiworld.serve.transport.protocol import (
+    NOTHING_SPENT,
+    GatewayReport,
+    Spent,
+    WorkItem,
+)
 from multiworld.serve.transport.routing_table import Route, RoutingTable
 
 logger = logging.getLogger("multiworld.serve")
@@ -41,6 +47,8 @@ class _Call:
     deadline_at: float
     job: events.Submitted
     answered: asyncio.Future[Tensors]
+    sent_at: float | None = None
+    spent: Spent = NOTHING_SPENT
 
 
 class Dispatcher:
@@ -73,6 +81,7 @@ class Dispatcher:
         self._attainment = Attainment()
         self.on_missing: Callable[[str], None] = lambda model: None
         self._latest: Tensors = {}
+        self._spent = NOTHING_SPENT
         self.asked_at = self._clock()
 
     # Requests.
@@ -86,6 +95,7 @@ class Dispatcher:
         session: str | None = None,
         via: dict[int, str] | None = None,
         share: Share = DEFAULT_SHARE,
+        timing: Timing | None = None,
     ) -> Tensors:
         """Return the answer to one request.
 
@@ -96,6 +106,7 @@ class Dispatcher:
             session: Requests of one session go to the same replicas.
             via: For a probe: replicas by stage that it must go through.
             share: The tenant, its weight and its priority.
+            timing: Gets the times of the request.
 
         Raises:
             UnknownModelError: The table has no route for the model.
@@ -123,7 +134,9 @@ class Dispatcher:
         )
         loop = asyncio.get_running_loop()
         answered: asyncio.Future[Tensors] = loop.create_future()
-        self._calls[number] = _Call(tensors, deadline_at, job, answered)
+        self._calls[number] = call = _Call(tensors, deadline_at, job, answered)
+        if timing is not None:
+            timing.asked(now)
         if via is None:
             self._attainment.arrived[model] += 1
             if route.on_demand and self.missing(model):
@@ -139,6 +152,10 @@ class Dispatcher:
         finally:
             del self._calls[number]
         self._count(job, now, route, None)
+        if timing is not None:
+            waited_s = 0.0 if call.sent_at is None else call.sent_at - now
+            queued_s = waited_s + call.spent.queued_s
+            timing.answered(self._clock(), queued_s, call.spent.computed_s)
         return answer
 
     def _count(
@@ -227,7 +244,7 @@ class Dispatcher:
             match message:
                 case protocol.Answers(items):
                     for item, tensors in zip(items, contents, strict=True):
-                        self._latest = tensors
+                        self._latest, self._spent = tensors, item.spent
                         self._handle(events.Answered(item.attempt, item.is_last))
                     self._latest = {}
                 case protocol.Begun(attempts, is_isolated):
@@ -282,6 +299,8 @@ class Dispatcher:
             match action:
                 case actions.Dispatch(replica, (number, nth), is_isolated):
                     call = self._calls[number]
+                    if call.sent_at is None:
+                        call.sent_at = now
                     via = call.job.via
                     item = WorkItem(
                         (self.name, number, nth),
@@ -317,4 +336,5 @@ class Dispatcher:
         if isinstance(what, ServeError):
             call.answered.set_exception(what)
         else:
+            call.spent = self._spent
             call.answered.set_result(what)

@@ -9,7 +9,7 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from multiworld.backends.dtypes import memory_of, plain
 from multiworld.errors import (
@@ -23,6 +23,7 @@ from multiworld.serve.tenants.directory import ANONYMOUS, Tenant, TenantDirector
 from multiworld.serve.tenants.keys import parse_key
 from multiworld.serve.tenants.quarantine import Quarantine
 from multiworld.serve.tenants.rate_limits import RateLimiter
+from multiworld.serve.tenants.timing import Timing
 from multiworld.serve.tenants.usage_meter import UsageMeter
 
 ModelVersion = tuple[str, str]
@@ -53,6 +54,7 @@ class AdmittedRequest:
         bytes_out: Bytes of its answer.
         rows: Rows of its inputs.
         is_refused: It was counted as refused.
+        timing: Its times in the pipeline.
     """
 
     tenant: Tenant
@@ -61,6 +63,7 @@ class AdmittedRequest:
     bytes_out: int = 0
     rows: int = 0
     is_refused: bool = False
+    timing: Timing = field(default_factory=Timing)
 
 
 class Authenticator:

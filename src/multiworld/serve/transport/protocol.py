@@ -9,7 +9,7 @@ Messages of edges are sent in ``frames``.
 
 from __future__ import annotations
 
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -456,6 +456,22 @@ class Cancel(Message, frozen=True):
     key: Key
 
 
+class Spent(NamedTuple):
+    """Seconds that one attempt has taken at replicas so far.
+
+    Attributes:
+        queued_s: Waiting for its batch, and for room at the next stage.
+        computed_s: In batches.
+    """
+
+    queued_s: float = 0.0
+    computed_s: float = 0.0
+
+
+NOTHING_SPENT = Spent()
+"""Time of an attempt that no replica has had yet."""
+
+
 class WorkItem(msgspec.Struct, frozen=True, array_like=True):
     """The header of one attempt at one request.
 
@@ -466,6 +482,7 @@ class WorkItem(msgspec.Struct, frozen=True, array_like=True):
         session: Requests of one session go to the same replica of a stateful stage.
         via: For a probe: replicas by stage that it must go through.
         share: The tenant, its weight and its priority.
+        spent: Time that it has taken at earlier stages.
     """
 
     key: Key
@@ -474,6 +491,7 @@ class WorkItem(msgspec.Struct, frozen=True, array_like=True):
     session: str | None = None
     via: dict[str, str] | None = None
     share: Share = DEFAULT_SHARE
+    spent: Spent = NOTHING_SPENT
 
 
 class Work(Message, frozen=True):
@@ -488,10 +506,12 @@ class AnswerItem(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         attempt: Request and attempt.
         is_last: True for the last part of an answer; today an answer is one part.
+        spent: Time that it has taken at all stages.
     """
 
     attempt: Attempt
     is_last: bool = True
+    spent: Spent = NOTHING_SPENT
 
 
 class Answers(Message, frozen=True):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, FairQueue, Share
-from multiworld.serve.transport.protocol import Key
+from multiworld.serve.transport.protocol import NOTHING_SPENT, Key, Spent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,6 +34,7 @@ class Work:
         via: For a probe: replicas by stage that it must go through.
         content: The tensors; opaque here.
         share: The tenant, its weight and its priority.
+        spent: Time that it has taken at earlier stages.
     """
 
     key: Key
@@ -46,6 +47,7 @@ class Work:
     via: dict[str, str] | None = None
     content: Any = None
     share: Share = DEFAULT_SHARE
+    spent: Spent = NOTHING_SPENT
 
 
 class BatchQueue:

@@ -16,7 +16,7 @@ from typing import Any
 
 from multiworld.serve.routing.load_balancer import Chance, choose
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, FairQueue, Share
-from multiworld.serve.transport.protocol import Key
+from multiworld.serve.transport.protocol import NOTHING_SPENT, Key, Spent
 from multiworld.serve.transport.routing_table import Replica, ReplicaState
 
 REFUSED_S = 0.5
@@ -39,6 +39,8 @@ class FinishedWork:
         content: The outputs; opaque here.
         share: The tenant, its weight and its priority.
         rows: Rows of the request; its cost in fair queueing.
+        spent: Time that it has taken so far.
+        finished_at: Time in seconds at which this stage had computed it.
     """
 
     key: Key
@@ -49,6 +51,8 @@ class FinishedWork:
     content: Any
     share: Share = DEFAULT_SHARE
     rows: int = 1
+    spent: Spent = NOTHING_SPENT
+    finished_at: float = 0.0
 
 
 class Forwarder:

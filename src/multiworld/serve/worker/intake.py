@@ -40,6 +40,7 @@ def works_of(
                 via=item.via,
                 content=tensors,
                 share=item.share,
+                spent=item.spent,
             )
         )
     return works

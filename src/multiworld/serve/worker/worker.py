@@ -31,6 +31,7 @@ from multiworld.serve.transport.protocol import (
     Attempt,
     Key,
     RemoteError,
+    Spent,
     WorkerReport,
     WorkItem,
 )
@@ -378,8 +379,7 @@ class Worker:
             finally:
                 self._is_waiting = False
 
-    def _count(self, batch: list[Work]) -> None:
-        took_s = self._clock() - self._running_since
+    def _count(self, batch: list[Work], took_s: float) -> None:
         self.computed_s += took_s
         rows = sum(work.rows for work in batch)
         self.counts["batches"] += 1
@@ -413,8 +413,8 @@ class Worker:
         self._credit.release(batch)
 
     def _end(self, batch: list[Work], outcomes: Sequence[Outcome]) -> None:
-        self._count(batch)
-        now = self._clock()
+        began_at, now = self._running_since, self._clock()
+        self._count(batch, now - began_at)
         finished: list[FinishedWork] = []
         for work, outcome in zip(batch, outcomes, strict=True):
             if isinstance(outcome, ServeError):
@@ -430,6 +430,11 @@ class Worker:
                         outcome,
                         work.share,
                         work.rows,
+                        Spent(
+                            work.spent.queued_s + began_at - work.arrived_at,
+                            work.spent.computed_s + now - began_at,
+                        ),
+                        now,
                     )
                 )
         if self._is_last:
@@ -442,7 +447,9 @@ class Worker:
         for piece in finished:
             by_router.setdefault(piece.key[0], []).append(piece)
         for router, pieces in by_router.items():
-            items = tuple(AnswerItem((p.key[1], p.key[2])) for p in pieces)
+            items = tuple(
+                AnswerItem((p.key[1], p.key[2]), spent=p.spent) for p in pieces
+            )
             outbox = self._routers[router]
             outbox.put(protocol.Answers(items), [piece.content for piece in pieces])
             outbox.flush()
@@ -460,6 +467,10 @@ class Worker:
                     piece.session,
                     piece.via,
                     piece.share,
+                    Spent(
+                        piece.spent.queued_s + now - piece.finished_at,
+                        piece.spent.computed_s,
+                    ),
                 )
                 for piece in pieces
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from multiworld.serve.tenants.authenticator import Authenticator
 from multiworld.serve.tenants.directory import Key, Tenant
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.tenants.keys import make_key
+from multiworld.serve.tenants.timing import Timing
 from multiworld.serve.transport.routing_table import Route, RoutingTable
 
 MODEL = Model(
@@ -71,11 +73,17 @@ class FakeDispatcher(Dispatcher):
         session: str | None = None,
         via: dict[int, str] | None = None,
         share: Share = DEFAULT_SHARE,
+        timing: Timing | None = None,
     ) -> Tensors:
         """Return what the test set."""
         call = {"model": model, "deadline_s": deadline_s, "session": session}
         self.calls.append({**call, "tenant": share.tenant, "tensors": tensors})
-        return await self.answers(model, tensors)
+        if timing is not None:
+            timing.asked(time.monotonic())
+        answer = await self.answers(model, tensors)
+        if timing is not None:
+            timing.answered(time.monotonic(), 0.25, 0.5)
+        return answer
 
     def missing(self, model: str) -> list[int]:
         """Return what the test set."""

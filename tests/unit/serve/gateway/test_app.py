@@ -25,8 +25,10 @@ from multiworld.errors import (
     UnknownModelError,
 )
 from multiworld.serve.gateway import app as module
+from multiworld.serve.load.breakdown import phases_of
 from multiworld.serve.spec.stage import Model, Tensors
 from multiworld.serve.tenants.directory import Tenant
+from multiworld.serve.tenants.timing import Phases
 from multiworld.serve.transport.routing_table import RoutingTable
 from tests.unit.serve.edges import HANG_S
 from tests.unit.serve.gateway.fakes import (
@@ -308,6 +310,29 @@ async def test_unknown_model_or_version_lists_what_there_is(
         assert answer.status_code == 404
         assert words in answer.json()["error"]
     assert fake.dispatcher.calls == []
+
+
+@pytest.mark.parametrize("path", ["/v2/models/m/infer", "/v1/embeddings"])
+async def test_answer_says_what_its_time_was_spent_on_if_asked(path: str) -> None:
+    """It is counted in any case."""
+    fake = Fake()
+    content = body(1.0) if "infer" in path else {"model": "t", "input": ["a", "b"]}
+    async with fake.client() as client:
+        plain = await client.post(path, json=content)
+        asked = await client.post(path, json=content, headers={"X-Timing": "1"})
+        failed = await client.post(path, json={}, headers={"X-Timing": "1"})
+    assert "server-timing" not in plain.headers
+    assert "server-timing" not in failed.headers
+    phases = phases_of(asked.headers["server-timing"])
+    assert phases is not None
+    assert list(phases) == list(Phases._fields)
+    assert (phases["queue"], phases["compute"]) == (0.25, 0.5)
+    counted = {
+        labels[1]: value
+        for kind, labels, value in fake.gateway.counted()
+        if kind == "phase_seconds"
+    }
+    assert (counted["queue"], counted["compute"]) == (0.5, 1.0)
 
 
 async def test_unknown_models_do_not_become_labels_of_metrics() -> None:

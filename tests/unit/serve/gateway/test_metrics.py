@@ -10,7 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import multiworld
 from multiworld.serve.gateway.metrics import GAUGES, OF_WORK, render
-from multiworld.serve.gateway.request_counts import Phases, RequestCounts
+from multiworld.serve.gateway.request_counts import RequestCounts
+from multiworld.serve.tenants.timing import Phases
 from multiworld.serve.transport.protocol import (
     ROWS_BOUNDS,
     Counted,

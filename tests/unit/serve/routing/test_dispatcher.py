@@ -24,6 +24,7 @@ from multiworld.serve.routing import dispatcher as module
 from multiworld.serve.routing.dispatcher import Dispatcher
 from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.tenants.fair_queue import Share
+from multiworld.serve.tenants.timing import Timing
 from multiworld.serve.transport import protocol
 from multiworld.serve.transport.edges import listen
 from multiworld.serve.transport.protocol import (
@@ -32,6 +33,7 @@ from multiworld.serve.transport.protocol import (
     Attempt,
     Note,
     RemoteError,
+    Spent,
     WorkItem,
 )
 from multiworld.serve.transport.routing_table import (
@@ -236,6 +238,25 @@ async def test_waiting_requests_leave_in_one_bundle_when_a_replica_connects() ->
         await replica.peer.send_with(header, [x(30.0), x(10.0), x(20.0)])
         assert [await soon(call) for call in calls] == [[10.0], [20.0], [30.0]]
         await g.close()
+
+
+async def test_times_of_a_request_are_those_of_gateway_and_replicas() -> None:
+    """The wait at the gateway ends when it is first sent."""
+    async with gate(table(["a"], ongoing=1)) as g:
+        first, timing = g.ask(1.0), Timing()
+        second = g.ask(2.0, timing=timing)
+        attempt = await g.replicas["a"].one()
+        await asyncio.sleep(0.02)
+        await g.replicas["a"].answer(attempt, 1.0)
+        await soon(first)
+        attempt = await g.replicas["a"].one()
+        answer = protocol.Answers((AnswerItem(attempt, spent=Spent(5.0, 7.0)),))
+        await g.replicas["a"].peer.send_with(answer, [x(2.0)])
+        await soon(second)
+        assert timing.asked_at is not None
+        assert timing.answered_at >= timing.asked_at + 0.02
+        assert 5.02 <= timing.queued_s < 5.0 + timing.answered_at - timing.asked_at
+        assert (timing.computed_s, timing.parts) == (7.0, 1)
 
 
 async def test_last_part_of_an_answer_is_returned() -> None:

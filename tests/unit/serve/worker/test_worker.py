@@ -24,6 +24,7 @@ from multiworld.serve.transport.protocol import (
     Credit,
     Key,
     Note,
+    Spent,
     WorkItem,
 )
 from multiworld.serve.transport.routing_table import (
@@ -446,6 +447,30 @@ async def test_output_is_handed_to_the_next_stage_with_all_that_belongs_to_it() 
         assert not b.worker.is_idle
         await a.send(protocol.Released((key(1),)))
         await until(lambda: b.worker.is_idle)
+
+
+async def test_time_that_work_takes_goes_with_it() -> None:
+    """Its wait for the batch and for the next stage, and the batch itself."""
+    async with bench(0, 2, "1-a", max_ongoing_requests=1, is_started=False) as b:
+        g, a = await b.connect("g"), await b.connect("1-a")
+        real = b.model._compute
+
+        def compute(tensors: Tensors) -> Tensors:
+            b.clock.advance(4.0)
+            return real(tensors)
+
+        b.executor._function = compute
+        await send(g, [item(1), item(2, spent=Spent(10.0, 20.0))], 1.0, 2.0)
+        await until(lambda: b.worker.report().queued == 2)
+        b.clock.advance(3.0)
+        b.start()
+        work = await a.receive(protocol.Work)
+        assert work.items[0].spent == Spent(3.0, 4.0)
+        await until(lambda: b.worker.report().waiting_for_next == 1)
+        b.clock.advance(2.0)
+        await a.send(protocol.Released((key(1),)))
+        work = await a.receive(protocol.Work)
+        assert work.items[0].spent == Spent(15.0, 24.0)
 
 
 async def test_next_stage_without_credit_stops_this_one() -> None:
