@@ -39,6 +39,9 @@ WAITING, COMPUTING = 0, 1
 NEVER_MS = 0xFFFFFFFF
 """Value of ``Beat.heard_ms`` if the sender never heard the receiver."""
 
+LATE = 1.5
+"""Intervals after an owner's ``TICK`` until the next heartbeat goes without one."""
+
 ADD, ADD_DATAGRAMS, REMOVE, TICK = b"A", b"D", b"R", b"T"
 """Orders of the owner; see ``encode_order``."""
 
@@ -279,31 +282,31 @@ class HeartbeatHelper:
         self._unreported: dict[int, HeartbeatTarget] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ, None)
-        self._ticked_at = time.monotonic()
+        self._ticked_at = self._due = time.monotonic()
         self._is_over = False
 
     def run(self) -> None:
-        """Send and read heartbeats until the owner exits."""
-        due = time.monotonic() + self._heartbeat_s
+        """Send and read heartbeats until the owner exits.
+
+        Both in one turn, at each ``TICK`` of the owner, or after an interval and a half
+        without one: to wake up for each heartbeat that arrives costs several times
+        more.
+        """
+        self._due = time.monotonic() + self._heartbeat_s
         while not self._is_over:
-            has_order = False
-            for selected, _ in self._selector.select(max(0.0, due - time.monotonic())):
-                if selected.data is None:
-                    has_order = True
-                else:
-                    self._read_from(selected.data, selected.fileobj)
-            if has_order:  # last, so that a report covers everything that arrived
+            if self._selector.select(max(0.0, self._due - time.monotonic())):
                 self._handle_order()
-            now = time.monotonic()
-            if now >= due:
-                due = now + self._heartbeat_s
-                self._beat(now)
+            if time.monotonic() >= self._due:
+                self._read()
+                self._beat()
+                self._due = time.monotonic() + self._heartbeat_s
         for number in list(self._targets):
             self._drop(number)
         self._selector.close()
         self._control.close()
 
-    def _beat(self, now: float) -> None:
+    def _beat(self) -> None:
+        now = time.monotonic()
         state, doing = RUNNING, WAITING
         lag_ms = int((now - self._ticked_at) * 1000)
         if self._owner is not None:
@@ -320,20 +323,20 @@ class HeartbeatHelper:
                 heard_ms = int((now - target.heard_at) * 1000)
             target.send(Beat(state, doing, sequence, lag_ms, heard_ms))
 
-    def _read_from(self, number: int, where: object) -> None:
-        target = self._targets.get(number)
-        if target is None:
-            return
-        if where is target.datagrams:
-            target.read_datagrams(time.monotonic())
-        elif not target.read(time.monotonic()):
-            # This is no verdict: the control link shows whether the process has ended.
-            # The owner opens another connection; datagrams continue meanwhile.
-            self._selector.unregister(target.sock)
-            target.is_ended = True
-            self._unreported[number] = target
-        if target.latest is not None:
-            self._unreported[number] = target
+    def _read(self) -> None:
+        """Read all heartbeats that have arrived."""
+        now = time.monotonic()
+        for number, target in self._targets.items():
+            heard_at = target.heard_at
+            if target.datagrams is not None:
+                target.read_datagrams(now)
+            if not target.is_ended and not target.read(now):
+                # This is no verdict: the control link shows whether the process has
+                # ended. The owner opens another connection; datagrams continue.
+                target.is_ended = True
+                self._unreported[number] = target
+            if target.heard_at != heard_at:
+                self._unreported[number] = target
 
     def _report(self) -> None:
         """Send the new heartbeats to the owner.
@@ -370,26 +373,22 @@ class HeartbeatHelper:
         if kind == ADD and fds:
             target = HeartbeatTarget(socket.socket(fileno=fds[0]), out_key, in_key)
             self._targets[number] = target
-            self._selector.register(target.sock, selectors.EVENT_READ, number)
         elif kind == ADD_DATAGRAMS and fds and number in self._targets:
-            datagrams = socket.socket(fileno=fds[0])
-            self._targets[number].datagrams = datagrams
-            self._selector.register(datagrams, selectors.EVENT_READ, number)
+            self._targets[number].datagrams = socket.socket(fileno=fds[0])
         elif kind == REMOVE and number in self._targets:
             self._drop(number)
         elif kind == TICK:
             self._ticked_at = time.monotonic()
+            self._read()
             self._report()
+            self._beat()
+            self._due = time.monotonic() + LATE * self._heartbeat_s
 
     def _drop(self, number: int) -> None:
         target = self._targets.pop(number)
         self._unreported.pop(number, None)
         for sock in (target.sock, target.datagrams):
             if sock is not None:
-                try:
-                    self._selector.unregister(sock)
-                except KeyError:
-                    pass
                 sock.close()
 
 

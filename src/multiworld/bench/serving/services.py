@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 import multiworld
@@ -224,3 +225,21 @@ def pids_of(state: Path, prefix: str = "") -> list[int]:
     record = json.loads((state / "record.json").read_text())
     found = [p["pid"] for p in record["processes"] if p["name"].startswith(prefix)]
     return found if prefix else [*found, record["store"]["pid"]]
+
+
+def family_of(state: Path) -> list[int]:
+    """Return the PIDs of everything that a service runs.
+
+    Those are its processes, the store, the controller, and the helpers of each.
+
+    Args:
+        state: State folder of the service.
+    """
+    found = [psutil.Process(pid) for pid in pids_of(state)]
+    controllers = [
+        process
+        for process in psutil.process_iter()
+        if str(state) in process.cmdline() and "serve" in process.cmdline()
+    ]
+    helpers = [c for p in [*found, *controllers] for c in p.children(recursive=True)]
+    return sorted({process.pid for process in [*found, *controllers, *helpers]})

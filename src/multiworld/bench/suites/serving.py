@@ -28,6 +28,7 @@ from multiworld.bench.serving.services import (
     MINILM,
     Service,
     ceiling,
+    family_of,
     ours,
     pids_of,
     rays,
@@ -127,7 +128,7 @@ async def _cost(
 
 
 async def _idle(state: Path, seconds: float, on_step: OnStep) -> None:
-    pids = pids_of(state)
+    pids = family_of(state)
     before = cpu_s(pids)
     await asyncio.sleep(seconds)
     share = (cpu_s(pids) - before) / seconds * 100

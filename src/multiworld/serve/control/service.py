@@ -140,7 +140,7 @@ async def _control(
             await _until_ended(controller, ended, on_up)
             await controller.shutdown()
         finally:
-            admin.should_exit = True
+            admin.end()
             minding.cancel()
             await asyncio.gather(serving, minding, return_exceptions=True)
             await controller.abandon()
@@ -307,7 +307,7 @@ def _check_free(app: AppSpec) -> None:
 
 def _admin(
     controller: Controller, folder: StateFolder, ended: asyncio.Event
-) -> uvicorn.Server:
+) -> EmbeddedServer:
     folder.socket.unlink(missing_ok=True)
     config = uvicorn.Config(
         make_admin(controller, ended),

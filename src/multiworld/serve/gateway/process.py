@@ -264,7 +264,7 @@ class GatewayProcess:
 
     def _end(self) -> None:
         self._gateway.is_ending = True
-        self._server.should_exit = True
+        self._server.end()
         self._is_routed.set()
 
     def _add_model(self, name: str, text: str) -> None:

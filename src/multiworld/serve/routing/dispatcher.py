@@ -32,8 +32,9 @@ from multiworld.serve.transport.routing_table import Route, RoutingTable
 
 logger = logging.getLogger("multiworld.serve")
 
-POLL_S = 0.05
-"""Seconds between checks of deadlines and of silent replicas."""
+POLL_S, IDLE_S = 0.05, 0.5
+"""Seconds between checks of deadlines and of silent replicas, with and without
+requests."""
 
 NO_MODEL = "no model {!r} is served here; there are: {}"
 """Error text, with the model's name and the list of those that are served."""
@@ -76,6 +77,7 @@ class Dispatcher:
         self._calls: dict[int, _Call] = {}
         self._edges: dict[str, Outbox] = {}
         self._silent: set[str] = set()
+        self._is_busy = asyncio.Event()
         self._numbers = itertools.count(1)
         self.counts: Counter[str] = Counter()
         self._attainment = Attainment()
@@ -134,6 +136,9 @@ class Dispatcher:
         )
         loop = asyncio.get_running_loop()
         answered: asyncio.Future[Tensors] = loop.create_future()
+        if not self._calls:
+            self._is_busy.set()
+            self._look_for_silence()
         self._calls[number] = call = _Call(tensors, deadline_at, job, answered)
         if timing is not None:
             timing.asked(now)
@@ -273,22 +278,32 @@ class Dispatcher:
             self._handle(events.Lost(peer, is_polite))
 
     async def look(self) -> None:
-        """Check deadlines and silent replicas every ``POLL_S``, until cancelled.
+        """Check deadlines and silent replicas again and again, until cancelled.
 
         Cancellation: Safe. Nothing is checked any more.
         """
         while True:
+            if not self._calls:
+                self._is_busy.clear()
+                try:
+                    async with asyncio.timeout(IDLE_S):
+                        await self._is_busy.wait()
+                except TimeoutError:
+                    pass
             await asyncio.sleep(POLL_S)
             self._handle(events.Ticked())
             for model, route in self.table.routes.items():
                 is_wanted = route.on_demand and self._router.pending(model)
                 if is_wanted and self.missing(model):
                     self.on_missing(model)
-            for name, outbox in list(self._edges.items()):
-                is_silent = outbox.silent_s() > SILENT_S
-                if is_silent != (name in self._silent):
-                    (self._silent.add if is_silent else self._silent.discard)(name)
-                    self._handle(events.Silent(name, is_silent))
+            self._look_for_silence()
+
+    def _look_for_silence(self) -> None:
+        for name, outbox in list(self._edges.items()):
+            is_silent = outbox.silent_s() > SILENT_S
+            if is_silent != (name in self._silent):
+                (self._silent.add if is_silent else self._silent.discard)(name)
+                self._handle(events.Silent(name, is_silent))
 
     # Actions.
 

@@ -54,7 +54,7 @@ LAST_S = 0.5
 IDLE_S = 0.1
 """Seconds without work after which a finishing worker exits."""
 
-LOOK_S = 0.25
+LOOK_S = 1.0
 """Seconds between checks for a controller and gateways."""
 
 SEND_S = 5.0
@@ -255,9 +255,11 @@ async def outgrown(limit: int) -> int:
 
     Cancellation: Safe.
     """
+    if not limit:
+        await asyncio.get_running_loop().create_future()
     while True:
         await asyncio.sleep(MEMORY_LOOK_S)
-        used = outgrows(os.getpid(), limit) if limit else None
+        used = outgrows(os.getpid(), limit)
         if used:
             logger.error(
                 "memory limit exceeded: %s used, %s booked; this process exits",

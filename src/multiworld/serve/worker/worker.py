@@ -128,6 +128,7 @@ class Worker:
         self._arrived = asyncio.Event()
         self._room = asyncio.Event()
         self._is_waiting = False
+        self._is_busy = asyncio.Event()
         self._left: tuple[list[Work], bool] | None = None
         self._running: list[Work] = []
         self._running_since = 0.0
@@ -257,6 +258,7 @@ class Worker:
         # Work whose router is not connected here goes back to its sender.
         self._credit.refuse(refused)
         if len(self._batcher):
+            self._is_busy.set()
             self._compute_at_once()
 
     def _too_many(self, rows: int) -> InvalidRequestError:
@@ -517,6 +519,9 @@ class Worker:
         Cancellation: Safe.
         """
         while True:
+            if self.is_idle:  # an idle replica wakes up for nothing
+                self._is_busy.clear()
+                await self._is_busy.wait()
             await asyncio.sleep(LOOK_S)
             self._end_if_hung()
             now = self._clock()

@@ -166,7 +166,7 @@ async def serving(
     finally:
         for client in made.clients:
             await client.close()
-        server.should_exit = True
+        server.end()
         await asyncio.wait_for(running, HANG_S)
 
 
