@@ -40,6 +40,9 @@ Check = Callable[[int, Description], Exception | None]
 Place = Callable[[Description], Tensor | None]
 """Function that returns the tensor to receive into, or None for new memory."""
 
+Lent = Callable[[Description], Tensor]
+"""Function that returns the tensor of a message in memory that its sender lends."""
+
 Merge = Callable[[int, memoryview], None]
 """Function that merges a part of a payload, from this byte on, into a tensor."""
 
@@ -51,7 +54,8 @@ class Arrival:
         number: Position among all messages and receives of the mailbox.
         source: Rank of the sender.
         description: Description of the message.
-        place: The caller's tensor to receive into; None allocates one.
+        place: The caller's tensor to receive into; None: memory of its own.
+        lent: Tensor in memory that the sender lends; None allocates one.
     """
 
     __slots__ = (
@@ -59,6 +63,7 @@ class Arrival:
         "handler",
         "is_borrowed",
         "is_complete",
+        "is_lent",
         "is_merged",
         "memory",
         "merge",
@@ -71,11 +76,18 @@ class Arrival:
     )
 
     def __init__(
-        self, number: int, source: int, description: Description, place: Tensor | None
+        self,
+        number: int,
+        source: int,
+        description: Description,
+        place: Tensor | None,
+        lent: Tensor | None = None,
     ) -> None:
         self.number, self.source, self.description = number, source, description
-        self.is_borrowed = place is not None
-        self.tensor = allocate(description) if place is None else place
+        self.is_borrowed, self.is_lent = place is not None, lent is not None
+        if place is None:
+            place = allocate(description) if lent is None else lent
+        self.tensor = place
         self.memory = memory_of(self.tensor)
         self.received = 0
         self.is_complete = False

@@ -22,6 +22,7 @@ from multiworld.backends.arrivals import (
     MESSAGE_BYTES,
     Arrival,
     Description,
+    Lent,
     Receive,
 )
 from multiworld.backends.base import Handler
@@ -294,10 +295,18 @@ class Mailbox:
             return True
         return any(receive.source in (source, None) for receive in waiting)
 
-    def begin(self, source: int, description: Description) -> Arrival | None:
+    def begin(
+        self, source: int, description: Description, lent: Lent | None = None
+    ) -> Arrival | None:
         """Start a message whose first header has arrived.
 
         Receives that refuse the message fail; the message waits for the next one.
+
+        Args:
+            source: Rank of the sender.
+            description: Description of the message.
+            lent: Returns the tensor in memory that the sender lends, which is used if
+                the receive has none; None: the sender lends none.
 
         Returns:
             The message to fill, or None if the source's budget is spent.
@@ -308,7 +317,7 @@ class Mailbox:
         """
         handler = self._handler_of(source, description)
         if handler is not None:
-            arrival = Arrival(next(self._numbers), source, description, None)
+            arrival = self._own(source, description, lent)
             arrival.handler = handler
             return arrival
         waiting = self._posted.get(description.tag)
@@ -318,9 +327,12 @@ class Mailbox:
             error = receive.check(source, description)
             if error is None:
                 place = receive.place(description)
-                number = next(self._numbers)
                 # Before the receive is removed, because allocating may fail.
-                arrival = Arrival(number, source, description, place)
+                if place is None and receive.merge is None:
+                    arrival = self._own(source, description, lent)
+                else:
+                    number = next(self._numbers)
+                    arrival = Arrival(number, source, description, place)
                 self._unpost(receive)
                 arrival.receive, receive.arrival = receive, arrival
                 arrival.merge = receive.merge
@@ -330,9 +342,14 @@ class Mailbox:
             receive.fail(error)
         if self._held[source] + _weight(description) > self._budget:
             return None
-        arrival = Arrival(next(self._numbers), source, description, None)
+        arrival = self._own(source, description, lent)
         self._hold(arrival)
         return arrival
+
+    def _own(self, source: int, description: Description, lent: Lent | None) -> Arrival:
+        """Return a message in memory of its own, or in memory that was lent."""
+        tensor = None if lent is None else lent(description)
+        return Arrival(next(self._numbers), source, description, None, tensor)
 
     def finish(self, arrival: Arrival) -> None:
         """Complete a message whose last byte has arrived; wake its receive."""

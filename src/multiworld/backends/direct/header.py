@@ -11,19 +11,20 @@ offset bytes field        meaning
 4      4     header sum   CRC-32 of the rest of the header and of the dimensions
 8      1     version      of this layout
 9      1     kind         tensor, bundle, object, collective, fin, withdraw, memory,
-                          bell
+                          bell, lend
 10     1     flags        1: last fragment · 2: the payload sum is set · 4: the payload
-                          is in shared memory
+                          is in shared memory · 8: it is in a lent block
 11     1     dtype        code of the elements (``backends.dtypes``)
 12     1     ndim         dimensions that follow the header (first fragment only)
-13     1     slot         slot that holds the payload · memory: number of slots
+13     1     slot         slot or block with the payload · memory: number of slots
+                          · lend: number of the block
 14     2     reserved     zero
 16     8     nonce        of the incarnation
 24     8     sequence     number of the frame on its lane, from 0
 32     8     tag          of the message · collective: its number
 40     4     fragment     index of the frame in its message, from 0
 44     4     payload      bytes of this frame after header and dimensions
-48     8     size         bytes of the whole message
+48     8     size         bytes of the whole message · lend: bytes of the block
 56     4     label        bundle: bytes of manifest · collective: operation code
 60     4     payload sum  CRC-32 of the payload, or 0
 64     8*n   dimensions   the tensor's shape
@@ -42,13 +43,14 @@ MAGIC = b"MWD1"
 VERSION = 1
 """Version of the header's layout."""
 
-TENSOR, BUNDLE, OBJECT, COLLECTIVE, FIN, WITHDRAW, MEMORY, BELL = range(8)
+TENSOR, BUNDLE, OBJECT, COLLECTIVE, FIN, WITHDRAW, MEMORY, BELL, LEND = range(9)
 KIND_NAMES = ("a tensor", "a bundle", "an object", "a collective")
 """Names of the first four kinds, for error texts."""
 
 LAST = 1
 SUMMED = 2
 SHARED = 4
+LENT = 8
 
 FRAGMENT_BYTES = 256 * 1024
 """Largest payload of one frame, in bytes.

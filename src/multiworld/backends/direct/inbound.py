@@ -19,6 +19,7 @@ from typing import Protocol
 from multiworld.backends.arrivals import Arrival, Description
 from multiworld.backends.direct import header as wire
 from multiworld.backends.direct.header import Header, HeaderError
+from multiworld.backends.direct.lending import MOST_BLOCKS, Borrowed
 from multiworld.backends.direct.shared_memory import SLOT_BYTES, Window
 from multiworld.backends.dtypes import SIZES, UINT8
 from multiworld.backends.mailbox import Mailbox
@@ -61,6 +62,9 @@ class SharedEnd(Protocol):
     def open_window(self, slots: int) -> Window:
         """Map the shared memory whose descriptor has arrived."""
 
+    def open_block(self, size: int) -> Borrowed:
+        """Map the lent block whose descriptor has arrived."""
+
     def ring_bell(self) -> None:
         """Tell the waiting peer that a slot of its ring is free."""
 
@@ -94,6 +98,7 @@ class Inbound:
         self._max_message_bytes = max_message_bytes
         self._on_fin, self._shared = on_fin, shared
         self._window: Window | None = None
+        self._blocks: dict[int, Borrowed] = {}
         self._stage = _NOTHING
         self._start = self._end = 0
         self._sequence = 0
@@ -126,6 +131,7 @@ class Inbound:
         window, self._window = self._window, None
         if window is not None:
             window.close()
+        self._blocks.clear()  # unmapped with the last tensor in them
         self._stage, self._start, self._end = _NOTHING, 0, 0
         self._pending, self.is_held = None, False
 
@@ -291,8 +297,9 @@ class Inbound:
             raise HeaderError(
                 f"frame {header.sequence} arrived instead of frame {self._sequence}"
             )
-        most = SLOT_BYTES if header.flags & wire.SHARED else wire.FRAGMENT_BYTES
-        if header.payload > most or header.kind > wire.BELL:
+        is_shared = header.flags & (wire.SHARED | wire.LENT)
+        most = SLOT_BYTES if is_shared else wire.FRAGMENT_BYTES
+        if header.payload > most or header.kind > wire.LEND:
             raise HeaderError(f"the header has invalid fields: {header}")
 
     def _dispatch(self, header: Header, shape: tuple[int, ...]) -> bool:
@@ -309,6 +316,8 @@ class Inbound:
             if self._arrival is None:
                 raise HeaderError("a withdrawal arrived, but no message is open")
             arrival, self._arrival = self._arrival, None
+            if self._header is not None:
+                self._give_back_block(self._header, arrival)
             self._mailbox.revoke(arrival)
             return True
         if header.fragment:
@@ -327,6 +336,10 @@ class Inbound:
             raise HeaderError("a shared memory frame arrived on a lane without it")
         if header.kind == wire.BELL:
             self._shared.on_bell()
+        elif header.kind == wire.LEND:
+            if header.slot >= MOST_BLOCKS:
+                raise HeaderError(f"block {header.slot} is one too many")
+            self._blocks[header.slot] = self._shared.open_block(header.size)
         elif self._window is not None:
             raise HeaderError("the peer announced shared memory twice")
         else:
@@ -354,8 +367,11 @@ class Inbound:
         )
 
     def _begin(self, header: Header, description: Description) -> bool:
+        lent = None
+        if header.flags & wire.LENT:
+            lent = self._block(header, description.size).tensor
         try:
-            arrival = self._mailbox.begin(self._source, description)
+            arrival = self._mailbox.begin(self._source, description, lent)
         except (MemoryError, RuntimeError) as error:
             size = description.size
             raise HeaderError(
@@ -391,6 +407,8 @@ class Inbound:
             self._end_frame(header, arrival)
         elif header.flags & wire.SHARED:
             self._take_shared(header, arrival)
+        elif header.flags & wire.LENT:
+            self._take_lent(header, arrival)
         elif not header.payload:
             self._end_frame(header, arrival)
 
@@ -411,3 +429,35 @@ class Inbound:
         if self._window.free(header.slot):
             self._shared.ring_bell()
         self._count(count)
+
+    def _block(self, header: Header, size: int) -> Borrowed:
+        block = self._blocks.get(header.slot)
+        if block is None or size > block.size:
+            raise HeaderError(f"block {header.slot} does not hold {size} bytes")
+        return block
+
+    def _take_lent(self, header: Header, arrival: Arrival) -> None:
+        """Use a part of a message in a lent block, where it is or as a copy."""
+        begin, count = arrival.received, header.payload
+        block = self._block(header, arrival.description.size)
+        payload = block.part(begin, count)
+        try:
+            self._update_checksum(payload)
+            if arrival.merge is not None:
+                arrival.merge(begin, payload)
+                arrival.is_merged = True
+            elif not arrival.is_lent:
+                arrival.memory[begin : begin + count] = payload
+        finally:
+            payload.release()
+        if header.flags & wire.LAST:
+            self._give_back_block(header, arrival)
+        self._count(count)
+
+    def _give_back_block(self, header: Header, arrival: Arrival) -> None:
+        """Free the block of a message that was copied or withdrawn.
+
+        That of a tensor is free when the tensor is gone.
+        """
+        if header.flags & wire.LENT and not arrival.is_lent:
+            self._block(header, 0).free()

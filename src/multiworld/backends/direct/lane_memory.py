@@ -15,6 +15,7 @@ from collections.abc import Callable
 from multiworld.backends.direct import shared_memory
 from multiworld.backends.direct.header import HeaderError
 from multiworld.backends.direct.lane_socket import LaneSocket
+from multiworld.backends.direct.lending import Block, Borrowed, Lender
 from multiworld.backends.direct.outbound import Outbound
 
 LOOK_S = 0.002
@@ -78,7 +79,30 @@ class LaneMemory:
             ring.close()
             return
         ring.close_fd()
-        self._outbound.announced(ring, head, written)
+        self._outbound.ring = ring
+        self._announced(head, written)
+        self._outbound.lender = Lender(self._announce)
+
+    def lend(self, size: int) -> None:
+        """Make a block for a message if none is free; nothing else may be unsent."""
+        if self._outbound.lender is not None:
+            self._outbound.lender.provide(size)
+
+    def _announce(self, block: Block) -> bool:
+        if not self._outbound.is_idle:
+            return False
+        head = self._outbound.loan(block.number, block.size)
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", block.fd))
+        sock = self._connection.sock
+        try:
+            written = sock.sendmsg([head], [rights])  # type: ignore[call-arg]
+        except OSError:  # full, or gone
+            return False
+        self._announced(head, written)
+        return True
+
+    def _announced(self, head: bytes, written: int) -> None:
+        self._outbound.announced(head, written)
         if not self._outbound.is_idle:
             self._connection.write_on()
 
@@ -138,6 +162,16 @@ class LaneMemory:
             raise HeaderError("the frame announces shared memory but passes none")
         return shared_memory.Window(self._descriptors.pop(), slots)
 
+    def open_block(self, size: int) -> Borrowed:
+        """Map the lent block whose descriptor has arrived.
+
+        Raises:
+            HeaderError: There is none, or it is not what was announced.
+        """
+        if not self._descriptors:
+            raise HeaderError("the frame lends memory but passes none")
+        return Borrowed(self._descriptors.pop(), size)
+
     def ring_bell(self) -> None:
         """Tell the sender that a slot is free."""
         if self._may_send():
@@ -154,6 +188,9 @@ class LaneMemory:
         if self._outbound.ring is not None:
             self._outbound.ring.close()
             self._outbound.ring = None
+        if self._outbound.lender is not None:
+            self._outbound.lender.close()
+            self._outbound.lender = None
         while self._descriptors:
             os.close(self._descriptors.pop())
         self._stop_looking()

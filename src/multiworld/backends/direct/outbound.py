@@ -17,6 +17,7 @@ from collections.abc import Callable
 from multiworld.backends.arrivals import MESSAGE_BYTES, Description
 from multiworld.backends.direct import header as wire
 from multiworld.backends.direct.header import FRAGMENT_BYTES, Header
+from multiworld.backends.direct.lending import LENT_BYTES, Block, Lender
 from multiworld.backends.direct.shared_memory import SLOT_BYTES, Ring
 
 SHARED_BYTES = 128 * 1024
@@ -37,7 +38,15 @@ class Outgoing:
         future: Completed when ``memory`` may be reused; None if nobody waits for it.
     """
 
-    __slots__ = ("description", "fragment", "future", "memory", "offset", "owner")
+    __slots__ = (
+        "block",
+        "description",
+        "fragment",
+        "future",
+        "memory",
+        "offset",
+        "owner",
+    )
 
     def __init__(
         self,
@@ -51,6 +60,7 @@ class Outgoing:
         self.future = future
         self.offset = 0
         self.fragment = 0
+        self.block: Block | None = None
 
 
 class Outbound:
@@ -64,6 +74,7 @@ class Outbound:
     def __init__(self, nonce: int, *, is_summed: bool) -> None:
         self._nonce, self._is_summed = nonce, is_summed
         self.ring: Ring | None = None
+        self.lender: Lender | None = None
         self.is_starving = False  # a fragment waits for a free slot of the ring
         self.shared_bytes = 0  # copied to the ring by the last frame
         self._sequence = 0
@@ -100,16 +111,21 @@ class Outbound:
         """
         return self._header(wire.MEMORY, slots)
 
-    def announced(self, ring: Ring, head: bytes, written: int) -> None:
-        """Start using a ring whose announcement is at least partly written.
+    def loan(self, number: int, size: int) -> bytes:
+        """Return the frame to send together with the descriptor of a block.
+
+        Call ``announced`` once part of it has been written.
+        """
+        return self._header(wire.LEND, number, size)
+
+    def announced(self, head: bytes, written: int) -> None:
+        """Count an announcement that is at least partly written, and send the rest.
 
         Args:
-            ring: The ring whose descriptor was sent.
             head: Bytes of the announcement.
             written: Number of those bytes that were written; at least 1.
         """
         self._sequence += 1
-        self.ring = ring
         self._frame = [memoryview(head)]
         self.advance(written)
 
@@ -185,16 +201,29 @@ class Outbound:
             self._current = self._queue.popleft()
         self._frame = self._fragment_of(self._current)
 
-    def _header(self, kind: int, slot: int = 0) -> bytes:
+    def _header(self, kind: int, slot: int = 0, size: int = 0) -> bytes:
+        nonce, sequence = self._nonce, self._sequence
         header = Header(
-            kind, wire.LAST, 0, 0, slot, self._nonce, self._sequence, 0, 0, 0, 0, 0, 0
+            kind, wire.LAST, 0, 0, slot, nonce, sequence, 0, 0, 0, size, 0, 0
         )
         return wire.encode(header)
 
     def _fragment_of(self, message: Outgoing) -> list[memoryview]:
         begin, number = message.offset, message.fragment
         ring = self.ring
-        if ring is None or message.description.size < SHARED_BYTES:
+        if not begin and self.lender is not None:
+            size = message.description.size
+            message.block = self.lender.take(size) if size >= LENT_BYTES else None
+        if message.block is not None:
+            payload = message.memory[begin : begin + SLOT_BYTES]
+            message.block.write(begin, payload)
+            self.shared_bytes = len(payload)
+            slot = message.block.number
+            head = self.frame_header(
+                message.description, begin, number, payload, slot, wire.LENT
+            )
+            pieces = [memoryview(head)]
+        elif ring is None or message.description.size < SHARED_BYTES:
             payload = message.memory[begin : begin + FRAGMENT_BYTES]
             head = self.frame_header(message.description, begin, number, payload)
             pieces = [memoryview(head), payload] if len(payload) else [memoryview(head)]
@@ -218,6 +247,7 @@ class Outbound:
         fragment: int,
         payload: memoryview,
         slot: int | None = None,
+        where: int = wire.SHARED,
     ) -> bytes:
         """Return the header of a message's next frame, and count the frame.
 
@@ -226,8 +256,9 @@ class Outbound:
             begin: Offset of the payload in the message, in bytes.
             fragment: Index of the frame in the message.
             payload: Bytes of this frame, or the part of the message in ``slot``.
-            slot: Slot of the ring that holds the payload; None if it follows the
-                header on the socket.
+            slot: Slot or block that holds the payload; None if it follows the header
+                on the socket.
+            where: SHARED for a slot, LENT for a block.
         """
         kind, dtype, shape, size, tag, label = description
         if fragment:
@@ -235,7 +266,7 @@ class Outbound:
         count = len(payload)
         flags = wire.LAST if begin + count >= size else 0
         if slot is not None:
-            flags |= wire.SHARED
+            flags |= where
         total = 0
         if self._is_summed and count:
             flags |= wire.SUMMED

@@ -41,7 +41,8 @@ _WAITING = MOST_SLOTS
 CONTROL_BYTES = 4096
 """Bytes before the first slot, for the marks: one page."""
 
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""Seals without which a receiver does not map memory."""
 
 
 def is_usable(sock: Any) -> bool:
@@ -92,7 +93,7 @@ class Ring(_Mapped):
         self.fd = os.memfd_create("multiworld-lane", flags)
         try:
             os.ftruncate(self.fd, CONTROL_BYTES + slots * SLOT_BYTES)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
             super().__init__(self.fd, slots)
         except BaseException:
             self.close_fd()
@@ -152,7 +153,7 @@ class Window(_Mapped):
             if not 0 < slots <= MOST_SLOTS or os.fstat(fd).st_size != size:
                 raise HeaderError(f"the shared memory does not have {slots} slots")
             # Access to memory that the sender shrinks would kill this process (SIGBUS).
-            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
                 raise HeaderError("the shared memory is not sealed")
             super().__init__(fd, slots)
         except OSError as error:

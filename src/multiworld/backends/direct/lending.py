@@ -1,0 +1,273 @@
+"""Memory that a sender lends: the receiver's tensor lies in it, without a copy. Shell.
+
+A block is a ``memfd`` that both processes have mapped. The sender copies a message into
+a free block, and the receiver's tensor *is* that memory. When the last tensor, view or
+array that shares it is gone, a mark in the block says that it is free, and the sender
+uses it again. The kernel frees the memory with the last process that has it, so a
+tensor outlives its sender.
+
+Blocks are few, so that they stay in the cache and memory is bounded. A message that
+finds none goes through the ring of ``shared_memory``, with a second copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from multiworld.backends.arrivals import Description
+from multiworld.backends.direct.header import HeaderError
+from multiworld.backends.direct.shared_memory import SEALS
+from multiworld.backends.dtypes import DTYPES
+
+LENT_BYTES = 256 * 1024
+"""Message size, in bytes, from which blocks are used."""
+
+STEP_BYTES = 256 * 1024
+"""Unit of the sizes of blocks, in bytes, so that similar messages fit."""
+
+MARK_BYTES = mmap.PAGESIZE
+"""Bytes behind the message, for the mark: 1 while the receiver has the block."""
+
+MOST_BLOCKS = 8
+"""Largest number of blocks that a lane lends."""
+
+LANE_BYTES = 64 * 1024 * 1024
+"""Most bytes in the blocks of a lane; a larger message is not lent."""
+
+PROCESS_BYTES = 256 * 1024 * 1024
+"""Most bytes in the blocks of all lanes of a process."""
+
+_lent_bytes = 0
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_mmap, _munmap = _libc.mmap, _libc.munmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = (
+    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int),
+    ctypes.c_long,
+)
+_munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_FAILED = ctypes.c_void_p(-1).value
+
+
+class Mapping:
+    """Memory of a ``memfd``, unmapped when nothing refers to this object.
+
+    Python's ``mmap`` would keep a descriptor for each.
+
+    Args:
+        fd: Descriptor of the memory.
+        size: Its size in bytes.
+
+    Raises:
+        OSError: It cannot be mapped.
+
+    Attributes:
+        address: Address of its first byte.
+        memory: View of all of it, valid as long as this object.
+    """
+
+    def __init__(self, fd: int, size: int) -> None:
+        self._size = size
+        # Populated at once: a fault for each page would cost more than the copy.
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        self.address = _mmap(None, size, access, flags, fd, 0)
+        if self.address in (None, _FAILED):
+            self.address = None
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+        array = (ctypes.c_ubyte * size).from_address(self.address)
+        self.memory = memoryview(array).cast("B")
+
+    def __del__(self) -> None:
+        if self.address is not None:
+            _munmap(self.address, self._size)
+
+
+class _Mapped:
+    """A block as one of the two processes has it."""
+
+    def __init__(self, fd: int, size: int) -> None:
+        self.size = size
+        self._mapping = Mapping(fd, size + MARK_BYTES)
+
+
+class Block(_Mapped):
+    """The sender's end; pass ``fd`` to the receiver, then call ``close_fd``.
+
+    Args:
+        number: Number of the block on its lane.
+        size: Bytes of its largest message.
+
+    Raises:
+        OSError: No memory or no descriptor is left.
+    """
+
+    def __init__(self, number: int, size: int) -> None:
+        self.number = number
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        self.fd = os.memfd_create("multiworld-block", flags)
+        try:
+            os.ftruncate(self.fd, size + MARK_BYTES)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
+            super().__init__(self.fd, size)
+        except BaseException:
+            self.close_fd()
+            raise
+
+    @property
+    def is_free(self) -> bool:
+        """True if the receiver has no tensor in it."""
+        return not self._mapping.memory[self.size]
+
+    def take(self) -> None:
+        """Mark it as used."""
+        self._mapping.memory[self.size] = 1
+
+    def write(self, begin: int, payload: memoryview) -> None:
+        """Copy a part of a message to its place."""
+        self._mapping.memory[begin : begin + len(payload)] = payload
+
+    def close_fd(self) -> None:
+        """Close the descriptor; the memory stays mapped. Safe to repeat."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class Borrowed(_Mapped):
+    """The receiver's end; closes ``fd`` in every case.
+
+    It stays mapped as long as a tensor lies in it.
+
+    Args:
+        fd: Descriptor that the sender passed.
+        size: Bytes of the block's largest message, as announced.
+
+    Raises:
+        HeaderError: The memory has another size, can be resized or cannot be mapped.
+    """
+
+    def __init__(self, fd: int, size: int) -> None:
+        try:
+            if not 0 < size <= LANE_BYTES or os.fstat(fd).st_size != size + MARK_BYTES:
+                raise HeaderError(f"the lent memory does not have {size} bytes")
+            # Access to memory that the sender shrinks would kill this process (SIGBUS).
+            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
+                raise HeaderError("the lent memory is not sealed")
+            super().__init__(fd, size)
+        except OSError as error:
+            raise HeaderError(f"the lent memory cannot be used: {error}") from error
+        finally:
+            os.close(fd)
+
+    def tensor(self, description: Description) -> Tensor:
+        """Return the tensor of a message in it; the block is free once that is gone."""
+        # A ctypes array allows weak references; the finalizer keeps the mapping.
+        lease = (ctypes.c_ubyte * self.size).from_address(self._mapping.address)
+        weakref.finalize(lease, _free, self._mapping, self.size).atexit = False
+        dtype, count = DTYPES[description.dtype], 1
+        for extent in description.shape:
+            count *= extent
+        if description.size != count * dtype.itemsize:  # a bundle or an object
+            return torch.frombuffer(lease, dtype=torch.uint8, count=description.size)
+        flat = torch.frombuffer(lease, dtype=dtype, count=count)
+        return flat.view(description.shape)
+
+    def part(self, begin: int, count: int) -> memoryview:
+        """Return a part of the message; it must not be used after the block."""
+        return self._mapping.memory[begin : begin + count]
+
+    def free(self) -> None:
+        """Give the block back: the message was copied."""
+        _free(self._mapping, self.size)
+
+
+def _free(mapping: Mapping, size: int) -> None:
+    mapping.memory[size] = 0
+
+
+class Lender:
+    """The blocks of one lane.
+
+    Args:
+        announce: Passes a new block to the receiver; returns False if it could not.
+    """
+
+    def __init__(self, announce: Callable[[Block], bool]) -> None:
+        self._announce = announce
+        self._blocks: dict[int, Block] = {}
+
+    def provide(self, size: int) -> None:
+        """Make a block for a message, if none is free and there is room for one."""
+        if self._fitting(size) is None and (number := self._place(size)) is not None:
+            try:
+                block = Block(number, _rounded(size))
+            except OSError:
+                return
+            if self._announce(block):
+                block.close_fd()
+                _account(block.size)
+                self._blocks[number] = block
+            else:
+                block.close_fd()
+
+    def take(self, size: int) -> Block | None:
+        """Return a free block for a message, which is in use from now on, or None."""
+        block = self._fitting(size)
+        if block is not None:
+            block.take()
+        return block
+
+    def _fitting(self, size: int) -> Block | None:
+        """Return the first free block that is not much too large.
+
+        Always the first: the blocks in use are then few, and stay in the cache.
+        """
+        for block in self._blocks.values():
+            if size <= block.size < 2 * max(size, STEP_BYTES) and block.is_free:
+                return block
+        return None
+
+    def _place(self, size: int) -> int | None:
+        """Return the number for a new block, or None; free blocks make room for it."""
+        wanted = _rounded(size)
+        while True:
+            room = min(LANE_BYTES - self._bytes, PROCESS_BYTES - _lent_bytes)
+            if wanted <= room and len(self._blocks) < MOST_BLOCKS:
+                return next(n for n in range(MOST_BLOCKS) if n not in self._blocks)
+            unused = next((b for b in self._blocks.values() if b.is_free), None)
+            if unused is None:
+                return None
+            self._drop(unused)
+
+    @property
+    def _bytes(self) -> int:
+        return sum(block.size for block in self._blocks.values())
+
+    def _drop(self, block: Block) -> None:
+        del self._blocks[block.number]
+        _account(-block.size)
+
+    def close(self) -> None:
+        """Unmap all blocks; safe to repeat. The receiver's tensors stay."""
+        for block in list(self._blocks.values()):
+            self._drop(block)
+
+
+def _rounded(size: int) -> int:
+    return -(-size // STEP_BYTES) * STEP_BYTES
+
+
+def _account(size: int) -> None:
+    global _lent_bytes
+    _lent_bytes += size
