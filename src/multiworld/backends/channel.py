@@ -22,23 +22,10 @@ from multiworld.backends.arrivals import (
 from multiworld.backends.base import ErrorMaker
 from multiworld.backends.mailbox import Mailbox
 from multiworld.backends.offload import OFFLOAD_BYTES
-
-SPIN_S = 50e-6
-"""Seconds that a receive spins at most before it parks.
-
-Measured: the selector's wake-up costs as much as four round trips of a Unix socket, and
-spinning for 200 µs starved the peer on two cores.
-"""
-
+from multiworld.backends.spin import Spin
 
 TURN_MESSAGES = 64
 """Messages that receives may take before the loop's other tasks run."""
-
-SHORT_WAIT_S = 10 * SPIN_S
-"""Length of the last wait, in seconds, up to which the next receive spins.
-
-Parking turns a wait of 30 µs into one of 200 µs.
-"""
 
 
 class Lane(Protocol):
@@ -143,7 +130,7 @@ class Channel:
     def __init__(self, sources: Iterable[int], budget_bytes: int) -> None:
         self.mailbox = Mailbox(frozenset(sources), budget_bytes)
         self.lanes: dict[int, Lane] = {}
-        self._recent_wait_s = 1.0
+        self._spin = Spin()
         self._received = 0
         self._has_spun = False  # next_from has spun for the current receive already
 
@@ -191,7 +178,7 @@ class Channel:
                 self._received += 1
                 if self._received >= TURN_MESSAGES:
                     await self._yield_to_loop()
-            elif not self._spin(receive):
+            elif not self._poll_for(receive):
                 await self._park(future)
             future.result()
             while (earlier := self.mailbox.earlier(receive)) is not None:
@@ -251,21 +238,27 @@ class Channel:
         if found is None and not lane.is_held:
             lane.poll()
             found = lane.held(tag)
-            if found is None and not lane.is_held and self._may_spin:
-                found = self._spin_for(lane, tag)
+            if found is None and not lane.is_held:
+                self._has_spun = self._polls_in_vain(lambda: lane.is_held, lane.poll)
+                found = lane.held(tag)
         return found
 
-    def _spin_for(self, lane: Lane, tag: int) -> Description | None:
-        end = time.perf_counter() + SPIN_S
-        while not lane.is_held and time.perf_counter() < end:
-            lane.poll()
-        self._has_spun = not lane.is_held
-        return lane.held(tag)
-
-    @property
-    def _may_spin(self) -> bool:
-        """True if the last wait was short and no receive is parked."""
-        return not _Parked.count and self._recent_wait_s <= SHORT_WAIT_S
+    def _polls_in_vain(
+        self, is_there: Callable[[], bool], poll: Callable[[], None]
+    ) -> bool:
+        """Poll for a message while that is worth it; return True if none came."""
+        seconds = 0.0 if _Parked.count else self._spin.seconds
+        if not seconds:
+            return False
+        began_at = now = time.perf_counter()
+        while now - began_at < seconds:
+            poll()
+            now = time.perf_counter()
+            if is_there():
+                self._spin.hit(now - began_at)
+                return False
+        self._spin.missed()
+        return True
 
     async def _yield_to_loop(self) -> None:
         """Let other tasks run, which never happens while messages keep arriving."""
@@ -279,17 +272,12 @@ class Channel:
         elif source in self.lanes:
             self.lanes[source].poll()
 
-    def _spin(self, receive: Receive) -> bool:
-        """Poll for up to ``SPIN_S`` if ``_may_spin``; tell whether a message came."""
-        if self._has_spun or not self._may_spin:
-            self._has_spun = False
-            return False
-        end = time.perf_counter() + SPIN_S
-        while time.perf_counter() < end:
-            self._poll(receive.source)
-            if receive.future.done():
-                return True
-        return False
+    def _poll_for(self, receive: Receive) -> bool:
+        """Poll for a while, if that is worth it; tell whether the message came."""
+        has_spun, self._has_spun = self._has_spun, False
+        if not has_spun:
+            self._polls_in_vain(receive.future.done, lambda: self._poll(receive.source))
+        return receive.future.done()
 
     async def _park(self, future: asyncio.Future[Arrival]) -> None:
         _Parked.count += 1
@@ -298,7 +286,7 @@ class Channel:
             await future
         finally:
             _Parked.count -= 1
-            self._recent_wait_s = time.perf_counter() - began
+            self._spin.parked(time.perf_counter() - began)
             self._received = 0
 
     # Closing.

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from multiworld.backends import channel
+from multiworld.backends import spin
 from multiworld.backends.dtypes import memory_of
 from multiworld.config import WorldConfig
 from multiworld.world.manager import WorldManager
@@ -261,11 +261,11 @@ class Unspun(OneWorld):
 
     def ping(self, tensor: Tensor, count: int, *, is_first: bool) -> None:
         """Make ``count`` round trips."""
-        spin_s, channel.SPIN_S = channel.SPIN_S, 0.0
+        most_s, spin.MOST_S = spin.MOST_S, 0.0
         try:
             super().ping(tensor, count, is_first=is_first)
         finally:
-            channel.SPIN_S = spin_s
+            spin.MOST_S = most_s
 
 
 async def unwatch(manager: WorldManager) -> None:

@@ -13,6 +13,7 @@ from multiworld.backends.arrivals import Arrival, Description, Receive
 from multiworld.backends.base import ErrorMaker
 from multiworld.backends.channel import TURN_MESSAGES, Channel
 from multiworld.backends.dtypes import UINT8
+from multiworld.backends.spin import Spin
 from tests.unit.waiting import turns
 
 
@@ -144,8 +145,7 @@ async def test_receive_spins_after_a_short_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The message that comes meanwhile is taken without parking."""
-    monkeypatch.setattr(channel_module, "SPIN_S", 20.0)
-    monkeypatch.setattr(channel_module, "SHORT_WAIT_S", 100.0)
+    monkeypatch.setattr(Spin, "seconds", 20.0)
     bench = Bench()
     lane = bench.lanes[1]
 
