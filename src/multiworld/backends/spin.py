@@ -1,4 +1,4 @@
-"""Seconds for which a receive polls before it parks, learnt from earlier waits. Pure.
+"""Length of polling before a receive parks, learnt from earlier waits. Pure.
 
 To park and be woken by the selector costs as much as several round trips of a Unix
 socket, so a receive that will be served soon polls instead. How soon that is depends on
@@ -49,7 +49,7 @@ class Spin:
         return min(self._limit_s, MOST_S)
 
     def hit(self, took_s: float) -> None:
-        """Note that a poll has found its message after so many seconds."""
+        """Note the seconds after which a poll has found its message."""
         self._in_vain, self._next_rest = 0, REST
         self._average_s += SHARE * (took_s - self._average_s)
         self._limit_s = max(LEAST_S, 2 * self._average_s)
@@ -64,6 +64,6 @@ class Spin:
             self._next_rest = min(2 * self._rest, MOST_REST)
 
     def parked(self, wait_s: float) -> None:
-        """Note that a parked receive has ended after so many seconds."""
+        """Note the seconds after which a parked receive has ended."""
         self._is_short = wait_s <= SHORT_WAIT_S
         self._rest = max(0, self._rest - 1)
