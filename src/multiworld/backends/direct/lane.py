@@ -19,7 +19,6 @@ from multiworld.backends.direct.header import FRAGMENT_BYTES, HeaderError
 from multiworld.backends.direct.inbound import Inbound
 from multiworld.backends.direct.lane_memory import LaneMemory
 from multiworld.backends.direct.lane_socket import LaneSocket
-from multiworld.backends.direct.lending import LENT_BYTES
 from multiworld.backends.direct.outbound import SHARED_BYTES, Outbound, Outgoing
 from multiworld.backends.mailbox import Mailbox
 from multiworld.backends.offload import in_thread
@@ -179,7 +178,7 @@ class Lane:
         outbound, size = self._outbound, description.size
         if size >= SHARED_BYTES and outbound.is_idle:
             self._memory.share()
-            if size >= LENT_BYTES and outbound.is_idle:
+            if outbound.is_idle:
                 self._memory.lend(size)
         is_large = size > FRAGMENT_BYTES or (
             outbound.ring is not None and size >= SHARED_BYTES

@@ -27,8 +27,12 @@ from multiworld.backends.direct.header import HeaderError
 from multiworld.backends.direct.shared_memory import SEALS
 from multiworld.backends.dtypes import DTYPES
 
-LENT_BYTES = 256 * 1024
-"""Message size, in bytes, from which blocks are used."""
+LENT_BYTES, MOST_LENT_BYTES = 256 * 1024, 8 * 1024 * 1024
+"""Least and most bytes of a message for which blocks are used.
+
+A larger one does not stay in the cache as a whole, as it does piece by piece in the
+ring. To read it from memory again costs what the second copy would.
+"""
 
 STEP_BYTES = 256 * 1024
 """Unit of the sizes of blocks, in bytes, so that similar messages fit."""
@@ -39,8 +43,8 @@ MARK_BYTES = mmap.PAGESIZE
 MOST_BLOCKS = 8
 """Largest number of blocks that a lane lends."""
 
-LANE_BYTES = 64 * 1024 * 1024
-"""Most bytes in the blocks of a lane; a larger message is not lent."""
+LANE_BYTES = 32 * 1024 * 1024
+"""Most bytes in the blocks of a lane."""
 
 PROCESS_BYTES = 256 * 1024 * 1024
 """Most bytes in the blocks of all lanes of a process."""
@@ -159,7 +163,10 @@ class Borrowed(_Mapped):
 
     def __init__(self, fd: int, size: int) -> None:
         try:
-            if not 0 < size <= LANE_BYTES or os.fstat(fd).st_size != size + MARK_BYTES:
+            if (
+                not 0 < size <= MOST_LENT_BYTES
+                or os.fstat(fd).st_size != size + MARK_BYTES
+            ):
                 raise HeaderError(f"the lent memory does not have {size} bytes")
             # Access to memory that the sender shrinks would kill this process (SIGBUS).
             if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
@@ -209,7 +216,9 @@ class Lender:
 
     def provide(self, size: int) -> None:
         """Make a block for a message, if none is free and there is room for one."""
-        if self._fitting(size) is None and (number := self._place(size)) is not None:
+        if not LENT_BYTES <= size <= MOST_LENT_BYTES or self._fitting(size):
+            return
+        if (number := self._place(size)) is not None:
             try:
                 block = Block(number, _rounded(size))
             except OSError:
@@ -223,7 +232,7 @@ class Lender:
 
     def take(self, size: int) -> Block | None:
         """Return a free block for a message, which is in use from now on, or None."""
-        block = self._fitting(size)
+        block = self._fitting(size) if size >= LENT_BYTES else None
         if block is not None:
             block.take()
         return block

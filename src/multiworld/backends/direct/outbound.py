@@ -17,7 +17,7 @@ from collections.abc import Callable
 from multiworld.backends.arrivals import MESSAGE_BYTES, Description
 from multiworld.backends.direct import header as wire
 from multiworld.backends.direct.header import FRAGMENT_BYTES, Header
-from multiworld.backends.direct.lending import LENT_BYTES, Block, Lender
+from multiworld.backends.direct.lending import Block, Lender
 from multiworld.backends.direct.shared_memory import SLOT_BYTES, Ring
 
 SHARED_BYTES = 128 * 1024
@@ -212,8 +212,7 @@ class Outbound:
         begin, number = message.offset, message.fragment
         ring = self.ring
         if not begin and self.lender is not None:
-            size = message.description.size
-            message.block = self.lender.take(size) if size >= LENT_BYTES else None
+            message.block = self.lender.take(message.description.size)
         if message.block is not None:
             payload = message.memory[begin : begin + SLOT_BYTES]
             message.block.write(begin, payload)

@@ -24,6 +24,7 @@ from multiworld.backends.direct.lending import (
     LENT_BYTES,
     MARK_BYTES,
     MOST_BLOCKS,
+    MOST_LENT_BYTES,
     STEP_BYTES,
     Block,
     Borrowed,
@@ -153,15 +154,17 @@ def test_few_blocks_are_used_again_and_again() -> None:
 def test_free_blocks_make_room_for_messages_of_another_size() -> None:
     """They keep neither memory nor numbers that others need."""
     one = Announced()
-    for size in (LANE_BYTES, LENT_BYTES, LANE_BYTES // 2, LANE_BYTES):
-        tensor = one.send(size)
-        assert tensor is not None
-        assert tensor.numel() == size
-        del tensor
-    assert one.send(LANE_BYTES + 1) is None
-    kept = one.send(LANE_BYTES)
-    assert kept is not None
+    most = MOST_LENT_BYTES
+    for size in (most, LENT_BYTES, most // 2, most // 4, most // 8) * 3:
+        kept = [one.send(size) for _ in range(LANE_BYTES // most)]
+        assert all(t is not None and t.numel() == size for t in kept)
+        del kept
+    kept = [one.send(most) for _ in range(LANE_BYTES // most)]
+    assert None not in kept
     assert one.send(LENT_BYTES) is None
+    del kept
+    assert one.send(most + 1) is None
+    assert one.send(LENT_BYTES - 1) is None
     one.lender.close()
     assert lending._lent_bytes == 0
 
@@ -276,7 +279,7 @@ async def test_bundles_and_held_messages_lie_in_lent_memory_too(
 async def test_cancelled_send_or_receive_gives_its_block_back() -> None:
     """Whatever had been written of it."""
     async with pair() as (one, two):
-        size = 40 * STEP_BYTES
+        size = 30 * STEP_BYTES
         for number in range(3 * MOST_BLOCKS):
             sending = asyncio.ensure_future(one.send(some(size, number), dst=1))
             receiving = asyncio.ensure_future(two.recv(src=0))

@@ -17,9 +17,7 @@ from multiworld import World, WorldConfig
 from multiworld.backends.arrivals import Description
 from multiworld.backends.channel import Channel
 from multiworld.backends.direct import header as wire
-from multiworld.backends.direct import lane as lane_module
-from multiworld.backends.direct import outbound as outbound_module
-from multiworld.backends.direct import shared_memory
+from multiworld.backends.direct import lending, shared_memory
 from multiworld.backends.direct.header import Header, HeaderError
 from multiworld.backends.direct.lane import Lane
 from multiworld.backends.direct.shared_memory import SLOT_BYTES, Ring, Window
@@ -43,8 +41,7 @@ LARGE = 3 * SLOT_BYTES + 17
 @pytest.fixture(autouse=True)
 def nothing_is_lent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the ring carry all that is large."""
-    for module in (lane_module, outbound_module):
-        monkeypatch.setattr(module, "LENT_BYTES", 1 << 60)
+    monkeypatch.setattr(lending, "LENT_BYTES", 1 << 60)
 
 
 @pytest.fixture
