@@ -342,7 +342,10 @@ class Dispatcher:
                     logger.info("request %d at %s again: %s", number, replica, why)
         for replica, pieces in to_send.items():
             header = protocol.Work(tuple(item for item, _ in pieces))
-            self._edges[replica].put(header, [tensors for _, tensors in pieces])
+            outbox = self._edges[replica]
+            outbox.put(header, [tensors for _, tensors in pieces])
+            if len(self._calls) == 1:  # nothing else will go in the same frame
+                outbox.flush()
 
     def _deliver(self, number: int, what: Tensors | ServeError) -> None:
         call = self._calls.get(number)
