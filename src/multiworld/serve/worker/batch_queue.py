@@ -103,6 +103,14 @@ class BatchQueue:
         oldest = next(iter(self._waiting.values()))
         return oldest.arrived_at + (0.0 if oldest.is_isolated else self._max_wait_s)
 
+    def take_probe(self) -> list[Work]:
+        """Remove and return the first probe; return an empty list if none waits."""
+        for work in self._waiting.values():
+            if work.via is not None:
+                self.cancel(work.key)
+                return [work]
+        return []
+
     def take(self, now: float) -> list[Work]:
         """Remove and return the next batch; return an empty list if none is due."""
         due_at = self.due_at()

@@ -208,7 +208,7 @@ class Forwarder:
         open_ = [
             name
             for name, count in load.items()
-            if (count < self._credit or piece.session is not None)
+            if (count < self._credit or piece.session or piece.via is not None)
             and name in self._replicas
             and name not in self._silent
             and self._refusals.get((name, piece.key[0]), 0.0) <= now
@@ -229,4 +229,6 @@ class Forwarder:
             if piece.via is not None:
                 candidates = candidates or by_state[ReplicaState.STARTING]
         chosen = choose(candidates, load, self._chance, piece.session)
+        if piece.via is not None:
+            return chosen  # what all else waits for may be that this probe arrives
         return chosen if load.get(chosen or "", 0) < self._credit else None

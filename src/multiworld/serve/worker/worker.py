@@ -253,6 +253,8 @@ class Worker:
                 self._credit.release([work])
             elif work.key[0] in self._routers:
                 self._batcher.add(work)
+                if work.via is not None:
+                    self._room.set()
             else:
                 refused.append(work)
         # Work whose router is not connected here goes back to its sender.
@@ -361,6 +363,10 @@ class Worker:
                 self._left = None
                 return left
             while not self._has_room:
+                # A probe passes by: the replica that it is to make ready may be what
+                # the outputs wait for.
+                if probe := self._batcher.take_probe():
+                    return probe, False
                 self._room.clear()
                 await self._room.wait()
             now = self._clock()

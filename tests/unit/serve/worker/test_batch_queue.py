@@ -19,9 +19,11 @@ def work(
     deadline: float = 100.0,
     is_isolated: bool = False,
     router: str = "r",
+    via: dict[str, str] | None = None,
 ) -> Work:
     """Return a piece of work."""
-    return Work((router, number, 1), group, rows, deadline, at, is_isolated)
+    key = router, number, 1
+    return Work(key, group, rows, deadline, at, is_isolated, via=via)
 
 
 def numbers(batch: list[Work]) -> list[int]:
@@ -37,6 +39,17 @@ def test_batch_without_wait_takes_all_waiting_work() -> None:
     assert numbers(batcher.take(0.0)) == [0, 1, 2]
     assert batcher.take(0.0) == []
     assert batcher.due_at() is None
+
+
+def test_probe_is_taken_before_all_that_waits() -> None:
+    """One at a time; the others stay in their order."""
+    batcher = BatchQueue(4, 0.0)
+    for number in range(4):
+        batcher.add(work(number, via={"1": "x"} if number in (1, 2) else None))
+    assert numbers(batcher.take_probe()) == [1]
+    assert numbers(batcher.take_probe()) == [2]
+    assert batcher.take_probe() == []
+    assert numbers(batcher.take(0.0)) == [0, 3]
 
 
 def test_batch_when_full_then_the_rest_waits() -> None:

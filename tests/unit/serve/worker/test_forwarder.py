@@ -48,6 +48,14 @@ def test_hand_when_credit_is_used_up_then_the_rest_waits_in_order() -> None:
     assert sent(f.hand([], 0.0)) == {}
 
 
+def test_hand_when_a_probe_then_beyond_the_credit() -> None:
+    """It may make the replica ready that all the others wait for."""
+    f = forwarding(1, a=READY)
+    assert sent(f.hand([piece(n) for n in range(3)], 0.0)) == {"a": [0]}
+    assert sent(f.hand([piece(9, via={"2": "x"})], 0.0)) == {"a": [9]}
+    assert len(f) == 2
+
+
 def test_hand_when_two_then_to_the_emptier_one() -> None:
     """Both get the same number."""
     f = forwarding(4, a=READY, b=READY)

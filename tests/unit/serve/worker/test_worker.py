@@ -491,6 +491,31 @@ async def test_next_stage_without_credit_stops_this_one() -> None:
             assert await handed(a) == {key(number): 2.0 * number}
 
 
+async def test_probe_passes_by_outputs_that_wait_for_its_replica() -> None:
+    """Else the only replica of the next stage would never become ready."""
+    starting = ReplicaState.STARTING
+    async with bench(
+        0, 2, max_ongoing_requests=1, max_batch_size=1, is_started=False
+    ) as b:
+        await b.use(table(0, 2, "1-a"))
+        g, a = await b.connect("g"), await b.connect("1-a")
+        await send(g, [item(n) for n in range(3)], 0.0, 1.0, 2.0)
+        await until(lambda: b.worker.report().queued == 3)
+        b.start()
+        assert await handed(a) == {key(0): 0.0}
+        await until(lambda: b.worker.report().waiting_for_next == 1)
+        await b.lose("1-a")
+        await b.use(table(0, 2, "1-b", **{"1_b": starting}))
+        new = await b.connect("1-b")
+        await settle()
+        await send(g, [item(9, via={"1": "1-b"})], 9.0)
+        assert await handed(new) == {key(9): 18.0}
+        assert b.model.batches == [[0.0], [1.0], [9.0]]
+        await new.send(protocol.Released((key(9),)))
+        await b.use(table(0, 2, "1-b"))
+        assert await handed(new) == {key(1): 2.0}
+
+
 async def test_upstream_gets_its_credit_back_when_work_begins_or_is_gone() -> None:
     """Cancelled work returns it, too; routers are told by notes alone."""
     async with bench(1, 2, "0-z", is_started=False) as b:
