@@ -117,11 +117,11 @@ class Reconciler:
             case Adopted(process):
                 self.processes[process.name] = process
             case Joined(name) if name in self.processes:
-                yield from self._joined(self.processes[name])
+                yield from self._joined(self.processes[name], now)
             case Loaded(name) if name in self.processes:
                 if not self.processes[name].is_gateway:
-                    self._advance(name, ProcessPhase.JOINED, ProcessPhase.LOADED)
-                elif self._advance(name, ProcessPhase.JOINED, ProcessPhase.READY):
+                    self._advance(name, ProcessPhase.JOINED, ProcessPhase.LOADED, now)
+                elif self._advance(name, ProcessPhase.JOINED, ProcessPhase.READY, now):
                     yield LogEvent("ready", f"{name} listens", name)
             case Probed(name, error):
                 yield from self._probed(name, error, now)
@@ -139,16 +139,19 @@ class Reconciler:
             case Ticked():
                 yield from self._check_deadlines(now)
 
-    def _advance(self, name: str, before: ProcessPhase, after: ProcessPhase) -> bool:
+    def _advance(
+        self, name: str, before: ProcessPhase, after: ProcessPhase, now: float
+    ) -> bool:
         """Move a process to the next phase; return False if it is in another phase."""
         process = self.processes.get(name)
         if process is None or process.phase is not before:
             return False
         process.phase = after
+        process.entered[after] = now
         return True
 
-    def _joined(self, process: Process) -> Iterator[Action]:
-        self._advance(process.name, ProcessPhase.LAUNCHING, ProcessPhase.JOINED)
+    def _joined(self, process: Process, now: float) -> Iterator[Action]:
+        self._advance(process.name, ProcessPhase.LAUNCHING, ProcessPhase.JOINED, now)
         process.is_joined = True
         if process.phase is ProcessPhase.FINISHING:
             yield Finish(process.name)  # the first order may be lost
@@ -201,7 +204,7 @@ class Reconciler:
             process.since = now
             self.start_s[_key_of(process)] = took_s
             text = f"{name} is ready, {took_s:.2f} s after its launch"
-            yield LogEvent("ready", text, name)
+            yield LogEvent("ready", text + _by_phase(process, now - took_s, now), name)
 
     def _gone(self, event: ProcessGone, now: float) -> Iterator[Action]:
         process = self.processes.pop(event.name, None)
@@ -525,3 +528,15 @@ def _key_of(process: Process) -> StageKey:
 
 def _number(name: str) -> int:
     return int(name.rsplit("/", 1)[1])
+
+
+def _by_phase(process: Process, launched_at: float, now: float) -> str:
+    """Return how long each phase of a start took; empty if that is not known."""
+    joined_at = process.entered.get(ProcessPhase.JOINED)
+    loaded_at = process.entered.get(ProcessPhase.LOADED)
+    if joined_at is None or loaded_at is None:
+        return ""  # an earlier controller launched it
+    return (
+        f" ({joined_at - launched_at:.2f} s to start, "
+        f"{loaded_at - joined_at:.2f} to load, {now - loaded_at:.2f} to be probed)"
+    )

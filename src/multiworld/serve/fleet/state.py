@@ -102,6 +102,7 @@ class Process:
         is_joined: True once the control world with the process is ready.
         is_drain_requested: True if the process is to be replaced, then drained.
         probe: Progress of its probes.
+        entered: Times at which it entered its phases, in monotonic seconds.
     """
 
     name: str
@@ -115,6 +116,7 @@ class Process:
     is_joined: bool = False
     is_drain_requested: bool = False
     probe: ProbeState = field(default_factory=lambda: ProbeState())
+    entered: dict[ProcessPhase, float] = field(default_factory=dict)
 
     @property
     def is_gateway(self) -> bool:

@@ -200,6 +200,24 @@ def test_replicas_are_started_and_ready_after_a_probe() -> None:
     assert table.routes["m"].stages == {"1": 3}
 
 
+def test_readiness_says_how_long_each_phase_of_the_start_took() -> None:
+    """So that a slow one can be told from a slow machine."""
+    service = Service(1, 1, 1)
+    service.answers_probes = False
+    fleet, now = service.fleet, service.now
+    gone = fleet.handle(ProcessGone(service.a_worker(1), "killed"), now)
+    (name,) = [action.name for action in gone if isinstance(action, Launch)]
+    service.alive.add(name)
+    for seconds, event in ((1.0, Joined(name)), (3.5, Loaded(name)), (4.0, Ticked())):
+        fleet.handle(event, now + seconds)
+    actions = fleet.handle(Probed(name), now + 4.25)
+    texts = [a.text for a in actions if isinstance(a, LogEvent) and a.kind == "ready"]
+    assert texts == [
+        f"{name} is ready, 4.25 s after its launch "
+        "(1.00 s to start, 2.50 to load, 0.75 to be probed)"
+    ]
+
+
 def test_replica_is_not_ready_without_a_successful_probe() -> None:
     """A failed probe is repeated."""
     service = Service(1, 1, 1)
