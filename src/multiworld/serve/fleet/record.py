@@ -7,6 +7,7 @@ import json
 import os
 import re
 import secrets
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,11 @@ class Record(BaseModel):
     processes: list[ProcessRecord] = []
 
 
+_WHOLE_FILE = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+"""Linux's ``struct flock``: a lock of the whole file for writing. The lock belongs to
+the open file, so it ends with the last process that has it."""
+
+
 class AlreadyServedError(ServeError):
     """The service already has a controller."""
 
@@ -158,7 +164,7 @@ class StateFolder:
         """
         self._lock = os.open(self.path / "controller", os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.fcntl(self._lock, fcntl.F_OFD_SETLK, _WHOLE_FILE)
         except BlockingIOError:
             raise AlreadyServedError(
                 f"a controller already runs in {self.path}; end it with `multiworld "
@@ -166,15 +172,14 @@ class StateFolder:
             ) from None
 
     def is_controlled(self) -> bool:
-        """Tell whether a controller runs."""
+        """Tell whether a controller runs, without taking its lock for a moment."""
         try:
             with open(self.path / "controller", "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                found = fcntl.fcntl(file, fcntl.F_OFD_GETLK, _WHOLE_FILE)
         except FileNotFoundError:
             return False
-        except BlockingIOError:
-            return True
-        return False
+        kind: int = struct.unpack_from("h", found)[0]
+        return kind != fcntl.F_UNLCK
 
     def hold(self) -> int:
         """Take the shared lock of the service's processes; return its descriptor."""

@@ -170,11 +170,6 @@ def test_living_processes_share_their_lock(folder: StateFolder) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AlreadyServedError,
-    reason="who asks whether there is a controller holds its lock for a moment",
-)
 def test_asking_for_a_controller_keeps_none_from_starting(
     folder: StateFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,17 +177,20 @@ def test_asking_for_a_controller_keeps_none_from_starting(
     folder.lock()
     assert folder._lock is not None
     os.close(folder._lock)
-    real, asked = fcntl.flock, 0
+    real, asked = fcntl.fcntl, 0
 
-    def flock(file: Any, operation: int) -> None:
+    def ask(file: Any, command: int, lock: bytes) -> Any:
         nonlocal asked
         asked += 1
-        real(file, operation)
+        found = real(file, command, lock)
         if asked == 1:  # the controller starts at this very moment
             folder.lock()
+        return found
 
-    monkeypatch.setattr(fcntl, "flock", flock)
-    StateFolder(folder.path).is_controlled()
+    monkeypatch.setattr(fcntl, "fcntl", ask)
+    assert not StateFolder(folder.path).is_controlled()
+    assert StateFolder(folder.path).is_controlled()
+    os.close(folder._lock)
 
 
 # The secret and who may read it.
