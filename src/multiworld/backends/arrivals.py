@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from asyncio import Future
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,6 +13,9 @@ from torch import Tensor
 from multiworld.backends.base import Handler
 from multiworld.backends.dtypes import DTYPES, memory_of
 from multiworld.backends.tensor_pool import RECYCLED_BYTES, recycler
+
+MESSAGE_BYTES = 512
+"""Approximate bytes that a message costs beside its payload."""
 
 
 class Description(NamedTuple):
@@ -110,29 +114,24 @@ class Arrival:
 
 
 def allocate(description: Description) -> Tensor:
-    """Return an uninitialised tensor for a message.
-
-    It has the message's dtype and shape if they match its size, as a tensor's do.
-    Otherwise it is flat, of uint8.
-    """
-    dtype, shape = DTYPES[description.dtype], description.shape
-    count = _product(shape)
-    if description.size != count * dtype.itemsize:
-        dtype, shape, count = torch.uint8, (description.size,), description.size
+    """Return an uninitialised tensor for a message; see ``form_of``."""
+    dtype, shape, count = form_of(description)
     if description.size < RECYCLED_BYTES:
         return torch.empty(shape, dtype=dtype)
     return recycler.empty(count, dtype).view(shape)
 
 
-MESSAGE_BYTES = 512
-"""Approximate bytes that a message costs beside its payload."""
+def form_of(description: Description) -> tuple[torch.dtype, tuple[int, ...], int]:
+    """Return dtype, shape and number of elements of a message's tensor.
 
-
-def _product(shape: tuple[int, ...]) -> int:
-    total = 1
-    for extent in shape:
-        total *= extent
-    return total
+    They are the message's own if they match its size, as a tensor's do. Otherwise, for
+    a bundle or an object, the tensor is flat, of uint8.
+    """
+    dtype, shape = DTYPES[description.dtype], description.shape
+    count = math.prod(shape)
+    if description.size != count * dtype.itemsize:
+        return torch.uint8, (description.size,), description.size
+    return dtype, shape, count
 
 
 class Receive:

@@ -69,18 +69,12 @@ class LaneMemory:
             ring = shared_memory.Ring(slots)
         except OSError:
             return
-        head = self._outbound.announcement(slots)
-        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", ring.fd))
-        sock = self._connection.sock
-        try:
-            written = sock.sendmsg([head], [rights])  # type: ignore[call-arg]
-        except OSError:  # full, or gone; the next message tries again
-            self._slots = slots
+        if not self._pass_on(self._outbound.announcement(slots), ring.fd):
+            self._slots = slots  # the next message tries again
             ring.close()
             return
         ring.close_fd()
         self._outbound.ring = ring
-        self._announced(head, written)
         self._outbound.lender = Lender(self._announce)
 
     def lend(self, size: int) -> None:
@@ -89,22 +83,20 @@ class LaneMemory:
             self._outbound.lender.provide(size)
 
     def _announce(self, block: Block) -> bool:
-        if not self._outbound.is_idle:
-            return False
-        head = self._outbound.loan(block.number, block.size)
-        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", block.fd))
+        return self._pass_on(self._outbound.loan(block.number, block.size), block.fd)
+
+    def _pass_on(self, head: bytes, fd: int) -> bool:
+        """Send a frame with a descriptor; return False if the socket takes neither."""
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))
         sock = self._connection.sock
         try:
             written = sock.sendmsg([head], [rights])  # type: ignore[call-arg]
         except OSError:  # full, or gone
             return False
-        self._announced(head, written)
-        return True
-
-    def _announced(self, head: bytes, written: int) -> None:
         self._outbound.announced(head, written)
         if not self._outbound.is_idle:
             self._connection.write_on()
+        return True
 
     def look_later(self) -> None:
         """Look for a free slot again: the bell is not heard while reading pauses."""

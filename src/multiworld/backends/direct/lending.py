@@ -13,19 +13,18 @@ finds none goes through the ring of ``shared_memory``, with a second copy.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
 import os
+import threading
 import weakref
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from multiworld.backends.arrivals import Description
+from multiworld.backends.arrivals import Description, form_of
 from multiworld.backends.direct.header import HeaderError
-from multiworld.backends.direct.shared_memory import SEALS
-from multiworld.backends.dtypes import DTYPES
+from multiworld.backends.direct.shared_memory import check_sealed, make_sealed
 
 LENT_BYTES, MOST_LENT_BYTES = 256 * 1024, 8 * 1024 * 1024
 """Least and most bytes of a message for which blocks are used.
@@ -50,12 +49,17 @@ PROCESS_BYTES = 256 * 1024 * 1024
 """Most bytes in the blocks of all lanes of a process."""
 
 _lent_bytes = 0
+_lock = threading.Lock()
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _mmap, _munmap = _libc.mmap, _libc.munmap
 _mmap.restype = ctypes.c_void_p
 _mmap.argtypes = (
-    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int),
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
     ctypes.c_long,
 )
 _munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
@@ -118,11 +122,8 @@ class Block(_Mapped):
 
     def __init__(self, number: int, size: int) -> None:
         self.number = number
-        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-        self.fd = os.memfd_create("multiworld-block", flags)
+        self.fd = make_sealed("multiworld-block", size + MARK_BYTES)
         try:
-            os.ftruncate(self.fd, size + MARK_BYTES)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
             super().__init__(self.fd, size)
         except BaseException:
             self.close_fd()
@@ -163,14 +164,8 @@ class Borrowed(_Mapped):
 
     def __init__(self, fd: int, size: int) -> None:
         try:
-            if (
-                not 0 < size <= MOST_LENT_BYTES
-                or os.fstat(fd).st_size != size + MARK_BYTES
-            ):
-                raise HeaderError(f"the lent memory does not have {size} bytes")
-            # Access to memory that the sender shrinks would kill this process (SIGBUS).
-            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
-                raise HeaderError("the lent memory is not sealed")
+            is_possible = 0 < size <= MOST_LENT_BYTES
+            check_sealed(fd, size + MARK_BYTES if is_possible else -1, f"{size} bytes")
             super().__init__(fd, size)
         except OSError as error:
             raise HeaderError(f"the lent memory cannot be used: {error}") from error
@@ -182,13 +177,8 @@ class Borrowed(_Mapped):
         # A ctypes array allows weak references; the finalizer keeps the mapping.
         lease = (ctypes.c_ubyte * self.size).from_address(self._mapping.address)
         weakref.finalize(lease, _free, self._mapping, self.size).atexit = False
-        dtype, count = DTYPES[description.dtype], 1
-        for extent in description.shape:
-            count *= extent
-        if description.size != count * dtype.itemsize:  # a bundle or an object
-            return torch.frombuffer(lease, dtype=torch.uint8, count=description.size)
-        flat = torch.frombuffer(lease, dtype=dtype, count=count)
-        return flat.view(description.shape)
+        dtype, shape, count = form_of(description)
+        return torch.frombuffer(lease, dtype=dtype, count=count).view(shape)
 
     def part(self, begin: int, count: int) -> memoryview:
         """Return a part of the message; it must not be used after the block."""
@@ -223,12 +213,11 @@ class Lender:
                 block = Block(number, _rounded(size))
             except OSError:
                 return
-            if self._announce(block):
-                block.close_fd()
+            is_known = self._announce(block)
+            block.close_fd()
+            if is_known:
                 _account(block.size)
                 self._blocks[number] = block
-            else:
-                block.close_fd()
 
     def take(self, size: int) -> Block | None:
         """Return a free block for a message, which is in use from now on, or None."""
@@ -279,4 +268,5 @@ def _rounded(size: int) -> int:
 
 def _account(size: int) -> None:
     global _lent_bytes
-    _lent_bytes += size
+    with _lock:  # lanes of several event loops, each in its thread
+        _lent_bytes += size

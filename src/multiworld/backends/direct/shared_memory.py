@@ -41,8 +41,7 @@ _WAITING = MOST_SLOTS
 CONTROL_BYTES = 4096
 """Bytes before the first slot, for the marks: one page."""
 
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""Seals without which a receiver does not map memory."""
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def is_usable(sock: Any) -> bool:
@@ -58,6 +57,46 @@ def is_usable(sock: Any) -> bool:
 def slots_in(size_bytes: int) -> int:
     """Return the number of slots in a ring of at most this size; 0 means no ring."""
     return min(MOST_SLOTS, size_bytes // SLOT_BYTES)
+
+
+def make_sealed(name: str, size: int) -> int:
+    """Return the descriptor of new memory whose size cannot change.
+
+    Args:
+        name: Name of it in ``/proc``.
+        size: Bytes of it.
+
+    Raises:
+        OSError: No memory or no descriptor is left.
+    """
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def check_sealed(fd: int, size: int, what: str) -> None:
+    """Check memory that a peer has made by ``make_sealed``.
+
+    Access to memory that the peer shrinks would kill this process (SIGBUS).
+
+    Args:
+        fd: Its descriptor.
+        size: Bytes that it must have.
+        what: The same for the error, such as "4 slots".
+
+    Raises:
+        HeaderError: It has another size, or its size can change.
+        OSError: The descriptor is not one of memory.
+    """
+    if os.fstat(fd).st_size != size:
+        raise HeaderError(f"the shared memory does not have {what}")
+    if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+        raise HeaderError("the shared memory is not sealed")
 
 
 class _Mapped:
@@ -89,11 +128,9 @@ class Ring(_Mapped):
     """
 
     def __init__(self, slots: int) -> None:
-        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-        self.fd = os.memfd_create("multiworld-lane", flags)
+        size = CONTROL_BYTES + slots * SLOT_BYTES
+        self.fd = make_sealed("multiworld-lane", size)
         try:
-            os.ftruncate(self.fd, CONTROL_BYTES + slots * SLOT_BYTES)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
             super().__init__(self.fd, slots)
         except BaseException:
             self.close_fd()
@@ -149,12 +186,9 @@ class Window(_Mapped):
 
     def __init__(self, fd: int, slots: int) -> None:
         try:
-            size = CONTROL_BYTES + slots * SLOT_BYTES
-            if not 0 < slots <= MOST_SLOTS or os.fstat(fd).st_size != size:
-                raise HeaderError(f"the shared memory does not have {slots} slots")
-            # Access to memory that the sender shrinks would kill this process (SIGBUS).
-            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
-                raise HeaderError("the shared memory is not sealed")
+            is_possible = 0 < slots <= MOST_SLOTS
+            size = CONTROL_BYTES + slots * SLOT_BYTES if is_possible else -1
+            check_sealed(fd, size, f"{slots} slots")
             super().__init__(fd, slots)
         except OSError as error:
             raise HeaderError(f"the shared memory cannot be used: {error}") from error
