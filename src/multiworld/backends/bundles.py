@@ -7,7 +7,8 @@ the tensors, each at an aligned offset.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,9 @@ from multiworld.errors import ConfigError, TensorMismatchError
 ALIGNMENT = 64
 """Bytes that each tensor of a bundle is aligned to: one cache line, and enough for any
 vector load."""
+
+COPIED_BYTES = 64 * 1024
+"""Bytes of a tensor up to which it is copied without torch, which costs less."""
 
 
 def encode_object(obj: Any, what: str) -> bytes:
@@ -57,13 +61,12 @@ def decode_object(body: bytes) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The memory layout of a bundle.
+    """The memory layout of a manifest with tensors behind it.
 
     Attributes:
-        manifest: JSON of the tensors' names, dtypes, shapes and offsets, and of the
-            metadata.
-        pieces: Each tensor with its offset, in bytes.
-        size: Bytes of the whole bundle.
+        manifest: The first bytes, which describe the tensors.
+        pieces: Each tensor, contiguous, with its offset in bytes.
+        size: Bytes of all together.
     """
 
     manifest: bytes
@@ -73,11 +76,15 @@ class Layout:
     def pack(self) -> Tensor:
         """Return one uint8 tensor that holds the manifest and all tensors."""
         packed = torch.empty(self.size, dtype=torch.uint8)
-        memory_of(packed)[: len(self.manifest)] = self.manifest
+        memory = memory_of(packed)
+        memory[: len(self.manifest)] = self.manifest
         for begin, tensor in self.pieces:
-            source = plain(tensor).view(-1).view(torch.uint8)
-            # Not by memoryview, because its copy would hold the GIL.
-            packed[begin : begin + len(source)].copy_(source)
+            end = begin + tensor.nbytes
+            if tensor.nbytes <= COPIED_BYTES:
+                memory[begin:end] = memory_of(tensor)
+            else:
+                # Not by memoryview, because its copy would hold the GIL.
+                packed[begin:end].copy_(tensor.view(-1).view(torch.uint8))
         return packed
 
 
@@ -92,17 +99,18 @@ def lay_out(tensors: Mapping[str, Tensor], meta: Meta) -> Layout:
     for name, given in tensors.items():
         if not isinstance(name, str):
             raise ConfigError("a tensor's name", name, "a str")
-        tensor = require_host(given, f"tensor {name!r}")
+        tensor = plain(require_host(given, f"tensor {name!r}"))
         entries.append([name, code_of(tensor), list(tensor.shape), offset])
         pieces.append((offset, tensor))
-        offset += _aligned(size_of(tensor))
+        offset += aligned(size_of(tensor))
     manifest = encode_object([entries, dict(meta)], "meta")
-    start = _aligned(len(manifest))
+    start = aligned(len(manifest))
     placed = [(start + where, tensor) for where, tensor in pieces]
     return Layout(manifest, placed, start + offset)
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
+    """Return the next multiple of ``ALIGNMENT``."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
@@ -117,12 +125,12 @@ def unpack_bundle(packed: Tensor, length: int, source: int) -> Bundle:
     Raises:
         TensorMismatchError: The manifest does not describe what follows it.
     """
-    start = _aligned(length)
+    start = aligned(length)
     content = decode_object(bytes(memory_of(packed)[:length]))
     try:
         entries, meta = content
         tensors = {
-            str(name): _slice(packed, start + int(offset), int(code), shape)
+            str(name): tensor_at(packed, start + int(offset), int(code), shape)
             for name, code, shape, offset in entries
         }
         return Bundle(tensors, dict(meta), source)
@@ -130,14 +138,24 @@ def unpack_bundle(packed: Tensor, length: int, source: int) -> Bundle:
         raise TensorMismatchError("a bundle's manifest is malformed") from error
 
 
-def _slice(packed: Tensor, begin: int, code: int, shape: list[int]) -> Tensor:
+def tensor_at(packed: Tensor, begin: int, code: int, shape: Sequence[int]) -> Tensor:
+    """Return a tensor that lies in ``packed`` and shares its memory.
+
+    Args:
+        packed: A flat uint8 tensor.
+        begin: Offset of the tensor, in bytes.
+        code: Wire code of its dtype.
+        shape: Its dimensions.
+
+    Raises:
+        KeyError: The code is unknown.
+        ValueError: It does not lie within ``packed``.
+        RuntimeError: Torch does not allow such a shape, or such an offset.
+    """
     dtype = DTYPES[code]
-    count = 1
-    for extent in shape:
-        if extent < 0:
-            raise ValueError("a negative extent")
-        count *= extent
-    size = count * dtype.itemsize
+    if any(extent < 0 for extent in shape):
+        raise ValueError("a negative extent")
+    size = math.prod(shape) * dtype.itemsize
     if begin < 0 or begin + size > packed.numel():
         raise ValueError("a tensor outside its bundle")
     return packed[begin : begin + size].view(dtype).view(shape)

@@ -3,22 +3,21 @@
 A frame has any number of messages, with the tensors of those that carry requests or
 answers. Layout: version and length of the header (``_LEAD``); the header, which is the
 messages and the descriptions of the tensors in MessagePack; and the tensors, each at
-the next multiple of ``ALIGNMENT``.
+an offset that ``aligned`` returns.
 """
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
 import torch
 from torch import Tensor
 
-from multiworld.backends.dtypes import DTYPES, code_of, memory_of, plain
+from multiworld.backends.bundles import Layout, aligned, tensor_at
+from multiworld.backends.dtypes import code_of, memory_of, plain
 from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.transport.protocol import (
     PROTOCOL,
@@ -28,12 +27,6 @@ from multiworld.serve.transport.protocol import (
     MessageError,
     Work,
 )
-
-ALIGNMENT = 64
-"""Bytes that each tensor is aligned to: one cache line."""
-
-COPIED_BYTES = 64 * 1024
-"""Bytes of a tensor up to which it is copied without torch, which costs less."""
 
 _LEAD = struct.Struct("<HxxI")
 
@@ -53,37 +46,8 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_Header)
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """A frame that is ready to be packed.
-
-    Attributes:
-        header: Its first bytes, header included.
-        pieces: Offset of each tensor in bytes, and the tensor.
-        size: Bytes of the whole frame.
-    """
-
-    header: bytes
-    pieces: list[tuple[int, Tensor]]
-    size: int
-
-    def pack(self) -> Tensor:
-        """Return the frame as a uint8 tensor."""
-        packed = torch.empty(self.size, dtype=torch.uint8)
-        memory = memory_of(packed)
-        memory[: len(self.header)] = self.header
-        for begin, tensor in self.pieces:
-            end = begin + tensor.nbytes
-            if end - begin <= COPIED_BYTES:
-                memory[begin:end] = memory_of(tensor)
-            else:
-                # Not by memoryview, because its copy would hold the GIL.
-                packed[begin:end].copy_(tensor.view(-1).view(torch.uint8))
-        return packed
-
-
-def lay_out(entries: Sequence[Entry]) -> Frame:
-    """Return the frame of these messages.
+def lay_out(entries: Sequence[Entry]) -> Layout:
+    """Return the layout of the frame of these messages; ``pack`` makes it.
 
     Args:
         entries: The messages, in order. Tensors are dense and on the host.
@@ -106,10 +70,10 @@ def lay_out(entries: Sequence[Entry]) -> Frame:
     offset = len(header)
     pieces = []
     for tensor in tensors:
-        offset = _aligned(offset)
+        offset = aligned(offset)
         pieces.append((offset, tensor))
         offset += tensor.nbytes
-    return Frame(header, pieces, offset)
+    return Layout(header, pieces, offset)
 
 
 def unpack(packed: Tensor) -> list[tuple[EdgeMessage, list[Tensors]]]:
@@ -137,12 +101,9 @@ def unpack(packed: Tensor) -> list[tuple[EdgeMessage, list[Tensors]]]:
         for described in header.contents:
             tensors: Tensors = {}
             for name, code, shape in described:
-                dtype, begin = DTYPES[code], _aligned(offset)
-                size = math.prod(shape) * dtype.itemsize
-                offset = begin + size
-                if offset > len(memory):
-                    raise ValueError("it is cut short")
-                tensors[name] = packed.narrow(0, begin, size).view(dtype).view(shape)
+                begin = aligned(offset)
+                tensors[name] = tensor = tensor_at(packed, begin, code, shape)
+                offset = begin + tensor.nbytes
             contents.append(tensors)
         return list(_shared_out(header.messages, contents))
     except (msgspec.DecodeError, KeyError, ValueError, RuntimeError) as error:
@@ -166,7 +127,3 @@ def _shared_out(
     if begin != len(contents):
         raise ValueError(f"{len(contents)} contents for {begin} items")
     return found
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // ALIGNMENT) * ALIGNMENT

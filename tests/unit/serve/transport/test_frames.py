@@ -9,10 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from multiworld.backends.bundles import ALIGNMENT
 from multiworld.errors import ModelFailedError, TensorMismatchError
 from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.tenants.fair_queue import Share
-from multiworld.serve.transport.frames import ALIGNMENT, Entry, lay_out, unpack
+from multiworld.serve.transport.frames import Entry, lay_out, unpack
 from multiworld.serve.transport.protocol import (
     PROTOCOL,
     AnswerItem,
