@@ -97,7 +97,7 @@ async def test_sums_equal_what_the_load_generator_counted_and_never_fall(
 def test_counts_of_a_gateway_that_has_ended_stay(
     service: Served, is_polite: bool
 ) -> None:
-    """Of one that is killed, as of the last scrape or the last five seconds."""
+    """One that is killed may lose what came after the last scrape."""
     spread(service, CLIENTS)
     before = answered(service)
     victim = next(p for p in service.status().processes if p.name.startswith("gateway"))

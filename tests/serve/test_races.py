@@ -39,7 +39,7 @@ KILLS = 8
 
 
 async def test_update_under_kills_loses_nothing(tmp_path: Path) -> None:
-    """Of the old version and of the new one, in every stage."""
+    """Replicas of the old version and of the new one die, in every stage."""
     draw = random.Random(1)
     with served(tmp_path, spec_with(ready_s=60.0)) as service:
         async with traffic(service, 30.0):

@@ -18,7 +18,7 @@ from multiworld.serve.resources.amounts import mib
 
 
 class _Row(msgspec.Struct, frozen=True):
-    """What one replica books and uses; None where it did not answer."""
+    """Resources that a replica books and uses; None where it did not answer."""
 
     name: str
     node: str

@@ -306,7 +306,7 @@ async def test_cancelled_send_or_receive_gives_its_block_back() -> None:
 
 
 async def test_collectives_reduce_right_in_lent_memory() -> None:
-    """What is merged is not kept."""
+    """A merged operand is not kept."""
     async with pair() as worlds:
         tensors = [torch.full((2**20,), float(rank + 1)) for rank in range(2)]
         for _ in range(5):

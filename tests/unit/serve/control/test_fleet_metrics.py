@@ -29,20 +29,20 @@ class Fleet:
         return self.reports
 
     def gateway(self, name: str, count: float) -> None:
-        """Have a gateway answer with a count."""
+        """Add a gateway that answers with a count."""
         self.processes[name] = Process(name)
         counted: tuple[Counted, ...] = (("requests", ("m", "200"), count),)
         self.reports.gateways[name] = GatewayReport(in_flight=1)
         self.reports.counted[name] = counted
 
     def replica(self, name: str, count: int) -> None:
-        """Have a replica answer with a count."""
+        """Add a replica that answers with a count."""
         self.processes[name] = Process(name, "m", "1", 0)
         report = WorkerReport(counts={"requests": count}, computed_s=0.5)
         self.reports.workers[name] = report
 
     def end(self, name: str) -> None:
-        """Have a process end."""
+        """End a process."""
         del self.processes[name]
         self.reports.gateways.pop(name, None)
         self.reports.workers.pop(name, None)
