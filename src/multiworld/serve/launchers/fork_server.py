@@ -3,7 +3,7 @@
 Importing torch and a model's code takes seconds; a fork takes about 10 ms. So a stage
 scales up quickly. The fork server has a single thread, because a fork copies no other.
 It runs no torch operation: torch's thread pool would hang in every child. It exits with
-the controller; the forked processes go on.
+the process that started it; the forked processes go on.
 
 Run it as ``python -m multiworld.serve.launchers.fork_server FD MODULE...``. It reads
 orders and writes news as lines (``launchers.protocol``) on the socket FD.
@@ -21,6 +21,7 @@ import socket
 import sys
 import traceback
 
+from multiworld.serve.launchers.leash import open_leash, wear_leash
 from multiworld.serve.launchers.protocol import (
     FORK_ORDERS,
     Exited,
@@ -86,13 +87,20 @@ class ForkServer:
             )
             self._tell(LaunchFailed(name, error))
             return
+        leash = None
         try:
+            # Before the order is answered: its giver may let go then.
+            leash = open_leash(order.leash) if order.leash else None
             pid = os.fork()
         except OSError as error:
+            if leash is not None:
+                os.close(leash)
             self._tell(LaunchFailed(name, str(error)))
             return
         if pid == 0:
-            self._child(order)
+            self._child(order, leash)
+        if leash is not None:
+            os.close(leash)
         pidfd = os.pidfd_open(pid)
         self._selector.register(pidfd, selectors.EVENT_READ, (name, pid))
         self._tell(Launched(name, pid))
@@ -104,13 +112,15 @@ class ForkServer:
         code = os.waitstatus_to_exitcode(status)
         self._tell(Exited(name, code))
 
-    def _child(self, order: Launch) -> None:
+    def _child(self, order: Launch, leash: int | None) -> None:
         """Run the ordered process in the forked child; does not return."""
         code = 1
         try:
             for key in list(self._selector.get_map().values()):
                 os.close(key.fd)
             self._selector.close()
+            if leash is not None:
+                wear_leash(leash)
             _settle(order)
             main = importlib.import_module("multiworld.serve.launchers.entry").main
             code = main(order.args)
@@ -125,12 +135,14 @@ class ForkServer:
 def _settle(order: Launch) -> None:
     """Give a forked process its own session, log and random seeds."""
     os.setsid()
-    log = os.open(order.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
-    for target, source in ((0, nothing), (1, log), (2, log)):
-        os.dup2(source, target)
-    os.close(log)
+    os.dup2(nothing, 0)
     os.close(nothing)
+    if order.log:
+        log = os.open(order.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
     os.environ.update(order.env)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)

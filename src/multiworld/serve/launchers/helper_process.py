@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import IO, Generic, TypeVar
 
 from multiworld.errors import LaunchError
 from multiworld.serve.launchers.protocol import Line, LineCodec, Ping, Pong
@@ -37,7 +37,7 @@ class HelperProcess(Generic[M]):
 
     Args:
         module: The module to run.
-        log: File for its output.
+        log: File for its output; None: the output of this process.
         codec: Codec of its lines.
         on_news: Called with every message after the first.
         on_end: Called when the process has closed its socket.
@@ -49,7 +49,7 @@ class HelperProcess(Generic[M]):
     def __init__(
         self,
         module: str,
-        log: Path,
+        log: Path | None,
         codec: LineCodec[M],
         on_news: Callable[[M], None],
         on_end: Callable[[], None],
@@ -87,7 +87,7 @@ class HelperProcess(Generic[M]):
             another ``start``.
         """
         ours, theirs = socket.socketpair()
-        with open(self._log, "ab") as log:  # noqa: ASYNC230 - opened, not read
+        with _output(self._log) as log:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
@@ -112,7 +112,8 @@ class HelperProcess(Generic[M]):
             line = b""
         if not line:
             await self.close(limit_s=0.0)
-            raise LaunchError(f"{self._module} did not start; see {self._log}")
+            where = self._log or "the output of its starter"
+            raise LaunchError(f"{self._module} did not start; see {where}")
         loop = asyncio.get_running_loop()
         self._unanswered = 0
         self._reading = loop.create_task(self._read(reader))
@@ -191,3 +192,9 @@ class HelperProcess(Generic[M]):
         except TimeoutError:
             self._process.kill()
             await self._process.wait()
+
+
+def _output(log: Path | None) -> IO[bytes]:
+    if log is None:
+        return os.fdopen(os.dup(2), "wb")
+    return log.open("ab")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 from collections.abc import Sequence
@@ -16,23 +15,11 @@ from multiworld.serve.launchers.base import (
     RunningProcess,
     began_at,
 )
-from multiworld.serve.launchers.helper_process import HelperProcess
-from multiworld.serve.launchers.protocol import (
-    FORK_NEWS,
-    Exited,
-    ForkNews,
-    Launch,
-    Launched,
-    LaunchFailed,
-)
+from multiworld.serve.launchers.forks import Forks
+from multiworld.serve.launchers.protocol import Launch
 from multiworld.serve.resources.amounts import Location, Need, Node
 from multiworld.serve.resources.usage import outgrows
 from multiworld.serve.transport.process_args import ProcessArgs
-
-logger = logging.getLogger("multiworld.serve")
-
-WARM_S = 120.0
-"""Most seconds that the fork server may take to import its modules."""
 
 
 class LocalLauncher:
@@ -54,23 +41,10 @@ class LocalLauncher:
         on_exit: OnExit,
         node: Node,
     ) -> None:
-        self._node = node
-        self._preload, self._env = preload, env
-        self._on_exit = on_exit
+        self._node, self._env, self._on_exit = node, env, on_exit
         self._loop = asyncio.get_running_loop()
-        self._server = HelperProcess(
-            "multiworld.serve.launchers.fork_server",
-            log,
-            FORK_NEWS,
-            self._on_news,
-            self._server_ended,
-            self._server_hangs,
-        )
-        self._trouble = ""
-        self._replacing: asyncio.Task[None] | None = None
-        self._starting: dict[str, asyncio.Future[int]] = {}
+        self._forks = Forks(preload, env, log, self._exited)
         self._watched: dict[str, int] = {}
-        self._warming = asyncio.Lock()
 
     def nodes(self) -> tuple[Node, ...]:
         """Return this machine."""
@@ -78,54 +52,18 @@ class LocalLauncher:
 
     def trouble(self) -> str:
         """Return why no process can be started now; empty if one can."""
-        return self._trouble
+        return self._forks.trouble
 
     async def warm(self) -> None:
-        """Start the fork server, if it does not run, and wait until it is ready.
+        """Start the fork server, if it does not run; see ``Forks.warm``.
 
-        Raises:
-            LaunchError: The fork server exited, or was not ready within ``WARM_S``.
-
-        Cancellation: Safe; see ``HelperProcess.start``.
+        Cancellation: Safe.
         """
-        async with self._warming:
-            if not self._server.is_running:
-                env = {"OPENBLAS_NUM_THREADS": "1", **self._env}
-                await self._server.start(list(self._preload), env, WARM_S)
+        await self._forks.warm()
 
-    def _on_news(self, news: ForkNews) -> None:
-        match news:
-            case Exited(name, code):
-                self._unwatch(name)
-                self._on_exit(name, code)
-            case Launched(name, pid):
-                future = self._starting.pop(name, None)
-                if future is not None and not future.done():
-                    future.set_result(pid)
-            case LaunchFailed(name, error):
-                future = self._starting.pop(name, None)
-                if future is not None and not future.done():
-                    future.set_exception(LaunchError(f"{name}: {error}"))
-
-    def _server_hangs(self) -> None:
-        self._trouble = (
-            "the fork server hangs and is replaced: nothing starts meanwhile"
-        )
-
-    def _server_ended(self) -> None:
-        for name, future in self._starting.items():
-            if not future.done():
-                future.set_exception(LaunchError(f"{name}: the fork server has exited"))
-        self._starting.clear()
-        self._replacing = self._loop.create_task(self._replace())
-
-    async def _replace(self) -> None:
-        """Start another fork server at once, not only when a process is needed."""
-        try:
-            await self.warm()
-        except LaunchError as error:  # the next launch tries again
-            logger.error("%s", error)
-        self._trouble = ""
+    def _exited(self, name: str, code: int | None) -> None:
+        self._unwatch(name)
+        self._on_exit(name, code)
 
     async def launch(
         self,
@@ -149,12 +87,8 @@ class LocalLauncher:
 
         Cancellation: The process may start all the same.
         """
-        await self.warm()
-        future: asyncio.Future[int] = self._loop.create_future()
-        self._starting[name] = future
         text = args.model_dump_json()
-        self._server.tell(Launch(name, text, str(log), self._env))
-        pid = await future
+        pid = await self._forks.fork(Launch(name, text, str(log), self._env))
         node = "" if spot is None else spot.node
         running = RunningProcess(name, pid, began_at(pid) or 0, node)
         if not self._watch(running):
@@ -207,9 +141,7 @@ class LocalLauncher:
         """
         for name in list(self._watched):
             self._unwatch(name)
-        if self._replacing is not None:
-            self._replacing.cancel()
-        await self._server.close()
+        await self._forks.close()
 
 
 async def make(context: LauncherContext) -> LocalLauncher:

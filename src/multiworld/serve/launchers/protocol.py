@@ -29,14 +29,16 @@ class Launch(Line, frozen=True):
     Attributes:
         name: Its name in the service.
         args: Its ``ProcessArgs`` as JSON.
-        log: File for its output.
+        log: File for its output; empty: the output of the fork server.
         env: Variables added to its environment.
+        leash: Path of the leash that it wears; empty: none.
     """
 
     name: str
     args: str
     log: str
     env: dict[str, str]
+    leash: str = ""
 
 
 class Launched(Line, frozen=True):
@@ -90,6 +92,21 @@ ForkNews = Warm | Launched | LaunchFailed | Exited | Pong
 # Messages of the Ray bridge.
 
 
+class WarmNodes(Line, frozen=True):
+    """An order to keep a fork server on every machine; it precedes all launches.
+
+    Attributes:
+        preload: Modules that the fork servers import.
+        folder: Folder in which the service was started; modules may be imported from
+            it.
+        logs: Folder for the output of the fork servers, if it exists on the machine.
+    """
+
+    preload: tuple[str, ...]
+    folder: str
+    logs: str
+
+
 class LaunchActor(Line, frozen=True):
     """An order to start a replica in a placement group, with one actor for each rank.
 
@@ -100,9 +117,7 @@ class LaunchActor(Line, frozen=True):
         bundle: Resources that Ray reserves for each rank.
         args: ``ProcessArgs`` as JSON, by rank.
         env: Variables added to the environment of each rank.
-        folder: Folder in which the service was started; modules may be imported from
-            it.
-        log: File for the output.
+        log: File for the output, if its folder exists on the machine.
     """
 
     name: str
@@ -111,7 +126,6 @@ class LaunchActor(Line, frozen=True):
     bundle: dict[str, float]
     args: tuple[str, ...]
     env: dict[str, str]
-    folder: str
     log: str
 
 
@@ -142,7 +156,7 @@ class Sweep(Line, frozen=True):
     known: tuple[str, ...]
 
 
-ActorOrder = LaunchActor | AdoptActor | KillActor | Sweep | Ping
+ActorOrder = WarmNodes | LaunchActor | AdoptActor | KillActor | Sweep | Ping
 
 
 class ClusterNode(msgspec.Struct, frozen=True):

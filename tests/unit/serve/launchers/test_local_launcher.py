@@ -24,6 +24,13 @@ FAKE_ENTRY = "tests.unit.serve.launchers.fake_entry"
 NEED = Need()
 
 
+def python_path() -> str:
+    """Return the PYTHONPATH of a fork server that imports ``fake_entry``."""
+    root = Path(__file__).parents[4]
+    paths = [str(root), str(root / "src"), os.environ.get("PYTHONPATH", "")]
+    return os.pathsep.join(paths)
+
+
 def args(what: str) -> ProcessArgs:
     """Return the arguments of a process that does what ``fake_entry`` says."""
     return ProcessArgs(
@@ -43,9 +50,7 @@ class Launched:
         self.folder = folder
         self.exits: list[tuple[str, int | None]] = []
         self.told = asyncio.Event()
-        root = Path(__file__).parents[4]
-        paths = [str(root), str(root / "src"), os.environ.get("PYTHONPATH", "")]
-        env = {"PYTHONPATH": os.pathsep.join(paths), "GREETING": "hello"}
+        env = {"PYTHONPATH": python_path(), "GREETING": "hello"}
         self.launcher = LocalLauncher(
             [FAKE_ENTRY, "no.such.module"],
             env,
@@ -148,11 +153,11 @@ async def test_server_that_dies_fails_what_waits_and_is_started_again(
 ) -> None:
     """Processes that it has forked go on, and their end is still seen."""
     running = await launched.launch("a", "waits")
-    server = launched.launcher._server._process
+    server = launched.launcher._forks._server._process
     assert server is not None
     os.kill(server.pid, signal.SIGSTOP)
     waiting = asyncio.ensure_future(launched.launch("b", "says"))
-    await until(lambda: "b" in launched.launcher._starting)
+    await until(lambda: "b" in launched.launcher._forks._starting)
     os.kill(server.pid, signal.SIGKILL)
     with pytest.raises(LaunchError, match="b: the fork server has exited"):
         await asyncio.wait_for(waiting, WAIT_S)
@@ -167,7 +172,7 @@ async def test_module_that_starts_a_thread_is_named_at_the_launch(
 ) -> None:
     """A fork would copy it without its locks."""
     made = Launched(tmp_path)
-    made.launcher._preload = [f"{FAKE_ENTRY}_threads"]
+    made.launcher._forks._preload = [f"{FAKE_ENTRY}_threads"]
     try:
         with pytest.raises(LaunchError, match="a: the fork server has 2 threads"):
             await made.launch("a", "says")

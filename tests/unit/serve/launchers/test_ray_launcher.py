@@ -70,6 +70,7 @@ class Bench:
             "app",
             local,
             RaySpec(address="auto"),
+            [],
             {},
             Path("/nowhere"),
             lambda name, code: self.exits.append((name, code)),

@@ -1,55 +1,175 @@
-"""Ray actor that runs one rank of a replica. Shell."""
+"""The actors of a service: one warms a machine, one holds each rank. Shell.
+
+A ``NodeLauncher`` keeps a fork server on a machine and forks replicas from it, so that
+they need not import torch and the model's code. Each rank of a replica also has a
+``ReplicaHolder``, an actor in the placement group of the replica: Ray accounts for the
+replica by it, and whoever kills it kills the replica, because it holds the leash that
+the replica wears (``launchers.leash``).
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
-import sys
+import select
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
+from multiworld.serve.launchers.base import began_at
+from multiworld.serve.launchers.forks import Forks
+from multiworld.serve.launchers.leash import Leash, hold_leash
+from multiworld.serve.launchers.protocol import Launch
+
 LINGER_S = 5.0
-"""Seconds that the actor stays after ``run``, so that its exit code can be read."""
+"""Seconds that a holder stays after its replica has exited, so that this can be told.
+The bridge ends it then; if the head is lost it cannot."""
+
+CODE_S = 1.0
+"""Most seconds until the fork server tells the exit code of a process that has
+exited."""
+
+GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+"""Variables by which Ray tells an actor which GPUs it may use."""
 
 
-class ReplicaActor:
-    """One rank of a replica. Its method ``run`` returns when the replica exits."""
+class NodeLauncher:
+    """Starts the ranks of replicas on one machine. Its methods run in an event loop.
 
-    def hello(self) -> tuple[int, int]:
-        """Return this process's id, and its start time in the kernel's ticks."""
-        stat = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
-        return os.getpid(), int(stat[19])
+    Args:
+        preload: Modules that the fork server imports.
+        folder: Folder in which the service was started; modules may be imported from
+            it.
+        logs: Folder for the output of the fork server, if it exists on this machine.
+        number: Distinguishes the fork servers in that folder.
+    """
 
-    def run(self, args: str, env: dict[str, str], folder: str, log: str) -> int:
-        """Run the process that ``args`` describe; return its exit code.
+    def __init__(
+        self, preload: Sequence[str], folder: str, logs: str, number: str
+    ) -> None:
+        paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
+        env = {"PYTHONPATH": os.pathsep.join(paths)} if Path(folder).is_dir() else {}
+        log = Path(logs, f"launcher-{number}.log") if Path(logs).is_dir() else None
+        self._forks = Forks(preload, env, log, self._exited)
+        self._leashes: dict[str, Leash] = {}
+        self._codes: dict[str, asyncio.Future[int | None]] = {}
+
+    async def warm(self) -> None:
+        """Start the fork server, and return when it has imported its modules.
+
+        Raises:
+            LaunchError: It exited, or took too long.
+
+        Cancellation: Safe.
+        """
+        await self._forks.warm()
+
+    async def launch(
+        self, name: str, args: str, env: dict[str, str], log: str
+    ) -> tuple[int, int, str]:
+        """Start a rank of a replica.
 
         Args:
+            name: Its name, unique on this machine.
             args: Its ``ProcessArgs`` as JSON.
-            env: Variables added to its environment. They are not in the actor's
-                options, because Ray shows those to all users of the cluster.
-            folder: Folder in which the service was started; modules may be imported
-                from it.
-            log: File for the output, if its folder exists on this machine.
-        """
-        os.environ.update(env)
-        if Path(folder).is_dir() and folder not in sys.path:
-            sys.path.insert(0, folder)
-        if Path(log).parent.is_dir():
-            opened = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            os.dup2(opened, 1)
-            os.dup2(opened, 2)
-            os.close(opened)
-        from multiworld.serve.launchers.entry import main
+            env: Variables added to its environment.
+            log: File for its output, if the file's folder exists on this machine.
 
-        code = main(args)
-        # The bridge ends the actor when it gets the code. If the head is lost just now
-        # it cannot, and an idle process would remain.
-        timer = threading.Timer(LINGER_S, os._exit, [code])
+        Returns:
+            Its process id, its start time in the kernel's ticks, and the path at which
+            its leash can be held. This process holds it until ``let_go``.
+
+        Raises:
+            LaunchError: It could not be started.
+
+        Cancellation: The process may start all the same, and exits with this one.
+        """
+        leash = self._leashes[name] = Leash()
+        self._codes[name] = asyncio.get_running_loop().create_future()
+        kept = log if Path(log).parent.is_dir() else ""
+        try:
+            pid = await self._forks.fork(Launch(name, args, kept, env, leash.worn_at))
+        except BaseException:
+            self._codes.pop(name)
+            await self.let_go(name)
+            raise
+        return pid, began_at(pid) or 0, leash.held_at
+
+    async def let_go(self, name: str) -> None:
+        """Let go of a rank's leash: it exits, unless its holder has taken the leash.
+
+        Cancellation: Safe.
+        """
+        leash = self._leashes.pop(name, None)
+        if leash is not None:
+            leash.let_go()
+
+    def _exited(self, name: str, code: int | None) -> None:
+        future = self._codes.get(name)
+        if future is not None and not future.done():
+            future.set_result(code)
+
+    async def exit_code(self, name: str) -> int | None:
+        """Return the exit code of a rank that has exited; None if it is not known.
+
+        Cancellation: The code cannot be asked for again.
+        """
+        future = self._codes.get(name)
+        if future is None:
+            return None
+        try:
+            async with asyncio.timeout(CODE_S):
+                return await future
+        except TimeoutError:
+            return None
+        finally:
+            self._codes.pop(name, None)
+
+
+class ReplicaHolder:
+    """Stands for one rank of a replica in Ray: the rank dies with this process."""
+
+    def gpu_variables(self) -> dict[str, str]:
+        """Return the variables that name the GPUs which Ray has chosen."""
+        found = ((name, os.environ.get(name)) for name in GPU_VARIABLES)
+        return {name: value for name, value in found if value is not None}
+
+    def hold(self, leash: str) -> None:
+        """Hold the leash of the rank until this process exits.
+
+        Args:
+            leash: Where it can be held.
+
+        Raises:
+            OSError: The ``NodeLauncher`` that made it has exited.
+        """
+        hold_leash(leash)
+
+    def wait(self, pid: int, began: int) -> None:
+        """Return when the rank has exited.
+
+        Args:
+            pid: Its process id.
+            began: Its start time in the kernel's ticks.
+        """
+        wait_exit(pid, began)
+        timer = threading.Timer(LINGER_S, os._exit, [0])
         timer.daemon = True
         timer.start()
-        return code
 
     def ended(self) -> None:
-        """Return when ``run`` has returned, because actor calls run one by one."""
+        """Return when ``wait`` has returned, because actor calls run one by one."""
+
+
+def wait_exit(pid: int, began: int) -> None:
+    """Return when a process has exited; its arguments are as for ``ReplicaHolder``."""
+    try:
+        watched = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    if began_at(pid) == began:  # else the id belongs to another process by now
+        select.select([watched], [], [])
+    os.close(watched)
 
 
 def probe_gpus() -> list[tuple[int, str, int]]:

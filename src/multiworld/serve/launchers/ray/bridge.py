@@ -7,6 +7,7 @@ Actors are detached and survive the bridge; the next bridge finds them by name.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
@@ -46,14 +47,20 @@ from multiworld.serve.launchers.protocol import (
     Ping,
     Pong,
     Sweep,
+    WarmNodes,
 )
-from multiworld.serve.launchers.ray.actor import ReplicaActor, probe_gpus
+from multiworld.serve.launchers.ray.actor import ReplicaHolder, probe_gpus
+from multiworld.serve.launchers.ray.warm_nodes import WarmNodePool
 
 PLACE_S = 10.0
 """Most seconds that Ray may take to reserve a replica's resources on a machine."""
 
 START_S = 60.0
-"""Most seconds that an actor's process may take to start."""
+"""Most seconds that an actor's process, or a replica, may take to start. A machine that
+has just joined is warmed first."""
+
+CODE_S = 2.0
+"""Most seconds that a machine may take to tell the exit code of a replica."""
 
 LOOK_S = 0.5
 """Seconds between queries of the head."""
@@ -88,6 +95,10 @@ LOCAL = {
 }
 
 
+Started = tuple[int, int, str]
+"""Process id and start time of a rank, and where its leash can be held."""
+
+
 class Bridge:
     """The main loop of the bridge; a pool of threads carries out the orders.
 
@@ -102,7 +113,8 @@ class Bridge:
         self._news: queue.SimpleQueue[BridgeNews] = queue.SimpleQueue()
         self._starters = ThreadPoolExecutor(STARTERS)
         self._remote: Any = ray.remote  # its overloads lack a call with keywords only
-        self._class = self._remote(ReplicaActor)
+        self._class = self._remote(ReplicaHolder)
+        self._warm = WarmNodePool()
         self._ask: Any = ray.nodes
         self._gpus: dict[str, list[tuple[int, str, int]]] = {}
         self._asked: set[str] = set()
@@ -149,6 +161,9 @@ class Bridge:
                         self._news.put(Pong(number))
                     case Sweep(known):
                         self._sweep(known)  # must precede all later orders
+                    case WarmNodes():
+                        self._warm.configure(order)
+                        self._warm.keep(node.key for node in nodes)
                     case _:
                         self._starters.submit(self._carry_out, order)
         self._start(_exit_after, DRAIN_S)
@@ -185,6 +200,7 @@ class Bridge:
                 sys.stderr.write(f"the head of the cluster does not answer: {error}\n")
                 sys.stderr.flush()
                 os._exit(1)  # the launcher starts another bridge
+            self._warm.keep(node.key for node in found)
             # Sent even if nothing has changed, as a sign that the head answers.
             self._news.put(ClusterNodes(found, found == before))
             before = found
@@ -227,22 +243,58 @@ class Bridge:
                 lifetime="detached",
                 bundle_label_selector=[{ID_LABEL: order.key}] * ranks,
             )
-            ray.get(group.ready(), timeout=PLACE_S)
-            actors = [self._actor(name, rank, group, bundle) for rank in range(ranks)]
-            hellos = ray.get([a.hello.remote() for a in actors], timeout=START_S)
+            if not group.wait(PLACE_S):
+                raise ray.exceptions.GetTimeoutError
+            holders = [self._holder(name, rank, group, bundle) for rank in range(ranks)]
+            started = self._start_ranks(order, holders)
         except Exception as error:
             self._end(name, ranks)
             why = f"Ray did not start it: {_message(error)}"
             self._news.put(LaunchFailed(name, why))
             return
-        pid, began = hellos[0]
+        pid, began, _ = started[0]
         self._news.put(Launched(name, pid, began))
-        refs = []
-        for args, actor in zip(order.args, actors, strict=True):
-            refs.append(actor.run.remote(args, order.env, order.folder, order.log))
-        self._await(name, ranks, refs[0])
+        self._hand_over(order, holders, started)
 
-    def _actor(self, name: str, rank: int, group: Any, bundle: dict[str, float]) -> Any:
+    def _start_ranks(self, order: LaunchActor, holders: list[Any]) -> list[Started]:
+        """Start the ranks of a replica; meanwhile Ray starts their holders."""
+        launcher = self._warm.launcher(order.key)
+        calls = []
+        for rank, (args, holder) in enumerate(zip(order.args, holders, strict=True)):
+            env = order.env
+            if order.bundle.get("GPU"):  # the holder knows which one Ray has chosen
+                gpus = ray.get(holder.gpu_variables.remote(), timeout=START_S)
+                env = {**env, **gpus}
+            name = self._named(order.name, rank)
+            calls.append(launcher.launch.remote(name, args, env, order.log))
+        started: list[Started] = ray.get(calls, timeout=START_S)
+        return started
+
+    def _hand_over(
+        self, order: LaunchActor, holders: list[Any], started: list[Started]
+    ) -> None:
+        """Tie each rank to its holder, instead of the launcher of its machine."""
+        launcher = self._warm.launcher(order.key)
+        try:
+            held = [
+                holder.hold.remote(leash)
+                for holder, (_, _, leash) in zip(holders, started, strict=True)
+            ]
+            ray.get(held, timeout=START_S)
+        except Exception as error:
+            sys.stderr.write(f"no holder of {order.name}: {_message(error)}\n")
+            self._end(order.name, len(holders))
+        waiting = [
+            holder.wait.remote(pid, began)
+            for holder, (pid, began, _) in zip(holders, started, strict=True)
+        ]
+        for rank in range(len(holders)):
+            launcher.let_go.remote(self._named(order.name, rank))
+        self._await(order.name, len(holders), waiting[0], launcher)
+
+    def _holder(
+        self, name: str, rank: int, group: Any, bundle: dict[str, float]
+    ) -> Any:
         there = PlacementGroupSchedulingStrategy(group, rank)
         return self._class.options(
             name=self._named(name, rank),
@@ -260,13 +312,27 @@ class Bridge:
         own = f"{self._app}/{name}"
         return own if rank == 0 else f"{own}#{rank}"
 
-    def _await(self, name: str, ranks: int, ref: Any) -> None:
-        def over(future: Any) -> None:
-            code = None if future.exception() else future.result()
-            self._news.put(Exited(name, code))
-            self._starters.submit(self._end, name, ranks)
+    def _await(self, name: str, ranks: int, ref: Any, launcher: Any = None) -> None:
+        """Report the exit of a replica, and release its resources.
 
-        ref.future().add_done_callback(over)
+        Args:
+            name: Its name.
+            ranks: Number of its ranks.
+            ref: Result of a call that returns when rank 0 has exited.
+            launcher: Launcher of its machine, which knows the exit code; None if an
+                earlier bridge started the replica.
+        """
+
+        def report() -> None:
+            code = None
+            if launcher is not None:
+                with contextlib.suppress(Exception):  # its machine is lost
+                    told = launcher.exit_code.remote(self._named(name))
+                    code = ray.get(told, timeout=CODE_S)
+            self._news.put(Exited(name, code))
+            self._end(name, ranks)
+
+        ref.future().add_done_callback(lambda _: self._starters.submit(report))
 
     def _adopt(self, name: str, ranks: int, must_be_known: bool) -> None:
         try:

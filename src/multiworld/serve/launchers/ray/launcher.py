@@ -35,6 +35,7 @@ from multiworld.serve.launchers.protocol import (
     Launched,
     LaunchFailed,
     Sweep,
+    WarmNodes,
 )
 from multiworld.serve.resources.amounts import Gpu, Location, Need, Node
 from multiworld.serve.spec.schema import RaySpec
@@ -74,8 +75,9 @@ class RayLauncher:
         app: Name of the service.
         local: Launcher of processes beside the controller.
         spec: Address and namespace of the cluster.
+        preload: Modules that the fork server of every machine imports.
         env: Variables added to the environment of every replica.
-        log: File for the output of the bridge.
+        log: File for the output of the bridge; those of the fork servers are beside it.
         on_exit: Called for every process that exits.
         on_nodes: Called when machines were added or removed, or ``trouble`` has
             changed.
@@ -87,6 +89,7 @@ class RayLauncher:
         app: str,
         local: LocalLauncher,
         spec: RaySpec,
+        preload: Sequence[str],
         env: dict[str, str],
         log: Path,
         on_exit: OnExit,
@@ -96,6 +99,7 @@ class RayLauncher:
         self._clock = clock
         self._app, self._local, self._spec, self._env = app, local, spec, env
         self._log, self._on_exit, self._on_nodes = log, on_exit, on_nodes
+        self._preload = tuple(preload)
         self._loop = asyncio.get_running_loop()
         self._bridge = HelperProcess(
             BRIDGE,
@@ -146,6 +150,7 @@ class RayLauncher:
         first = await self._bridge.start(words, {}, limit_s)
         if isinstance(first, ClusterReady):
             self._set_nodes(first.nodes)
+        self._bridge.tell(WarmNodes(self._preload, os.getcwd(), str(self._log.parent)))
         self._heard_at = self._clock()
 
     async def _monitor(self) -> None:
@@ -263,7 +268,7 @@ class RayLauncher:
         spot: Location | None,
         need: Need,
     ) -> RunningProcess:
-        """Start a replica as actors in a placement group of its own.
+        """Start a replica, held by actors in a placement group of its own.
 
         Args:
             name: Its name in the service.
@@ -302,7 +307,6 @@ class RayLauncher:
                 bundle=bundle_of(need, node),
                 args=tuple(one.model_dump_json() for one in of_ranks),
                 env=self._env,
-                folder=os.getcwd(),
                 log=str(log),
             )
         )
@@ -449,6 +453,7 @@ async def make(context: LauncherContext) -> RayLauncher:
         app.app,
         await local.make(context),
         app.ray or RaySpec(),
+        context.preload,
         context.env,
         context.logs / "ray.log",
         context.on_exit,

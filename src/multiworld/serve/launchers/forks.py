@@ -1,0 +1,127 @@
+"""The fork server as its user sees it: starts it, orders forks, replaces it. Shell."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from multiworld.errors import LaunchError
+from multiworld.serve.launchers.helper_process import HelperProcess
+from multiworld.serve.launchers.protocol import (
+    FORK_NEWS,
+    Exited,
+    ForkNews,
+    Launch,
+    Launched,
+    LaunchFailed,
+)
+
+logger = logging.getLogger("multiworld.serve")
+
+FORK_SERVER = "multiworld.serve.launchers.fork_server"
+"""Module of the fork server."""
+
+WARM_S = 120.0
+"""Most seconds that the fork server may take to import its modules."""
+
+
+class Forks:
+    """The fork server of one machine; it is replaced when it hangs or exits.
+
+    Args:
+        preload: Modules that it imports.
+        env: Variables added to its environment.
+        log: File for its own output; None: the output of this process.
+        on_exit: Called for every forked process that exits, with its exit code.
+
+    Attributes:
+        trouble: Why no process can be forked now; empty if one can.
+    """
+
+    def __init__(
+        self,
+        preload: Sequence[str],
+        env: dict[str, str],
+        log: Path | None,
+        on_exit: Callable[[str, int | None], None],
+    ) -> None:
+        self.trouble = ""
+        self._preload = list(preload)
+        # A forked process must not inherit a pool of threads.
+        self._env = {"OPENBLAS_NUM_THREADS": "1", **env}
+        self._on_exit = on_exit
+        self._server = HelperProcess(
+            FORK_SERVER, log, FORK_NEWS, self._on_news, self._ended, self._hangs
+        )
+        self._replacing: asyncio.Task[None] | None = None
+        self._starting: dict[str, asyncio.Future[int]] = {}
+        self._warming = asyncio.Lock()
+
+    async def warm(self) -> None:
+        """Start the fork server, if it does not run, and wait until it is ready.
+
+        Raises:
+            LaunchError: The fork server exited, or was not ready within ``WARM_S``.
+
+        Cancellation: Safe; see ``HelperProcess.start``.
+        """
+        async with self._warming:
+            if not self._server.is_running:
+                await self._server.start(self._preload, self._env, WARM_S)
+
+    async def fork(self, order: Launch) -> int:
+        """Fork a process; return its process id.
+
+        Raises:
+            LaunchError: The process could not be forked, or the fork server exited.
+
+        Cancellation: The process may start all the same.
+        """
+        await self.warm()
+        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._starting[order.name] = future
+        self._server.tell(order)
+        return await future
+
+    def _on_news(self, news: ForkNews) -> None:
+        match news:
+            case Exited(name, code):
+                self._on_exit(name, code)
+            case Launched(name, pid):
+                future = self._starting.pop(name, None)
+                if future is not None and not future.done():
+                    future.set_result(pid)
+            case LaunchFailed(name, error):
+                self._fail(name, error)
+
+    def _fail(self, name: str, why: str) -> None:
+        future = self._starting.pop(name, None)
+        if future is not None and not future.done():
+            future.set_exception(LaunchError(f"{name}: {why}"))
+
+    def _hangs(self) -> None:
+        self.trouble = "the fork server hangs and is replaced: nothing starts meanwhile"
+
+    def _ended(self) -> None:
+        for name in list(self._starting):
+            self._fail(name, "the fork server has exited")
+        self._replacing = asyncio.get_running_loop().create_task(self._replace())
+
+    async def _replace(self) -> None:
+        """Start another fork server at once, not only when a process is needed."""
+        try:
+            await self.warm()
+        except LaunchError as error:  # the next fork tries again
+            logger.error("%s", error)
+        self.trouble = ""
+
+    async def close(self) -> None:
+        """Shut the fork server down; the forked processes go on.
+
+        Cancellation: It exits once it sees that its socket is closed.
+        """
+        if self._replacing is not None:
+            self._replacing.cancel()
+        await self._server.close()

@@ -1,0 +1,68 @@
+"""The warm machines of a Ray cluster: a ``NodeLauncher`` on each. Shell.
+
+The launchers are no detached actors: they exit with the bridge, and with them the fork
+servers. The replicas go on, because their holders are detached.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from multiworld.serve.launchers.protocol import WarmNodes
+from multiworld.serve.launchers.ray.actor import NodeLauncher
+
+
+class WarmNodePool:
+    """The launchers of all machines. Its methods can be called from any thread."""
+
+    def __init__(self) -> None:
+        remote: Any = ray.remote  # its overloads lack a call with keywords only
+        self._class = remote(NodeLauncher)
+        self._lock = threading.Lock()
+        self._order = WarmNodes((), "", "")
+        self._launchers: dict[str, Any] = {}
+
+    def configure(self, order: WarmNodes) -> None:
+        """Set what the fork servers of machines that are not warm yet import."""
+        with self._lock:
+            self._order = order
+
+    def keep(self, keys: Iterable[str]) -> None:
+        """Warm the machines that are new, and forget those that are gone.
+
+        Args:
+            keys: Ray's ids of all machines.
+        """
+        wanted = set(keys)
+        with self._lock:
+            for key in self._launchers.keys() - wanted:
+                del self._launchers[key]
+        for key in wanted:
+            self.launcher(key)
+
+    def launcher(self, key: str) -> Any:
+        """Return the launcher of a machine; start one if it has none.
+
+        Args:
+            key: Ray's id of the machine.
+        """
+        with self._lock:
+            found = self._launchers.get(key)
+            if found is None:
+                found = self._launchers[key] = self._start(key)
+            return found
+
+    def _start(self, key: str) -> Any:
+        there = NodeAffinitySchedulingStrategy(key, soft=False)
+        order = self._order
+        options = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": there}
+        made = self._class.options(**options).remote(
+            order.preload, order.folder, order.logs, key[:8]
+        )
+        made.warm.remote()
+        return made

@@ -1,0 +1,109 @@
+"""The actors of a Ray cluster, without Ray: a machine's launcher, and holders."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from multiworld.errors import LaunchError
+from multiworld.serve.launchers.base import began_at
+from multiworld.serve.launchers.ray.actor import NodeLauncher, ReplicaHolder, wait_exit
+from tests.unit.serve.launchers.test_local_launcher import (
+    FAKE_ENTRY,
+    WAIT_S,
+    args,
+    python_path,
+)
+from tests.until import until
+
+pytestmark = pytest.mark.usefixtures("path")
+
+
+@pytest.fixture
+def path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let fork servers import the fake entry."""
+    monkeypatch.setenv("PYTHONPATH", python_path())
+
+
+@pytest.fixture
+async def launcher(tmp_path: Path) -> AsyncIterator[NodeLauncher]:
+    """Return the launcher of this machine."""
+    made = NodeLauncher([FAKE_ENTRY], str(tmp_path), str(tmp_path), "one")
+    yield made
+    await made._forks.close()
+
+
+async def start(launcher: NodeLauncher, what: str, log: Path) -> tuple[int, int, str]:
+    """Start a rank named ``app/rank``."""
+    env = {"GREETING": "hello"}
+    text = args(what).model_dump_json()
+    return await launcher.launch("app/rank", text, env, str(log))
+
+
+async def test_rank_runs_until_it_ends_and_its_code_is_known(
+    launcher: NodeLauncher, tmp_path: Path
+) -> None:
+    """It says what it was told in its own log."""
+    log = tmp_path / "rank.log"
+    pid, began, leash = await start(launcher, "says", log)
+    assert began_at(pid) == began
+    ReplicaHolder().hold(leash)
+    await launcher.let_go("app/rank")
+    await until(log.exists, WAIT_S)
+    await until(lambda: log.read_text().startswith(f"hello {pid} "), WAIT_S)
+    os.kill(pid, signal.SIGTERM)
+    async with asyncio.timeout(WAIT_S):
+        await asyncio.to_thread(wait_exit, pid, began)
+    assert await launcher.exit_code("app/rank") == 7
+    assert await launcher.exit_code("app/rank") is None, "asked for once"
+
+
+async def test_rank_that_nobody_holds_is_killed(
+    launcher: NodeLauncher, tmp_path: Path
+) -> None:
+    """Its holder did not start, or was killed."""
+    pid, began, _ = await start(launcher, "waits", tmp_path / "rank.log")
+    await launcher.let_go("app/rank")
+    async with asyncio.timeout(WAIT_S):
+        await asyncio.to_thread(wait_exit, pid, began)
+    assert await launcher.exit_code("app/rank") == -signal.SIGKILL
+
+
+async def test_rank_without_a_folder_for_its_log_starts_all_the_same(
+    launcher: NodeLauncher,
+) -> None:
+    """On other machines, the folder of the logs may not exist."""
+    pid, began, _ = await start(launcher, "waits", Path("/no/such/folder/rank.log"))
+    assert began_at(pid) == began
+    await launcher.let_go("app/rank")
+
+
+async def test_rank_that_cannot_start_leaves_nothing(
+    tmp_path: Path,
+) -> None:
+    """The error says why, and the next rank may have its name."""
+    made = NodeLauncher([f"{FAKE_ENTRY}_threads"], str(tmp_path), "/no/logs", "one")
+    try:
+        before = len(os.listdir("/proc/self/fd"))
+        await made.warm()
+        held = len(os.listdir("/proc/self/fd"))
+        for _ in range(2):
+            with pytest.raises(LaunchError, match="the fork server has 2 threads"):
+                await start(made, "waits", tmp_path / "rank.log")
+        assert len(os.listdir("/proc/self/fd")) == held >= before
+        assert await made.exit_code("app/rank") is None
+    finally:
+        await made._forks.close()
+
+
+def test_holder_names_the_gpus_that_ray_has_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And no others of its variables."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert ReplicaHolder().gpu_variables() == {"CUDA_VISIBLE_DEVICES": "3"}
