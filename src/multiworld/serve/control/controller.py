@@ -36,6 +36,7 @@ from multiworld.serve.fleet.desired_state import desired_state_of
 from multiworld.serve.fleet.history import History
 from multiworld.serve.fleet.reconciler import Reconciler
 from multiworld.serve.fleet.record import Record, StateFolder, StoreRecord
+from multiworld.serve.fleet.start_order import starts_at_once
 from multiworld.serve.fleet.state import DesiredState, Process, ProcessPhase
 from multiworld.serve.launchers.base import Launcher, RunningProcess
 from multiworld.serve.models.factory import import_factory
@@ -119,6 +120,7 @@ class Controller:
             first=1 if old is None else old.next_number,
             number=0 if old is None else old.number,
             active=None if old is None else old.active,
+            starts_at_once=starts_at_once(launcher.nodes()),
         )
         self._versions = Versions(None if old is None else old.specs)
         self._links = ProcessLinks(manager, app.app, store.address, app.silence_s, self)

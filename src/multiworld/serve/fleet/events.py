@@ -88,7 +88,13 @@ class Unplaced:
 
 @dataclass(frozen=True, slots=True)
 class CapacityChanged:
-    """Machines have changed; there may be room for unplaced replicas."""
+    """Machines have changed; there may be room for unplaced replicas.
+
+    Attributes:
+        starts_at_once: Most replicas that start at once now.
+    """
+
+    starts_at_once: int
 
 
 @dataclass(frozen=True, slots=True)

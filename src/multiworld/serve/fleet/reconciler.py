@@ -37,6 +37,7 @@ from multiworld.serve.fleet.events import (
     Ticked,
     Unplaced,
 )
+from multiworld.serve.fleet.start_order import Shortage, StageKey, next_starts
 from multiworld.serve.fleet.state import (
     STATE_OF,
     DesiredModel,
@@ -46,7 +47,6 @@ from multiworld.serve.fleet.state import (
 )
 from multiworld.serve.transport.routing_table import (
     Replica,
-    ReplicaState,
     Route,
     RoutingTable,
 )
@@ -56,13 +56,16 @@ class Reconciler:
     """Turns events into actions that bring the observed state to the desired state.
 
     Args:
-        ready_s: Seconds that a process, and a new version, has to become ready.
+        ready_s: Seconds that a process has to become ready, and that a new version has
+            until the next of its replicas is.
         drain_s: Seconds that a draining process gets to finish its work.
         first: First number for the names of processes; names are never reused.
         number: Number of the last routing table.
         active: Active version of each model, from an earlier controller.
+        starts_at_once: Most replicas that start at once, until machines change.
 
     Attributes:
+        starts_at_once: See above.
         desired: The desired state.
         active: Version that gets new requests, by model.
         processes: Observed state of each process, by name.
@@ -82,7 +85,9 @@ class Reconciler:
         first: int = 1,
         number: int = 0,
         active: dict[str, str] | None = None,
+        starts_at_once: int = 64,
     ) -> None:
+        self.starts_at_once = starts_at_once
         self._ready_s, self._drain_s = ready_s, drain_s
         self.next_number = first
         self.table = RoutingTable(number=number)
@@ -95,6 +100,7 @@ class Reconciler:
         self.unplaced: dict[StageKey, str] = {}
         self.start_s: dict[StageKey, float] = {}
         self._retry_at: dict[StageKey, float] = {}
+        self._lost: dict[StageKey, int] = {}
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Record an event; return the actions that follow from it, in order.
@@ -132,7 +138,8 @@ class Reconciler:
                 yield from self._gone(event, now)
             case Unplaced(name, why) if name in self.processes:
                 yield from self._unplaced(self.processes.pop(name), why, now)
-            case CapacityChanged():
+            case CapacityChanged(starts_at_once):
+                self.starts_at_once = starts_at_once
                 self._retry_at.clear()
             case DrainRequested(name) if name in self.processes:
                 self.processes[name].is_drain_requested = True
@@ -203,8 +210,15 @@ class Reconciler:
             took_s = now - process.since
             process.since = now
             self.start_s[_key_of(process)] = took_s
+            self._update_goes_on(process, now)
             text = f"{name} is ready, {took_s:.2f} s after its launch"
             yield LogEvent("ready", text + _by_phase(process, now - took_s, now), name)
+
+    def _update_goes_on(self, process: Process, now: float) -> None:
+        """Give a new version of a model its time again, for the next replica."""
+        version, _ = self._updates.get(process.model, ("", 0.0))
+        if version == process.version:
+            self._updates[process.model] = version, now
 
     def _gone(self, event: ProcessGone, now: float) -> Iterator[Action]:
         process = self.processes.pop(event.name, None)
@@ -219,6 +233,7 @@ class Reconciler:
             return
         ready_s = now - process.since if process.phase is ProcessPhase.READY else None
         key, cause = _key_of(process), event.cause or event.why
+        self._lost[key] = self._lost.get(key, 0) + 1
         pause_s = self.backoff.record_failure(key, ready_s, now, cause)
         text = f"{event.name}: {event.why}"
         if pause_s:
@@ -255,8 +270,7 @@ class Reconciler:
                     ),
                     now,
                 )
-            is_starting = STATE_OF[process.phase] is ReplicaState.STARTING
-            if is_starting and late_s > self._ready_s:
+            if process.is_starting and late_s > self._ready_s:
                 why = f"not ready within {self._ready_s:g} s"
                 yield from self._gone(ProcessGone(process.name, why), now)
             was_adopted = process.phase is ProcessPhase.READY and not process.is_joined
@@ -291,8 +305,9 @@ class Reconciler:
     def _reconcile(self, now: float) -> Iterator[Action]:
         yield from self._switch()
         for key, count in self._desired_counts():
-            yield from self._scale_stage(key, count, now)
+            yield from self._drain_surplus(key, count, now)
         yield from self._drain_undesired(now)
+        yield from self._start_missing(now)
         self._forget_versions()
         yield from self._announce()
         yield from self._probes(now)
@@ -309,25 +324,41 @@ class Reconciler:
     def _processes_of(self, key: StageKey) -> list[Process]:
         return [p for p in self.processes.values() if _key_of(p) == key]
 
-    def _scale_stage(self, key: StageKey, count: int, now: float) -> Iterator[Action]:
+    def _drain_surplus(self, key: StageKey, count: int, now: float) -> Iterator[Action]:
         staying = [p for p in self._processes_of(key) if not p.is_going]
         kept = [p for p in staying if not p.is_drain_requested]
         if sum(p.phase is ProcessPhase.READY for p in kept) >= count:
             for process in staying:
                 if process.is_drain_requested:  # its replacement is ready
                     yield from self._drain(process, now)
-        missing = count - len(kept)
-        if missing <= 0 and all(p.phase is not ProcessPhase.LAUNCHING for p in kept):
-            self.unplaced.pop(key, None)
-        not_before = max(self.backoff.not_before(key), self._retry_at.get(key, 0.0))
-        if missing > 0 and now >= not_before:
-            for _ in range(missing):
-                yield self._launch(key, now)
         surplus = sorted(
             kept, key=lambda p: (p.phase is ProcessPhase.READY, -_number(p.name))
         )
-        for process in surplus[: max(0, -missing)]:
+        for process in surplus[: max(0, len(kept) - count)]:
             yield from self._drain(process, now)
+
+    def _start_missing(self, now: float) -> Iterator[Action]:
+        shortages = []
+        for key, count in self._desired_counts():
+            kept = [
+                p
+                for p in self._processes_of(key)
+                if not p.is_going and not p.is_drain_requested
+            ]
+            missing = max(0, count - len(kept))
+            lost = self._lost[key] = min(self._lost.get(key, 0), missing)
+            if not missing and all(p.phase is not ProcessPhase.LAUNCHING for p in kept):
+                self.unplaced.pop(key, None)
+            not_before = max(self.backoff.not_before(key), self._retry_at.get(key, 0.0))
+            if missing and now >= not_before:
+                shortages.append(Shortage(key, count, missing, lost))
+        starting = sum(
+            p.phase in (ProcessPhase.LAUNCHING, ProcessPhase.JOINED)
+            for p in self.processes.values()
+            if not p.is_gateway
+        )
+        for key in next_starts(shortages, self.starts_at_once - starting):
+            yield self._launch(key, now)
 
     def ready_at(self, model: str, stage: int) -> list[str]:
         """Return the names of the ready replicas of a stage, of any version.
@@ -355,6 +386,7 @@ class Reconciler:
         prefix = f"{model}/{stage}" if model else "gateway"
         name = f"{prefix}/{self.next_number}"
         self.next_number += 1
+        self._lost[key] = max(0, self._lost.get(key, 0) - 1)
         self.processes[name] = Process(name, model, version, stage, since=now)
         return Launch(name, model, version, stage)
 
@@ -400,30 +432,24 @@ class Reconciler:
             del self._versions[version]
         for key in [key for key in self.unplaced if key[:2] not in needed]:
             del self.unplaced[key]
-        for key in [key for key in self.start_s if key[:2] not in needed]:
-            del self.start_s[key]
+        for known in (self.start_s, self._lost):
+            for key in [key for key in known if key[:2] not in needed]:
+                del known[key]
 
     def _announce(self) -> Iterator[Action]:
         table = RoutingTable(
             number=self.table.number,
-            gateways=tuple(sorted(p.name for p in self._gateways())),
+            gateways=tuple(sorted(p.name for p in self._gateways() if p.is_there)),
             routes={name: self._route(name) for name in self.desired.models},
             replicas={
                 p.name: Replica(p.name, p.model, p.version, p.stage, STATE_OF[p.phase])
                 for p in self.processes.values()
-                if not p.is_gateway and not self._is_placement_attempt(p)
+                if not p.is_gateway and p.is_there
             },
         )
         if table != self.table:
             self.table = replace(table, number=self.table.number + 1)
             yield Announce(self.table)
-
-    def _is_placement_attempt(self, process: Process) -> bool:
-        """Return whether a process repeats a failed placement; tables leave it out."""
-        return (
-            process.phase is ProcessPhase.LAUNCHING
-            and _key_of(process) in self.unplaced
-        )
 
     def _gateways(self) -> list[Process]:
         return [p for p in self.processes.values() if p.is_gateway]
@@ -517,9 +543,6 @@ FIRST_START_FAILURES = 4
 
 ROLL_BACK_FAILURES = 3
 """Consecutive crashes of one stage after which a new version is rolled back."""
-
-StageKey = tuple[str, str, int]
-"""Model, version and stage; model and version are empty for gateways."""
 
 
 def _key_of(process: Process) -> StageKey:

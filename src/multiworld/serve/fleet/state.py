@@ -127,3 +127,13 @@ class Process:
     def is_going(self) -> bool:
         """True while the process drains or finishes."""
         return self.phase in (ProcessPhase.DRAINING, ProcessPhase.FINISHING)
+
+    @property
+    def is_starting(self) -> bool:
+        """True until it is ready."""
+        return STATE_OF[self.phase] is ReplicaState.STARTING
+
+    @property
+    def is_there(self) -> bool:
+        """True once it has joined its control world; before, nobody can reach it."""
+        return self.phase is not ProcessPhase.LAUNCHING

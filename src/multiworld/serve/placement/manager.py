@@ -15,6 +15,7 @@ from multiworld.serve.fleet.decision_log import DecisionLog
 from multiworld.serve.fleet.history import History
 from multiworld.serve.fleet.reconciler import Reconciler
 from multiworld.serve.fleet.record import ProcessRecord
+from multiworld.serve.fleet.start_order import starts_at_once
 from multiworld.serve.fleet.state import DesiredState, ProcessPhase
 from multiworld.serve.launchers.base import Launcher, RunningProcess
 from multiworld.serve.placement.problem_builder import ReplicaRequest, in_words
@@ -190,7 +191,7 @@ class PlacementManager:
             self._trouble = trouble
             text = trouble or "replicas can be started again"
             self._history.say("launcher", text)
-        self._owner.happened(events.CapacityChanged())
+        self._owner.happened(events.CapacityChanged(starts_at_once(self.nodes)))
         self.wake()
 
     def check_memory(self) -> None:

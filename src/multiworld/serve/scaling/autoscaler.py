@@ -18,11 +18,11 @@ from multiworld.errors import PlacementError, SpecError
 from multiworld.serve.fleet.decision_log import DecisionLog
 from multiworld.serve.fleet.history import History
 from multiworld.serve.fleet.reconciler import Reconciler
-from multiworld.serve.fleet.state import DesiredState, ProcessPhase
+from multiworld.serve.fleet.state import DesiredModel, DesiredState, ProcessPhase
 from multiworld.serve.models.factory import import_factory
 from multiworld.serve.placement.replica_bookings import Specs
 from multiworld.serve.scaling import default_policy, limits
-from multiworld.serve.scaling.limits import within
+from multiworld.serve.scaling.limits import keep_starting, within
 from multiworld.serve.scaling.samples import ObservedReplica, SampleWindow
 from multiworld.serve.scaling.snapshot import Decision, Policy, Snapshot
 from multiworld.serve.scaling.snapshot_json import snapshot_to_json
@@ -216,6 +216,7 @@ class Autoscaler:
             memory=known.memory,
         )
         decision = within(known.policy(snapshot), snapshot.stages)
+        decision = self._hold_starting(name, wanted, decision)
         known.memory = decision.memory
         self._journal.set_reason("scaling", name, decision.why)
         if tuple(decision.replicas) != wanted.replicas:
@@ -227,6 +228,22 @@ class Autoscaler:
             for p in self._fleet.processes.values()
             if (p.model, p.version) == (name, version)
         ]
+
+    def _hold_starting(
+        self, name: str, wanted: DesiredModel, decision: Decision
+    ) -> Decision:
+        """Return a decision that drains no replica which is still starting."""
+        starting, there = [0] * len(wanted.replicas), [0] * len(wanted.replicas)
+        for process in self._fleet.processes.values():
+            if (process.model, process.version) != (name, wanted.version):
+                continue
+            there[process.stage] += not process.is_going
+            starting[process.stage] += process.is_starting
+        kept = keep_starting(decision.replicas, wanted.replicas, starting, there)
+        if kept == tuple(decision.replicas):
+            return decision
+        why = f"{decision.why}; what is still starting is not drained"
+        return replace(decision, replicas=kept, why=why)
 
     def _start_s(self, name: str, version: str) -> float:
         took = [

@@ -50,6 +50,31 @@ def within(decision: Decision, stages: Sequence[StageNow]) -> Decision:
     return replace(decision, replicas=replicas)
 
 
+def keep_starting(
+    wanted: Sequence[int],
+    before: Sequence[int],
+    starting: Sequence[int],
+    there: Sequence[int],
+) -> tuple[int, ...]:
+    """Return the replicas of each stage such that no starting one is drained.
+
+    A start costs the most before the replica is ready, and frees nothing if it is given
+    up; if it is too many, it is drained once it is ready.
+
+    Args:
+        wanted: Replicas that are wanted, by stage.
+        before: Replicas that were wanted before; no stage gets more for this reason.
+        starting: Replicas that are starting.
+        there: Replicas that are starting or ready.
+    """
+    return tuple(
+        max(want, min(most, known)) if starts else want
+        for want, most, starts, known in zip(
+            wanted, before, starting, there, strict=True
+        )
+    )
+
+
 def stages_now(spec: ModelSpec, replicas: Sequence[int]) -> tuple[StageNow, ...]:
     """Return the stages of a model with their limits and desired replicas."""
     return tuple(

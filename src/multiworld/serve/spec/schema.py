@@ -330,7 +330,7 @@ class AppSpec(_Strict):
     """Seconds of silence after which a process counts as lost and is replaced."""
     ready_s: Seconds = 120.0
     """Seconds that a process has to become ready; it is replaced after that. A new
-    version that is not ready in that time is rolled back."""
+    version is rolled back if none of its replicas becomes ready for that long."""
     drain_s: Seconds = 60.0
     """Seconds that a draining process gets to finish its work before it is killed."""
     orphan_s: Seconds = 10.0

@@ -132,7 +132,7 @@ def test_unplaced_replica_waits_and_is_reported_once() -> None:
     assert service.kinds().count("unplaced") == 1
     assert service.fleet.backoff.failures(("m", "1", 1)) == 0
     service.room = 1
-    service.tell(CapacityChanged())
+    service.tell(CapacityChanged(64))
     assert service.ready() == [1, 3, 1]
     assert service.fleet.unplaced == {}
 
@@ -457,3 +457,87 @@ def test_stage_scales_to_zero_and_back_whatever_the_others_do() -> None:
     service.tell(DesiredStateChanged(desired(1, 1, 1)))
     assert service.ready() == [1, 1, 1]
     assert "lost" not in service.kinds()
+
+
+class Slow:
+    """A reconciler whose processes take their time; a test moves each on."""
+
+    def __init__(self, *replicas: int, starts_at_once: int = 2) -> None:
+        self.fleet = Reconciler(starts_at_once=starts_at_once)
+        self.now = 0.0
+        self.launched: list[str] = []
+        self.tell(DesiredStateChanged(desired(*replicas)))
+
+    def tell(self, event: Event) -> None:
+        """Pass an event to the reconciler, and note what it launches."""
+        self.now += 0.01
+        for action in self.fleet.handle(event, self.now):
+            if isinstance(action, Launch):
+                self.launched.append(action.name)
+
+    def finish(self, name: str) -> None:
+        """Let a replica start, load and be probed."""
+        for event in (Joined(name), Loaded(name), Probed(name)):
+            self.tell(event)
+
+    def stages(self) -> list[str]:
+        """Return what was launched since the last call, without the numbers."""
+        launched, self.launched = self.launched, []
+        return [name.rpartition("/")[0] for name in launched]
+
+
+def test_only_so_many_start_at_once_and_one_of_each_stage_first() -> None:
+    """The next one starts when one has loaded, and not only when it is ready."""
+    slow = Slow(2, 2, 2)
+    first = slow.launched[1:]
+    assert slow.stages() == ["gateway", "m/0", "m/1"]
+    slow.tell(Joined(first[0]))
+    assert slow.stages() == []
+    slow.tell(Loaded(first[0]))
+    assert slow.stages() == ["m/2"]
+    slow.tell(Joined(first[1]))
+    slow.tell(Loaded(first[1]))
+    assert slow.stages() == ["m/0"]
+
+
+def test_replacement_is_started_before_what_grows() -> None:
+    """And the stage that nothing serves any more before all others."""
+    slow = Slow(2, 1, 1, starts_at_once=8)
+    for name in slow.launched[1:]:
+        slow.finish(name)
+    slow.stages()
+    slow.tell(CapacityChanged(1))
+    slow.tell(DesiredStateChanged(desired(6, 1, 1)))
+    assert slow.stages() == ["m/0"]
+    of = slow.fleet.processes
+    slow.tell(ProcessGone(next(n for n in of if n.startswith("m/2/")), "killed"))
+    slow.finish(next(n for n, p in of.items() if p.model and p.is_starting))
+    assert slow.stages() == ["m/2"]
+
+
+def test_table_lists_a_replica_once_it_can_be_reached() -> None:
+    """Its peers would try in vain before, again and again."""
+    slow = Slow(1, 1, 1)
+    name = slow.launched[1]
+    assert name not in slow.fleet.table.replicas
+    assert not slow.fleet.table.gateways
+    slow.tell(Joined(name))
+    assert slow.fleet.table.replicas[name].state is ReplicaState.STARTING
+    slow.tell(Joined(slow.launched[0]))
+    assert slow.fleet.table.gateways == (slow.launched[0],)
+
+
+def test_update_has_its_time_again_with_every_replica_that_is_ready() -> None:
+    """Many replicas may load one after another; only a standstill rolls back."""
+    slow = Slow(3, starts_at_once=1)
+    slow.fleet._ready_s = 10.0
+    slow.finish(slow.launched[0])
+    for _ in range(3):
+        slow.finish(slow.launched[-1])
+    slow.stages()
+    slow.tell(DesiredStateChanged(desired(3, version="2")))
+    for _ in range(3):
+        slow.now += 8.0
+        slow.tell(Ticked())
+        slow.finish(slow.launched[-1])
+    assert slow.fleet.active == {"m": "2"}

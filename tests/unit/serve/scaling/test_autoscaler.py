@@ -19,7 +19,7 @@ from multiworld.serve.fleet.decision_log import DecisionLog
 from multiworld.serve.fleet.events import DesiredStateChanged
 from multiworld.serve.fleet.history import History
 from multiworld.serve.fleet.reconciler import Reconciler
-from multiworld.serve.fleet.state import DesiredModel, DesiredState
+from multiworld.serve.fleet.state import DesiredModel, DesiredState, ProcessPhase
 from multiworld.serve.scaling import autoscaler as module
 from multiworld.serve.scaling.autoscaler import Autoscaler
 from multiworld.serve.scaling.snapshot import Decision, Snapshot
@@ -166,9 +166,14 @@ class Service:
         self.scaler = Autoscaler(self.fleet, self.history, self.journal, self.owner)
 
     def serve(
-        self, name: str, spec: ModelSpec, *replicas: int, is_active: bool = True
+        self,
+        name: str,
+        spec: ModelSpec,
+        *replicas: int,
+        is_active: bool = True,
+        phase: ProcessPhase = ProcessPhase.READY,
     ) -> None:
-        """Want a model in so many replicas, and have its version answer."""
+        """Want a model in so many replicas, all in a phase; its version answers."""
         self.owner.specs.setdefault(name, {})[spec.version] = spec
         desired = self.fleet.desired
         model = DesiredModel(spec.version, tuple(replicas), deadline_s=7.0)
@@ -176,6 +181,8 @@ class Service:
         if is_active:
             self.fleet.active[name] = spec.version
         self.fleet.handle(DesiredStateChanged(replace(desired, models=models)), 0.0)
+        for process in self.fleet.processes.values():
+            process.phase = phase
 
     def replicas(self, name: str = "m") -> tuple[int, ...]:
         """Return how many replicas of each stage are wanted."""
@@ -237,6 +244,24 @@ async def test_unchanged_decision_is_thought_and_not_carried_out(
         await until(lambda: len(policies["one"].seen) > 2)
         assert s.reason() == "enough"
         assert (s.owner.wanted, s.said(), s.owner.trials) == ([], [], [])
+
+
+async def test_what_is_still_starting_is_not_drained(
+    policies: dict[str, FakePolicy],
+) -> None:
+    """It is given up once it is ready, if it is too many then."""
+    policies["one"].decides = to(1, why="too many")
+    async with service() as s:
+        s.serve("m", spec(), 3, phase=ProcessPhase.JOINED)
+        first, *others = s.fleet.processes.values()
+        first.phase = ProcessPhase.READY
+        s.scaler.start()
+        await until(lambda: "still starting is not drained" in s.reason())
+        assert s.replicas() == (3,)
+        for process in others:
+            process.phase = ProcessPhase.READY
+        await until(lambda: s.replicas() == (1,))
+        await until(lambda: s.reason() == "too many")
 
 
 async def test_decision_beyond_the_limits_is_brought_within_them(

@@ -1,0 +1,78 @@
+"""The order of starts: what is needed most first, and not all at once."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from multiworld.serve.fleet.start_order import Shortage, next_starts, starts_at_once
+from multiworld.serve.resources.amounts import Node
+
+GATEWAY = "", "", 0
+
+
+def stage(number: int, model: str = "m") -> tuple[str, str, int]:
+    """Return the key of a stage."""
+    return model, "1", number
+
+
+def test_stage_that_nothing_serves_goes_first() -> None:
+    """Requests wait for it; elsewhere they only wait longer."""
+    found = next_starts(
+        [Shortage(stage(0), 4, 2, 2), Shortage(stage(1), 1, 1, 1)], free=1
+    )
+    assert found == [stage(1)]
+
+
+def test_replacements_precede_growth() -> None:
+    """Even if the stage that grows has the smaller part of its replicas."""
+    grows, lost = Shortage(stage(0), 8, 6, 0), Shortage(stage(1), 4, 1, 1)
+    assert next_starts([grows, lost], free=3) == [stage(1), stage(0), stage(0)]
+
+
+def test_every_stage_of_a_cold_start_gets_one_before_any_gets_two() -> None:
+    """So the model answers as soon as it can."""
+    short = [Shortage(stage(k), 3, 3, 0) for k in range(3)]
+    assert next_starts(short, free=4)[:3] == [stage(0), stage(1), stage(2)]
+
+
+def test_gateways_wait_for_nothing() -> None:
+    """They load no model, and nothing is answered without one."""
+    found = next_starts(
+        [Shortage(stage(0), 1, 1, 0), Shortage(GATEWAY, 2, 2, 0)], free=0
+    )
+    assert found == [GATEWAY, GATEWAY]
+
+
+shortages = st.lists(
+    st.builds(
+        lambda number, there, missing, lost: Shortage(
+            stage(number), there + missing, missing, lost
+        ),
+        st.integers(0, 5),
+        st.integers(0, 3),
+        st.integers(1, 4),
+        st.integers(0, 4),
+    ),
+    unique_by=lambda s: s.key,
+)
+
+
+@given(shortages, st.integers(-2, 12))
+def test_all_room_is_used_and_no_more(short: list[Shortage], free: int) -> None:
+    """No stage gets more than it lacks."""
+    found = next_starts(short, free)
+    assert len(found) == max(0, min(free, sum(s.missing for s in short)))
+    for one in short:
+        assert found.count(one.key) <= one.missing
+
+
+def test_nodes_of_one_machine_share_its_cores() -> None:
+    """A machine with few cores starts two at once, because starts also wait."""
+    nodes = [
+        Node("a", 4.0, 1, address="10.0.0.1"),
+        Node("b", 4.0, 1, address="10.0.0.1"),
+        Node("c", 1.0, 1, address="10.0.0.2"),
+    ]
+    assert starts_at_once(nodes) == 6
+    assert starts_at_once([]) == 0
