@@ -7,16 +7,18 @@ import json
 import logging
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
 
 from multiworld.cli.options import JSON, SPEC, STATE
-from multiworld.serve.control.answers import plain
-from multiworld.serve.control.controller import Controller
-from multiworld.serve.control.service import run_service
 from multiworld.serve.fleet.record import StateFolder, state_root
 from multiworld.serve.spec.loader import load_spec
+
+if TYPE_CHECKING:
+    from multiworld.serve.control.controller import Controller
+    from multiworld.serve.control.startup import Startup
 
 
 def run(path: Path, state: Path | None, *, as_json: bool, is_verbose: bool) -> int:
@@ -26,12 +28,18 @@ def run(path: Path, state: Path | None, *, as_json: bool, is_verbose: bool) -> i
         logging.getLogger("multiworld.serve").setLevel(logging.INFO)
     app = load_spec(path)
     folder = StateFolder(state or state_root() / app.app)
+    if not as_json:
+        console.print(f"starting {app.app} …")
+    # Only now, because it takes a second or more to import torch.
+    from multiworld.serve.control.answers import plain
+    from multiworld.serve.control.service import run_service
 
-    def up(controller: Controller) -> None:
+    def up(controller: Controller, startup: Startup) -> None:
         if as_json:
             click.echo(json.dumps(plain(controller.status())))
             return
         console.print(f"[green]{app.app} is ready[/] at {controller.url}")
+        console.print(f"  after {startup}", soft_wrap=True)
         for name, model in app.models.items():
             counts = controller.fleet.desired.models[name].replicas
             stages = " → ".join(
@@ -47,8 +55,6 @@ def run(path: Path, state: Path | None, *, as_json: bool, is_verbose: bool) -> i
             "  Ctrl-C ends the service; `multiworld status` shows its processes"
         )
 
-    if not as_json:
-        console.print(f"starting {app.app} …")
     return asyncio.run(run_service(app, folder, up))
 
 

@@ -26,15 +26,6 @@ from multiworld.serve.gateway.process import USAGE_S
 from multiworld.serve.tenants.records import UsageSum
 from multiworld.testing.ray_nodes import RayNodes
 
-SETTLE_S = 90.0
-"""Seconds that the service may take to recover from an event.
-
-On a busy machine, each replica's process needs many of them to import torch.
-"""
-
-NOTICE_S = 20.0
-"""Seconds that a loss may take to be noticed."""
-
 
 @dataclass(frozen=True, slots=True)
 class Move:
@@ -61,8 +52,6 @@ class ClusterStory(Story):
     Attributes:
         moves: Replicas lost with a node, and their replacements.
     """
-
-    settle_s = SETTLE_S
 
     def __init__(
         self, spec: Path, root: Path, tell: Callable[[str], None], nodes: RayNodes

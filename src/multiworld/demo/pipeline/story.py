@@ -7,13 +7,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import yaml
 
+from multiworld.demo.pipeline.patience import STILL_S, Patience
 from multiworld.errors import ServeError
 from multiworld.serve.control.answers import (
     FaultInjected,
@@ -32,11 +33,8 @@ T = TypeVar("T")
 MODEL = "minilm"
 """Model that the demo serves, as the spec names it."""
 
-SETTLE_S = 30.0
-"""Seconds that the service may take to recover from an event."""
-
-START_S = 180.0
-"""Seconds that the service may take to start."""
+END_S = 30.0
+"""Seconds that the service may take to shut down."""
 
 POLL_S = 0.05
 """Seconds between questions to the controller."""
@@ -91,8 +89,6 @@ class Story:
         replica_counts: Ready replicas over time.
     """
 
-    settle_s = SETTLE_S
-
     def __init__(self, spec: Path, root: Path, tell: Callable[[str], None]) -> None:
         self._spec, self._root, self.tell = spec, root, tell
         self._app = yaml.safe_load(spec.read_text())
@@ -127,7 +123,7 @@ class Story:
         """Start the service; return its URL when it is ready.
 
         Raises:
-            DemoFailedError: The service did not become ready within ``START_S``.
+            DemoFailedError: The service ended, or nothing moved for a minute.
 
         Cancellation:
             The service may be running; ``end`` stops it.
@@ -144,11 +140,7 @@ class Story:
                 start_new_session=True,
             )
         assert self._process.stdout is not None
-        try:
-            async with asyncio.timeout(START_S):
-                text = await self._process.stdout.readline()
-        except TimeoutError:
-            text = b""
+        text = await self._first_line(self._process.stdout)
         if not text:
             raise DemoFailedError(
                 f"the service did not start; its log ends with: {self._last_words()}"
@@ -157,9 +149,22 @@ class Story:
         self._status = decode(text, StatusAnswer)
         return self._status.url
 
-    def _last_words(self) -> str:
-        lines = (self._root / "serve.log").read_text(errors="replace").splitlines()
-        return "\n".join(lines[-5:])
+    async def _first_line(self, output: asyncio.StreamReader) -> bytes:
+        """Return the first line of the service's output, empty if it never comes."""
+        patience, log = Patience(), self._root / "serve.log"
+        reading = asyncio.ensure_future(output.readline())
+        while not reading.done() and patience.look(log.stat().st_size):
+            await asyncio.wait([reading], timeout=POLL_S)
+            if patience.is_time_to_tell():
+                self.tell(f"waiting until the service is ready: {self._last_words(1)}")
+        if not reading.done():
+            reading.cancel()
+            return b""
+        return reading.result()
+
+    def _last_words(self, lines: int = 5) -> str:
+        text = (self._root / "serve.log").read_text(errors="replace")
+        return "\n".join(text.splitlines()[-lines:])
 
     async def end(self) -> None:
         """Shut the service down; kill its processes if that takes too long.
@@ -172,7 +177,7 @@ class Story:
         if self._process.returncode is None:
             self._process.send_signal(signal.SIGTERM)
         try:
-            async with asyncio.timeout(SETTLE_S):
+            async with asyncio.timeout(END_S):
                 await self._process.wait()
         except TimeoutError:
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -358,18 +363,34 @@ class Story:
         """Wait until a condition holds in a status that arrives after this call.
 
         Raises:
-            DemoFailedError: The condition did not hold within ``settle_s``.
+            DemoFailedError: Nothing has moved for a minute.
 
         Cancellation:
             Changes nothing.
         """
-        limit = time.monotonic() + self.settle_s
+        patience = Patience()
         fresh = self.status
         while fresh is self.status or not condition():
-            if time.monotonic() > limit:
-                last = self.scenes[-1].title if self.scenes else "the beginning"
-                raise DemoFailedError(f"the service did not recover in time: {last}")
+            if not patience.look(self._progress()):
+                raise DemoFailedError(f"{self._title()}: {self._standstill()}")
+            if patience.is_time_to_tell():
+                self.tell(f"still waiting: {self._unfinished()}")
             await asyncio.sleep(POLL_S)
+
+    def _progress(self) -> Hashable:
+        return frozenset((p.name, p.phase) for p in self.status.processes)
+
+    def _unfinished(self) -> str:
+        found = [
+            f"{p.name} {p.phase}" for p in self.status.processes if p.phase != "ready"
+        ]
+        return ", ".join(found) or "no process is starting or ending"
+
+    def _standstill(self) -> str:
+        return f"nothing has moved for {STILL_S:g} s: {self._unfinished()}"
+
+    def _title(self) -> str:
+        return self.scenes[-1].title if self.scenes else "the beginning"
 
     async def last_event(self) -> int:
         """Return the number of the controller's last event; 0 if there is none.
@@ -392,20 +413,22 @@ class Story:
             after: Earliest time of the event, in seconds since 1970.
 
         Raises:
-            DemoFailedError: No such event came within ``settle_s``.
+            DemoFailedError: No such event came, and nothing has moved for a minute.
 
         Cancellation:
             Changes nothing.
         """
-        limit = time.monotonic() + self.settle_s
-        while time.monotonic() < limit:
+        patience = Patience()
+        last = 0
+        while patience.look((last, self._progress())):
             params = {"since": since}
             found = await self.ask("GET", "/events", list[HistoryEntry], params=params)
             for event in found:
+                last = event.number
                 is_its = name in (None, event.name) and event.at >= after
                 if event.kind == kind and is_its:
                     return event
+            if patience.is_time_to_tell():
+                self.tell(f"still waiting for {kind!r}: {self._unfinished()}")
             await asyncio.sleep(POLL_S)
-        raise DemoFailedError(
-            f"{self.scenes[-1].title}: no event {kind!r} came in time"
-        )
+        raise DemoFailedError(f"{self._title()}: no {kind!r}; {self._standstill()}")

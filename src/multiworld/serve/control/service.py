@@ -9,6 +9,7 @@ import signal
 import socket
 import ssl
 from collections.abc import Callable
+from functools import partial
 
 import uvicorn
 
@@ -17,6 +18,7 @@ from multiworld.errors import ServeError, SpecError
 from multiworld.net.security import Security
 from multiworld.serve.control.admin import make_admin
 from multiworld.serve.control.controller import Controller
+from multiworld.serve.control.startup import Startup, process_began
 from multiworld.serve.control.store_process import (
     end_store,
     kill_store,
@@ -42,6 +44,10 @@ PRELOAD = [
 ]
 """Modules that the fork server imports for every service."""
 
+OnUp = Callable[[Controller, Startup], None]
+"""Callback with the controller of a service that is ready, and the times of its
+start."""
+
 logger = logging.getLogger("multiworld.serve")
 
 STORE_LOOK_S = 1.0
@@ -54,9 +60,7 @@ ELSEWHERE = "198.51.100.1"
 """An address on another network that no host has (RFC 5737: for documentation)."""
 
 
-async def run_service(
-    app: AppSpec, folder: StateFolder, on_up: Callable[[Controller], None]
-) -> int:
+async def run_service(app: AppSpec, folder: StateFolder, on_up: OnUp) -> int:
     """Serve until SIGINT, SIGTERM or ``multiworld shutdown``; return the exit code.
 
     If the controller of a service was lost, this adopts its processes.
@@ -64,7 +68,8 @@ async def run_service(
     Args:
         app: The spec.
         folder: The service's state folder.
-        on_up: Called with the controller when everything is ready.
+        on_up: Called with the controller, and the times of the start, when everything
+            is ready.
 
     Raises:
         ServeError: The service cannot be started; started processes are ended again.
@@ -82,9 +87,9 @@ async def run_service(
         os.close(held)
 
 
-async def _run(
-    app: AppSpec, folder: StateFolder, on_up: Callable[[Controller], None]
-) -> int:
+async def _run(app: AppSpec, folder: StateFolder, on_up: OnUp) -> int:
+    startup = Startup(process_began())
+    startup.end("to import torch")
     old = folder.load()
     allowed_connections(app.gateway.max_connections)
     _check_tls(app)
@@ -93,17 +98,26 @@ async def _run(
     check_policies(app)
     check_launcher(app.launcher)
     preload = _preload(app)
+    startup.end("to build the models")
     env = {"MULTIWORLD_SECRET": folder.secret(), "HF_HUB_OFFLINE": "1"}
     reserved, port = _reserve(app, old)
     store = await start_store(folder, env, old.store if old else None, app.host)
     try:
         with reserved:
-            await _control(app, folder, on_up, preload, env, port, store, old)
+            startup.end("to start the store")
+            up = partial(_say_up, startup, on_up)
+            await _control(app, folder, up, preload, env, port, store, old)
     except ServeError:
         if old is None:
             await end_store(store)  # no process of this service is left
         raise
     return 0
+
+
+def _say_up(startup: Startup, on_up: OnUp, controller: Controller) -> None:
+    startup.end_ready(controller.fleet.processes.values())
+    controller.history.say("up", f"everything is ready after {startup}")
+    on_up(controller, startup)
 
 
 async def _control(

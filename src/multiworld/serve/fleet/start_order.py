@@ -1,7 +1,7 @@
 """The order in which missing processes are started, and how many at once. Pure.
 
 Starts compete for processor time: if all were started at once, all would be late. So
-only as many are started at once as the machines have cores, and the most needed first:
+only two for each core are started at once, and the most needed first:
 gateways; then a stage that nothing serves; then what was lost; then growth. Among
 equals, the stage goes first that has the smallest part of its replicas.
 """
@@ -16,8 +16,8 @@ from multiworld.serve.resources.amounts import Node
 StageKey = tuple[str, str, int]
 """Model, version and stage; model and version are empty for gateways."""
 
-LEAST_AT_ONCE = 2
-"""Starts at once on a machine with one core: a start also waits for others."""
+PER_CORE = 2
+"""Starts at once for each core, because a start waits for others half of its time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,4 +75,4 @@ def starts_at_once(nodes: Iterable[Node]) -> int:
     cores: dict[str, float] = {}
     for node in nodes:
         cores[node.address] = max(cores.get(node.address, 0.0), node.cpus)
-    return sum(max(LEAST_AT_ONCE, int(each)) for each in cores.values())
+    return sum(max(1, int(PER_CORE * each)) for each in cores.values())

@@ -1,0 +1,59 @@
+"""Times of a service's start, by phase, for people. Shell."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from multiworld.serve.fleet.state import Process, ProcessPhase
+
+
+class Startup:
+    """The start of a service, from the start of the controller's process.
+
+    Args:
+        began: Time at which it began, by ``clock``.
+        clock: Returns the monotonic time in seconds.
+    """
+
+    def __init__(
+        self, began: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock, self._began = clock, began
+        self._phases: list[tuple[str, float]] = []
+        self._entered = began
+
+    def end(self, phase: str, at: float | None = None) -> None:
+        """Record that a phase ends, and the next one begins.
+
+        Args:
+            phase: What was done in it, as in "0.2 s to start the store".
+            at: Time of its end; None: now.
+        """
+        now = self._clock() if at is None else max(at, self._entered)
+        self._phases.append((phase, now - self._entered))
+        self._entered = now
+
+    def end_ready(self, processes: Iterable[Process]) -> None:
+        """Record that everything is ready, with these processes."""
+        joined = [
+            p.entered[ProcessPhase.JOINED]
+            for p in processes
+            if ProcessPhase.JOINED in p.entered
+        ]
+        if joined:
+            self.end("until a process ran, with the modules imported", min(joined))
+        self.end("to load and probe the replicas")
+
+    def __str__(self) -> str:
+        phases = ", ".join(f"{took_s:.1f} s {phase}" for phase, took_s in self._phases)
+        return f"{self._entered - self._began:.1f} s ({phases})"
+
+
+def process_began(clock: Callable[[], float] = time.monotonic) -> float:
+    """Return the time at which this process started, by ``clock``, in seconds."""
+    fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
+    up_s = float(Path("/proc/uptime").read_text().split()[0])
+    return clock() - (up_s - int(fields[19]) / os.sysconf("SC_CLK_TCK"))

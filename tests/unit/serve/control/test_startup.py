@@ -1,0 +1,53 @@
+"""The times of a service's start."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from multiworld.serve.control.startup import Startup, process_began
+from multiworld.serve.fleet.state import Process, ProcessPhase
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    now = 10.0
+
+    def __call__(self) -> float:
+        """Return the time."""
+        return self.now
+
+
+def test_phases_follow_each_other_and_add_up() -> None:
+    """The start of the first process ends the time before all replicas load."""
+    clock = Clock()
+    startup = Startup(8.0, clock)
+    startup.end("to import torch")
+    clock.now = 10.5
+    startup.end("to start the store")
+    clock.now = 16.0
+    joined = [15.0, 14.0]
+    startup.end_ready(
+        Process(f"m/0/{at}", entered={ProcessPhase.JOINED: at}) for at in joined
+    )
+    assert str(startup) == (
+        "8.0 s (2.0 s to import torch, 0.5 s to start the store, 3.5 s until a process "
+        "ran, with the modules imported, 2.0 s to load and probe the replicas)"
+    )
+
+
+def test_processes_of_an_earlier_controller_started_before() -> None:
+    """Then there is no start to speak of."""
+    clock = Clock()
+    startup = Startup(8.0, clock)
+    startup.end_ready([Process("m/0/1")])
+    assert str(startup) == "2.0 s (2.0 s to load and probe the replicas)"
+
+
+def test_this_process_has_begun() -> None:
+    """By the monotonic clock, as the kernel knows it."""
+    began = process_began()
+    assert began < time.monotonic()
+    assert process_began() == pytest.approx(began, abs=0.5)
