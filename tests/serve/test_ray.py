@@ -95,10 +95,16 @@ async def test_killed_actors_take_their_replicas_along(
     victim = next(n for n in where(service).values() if n != "head")
     here = {name for name, node in where(service).items() if node == victim}
     pids = {p.pid for p in service.status().processes if p.name in here}
+
+    def holders() -> list[psutil.Process]:
+        found = map(psutil.Process, cluster.pids(victim))
+        return [p for p in found if "ReplicaHolder" in " ".join(p.cmdline())]
+
     async with traffic(service):
-        for process in map(psutil.Process, cluster.pids(victim)):
-            if "ReplicaHolder" in " ".join(process.cmdline()):
-                process.kill()
+        # Ray starts the holder of a replica while the replica runs already.
+        await until(service, lambda: len(holders()) == len(here), "held")
+        for process in holders():
+            process.kill()
         await until(service, lambda: not here & where(service).keys(), "gone")
         await until(service, lambda: not pids & set(psutil.pids()), "ended")
         await until(service, lambda: is_whole(service), "replaced")
