@@ -35,6 +35,7 @@ LAYERS = (
     {"serve/tenants", "serve/resources"},
     {"serve/transport", "serve/models"},
     {"serve/routing"},
+    {"serve/generation"},
     {"serve/worker"},
     {"serve/gateway"},
     {"serve/fleet"},

@@ -271,7 +271,8 @@ def _preload(app: AppSpec) -> list[str]:
     for name, spec in app.models.items():
         try:
             model = build_model(spec)
-            example_of(model)
+            if model.generation is None:
+                example_of(model)
             for note in model.notes:
                 logger.warning("model %s: %s", name, note)
         except SpecError as error:

@@ -44,6 +44,7 @@ def desired_state_of(
                 for number in range(len(model.stages))
                 if bounds_of(model, number)[0] == 0
             ),
+            model.generation is not None,
         )
     return DesiredState(models, app.gateway.replicas)
 

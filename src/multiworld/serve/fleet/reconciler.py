@@ -469,6 +469,7 @@ class Reconciler:
             deadline_s=model.deadline_s,
             objective_s=model.objective_s,
             on_demand=model.on_demand,
+            generates=model.generates,
         )
 
     def _probes(self, now: float) -> Iterator[Action]:

@@ -21,6 +21,7 @@ class DesiredModel:
         deadline_s: Seconds that a request may take, unless it sets its own deadline.
         objective_s: Latency objective, in seconds; None without one.
         on_demand: Numbers of the stages that scale to zero.
+        generates: Whether the model generates text.
     """
 
     version: str
@@ -30,6 +31,7 @@ class DesiredModel:
     deadline_s: float = 30.0
     objective_s: float | None = None
     on_demand: tuple[int, ...] = ()
+    generates: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from multiworld.serve.gateway.body_budget import Reservation
 from multiworld.serve.gateway.gateway import Gateway
 from multiworld.serve.gateway.hot_routes import HotRoutes
 from multiworld.serve.gateway.openai import add_openai
+from multiworld.serve.gateway.openai_generation import add_generation
 from multiworld.serve.gateway.openapi import INFER, KNOWN_MODEL
 from multiworld.serve.gateway.request_body import JSON_LENGTH, while_connected
 from multiworld.serve.gateway.responses import (
@@ -50,6 +51,7 @@ def make_app(gateway: Gateway) -> HotRoutes:
     _health(app, gateway)
     _inference(app, hot, gateway)
     add_openai(app, hot, gateway)
+    add_generation(app, gateway)
     _triton(app, gateway)
     _errors(app)
     finish_routes(app)

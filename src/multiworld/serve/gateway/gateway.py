@@ -21,8 +21,10 @@ from multiworld.serve.gateway.http_request import AnyRequest
 from multiworld.serve.gateway.metrics import render
 from multiworld.serve.gateway.request_body import Body, read_body
 from multiworld.serve.gateway.request_counts import RequestCounts
+from multiworld.serve.generation.streams import Streams
 from multiworld.serve.routing.dispatcher import NO_MODEL, Dispatcher
 from multiworld.serve.spec.dedicated import is_dedicated, route_of
+from multiworld.serve.spec.schema import ModelSpec
 from multiworld.serve.spec.stage import Model, Tensors
 from multiworld.serve.tenants.authenticator import (
     AdmittedRequest,
@@ -46,9 +48,12 @@ class Gateway:
         limits: Most bytes of a request body.
         bodies: Memory that all bodies may take together.
         authenticator: Admits requests; None: one that needs no keys.
+        streams: Streams of generated text; None: streams without replicas.
 
     Attributes:
         dispatcher: Sends requests to replicas.
+        streams: Streams of generated text.
+        specs: Specs of the models, by name and version.
         bodies: Memory that all bodies may take together.
         authenticator: Admits requests.
         models: Loaded models, by name and version.
@@ -67,8 +72,11 @@ class Gateway:
         limits: BodyLimits,
         bodies: BodyBudget,
         authenticator: Authenticator | None = None,
+        streams: Streams | None = None,
     ) -> None:
         self.dispatcher, self._limits, self.bodies = dispatcher, limits, bodies
+        self.streams = streams or Streams(dispatcher.name)
+        self.specs: dict[tuple[str, str], ModelSpec] = {}
         self.authenticator = authenticator or Authenticator(needs_key=False)
         self.on_poison: Callable[[str, ModelVersion, str], None] = lambda *_: None
         self.models: dict[str, dict[str, Model]] = {}
@@ -190,6 +198,7 @@ class Gateway:
             for version in versions.keys() - kept:
                 del versions[version]
                 self.texts.pop((name, version), None)
+                self.specs.pop((name, version), None)
 
     def is_ready(self, name: str) -> bool:
         """Tell whether every stage of a model that needs a replica has a ready one."""
@@ -291,7 +300,8 @@ class Gateway:
 
         Cancellation: Safe. Loading goes on in its thread; its result is dropped.
         """
-        if model.text is None:
+        load = model.text if model.generation is None else model.generation.tokenizer
+        if load is None:
             raise InvalidRequestError(
                 f"model {name!r} takes no text; send tensors to /v2/models/{name}/infer"
             )
@@ -300,7 +310,7 @@ class Gateway:
             return self.texts[key]
         loading = self._loading.get(key)
         if loading is None:
-            loading = asyncio.ensure_future(asyncio.to_thread(model.text))
+            loading = asyncio.ensure_future(asyncio.to_thread(load))
             loading.add_done_callback(lambda _: self._loading.pop(key, None))
             self._loading[key] = loading
         text = await asyncio.shield(loading)

@@ -18,14 +18,16 @@ import uvicorn
 from multiworld.errors import MultiWorldError, ServeError, UnknownModelError
 from multiworld.serve.gateway.app import make_app
 from multiworld.serve.gateway.body_budget import BodyBudget, BodyLimits
+from multiworld.serve.gateway.edges import GatewayEdges
 from multiworld.serve.gateway.embedded_server import EmbeddedServer
 from multiworld.serve.gateway.gateway import Gateway
 from multiworld.serve.gateway.http_protocol import bounded
+from multiworld.serve.generation.streams import Streams
 from multiworld.serve.models.factory import build_model
 from multiworld.serve.routing.dispatcher import Dispatcher
 from multiworld.serve.spec.datatypes import example_of
 from multiworld.serve.spec.schema import GatewaySpec, ModelSpec
-from multiworld.serve.spec.stage import Tensors
+from multiworld.serve.spec.stage import Model
 from multiworld.serve.tenants.authenticator import Authenticator, ModelVersion
 from multiworld.serve.tenants.directory import Tenant
 from multiworld.serve.transport.control_agent import ControlAgent
@@ -58,6 +60,9 @@ logger = logging.getLogger("multiworld.serve")
 
 PROBE_S = 10.0
 """Most seconds that a probe may take."""
+
+PROBE_TOKENS = (1, 1, 1, 1)
+"""Prompt of the probe of a model that generates text."""
 
 POISON = 256
 """Most poison requests that wait to be reported while there is no controller."""
@@ -165,6 +170,7 @@ class GatewayProcess:
         self._args, self._spec = args, args.gateway
         self._dispatcher = Dispatcher(args.name)
         self._dispatcher.on_missing = self._ask_for
+        self._streams = Streams(args.name)
         self._asked_at: dict[str, float] = {}
         spec = args.gateway
         mib = 2**20
@@ -175,7 +181,9 @@ class GatewayProcess:
         self._authenticator = Authenticator(
             needs_key=args.gateway.authentication == "keys"
         )
-        self._gateway = Gateway(self._dispatcher, limits, bodies, self._authenticator)
+        self._gateway = Gateway(
+            self._dispatcher, limits, bodies, self._authenticator, self._streams
+        )
         self._gateway.on_poison = self._report_poison
         self._gateway.ask_fleet = self._ask_fleet
         self._fleet: asyncio.Future[None] | None = None
@@ -188,7 +196,8 @@ class GatewayProcess:
         self._agent = ControlAgent(
             manager, args.app, args.name, args.store, config, self._obey
         )
-        self._keeper = EdgeKeeper(manager, args.store, config, self._dispatcher)
+        owner = GatewayEdges(self._dispatcher, self._streams)
+        self._keeper = EdgeKeeper(manager, args.store, config, owner)
         self._probes: set[asyncio.Task[None]] = set()
         connections = allowed_connections(spec.max_connections)
         self._is_routed = asyncio.Event()
@@ -228,6 +237,7 @@ class GatewayProcess:
             for body in (
                 self._agent.run,
                 self._dispatcher.look,
+                self._streams.look,
                 self._exit_if_orphaned,
                 self._report_usage,
             )
@@ -278,6 +288,7 @@ class GatewayProcess:
             logger.exception("model %s cannot be built", name)
             return
         self._gateway.models.setdefault(name, {})[spec.version] = model
+        self._gateway.specs[name, spec.version] = spec
 
     async def _obey(self, order: Order) -> None:
         match order:
@@ -339,6 +350,7 @@ class GatewayProcess:
 
     def _table_changed(self, table: RoutingTable) -> None:
         self._dispatcher.table_changed(table)
+        self._streams.table_changed(table)
         self._keeper.apply(edges_of(table, self._args.name))
         self._gateway.forget_versions()
         self._authenticator.gateways = len(table.gateways)
@@ -409,13 +421,16 @@ class GatewayProcess:
     async def _probe(self, replica: str) -> None:
         error: str | None = None
         try:
-            tensors = self._example(replica)
-            await self._dispatcher.probe(replica, tensors, PROBE_S)
+            model = self._model_of(replica)
+            if model.generation is not None:
+                await self._streams.probe(replica, PROBE_TOKENS, PROBE_S)
+            else:
+                await self._dispatcher.probe(replica, example_of(model), PROBE_S)
         except MultiWorldError as problem:
             error = f"{type(problem).__name__}: {problem}"
         self._agent.tell(Probed(replica, error))
 
-    def _example(self, replica: str) -> Tensors:
+    def _model_of(self, replica: str) -> Model:
         known = self._dispatcher.table.replicas.get(replica)
         versions = self._gateway.models.get(known.model, {}) if known else {}
         model = versions.get(known.version) if known else None
@@ -423,14 +438,15 @@ class GatewayProcess:
             raise UnknownModelError(
                 f"this gateway does not have the model of replica {replica}"
             )
-        return example_of(model)
+        return model
 
     async def _exit_if_orphaned(self) -> None:
         """Shut down if there is no controller and there are no requests."""
         while True:
             await asyncio.sleep(LOOK_S)
             now = self._clock()
-            asked_at = now if self._dispatcher.in_flight else self._dispatcher.asked_at
+            is_busy = self._dispatcher.in_flight or self._streams.in_flight
+            asked_at = now if is_busy else self._dispatcher.asked_at
             lost_at = self._agent.lost_at
             factor = ORPHAN_FACTOR if self._agent.was_joined else 1
             if lost_at is None:

@@ -59,6 +59,11 @@ def error_response(error: ServeError) -> Response:
 
 def openai_error_response(error: ServeError) -> Response:
     """Return an error in the form of OpenAI's API."""
+    return json_response({"error": openai_error(error)}, error.status, _retry(error))
+
+
+def openai_error(error: ServeError) -> dict[str, Any]:
+    """Return the error object of OpenAI's API."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     param, code = getattr(error, "param", ""), getattr(error, "code", "")
     if isinstance(error, UnknownModelError):
@@ -67,13 +72,12 @@ def openai_error_response(error: ServeError) -> Response:
         kind, code = "requests", "rate_limit_exceeded"
     if isinstance(error, UnauthorizedError):
         code = "invalid_api_key"
-    body = {
+    return {
         "message": str(error),
         "type": kind,
         "param": param or None,
         "code": code or None,
     }
-    return json_response({"error": body}, error.status, _retry(error))
 
 
 Handler = Callable[[AdmittedRequest, Reservation], Awaitable[Response]]

@@ -15,6 +15,9 @@ from multiworld.serve.spec.stage import Model, Stage
 HUGGINGFACE = "multiworld.serve.models.huggingface:model"
 """Factory of models that are given by ``path``."""
 
+DECODER = "multiworld.serve.generation.decoder:model"
+"""Factory of models that are given by ``path`` and generate text."""
+
 
 def build_model(spec: ModelSpec) -> Model:
     """Build the model that a spec describes.
@@ -27,9 +30,11 @@ def build_model(spec: ModelSpec) -> Model:
             differs from the spec.
     """
     count = len(spec.stages)
-    factory = spec.factory or HUGGINGFACE
+    factory = _factory_of(spec)
     function = import_factory(factory)
     offered = {"path": spec.path, "stages": count, "cut": spec.cut}
+    if spec.generation is not None:
+        offered["dtype"] = spec.generation.dtype
     taken = {k: v for k, v in offered.items() if v is not None and _takes(function, k)}
     made = _call_factory(function, factory, {**taken, **spec.options})
     if isinstance(made, Module):
@@ -40,6 +45,15 @@ def build_model(spec: ModelSpec) -> Model:
             "give the factory a parameter cut, or remove `cut:` from the spec"
         )
     model = _as_model(made, factory)
+    if (model.generation is None) != (spec.generation is None):
+        raise SpecError(
+            f"factory {factory!r} returned a model that generates "
+            + (
+                "text; add `generation: {}`"
+                if model.generation
+                else "no text; remove `generation:`"
+            )
+        )
     if len(model.stages) != count:
         names = ", ".join(s.name or str(n) for n, s in enumerate(model.stages))
         raise SpecError(
@@ -51,8 +65,13 @@ def build_model(spec: ModelSpec) -> Model:
 
 def modules_of(spec: ModelSpec, model: Model) -> list[str]:
     """Return the modules that the fork server imports for this model."""
-    factory = spec.factory or HUGGINGFACE
+    factory = _factory_of(spec)
     return [factory.partition(":")[0], *model.preload]
+
+
+def _factory_of(spec: ModelSpec) -> str:
+    default = HUGGINGFACE if spec.generation is None else DECODER
+    return spec.factory or default
 
 
 def stage_name(spec: ModelSpec, model: Model, number: int) -> str:

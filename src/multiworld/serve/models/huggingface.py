@@ -58,11 +58,11 @@ def model(
             stages, or ``cut`` does not fit.
     """
     folder = Path(path).expanduser()
-    config = _json(folder / "config.json")
-    layers = _number(config, LAYERS, folder)
-    cuts = _cuts(layers, stages, cut, folder)
+    config = read_json(folder / "config.json")
+    layers = number_of(config, LAYERS, folder)
+    cuts = cuts_of(layers, stages, cut, folder)
     pooling = _pooling(folder)
-    hidden = _number(config, HIDDEN, folder)
+    hidden = number_of(config, HIDDEN, folder)
     dtype = dtype or str(config.get("dtype") or config.get("torch_dtype") or "float32")
     datatype = _datatype(dtype, folder)
     output = (
@@ -102,7 +102,7 @@ def model(
         ),
         text=functools.partial(Tokenizer, folder, tokens) if pooling else None,
         notes=_notes(config),
-        preload=_preloaded_modules(str(config.get("model_type", ""))),
+        preload=preloaded_modules(str(config.get("model_type", ""))),
         parts=functools.partial(model, path, layers, max_length, dtype=dtype),
     )
 
@@ -142,7 +142,7 @@ def _notes(config: dict[str, Any]) -> list[str]:
     ]
 
 
-def _preloaded_modules(model_type: str) -> list[str]:
+def preloaded_modules(model_type: str) -> list[str]:
     found = [
         "multiworld.serve.models.transformer_stage",
         "safetensors.torch",
@@ -154,7 +154,7 @@ def _preloaded_modules(model_type: str) -> list[str]:
     return found
 
 
-def _cuts(
+def cuts_of(
     layers: int, stages: int, cut: Sequence[int] | None, folder: Path
 ) -> list[tuple[int, int]]:
     if cut is None:
@@ -178,7 +178,7 @@ def _example() -> Tensors:
     }
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -195,7 +195,7 @@ HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 """Names of the hidden size in ``config.json``, by architecture."""
 
 
-def _number(config: dict[str, Any], names: Sequence[str], folder: Path) -> int:
+def number_of(config: dict[str, Any], names: Sequence[str], folder: Path) -> int:
     for name in names:
         if name in config:
             return int(config[name])
@@ -216,7 +216,7 @@ def _pooling(folder: Path) -> str | None:
     path = folder / "1_Pooling" / "config.json"
     if not path.exists():
         return None
-    settings = _json(path)
+    settings = read_json(path)
     if settings.get("pooling_mode_mean_tokens"):
         return "mean"
     if settings.get("pooling_mode_cls_token"):
@@ -226,7 +226,7 @@ def _pooling(folder: Path) -> str | None:
 
 def _max_length(folder: Path, config: dict[str, Any]) -> int:
     path = folder / "sentence_bert_config.json"
-    length = _json(path).get("max_seq_length") if path.exists() else None
+    length = read_json(path).get("max_seq_length") if path.exists() else None
     return int(length or config.get("max_position_embeddings") or 512)
 
 

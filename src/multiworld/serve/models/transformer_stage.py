@@ -154,6 +154,23 @@ def load(
         ) from error
     if hasattr(config, "use_cache"):
         config.use_cache = False
+    whole = load_owned(folder, kind, config, span, dtype)
+    return LayerPart(whole, span, pooling).to(device).eval()
+
+
+def load_owned(folder: Path, kind: Any, config: Any, span: Span, dtype: str) -> Any:
+    """Build a model of a class of transformers, and load the layers of a span.
+
+    Args:
+        folder: Hugging Face folder of the model.
+        kind: The class: a base model, or one with a head.
+        config: Its configuration; changed if layers are left out.
+        span: The layers to load.
+        dtype: Name of the torch dtype to compute in.
+
+    Raises:
+        SpecError: The model has no known chain of layers, or the folder lacks weights.
+    """
     owned = _owned_class(kind, span, folder)
     whole, info = owned.from_pretrained(
         folder,
@@ -168,8 +185,9 @@ def load(
         raise SpecError(
             f"{folder} lacks the weights of {sorted(missing)[:3]} …; save it again"
         )
-    _drop_other_layers(whole, span, _anatomy(whole, folder).chain)
-    return LayerPart(whole, span, pooling).to(device).eval()
+    base = whole.base_model
+    _drop_other_layers(base, span, _anatomy(base, folder).chain)
+    return whole
 
 
 def _owned_class(kind: Any, span: Span, folder: Path) -> Any:
@@ -182,7 +200,10 @@ def _owned_class(kind: Any, span: Span, folder: Path) -> Any:
 
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, *args, **kwargs)
-            strip(self, span, _anatomy(self, folder))
+            base = self.base_model
+            # A head that shares its weights with the embeddings needs them, too.
+            is_shared = base is not self and config.tie_word_embeddings
+            strip(base, span, _anatomy(base, folder), keeps_tokens=is_shared)
 
     # transformers finds its conversions of weights by these names.
     Owned.__name__ = Owned.__qualname__ = kind.__name__
@@ -226,7 +247,9 @@ def _anatomy_from_tables(whole: nn.Module, folder: Path) -> Anatomy:
     )
 
 
-def strip(whole: nn.Module, span: Span, anatomy: Anatomy) -> None:
+def strip(
+    whole: nn.Module, span: Span, anatomy: Anatomy, *, keeps_tokens: bool = False
+) -> None:
     """Replace the modules of other stages with modules without weights.
 
     The remaining layers keep their numbers, which are part of the names of weights.
@@ -235,6 +258,8 @@ def strip(whole: nn.Module, span: Span, anatomy: Anatomy) -> None:
         whole: The model; changed in place.
         span: Layers of this stage.
         anatomy: Names of the model's modules.
+        keeps_tokens: Whether token embeddings stay in every stage; they are used if
+            ``input_ids`` are given.
     """
     chain = whole.get_submodule(anatomy.chain)
     assert isinstance(chain, nn.ModuleList)
@@ -244,7 +269,8 @@ def strip(whole: nn.Module, span: Span, anatomy: Anatomy) -> None:
     if not span.is_first:
         _replace(whole, anatomy.embeddings, PassEmbeddings)
         _replace(whole, anatomy.positions, NoPositions)
-        _replace(whole, anatomy.tokens, Identity)
+        if not keeps_tokens:
+            _replace(whole, anatomy.tokens, Identity)
     if not span.is_last:
         _replace(whole, anatomy.after, Identity)
 

@@ -170,6 +170,27 @@ class StageSpec(_Strict):
         return self.replicas
 
 
+class GenerationSpec(_Strict):
+    """How a model generates text. Names and meanings are vLLM's."""
+
+    max_model_len: Annotated[int, Field(ge=2, le=10_000_000, strict=True)] | None = None
+    """Most tokens of a text, prompt and answer together; by default what the model
+    takes, as far as there is memory for it."""
+    max_num_seqs: Annotated[int, Field(ge=1, le=4096, strict=True)] = 64
+    """Most texts that a replica of stage 0 generates at once; others wait."""
+    max_num_batched_tokens: Annotated[int, Field(ge=1, le=1_000_000, strict=True)] = 256
+    """Most tokens of a step. A longer prompt is computed in several steps, between
+    which other texts go on."""
+    enable_chunked_prefill: bool = True
+    """Whether a prompt may be computed in several steps."""
+    block_size: Annotated[int, Field(ge=1, le=4096, strict=True)] = 16
+    """Tokens of a block, the unit of memory for keys and values."""
+    kv_cache_memory_mb: Annotated[float, Field(gt=0, le=1e8)] = 512.0
+    """Memory for keys and values in each replica of a stage, in MiB."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Datatype to compute in; by default as in the folder."""
+
+
 class ModelSpec(_Strict):
     """One model."""
 
@@ -181,6 +202,9 @@ class ModelSpec(_Strict):
     stages, or a multiworld.serve.Module to cut."""
     path: str | None = None
     """Folder of a Hugging Face model on disk; the model is cut between layers."""
+    generation: GenerationSpec | None = None
+    """The model generates text, behind the chat and completion routes of the OpenAI
+    API. `generation: {}` takes all defaults. A `path` must be that of a decoder."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the factory."""
     stages: Annotated[list[StageSpec], Field(min_length=1, max_length=64)]

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -143,6 +143,28 @@ class TextFrontend(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """What the engine must know of a model that generates text.
+
+    Its stages are loaded as functions ``(rows, positions, attention, wanted)``; see
+    ``multiworld.serve.generation.decoder_stage.DecoderStage.forward``.
+
+    Attributes:
+        tokenizer: Loads the tokenizer, which runs in the gateway.
+        end_tokens: Tokens that end a text.
+        vocabulary: Number of tokens.
+        max_tokens: Most tokens that the model takes.
+        kv_bytes: Bytes of the keys and values of one token, by stage.
+    """
+
+    tokenizer: Callable[[], Any]
+    end_tokens: tuple[int, ...]
+    vocabulary: int
+    max_tokens: int
+    kv_bytes: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
     """A model, cut into stages.
 
@@ -162,6 +184,8 @@ class Model:
         preload: Modules that the stages need and that take long to import.
         parts: Returns the same model in as many stages as possible, for ``multiworld
             partition``; None if the model is cut by hand.
+        generation: Set if the model generates text; its stages are other functions
+            then.
     """
 
     stages: Sequence[Stage]
@@ -174,3 +198,4 @@ class Model:
     check: Callable[[Tensors], None] | None = None
     preload: Sequence[str] = ()
     parts: Callable[[], Model] | None = None
+    generation: Generation | None = None

@@ -22,10 +22,9 @@ from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.transport.protocol import (
     PROTOCOL,
     UNDERSTOOD,
-    Answers,
     EdgeMessage,
     MessageError,
-    Work,
+    contents_of,
 )
 
 _LEAD = struct.Struct("<HxxI")
@@ -121,7 +120,7 @@ def _shared_out(
     found: list[tuple[EdgeMessage, list[Tensors]]] = []
     begin = 0
     for message in messages:
-        count = len(message.items) if isinstance(message, Work | Answers) else 0
+        count = contents_of(message)
         found.append((message, contents[begin : begin + count]))
         begin += count
     if begin != len(contents):

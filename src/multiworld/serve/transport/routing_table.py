@@ -53,6 +53,8 @@ class Route:
         objective_s: Latency objective in seconds, for counting SLO attainment.
         on_demand: Stages that are scaled to zero while there are no requests; a request
             waits until they have a replica.
+        generates: Whether the model generates text: its last stage also sends to
+            stage 0.
     """
 
     version: str
@@ -62,6 +64,7 @@ class Route:
     deadline_s: float = 30.0
     objective_s: float | None = None
     on_demand: tuple[int, ...] = ()
+    generates: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +135,15 @@ def edges_of(table: RoutingTable, process: str) -> dict[str, Edge]:
         edges[other.name] = _edge(other.name, process, 1)
     for other in table.stage(me.model, me.version, me.stage + 1):
         edges[other.name] = _edge(process, other.name, 0)
+    route = table.routes.get(me.model)
+    if route is not None and route.generates:
+        last = route.stages.get(me.version, 0) - 1
+        if me.stage == 0 and last > 1:
+            for other in table.stage(me.model, me.version, last):
+                edges[other.name] = _edge(process, other.name, 0)
+        elif me.stage == last and last > 1:
+            for other in table.stage(me.model, me.version, 0):
+                edges[other.name] = _edge(other.name, process, 1)
     return edges
 
 

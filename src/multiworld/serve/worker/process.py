@@ -14,6 +14,9 @@ import msgspec
 import torch
 
 from multiworld.errors import MultiWorldError
+from multiworld.serve.generation.limits import limits_of
+from multiworld.serve.generation.scheduler import Scheduler
+from multiworld.serve.generation.worker import GenerationWorker
 from multiworld.serve.models.factory import build_model, stage_name
 from multiworld.serve.resources.amounts import Need, mib, needs_of
 from multiworld.serve.resources.usage import outgrows, usage_of
@@ -75,6 +78,47 @@ def _credit_of_next(spec: ModelSpec, stage: int) -> int:
     return spec.stages[min(stage + 1, len(spec.stages) - 1)].max_ongoing_requests
 
 
+def _worker_of(
+    args: ProcessArgs,
+) -> tuple[Executor | GenerationWorker, Worker | GenerationWorker]:
+    """Return what loads the stage, and what owns the edges."""
+    assert args.spec is not None
+    model = build_model(args.spec)
+    limits = args.spec.stages[args.stage]
+    stage = model.stages[args.stage]
+    name = stage_name(args.spec, model, args.stage)
+    is_last = args.stage == len(args.spec.stages) - 1
+    if args.spec.generation is not None and model.generation is not None:
+        scheduler = Scheduler(
+            limits_of(args.spec.generation, model.generation, len(model.stages))
+        )
+        made = GenerationWorker(
+            args.name,
+            args.stage,
+            is_last,
+            stage,
+            name,
+            limits.threads,
+            scheduler,
+            model.generation.end_tokens,
+        )
+        return made, made
+    runner = Executor(stage, name, limits.threads)
+    worker = Worker(
+        args.name,
+        args.stage,
+        is_last,
+        runner,
+        WorkerLimits(
+            max_batch_size=limits.max_batch_size,
+            max_wait_s=limits.max_wait_ms / 1000,
+            max_ongoing_requests=_credit_of_next(args.spec, args.stage),
+            compute_s=limits.compute_s,
+        ),
+    )
+    return runner, worker
+
+
 class WorkerProcess:
     """A worker and its connection to the controller.
 
@@ -92,26 +136,7 @@ class WorkerProcess:
         self._clock = clock
         assert args.spec is not None
         self._args = args
-        model = build_model(args.spec)
-        limits = args.spec.stages[args.stage]
-        runner = Executor(
-            model.stages[args.stage],
-            stage_name(args.spec, model, args.stage),
-            limits.threads,
-        )
-        self._runner = runner
-        self._worker = Worker(
-            args.name,
-            args.stage,
-            args.stage == len(args.spec.stages) - 1,
-            runner,
-            WorkerLimits(
-                max_batch_size=limits.max_batch_size,
-                max_wait_s=limits.max_wait_ms / 1000,
-                max_ongoing_requests=_credit_of_next(args.spec, args.stage),
-                compute_s=limits.compute_s,
-            ),
-        )
+        self._runner, self._worker = _worker_of(args)
         config = args.config()
         self._agent = ControlAgent(
             manager, args.app, args.name, args.store, config, self._obey

@@ -1,0 +1,165 @@
+"""The choices of one completion request, as they are generated. Shell."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from multiworld.errors import ServeError
+from multiworld.serve.generation.streams import Streams
+from multiworld.serve.generation.text import GrowingText, Tokenizer
+from multiworld.serve.transport.protocol import Sampling, TokenItem
+
+
+@dataclass(slots=True)
+class Choice:
+    """One choice.
+
+    Attributes:
+        index: Its index in the answer.
+        prompt: Tokens of its prompt.
+        text: Its text.
+        items: Its tokens so far.
+        finish: Why it ended; empty while it goes on.
+    """
+
+    index: int
+    prompt: Sequence[int]
+    text: GrowingText
+    items: list[TokenItem] = field(default_factory=list)
+    finish: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one token adds to a choice.
+
+    Attributes:
+        choice: The choice.
+        text: Text that can be given out now; may be empty.
+        item: The token.
+        finish: ``stop`` or ``length`` if it is the last piece.
+    """
+
+    choice: Choice
+    text: str
+    item: TokenItem
+    finish: str
+
+
+async def generate(
+    streams: Streams,
+    model: str,
+    choices: Sequence[Choice],
+    samplings: Sequence[Sampling],
+    deadline_s: float | None,
+) -> AsyncGenerator[Piece]:
+    """Generate all choices at once; yield their pieces as they come.
+
+    Args:
+        streams: Streams of the gateway.
+        model: Name of the model.
+        choices: The choices.
+        samplings: How to choose the tokens of each.
+        deadline_s: Seconds until the deadline; None: the model's default.
+
+    Raises:
+        ServeError: One choice failed; the others are ended.
+
+    Cancellation: Safe. All choices end, and their replicas are told.
+    """
+    arrived: asyncio.Queue[Piece | ServeError | Exception] = asyncio.Queue()
+
+    async def one(choice: Choice, sampling: Sampling) -> None:
+        try:
+            async with streams.stream(
+                model, choice.prompt, sampling, deadline_s=deadline_s
+            ) as tokens:
+                async for item in tokens:
+                    piece = _piece(choice, item)
+                    arrived.put_nowait(piece)
+                    if piece.finish:
+                        return
+        except Exception as error:
+            arrived.put_nowait(error)
+
+    tasks = [
+        asyncio.ensure_future(one(choice, sampling))
+        for choice, sampling in zip(choices, samplings, strict=True)
+    ]
+    try:
+        open_choices = len(choices)
+        while open_choices:
+            piece = await arrived.get()
+            if not isinstance(piece, Piece):
+                raise piece
+            open_choices -= bool(piece.finish)
+            yield piece
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _piece(choice: Choice, item: TokenItem) -> Piece:
+    choice.items.append(item)
+    # A token that ends the text is not part of it.
+    text = "" if item.finish == "stop" else choice.text.add(item.token)
+    finish = "stop" if choice.text.is_stopped else item.finish
+    if finish:
+        text += choice.text.end()
+    choice.finish = finish
+    return Piece(choice, text, item, finish)
+
+
+def chat_logprobs(tokenizer: Tokenizer, items: Sequence[TokenItem]) -> Any:
+    """Return the probabilities of tokens as in a chat completion."""
+
+    def shown(token: int, logprob: float) -> dict[str, Any]:
+        text = tokenizer.piece(token)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    return {
+        "content": [
+            {
+                **shown(item.token, item.logprob or 0.0),
+                "top_logprobs": [shown(token, value) for token, value in item.top],
+            }
+            for item in items
+        ]
+    }
+
+
+def text_logprobs(
+    tokenizer: Tokenizer, items: Sequence[TokenItem], offset: int
+) -> dict[str, Any]:
+    """Return the probabilities of tokens as in a text completion.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        items: The tokens.
+        offset: Characters of the text before them.
+    """
+    tokens = [tokenizer.piece(item.token) for item in items]
+    offsets = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token)
+    return {
+        "tokens": tokens,
+        "token_logprobs": [item.logprob for item in items],
+        "top_logprobs": [
+            {tokenizer.piece(token): value for token, value in item.top}
+            for item in items
+        ],
+        "text_offset": offsets,
+    }
+
+
+def sampling_of(sampling: Sampling, number: int) -> Sampling:
+    """Return the sampling of one of several choices of a prompt."""
+    return msgspec.structs.replace(sampling, choice=number)

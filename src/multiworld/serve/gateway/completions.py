@@ -1,0 +1,344 @@
+"""Requests for chat and text completions, as OpenAI's API has them. Pure.
+
+Fields that vLLM adds are known as well. What is unknown or not supported is refused by
+name.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from multiworld.errors import InvalidRequestError
+from multiworld.serve.gateway.json_limits import NOT_JSON, check_objects
+from multiworld.serve.transport.protocol import Sampling
+
+MAX_CHOICES = 64
+"""Most choices of one request, over all of its prompts."""
+
+MAX_PROMPTS = 2048
+"""Most prompts of one request."""
+
+MAX_STOPS = 16
+"""Most stop strings."""
+
+MAX_LOGPROBS = 20
+"""Most alternatives whose probabilities are reported with each token."""
+
+DEFAULT_TOKENS = 16
+"""Tokens of a text completion that names no number, as in OpenAI's API."""
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Options of a streamed answer."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class _Common(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    user: str | None = None
+    metadata: Any = None
+    store: bool | None = None
+    timeout_s: float | None = None
+
+
+class ChatBody(_Common, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Body of a chat completion."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    chat_template: str | None = None
+    add_generation_prompt: bool | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    response_format: Any = None
+    modalities: Any = None
+    audio: Any = None
+    prediction: Any = None
+    reasoning_effort: Any = None
+    parallel_tool_calls: Any = None
+    service_tier: Any = None
+    web_search_options: Any = None
+
+
+class CompletionBody(_Common, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Body of a text completion."""
+
+    prompt: str | list[Any] = "<|endoftext|>"
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+    add_special_tokens: bool | None = None
+
+
+_chat = msgspec.json.Decoder(ChatBody)
+_completion = msgspec.json.Decoder(CompletionBody)
+
+UNSUPPORTED = (
+    *("tools", "functions", "function_call", "response_format", "modalities"),
+    *("audio", "prediction", "reasoning_effort", "web_search_options", "suffix"),
+)
+"""Fields of OpenAI's API that are not supported; null and "text" are the defaults."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a request wants, whatever its prompts.
+
+    Attributes:
+        model: Name of the model.
+        sampling: How to choose tokens; ``max_tokens`` is 0 if none was given.
+        n: Choices of each prompt.
+        stop: Stop strings.
+        is_streamed: Whether the answer is streamed.
+        has_usage: Whether a streamed answer ends with the usage.
+        skips_special: Whether special tokens are left out of the text.
+        echo: Whether the answer begins with the prompt.
+        timeout_s: Seconds until the deadline; None: the model's default.
+    """
+
+    model: str
+    sampling: Sampling
+    n: int
+    stop: tuple[str, ...]
+    is_streamed: bool
+    has_usage: bool
+    skips_special: bool
+    echo: bool = False
+    timeout_s: float | None = None
+
+
+def chat_of(body: bytes | bytearray) -> tuple[ChatBody, Wanted]:
+    """Return a request for a chat completion.
+
+    Raises:
+        InvalidRequestError: It is malformed, or wants what is not supported.
+    """
+    asked = _decoded(body, _chat)
+    if not asked.messages:
+        raise _wrong("messages", "must hold a message")
+    for message in asked.messages:
+        _check_message(message)
+    tokens = asked.max_tokens
+    if asked.max_completion_tokens is not None:
+        tokens = asked.max_completion_tokens
+    logprobs = None
+    if asked.logprobs:
+        logprobs = _between("top_logprobs", asked.top_logprobs, 0, MAX_LOGPROBS, 0)
+    elif asked.top_logprobs:
+        raise _wrong("top_logprobs", "needs logprobs: true")
+    return asked, _wanted(asked, tokens, logprobs)
+
+
+def completion_of(body: bytes | bytearray) -> tuple[CompletionBody, Wanted]:
+    """Return a request for text completions.
+
+    Raises:
+        InvalidRequestError: It is malformed, or wants what is not supported.
+    """
+    asked = _decoded(body, _completion)
+    logprobs = asked.logprobs
+    if logprobs is not None:
+        logprobs = int(_between("logprobs", logprobs, 0, MAX_LOGPROBS, 0))
+    if asked.best_of not in (None, asked.n or 1):
+        raise _wrong("best_of", "is not supported; leave it out")
+    tokens = DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens
+    wanted = _wanted(asked, tokens, logprobs)
+    if asked.echo:
+        wanted = replace(wanted, echo=True)
+    return asked, wanted
+
+
+def prompts_of(prompt: Any) -> list[str] | list[list[int]]:
+    """Return the prompts of a text completion: all texts, or all token ids.
+
+    Raises:
+        InvalidRequestError: They are neither.
+    """
+    if isinstance(prompt, str):
+        return [prompt]
+    if prompt and all(type(one) is int for one in prompt):
+        return [prompt]
+    if len(prompt) > MAX_PROMPTS:
+        raise _wrong("prompt", f"has more than {MAX_PROMPTS} prompts; split it")
+    if prompt and all(isinstance(one, str) for one in prompt):
+        return list(prompt)
+    is_lists = prompt and all(isinstance(one, list) and one for one in prompt)
+    if is_lists and all(type(t) is int for one in prompt for t in one):
+        return [list(one) for one in prompt]
+    raise _wrong("prompt", "must be a text, token ids, or a list of either")
+
+
+def _decoded(body: bytes | bytearray, decoder: msgspec.json.Decoder[Any]) -> Any:
+    check_objects(body)
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        raise InvalidRequestError(
+            f"body is not a valid request: {text}",
+            param=_named(text),
+            code="invalid_value",
+        ) from error
+    except NOT_JSON as error:
+        raise InvalidRequestError(f"body is not valid JSON: {error}") from error
+
+
+def _named(text: str) -> str:
+    """Return the field that an error of msgspec names, or empty."""
+    for mark, end in (("`$.", "`"), ("field `", "`")):
+        _, found, rest = text.partition(mark)
+        if found:
+            return rest.partition(end)[0].partition("[")[0]
+    return ""
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""Roles of messages in OpenAI's API."""
+
+
+def _check_message(message: dict[str, Any]) -> None:
+    role = message.get("role")
+    if role not in ROLES:
+        raise _wrong("messages", f"has a role {role!r}; known are {', '.join(ROLES)}")
+    content = message.get("content")
+    if isinstance(content, list):
+        for part in content:
+            if not isinstance(part, dict) or part.get("type") != "text":
+                raise _wrong("messages", "may hold text only")
+        message["content"] = "".join(str(part.get("text", "")) for part in content)
+    elif content is not None and not isinstance(content, str):
+        raise _wrong("messages", "must have texts as content")
+
+
+def _wanted(asked: Any, max_tokens: int | None, logprobs: int | None) -> Wanted:
+    for name in UNSUPPORTED:
+        value = getattr(asked, name, None)
+        is_default = value in (None, [], "") or value == {"type": "text"}
+        if not is_default and value != ["text"]:
+            raise _wrong(name, "is not supported by this server", "unsupported_value")
+    n = int(_between("n", asked.n, 1, MAX_CHOICES, 1))
+    stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
+    if len(stop) > MAX_STOPS or not all(stop):
+        raise _wrong("stop", f"must be at most {MAX_STOPS} texts, none of them empty")
+    sampling = Sampling(
+        temperature=_between("temperature", asked.temperature, 0.0, 100.0, 1.0),
+        top_p=_between("top_p", asked.top_p, 0.0, 1.0, 1.0),
+        top_k=max(0, int(_between("top_k", asked.top_k, -1, 2**31, 0))),
+        min_p=_between("min_p", asked.min_p, 0.0, 1.0, 0.0),
+        seed=secrets.randbits(63) if asked.seed is None else asked.seed,
+        presence_penalty=_between(
+            "presence_penalty", asked.presence_penalty, -2.0, 2.0, 0.0
+        ),
+        frequency_penalty=_between(
+            "frequency_penalty", asked.frequency_penalty, -2.0, 2.0, 0.0
+        ),
+        repetition_penalty=_between(
+            "repetition_penalty", asked.repetition_penalty, 0.01, 100.0, 1.0
+        ),
+        logit_bias=_biases(asked.logit_bias),
+        stop_token_ids=tuple(asked.stop_token_ids or ()),
+        min_tokens=int(_between("min_tokens", asked.min_tokens, 0, 2**31, 0)),
+        max_tokens=int(_between("max_tokens", max_tokens, 1, 2**31, 0)),
+        ignore_eos=bool(asked.ignore_eos),
+        logprobs=None if logprobs is None else int(logprobs),
+    )
+    options = asked.stream_options
+    if options is not None and not asked.stream:
+        raise _wrong("stream_options", "needs stream: true")
+    return Wanted(
+        model=asked.model,
+        sampling=sampling,
+        n=n,
+        stop=tuple(stop),
+        is_streamed=bool(asked.stream),
+        has_usage=options is not None and options.include_usage,
+        skips_special=asked.skip_special_tokens is not False,
+        timeout_s=asked.timeout_s,
+    )
+
+
+def _biases(given: dict[str, float] | None) -> dict[int, float]:
+    try:
+        return {int(token): bias for token, bias in (given or {}).items()}
+    except ValueError:
+        raise _wrong("logit_bias", "must have token ids as names") from None
+
+
+def _between(
+    name: str, value: float | None, low: float, high: float, default: float
+) -> Any:
+    if value is None:
+        return default
+    if not low <= value <= high:
+        raise _wrong(name, f"must be from {low} to {high}, not {value}")
+    return value
+
+
+def _wrong(param: str, rule: str, code: str = "invalid_value") -> InvalidRequestError:
+    return InvalidRequestError(f'"{param}" {rule}', param=param, code=code)
+
+
+def check_fits(
+    prompt: int, wanted: Sampling, longest: int, vocabulary: int
+) -> Sampling:
+    """Return the sampling with the most tokens that fit after a prompt.
+
+    Args:
+        prompt: Number of tokens of the prompt.
+        wanted: The sampling; ``max_tokens`` 0 takes all that fit.
+        longest: Most tokens that the model takes.
+        vocabulary: Number of tokens of the model.
+
+    Raises:
+        InvalidRequestError: The prompt and the answer do not fit, or a token does not
+            exist.
+    """
+    if not prompt:
+        raise _wrong("prompt", "must have a token")
+    room = longest - prompt
+    if room < max(1, wanted.max_tokens):
+        raise InvalidRequestError(
+            f"this model takes at most {longest} tokens; the prompt has {prompt} and "
+            f"the answer may have {max(1, wanted.max_tokens)}",
+            param="messages",
+            code="context_length_exceeded",
+        )
+    named = {*wanted.logit_bias, *wanted.stop_token_ids}
+    for token in named:
+        if not 0 <= token < vocabulary:
+            name = "logit_bias" if token in wanted.logit_bias else "stop_token_ids"
+            raise _wrong(name, f"has token {token}; there are 0 to {vocabulary - 1}")
+    if wanted.min_tokens > (wanted.max_tokens or room):
+        raise _wrong("min_tokens", "is more than max_tokens")
+    if wanted.max_tokens:
+        return wanted
+    return msgspec.structs.replace(wanted, max_tokens=room)

@@ -1,0 +1,7 @@
+"""Text generation whose streams survive the loss of any worker.
+
+A gateway holds the tokens of each stream and pins it to a *chain*: one replica of each
+stage. The replica of stage 0 schedules steps, which flow through the chain; the last
+stage samples. When a replica of a chain is lost, the gateway pins its streams to other
+replicas, where they are computed again from the tokens that were delivered.
+"""

@@ -1,0 +1,104 @@
+"""A decoder in a Hugging Face folder, cut between layers, that generates text. Shell.
+
+This module runs in every process of the service, so it imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from multiworld.errors import SpecError
+from multiworld.serve.models import huggingface
+from multiworld.serve.models.span import Span
+from multiworld.serve.spec.stage import Generation, Model, Stage, StageContext
+
+SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Bytes of a number, by dtype."""
+
+
+def model(
+    path: str,
+    stages: int = 1,
+    cut: Sequence[int] | None = None,
+    dtype: str | None = None,
+) -> Model:
+    """Return the decoder in a folder, cut into stages between layers.
+
+    Args:
+        path: The folder.
+        stages: Number of stages.
+        cut: First layer of every stage but the first; by default the stages have equal
+            numbers of layers, as far as possible.
+        dtype: Dtype to compute in: ``float32``, ``float16`` or ``bfloat16``; by default
+            as in the folder.
+
+    Raises:
+        SpecError: The folder has no usable model, the model has fewer layers than
+            stages, or ``cut`` does not fit.
+    """
+    folder = Path(path).expanduser()
+    config = huggingface.read_json(folder / "config.json")
+    layers = huggingface.number_of(config, huggingface.LAYERS, folder)
+    cuts = huggingface.cuts_of(layers, stages, cut, folder)
+    dtype = dtype or str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    if dtype not in SIZES:
+        raise SpecError(f"{folder}: dtype {dtype!r} is not one of {', '.join(SIZES)}")
+    token = _kv_numbers(config, folder) * SIZES[dtype]
+    longest = int(
+        config.get("max_position_embeddings") or config.get("n_positions") or 2**20
+    )
+    return Model(
+        stages=[
+            Stage(
+                load=functools.partial(_load, folder, Span(begin, end, layers), dtype),
+                name=f"layers {begin}-{end - 1}",
+            )
+            for begin, end in cuts
+        ],
+        preload=[
+            *huggingface.preloaded_modules(str(config.get("model_type", ""))),
+            "multiworld.serve.generation.decoder_stage",
+        ],
+        generation=Generation(
+            tokenizer=functools.partial(_tokenizer, folder),
+            end_tokens=_end_tokens(config, folder),
+            vocabulary=huggingface.number_of(config, ("vocab_size",), folder),
+            max_tokens=longest,
+            kv_bytes=[(end - begin) * token for begin, end in cuts],
+        ),
+    )
+
+
+def _kv_numbers(config: dict[str, Any], folder: Path) -> int:
+    """Return the numbers that one layer keeps for one token: its key and value."""
+    heads = huggingface.number_of(config, ("num_attention_heads", "n_head"), folder)
+    hidden = huggingface.number_of(config, huggingface.HIDDEN, folder)
+    size = int(config.get("head_dim") or hidden // heads)
+    return 2 * size * int(config.get("num_key_value_heads") or heads)
+
+
+def _end_tokens(config: dict[str, Any], folder: Path) -> tuple[int, ...]:
+    path = folder / "generation_config.json"
+    found = huggingface.read_json(path) if path.exists() else {}
+    ends = found.get("eos_token_id", config.get("eos_token_id"))
+    if ends is None:
+        return ()
+    return tuple(ends) if isinstance(ends, list) else (int(ends),)
+
+
+def _load(
+    folder: Path, span: Span, dtype: str, context: StageContext
+) -> Callable[..., Any]:
+    """Load one stage; see ``decoder_stage.load``."""
+    from multiworld.serve.generation import decoder_stage
+
+    return decoder_stage.load(folder, span, dtype, context.device)
+
+
+def _tokenizer(folder: Path) -> Any:
+    from multiworld.serve.generation.text import Tokenizer
+
+    return Tokenizer(folder)

@@ -1,0 +1,220 @@
+"""Keys and values that a stage keeps for its sequences, and attention over them. Shell.
+
+On CPUs the tokens of a sequence lie side by side, and their memory grows by blocks: a
+table of blocks in between would have to be gathered for every step, which costs as much
+as the attention itself. A kernel that reads blocks where they lie (on a GPU) is another
+``Attention``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+GROWTH = 1.25
+"""Factor by which the memory of a sequence grows: each growth copies what is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of a step that are of one sequence.
+
+    Attributes:
+        sequence: The sequence.
+        begin: Position of its first row in the sequence.
+        count: Number of its rows.
+    """
+
+    sequence: Hashable
+    begin: int
+    count: int
+
+
+class Attention(Protocol):
+    """Attention of the rows of one step over all earlier tokens of their sequences."""
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Keep the keys and values of the rows, and return what the rows attend to.
+
+        Args:
+            layer: Number of the layer.
+            query: Shape [heads, rows, size].
+            key: Shape [key heads, rows, size]; heads are a multiple of key heads.
+            value: Like ``key``; its size may differ.
+            scale: Factor of the scores; None: 1 / sqrt(size).
+            window: Most tokens that a row sees, with itself; None: all before it.
+            softcap: Scores are ``softcap * tanh(score / softcap)``; None: as they are.
+
+        Returns:
+            Shape [rows, heads, size of the values].
+        """
+
+
+class _Sequence:
+    """Keys and values of one sequence, by layer."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+
+class KvCache:
+    """Keys and values of the sequences of one stage.
+
+    Args:
+        block_size: Tokens by which memory grows at least.
+    """
+
+    def __init__(self, block_size: int = 16) -> None:
+        self._block_size = block_size
+        self._sequences: dict[Hashable, _Sequence] = {}
+
+    def free(self, sequence: Hashable) -> None:
+        """Forget a sequence, if it is known."""
+        self._sequences.pop(sequence, None)
+
+    def has(self, sequence: Hashable) -> bool:
+        """Tell whether anything of a sequence is kept."""
+        return sequence in self._sequences
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the keys and values take."""
+        return sum(
+            tensor.nbytes
+            for sequence in self._sequences.values()
+            for pair in sequence.layers.values()
+            for tensor in pair
+        )
+
+    def step(self, rows: Sequence[Rows]) -> StepAttention:
+        """Return the attention of one step; rows from position 0 begin anew."""
+        for each in rows:
+            if each.begin == 0 or each.sequence not in self._sequences:
+                self._sequences[each.sequence] = _Sequence()
+        return StepAttention(self, rows)
+
+    def append(
+        self, rows: Rows, layer: int, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Keep keys and values; return all of the sequence up to them.
+
+        Args:
+            rows: Whose they are.
+            layer: Number of the layer.
+            key: Shape [key heads, rows, size].
+            value: Like ``key``.
+        """
+        layers = self._sequences[rows.sequence].layers
+        end = rows.begin + rows.count
+        found = layers.get(layer)
+        if found is None or found[0].shape[1] < end:
+            size = max(end, int(GROWTH * (found[0].shape[1] if found else 0)))
+            size = -(-size // self._block_size) * self._block_size
+            grown = tuple(
+                new.new_empty((new.shape[0], size, new.shape[2]))
+                for new in (key, value)
+            )
+            if found is not None:
+                for old, new in zip(found, grown, strict=True):
+                    new[:, : rows.begin] = old[:, : rows.begin]
+            layers[layer] = found = grown[0], grown[1]
+        keys, values = found
+        keys[:, rows.begin : end] = key
+        values[:, rows.begin : end] = value
+        return keys[:, :end], values[:, :end]
+
+
+class StepAttention:
+    """Attention of one step by torch, one sequence after the other.
+
+    Args:
+        cache: Keys and values of the stage.
+        rows: The rows of the step, in order.
+    """
+
+    def __init__(self, cache: KvCache, rows: Sequence[Rows]) -> None:
+        self._cache, self._rows = cache, rows
+        self._masks: dict[tuple[int, int, int | None], Tensor] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Keep the keys and values, and attend; see ``Attention``."""
+        found = query.new_empty((query.shape[1], query.shape[0], value.shape[2]))
+        offset = 0
+        for rows in self._rows:
+            here = slice(offset, offset + rows.count)
+            keys, values = self._cache.append(rows, layer, key[:, here], value[:, here])
+            first = 0 if window is None else max(0, rows.begin - window + 1)
+            mask = self._mask(rows, first, window)
+            seen = keys[:, first:], values[:, first:]
+            if softcap is None:
+                out = functional.scaled_dot_product_attention(
+                    query[None, :, here],
+                    seen[0][None],
+                    seen[1][None],
+                    attn_mask=mask,
+                    scale=scale,
+                    enable_gqa=query.shape[0] != key.shape[0],
+                )[0]
+            else:
+                out = _capped(query[:, here], *seen, mask, scale, softcap)
+            found[here] = out.transpose(0, 1)
+            offset += rows.count
+        return found
+
+    def _mask(self, rows: Rows, first: int, window: int | None) -> Tensor | None:
+        """Return which keys each row sees, [rows, keys]; None: all of them."""
+        if rows.count == 1:
+            return None
+        end = rows.begin + rows.count
+        mask = self._masks.get((rows.begin, rows.count, window))
+        if mask is None:
+            at = torch.arange(rows.begin, end)[:, None]
+            of = torch.arange(first, end)[None]
+            mask = of <= at
+            if window is not None:
+                mask &= of > at - window
+            self._masks[rows.begin, rows.count, window] = mask
+        return mask
+
+
+def _capped(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    softcap: float,
+) -> Tensor:
+    """Return attention whose scores are capped, as in Gemma 2, [heads, rows, size]."""
+    repeats = query.shape[0] // key.shape[0]
+    key, value = (each.repeat_interleave(repeats, 0) for each in (key, value))
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = softcap * torch.tanh(query @ key.transpose(1, 2) * scale / softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value

@@ -1,0 +1,138 @@
+"""Chooses the next token of each sequence. Pure.
+
+Random numbers are counter-based (Philox: Salmon et al., "Parallel Random Numbers: As
+Easy as 1, 2, 3", 2011): each follows from the seed, the choice and the index of the
+token, so a sequence that is computed again chooses as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy
+import torch
+from torch import Tensor
+
+from multiworld.serve.transport.protocol import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A chosen token.
+
+    Attributes:
+        token: Its id.
+        logprob: Logarithm of its probability before any parameter applies; None if it
+            was not asked for.
+        top: The most likely tokens with theirs.
+    """
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def choose(
+    logits: Tensor,
+    sampling: Sampling,
+    tokens: Sequence[int],
+    prompt: int,
+    ends: Sequence[int],
+) -> Choice:
+    """Choose the next token of one sequence.
+
+    Args:
+        logits: Shape [vocabulary], float32; not changed.
+        sampling: How to choose.
+        tokens: The prompt, and the tokens that were generated.
+        prompt: Number of tokens of the prompt.
+        ends: Tokens that end the sequence, if they may.
+    """
+    index = len(tokens) - prompt
+    scores = _adjusted(logits, sampling, tokens, prompt)
+    if index < sampling.min_tokens and ends:
+        scores = scores.clone() if scores is logits else scores
+        scores[list(ends)] = float("-inf")
+    if sampling.temperature == 0:
+        token = int(scores.argmax())
+    else:
+        token = _drawn(scores / sampling.temperature, sampling, index)
+    if sampling.logprobs is None:
+        return Choice(token)
+    logprobs = logits.log_softmax(-1)
+    most = logprobs.topk(sampling.logprobs)
+    top = tuple(zip(most.indices.tolist(), most.values.tolist(), strict=True))
+    return Choice(token, float(logprobs[token]), top)
+
+
+def _adjusted(
+    logits: Tensor, sampling: Sampling, tokens: Sequence[int], prompt: int
+) -> Tensor:
+    """Return the logits with penalties and biases; ``logits`` itself without any."""
+    scores = logits
+    if sampling.repetition_penalty != 1.0:
+        scores = scores.clone()
+        seen = torch.tensor(sorted(set(tokens)))
+        found = scores[seen]
+        penalty = sampling.repetition_penalty
+        scores[seen] = torch.where(found > 0, found / penalty, found * penalty)
+    if (sampling.presence_penalty or sampling.frequency_penalty) and len(
+        tokens
+    ) > prompt:
+        scores = scores.clone()
+        made, times = torch.unique(
+            torch.tensor(list(tokens[prompt:])), return_counts=True
+        )
+        scores[made] -= sampling.presence_penalty + sampling.frequency_penalty * times
+    if sampling.logit_bias:
+        scores = scores.clone()
+        biased = torch.tensor(list(sampling.logit_bias))
+        scores[biased] += torch.tensor(list(sampling.logit_bias.values()))
+    return scores
+
+
+def _drawn(scores: Tensor, sampling: Sampling, index: int) -> int:
+    """Draw a token: of the most likely ones, by the inverse of their distribution."""
+    ordered, which = scores.sort(descending=True, stable=True)
+    if 0 < sampling.top_k < len(ordered):
+        ordered, which = ordered[: sampling.top_k], which[: sampling.top_k]
+    probabilities = ordered.to(torch.float64).softmax(-1)
+    keep = torch.ones_like(probabilities, dtype=torch.bool)
+    if sampling.top_p < 1.0:
+        # A token stays if those before it do not sum up to top_p.
+        keep &= probabilities.cumsum(0) - probabilities < sampling.top_p
+    if sampling.min_p > 0.0:
+        keep &= probabilities >= sampling.min_p * probabilities[0]
+    keep[0] = True
+    sums = (probabilities * keep).cumsum(0)
+    at = uniform(sampling.seed, sampling.choice, index) * float(sums[-1])
+    place = int(torch.searchsorted(sums, at, right=True))
+    return int(which[min(place, int(keep.nonzero()[-1]))])
+
+
+def uniform(seed: int, choice: int, index: int) -> float:
+    """Return the random number in [0, 1) of one token.
+
+    Args:
+        seed: Seed of the request.
+        choice: Number of the choice.
+        index: Index of the token.
+    """
+    key = [seed % 2**64, choice]
+    bits = numpy.random.Philox(key=key, counter=[index, 0, 0, 0])
+    return float(numpy.random.Generator(bits).random())
+
+
+def finish_of(token: int, count: int, sampling: Sampling, ends: Sequence[int]) -> str:
+    """Return ``stop`` or ``length`` if a token is the last one; else empty.
+
+    Args:
+        token: The token.
+        count: Number of generated tokens, with it.
+        sampling: Parameters of the sequence.
+        ends: Tokens that end the sequence.
+    """
+    if token in ends:
+        return "stop"
+    return "length" if count >= sampling.max_tokens else ""

@@ -1,0 +1,332 @@
+"""The scheduler of steps, in a replica of stage 0. Pure.
+
+It does continuous batching: every step takes one token of each running sequence that
+waits for none of its own, and fills the rest of the token budget with parts of prompts
+(chunked prefill). Several steps are under way at once, one for each stage, so that the
+pipeline is full: each takes an equal part of the running sequences.
+
+Memory is counted in blocks of ``block_size`` tokens. If a running sequence needs a
+block and none is free, the sequence that came last is preempted: its blocks are
+freed, and it is computed again from its tokens when there is room (preemption by
+recompute, as in vLLM: Kwon et al., "Efficient Memory Management for Large Language
+Model Serving with PagedAttention", 2023).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from multiworld.serve.transport.protocol import Key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """Limits of one replica of stage 0.
+
+    Attributes:
+        max_num_seqs: Most sequences that run at once.
+        max_num_batched_tokens: Most tokens of a step.
+        block_size: Tokens of a block.
+        blocks: Number of blocks.
+        steps: Most steps under way at once; as many as there are stages.
+        is_prefill_chunked: Whether a prompt may be computed in several steps.
+    """
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    block_size: int = 16
+    blocks: int = 1024
+    steps: int = 1
+    is_prefill_chunked: bool = True
+
+
+@dataclass(slots=True)
+class ScheduledSequence:
+    """A sequence at its scheduler.
+
+    Attributes:
+        key: Gateway, stream and attempt.
+        tokens: All tokens so far: the prompt and what was generated.
+        computed: Number of tokens of which the keys and values are computed, or are
+            being computed.
+        is_under_way: True while its next token is being computed.
+        blocks: Blocks that it has.
+        number: Order of arrival.
+    """
+
+    key: Key
+    tokens: list[int]
+    computed: int = 0
+    is_under_way: bool = False
+    blocks: int = 0
+    number: int = 0
+
+    @property
+    def lacking(self) -> int:
+        """Number of tokens that are still to be computed."""
+        return len(self.tokens) - self.computed
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The part of a step that is of one sequence.
+
+    Attributes:
+        key: The sequence.
+        begin: Position of its first token.
+        count: Number of its tokens.
+        samples: True if the last stage samples the next token after the last of them.
+    """
+
+    key: Key
+    begin: int
+    count: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """A step to compute now.
+
+    Attributes:
+        number: Its number at this scheduler.
+        parts: Its parts; each sequence has at most one.
+        preempted: Sequences that were preempted, before this step.
+    """
+
+    number: int
+    parts: tuple[Part, ...]
+    preempted: tuple[Key, ...] = ()
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    waits_for: set[Key] = field(default_factory=set)
+
+
+class Scheduler:
+    """Decides which tokens of which sequences the next step computes.
+
+    Args:
+        limits: Its limits.
+
+    Attributes:
+        limits: See above.
+        preemptions: Number of preemptions so far.
+    """
+
+    def __init__(self, limits: EngineLimits) -> None:
+        self.limits = limits
+        self._waiting: list[ScheduledSequence] = []
+        self._running: list[ScheduledSequence] = []
+        self._known: dict[Key, ScheduledSequence] = {}
+        self._steps: dict[int, _UnderWay] = {}
+        self._step_number = 0
+        self._arrivals = 0
+        self._free = limits.blocks
+        self._preempted: list[Key] = []
+        self._planned: set[Key] = set()
+        self.preemptions = 0
+
+    # Sequences.
+
+    def add(self, key: Key, tokens: Sequence[int]) -> None:
+        """Add a sequence; it is computed when it is its turn.
+
+        Args:
+            key: Gateway, stream and attempt.
+            tokens: Its tokens so far; at least one.
+
+        Raises:
+            ValueError: It needs more blocks than there are.
+        """
+        if self.blocks_of(len(tokens) + 1) > self.limits.blocks:
+            raise ValueError(
+                f"{len(tokens)} tokens need {self.blocks_of(len(tokens) + 1)} blocks "
+                f"of {self.limits.block_size}; there are {self.limits.blocks}"
+            )
+        self._arrivals += 1
+        sequence = ScheduledSequence(key, list(tokens), number=self._arrivals)
+        self._known[key] = sequence
+        self._waiting.append(sequence)
+
+    def remove(self, key: Key) -> bool:
+        """Forget a sequence; return False if it was not known.
+
+        It counts as computed in the steps that are under way.
+        """
+        sequence = self._known.pop(key, None)
+        if sequence is None:
+            return False
+        self._free += sequence.blocks
+        for found in (self._waiting, self._running):
+            if sequence in found:
+                found.remove(sequence)
+        for number in list(self._steps):
+            self._came_back(number, key)
+        return True
+
+    def sampled(self, step: int, tokens: Iterable[tuple[Key, int | None]]) -> None:
+        """Take note of what the last stage has computed of a step.
+
+        Args:
+            step: Number of the step.
+            tokens: Sequences that came out of the last stage, each with its next token;
+                None if its prompt is not complete yet.
+        """
+        for key, token in tokens:
+            sequence = self._known.get(key)
+            is_expected = step in self._steps and key in self._steps[step].waits_for
+            if sequence is not None and is_expected and token is not None:
+                sequence.tokens.append(token)
+                sequence.is_under_way = False
+            self._came_back(step, key)
+
+    def _came_back(self, step: int, key: Key) -> None:
+        under_way = self._steps.get(step)
+        if under_way is not None:
+            under_way.waits_for.discard(key)
+            if not under_way.waits_for:
+                del self._steps[step]
+
+    # Steps.
+
+    def next_step(self) -> PlannedStep | None:
+        """Return the next step to compute, or None if there is none now."""
+        if len(self._steps) >= self.limits.steps:
+            return None
+        budget = self.limits.max_num_batched_tokens
+        parts: list[Part] = []
+        self._planned.clear()
+        self._decode(parts, budget)
+        self._prefill(parts, budget - sum(part.count for part in parts))
+        if not parts:
+            return None
+        self._step_number += 1
+        waits_for = {part.key for part in parts}
+        self._steps[self._step_number] = _UnderWay(waits_for)
+        preempted, self._preempted = tuple(self._preempted), []
+        return PlannedStep(self._step_number, tuple(parts), preempted)
+
+    def _decode(self, parts: list[Part], budget: int) -> None:
+        """Add a token of each running sequence that waits for none, up to a share."""
+        decoding = [s for s in self._running if s.lacking <= 1]
+        most = min(budget, math.ceil(len(decoding) / self.limits.steps))
+        for sequence in list(decoding):
+            if len(parts) >= most:
+                return
+            if sequence.is_under_way or sequence not in self._running:
+                continue  # it waits for its token, or was preempted for an earlier one
+            if sequence.lacking == 1 and self._has_room(sequence, 1):
+                parts.append(self._take(sequence, 1))
+
+    def _prefill(self, parts: list[Part], budget: int) -> None:
+        """Fill the step with parts of prompts: of running sequences, then of others."""
+        for sequence in list(self._running):
+            if budget <= 0:
+                return
+            is_due = sequence.lacking > 1 and sequence in self._running
+            if is_due and not sequence.is_under_way:
+                count = self._chunk(sequence, budget, is_alone=not parts)
+                if count and self._has_room(sequence, count):
+                    parts.append(self._take(sequence, count))
+                    budget -= count
+        while self._waiting and budget > 0:
+            sequence = self._waiting[0]
+            if len(self._running) >= self.limits.max_num_seqs:
+                return
+            count = self._chunk(sequence, budget, is_alone=not parts)
+            # All of it must fit, or it would preempt what came before.
+            if not count or self.blocks_of(len(sequence.tokens) + 1) > self._free:
+                return
+            self._waiting.pop(0)
+            self._running.append(sequence)
+            self._has_room(sequence, count)
+            parts.append(self._take(sequence, count))
+            budget -= count
+
+    def _chunk(
+        self, sequence: ScheduledSequence, budget: int, *, is_alone: bool
+    ) -> int:
+        """Return how many tokens of a sequence to compute now."""
+        if self.limits.is_prefill_chunked:
+            return min(sequence.lacking, budget)
+        fits = sequence.lacking <= budget or is_alone
+        return sequence.lacking if fits else 0
+
+    def _take(self, sequence: ScheduledSequence, count: int) -> Part:
+        begin = sequence.computed
+        sequence.computed += count
+        samples = sequence.lacking == 0
+        sequence.is_under_way = samples
+        self._planned.add(sequence.key)
+        return Part(sequence.key, begin, count, samples)
+
+    # Blocks.
+
+    def blocks_of(self, tokens: int) -> int:
+        """Return the number of blocks that so many tokens need."""
+        return math.ceil(tokens / self.limits.block_size)
+
+    def _has_room(self, sequence: ScheduledSequence, count: int) -> bool:
+        """Give a sequence the blocks for more tokens; preempt later ones for it."""
+        needed = self.blocks_of(sequence.computed + count) - sequence.blocks
+        while needed > self._free:
+            victim = self._last_to_preempt()
+            if victim is None:
+                return False
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        self._free -= needed
+        sequence.blocks += needed
+        return True
+
+    def _last_to_preempt(self) -> ScheduledSequence | None:
+        idle = [s for s in self._running if not self._is_in_a_step(s.key)]
+        return max(idle, key=lambda s: s.number, default=None)
+
+    def _is_in_a_step(self, key: Key) -> bool:
+        return key in self._planned or any(
+            key in step.waits_for for step in self._steps.values()
+        )
+
+    def _preempt(self, sequence: ScheduledSequence) -> None:
+        self.preemptions += 1
+        self._running.remove(sequence)
+        self._free += sequence.blocks
+        sequence.blocks = sequence.computed = 0
+        self._preempted.append(sequence.key)
+        place = next(
+            (n for n, s in enumerate(self._waiting) if s.number > sequence.number),
+            len(self._waiting),
+        )
+        self._waiting.insert(place, sequence)
+
+    # What there is.
+
+    @property
+    def running(self) -> int:
+        """Number of sequences that run."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Number of sequences that wait for their turn."""
+        return len(self._waiting)
+
+    @property
+    def used_blocks(self) -> int:
+        """Number of blocks in use."""
+        return self.limits.blocks - self._free
+
+    @property
+    def is_idle(self) -> bool:
+        """True if there is no sequence."""
+        return not self._known
+
+    def tokens(self, key: Key) -> list[int]:
+        """Return all tokens of a sequence."""
+        return self._known[key].tokens

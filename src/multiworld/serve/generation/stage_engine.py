@@ -1,0 +1,148 @@
+"""What one replica computes: its stage for the steps that arrive. Shell.
+
+It runs in the compute thread of the replica, and knows no edges.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from multiworld.serve.generation.kv_cache import KvCache, Rows
+from multiworld.serve.generation.sampler import choose, finish_of
+from multiworld.serve.transport.protocol import Key, Opening, StepPart, TokenItem
+
+logger = logging.getLogger("multiworld.serve")
+
+StageFunction = Callable[[Tensor, Tensor, object, Tensor], Tensor]
+"""A stage: (rows, positions, attention, wanted) to hidden states or logits; see
+``decoder_stage.DecoderStage.forward``."""
+
+
+@dataclass(slots=True)
+class Tail:
+    """A sequence at the last stage.
+
+    Attributes:
+        opening: The sequence, as it began.
+        tokens: Its prompt, and all tokens so far.
+        ends: Tokens that end it.
+    """
+
+    opening: Opening
+    tokens: list[int]
+    ends: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What came out of a step.
+
+    Attributes:
+        parts: The parts that were computed.
+        hidden: Hidden states of their rows, [rows, hidden]; None in the last stage.
+        tokens: Tokens that were sampled.
+        failed: Parts that the model raised an error for.
+    """
+
+    parts: tuple[StepPart, ...]
+    hidden: Tensor | None = None
+    tokens: tuple[TokenItem, ...] = ()
+    failed: tuple[tuple[Key, Exception], ...] = ()
+
+
+@dataclass(slots=True)
+class StageEngine:
+    """A loaded stage with the keys and values of its sequences.
+
+    Attributes:
+        function: The stage.
+        is_last: Whether it returns logits.
+        end_tokens: Tokens that end a text, by the model.
+        cache: Keys and values.
+    """
+
+    function: StageFunction
+    is_last: bool
+    end_tokens: tuple[int, ...] = ()
+    cache: KvCache = field(default_factory=KvCache)
+    _tails: dict[Key, Tail] = field(default_factory=dict)
+
+    def free(self, keys: Sequence[Key]) -> None:
+        """Forget sequences."""
+        for key in keys:
+            self.cache.free(key)
+            self._tails.pop(key, None)
+
+    def compute(
+        self, parts: Sequence[StepPart], rows: Tensor, openings: Sequence[Opening]
+    ) -> Computed:
+        """Compute a step; if it fails, each of its parts alone.
+
+        Args:
+            parts: The parts of the step.
+            rows: Token ids, [rows], or hidden states, [rows, hidden]; of all parts in
+                order.
+            openings: Sequences that begin.
+        """
+        if self.is_last:
+            for opening in openings:
+                sampling = opening.sampling
+                own = () if sampling.ignore_eos else self.end_tokens
+                ends = (*own, *sampling.stop_token_ids)
+                self._tails[opening.key] = Tail(opening, list(opening.tokens), ends)
+        try:
+            with torch.inference_mode():
+                return self._compute(parts, rows)
+        except Exception as error:
+            if len(parts) == 1:
+                logger.exception("a sequence failed in this stage")
+                return Computed((), failed=((parts[0].key, error),))
+        offset, done = 0, []
+        for part in parts:
+            done.append(self.compute([part], rows[offset : offset + part.count], ()))
+            offset += part.count
+        found = [one.hidden for one in done if one.hidden is not None]
+        return Computed(
+            tuple(part for one in done for part in one.parts),
+            torch.cat(found) if found else None,
+            tuple(token for one in done for token in one.tokens),
+            tuple(failure for one in done for failure in one.failed),
+        )
+
+    def _compute(self, parts: Sequence[StepPart], rows: Tensor) -> Computed:
+        positions = torch.cat([torch.arange(p.begin, p.begin + p.count) for p in parts])
+        attention = self.cache.step([Rows(p.key, p.begin, p.count) for p in parts])
+        last, end = [], 0
+        for part in parts:
+            end += part.count
+            if part.samples:
+                last.append(end - 1)
+        wanted = torch.tensor(last, dtype=torch.int64)
+        found = self.function(rows, positions, attention, wanted)
+        if not self.is_last:
+            return Computed(tuple(parts), hidden=found)
+        sampling = [part for part in parts if part.samples]
+        tokens = tuple(
+            self._sample(part, logits)
+            for part, logits in zip(sampling, found, strict=True)
+        )
+        return Computed(tuple(parts), tokens=tokens)
+
+    def _sample(self, part: StepPart, logits: Tensor) -> TokenItem:
+        tail = self._tails[part.key]
+        opening = tail.opening
+        del tail.tokens[part.begin + part.count :]  # it is computed again
+        chosen = choose(
+            logits, opening.sampling, tail.tokens, opening.prompt, tail.ends
+        )
+        index = len(tail.tokens) - opening.prompt
+        tail.tokens.append(chosen.token)
+        finish = finish_of(chosen.token, index + 1, opening.sampling, tail.ends)
+        return TokenItem(
+            part.key, index, chosen.token, finish, chosen.logprob, chosen.top
+        )

@@ -1,0 +1,443 @@
+"""The streams of one gateway: where each is computed, and what was delivered. Shell.
+
+The gateway is the authority on a stream: what it has delivered is never changed. If a
+replica of a stream's chain is lost, the stream becomes another attempt: it is pinned to
+other replicas, and computed again from its prompt and the delivered tokens. Tokens of
+earlier attempts are ignored, wherever they still come from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+import time
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+
+from multiworld.errors import (
+    DeadlineExceededError,
+    OverloadedError,
+    RequestPoisonedError,
+    ServeError,
+    UnknownModelError,
+)
+from multiworld.serve.transport import protocol
+from multiworld.serve.transport.edges import SILENT_S, Outbox
+from multiworld.serve.transport.frames import Entry
+from multiworld.serve.transport.protocol import Key, Opening, Sampling, TokenItem
+from multiworld.serve.transport.routing_table import (
+    Replica,
+    ReplicaState,
+    RoutingTable,
+)
+
+logger = logging.getLogger("multiworld.serve")
+
+TICK_S = 0.05
+"""Seconds between checks of deadlines and of silent replicas, while there are
+streams."""
+
+POISON_LOSSES = 4
+"""Replicas lost in a row while they had a stream that got no token in between, after
+which the stream is taken to be the cause."""
+
+PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
+"""Seconds until a stream that came back is tried again; doubles each time without a
+token in between."""
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """A stream whose client waits for tokens.
+
+    Attributes:
+        number: Its number at this gateway.
+        model: Name of the model.
+        version: Version that it began with.
+        tokens: The prompt, and the tokens that were delivered.
+        prompt: Number of tokens of the prompt.
+        sampling: How its tokens are chosen.
+        deadline_at: Monotonic time at which it is given up.
+        via: For a probe: replicas by stage that it must go through.
+        attempt: Number of the current attempt.
+        chain: Replicas by stage; empty while it waits for a chain.
+        losses: Replicas that were lost with it since its last token.
+        returns: Attempts that came back since its last token.
+        not_before: Monotonic time of the next attempt.
+    """
+
+    number: int
+    model: str
+    version: str
+    tokens: list[int]
+    prompt: int
+    sampling: Sampling
+    deadline_at: float
+    via: dict[int, str]
+    attempt: int = 0
+    chain: tuple[str, ...] = ()
+    losses: int = 0
+    returns: int = 0
+    not_before: float = 0.0
+    arrived: deque[TokenItem | ServeError] = field(default_factory=deque)
+    has_arrived: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def put(self, item: TokenItem | ServeError) -> None:
+        """Give the client a token, or the error that ends the stream."""
+        self.arrived.append(item)
+        self.has_arrived.set()
+
+
+class Streams:
+    """All streams of one gateway. An ``EdgeOwner``.
+
+    Args:
+        name: Name of the gateway.
+        clock: Returns the monotonic time in seconds.
+
+    Attributes:
+        table: The routing table in use.
+        counts: Events since the start, by kind.
+    """
+
+    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.name, self._clock = name, clock
+        self.table = RoutingTable()
+        self.counts: Counter[str] = Counter()
+        self._streams: dict[int, Stream] = {}
+        self._numbers = itertools.count(1)
+        self._edges: dict[str, Outbox] = {}
+        self._silent: set[str] = set()
+        self._load: Counter[str] = Counter()
+        self._is_busy = asyncio.Event()
+
+    # Clients.
+
+    @asynccontextmanager
+    async def stream(
+        self,
+        model: str,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        *,
+        deadline_s: float | None = None,
+        via: dict[int, str] | None = None,
+        version: str | None = None,
+    ) -> AsyncIterator[AsyncIterator[TokenItem]]:
+        """Generate tokens; the stream ends with the block.
+
+        Args:
+            model: Name of the model.
+            tokens: The prompt; at least one.
+            sampling: How tokens are chosen.
+            deadline_s: Seconds until the deadline; None: the model's default.
+            via: For a probe: replicas by stage that it must go through.
+            version: For a probe: version of the model; None: the active one.
+
+        Yields:
+            An iterator over the tokens, which raises a ``ServeError`` if the stream
+            fails.
+
+        Raises:
+            UnknownModelError: The table has no route for the model.
+            OverloadedError: Too many streams wait.
+
+        Cancellation: Safe. The stream ends at once, and its replicas are told.
+        """
+        route = self.table.routes.get(model)
+        if route is None:
+            raise UnknownModelError(f"no model {model!r} is served here")
+        if via is None:
+            waiting = sum(not s.chain for s in self._streams.values())
+            if waiting > route.max_queued_requests:
+                raise OverloadedError(f"{waiting} requests wait for {model!r}")
+        limit_s = route.deadline_s if deadline_s is None else deadline_s
+        stream = Stream(
+            next(self._numbers),
+            model,
+            version or route.version,
+            list(tokens),
+            len(tokens),
+            sampling,
+            self._clock() + limit_s,
+            via or {},
+        )
+        self._streams[stream.number] = stream
+        self._is_busy.set()
+        self._place(stream)
+        try:
+            async with aclosing(_tokens(stream)) as found:
+                yield found
+        finally:
+            del self._streams[stream.number]
+            self._leave_chain(stream)
+
+    async def probe(self, replica: str, prompt: Sequence[int], limit_s: float) -> None:
+        """Generate two tokens through a replica.
+
+        Raises:
+            UnknownModelError: The table has no such replica.
+            ServeError: The replica failed, or did not answer in time.
+
+        Cancellation: Safe.
+        """
+        known = self.table.replicas.get(replica)
+        if known is None:
+            raise UnknownModelError(f"the routing table has no replica {replica!r}")
+        sampling = Sampling(temperature=0.0, max_tokens=2, ignore_eos=True)
+        async with self.stream(
+            known.model,
+            prompt,
+            sampling,
+            deadline_s=limit_s,
+            via={known.stage: replica},
+            version=known.version,
+        ) as tokens:
+            async for _ in tokens:
+                pass
+
+    @property
+    def in_flight(self) -> int:
+        """Number of streams."""
+        return len(self._streams)
+
+    def load(self) -> dict[str, int]:
+        """Return the streams at each replica."""
+        return dict(+self._load)
+
+    def waiting(self, model: str) -> int:
+        """Return the number of streams that wait for a chain."""
+        return sum(s.model == model and not s.chain for s in self._streams.values())
+
+    # The table and the edges.
+
+    def table_changed(self, table: RoutingTable) -> None:
+        """Use a new routing table."""
+        self.table = table
+        self._place_waiting()
+
+    def edge_up(self, outbox: Outbox) -> None:
+        """Use a new incarnation of an edge."""
+        self._edges[outbox.edge.peer] = outbox
+        self._place_waiting()
+
+    def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
+        """Move the streams of a replica that is gone.
+
+        Args:
+            outbox: The incarnation of the edge.
+            is_polite: Whether the replica left; otherwise it was lost.
+        """
+        peer = outbox.edge.peer
+        if self._edges.get(peer) is not outbox:
+            return
+        del self._edges[peer]
+        self._silent.discard(peer)
+        for stream in self._at(peer):
+            stream.losses += not is_polite
+            self._again(stream, f"{peer} is gone")
+        self._place_waiting()
+
+    def received(self, outbox: Outbox, frame: Sequence[Entry]) -> None:
+        """Handle the messages of a frame that has arrived."""
+        for message, _ in frame:
+            match message:
+                case protocol.Tokens(items):
+                    for item in items:
+                        self._token(item)
+                case protocol.SequenceFailed(key, error):
+                    self._failed(key, error, outbox.edge.peer)
+        self._place_waiting()
+
+    def _at(self, replica: str) -> list[Stream]:
+        return [s for s in self._streams.values() if replica in s.chain]
+
+    def _token(self, item: TokenItem) -> None:
+        stream = self._streams.get(item.key[1])
+        if stream is None or item.key[2] != stream.attempt or not stream.chain:
+            return  # of an earlier attempt
+        index = len(stream.tokens) - stream.prompt
+        if item.index != index:
+            self._again(stream, f"token {item.index} came in place of {index}")
+            return
+        stream.tokens.append(item.token)
+        stream.losses = stream.returns = 0
+        self.counts["tokens"] += 1
+        stream.put(item)
+        if item.finish:
+            self._leave_chain(stream)
+
+    def _failed(
+        self, key: Key, error: protocol.RemoteError | None, replica: str
+    ) -> None:
+        stream = self._streams.get(key[1])
+        if stream is None or key[2] != stream.attempt:
+            return
+        if error is None:
+            self._again(stream, f"{replica} gave it back")
+            return
+        self._leave_chain(stream)
+        stream.put(error.error())
+
+    # Chains.
+
+    def _again(self, stream: Stream, why: str) -> None:
+        """Compute a stream again, on another chain."""
+        self.counts["replayed"] += 1
+        logger.info("stream %d again: %s", stream.number, why)
+        self._leave_chain(stream)
+        if stream.losses >= POISON_LOSSES:
+            stream.put(
+                RequestPoisonedError(
+                    f"{stream.losses} replicas were lost in a row with this request"
+                )
+            )
+            return
+        if stream.returns:
+            pause_s = PAUSE_S * 2.0 ** min(stream.returns, 10)
+            stream.not_before = self._clock() + min(LONGEST_PAUSE_S, pause_s)
+        stream.returns += 1
+
+    def _leave_chain(self, stream: Stream) -> None:
+        """End the current attempt at all replicas that have it."""
+        key = self.name, stream.number, stream.attempt
+        for replica in stream.chain:
+            self._load[replica] -= 1
+            outbox = self._edges.get(replica)
+            if outbox is not None:
+                outbox.put(protocol.End((key,)))
+        stream.chain = ()
+        stream.attempt += 1
+
+    def _place_waiting(self) -> None:
+        now = self._clock()
+        for stream in self._streams.values():
+            if not stream.chain and stream.not_before <= now:
+                self._place(stream)
+
+    def _place(self, stream: Stream) -> None:
+        """Pin a stream to a chain and begin it there, if there is one."""
+        if _has_ended(stream):
+            return
+        chain = self._chain(stream)
+        if chain is None:
+            return
+        stream.chain = chain
+        for replica in chain:
+            self._load[replica] += 1
+        opening = Opening(
+            (self.name, stream.number, stream.attempt),
+            tuple(stream.tokens),
+            stream.prompt,
+            chain,
+            stream.sampling,
+        )
+        self._edges[chain[0]].put(protocol.Begin((opening,)))
+
+    def _chain(self, stream: Stream) -> tuple[str, ...] | None:
+        """Return the least loaded replica of each stage; None if a stage has none."""
+        route = self.table.routes.get(stream.model)
+        if route is None:
+            return None
+        versions = [stream.version]
+        if not stream.via and route.version != stream.version:
+            versions.append(route.version)  # the version that it began with may be gone
+        for version in versions:
+            chain = [
+                self._replica(stream, version, stage)
+                for stage in range(route.stages.get(version, 0))
+            ]
+            if chain and None not in chain:
+                stream.version = version
+                return tuple(name for name in chain if name is not None)
+        return None
+
+    def _replica(self, stream: Stream, version: str, stage: int) -> str | None:
+        wanted = stream.via.get(stage)
+        found = [
+            replica
+            for replica in self.table.stage(stream.model, version, stage)
+            if replica.name in self._edges and wanted in (None, replica.name)
+        ]
+        usable = [r for r in found if r.state is ReplicaState.READY]
+        if stream.via:  # a probe also goes through others that are starting
+            usable = usable or found
+        usable = [r for r in usable if r.name not in self._silent] or usable
+        return min(usable, key=self._cost).name if usable else None
+
+    def _cost(self, replica: Replica) -> tuple[int, float]:
+        return self._load[replica.name], random.random()
+
+    # Time.
+
+    async def look(self) -> None:
+        """Check deadlines and silent replicas again and again, until cancelled.
+
+        Cancellation: Safe.
+        """
+        while True:
+            if not self._streams:
+                self._is_busy.clear()
+                await self._is_busy.wait()
+            await asyncio.sleep(TICK_S)
+            now = self._clock()
+            for stream in list(self._streams.values()):
+                if now > stream.deadline_at and not _has_ended(stream):
+                    self._leave_chain(stream)
+                    made = len(stream.tokens) - stream.prompt
+                    stream.put(
+                        DeadlineExceededError(
+                            f"deadline passed after {made} of at most "
+                            f"{stream.sampling.max_tokens} tokens"
+                        )
+                    )
+            self._look_for_silence()
+            self._place_waiting()
+
+    def _look_for_silence(self) -> None:
+        for name, outbox in list(self._edges.items()):
+            is_silent = outbox.silent_s() > SILENT_S
+            (self._silent.add if is_silent else self._silent.discard)(name)
+            if not is_silent:
+                continue
+            known = self.table.replicas.get(name)
+            if known is None:
+                continue
+            others = [
+                r
+                for r in self.table.stage(known.model, known.version, known.stage)
+                if r.name in self._edges
+                and r.name not in self._silent
+                and r.state is ReplicaState.READY
+            ]
+            for stream in self._at(name) if others else ():
+                if not stream.via:
+                    self._again(stream, f"{name} is silent")
+
+
+def _is_last(item: TokenItem | ServeError) -> bool:
+    return isinstance(item, ServeError) or bool(item.finish)
+
+
+def _has_ended(stream: Stream) -> bool:
+    return bool(stream.arrived) and _is_last(stream.arrived[-1])
+
+
+async def _tokens(stream: Stream) -> AsyncGenerator[TokenItem]:
+    while True:
+        while not stream.arrived:
+            stream.has_arrived.clear()
+            await stream.has_arrived.wait()
+        item = stream.arrived[0]
+        if isinstance(item, ServeError):
+            raise item
+        if not item.finish:
+            stream.arrived.popleft()
+            yield item
+            continue
+        yield item
+        return
