@@ -17,15 +17,21 @@ BACKENDS = ("direct", "gloo")
 
 
 def _story(*, rate: float, help: str, picture: str) -> Callable[[F], F]:
-    """Add the options of a demo with events under load."""
+    """Add the options of a demo with events under a load of requests."""
+    option = click.option(
+        "--rate",
+        type=FiniteRange(0.1, 1000),
+        default=rate,
+        show_default=True,
+        help=help,
+    )
+    shown = _shown(picture=picture)
+    return lambda command: option(shown(command))
+
+
+def _shown(*, picture: str) -> Callable[[F], F]:
+    """Add the options of a demo with events."""
     options = (
-        click.option(
-            "--rate",
-            type=FiniteRange(0.1, 1000),
-            default=rate,
-            show_default=True,
-            help=help,
-        ),
         click.option(
             "--pause-s",
             type=FiniteRange(0.5, 600),
@@ -54,20 +60,41 @@ def _story(*, rate: float, help: str, picture: str) -> Callable[[F], F]:
 
 
 @click.group(invoke_without_command=True)
-@_story(rate=15.0, help="Texts a second.", picture="multiworld-demo.png")
+@click.option(
+    "--tokens",
+    type=click.IntRange(8, 4096),
+    default=160,
+    show_default=True,
+    help="Most tokens of an answer.",
+)
+@_shown(picture="multiworld-demo.png")
 @click.pass_context
 def demo(
-    context: click.Context, rate: float, pause_s: float, picture: Path, as_json: bool
+    context: click.Context, tokens: int, pause_s: float, picture: Path, as_json: bool
 ) -> None:
+    """Stream chats from a language model in three stages, and inject faults.
+
+    Eight chats stream at once. A replica of each stage is killed, one is stopped, and
+    the bottleneck is scaled to 3 and back. Every token is compared with what the
+    undisturbed model would choose. Exits with 1 if a stream was cut or a token was
+    wrong. The first time, the model (98 MB) is fetched and converted.
+    """
+    if context.invoked_subcommand is None:
+        run = _demo("multiworld.demo.chats.run")
+        sys.exit(run(tokens, pause_s, picture.resolve(), as_json=as_json))
+
+
+@demo.command()
+@_story(rate=15.0, help="Texts a second.", picture="multiworld-embeddings.png")
+def embeddings(rate: float, pause_s: float, picture: Path, as_json: bool) -> None:
     """Serve a sentence encoder in three stages, and inject faults under load.
 
     A replica of each stage is killed, one is stopped, the bottleneck is scaled to 3 and
     back, and the model is replaced by a new version. Exits with 1 if a request was lost
     or answered wrongly.
     """
-    if context.invoked_subcommand is None:
-        run = _demo("multiworld.demo.pipeline.run")
-        sys.exit(run(rate, pause_s, picture.resolve(), as_json=as_json))
+    run = _demo("multiworld.demo.pipeline.run")
+    sys.exit(run(rate, pause_s, picture.resolve(), as_json=as_json))
 
 
 @demo.command()

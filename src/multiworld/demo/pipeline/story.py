@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import yaml
 
@@ -26,7 +26,6 @@ from multiworld.serve.control.answers import (
 )
 from multiworld.serve.control.client import Service
 from multiworld.serve.fleet.entries import HistoryEntry
-from multiworld.serve.load.generator import Load
 
 T = TypeVar("T")
 
@@ -38,6 +37,12 @@ END_S = 30.0
 
 POLL_S = 0.05
 """Seconds between questions to the controller."""
+
+
+class Clock(Protocol):
+    """Anything with a start, such as a load."""
+
+    began_at: float
 
 
 class DemoFailedError(ServeError):
@@ -89,12 +94,14 @@ class Story:
         replica_counts: Ready replicas over time.
     """
 
-    def __init__(self, spec: Path, root: Path, tell: Callable[[str], None]) -> None:
-        self._spec, self._root, self.tell = spec, root, tell
+    def __init__(
+        self, spec: Path, root: Path, tell: Callable[[str], None], model: str = MODEL
+    ) -> None:
+        self._spec, self._root, self.tell, self._model = spec, root, tell, model
         self._app = yaml.safe_load(spec.read_text())
         self._process: asyncio.subprocess.Process | None = None
         self._service: Service | None = None
-        self._load: Load | None = None
+        self._load: Clock | None = None
         self.scenes: list[Scene] = []
         self.replica_counts: list[ReplicaCounts] = []
         self._status: StatusAnswer | None = None
@@ -108,7 +115,7 @@ class Story:
     @property
     def stages(self) -> list[str]:
         """Names of the model's stages."""
-        return [s["name"] for s in self._app["models"][MODEL]["stages"]]
+        return [s["name"] for s in self._app["models"][self._model]["stages"]]
 
     @property
     def labels(self) -> list[str]:
@@ -214,8 +221,11 @@ class Story:
 
     # Watching.
 
-    async def watch(self, load: Load) -> None:
+    async def watch(self, load: Clock) -> None:
         """Record the number of ready replicas until cancelled.
+
+        Args:
+            load: What the story's times are counted from.
 
         Cancellation:
             Ends the recording; this is the only way to end it.
@@ -259,7 +269,7 @@ class Story:
         """
         scene = self.begin(f"{action} {stage}")
         since = await self.last_event()
-        asked = {"action": action, "model": MODEL, "stage": stage}
+        asked = {"action": action, "model": self._model, "stage": stage}
         harmed = await self.ask("POST", "/chaos", FaultInjected, json=asked)
         self.tell(f"[red]{action}[/] {harmed.name} (process {harmed.pid})")
         began = await self.event(since, "chaos", harmed.name)
@@ -283,7 +293,7 @@ class Story:
             The scaling goes on.
         """
         scene = self.begin(f"scale {stage} to {replicas}")
-        asked = {"model": MODEL, "stage": stage, "replicas": replicas}
+        asked = {"model": self._model, "stage": stage, "replicas": replicas}
         answer = await self.ask("POST", "/scale", Scaled, json=asked)
         self.tell(f"[cyan]scale[/] {stage} from {answer.before} to {answer.replicas}")
         number = self.stages.index(stage)
@@ -305,7 +315,7 @@ class Story:
             The update goes on.
         """
         scene = self.begin(f"version {version}")
-        self._app["models"][MODEL]["version"] = version
+        self._app["models"][self._model]["version"] = version
         text = yaml.safe_dump(self._app, sort_keys=False)
         asked = {"text": text, "where": "the demo"}
         await self.ask("POST", "/update", Updated, json=asked)
@@ -339,7 +349,7 @@ class Story:
         return self.stages[max(busy, key=lambda s: max(busy[s]))]
 
     def _wanted(self, stage: int) -> int:
-        return self.status.wanted.models[MODEL].replicas[stage]
+        return self.status.wanted.models[self._model].replicas[stage]
 
     def _count(self, stage: int, *, going: bool = False) -> int:
         phases = ("draining", "finishing") if going else ("ready",)

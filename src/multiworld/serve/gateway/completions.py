@@ -59,6 +59,7 @@ class _Common(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
     user: str | None = None
     metadata: Any = None
     store: bool | None = None
@@ -103,6 +104,7 @@ _chat = msgspec.json.Decoder(ChatBody)
 _completion = msgspec.json.Decoder(CompletionBody)
 
 UNSUPPORTED = (
+    "chat_template",  # a client's template could compute for ever
     *("tools", "functions", "function_call", "response_format", "modalities"),
     *("audio", "prediction", "reasoning_effort", "web_search_options", "suffix"),
 )
@@ -123,6 +125,7 @@ class Wanted:
         skips_special: Whether special tokens are left out of the text.
         echo: Whether the answer begins with the prompt.
         timeout_s: Seconds until the deadline; None: the model's default.
+        has_ids: Whether the answer names the tokens by their ids.
     """
 
     model: str
@@ -134,6 +137,7 @@ class Wanted:
     skips_special: bool
     echo: bool = False
     timeout_s: float | None = None
+    has_ids: bool = False
 
 
 def chat_of(body: bytes | bytearray) -> tuple[ChatBody, Wanted]:
@@ -254,7 +258,7 @@ def _wanted(asked: Any, max_tokens: int | None, logprobs: int | None) -> Wanted:
         top_p=_between("top_p", asked.top_p, 0.0, 1.0, 1.0),
         top_k=max(0, int(_between("top_k", asked.top_k, -1, 2**31, 0))),
         min_p=_between("min_p", asked.min_p, 0.0, 1.0, 0.0),
-        seed=secrets.randbits(63) if asked.seed is None else asked.seed,
+        seed=secrets.randbits(63) if asked.seed is None else asked.seed % 2**63,
         presence_penalty=_between(
             "presence_penalty", asked.presence_penalty, -2.0, 2.0, 0.0
         ),
@@ -283,6 +287,7 @@ def _wanted(asked: Any, max_tokens: int | None, logprobs: int | None) -> Wanted:
         has_usage=options is not None and options.include_usage,
         skips_special=asked.skip_special_tokens is not False,
         timeout_s=asked.timeout_s,
+        has_ids=bool(asked.return_token_ids),
     )
 
 

@@ -143,7 +143,6 @@ async def _read_chat(
     tokens = await asyncio.to_thread(
         tokenizer.chat,
         asked.messages,
-        asked.chat_template,
         begins_answer=asked.add_generation_prompt is not False,
     )
     return _ready(gateway, admitted, wanted, model, tokenizer, [tokens], longest, True)
@@ -334,6 +333,9 @@ def _choice(
 ) -> dict[str, Any]:
     """Return a choice of an answer that is not streamed."""
     found: dict[str, Any] = {"index": choice.index, "finish_reason": finish or None}
+    if ready.wanted.has_ids:
+        found["token_ids"] = [item.token for item in items]
+        found["prompt_token_ids"] = list(choice.prompt)
     has_logprobs = ready.wanted.sampling.logprobs is not None
     if ready.is_chat:
         found["message"] = {"role": "assistant", "content": text}
@@ -433,6 +435,10 @@ def _event(
             else text_logprobs(ready.tokenizer, [item], offset)
         )
     found |= {"logprobs": logprobs, "finish_reason": finish or None}
+    if ready.wanted.has_ids:
+        found["token_ids"] = [] if item is None else [item.token]
+        if item is None:
+            found["prompt_token_ids"] = list(choice.prompt)
     kind = "chat.completion.chunk" if ready.is_chat else "text_completion"
     chunk = {**_head(ready, kind), "choices": [found]}
     if ready.wanted.has_usage:

@@ -119,8 +119,9 @@ def uniform(seed: int, choice: int, index: int) -> float:
         choice: Number of the choice.
         index: Index of the token.
     """
-    key = [seed % 2**64, choice]
-    bits = numpy.random.Philox(key=key, counter=[index, 0, 0, 0])
+    key = numpy.array([seed % 2**64, choice], dtype=numpy.uint64)
+    counter = numpy.array([index, 0, 0, 0], dtype=numpy.uint64)
+    bits = numpy.random.Philox(key=key, counter=counter)
     return float(numpy.random.Generator(bits).random())
 
 

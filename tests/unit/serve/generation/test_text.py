@@ -1,0 +1,80 @@
+"""Text that grows by tokens: whole characters, and stop strings at any border."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from multiworld.errors import InvalidRequestError
+from multiworld.serve.generation.text import GrowingText, Tokenizer
+from tests.tiny_decoder import save_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Return a tokenizer of bytes."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder)
+    return Tokenizer(folder)
+
+
+@given(text=st.text(min_size=1))
+def test_pieces_are_whole_characters_and_join_to_the_text(
+    tokenizer: Tokenizer, text: str
+) -> None:
+    """Although each token is a byte."""
+    growing = GrowingText(tokenizer)
+    pieces = [growing.add(token) for token in tokenizer.encode(text)]
+    pieces.append(growing.end())
+    assert "".join(pieces) == text == growing.text
+    assert all("\ufffd" not in piece or "\ufffd" in text for piece in pieces)
+
+
+@given(text=st.text("abc", max_size=30), stop=st.text("abc", min_size=1, max_size=4))
+def test_text_ends_before_the_first_stop_string(
+    tokenizer: Tokenizer, text: str, stop: str
+) -> None:
+    """And nothing of it was given out before."""
+    growing = GrowingText(tokenizer, [stop])
+    given_out = ""
+    for token in tokenizer.encode(text):
+        given_out += growing.add(token)
+        assert (text.partition(stop)[0]).startswith(given_out)
+        if growing.is_stopped:
+            break
+    given_out += growing.end()
+    assert given_out == text.partition(stop)[0]
+    assert growing.is_stopped == (stop in text)
+
+
+def test_what_may_begin_a_stop_string_is_held_back(tokenizer: Tokenizer) -> None:
+    """No more, and no longer than it may."""
+    growing = GrowingText(tokenizer, ["STOP", "Sxx"])
+    shown = [growing.add(token) for token in tokenizer.encode("a STIR")]
+    assert shown == ["a", " ", "", "", "STI", "R"]
+
+
+def test_token_that_ends_a_text_is_not_shown(tokenizer: Tokenizer) -> None:
+    """Unless special tokens are asked for."""
+    for skips, wanted in ((True, "a"), (False, "a<end>")):
+        growing = GrowingText(tokenizer, skips_special=skips)
+        shown = [growing.add(token) for token in (tokenizer.encode("a")[0], 0)]
+        assert "".join(shown) + growing.end() == wanted
+
+
+def test_chat_is_laid_out_by_the_template(tokenizer: Tokenizer) -> None:
+    """The model's, or the client's."""
+    messages = [{"role": "user", "content": "hi"}]
+    shown = tokenizer.decode(tokenizer.chat(messages))
+    assert shown == "user: hi\nassistant: "
+    assert tokenizer.decode(tokenizer.chat(messages, begins_answer=False)) == (
+        "user: hi\n"
+    )
+
+
+def test_template_that_refuses_is_the_clients_error(tokenizer: Tokenizer) -> None:
+    """With what it said."""
+    template = "{{ raise_exception('one role only') }}"
+    with pytest.raises(InvalidRequestError, match="one role only"):
+        tokenizer.chat([{"role": "user", "content": "hi"}], template)
