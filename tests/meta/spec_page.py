@@ -19,6 +19,7 @@ schemas complete and check the file with it
 SECTIONS = {
     "AppSpec": ("a spec", "a spec"),
     "ModelSpec": ("models.NAME", "a model"),
+    "GenerationSpec": ("models.NAME.generation", "generation"),
     "StageSpec": ("models.NAME.stages[]", "a stage"),
     "AutoscalingConfig": ("autoscaling_config", "limits and delays"),
     "ReplicaRange": ("replicas, as a range", "a range"),

@@ -168,9 +168,14 @@ async def kill_at(service: Served, action: str, stage: str, index: int) -> list[
     async with client(service) as api:
         stream = Stream(api)
         await stream.has(index)
-        await asyncio.to_thread(service.break_replica, action, stage)
+        harmed = await asyncio.to_thread(service.break_replica, action, stage)
         found = await stream.end()
     assert stream.finish == "length"
+
+    def is_gone() -> bool:
+        return harmed.name not in [p.name for p in service.status().processes]
+
+    await asyncio.to_thread(service.until, is_gone, "gone")
     return found
 
 

@@ -18,7 +18,7 @@ from multiworld import __version__
 from multiworld.errors import MultiWorldError
 
 COMMANDS = {
-    "demo": "Serve a model in three stages, and inject faults under load.",
+    "demo": "Stream chats from a model in three stages, and inject faults.",
     "doctor": "Check this installation and this machine.",
     "serve": "Serve the models of a spec (a YAML file) until Ctrl-C.",
     "plan": "Show which replicas a spec would start, and where; start nothing.",

@@ -12,7 +12,7 @@ import msgspec
 from multiworld.errors import ServeError
 from multiworld.serve.generation.streams import Streams
 from multiworld.serve.generation.text import GrowingText, Tokenizer
-from multiworld.serve.transport.protocol import Sampling, TokenItem
+from multiworld.serve.transport.generation_messages import Sampling, TokenItem
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one token adds to a choice.
+    """The piece that one token adds to a choice.
 
     Attributes:
         choice: The choice.

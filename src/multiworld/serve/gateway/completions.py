@@ -1,4 +1,4 @@
-"""Requests for chat and text completions, as OpenAI's API has them. Pure.
+"""Requests for chat and text completions, as OpenAI's API has them. Shell.
 
 Fields that vLLM adds are known as well. What is unknown or not supported is refused by
 name.
@@ -14,7 +14,7 @@ import msgspec
 
 from multiworld.errors import InvalidRequestError
 from multiworld.serve.gateway.json_limits import NOT_JSON, check_objects
-from multiworld.serve.transport.protocol import Sampling
+from multiworld.serve.transport.generation_messages import Sampling
 
 MAX_CHOICES = 64
 """Most choices of one request, over all of its prompts."""
@@ -113,7 +113,7 @@ UNSUPPORTED = (
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a request wants, whatever its prompts.
+    """A request without its prompts.
 
     Attributes:
         model: Name of the model.

@@ -9,7 +9,7 @@ from multiworld.serve.generation.streams import Streams
 from multiworld.serve.routing.dispatcher import Dispatcher
 from multiworld.serve.transport.edges import Outbox
 from multiworld.serve.transport.frames import Entry
-from multiworld.serve.transport.protocol import GenerationMessage
+from multiworld.serve.transport.generation_messages import GenerationMessage
 
 GENERATION = get_args(GenerationMessage)
 """Types of the messages of models that generate text."""

@@ -45,7 +45,7 @@ from multiworld.serve.generation.limits import longest_of
 from multiworld.serve.generation.text import GrowingText, Tokenizer
 from multiworld.serve.spec.stage import Model
 from multiworld.serve.tenants.authenticator import AdmittedRequest
-from multiworld.serve.transport.protocol import TokenItem
+from multiworld.serve.transport.generation_messages import TokenItem
 
 KEEP_ALIVE_S = 10.0
 """Seconds without a token after which a streamed answer gets a comment."""

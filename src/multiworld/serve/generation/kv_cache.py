@@ -162,7 +162,17 @@ class StepAttention:
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Keep the keys and values, and attend; see ``Attention``."""
+        """Keep the keys and values, and attend.
+
+        Args:
+            layer: As for ``Attention.attend``, and so are the others.
+            query: Queries.
+            key: Keys.
+            value: Values.
+            scale: Factor of the scores.
+            window: Most tokens that a row sees.
+            softcap: Bound of the scores.
+        """
         found = query.new_empty((query.shape[1], query.shape[0], value.shape[2]))
         offset = 0
         for rows in self._rows:

@@ -1,4 +1,4 @@
-"""Limits of an engine, from its spec and its model. Pure."""
+"""Limits of an engine, from its spec and its model. Shell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chooses the next token of each sequence. Pure.
+"""The choice of the next token of each sequence. Shell.
 
 Random numbers are counter-based (Philox: Salmon et al., "Parallel Random Numbers: As
 Easy as 1, 2, 3", 2011): each follows from the seed, the choice and the index of the
@@ -14,7 +14,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from multiworld.serve.transport.protocol import Sampling
+from multiworld.serve.transport.generation_messages import Sampling
 
 
 @dataclass(frozen=True, slots=True)

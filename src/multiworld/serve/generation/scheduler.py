@@ -169,7 +169,7 @@ class Scheduler:
         return True
 
     def sampled(self, step: int, tokens: Iterable[tuple[Key, int | None]]) -> None:
-        """Take note of what the last stage has computed of a step.
+        """Record what the last stage has computed of a step.
 
         Args:
             step: Number of the step.
@@ -267,7 +267,7 @@ class Scheduler:
     # Blocks.
 
     def blocks_of(self, tokens: int) -> int:
-        """Return the number of blocks that so many tokens need."""
+        """Return the number of blocks that a number of tokens needs."""
         return math.ceil(tokens / self.limits.block_size)
 
     def _has_room(self, sequence: ScheduledSequence, count: int) -> bool:

@@ -1,4 +1,4 @@
-"""What one replica computes: its stage for the steps that arrive. Shell.
+"""The computation of one replica: its stage for the steps that arrive. Shell.
 
 It runs in the compute thread of the replica, and knows no edges.
 """
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from multiworld.serve.generation.kv_cache import KvCache, Rows
 from multiworld.serve.generation.sampler import choose, finish_of
-from multiworld.serve.transport.protocol import Key, Opening, StepPart, TokenItem
+from multiworld.serve.transport.generation_messages import Opening, StepPart, TokenItem
+from multiworld.serve.transport.protocol import Key
 
 logger = logging.getLogger("multiworld.serve")
 
@@ -40,7 +41,7 @@ class Tail:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What came out of a step.
+    """The outcome of a step.
 
     Attributes:
         parts: The parts that were computed.

@@ -25,10 +25,11 @@ from multiworld.errors import (
     ServeError,
     UnknownModelError,
 )
-from multiworld.serve.transport import protocol
+from multiworld.serve.transport import generation_messages, protocol
 from multiworld.serve.transport.edges import SILENT_S, Outbox
 from multiworld.serve.transport.frames import Entry
-from multiworld.serve.transport.protocol import Key, Opening, Sampling, TokenItem
+from multiworld.serve.transport.generation_messages import Opening, Sampling, TokenItem
+from multiworld.serve.transport.protocol import Key
 from multiworld.serve.transport.routing_table import (
     Replica,
     ReplicaState,
@@ -179,6 +180,11 @@ class Streams:
     async def probe(self, replica: str, prompt: Sequence[int], limit_s: float) -> None:
         """Generate two tokens through a replica.
 
+        Args:
+            replica: Name of the replica.
+            prompt: Tokens to begin with.
+            limit_s: Seconds until the deadline.
+
         Raises:
             UnknownModelError: The table has no such replica.
             ServeError: The replica failed, or did not answer in time.
@@ -246,10 +252,10 @@ class Streams:
         """Handle the messages of a frame that has arrived."""
         for message, _ in frame:
             match message:
-                case protocol.Tokens(items):
+                case generation_messages.Tokens(items):
                     for item in items:
                         self._token(item)
-                case protocol.SequenceFailed(key, error):
+                case generation_messages.SequenceFailed(key, error):
                     self._failed(key, error, outbox.edge.peer)
         self._place_waiting()
 
@@ -309,7 +315,7 @@ class Streams:
             self._load[replica] -= 1
             outbox = self._edges.get(replica)
             if outbox is not None:
-                outbox.put(protocol.End((key,)))
+                outbox.put(generation_messages.End((key,)))
         stream.chain = ()
         stream.attempt += 1
 
@@ -336,7 +342,7 @@ class Streams:
             chain,
             stream.sampling,
         )
-        self._edges[chain[0]].put(protocol.Begin((opening,)))
+        self._edges[chain[0]].put(generation_messages.Begin((opening,)))
 
     def _chain(self, stream: Stream) -> tuple[str, ...] | None:
         """Return the least loaded replica of each stage; None if a stage has none."""

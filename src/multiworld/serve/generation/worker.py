@@ -23,17 +23,12 @@ from multiworld.serve.generation.scheduler import PlannedStep, Scheduler
 from multiworld.serve.generation.stage_engine import Computed, StageEngine
 from multiworld.serve.models.compute_thread import ComputeThread
 from multiworld.serve.spec.stage import Stage, StageContext
-from multiworld.serve.transport import protocol
+from multiworld.serve.transport import generation_messages
+from multiworld.serve.transport.edge_messages import EdgeMessage
 from multiworld.serve.transport.edges import Outbox
 from multiworld.serve.transport.frames import Entry
-from multiworld.serve.transport.protocol import (
-    Key,
-    Opening,
-    RemoteError,
-    StepPart,
-    TokenItem,
-    WorkerReport,
-)
+from multiworld.serve.transport.generation_messages import Opening, StepPart, TokenItem
+from multiworld.serve.transport.protocol import Key, RemoteError, WorkerReport
 from multiworld.serve.transport.routing_table import RoutingTable
 
 logger = logging.getLogger("multiworld.serve")
@@ -46,7 +41,7 @@ ENDED = 65536
 class _Arrived:
     """A step that waits to be computed."""
 
-    step: protocol.Step
+    step: generation_messages.Step
     hidden: Tensor
 
 
@@ -140,7 +135,7 @@ class GenerationWorker:
         """
 
     def table_changed(self, table: RoutingTable) -> None:
-        """Take note of a new routing table."""
+        """Use a new routing table."""
         self._table = table
 
     @property
@@ -214,16 +209,16 @@ class GenerationWorker:
         """Handle the messages of a frame that has arrived."""
         for message, contents in frame:
             match message:
-                case protocol.Begin(openings):
+                case generation_messages.Begin(openings):
                     for opening in openings:
                         self._begin(opening)
-                case protocol.End(keys):
+                case generation_messages.End(keys):
                     for key in keys:
                         self._end(key)
-                case protocol.Step():
+                case generation_messages.Step():
                     # The frame's memory is reused once its tensors are gone.
                     self._arrived.append(_Arrived(message, contents[0]["hidden"]))
-                case protocol.StepDone(number, tokens):
+                case generation_messages.StepDone(number, tokens):
                     self._scheduler.sampled(number, tokens)
         self._has_work.set()
 
@@ -251,16 +246,17 @@ class GenerationWorker:
 
     def _give_back(self, key: Key) -> None:
         self._end(key)
-        self._tell(key[0], protocol.SequenceFailed(key))
+        self._tell(key[0], generation_messages.SequenceFailed(key))
 
     def _fail(self, key: Key, error: Exception) -> None:
         if not isinstance(error, InvalidRequestError | ModelFailedError):
             text = f"stage {self._stage_name!r} raised {type(error).__name__}: {error}"
             error = ModelFailedError(text, stage=self._stage_name)
         self._end(key)
-        self._tell(key[0], protocol.SequenceFailed(key, RemoteError.of(error)))
+        failed = generation_messages.SequenceFailed(key, RemoteError.of(error))
+        self._tell(key[0], failed)
 
-    def _tell(self, peer: str, message: protocol.EdgeMessage) -> None:
+    def _tell(self, peer: str, message: EdgeMessage) -> None:
         outbox = self._edges.get(peer)
         if outbox is not None:
             outbox.put(message)
@@ -366,7 +362,7 @@ class GenerationWorker:
         for item in tokens:
             by_gateway.setdefault(item.key[0], []).append(item)
         for gateway, items in by_gateway.items():
-            self._tell(gateway, protocol.Tokens(tuple(items)))
+            self._tell(gateway, generation_messages.Tokens(tuple(items)))
 
     def _done(
         self,
@@ -382,7 +378,7 @@ class GenerationWorker:
             self._scheduler.sampled(number, done)
             self._has_work.set()
         else:
-            self._tell(origin, protocol.StepDone(number, done))
+            self._tell(origin, generation_messages.StepDone(number, done))
 
     def _send_on(
         self,
@@ -414,5 +410,5 @@ class GenerationWorker:
                 hidden = torch.cat([hidden[at : at + p.count] for p, at in pieces])
             parts = tuple(part for part, _ in pieces)
             begins = tuple(new[p.key] for p in parts if p.key in new)
-            step = protocol.Step(origin, number, parts, begins)
+            step = generation_messages.Step(origin, number, parts, begins)
             outbox.put(step, [{"hidden": hidden}])

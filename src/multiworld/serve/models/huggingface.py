@@ -143,6 +143,7 @@ def _notes(config: dict[str, Any]) -> list[str]:
 
 
 def preloaded_modules(model_type: str) -> list[str]:
+    """Return the modules that stages of an architecture take long to import."""
     found = [
         "multiworld.serve.models.transformer_stage",
         "safetensors.torch",
@@ -157,6 +158,17 @@ def preloaded_modules(model_type: str) -> list[str]:
 def cuts_of(
     layers: int, stages: int, cut: Sequence[int] | None, folder: Path
 ) -> list[tuple[int, int]]:
+    """Return the first layer of each stage, and the one after its last.
+
+    Args:
+        layers: Number of layers.
+        stages: Number of stages.
+        cut: First layer of every stage but the first; None: equal numbers of layers.
+        folder: Folder of the model, for errors.
+
+    Raises:
+        SpecError: There are fewer layers than stages, or ``cut`` does not fit.
+    """
     if cut is None:
         try:
             return chain_partition([1.0] * layers, stages)
@@ -179,6 +191,11 @@ def _example() -> Tensors:
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file.
+
+    Raises:
+        SpecError: The file cannot be read.
+    """
     try:
         found: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -196,6 +213,16 @@ HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 
 
 def number_of(config: dict[str, Any], names: Sequence[str], folder: Path) -> int:
+    """Return a number of a ``config.json``.
+
+    Args:
+        config: The configuration.
+        names: Names that the number has in different architectures.
+        folder: Folder of the model, for errors.
+
+    Raises:
+        SpecError: It has none of these.
+    """
     for name in names:
         if name in config:
             return int(config[name])

@@ -171,7 +171,7 @@ class StageSpec(_Strict):
 
 
 class GenerationSpec(_Strict):
-    """How a model generates text. Names and meanings are vLLM's."""
+    """The generation of text. Names and meanings are vLLM's."""
 
     max_model_len: Annotated[int, Field(ge=2, le=10_000_000, strict=True)] | None = None
     """Most tokens of a text, prompt and answer together; by default what the model
@@ -182,7 +182,7 @@ class GenerationSpec(_Strict):
     """Most tokens of a step. A longer prompt is computed in several steps, between
     which other texts go on."""
     enable_chunked_prefill: bool = True
-    """Whether a prompt may be computed in several steps."""
+    """`false`: every prompt is computed in one step, however long it is."""
     block_size: Annotated[int, Field(ge=1, le=4096, strict=True)] = 16
     """Tokens of a block, the unit of memory for keys and values."""
     kv_cache_memory_mb: Annotated[float, Field(gt=0, le=1e8)] = 512.0

@@ -144,7 +144,7 @@ class TextFrontend(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """What the engine must know of a model that generates text.
+    """Facts about a model that generates text.
 
     Its stages are loaded as functions ``(rows, positions, attention, wanted)``; see
     ``multiworld.serve.generation.decoder_stage.DecoderStage.forward``.

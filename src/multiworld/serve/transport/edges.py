@@ -25,8 +25,9 @@ from multiworld.errors import (
     WorldClosedError,
 )
 from multiworld.serve.spec.stage import Tensors
+from multiworld.serve.transport.edge_messages import EdgeMessage
 from multiworld.serve.transport.frames import Entry, lay_out, unpack
-from multiworld.serve.transport.protocol import FRAMES, NOTHING, EdgeMessage
+from multiworld.serve.transport.protocol import FRAMES, NOTHING
 from multiworld.serve.transport.routing_table import Edge
 from multiworld.world.manager import WorldManager
 from multiworld.world.world import World

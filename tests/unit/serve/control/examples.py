@@ -98,6 +98,7 @@ STATUS: dict[str, Any] = {
                 "deadline_s": 30.0,
                 "objective_s": None,
                 "on_demand": [],
+                "generates": False,
             }
         },
         "gateways": 1,

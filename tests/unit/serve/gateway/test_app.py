@@ -98,6 +98,8 @@ async def test_every_route_is_among_the_tested_ones() -> None:
     """A new one is to be added to these tests."""
     posts = [INFER, "/v2/models/m/versions/1/infer", "/v1/embeddings"]
     posts.append("/v2/repository/index")
+    # These are in tests/serve/test_generation.py.
+    posts += ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]
     tested = {
         re.sub(r"(models)/m", r"\1/{name}", path).replace("/1", "/{version}")
         for path in (*GETS, *posts)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multiworld.serve.generation.sampler import choose, finish_of, uniform
-from multiworld.serve.transport.protocol import Sampling
+from multiworld.serve.transport.generation_messages import Sampling
 
 LOGITS = torch.tensor([1.0, 3.0, 2.0, 2.5, -1.0, 0.0])
 

@@ -15,15 +15,10 @@ from torch import Tensor
 from multiworld.config import WorldConfig
 from multiworld.errors import WorldBrokenError
 from multiworld.serve.transport import edges as module
+from multiworld.serve.transport.edge_messages import EdgeMessage
 from multiworld.serve.transport.edges import EdgeKeeper, Outbox
 from multiworld.serve.transport.frames import Entry, unpack
-from multiworld.serve.transport.protocol import (
-    FRAMES,
-    AnswerItem,
-    Answers,
-    Cancel,
-    EdgeMessage,
-)
+from multiworld.serve.transport.protocol import FRAMES, AnswerItem, Answers, Cancel
 from multiworld.serve.transport.routing_table import Edge
 from multiworld.testing import Arena
 from multiworld.world.manager import WorldManager

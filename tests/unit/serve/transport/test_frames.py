@@ -13,6 +13,7 @@ from multiworld.backends.bundles import ALIGNMENT
 from multiworld.errors import ModelFailedError, TensorMismatchError
 from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.tenants.fair_queue import Share
+from multiworld.serve.transport.edge_messages import EdgeMessage
 from multiworld.serve.transport.frames import Entry, lay_out, unpack
 from multiworld.serve.transport.protocol import (
     PROTOCOL,
@@ -21,7 +22,6 @@ from multiworld.serve.transport.protocol import (
     Begun,
     Cancel,
     Dropped,
-    EdgeMessage,
     Failed,
     MessageError,
     Refused,

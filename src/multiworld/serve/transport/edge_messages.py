@@ -1,0 +1,25 @@
+"""All messages of edges. Pure."""
+
+from __future__ import annotations
+
+from multiworld.serve.transport.generation_messages import GenerationMessage, Step
+from multiworld.serve.transport.protocol import (
+    Answers,
+    Cancel,
+    Credit,
+    Note,
+    Work,
+)
+
+EdgeMessage = Work | Answers | Note | Credit | Cancel | GenerationMessage
+"""Message on an edge."""
+
+
+def contents_of(message: EdgeMessage) -> int:
+    """Return how many dicts of tensors a frame has for a message."""
+    match message:
+        case Work(items) | Answers(items):
+            return len(items)
+        case Step():
+            return 1
+    return 0

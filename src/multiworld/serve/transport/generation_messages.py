@@ -1,0 +1,169 @@
+"""Messages on the edges of models that generate text. Pure."""
+
+from __future__ import annotations
+
+import msgspec
+
+from multiworld.serve.transport.protocol import Key, Message, RemoteError
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Parameters of the choice of tokens; names and meanings are vLLM's.
+
+    Attributes:
+        temperature: 0 takes the most likely token.
+        top_p: Smallest sum of probabilities of the tokens to choose from.
+        top_k: Number of tokens to choose from; 0: all.
+        min_p: Least probability, as a share of that of the most likely token.
+        seed: Seed of the random numbers; each depends on it, the choice and the index.
+        choice: Number of the choice, of several for one prompt.
+        presence_penalty: Subtracted from the logits of tokens generated before.
+        frequency_penalty: The same, for each time.
+        repetition_penalty: Divides the logits of tokens that were there before.
+        logit_bias: Added to the logits of these tokens, by token id.
+        stop_token_ids: Tokens that end the sequence.
+        min_tokens: Least tokens before a token may end the sequence.
+        max_tokens: Most tokens to generate.
+        ignore_eos: Whether the model's own end of text ends nothing.
+        logprobs: Number of most likely tokens to report with each token; None: report
+            no probabilities.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    choice: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    max_tokens: int = 16
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+
+class Opening(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence, as the stages of its chain get to know it.
+
+    Attributes:
+        key: Gateway, stream and attempt.
+        tokens: The prompt, and the tokens that were delivered.
+        prompt: Number of tokens of the prompt.
+        chain: Replicas by stage.
+        sampling: How its tokens are chosen.
+    """
+
+    key: Key
+    tokens: tuple[int, ...]
+    prompt: int
+    chain: tuple[str, ...]
+    sampling: Sampling
+
+
+class Begin(Message, frozen=True):
+    """Sequences to generate: of a gateway to a replica of stage 0."""
+
+    openings: tuple[Opening, ...]
+
+
+class End(Message, frozen=True):
+    """Sequences that nobody waits for any more: of a gateway to all of a chain."""
+
+    keys: tuple[Key, ...]
+
+
+class StepPart(msgspec.Struct, frozen=True, array_like=True):
+    """The part of a step that is of one sequence.
+
+    Attributes:
+        key: The sequence.
+        begin: Position of its first token; 0 drops what was computed of it before.
+        count: Number of its tokens.
+        samples: True if the last stage samples the next token.
+    """
+
+    key: Key
+    begin: int
+    count: int
+    samples: bool
+
+
+class Step(Message, frozen=True):
+    """A step of some sequences: of a replica to one of the next stage.
+
+    The frame has one content, ``hidden`` of shape [tokens, hidden], with the tokens of
+    all parts in order.
+
+    Attributes:
+        origin: Replica of stage 0 that has scheduled it.
+        number: Number of the step there.
+        parts: Its parts.
+        openings: Sequences that begin in it.
+    """
+
+    origin: str
+    number: int
+    parts: tuple[StepPart, ...]
+    openings: tuple[Opening, ...] = ()
+
+
+class TokenItem(msgspec.Struct, frozen=True, array_like=True):
+    """A generated token.
+
+    Attributes:
+        key: The sequence.
+        index: Number of the token in the stream, from 0.
+        token: Its id.
+        finish: ``stop`` or ``length`` if it is the last one; else empty.
+        logprob: Logarithm of its probability; None if that was not asked for.
+        top: The most likely tokens with theirs.
+    """
+
+    key: Key
+    index: int
+    token: int
+    finish: str = ""
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Tokens(Message, frozen=True):
+    """Generated tokens: of a replica of the last stage to a gateway."""
+
+    items: tuple[TokenItem, ...]
+
+
+class StepDone(Message, frozen=True):
+    """The outcome of a step: of the last stage, back to the replica of stage 0.
+
+    Attributes:
+        number: Number of the step.
+        tokens: Its sequences, each with the next token; None if its prompt is not
+            complete yet, or the sequence has ended.
+    """
+
+    number: int
+    tokens: tuple[tuple[Key, int | None], ...]
+
+
+class SequenceFailed(Message, frozen=True):
+    """A sequence that a replica cannot go on with: to its gateway.
+
+    Attributes:
+        key: The sequence.
+        error: Why, if it would fail in the same way elsewhere; None: it is to be
+            computed again.
+        is_preempted: True if the replica has no memory for it now.
+    """
+
+    key: Key
+    error: RemoteError | None = None
+    is_preempted: bool = False
+
+
+GenerationMessage = Begin | End | Step | Tokens | StepDone | SequenceFailed
+"""Message on an edge of a model that generates text."""
