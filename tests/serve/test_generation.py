@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import torch
 import yaml
 
 from tests.serve.harness import WAIT_S, Served, served
@@ -312,3 +313,25 @@ def test_request_that_cannot_be_met_is_refused_by_name(
     error = answer.json()["error"]
     assert error["param"] == param, error
     assert error["type"] == "invalid_request_error"
+
+
+def test_probabilities_of_the_prompt_are_those_of_transformers(
+    service: Served, folder: Path
+) -> None:
+    """As lm-eval asks for them: echo, and one token that is not looked at."""
+    from transformers import AutoModelForCausalLM
+
+    kind: Any = AutoModelForCausalLM
+    ids = torch.tensor([PROMPT])
+    with torch.inference_mode():
+        logits = kind.from_pretrained(folder).eval()(ids).logits[0]
+    wanted = logits.log_softmax(-1)[torch.arange(len(PROMPT) - 1), ids[0, 1:]].tolist()
+    body = {"model": "m", "prompt": [PROMPT, PROMPT], "max_tokens": 1, "echo": True}
+    answer = post(service, "/v1/completions", {**body, "logprobs": 1}).json()
+    for choice in answer["choices"]:
+        found = choice["logprobs"]
+        assert found["token_logprobs"][0] is None
+        assert found["token_logprobs"][1:-1] == pytest.approx(wanted, abs=1e-3)
+        assert len(found["tokens"]) == len(PROMPT) + 1
+        assert all(len(top) == 1 for top in found["top_logprobs"][1:])
+        assert choice["text"].startswith("Onceuponatime")  # a space is an end here

@@ -135,26 +135,39 @@ def chat_logprobs(tokenizer: Tokenizer, items: Sequence[TokenItem]) -> Any:
 
 
 def text_logprobs(
-    tokenizer: Tokenizer, items: Sequence[TokenItem], offset: int
+    tokenizer: Tokenizer,
+    items: Sequence[TokenItem],
+    offset: int,
+    prompt: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Return the probabilities of tokens as in a text completion.
 
     Args:
         tokenizer: Tokenizer of the model.
-        items: The tokens.
+        items: The generated tokens.
         offset: Characters of the text before them.
+        prompt: Tokens of the prompt, to be told as well; the first has no probability.
     """
-    tokens = [tokenizer.piece(item.token) for item in items]
+    scored: list[tuple[int, float | None, Any]] = [
+        (item.token, item.logprob, item.top) for item in items
+    ]
+    if prompt:
+        known = items[0].prompt if items else ()
+        before = zip(prompt[1:], known, strict=False)
+        told = [(token, logprob, top) for token, (logprob, top) in before]
+        scored = [(prompt[0], None, None), *told, *scored]
+        offset = 0
+    tokens = [tokenizer.piece(token) for token, *_ in scored]
     offsets = []
     for token in tokens:
         offsets.append(offset)
         offset += len(token)
     return {
         "tokens": tokens,
-        "token_logprobs": [item.logprob for item in items],
+        "token_logprobs": [logprob for _, logprob, _ in scored],
         "top_logprobs": [
-            {tokenizer.piece(token): value for token, value in item.top}
-            for item in items
+            None if top is None else {tokenizer.piece(t): value for t, value in top}
+            for *_, top in scored
         ],
         "text_offset": offsets,
     }

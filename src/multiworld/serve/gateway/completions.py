@@ -177,7 +177,10 @@ def completion_of(body: bytes | bytearray) -> tuple[CompletionBody, Wanted]:
     tokens = DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens
     wanted = _wanted(asked, tokens, logprobs)
     if asked.echo:
-        wanted = replace(wanted, echo=True)
+        if logprobs is not None and wanted.is_streamed:
+            raise _wrong("echo", "with logprobs cannot be streamed")
+        sampling = msgspec.structs.replace(wanted.sampling, prompt_logprobs=logprobs)
+        wanted = replace(wanted, sampling=sampling, echo=True)
     return asked, wanted
 
 

@@ -345,7 +345,12 @@ def _choice(
     else:
         found["text"] = text
         found["logprobs"] = (
-            text_logprobs(ready.tokenizer, items, len(ready.echoes[choice.index]))
+            text_logprobs(
+                ready.tokenizer,
+                items,
+                len(ready.echoes[choice.index]),
+                choice.prompt if ready.wanted.echo else (),
+            )
             if has_logprobs
             else None
         )

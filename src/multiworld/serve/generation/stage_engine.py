@@ -32,11 +32,21 @@ class Tail:
         opening: The sequence, as it began.
         tokens: Its prompt, and all tokens so far.
         ends: Tokens that end it.
+        scored: Probabilities of the tokens of its prompt so far, if they were asked
+            for; see ``TokenItem``.
     """
 
     opening: Opening
     tokens: list[int]
     ends: tuple[int, ...]
+    scored: list[tuple[float, tuple[tuple[int, float], ...]]] = field(
+        default_factory=list
+    )
+
+    def scores(self, part: StepPart) -> bool:
+        """Tell whether the tokens after each row of a part are to be scored."""
+        is_asked = self.opening.sampling.prompt_logprobs is not None
+        return is_asked and part.begin < self.opening.prompt - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,21 +128,46 @@ class StageEngine:
     def _compute(self, parts: Sequence[StepPart], rows: Tensor) -> Computed:
         positions = torch.cat([torch.arange(p.begin, p.begin + p.count) for p in parts])
         attention = self.cache.step([Rows(p.key, p.begin, p.count) for p in parts])
-        last, end = [], 0
-        for part in parts:
-            end += part.count
-            if part.samples:
-                last.append(end - 1)
-        wanted = torch.tensor(last, dtype=torch.int64)
+        rows_of = self._wanted(parts) if self.is_last else []
+        flat = [row for each in rows_of for row in each]
+        wanted = torch.tensor(flat, dtype=torch.int64)
         found = self.function(rows, positions, attention, wanted)
         if not self.is_last:
             return Computed(tuple(parts), hidden=found)
-        sampling = [part for part in parts if part.samples]
-        tokens = tuple(
-            self._sample(part, logits)
-            for part, logits in zip(sampling, found, strict=True)
-        )
-        return Computed(tuple(parts), tokens=tokens)
+        tokens, begin = [], 0
+        for part, each in zip(parts, rows_of, strict=True):
+            logits = found[begin : begin + len(each)]
+            begin += len(each)
+            if self._tails[part.key].scores(part):
+                self._score(part, logits)
+            if part.samples:
+                tokens.append(self._sample(part, logits[-1]))
+        return Computed(tuple(parts), tokens=tuple(tokens))
+
+    def _wanted(self, parts: Sequence[StepPart]) -> list[Sequence[int]]:
+        """Return the rows of each part whose logits are needed."""
+        found: list[Sequence[int]] = []
+        end = 0
+        for part in parts:
+            end += part.count
+            if self._tails[part.key].scores(part):
+                found.append(range(end - part.count, end))
+            else:
+                found.append([end - 1] if part.samples else [])
+        return found
+
+    def _score(self, part: StepPart, logits: Tensor) -> None:
+        """Keep the probabilities of the tokens of the prompt after these rows."""
+        tail = self._tails[part.key]
+        del tail.scored[part.begin :]  # they are computed again
+        most = tail.opening.sampling.prompt_logprobs or 0
+        end = min(part.begin + part.count, tail.opening.prompt - 1)
+        for place in range(part.begin, end):
+            logprobs = logits[place - part.begin].log_softmax(-1)
+            top = logprobs.topk(most)
+            pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+            token = tail.tokens[place + 1]
+            tail.scored.append((float(logprobs[token]), tuple(pairs)))
 
     def _sample(self, part: StepPart, logits: Tensor) -> TokenItem:
         tail = self._tails[part.key]
@@ -144,6 +179,7 @@ class StageEngine:
         index = len(tail.tokens) - opening.prompt
         tail.tokens.append(chosen.token)
         finish = finish_of(chosen.token, index + 1, opening.sampling, tail.ends)
+        prompt = tuple(tail.scored) if index == 0 else ()
         return TokenItem(
-            part.key, index, chosen.token, finish, chosen.logprob, chosen.top
+            part.key, index, chosen.token, finish, chosen.logprob, chosen.top, prompt
         )

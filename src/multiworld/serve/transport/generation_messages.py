@@ -27,6 +27,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         ignore_eos: Whether the model's own end of text ends nothing.
         logprobs: Number of most likely tokens to report with each token; None: report
             no probabilities.
+        prompt_logprobs: The same for the tokens of the prompt.
     """
 
     temperature: float = 1.0
@@ -44,6 +45,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_tokens: int = 16
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 class Opening(msgspec.Struct, frozen=True, array_like=True):
@@ -121,6 +123,8 @@ class TokenItem(msgspec.Struct, frozen=True, array_like=True):
         finish: ``stop`` or ``length`` if it is the last one; else empty.
         logprob: Logarithm of its probability; None if that was not asked for.
         top: The most likely tokens with theirs.
+        prompt: With the first token, if that was asked for: of each token of the prompt
+            but the first, its logarithm and the most likely tokens with theirs.
     """
 
     key: Key
@@ -129,6 +133,7 @@ class TokenItem(msgspec.Struct, frozen=True, array_like=True):
     finish: str = ""
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    prompt: tuple[tuple[float, tuple[tuple[int, float], ...]], ...] = ()
 
 
 class Tokens(Message, frozen=True):
