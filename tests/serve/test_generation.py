@@ -335,3 +335,21 @@ def test_probabilities_of_the_prompt_are_those_of_transformers(
         assert len(found["tokens"]) == len(PROMPT) + 1
         assert all(len(top) == 1 for top in found["top_logprobs"][1:])
         assert choice["text"].startswith("Onceuponatime")  # a space is an end here
+
+
+async def test_metrics_count_tokens_and_times(service: Served) -> None:
+    """Of all streams that were there so far; probes are none."""
+
+    def value(name: str) -> float:
+        lines = httpx.get(f"{service.url}/metrics", timeout=WAIT_S).text.splitlines()
+        found = [line for line in lines if line.startswith(f'{name}{{model="m"')]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in found)
+
+    names = ("prompt_tokens_total", "generation_tokens_total")
+    before = [await asyncio.to_thread(value, f"multiworld_{n}") for n in names]
+    async with client(service) as api:
+        await Stream(api).end()
+    after = [await asyncio.to_thread(value, f"multiworld_{n}") for n in names]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [len(PROMPT), COUNT]
+    counted = "multiworld_time_per_output_token_seconds_count"
+    assert await asyncio.to_thread(value, counted) >= 1

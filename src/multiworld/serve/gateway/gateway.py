@@ -113,6 +113,9 @@ class Gateway:
     def counted(self) -> Iterator[Counted]:
         """Yield every count of this gateway since its start."""
         yield from self.counts.counted()
+        yield from self.streams.timed.counted()
+        for kind, count in self.streams.counts.items():
+            yield "stream_events", (kind,), count
         for (tenant, why), count in self.authenticator.refused.items():
             yield "refused", (tenant, why), count
         report = self.dispatcher.report()
@@ -126,7 +129,15 @@ class Gateway:
     def report(self) -> GatewayReport:
         """Return what it does at this moment."""
         report = self.dispatcher.report()
-        return msgspec.structs.replace(report, cpu_s=time.process_time())
+        at_streams = self.streams.load()
+        waiting = report.waiting
+        return msgspec.structs.replace(
+            report,
+            in_flight=report.in_flight + self.streams.in_flight,
+            load={**report.load, **at_streams},
+            waiting={m: n + self.streams.waiting(m) for m, n in waiting.items()},
+            cpu_s=time.process_time(),
+        )
 
     async def metrics(self) -> bytes:
         """Return the metrics of the service, in Prometheus's text format.

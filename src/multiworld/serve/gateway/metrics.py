@@ -23,6 +23,7 @@ from prometheus_client.registry import Collector
 
 import multiworld
 from multiworld.serve.gateway.request_counts import ENDS
+from multiworld.serve.generation.stream_counts import ENDS as STREAM_ENDS
 from multiworld.serve.transport.protocol import (
     ROWS_BOUNDS,
     SECONDS_BOUNDS,
@@ -48,6 +49,7 @@ OF_WORK = {
     "dropped": "Requests sent to the next stage that may be lost.",
     "stuck": "Requests sent to a replica of the next stage that fell silent.",
     "returned": "Requests that the next stage did not take; the gateway replays them.",
+    "preemptions": "Texts computed again because there was no memory for them.",
 }
 COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "requests": ("Requests answered, by HTTP status.", ("model", "status")),
@@ -61,6 +63,9 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("model",),
     ),
     "router_events": ("Answers, replays and refusals, by kind.", ("kind",)),
+    "stream_events": ("Tokens and replays of streams, by kind.", ("kind",)),
+    "prompt_tokens": ("Tokens of the prompts of ended streams.", ("model",)),
+    "generation_tokens": ("Tokens generated in ended streams.", ("model",)),
     "refused": (
         "Requests refused, by reason and by tenant (empty: no valid key).",
         ("tenant", "why"),
@@ -84,6 +89,7 @@ GAUGES = {
     "queued": "Requests waiting to be computed.",
     "computing": "Requests in the batch being computed.",
     "waiting_for_next": "Outputs waiting for room at the next stage.",
+    "kv_usage": "Share of the memory for keys and values that is in use, from 0 to 1.",
 }
 
 
@@ -132,7 +138,7 @@ def _families(
         if kind in counters:
             counters[kind].add_metric(values, value)
     yield from counters.values()
-    yield _latencies(sums)
+    yield from _latencies(sums)
     yield from _gateways(gateways, table)
     yield from _replicas(fleet.replicas, table)
     events = CounterMetricFamily(
@@ -164,18 +170,32 @@ def _build_info() -> Metric:
     return info
 
 
-def _latencies(sums: Sums) -> Metric:
-    histogram = HistogramMetricFamily(
-        "multiworld_request_seconds",
-        "Seconds from the whole request to its answer.",
-        labels=["model"],
-    )
-    for (kind, labels), seconds in sums.items():
-        if kind == "request_seconds":
-            counts = [sums.get(("request_buckets", (*labels, end)), 0) for end in ENDS]
-            buckets = list(zip(ENDS, itertools.accumulate(counts), strict=True))
-            histogram.add_metric(labels, buckets, seconds)
-    return histogram
+HISTOGRAMS = {
+    "request": ("request_seconds", "Seconds from the whole request to its answer."),
+    "first_token": (
+        "time_to_first_token_seconds",
+        "Seconds from the acceptance of a stream to its first token.",
+    ),
+    "output_token": (
+        "time_per_output_token_seconds",
+        "Mean seconds between two tokens of a stream.",
+    ),
+}
+"""Name and text of each histogram, by the name of its counts."""
+
+
+def _latencies(sums: Sums) -> Iterator[Metric]:
+    for what, (name, text) in HISTOGRAMS.items():
+        ends = ENDS if what == "request" else STREAM_ENDS
+        histogram = HistogramMetricFamily(f"multiworld_{name}", text, labels=["model"])
+        for (kind, labels), seconds in sums.items():
+            if kind == f"{what}_seconds":
+                counts = [
+                    sums.get((f"{what}_buckets", (*labels, end)), 0) for end in ends
+                ]
+                buckets = list(zip(ends, itertools.accumulate(counts), strict=True))
+                histogram.add_metric(labels, buckets, seconds)
+        yield histogram
 
 
 def _gateways(

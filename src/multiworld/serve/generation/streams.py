@@ -25,6 +25,7 @@ from multiworld.errors import (
     ServeError,
     UnknownModelError,
 )
+from multiworld.serve.generation.stream_counts import StreamCounts
 from multiworld.serve.transport import generation_messages, protocol
 from multiworld.serve.transport.edges import SILENT_S, Outbox
 from multiworld.serve.transport.frames import Entry
@@ -69,6 +70,11 @@ class Stream:
         losses: Replicas that were lost with it since its last token.
         returns: Attempts that came back since its last token.
         not_before: Monotonic time of the next attempt.
+        began_at: Monotonic time at which it was accepted.
+        first_at: Monotonic time of its first token; None before.
+        last_at: Monotonic time of its last token so far.
+        arrived: Tokens that the client has not taken yet; the last one stays.
+        has_arrived: Set when there are any.
     """
 
     number: int
@@ -84,6 +90,9 @@ class Stream:
     losses: int = 0
     returns: int = 0
     not_before: float = 0.0
+    began_at: float = 0.0
+    first_at: float | None = None
+    last_at: float = 0.0
     arrived: deque[TokenItem | ServeError] = field(default_factory=deque)
     has_arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -103,12 +112,14 @@ class Streams:
     Attributes:
         table: The routing table in use.
         counts: Events since the start, by kind.
+        timed: Tokens and times of all streams.
     """
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.name, self._clock = name, clock
         self.table = RoutingTable()
         self.counts: Counter[str] = Counter()
+        self.timed = StreamCounts()
         self._streams: dict[int, Stream] = {}
         self._numbers = itertools.count(1)
         self._edges: dict[str, Outbox] = {}
@@ -166,6 +177,7 @@ class Streams:
             sampling,
             self._clock() + limit_s,
             via or {},
+            began_at=self._clock(),
         )
         self._streams[stream.number] = stream
         self._is_busy.set()
@@ -176,6 +188,10 @@ class Streams:
         finally:
             del self._streams[stream.number]
             self._leave_chain(stream)
+            if not stream.via:
+                made = len(stream.tokens) - stream.prompt
+                took_s = stream.last_at - (stream.first_at or 0.0)
+                self.timed.ended(model, stream.prompt, made, took_s)
 
     async def probe(self, replica: str, prompt: Sequence[int], limit_s: float) -> None:
         """Generate two tokens through a replica.
@@ -272,6 +288,12 @@ class Streams:
             return
         stream.tokens.append(item.token)
         stream.losses = stream.returns = 0
+        stream.last_at = self._clock()
+        if stream.first_at is None:
+            stream.first_at = stream.last_at
+            if not stream.via:
+                took_s = stream.first_at - stream.began_at
+                self.timed.first(stream.model, took_s)
         self.counts["tokens"] += 1
         stream.put(item)
         if item.finish:

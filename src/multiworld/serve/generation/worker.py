@@ -171,6 +171,7 @@ class GenerationWorker:
             upstream=self._connected(self._number - 1),
             routers=tuple(sorted(set(self._table.gateways) & self._edges.keys())),
             downstream=self._connected(self._number + 1),
+            kv_usage=self._scheduler.used_blocks / self._scheduler.limits.blocks,
         )
 
     def _connected(self, stage: int) -> tuple[str, ...]:

@@ -152,6 +152,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
         cpu_s: CPU time of the process, in seconds.
         memory_bytes: Memory that the process uses.
         gpu_memory_bytes: GPU memory that torch has reserved.
+        kv_usage: Share of the memory for keys and values that is in use.
     """
 
     queued: int = 0
@@ -170,6 +171,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     cpu_s: float = 0.0
     memory_bytes: int = 0
     gpu_memory_bytes: int = 0
+    kv_usage: float = 0.0
 
 
 class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):

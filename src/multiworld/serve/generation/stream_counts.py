@@ -1,0 +1,59 @@
+"""Counts of the streams of one gateway, for its metrics. Pure."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator
+
+from multiworld.serve.transport.protocol import Counted
+
+BOUNDS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+"""Upper bounds of the histograms' buckets, in seconds; the last has none."""
+
+ENDS = (*(f"{bound:g}" for bound in BOUNDS_S), "+Inf")
+"""The same bounds, as Prometheus names them."""
+
+
+class StreamCounts:
+    """Streams of one gateway since its start. Meanings are those of vLLM's metrics."""
+
+    def __init__(self) -> None:
+        self._sums: Counter[tuple[str, str]] = Counter()
+        self._buckets: dict[tuple[str, str], list[int]] = {}
+
+    def first(self, model: str, took_s: float) -> None:
+        """Count the first token of a stream.
+
+        Args:
+            model: Name of the model.
+            took_s: Seconds since the stream was accepted.
+        """
+        self._time("first_token", model, took_s)
+
+    def ended(self, model: str, prompt: int, made: int, took_s: float) -> None:
+        """Count a stream that has ended, whatever the reason.
+
+        Args:
+            model: Name of the model.
+            prompt: Tokens of its prompt.
+            made: Tokens that were generated.
+            took_s: Seconds from the first to the last of them.
+        """
+        self._sums["prompt_tokens", model] += prompt
+        self._sums["generation_tokens", model] += made
+        if made > 1:
+            self._time("output_token", model, took_s / (made - 1))
+
+    def _time(self, what: str, model: str, took_s: float) -> None:
+        buckets = self._buckets.setdefault((what, model), [0] * len(ENDS))
+        buckets[bisect_left(BOUNDS_S, took_s)] += 1
+        self._sums[f"{what}_seconds", model] += took_s  # type: ignore[assignment]
+
+    def counted(self) -> Iterator[Counted]:
+        """Yield every count."""
+        for (kind, model), value in self._sums.items():
+            yield kind, (model,), value
+        for (what, model), buckets in self._buckets.items():
+            for end, count in zip(ENDS, buckets, strict=True):
+                yield f"{what}_buckets", (model, end), count
