@@ -43,12 +43,14 @@ class Piece:
         text: Text that can be given out now; may be empty.
         item: The token.
         finish: ``stop`` or ``length`` if it is the last piece.
+        offset: Characters of the choice's text before it.
     """
 
     choice: Choice
     text: str
     item: TokenItem
     finish: str
+    offset: int
 
 
 async def generate(
@@ -80,6 +82,7 @@ async def generate(
                 model, choice.prompt, sampling, deadline_s=deadline_s
             ) as tokens:
                 async for item in tokens:
+                    await asyncio.sleep(0)  # others go on, however many have come
                     piece = _piece(choice, item)
                     arrived.put_nowait(piece)
                     if piece.finish:
@@ -107,21 +110,25 @@ async def generate(
 
 def _piece(choice: Choice, item: TokenItem) -> Piece:
     choice.items.append(item)
+    offset = len(choice.text.text)
     # A token that ends the text is not part of it.
     text = "" if item.finish == "stop" else choice.text.add(item.token)
     finish = "stop" if choice.text.is_stopped else item.finish
     if finish:
         text += choice.text.end()
     choice.finish = finish
-    return Piece(choice, text, item, finish)
+    return Piece(choice, text, item, finish, offset)
 
 
 def chat_logprobs(tokenizer: Tokenizer, items: Sequence[TokenItem]) -> Any:
     """Return the probabilities of tokens as in a chat completion."""
 
     def shown(token: int, logprob: float) -> dict[str, Any]:
-        text = tokenizer.piece(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        return {
+            "token": tokenizer.piece(token),
+            "logprob": logprob,
+            "bytes": list(tokenizer.raw(token)),
+        }
 
     return {
         "content": [
@@ -166,8 +173,11 @@ def text_logprobs(
         "tokens": tokens,
         "token_logprobs": [logprob for _, logprob, _ in scored],
         "top_logprobs": [
-            None if top is None else {tokenizer.piece(t): value for t, value in top}
-            for *_, top in scored
+            # The token itself is always among them.
+            None
+            if top is None or logprob is None
+            else {tokenizer.piece(t): v for t, v in ((token, logprob), *top)}
+            for token, logprob, top in scored
         ],
         "text_offset": offsets,
     }

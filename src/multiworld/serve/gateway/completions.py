@@ -25,6 +25,16 @@ MAX_PROMPTS = 2048
 MAX_STOPS = 16
 """Most stop strings."""
 
+MAX_STOP = 256
+"""Most characters of a stop string: they are looked for at every token."""
+
+MAX_BIASES = 1024
+"""Most tokens with a bias."""
+
+GREEDY = 1e-5
+"""Temperature below which the most likely token is taken, as in vLLM: the quotient
+would overflow."""
+
 MAX_LOGPROBS = 20
 """Most alternatives whose probabilities are reported with each token."""
 
@@ -61,6 +71,8 @@ class _Common(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     user: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
     metadata: Any = None
     store: bool | None = None
     timeout_s: float | None = None
@@ -146,11 +158,10 @@ def chat_of(body: bytes | bytearray) -> tuple[ChatBody, Wanted]:
     Raises:
         InvalidRequestError: It is malformed, or wants what is not supported.
     """
-    asked = _decoded(body, _chat)
+    asked = decoded(body, _chat)
     if not asked.messages:
         raise _wrong("messages", "must hold a message")
-    for message in asked.messages:
-        _check_message(message)
+    check_messages(asked.messages)
     tokens = asked.max_tokens
     if asked.max_completion_tokens is not None:
         tokens = asked.max_completion_tokens
@@ -168,7 +179,7 @@ def completion_of(body: bytes | bytearray) -> tuple[CompletionBody, Wanted]:
     Raises:
         InvalidRequestError: It is malformed, or wants what is not supported.
     """
-    asked = _decoded(body, _completion)
+    asked = decoded(body, _completion)
     logprobs = asked.logprobs
     if logprobs is not None:
         logprobs = int(_between("logprobs", logprobs, 0, MAX_LOGPROBS, 0))
@@ -204,7 +215,12 @@ def prompts_of(prompt: Any) -> list[str] | list[list[int]]:
     raise _wrong("prompt", "must be a text, token ids, or a list of either")
 
 
-def _decoded(body: bytes | bytearray, decoder: msgspec.json.Decoder[Any]) -> Any:
+def decoded(body: bytes | bytearray, decoder: msgspec.json.Decoder[Any]) -> Any:
+    """Return a body as the type of a decoder.
+
+    Raises:
+        InvalidRequestError: It is malformed; the field is named.
+    """
     check_objects(body)
     try:
         return decoder.decode(body)
@@ -232,6 +248,16 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Roles of messages in OpenAI's API."""
 
 
+def check_messages(messages: list[dict[str, Any]]) -> None:
+    """Check the messages of a chat; parts of text are joined.
+
+    Raises:
+        InvalidRequestError: A role is not known, or a content is no text.
+    """
+    for message in messages:
+        _check_message(message)
+
+
 def _check_message(message: dict[str, Any]) -> None:
     role = message.get("role")
     if role not in ROLES:
@@ -239,9 +265,10 @@ def _check_message(message: dict[str, Any]) -> None:
     content = message.get("content")
     if isinstance(content, list):
         for part in content:
-            if not isinstance(part, dict) or part.get("type") != "text":
+            is_text = isinstance(part, dict) and part.get("type") == "text"
+            if not is_text or not isinstance(part.get("text"), str):
                 raise _wrong("messages", "may hold text only")
-        message["content"] = "".join(str(part.get("text", "")) for part in content)
+        message["content"] = "".join(part["text"] for part in content)
     elif content is not None and not isinstance(content, str):
         raise _wrong("messages", "must have texts as content")
 
@@ -254,10 +281,15 @@ def _wanted(asked: Any, max_tokens: int | None, logprobs: int | None) -> Wanted:
             raise _wrong(name, "is not supported by this server", "unsupported_value")
     n = int(_between("n", asked.n, 1, MAX_CHOICES, 1))
     stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
-    if len(stop) > MAX_STOPS or not all(stop):
-        raise _wrong("stop", f"must be at most {MAX_STOPS} texts, none of them empty")
+    is_long = any(len(one) > MAX_STOP for one in stop)
+    if len(stop) > MAX_STOPS or not all(stop) or is_long:
+        raise _wrong(
+            "stop",
+            f"must be at most {MAX_STOPS} texts of 1 to {MAX_STOP} characters",
+        )
+    temperature = _between("temperature", asked.temperature, 0.0, 100.0, 1.0)
     sampling = Sampling(
-        temperature=_between("temperature", asked.temperature, 0.0, 100.0, 1.0),
+        temperature=temperature if temperature >= GREEDY else 0.0,
         top_p=_between("top_p", asked.top_p, 0.0, 1.0, 1.0),
         top_k=max(0, int(_between("top_k", asked.top_k, -1, 2**31, 0))),
         min_p=_between("min_p", asked.min_p, 0.0, 1.0, 0.0),
@@ -278,7 +310,13 @@ def _wanted(asked: Any, max_tokens: int | None, logprobs: int | None) -> Wanted:
         ignore_eos=bool(asked.ignore_eos),
         logprobs=None if logprobs is None else int(logprobs),
     )
+    tool_choice = getattr(asked, "tool_choice", None)
+    if tool_choice not in (None, "none", "auto"):
+        raise _wrong("tool_choice", "needs tools", "unsupported_value")
     options = asked.stream_options
+    if options is not None and options.continuous_usage_stats:
+        rule = "with continuous_usage_stats is not supported"
+        raise _wrong("stream_options", rule, "unsupported_value")
     if options is not None and not asked.stream:
         raise _wrong("stream_options", "needs stream: true")
     return Wanted(
@@ -295,10 +333,14 @@ def _wanted(asked: Any, max_tokens: int | None, logprobs: int | None) -> Wanted:
 
 
 def _biases(given: dict[str, float] | None) -> dict[int, float]:
-    try:
-        return {int(token): bias for token, bias in (given or {}).items()}
-    except ValueError:
-        raise _wrong("logit_bias", "must have token ids as names") from None
+    found = given or {}
+    if len(found) > MAX_BIASES:
+        raise _wrong("logit_bias", f"has more than {MAX_BIASES} tokens")
+    for token, bias in found.items():
+        if not (token.isascii() and token.isdigit() and len(token) < 10):
+            raise _wrong("logit_bias", "must have token ids as names")
+        _between("logit_bias", bias, -100.0, 100.0, 0.0)
+    return {int(token): bias for token, bias in found.items()}
 
 
 def _between(
@@ -316,7 +358,7 @@ def _wrong(param: str, rule: str, code: str = "invalid_value") -> InvalidRequest
 
 
 def check_fits(
-    prompt: int, wanted: Sampling, longest: int, vocabulary: int
+    prompt: int, wanted: Sampling, longest: int, vocabulary: int, param: str
 ) -> Sampling:
     """Return the sampling with the most tokens that fit after a prompt.
 
@@ -325,19 +367,20 @@ def check_fits(
         wanted: The sampling; ``max_tokens`` 0 takes all that fit.
         longest: Most tokens that the model takes.
         vocabulary: Number of tokens of the model.
+        param: Name of the field with the prompt.
 
     Raises:
         InvalidRequestError: The prompt and the answer do not fit, or a token does not
             exist.
     """
     if not prompt:
-        raise _wrong("prompt", "must have a token")
+        raise _wrong(param, "must have a token")
     room = longest - prompt
     if room < max(1, wanted.max_tokens):
         raise InvalidRequestError(
             f"this model takes at most {longest} tokens; the prompt has {prompt} and "
             f"the answer may have {max(1, wanted.max_tokens)}",
-            param="messages",
+            param=param,
             code="context_length_exceeded",
         )
     named = {*wanted.logit_bias, *wanted.stop_token_ids}

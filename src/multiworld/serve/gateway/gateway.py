@@ -248,6 +248,12 @@ class Gateway:
 
         Cancellation: Safe. The request is withdrawn, and its attempts are cancelled.
         """
+        model = self.models.get(name, {}).get(version)
+        if model is not None and model.generation is not None:
+            raise InvalidRequestError(
+                f"model {name!r} generates text; use /v1/chat/completions",
+                param="model",
+            )
         tenant, model_version = admitted.tenant, (name, version)
         if self.authenticator.needs_digest(tenant, model_version):
             self.authenticator.check_poison(

@@ -227,6 +227,8 @@ async def _embed(
     clock = gateway.authenticator.clock
     deadline_at = clock() + deadline_s
     _check_dimensions(parsed.dimensions, model)
+    if model.generation is not None:
+        raise _invalid("model", "generates text and embeds none; use another model")
     frontend = await gateway.text(name, version, model)
     size = sum(map(len, parsed.inputs))
     if size >= OFFLOAD_BYTES // 16:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -29,7 +30,9 @@ from multiworld.serve.gateway.completions import (
     Wanted,
     chat_of,
     check_fits,
+    check_messages,
     completion_of,
+    decoded,
     prompts_of,
 )
 from multiworld.serve.gateway.gateway import Gateway
@@ -46,6 +49,11 @@ from multiworld.serve.generation.text import GrowingText, Tokenizer
 from multiworld.serve.spec.stage import Model
 from multiworld.serve.tenants.authenticator import AdmittedRequest
 from multiworld.serve.transport.generation_messages import TokenItem
+
+logger = logging.getLogger("multiworld.serve")
+
+BROKEN = "internal error of the gateway; see its log"
+"""Error text for a bug."""
 
 KEEP_ALIVE_S = 10.0
 """Seconds without a token after which a streamed answer gets a comment."""
@@ -140,6 +148,7 @@ async def _read_chat(
 ) -> Ready:
     asked, wanted = chat_of(body)
     model, tokenizer, longest = await _model(gateway, admitted, asked.model)
+    tokenizer.check_length(_characters(asked.messages), longest)
     tokens = await asyncio.to_thread(
         tokenizer.chat,
         asked.messages,
@@ -155,6 +164,9 @@ async def _read_completion(
     model, tokenizer, longest = await _model(gateway, admitted, asked.model)
     prompts = prompts_of(asked.prompt)
     has_special = asked.add_special_tokens is not False
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            tokenizer.check_length(len(prompt), longest)
     tokens = [
         await asyncio.to_thread(tokenizer.encode, one, has_special=has_special)
         if isinstance(one, str)
@@ -162,6 +174,10 @@ async def _read_completion(
         for one in prompts
     ]
     return _ready(gateway, admitted, wanted, model, tokenizer, tokens, longest, False)
+
+
+def _characters(messages: list[dict[str, Any]]) -> int:
+    return sum(len(message.get("content") or "") for message in messages)
 
 
 def _ready(
@@ -177,7 +193,9 @@ def _ready(
     assert model.generation is not None
     if len(prompts) * wanted.n > MAX_CHOICES:
         raise InvalidRequestError(
-            f"prompts times n must be at most {MAX_CHOICES}", param="n"
+            f"prompts times n must be at most {MAX_CHOICES}",
+            param="n",
+            code="invalid_value",
         )
     sampling = wanted.sampling
     for tokens in prompts:
@@ -187,15 +205,25 @@ def _ready(
                 f"prompt has tokens from {low} to {high}; the vocabulary has 0 to "
                 f"{model.generation.vocabulary - 1}",
                 param="prompt",
+                code="invalid_value",
             )
         sampling = check_fits(
-            len(tokens), wanted.sampling, longest, model.generation.vocabulary
+            len(tokens),
+            wanted.sampling,
+            longest,
+            model.generation.vocabulary,
+            "messages" if is_chat else "prompt",
         )
     choices = tuple(
         Choice(
             index,
             prompts[index // wanted.n],
-            GrowingText(tokenizer, wanted.stop, skips_special=wanted.skips_special),
+            GrowingText(
+                tokenizer,
+                wanted.stop,
+                skips_special=wanted.skips_special,
+                min_tokens=wanted.sampling.min_tokens,
+            ),
         )
         for index in range(len(prompts) * wanted.n)
     )
@@ -264,6 +292,10 @@ async def _answered(gateway: Gateway, request: Request, read: Reader) -> Respons
         response = openai_error_response(error)
         finished.status = response.status_code
         return response
+    except Exception:
+        logger.exception("gateway failed to handle a request")
+        finished.status = 500
+        return openai_error_response(ServeError(BROKEN))
     finally:
         if not is_streaming:
             finished.end()
@@ -419,21 +451,22 @@ def _piece_event(ready: Ready, piece: Piece) -> bytes:
     shown: Any = {"content": piece.text} if ready.is_chat else piece.text
     if ready.is_chat and not piece.text and piece.finish:
         shown = {}
-    return _event(ready, piece.choice, shown, piece.item, piece.finish)
+    return _event(ready, piece.choice, shown, piece)
 
 
 def _event(
     ready: Ready,
     choice: Choice,
     delta: Any,
-    item: TokenItem | None = None,
-    finish: str = "",
+    piece: Piece | None = None,
 ) -> bytes:
+    item = None if piece is None else piece.item
+    finish = "" if piece is None else piece.finish
     found: dict[str, Any] = {"index": choice.index}
     found["delta" if ready.is_chat else "text"] = delta
     logprobs = None
-    if item is not None and item.logprob is not None:
-        offset = len(ready.echoes[choice.index]) + len(choice.text.text)
+    if piece is not None and item is not None and item.logprob is not None:
+        offset = len(ready.echoes[choice.index]) + piece.offset
         logprobs = (
             chat_logprobs(ready.tokenizer, [item])
             if ready.is_chat
@@ -474,7 +507,7 @@ _tools = msgspec.json.Decoder(_Tool)
 async def _tool(
     gateway: Gateway,
     request: Request,
-    answer: Callable[[_Tool, Tokenizer, int], dict[str, Any]],
+    answer: Callable[[_Tool, Tokenizer, int, int], dict[str, Any]],
 ) -> Response:
     try:
         admitted = gateway.authenticator.admit(request.headers)
@@ -484,23 +517,31 @@ async def _tool(
     finished = _Finished(gateway, admitted, reservation)
     try:
         body = await gateway.read_body(request, admitted, reservation)
-        try:
-            asked = _tools.decode(body)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise InvalidRequestError(f"body is not valid: {error}") from error
+        asked: _Tool = decoded(body, _tools)
+        check_messages(asked.messages or [])
         finished.model = asked.model
-        _, tokenizer, longest = await _model(gateway, admitted, asked.model)
-        found = await asyncio.to_thread(answer, asked, tokenizer, longest)
+        model, tokenizer, longest = await _model(gateway, admitted, asked.model)
+        assert model.generation is not None
+        given = _characters(asked.messages or []) + len(asked.prompt or "")
+        tokenizer.check_length(given, longest)
+        vocabulary = model.generation.vocabulary
+        found = await asyncio.to_thread(answer, asked, tokenizer, longest, vocabulary)
         finished.status = 200
         return json_response(found)
     except ServeError as error:
         finished.status = error.status
         return openai_error_response(error)
+    except Exception:
+        logger.exception("gateway failed to handle a request")
+        finished.status = 500
+        return openai_error_response(ServeError(BROKEN))
     finally:
         finished.end()
 
 
-def _tokenize(asked: _Tool, tokenizer: Tokenizer, longest: int) -> dict[str, Any]:
+def _tokenize(
+    asked: _Tool, tokenizer: Tokenizer, longest: int, vocabulary: int
+) -> dict[str, Any]:
     if asked.messages is not None:
         tokens = tokenizer.chat(
             asked.messages, begins_answer=asked.add_generation_prompt
@@ -515,9 +556,15 @@ def _tokenize(asked: _Tool, tokenizer: Tokenizer, longest: int) -> dict[str, Any
     return found
 
 
-def _detokenize(asked: _Tool, tokenizer: Tokenizer, longest: int) -> dict[str, Any]:
+def _detokenize(
+    asked: _Tool, tokenizer: Tokenizer, longest: int, vocabulary: int
+) -> dict[str, Any]:
     if asked.tokens is None:
         raise InvalidRequestError("give tokens", param="tokens")
-    if any(not 0 <= token < 2**31 for token in asked.tokens):
-        raise InvalidRequestError("tokens must not be negative", param="tokens")
+    if any(not 0 <= token < vocabulary for token in asked.tokens):
+        raise InvalidRequestError(
+            f"tokens must be from 0 to {vocabulary - 1}",
+            param="tokens",
+            code="invalid_value",
+        )
     return {"prompt": tokenizer.decode(asked.tokens, skips_special=False)}

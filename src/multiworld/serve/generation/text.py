@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,20 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import DecodeStream
 
 from multiworld.errors import InvalidRequestError
+
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+"""Names of the tokens of single bytes in SentencePiece's models."""
+
+
+def _letters() -> dict[str, int]:
+    """Return the byte of each letter in byte-level tokens, as GPT-2 writes them."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    found = {chr(byte): byte for byte in plain}
+    return found | {chr(256 + nth): byte for nth, byte in enumerate(others)}
+
+
+BYTE_OF = _letters()
 
 
 class Tokenizer:
@@ -32,6 +47,30 @@ class Tokenizer:
 
         return AutoTokenizer.from_pretrained(self._folder, local_files_only=True)
 
+    @functools.cached_property
+    def longest(self) -> int:
+        """Most characters of a token."""
+        return max(map(len, self.fast.get_vocab()), default=1)
+
+    def check_length(self, characters: int, tokens: int) -> None:
+        """Refuse a text that cannot fit, before it costs the time to read it.
+
+        Args:
+            characters: Number of its characters.
+            tokens: Most tokens that it may have.
+
+        Raises:
+            InvalidRequestError: It has more characters than that number of the longest
+                token.
+        """
+        if characters > tokens * self.longest:
+            raise InvalidRequestError(
+                f"this model takes at most {tokens} tokens; the text has {characters} "
+                "characters",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+
     def encode(self, text: str, *, has_special: bool = True) -> list[int]:
         """Return the tokens of a text.
 
@@ -39,7 +78,9 @@ class Tokenizer:
             text: The text.
             has_special: Whether to add the tokens that begin and end a text.
         """
-        found: list[int] = self.fast.encode(text, add_special_tokens=has_special).ids
+        # A batch, because that runs without the GIL.
+        (made,) = self.fast.encode_batch([text], add_special_tokens=has_special)
+        found: list[int] = made.ids
         return found
 
     def decode(self, tokens: Sequence[int], *, skips_special: bool = True) -> str:
@@ -52,8 +93,25 @@ class Tokenizer:
         return str(self.fast.decode(list(tokens), skip_special_tokens=skips_special))
 
     def piece(self, token: int) -> str:
-        """Return the text of one token, special or not."""
-        return self.decode([token], skips_special=False)
+        """Return the text of one token, special or not.
+
+        A part of a character is ``bytes:\\x…``, as in OpenAI's API.
+        """
+        text = self.decode([token], skips_special=False)
+        if "\ufffd" in text:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.raw(token))
+        return text
+
+    def raw(self, token: int) -> bytes:
+        """Return the bytes of one token, which may be part of a character."""
+        name = self.fast.id_to_token(token) or ""
+        byte = BYTE_TOKEN.fullmatch(name)
+        if byte is not None:
+            return bytes([int(byte[1], 16)])
+        text = self.decode([token], skips_special=False)
+        if "\ufffd" in text and all(letter in BYTE_OF for letter in name):
+            return bytes(BYTE_OF[letter] for letter in name)
+        return text.encode()
 
     def chat(
         self,
@@ -101,6 +159,7 @@ class GrowingText:
         tokenizer: Tokenizer of the model.
         stop: Texts that end it; they are not part of it.
         skips_special: Whether to leave special tokens out.
+        min_tokens: Tokens before which no text ends it.
 
     Attributes:
         text: The text so far that was given out.
@@ -113,8 +172,11 @@ class GrowingText:
         stop: Sequence[str] = (),
         *,
         skips_special: bool = True,
+        min_tokens: int = 0,
     ) -> None:
-        self._fast = tokenizer.fast
+        self._tokenizer, self._fast = tokenizer, tokenizer.fast
+        self._skips_special, self._min_tokens = skips_special, min_tokens
+        self._tokens: list[int] = []
         self._stream = DecodeStream(skip_special_tokens=skips_special)
         self._stop = tuple(filter(None, stop))
         self._held = ""
@@ -125,23 +187,34 @@ class GrowingText:
         """Add a token; return the text that can be given out now."""
         if self.is_stopped:
             return ""
+        self._tokens.append(token)
         self._held += self._stream.step(self._fast, token) or ""
         return self._give_out(is_end=False)
 
     def end(self) -> str:
-        """Return what was held back, at the end of the text."""
-        return "" if self.is_stopped else self._give_out(is_end=True)
+        """Return what was held back, at the end of the text.
+
+        A character that is not complete is shown as U+FFFD.
+        """
+        if self.is_stopped:
+            return ""
+        whole = self._tokenizer.decode(self._tokens, skips_special=self._skips_special)
+        shown = self.text + self._held
+        if whole.startswith(shown):
+            self._held += whole[len(shown) :]
+        return self._give_out(is_end=True)
 
     def _give_out(self, *, is_end: bool) -> str:
+        stop = self._stop if len(self._tokens) >= self._min_tokens else ()
         at = min(
-            (place for s in self._stop if (place := self._held.find(s)) >= 0),
+            (place for s in stop if (place := self._held.find(s)) >= 0),
             default=-1,
         )
         if at >= 0:
             self.is_stopped = True
             given, self._held = self._held[:at], ""
         else:
-            keep = 0 if is_end else _held_back(self._held, self._stop)
+            keep = 0 if is_end else _held_back(self._held, stop)
             cut = len(self._held) - keep
             given, self._held = self._held[:cut], self._held[cut:]
         self.text += given

@@ -78,3 +78,32 @@ def test_template_that_refuses_is_the_clients_error(tokenizer: Tokenizer) -> Non
     template = "{{ raise_exception('one role only') }}"
     with pytest.raises(InvalidRequestError, match="one role only"):
         tokenizer.chat([{"role": "user", "content": "hi"}], template)
+
+
+def test_character_that_is_not_complete_is_shown_at_the_end(
+    tokenizer: Tokenizer,
+) -> None:
+    """As U+FFFD, and not before; its bytes can be told."""
+    growing = GrowingText(tokenizer)
+    tokens = tokenizer.encode("🎉")
+    assert [growing.add(token) for token in tokens[:2]] == ["", ""]
+    assert growing.end() == "\ufffd"
+    assert b"".join(map(tokenizer.raw, tokens)).decode() == "🎉"
+    assert tokenizer.piece(tokens[0]) == "bytes:\\xf0"
+    assert tokenizer.raw(tokenizer.encode("a")[0]) == b"a"
+
+
+def test_stop_string_counts_from_the_least_length_on(tokenizer: Tokenizer) -> None:
+    """What came before it does not end the text."""
+    growing = GrowingText(tokenizer, ["ab"], min_tokens=3)
+    shown = "".join(growing.add(token) for token in tokenizer.encode("abxxab"))
+    assert (shown + growing.end(), growing.is_stopped) == ("abxx", True)
+
+
+def test_text_that_cannot_fit_is_refused_before_it_is_read(
+    tokenizer: Tokenizer,
+) -> None:
+    """By the longest token, here `<end>` of five characters."""
+    tokenizer.check_length(50, 10)
+    with pytest.raises(InvalidRequestError, match="at most 10 tokens"):
+        tokenizer.check_length(51, 10)
