@@ -155,18 +155,44 @@ def test_prompt_that_may_not_be_cut_waits_for_a_step_of_its_own() -> None:
     assert [(p.key[1], p.count) for p in second.parts] == [(2, 9)]
 
 
-def test_steps_fill_the_pipeline_with_equal_parts_of_the_sequences() -> None:
-    """With three stages, three steps are under way, of two sequences each."""
-    scheduler = Scheduler(limits(seqs=6, tokens=64, steps=3))
+def started(count: int) -> Pipeline:
+    """Return a pipeline of three stages with sequences that all decode."""
+    scheduler = Scheduler(limits(seqs=count + 1, tokens=64, steps=3))
     pipeline = Pipeline(scheduler)
-    for number in range(6):
+    for number in range(count):
         scheduler.add(key(number), [1])
-    wanted = {key(number): 99 for number in range(6)}
-    first = pipeline.plan()
-    assert first is not None
-    pipeline.finish_one(wanted)
+    pipeline.plan()
+    pipeline.finish_one({key(number): 99 for number in range(count)})
+    return pipeline
+
+
+def test_many_sequences_fill_the_pipeline_in_equal_steps() -> None:
+    """With three stages, three steps are under way, of eight sequences each."""
+    pipeline = started(24)
     steps = [pipeline.plan() for _ in range(4)]
-    assert [len(s.parts) if s else None for s in steps] == [2, 2, 2, None]
+    assert [len(s.parts) if s else None for s in steps] == [8, 8, 8, None]
+
+
+def test_few_sequences_go_together_and_wait_for_each_other() -> None:
+    """One that comes later joins them when they are back."""
+    pipeline = started(6)
+    wanted = {key(number): 99 for number in range(7)}
+    assert [
+        len(s.parts) if s else None for s in (pipeline.plan(), pipeline.plan())
+    ] == [
+        6,
+        None,
+    ]
+    pipeline.scheduler.add(key(6), [1])
+    prompt = pipeline.plan()
+    assert prompt is not None
+    assert [part.key for part in prompt.parts] == [key(6)]
+    pipeline.finish_one(wanted)
+    assert pipeline.plan() is None, "the new one is still under way"
+    pipeline.finish_one(wanted)
+    both = pipeline.plan()
+    assert both is not None
+    assert len(both.parts) == 7
 
 
 def test_last_sequence_is_preempted_and_comes_back_first() -> None:
