@@ -13,7 +13,7 @@ SEED ?= 1
 LANES ?= 2
 SIDE_BY_SIDE = --numprocesses=$(LANES) --dist=loadfile --no-loadscope-reorder
 
-.PHONY: setup demo demo-cluster test test-all coverage lint types faults soak soak-serve bench bench-detection bench-serving matrix docs clean
+.PHONY: setup demo demo-cluster test test-all coverage lint types faults soak soak-serve soak-generate bench bench-detection bench-serving matrix docs clean
 
 setup: $(STAMP)
 
@@ -69,6 +69,10 @@ soak: $(STAMP)
 # The same for a service: checked requests all the while, and nothing may be lost.
 soak-serve: $(STAMP)
 	$(BIN)/python -m tests.serve.soak --minutes $(MINUTES) --seed $(SEED) $(ARGS)
+
+# Random faults under streams of generated text; every token is checked.
+soak-generate: $(STAMP)
+	$(BIN)/python -m tests.serve.soak_generate --minutes $(MINUTES) --seed $(SEED) $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --group bench

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.serve.soak import soak
+from tests.serve.soak_generate import soak as soak_generate
 
 
 @pytest.mark.heavy
@@ -20,3 +21,16 @@ def test_nothing_is_lost_under_random_faults(
     assert outcome.is_good, outcome
     assert sum(outcome.faults.values()) >= 5 * minutes
     assert outcome.answered > 500 * minutes
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("seed", "minutes"), [(1, 0.2), (2, 3.0)])
+def test_no_stream_is_cut_under_random_faults(
+    tmp_path: Path, seed: int, minutes: float
+) -> None:
+    """And no token is repeated, missing or different."""
+    outcome = soak_generate(tmp_path, seed, minutes)
+    assert outcome.is_good, outcome
+    assert sum(outcome.faults.values()) >= 5 * minutes
+    assert outcome.streams > 50 * minutes

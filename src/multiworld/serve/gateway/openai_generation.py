@@ -163,6 +163,7 @@ async def _read_completion(
     asked, wanted = completion_of(body)
     model, tokenizer, longest = await _model(gateway, admitted, asked.model)
     prompts = prompts_of(asked.prompt)
+    _check_choices(len(prompts), wanted.n)
     has_special = asked.add_special_tokens is not False
     for prompt in prompts:
         if isinstance(prompt, str):
@@ -174,6 +175,15 @@ async def _read_completion(
         for one in prompts
     ]
     return _ready(gateway, admitted, wanted, model, tokenizer, tokens, longest, False)
+
+
+def _check_choices(prompts: int, n: int) -> None:
+    if prompts * n > MAX_CHOICES:
+        raise InvalidRequestError(
+            f"prompts times n must be at most {MAX_CHOICES}",
+            param="n",
+            code="invalid_value",
+        )
 
 
 def _characters(messages: list[dict[str, Any]]) -> int:
@@ -191,12 +201,6 @@ def _ready(
     is_chat: bool,
 ) -> Ready:
     assert model.generation is not None
-    if len(prompts) * wanted.n > MAX_CHOICES:
-        raise InvalidRequestError(
-            f"prompts times n must be at most {MAX_CHOICES}",
-            param="n",
-            code="invalid_value",
-        )
     sampling = wanted.sampling
     for tokens in prompts:
         low, high = min(tokens, default=0), max(tokens, default=0)
@@ -268,6 +272,7 @@ async def _answered(gateway: Gateway, request: Request, read: Reader) -> Respons
         ready = await read(gateway, admitted, request, body)
         finished.model = ready.wanted.model
         del body
+        reservation.release()  # a stream may take long
         limit_s = timeout_of(request, ready.wanted.timeout_s)
         pieces = generate(
             gateway.streams,
@@ -326,6 +331,12 @@ async def _whole(ready: Ready, pieces: AsyncGenerator[Piece]) -> Response:
     texts = list(ready.echoes)
     async for piece in pieces:
         texts[piece.choice.index] += piece.text
+    if ready.wanted.sampling.logprobs is not None:  # rendering takes long
+        return await asyncio.to_thread(_rendered, ready, texts)
+    return _rendered(ready, texts)
+
+
+def _rendered(ready: Ready, texts: Sequence[str]) -> Response:
     found = [
         _choice(ready, choice, text, choice.items, choice.finish)
         for choice, text in zip(ready.choices, texts, strict=True)

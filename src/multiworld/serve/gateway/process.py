@@ -171,6 +171,7 @@ class GatewayProcess:
         self._dispatcher = Dispatcher(args.name)
         self._dispatcher.on_missing = self._ask_for
         self._streams = Streams(args.name)
+        self._streams.on_missing = self._ask_for
         self._asked_at: dict[str, float] = {}
         spec = args.gateway
         mib = 2**20

@@ -65,11 +65,16 @@ class Attention(Protocol):
         """
 
 
+class MissingTokensError(Exception):
+    """Tokens before those of a step were never computed here."""
+
+
 class _Sequence:
     """Keys and values of one sequence, by layer."""
 
     def __init__(self) -> None:
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.length = 0
 
 
 class KvCache:
@@ -102,10 +107,22 @@ class KvCache:
         )
 
     def step(self, rows: Sequence[Rows]) -> StepAttention:
-        """Return the attention of one step; rows from position 0 begin anew."""
+        """Return the attention of one step; rows from position 0 begin anew.
+
+        Args:
+            rows: Its rows, in order.
+
+        Raises:
+            MissingTokensError: A sequence has fewer tokens here than the step assumes.
+        """
         for each in rows:
-            if each.begin == 0 or each.sequence not in self._sequences:
+            if each.begin == 0:
                 self._sequences[each.sequence] = _Sequence()
+            found = self._sequences.get(each.sequence)
+            if found is None or found.length < each.begin:
+                raise MissingTokensError(f"tokens before {each.begin} are missing")
+        for each in rows:
+            self._sequences[each.sequence].length = each.begin + each.count
         return StepAttention(self, rows)
 
     def append(

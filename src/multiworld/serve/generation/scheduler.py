@@ -2,10 +2,10 @@
 
 It does continuous batching: every step takes one token of each running sequence that
 waits for none of its own, and fills the rest of the token budget with parts of prompts
-(chunked prefill). Several steps are under way at once, up to one for each stage, so that
-the pipeline is full: each takes an equal part of the running sequences. But a step that
-reads all weights for one row takes almost as long as for eight, so few sequences are
-not split: they go in one step, and wait for each other.
+(chunked prefill). Several steps are under way at once, up to one for each stage, so
+that the pipeline is full: each takes an equal part of the running sequences. But a step
+that reads all weights for one row takes almost as long as for eight, so few sequences
+are not split: they go in one step, and wait for each other.
 
 Memory is counted in blocks of ``block_size`` tokens. If a running sequence needs a
 block and none is free, the sequence that came last is preempted: its blocks are
@@ -61,6 +61,7 @@ class ScheduledSequence:
         is_under_way: True while its next token is being computed.
         blocks: Blocks that it has.
         number: Order of arrival.
+        is_probe: Whether it waits for nobody.
     """
 
     key: Key
@@ -69,6 +70,7 @@ class ScheduledSequence:
     is_under_way: bool = False
     blocks: int = 0
     number: int = 0
+    is_probe: bool = False
 
     @property
     def lacking(self) -> int:
@@ -111,6 +113,7 @@ class PlannedStep:
 @dataclass(slots=True)
 class _UnderWay:
     waits_for: set[Key] = field(default_factory=set)
+    samples: frozenset[Key] = frozenset()
 
 
 class Scheduler:
@@ -139,12 +142,13 @@ class Scheduler:
 
     # Sequences.
 
-    def add(self, key: Key, tokens: Sequence[int]) -> None:
+    def add(self, key: Key, tokens: Sequence[int], *, is_probe: bool = False) -> None:
         """Add a sequence; it is computed when it is its turn.
 
         Args:
             key: Gateway, stream and attempt.
             tokens: Its tokens so far; at least one.
+            is_probe: Whether it is the next one, however many run.
 
         Raises:
             ValueError: It needs more blocks than there are.
@@ -155,9 +159,14 @@ class Scheduler:
                 f"of {self.limits.block_size}; there are {self.limits.blocks}"
             )
         self._arrivals += 1
-        sequence = ScheduledSequence(key, list(tokens), number=self._arrivals)
+        sequence = ScheduledSequence(
+            key, list(tokens), number=self._arrivals, is_probe=is_probe
+        )
         self._known[key] = sequence
-        self._waiting.append(sequence)
+        if is_probe:
+            self._waiting.insert(0, sequence)
+        else:
+            self._waiting.append(sequence)
 
     def remove(self, key: Key) -> bool:
         """Forget a sequence; return False if it was not known.
@@ -181,14 +190,19 @@ class Scheduler:
         Args:
             step: Number of the step.
             tokens: Sequences that came out of the last stage, each with its next token;
-                None if its prompt is not complete yet.
+                None if its prompt is not complete yet, or if it has ended there.
         """
         for key, token in tokens:
             sequence = self._known.get(key)
-            is_expected = step in self._steps and key in self._steps[step].waits_for
-            if sequence is not None and is_expected and token is not None:
-                sequence.tokens.append(token)
-                sequence.is_under_way = False
+            under_way = self._steps.get(step)
+            if sequence is not None and under_way is not None:
+                if key not in under_way.waits_for:
+                    continue
+                if token is not None:
+                    sequence.tokens.append(token)
+                    sequence.is_under_way = False
+                elif key in under_way.samples:
+                    self.remove(key)  # it gets no more tokens
             self._came_back(step, key)
 
     def _came_back(self, step: int, key: Key) -> None:
@@ -213,7 +227,8 @@ class Scheduler:
             return None
         self._step_number += 1
         waits_for = {part.key for part in parts}
-        self._steps[self._step_number] = _UnderWay(waits_for)
+        samples = frozenset(part.key for part in parts if part.samples)
+        self._steps[self._step_number] = _UnderWay(waits_for, samples)
         preempted, self._preempted = tuple(self._preempted), []
         return PlannedStep(self._step_number, tuple(parts), preempted)
 
@@ -249,7 +264,8 @@ class Scheduler:
                     budget -= count
         while self._waiting and budget > 0:
             sequence = self._waiting[0]
-            if len(self._running) >= self.limits.max_num_seqs:
+            is_full = len(self._running) >= self.limits.max_num_seqs
+            if is_full and not sequence.is_probe:
                 return
             count = self._chunk(sequence, budget, is_alone=not parts)
             # All of it must fit, or it would preempt what came before.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from multiworld.serve.generation.kv_cache import KvCache, Rows
+from multiworld.serve.generation.kv_cache import KvCache, MissingTokensError, Rows
 from multiworld.serve.generation.sampler import choose, finish_of
 from multiworld.serve.transport.generation_messages import Opening, StepPart, TokenItem
 from multiworld.serve.transport.protocol import Key
@@ -89,6 +89,11 @@ class StageEngine:
             self.cache.free(key)
             self._tails.pop(key, None)
 
+    def drop(self, keys: Sequence[Key]) -> None:
+        """Drop the keys and values of sequences that are computed again later."""
+        for key in keys:
+            self.cache.free(key)
+
     def compute(
         self, parts: Sequence[StepPart], rows: Tensor, openings: Sequence[Opening]
     ) -> Computed:
@@ -111,7 +116,8 @@ class StageEngine:
                 return self._compute(parts, rows)
         except Exception as error:
             if len(parts) == 1:
-                logger.exception("a sequence failed in this stage")
+                if not isinstance(error, MissingTokensError):
+                    logger.exception("a sequence failed in this stage")
                 return Computed((), failed=((parts[0].key, error),))
         offset, done = 0, []
         for part in parts:

@@ -47,6 +47,9 @@ POISON_LOSSES = 4
 """Replicas lost in a row while they had a stream that got no token in between, after
 which the stream is taken to be the cause."""
 
+OWED = 65536
+"""Most ended sequences that a replica is told of when it connects again."""
+
 PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 """Seconds until a stream that came back is tried again; doubles each time without a
 token in between."""
@@ -113,6 +116,8 @@ class Streams:
         table: The routing table in use.
         counts: Events since the start, by kind.
         timed: Tokens and times of all streams.
+        on_missing: Called with the name of a model that may scale to zero, again and
+            again, while a stream of it waits for a chain.
     """
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -121,6 +126,9 @@ class Streams:
         self.counts: Counter[str] = Counter()
         self.timed = StreamCounts()
         self._streams: dict[int, Stream] = {}
+        self._unplaced: dict[int, Stream] = {}
+        self._owed: dict[str, deque[Key]] = {}
+        self.on_missing: Callable[[str], None] = lambda model: None
         self._numbers = itertools.count(1)
         self._edges: dict[str, Outbox] = {}
         self._silent: set[str] = set()
@@ -164,8 +172,11 @@ class Streams:
         if route is None:
             raise UnknownModelError(f"no model {model!r} is served here")
         if via is None:
-            waiting = sum(not s.chain for s in self._streams.values())
-            if waiting > route.max_queued_requests:
+            waiting = sum(
+                s.model == model and s.first_at is None and not _has_ended(s)
+                for s in self._streams.values()
+            )
+            if waiting >= route.max_queued_requests + 1:
                 raise OverloadedError(f"{waiting} requests wait for {model!r}")
         limit_s = route.deadline_s if deadline_s is None else deadline_s
         stream = Stream(
@@ -179,7 +190,7 @@ class Streams:
             via or {},
             began_at=self._clock(),
         )
-        self._streams[stream.number] = stream
+        self._streams[stream.number] = self._unplaced[stream.number] = stream
         self._is_busy.set()
         self._place(stream)
         try:
@@ -188,6 +199,7 @@ class Streams:
         finally:
             del self._streams[stream.number]
             self._leave_chain(stream)
+            self._unplaced.pop(stream.number, None)
             if not stream.via:
                 made = len(stream.tokens) - stream.prompt
                 took_s = stream.last_at - (stream.first_at or 0.0)
@@ -240,11 +252,17 @@ class Streams:
     def table_changed(self, table: RoutingTable) -> None:
         """Use a new routing table."""
         self.table = table
+        for name in self._owed.keys() - table.replicas.keys():
+            del self._owed[name]
         self._place_waiting()
 
     def edge_up(self, outbox: Outbox) -> None:
         """Use a new incarnation of an edge."""
-        self._edges[outbox.edge.peer] = outbox
+        peer = outbox.edge.peer
+        self._edges[peer] = outbox
+        owed = self._owed.pop(peer, ())
+        if owed:
+            outbox.put(generation_messages.End(tuple(owed)))
         self._place_waiting()
 
     def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
@@ -338,13 +356,16 @@ class Streams:
             outbox = self._edges.get(replica)
             if outbox is not None:
                 outbox.put(generation_messages.End((key,)))
+            elif replica in self.table.replicas:  # it may connect again
+                self._owed.setdefault(replica, deque(maxlen=OWED)).append(key)
         stream.chain = ()
         stream.attempt += 1
+        self._unplaced[stream.number] = stream
 
     def _place_waiting(self) -> None:
         now = self._clock()
-        for stream in self._streams.values():
-            if not stream.chain and stream.not_before <= now:
+        for stream in list(self._unplaced.values()):
+            if stream.not_before <= now:
                 self._place(stream)
 
     def _place(self, stream: Stream) -> None:
@@ -353,8 +374,12 @@ class Streams:
             return
         chain = self._chain(stream)
         if chain is None:
+            route = self.table.routes.get(stream.model)
+            if route is not None and route.on_demand:
+                self.on_missing(stream.model)
             return
         stream.chain = chain
+        del self._unplaced[stream.number]
         for replica in chain:
             self._load[replica] += 1
         opening = Opening(
@@ -363,6 +388,7 @@ class Streams:
             stream.prompt,
             chain,
             stream.sampling,
+            bool(stream.via),
         )
         self._edges[chain[0]].put(generation_messages.Begin((opening,)))
 

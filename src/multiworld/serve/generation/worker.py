@@ -8,7 +8,10 @@ only tells it what it cannot go on with.
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
+import os
+import sys
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -19,9 +22,11 @@ import torch
 from torch import Tensor
 
 from multiworld.errors import InvalidRequestError, ModelFailedError
+from multiworld.serve.generation.kv_cache import MissingTokensError
 from multiworld.serve.generation.scheduler import PlannedStep, Scheduler
 from multiworld.serve.generation.stage_engine import Computed, StageEngine
 from multiworld.serve.models.compute_thread import ComputeThread
+from multiworld.serve.models.hang_guard import HangGuard
 from multiworld.serve.spec.stage import Stage, StageContext
 from multiworld.serve.transport import generation_messages
 from multiworld.serve.transport.edge_messages import EdgeMessage
@@ -33,6 +38,16 @@ from multiworld.serve.transport.routing_table import RoutingTable
 
 logger = logging.getLogger("multiworld.serve")
 
+HUNG_S = 30.0
+"""Seconds after which a step is taken to hang. A stage with larger steps says so with
+``compute_s``."""
+
+EXIT_HUNG = 70
+"""Exit code of a replica whose step hangs."""
+
+HELD = 4096
+"""Most messages that wait for a gateway which is still to connect."""
+
 ENDED = 65536
 """Ended sequences that are remembered, because a step of them may still arrive."""
 
@@ -41,8 +56,8 @@ ENDED = 65536
 class _Arrived:
     """A step that waits to be computed."""
 
-    step: generation_messages.Step
-    hidden: Tensor
+    step: generation_messages.Step | generation_messages.Preempted
+    hidden: Tensor | None = None
 
 
 class GenerationWorker:
@@ -57,6 +72,7 @@ class GenerationWorker:
         threads: Threads that torch uses for one operation.
         scheduler: Scheduler of steps, used in stage 0.
         end_tokens: Tokens that end a text, by the model.
+        compute_s: Most seconds for one step; None: ``HUNG_S``.
         clock: Returns the monotonic time in seconds.
 
     Attributes:
@@ -74,12 +90,13 @@ class GenerationWorker:
         threads: int,
         scheduler: Scheduler,
         end_tokens: tuple[int, ...],
+        compute_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name, self._number, self._is_last = name, number, is_last
         self._stage, self._stage_name, self._threads = stage, stage_name, threads
         self._scheduler, self._end_tokens = scheduler, end_tokens
-        self._clock = clock
+        self._clock, self._compute_s = clock, compute_s or HUNG_S
         self._thread: ComputeThread | None = None
         self._engine: StageEngine | None = None
         self._edges: dict[str, Outbox] = {}
@@ -87,6 +104,9 @@ class GenerationWorker:
         self._told: set[Key] = set()
         self._ended: OrderedDict[Key, None] = OrderedDict()
         self._to_free: list[Key] = []
+        self._to_drop: list[Key] = []
+        self._held: dict[str, deque[EdgeMessage]] = {}
+        self._guard = HangGuard(self._end_if_hung)
         self._arrived: deque[_Arrived] = deque()
         self._has_work = asyncio.Event()
         self._began_at: float | None = None
@@ -112,6 +132,18 @@ class GenerationWorker:
         with torch.inference_mode():
             function: Any = self._stage.load(context)
         self._engine = StageEngine(function, self._is_last, self._end_tokens)
+        self._guard.start()
+
+    def _end_if_hung(self) -> None:
+        """Exit the process if the running step is taken to hang; any thread calls it.
+
+        The gateways see it at once, and compute its sequences elsewhere.
+        """
+        began = self._began_at
+        if began is not None and self._clock() - began > self._compute_s:
+            logger.error("a step takes more than %g s: it hangs", self._compute_s)
+            faulthandler.dump_traceback(sys.stderr)
+            os._exit(EXIT_HUNG)
 
     def close(self) -> None:
         """Stop the thread, without waiting for a running computation."""
@@ -135,8 +167,13 @@ class GenerationWorker:
         """
 
     def table_changed(self, table: RoutingTable) -> None:
-        """Use a new routing table."""
+        """Use a new routing table; end the sequences of gateways that are gone."""
         self._table = table
+        known = {*table.gateways, *self._edges}
+        for key in [key for key in self._openings if key[0] not in known]:
+            self._end(key)
+        for name in self._held.keys() - known:
+            del self._held[name]
 
     @property
     def has_router(self) -> bool:
@@ -184,7 +221,10 @@ class GenerationWorker:
 
     def edge_up(self, outbox: Outbox) -> None:
         """Use a new incarnation of an edge."""
-        self._edges[outbox.edge.peer] = outbox
+        peer = outbox.edge.peer
+        self._edges[peer] = outbox
+        for message in self._held.pop(peer, ()):
+            outbox.put(message)
 
     def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
         """Stop using an incarnation of an edge.
@@ -219,6 +259,8 @@ class GenerationWorker:
                 case generation_messages.Step():
                     # The frame's memory is reused once its tensors are gone.
                     self._arrived.append(_Arrived(message, contents[0]["hidden"]))
+                case generation_messages.Preempted():
+                    self._arrived.append(_Arrived(message))
                 case generation_messages.StepDone(number, tokens):
                     self._scheduler.sampled(number, tokens)
         self._has_work.set()
@@ -228,8 +270,13 @@ class GenerationWorker:
     def _begin(self, opening: Opening) -> None:
         if opening.key in self._ended or opening.key in self._openings:
             return
+        others = {*opening.chain[1:2], *opening.chain[1:][-1:]}
+        if not others <= self._edges.keys():  # it is not connected yet, or no more
+            self._give_back(opening.key)
+            return
         try:
-            self._scheduler.add(opening.key, opening.tokens)
+            is_probe = opening.is_probe
+            self._scheduler.add(opening.key, opening.tokens, is_probe=is_probe)
         except ValueError as error:
             self._fail(opening.key, InvalidRequestError(str(error)))
             return
@@ -261,6 +308,8 @@ class GenerationWorker:
         outbox = self._edges.get(peer)
         if outbox is not None:
             outbox.put(message)
+        elif peer in self._table.gateways:  # it is still to connect
+            self._held.setdefault(peer, deque(maxlen=HELD)).append(message)
 
     # Computing.
 
@@ -278,6 +327,10 @@ class GenerationWorker:
             return False
         arrived = self._arrived.popleft()
         step = arrived.step
+        if isinstance(step, generation_messages.Preempted):
+            self._preempt(step.keys)
+            return True
+        assert arrived.hidden is not None
         for opening in step.openings:
             if opening.key not in self._ended:
                 self._openings[opening.key] = opening
@@ -288,7 +341,20 @@ class GenerationWorker:
             self._done(step.origin, step.number, step.parts, ())
         return True
 
+    def _preempt(self, keys: Sequence[Key]) -> None:
+        """Free the memory of sequences, here and in later stages of their chains."""
+        self._to_drop += keys
+        by_peer: dict[str, list[Key]] = {}
+        for key in keys:
+            opening = self._openings.get(key)
+            if opening is not None and not self._is_last:
+                by_peer.setdefault(opening.chain[self._number + 1], []).append(key)
+        for peer, those in by_peer.items():
+            self._tell(peer, generation_messages.Preempted(tuple(those)))
+
     async def _compute_planned(self, planned: PlannedStep) -> None:
+        if planned.preempted:
+            self._preempt(planned.preempted)
         parts = [StepPart(p.key, p.begin, p.count, p.samples) for p in planned.parts]
         ids: list[int] = []
         for part in parts:
@@ -323,9 +389,12 @@ class GenerationWorker:
     ) -> None:
         assert self._thread is not None
         ended, self._to_free = self._to_free, []
+        dropped, self._to_drop = self._to_drop, []
         began_at = self._began_at = self._clock()
         try:
-            found = await self._thread.call(self._run, ended, parts, rows, openings)
+            found = await self._thread.call(
+                self._run, ended, dropped, parts, rows, openings
+            )
         finally:
             self._began_at = None
         self.computed_s += self._clock() - began_at
@@ -333,7 +402,10 @@ class GenerationWorker:
         self.counts["rows"] += len(rows)
         self.counts["tokens"] += len(found.tokens)
         for key, error in found.failed:
-            self._fail(key, error)
+            if isinstance(error, MissingTokensError):
+                self._give_back(key)
+            else:
+                self._fail(key, error)
         if self._is_last:
             self._deliver(found.tokens)
             self._done(origin, number, parts, found.tokens)
@@ -343,12 +415,14 @@ class GenerationWorker:
     def _run(
         self,
         ended: Sequence[Key],
+        dropped: Sequence[Key],
         parts: Sequence[StepPart],
         rows: Tensor,
         openings: Sequence[Opening],
     ) -> Computed:
         assert self._engine is not None
         self._engine.free(ended)
+        self._engine.drop(dropped)
         return self._engine.compute(parts, rows, openings)
 
     async def _free_ended(self) -> None:
@@ -378,8 +452,12 @@ class GenerationWorker:
         if origin == self.name:
             self._scheduler.sampled(number, done)
             self._has_work.set()
-        else:
+        elif origin in self._edges:
             self._tell(origin, generation_messages.StepDone(number, done))
+        else:  # its scheduler would wait for ever
+            for part in parts:
+                if part.key in self._openings:
+                    self._give_back(part.key)
 
     def _send_on(
         self,

@@ -261,6 +261,12 @@ class ModelSpec(_Strict):
         return stages
 
     @model_validator(mode="after")
+    def _one_rank(self) -> ModelSpec:
+        if self.generation is not None and any(s.ranks > 1 for s in self.stages):
+            raise ValueError("a model that generates text has one rank in each stage")
+        return self
+
+    @model_validator(mode="after")
     def _one_source(self) -> ModelSpec:
         if (self.factory is None) == (self.path is None):
             raise ValueError("give either factory or path, and not both")

@@ -57,6 +57,7 @@ class Opening(msgspec.Struct, frozen=True, array_like=True):
         prompt: Number of tokens of the prompt.
         chain: Replicas by stage.
         sampling: How its tokens are chosen.
+        is_probe: Whether it is a probe, which waits for nobody.
     """
 
     key: Key
@@ -64,6 +65,7 @@ class Opening(msgspec.Struct, frozen=True, array_like=True):
     prompt: int
     chain: tuple[str, ...]
     sampling: Sampling
+    is_probe: bool = False
 
 
 class Begin(Message, frozen=True):
@@ -111,6 +113,15 @@ class Step(Message, frozen=True):
     number: int
     parts: tuple[StepPart, ...]
     openings: tuple[Opening, ...] = ()
+
+
+class Preempted(Message, frozen=True):
+    """Sequences that are computed again later, from their first token.
+
+    Of a replica to one of the next stage, which passes it on.
+    """
+
+    keys: tuple[Key, ...]
 
 
 class TokenItem(msgspec.Struct, frozen=True, array_like=True):
@@ -170,5 +181,5 @@ class SequenceFailed(Message, frozen=True):
     is_preempted: bool = False
 
 
-GenerationMessage = Begin | End | Step | Tokens | StepDone | SequenceFailed
+GenerationMessage = Begin | End | Step | Preempted | Tokens | StepDone | SequenceFailed
 """Message on an edge of a model that generates text."""

@@ -101,6 +101,7 @@ def _worker_of(
             limits.threads,
             scheduler,
             model.generation.end_tokens,
+            limits.compute_s,
         )
         return made, made
     runner = Executor(stage, name, limits.threads)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from multiworld.errors import InvalidRequestError, ServeError
+from multiworld.serve.models.hang_guard import HangGuard
 from multiworld.serve.transport import protocol
 from multiworld.serve.transport.edges import SILENT_S, Outbox
 from multiworld.serve.transport.frames import Entry
@@ -40,7 +41,6 @@ from multiworld.serve.worker.batch_queue import BatchQueue, Work
 from multiworld.serve.worker.credit_returns import CreditReturns
 from multiworld.serve.worker.executor import Executor, Outcome
 from multiworld.serve.worker.forwarder import FinishedWork, Forwarder
-from multiworld.serve.worker.hang_guard import HangGuard
 from multiworld.serve.worker.intake import works_of
 
 logger = logging.getLogger("multiworld.serve")

@@ -272,3 +272,30 @@ def test_every_sequence_gets_its_tokens_and_every_block_comes_back(
     assert scheduler.is_idle
     assert scheduler.used_blocks == 0
     assert scheduler.running == scheduler.waiting == 0
+
+
+def test_sequence_that_has_ended_in_the_last_stage_holds_nobody_up() -> None:
+    """Before its gateway says that it ends; its blocks are free at once."""
+    scheduler = Scheduler(limits(seqs=8, tokens=64))
+    for number in range(8):
+        scheduler.add(key(number), [1])
+    first = scheduler.next_step()
+    assert first is not None
+    done = [(part.key, None if part.key == key(3) else 5) for part in first.parts]
+    scheduler.sampled(first.number, done)
+    assert scheduler.used_blocks == 7
+    second = scheduler.next_step()
+    assert second is not None
+    assert [part.key[1] for part in second.parts] == [0, 1, 2, 4, 5, 6, 7]
+
+
+def test_probe_waits_for_nobody() -> None:
+    """Although as many run as may, and others wait."""
+    scheduler = Scheduler(limits(seqs=1, tokens=64, steps=2))
+    scheduler.add(key(1), [1])
+    assert scheduler.next_step() is not None
+    scheduler.add(key(2), [1])
+    scheduler.add(key(3), [1], is_probe=True)
+    step = scheduler.next_step()
+    assert step is not None
+    assert [part.key for part in step.parts] == [key(3)]

@@ -1,0 +1,203 @@
+"""Soak test of text generation: random faults under streams, for a given time.
+
+``python -m tests.serve.soak_generate --minutes 30`` (or ``make soak-generate``).
+Kills, stops, drains, scales and updates at random, while streams of a small decoder run
+all the time; every token is compared with transformers' own. Prints the streams that
+were cut and the tokens that were repeated, missing or different, and the longest
+pauses. Exits with 1 if there was any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import yaml
+
+from multiworld.errors import ServeError
+from multiworld.serve.control.answers import Drained
+from tests.serve.harness import Served, served
+from tests.tiny_decoder import VOCABULARY, greedy, save_decoder
+
+STREAMS = 8
+"""Streams at once."""
+PROMPTS = 12
+TOKENS = 120
+PAUSE_S = (0.3, 2.5)
+"""Least and most seconds between two faults."""
+STAGES = ("front", "middle", "back")
+FAULTS = {"kill": 6, "stop": 2, "drain": 2, "scale": 2, "update": 1}
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Results of a soak."""
+
+    seed: int
+    minutes: float
+    faults: dict[str, int] = field(default_factory=dict)
+    streams: int = 0
+    tokens: int = 0
+    cut: list[str] = field(default_factory=list)
+    different: int = 0
+    pauses_s: list[float] = field(default_factory=list)
+
+    @property
+    def is_good(self) -> bool:
+        """Tell whether every stream was whole and right."""
+        return not self.cut and not self.different and self.streams > 0
+
+
+def spec_of(folder: Path) -> dict[str, Any]:
+    """Return the spec of a small decoder in three stages."""
+    return {
+        "app": "soak",
+        "models": {
+            "m": {
+                "version": "1",
+                "path": str(folder),
+                "generation": {"max_num_batched_tokens": 64, "kv_cache_memory_mb": 2},
+                "deadline_s": 60.0,
+                "stages": [{"name": name, "replicas": 2} for name in STAGES],
+            }
+        },
+        "gateway": {"port": 0},
+        "orphan_s": 2.0,
+        "drain_s": 5.0,
+    }
+
+
+class Soak:
+    """The streams and the faults of one soak."""
+
+    def __init__(self, service: Served, folder: Path, outcome: Outcome) -> None:
+        self._service, self._outcome = service, outcome
+        self._random = random.Random(outcome.seed)
+        self._ends_at = time.monotonic() + 60.0 * outcome.minutes
+        self._prompts = [
+            [self._random.randrange(1, VOCABULARY) for _ in range(length)]
+            for length in range(1, 1 + 9 * PROMPTS, 9)
+        ]
+        self._wanted = [greedy(folder, prompt, TOKENS) for prompt in self._prompts]
+
+    async def run(self) -> None:
+        """Stream and break until the time is over."""
+        timeout = aiohttp.ClientTimeout(total=120.0)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            streams = [self._streams(session, k) for k in range(STREAMS)]
+            await asyncio.gather(self._faults(), *streams)
+
+    @property
+    def _is_over(self) -> bool:
+        return time.monotonic() > self._ends_at
+
+    async def _streams(self, session: aiohttp.ClientSession, number: int) -> None:
+        while not self._is_over:
+            try:
+                await self._stream(session, number % PROMPTS)
+            except Exception as error:
+                self._outcome.cut.append(f"{type(error).__name__}: {error}")
+                await asyncio.sleep(0.5)  # do not hammer what is broken
+            number += 1
+
+    async def _stream(self, session: aiohttp.ClientSession, which: int) -> None:
+        body = {
+            "model": "m",
+            "prompt": self._prompts[which],
+            "max_tokens": TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+        }
+        found: list[int] = []
+        finish, last_at, longest_s = None, time.monotonic(), 0.0
+        url = f"{self._service.url}/v1/completions"
+        async with session.post(url, json=body) as answer:
+            answer.raise_for_status()
+            async for line in answer.content:
+                if not line.startswith(b"data: {"):
+                    continue
+                chunk = json.loads(line[6:])
+                if "error" in chunk:
+                    raise RuntimeError(chunk["error"]["message"])
+                choice = chunk["choices"][0]
+                found += choice["token_ids"]
+                finish = choice["finish_reason"] or finish
+                now = time.monotonic()
+                longest_s, last_at = max(longest_s, now - last_at), now
+        if finish != "length":
+            raise RuntimeError(f"the stream was cut after {len(found)} tokens")
+        self._outcome.streams += 1
+        self._outcome.tokens += len(found)
+        self._outcome.different += found != self._wanted[which]
+        self._outcome.pauses_s.append(round(longest_s, 3))
+
+    async def _faults(self) -> None:
+        counts: Counter[str] = Counter()
+        names, weights = zip(*FAULTS.items(), strict=True)
+        while not self._is_over:
+            await asyncio.sleep(self._random.uniform(*PAUSE_S))
+            (fault,) = self._random.choices(names, weights)
+            stage = self._random.choice(STAGES)
+            try:
+                await asyncio.to_thread(self._break, fault, stage)
+            except ServeError:
+                continue  # no replica is ready there now
+            counts[fault] += 1
+        self._outcome.faults = dict(counts)
+
+    def _break(self, fault: str, stage: str) -> None:
+        service = self._service
+        if fault in ("kill", "stop"):
+            service.break_replica(fault, stage)
+        elif fault == "drain":
+            names = [p.name for p in service.status().processes if p.model]
+            name = self._random.choice(names)
+            service.ask("POST", "/drain", Drained, json={"name": name})
+        elif fault == "scale":
+            service.scale(stage, self._random.randint(1, 3))
+        else:
+            model = service.spec["models"]["m"]
+            model["version"] = str(int(model["version"]) + 1)
+            service.update(yaml.safe_dump(service.spec, sort_keys=False))
+
+
+def soak(folder: Path, seed: int, minutes: float) -> Outcome:
+    """Run a soak in a new folder; return what it found."""
+    outcome = Outcome(seed, minutes)
+    model = save_decoder(folder / "model")
+    with served(folder / "service", spec_of(model)) as service:
+        asyncio.run(Soak(service, model, outcome).run())
+    return outcome
+
+
+def main() -> int:
+    """Run a soak; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        outcome = soak(Path(folder), given.seed, given.minutes)
+    shown = asdict(outcome)
+    pauses = sorted(shown.pop("pauses_s"))
+    for share in (0.5, 0.99, 1.0):
+        at = min(len(pauses) - 1, int(share * len(pauses)))
+        shown[f"pause_p{share * 100:g}_s"] = pauses[at] if pauses else None
+    sys.stdout.write(json.dumps(shown, indent=2) + "\n")
+    return 0 if outcome.is_good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

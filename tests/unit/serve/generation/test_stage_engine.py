@@ -1,0 +1,84 @@
+"""The computation of one stage: what it keeps, drops and refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from multiworld.serve.generation.kv_cache import MissingTokensError
+from multiworld.serve.generation.stage_engine import StageEngine
+from multiworld.serve.transport.generation_messages import Opening, Sampling, StepPart
+from multiworld.serve.transport.protocol import Key
+
+WORDS = 8
+
+
+def stage(rows: Any, positions: Any, attention: Any, wanted: Any) -> Any:
+    """Return logits that favour the number of tokens seen so far."""
+    if int(rows.min()) < 0:
+        raise ValueError("no such token")
+    ones = torch.ones((1, len(rows), 1))
+    seen = attention.attend(0, ones, ones, torch.ones_like(ones))
+    assert seen.shape == (len(rows), 1, 1)
+    logits = torch.zeros((len(wanted), WORDS))
+    logits[torch.arange(len(wanted)), positions[wanted] % WORDS] = 1.0
+    return logits
+
+
+def key(number: int) -> Key:
+    """Return the key of a sequence."""
+    return "gateway/1", number, 0
+
+
+def opening(number: int, *tokens: int) -> Opening:
+    """Return a sequence without a sampler's chance."""
+    sampling = Sampling(temperature=0.0, max_tokens=5)
+    return Opening(key(number), tokens, len(tokens), ("a",), sampling)
+
+
+def part(number: int, begin: int, count: int, samples: bool = True) -> StepPart:
+    """Return a part of a step."""
+    return StepPart(key(number), begin, count, samples)
+
+
+def test_sequence_that_fails_does_not_fail_the_others_of_its_step() -> None:
+    """Each is computed alone then."""
+    engine = StageEngine(stage, is_last=True)
+    found = engine.compute(
+        [part(1, 0, 2), part(2, 0, 1)],
+        torch.tensor([1, 1, -1]),
+        [opening(1, 1, 1), opening(2, 1)],
+    )
+    assert [item.token for item in found.tokens] == [1]
+    ((failed, error),) = found.failed
+    assert failed == key(2)
+    assert isinstance(error, ValueError)
+
+
+def test_tokens_that_were_never_computed_here_are_noticed() -> None:
+    """Rather than attended to as whatever the memory holds."""
+    engine = StageEngine(stage, is_last=True)
+    begins = [opening(1, 1, 1, 1)]
+    engine.compute([part(1, 0, 1, samples=False)], torch.tensor([1]), begins)
+    for begin in (2, 1):
+        found = engine.compute([part(1, begin, 1)], torch.tensor([1]), ())
+        is_missing = [
+            isinstance(error, MissingTokensError) for _, error in found.failed
+        ]
+        assert is_missing == [True] * (begin == 2)
+
+
+def test_preempted_sequence_is_computed_again_and_goes_on() -> None:
+    """Its keys and values are dropped; what it has generated is not."""
+    engine = StageEngine(stage, is_last=True)
+    (first,) = engine.compute(
+        [part(1, 0, 2)], torch.tensor([1, 1]), [opening(1, 1, 1)]
+    ).tokens
+    assert (first.index, first.token) == (0, 1)
+    engine.drop([key(1)])
+    assert engine.cache.nbytes == 0
+    (again,) = engine.compute([part(1, 0, 3)], torch.tensor([1, 1, 1]), ()).tokens
+    assert (again.index, again.token) == (1, 2)
+    engine.free([key(1)])
+    assert engine.cache.nbytes == 0
