@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import yaml
 
 from tests.serve.harness import WAIT_S, Served, served
+from tests.serve.poisoned_decoder import POISON
 from tests.tiny_decoder import greedy, save_decoder
 
 pytestmark = pytest.mark.timeout(240)
@@ -358,3 +360,32 @@ async def test_metrics_count_tokens_and_times(service: Served) -> None:
     assert [b - a for a, b in zip(before, after, strict=True)] == [len(PROMPT), COUNT]
     counted = "multiworld_time_per_output_token_seconds_count"
     assert await asyncio.to_thread(value, counted) >= 1
+
+
+def test_prompt_that_kills_workers_is_found_and_answered_alone(tmp_path: Path) -> None:
+    """Streams that run beside it are whole, however often it kills their replica."""
+    spec = spec_of(tmp_path)
+    model = spec["models"]["m"]
+    del model["path"]
+    model |= {"factory": "tests.serve.poisoned_decoder:model", "deadline_s": 100.0}
+    model["stages"] = [{"name": "front"}, {"name": "back"}]
+
+    def ask(service: Served, prompt: list[int], count: int) -> httpx.Response:
+        body = {"model": "m", "prompt": prompt, "max_tokens": count, "temperature": 0}
+        return httpx.post(
+            f"{service.url}/v1/completions",
+            json={**body, "ignore_eos": True, "return_token_ids": True},
+            timeout=110.0,
+        )
+
+    with (
+        served(tmp_path / "service", spec) as service,
+        ThreadPoolExecutor(5) as threads,
+    ):
+        good = [threads.submit(ask, service, [5 + k], 150) for k in range(4)]
+        poison = threads.submit(ask, service, [7, POISON], 5).result()
+        assert poison.status_code == 500, poison.text
+        assert "replicas were lost in a row" in poison.json()["error"]["message"]
+        for k, found in enumerate(good):
+            (choice,) = found.result().json()["choices"]
+            assert choice["token_ids"] == [(6 + k + n) % 200 for n in range(150)]

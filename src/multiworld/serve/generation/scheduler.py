@@ -62,6 +62,7 @@ class ScheduledSequence:
         blocks: Blocks that it has.
         number: Order of arrival.
         is_probe: Whether it waits for nobody.
+        is_suspect: Whether it is computed alone until it has a token.
     """
 
     key: Key
@@ -71,6 +72,7 @@ class ScheduledSequence:
     blocks: int = 0
     number: int = 0
     is_probe: bool = False
+    is_suspect: bool = False
 
     @property
     def lacking(self) -> int:
@@ -103,11 +105,13 @@ class PlannedStep:
         number: Its number at this scheduler.
         parts: Its parts; each sequence has at most one.
         preempted: Sequences that were preempted, before this step.
+        is_alone: Whether it has a suspect, and nothing else is under way.
     """
 
     number: int
     parts: tuple[Part, ...]
     preempted: tuple[Key, ...] = ()
+    is_alone: bool = False
 
 
 @dataclass(slots=True)
@@ -142,13 +146,21 @@ class Scheduler:
 
     # Sequences.
 
-    def add(self, key: Key, tokens: Sequence[int], *, is_probe: bool = False) -> None:
+    def add(
+        self,
+        key: Key,
+        tokens: Sequence[int],
+        *,
+        is_probe: bool = False,
+        is_suspect: bool = False,
+    ) -> None:
         """Add a sequence; it is computed when it is its turn.
 
         Args:
             key: Gateway, stream and attempt.
             tokens: Its tokens so far; at least one.
             is_probe: Whether it is the next one, however many run.
+            is_suspect: Whether it is computed alone until it has a token.
 
         Raises:
             ValueError: It needs more blocks than there are.
@@ -160,7 +172,11 @@ class Scheduler:
             )
         self._arrivals += 1
         sequence = ScheduledSequence(
-            key, list(tokens), number=self._arrivals, is_probe=is_probe
+            key,
+            list(tokens),
+            number=self._arrivals,
+            is_probe=is_probe,
+            is_suspect=is_suspect,
         )
         self._known[key] = sequence
         if is_probe:
@@ -200,7 +216,7 @@ class Scheduler:
                     continue
                 if token is not None:
                     sequence.tokens.append(token)
-                    sequence.is_under_way = False
+                    sequence.is_under_way = sequence.is_suspect = False
                 elif key in under_way.samples:
                     self.remove(key)  # it gets no more tokens
             self._came_back(step, key)
@@ -221,8 +237,15 @@ class Scheduler:
         budget = self.limits.max_num_batched_tokens
         parts: list[Part] = []
         self._planned.clear()
-        self._decode(parts, budget)
-        self._prefill(parts, budget - sum(part.count for part in parts))
+        suspect = next((s for s in self._known.values() if s.is_suspect), None)
+        if suspect is not None:
+            if self._steps:
+                return None  # it must be alone
+            self._suspect(parts, suspect, budget)
+        if not parts:
+            suspect = None
+            self._decode(parts, budget)
+            self._prefill(parts, budget - sum(part.count for part in parts))
         if not parts:
             return None
         self._step_number += 1
@@ -230,7 +253,23 @@ class Scheduler:
         samples = frozenset(part.key for part in parts if part.samples)
         self._steps[self._step_number] = _UnderWay(waits_for, samples)
         preempted, self._preempted = tuple(self._preempted), []
-        return PlannedStep(self._step_number, tuple(parts), preempted)
+        return PlannedStep(
+            self._step_number, tuple(parts), preempted, is_alone=suspect is not None
+        )
+
+    def _suspect(
+        self, parts: list[Part], suspect: ScheduledSequence, budget: int
+    ) -> None:
+        """Add the next part of a suspect, if there is room for it."""
+        count = self._chunk(suspect, budget, is_alone=True)
+        if suspect in self._waiting:
+            is_full = len(self._running) >= self.limits.max_num_seqs
+            if is_full or self.blocks_of(len(suspect.tokens) + 1) > self._free:
+                return
+            self._waiting.remove(suspect)
+            self._running.append(suspect)
+        if count and self._has_room(suspect, count):
+            parts.append(self._take(suspect, count))
 
     def _decode(self, parts: list[Part], budget: int) -> None:
         """Add a token of each running sequence that waits for none, up to a share.
@@ -264,6 +303,8 @@ class Scheduler:
                     budget -= count
         while self._waiting and budget > 0:
             sequence = self._waiting[0]
+            if sequence.is_suspect:
+                return  # it waits for room, to be computed alone
             is_full = len(self._running) >= self.limits.max_num_seqs
             if is_full and not sequence.is_probe:
                 return

@@ -50,6 +50,9 @@ which the stream is taken to be the cause."""
 OWED = 65536
 """Most ended sequences that a replica is told of when it connects again."""
 
+SUSPECT_LOSSES = 2
+"""Replicas lost in a row after which it is computed alone, until it has a token."""
+
 PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 """Seconds until a stream that came back is tried again; doubles each time without a
 token in between."""
@@ -72,6 +75,7 @@ class Stream:
         chain: Replicas by stage; empty while it waits for a chain.
         losses: Replicas that were lost with it since its last token.
         returns: Attempts that came back since its last token.
+        is_alone: Whether it is computed now and nothing else is, as a suspect.
         not_before: Monotonic time of the next attempt.
         began_at: Monotonic time at which it was accepted.
         first_at: Monotonic time of its first token; None before.
@@ -92,6 +96,7 @@ class Stream:
     chain: tuple[str, ...] = ()
     losses: int = 0
     returns: int = 0
+    is_alone: bool = False
     not_before: float = 0.0
     began_at: float = 0.0
     first_at: float | None = None
@@ -277,8 +282,10 @@ class Streams:
             return
         del self._edges[peer]
         self._silent.discard(peer)
-        for stream in self._at(peer):
-            stream.losses += not is_polite
+        there = self._at(peer)
+        known_cause = any(stream.is_alone for stream in there)
+        for stream in there:
+            stream.losses += not is_polite and (stream.is_alone or not known_cause)
             self._again(stream, f"{peer} is gone")
         self._place_waiting()
 
@@ -289,6 +296,10 @@ class Streams:
                 case generation_messages.Tokens(items):
                     for item in items:
                         self._token(item)
+                case generation_messages.Alone(key):
+                    stream = self._streams.get(key[1])
+                    if stream is not None and stream.attempt == key[2]:
+                        stream.is_alone = True
                 case generation_messages.SequenceFailed(key, error):
                     self._failed(key, error, outbox.edge.peer)
         self._place_waiting()
@@ -306,6 +317,7 @@ class Streams:
             return
         stream.tokens.append(item.token)
         stream.losses = stream.returns = 0
+        stream.is_alone = False
         stream.last_at = self._clock()
         if stream.first_at is None:
             stream.first_at = stream.last_at
@@ -359,6 +371,7 @@ class Streams:
             elif replica in self.table.replicas:  # it may connect again
                 self._owed.setdefault(replica, deque(maxlen=OWED)).append(key)
         stream.chain = ()
+        stream.is_alone = False
         stream.attempt += 1
         self._unplaced[stream.number] = stream
 
@@ -389,6 +402,7 @@ class Streams:
             chain,
             stream.sampling,
             bool(stream.via),
+            stream.losses >= SUSPECT_LOSSES,
         )
         self._edges[chain[0]].put(generation_messages.Begin((opening,)))
 

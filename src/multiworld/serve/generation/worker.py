@@ -275,8 +275,12 @@ class GenerationWorker:
             self._give_back(opening.key)
             return
         try:
-            is_probe = opening.is_probe
-            self._scheduler.add(opening.key, opening.tokens, is_probe=is_probe)
+            self._scheduler.add(
+                opening.key,
+                opening.tokens,
+                is_probe=opening.is_probe,
+                is_suspect=opening.is_suspect,
+            )
         except ValueError as error:
             self._fail(opening.key, InvalidRequestError(str(error)))
             return
@@ -355,6 +359,11 @@ class GenerationWorker:
     async def _compute_planned(self, planned: PlannedStep) -> None:
         if planned.preempted:
             self._preempt(planned.preempted)
+        if planned.is_alone:
+            key = planned.parts[0].key
+            self._tell(key[0], generation_messages.Alone(key))
+            if key[0] in self._edges:  # before it can end this process
+                self._edges[key[0]].flush()
         parts = [StepPart(p.key, p.begin, p.count, p.samples) for p in planned.parts]
         ids: list[int] = []
         for part in parts:

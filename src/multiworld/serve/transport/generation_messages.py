@@ -58,6 +58,8 @@ class Opening(msgspec.Struct, frozen=True, array_like=True):
         chain: Replicas by stage.
         sampling: How its tokens are chosen.
         is_probe: Whether it is a probe, which waits for nobody.
+        is_suspect: Whether replicas were lost with it again and again, so that it is
+            computed alone until it has a token.
     """
 
     key: Key
@@ -66,6 +68,7 @@ class Opening(msgspec.Struct, frozen=True, array_like=True):
     chain: tuple[str, ...]
     sampling: Sampling
     is_probe: bool = False
+    is_suspect: bool = False
 
 
 class Begin(Message, frozen=True):
@@ -166,6 +169,15 @@ class StepDone(Message, frozen=True):
     tokens: tuple[tuple[Key, int | None], ...]
 
 
+class Alone(Message, frozen=True):
+    """A suspect whose step begins, with no other under way: to its gateway.
+
+    If a replica of its chain is lost now, it is the cause, and no other sequence.
+    """
+
+    key: Key
+
+
 class SequenceFailed(Message, frozen=True):
     """A sequence that a replica cannot go on with: to its gateway.
 
@@ -181,5 +193,7 @@ class SequenceFailed(Message, frozen=True):
     is_preempted: bool = False
 
 
-GenerationMessage = Begin | End | Step | Preempted | Tokens | StepDone | SequenceFailed
+GenerationMessage = (
+    Begin | End | Step | Preempted | Tokens | StepDone | Alone | SequenceFailed
+)
 """Message on an edge of a model that generates text."""

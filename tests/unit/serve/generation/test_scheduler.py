@@ -267,7 +267,8 @@ def test_every_sequence_gets_its_tokens_and_every_block_comes_back(
         prompt = data.draw(st.integers(1, room - 2), "prompt")
         made = data.draw(st.integers(1, max(1, room - prompt - 1)), "made")
         wanted[key(number)] = made
-        scheduler.add(key(number), [0] * prompt)
+        is_suspect = data.draw(st.booleans(), "suspect")
+        scheduler.add(key(number), [0] * prompt, is_suspect=is_suspect)
     pipeline.run(wanted)
     assert scheduler.is_idle
     assert scheduler.used_blocks == 0
@@ -299,3 +300,26 @@ def test_probe_waits_for_nobody() -> None:
     step = scheduler.next_step()
     assert step is not None
     assert [part.key for part in step.parts] == [key(3)]
+
+
+def test_suspect_is_computed_alone_until_it_has_a_token() -> None:
+    """What is under way comes back first, and nothing joins it."""
+    scheduler = Scheduler(limits(seqs=4, tokens=4, steps=2))
+    scheduler.add(key(1), [1])
+    first = scheduler.next_step()
+    assert first is not None
+    scheduler.add(key(2), [1] * 6, is_suspect=True)
+    scheduler.add(key(3), [1])
+    assert scheduler.next_step() is None
+    scheduler.sampled(first.number, [(key(1), 5)])
+    for count, token in ((4, None), (2, 5)):
+        step = scheduler.next_step()
+        assert step is not None
+        assert step.is_alone
+        assert [(p.key, p.count) for p in step.parts] == [(key(2), count)]
+        assert scheduler.next_step() is None
+        scheduler.sampled(step.number, [(key(2), token)])
+    last = scheduler.next_step()
+    assert last is not None
+    assert not last.is_alone
+    assert {p.key for p in last.parts} == {key(1), key(2), key(3)}

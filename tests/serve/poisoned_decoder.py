@@ -1,0 +1,57 @@
+"""A model of two stages that generates text, and dies of one token."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from multiworld.serve.generation.text import Tokenizer
+from multiworld.serve.spec.stage import Generation, Model, Stage, StageContext
+from tests.tiny_decoder import save_tokenizer
+
+POISON = 250
+WORDS = 300
+
+
+def front(context: StageContext) -> Any:
+    """Return a stage that ends its process when it sees the token."""
+
+    def compute(rows: Any, positions: Any, attention: Any, wanted: Any) -> Any:
+        if bool((rows == POISON).any()):
+            os._exit(9)
+        return rows[:, None].float()
+
+    return compute
+
+
+def back(context: StageContext) -> Any:
+    """Return a stage that counts on from the last token."""
+
+    def compute(rows: Any, positions: Any, attention: Any, wanted: Any) -> Any:
+        following = (rows[wanted, 0].long() + 1) % 200
+        return torch.nn.functional.one_hot(following, WORDS).float()
+
+    return compute
+
+
+def tokenizer() -> Tokenizer:
+    """Return a tokenizer of bytes."""
+    folder = Path(tempfile.mkdtemp(prefix="multiworld-tokenizer-"))
+    save_tokenizer(folder)
+    return Tokenizer(folder)
+
+
+def model() -> Model:
+    """Return the model."""
+    facts = Generation(
+        tokenizer=tokenizer,
+        end_tokens=(0,),
+        vocabulary=WORDS,
+        max_tokens=256,
+        kv_bytes=[64, 64],
+    )
+    return Model(stages=[Stage(load=front), Stage(load=back)], generation=facts)
