@@ -191,8 +191,11 @@ def test_openai_lists_models_and_understands_errors(ai: openai.OpenAI) -> None:
         ai.embeddings.create(model="minilm", input="x", dimensions=128)
     with pytest.raises(openai.BadRequestError, match="none of them empty"):
         ai.embeddings.create(model="minilm", input=["x", ""])
+    asked: Any = [{"role": "user", "content": "hi"}]
+    with pytest.raises(openai.BadRequestError, match="'m' generates no text"):
+        ai.chat.completions.create(model="m", messages=asked)
     with pytest.raises(openai.NotFoundError, match="not found"):
-        ai.chat.completions.create(model="m", messages=[])
+        ai.responses.create(model="m", input="x")
 
 
 # Anything else

@@ -37,6 +37,7 @@ WORKER_REPORT: dict[str, Any] = {
     "cpu_s": 4.5,
     "memory_bytes": 1000,
     "gpu_memory_bytes": 0,
+    "kv_usage": 0.0,
 }
 
 GATEWAY_REPORT: dict[str, Any] = {
