@@ -114,6 +114,10 @@ def place_chain(chain: Chain, limit_s: float = LIMIT_S) -> ChainPlacement:
     return best
 
 
+ROUNDING = 1e-12
+"""Relative error of sums of capacities."""
+
+
 def work_bound(chain: Chain) -> float:
     """Return an upper bound of the flow, because every item needs every layer once.
 
@@ -129,7 +133,8 @@ def work_bound(chain: Chain) -> float:
             for kind in chain.kinds
             if kind.capacity
         )
-        return able - flow * chain.layers
+        # Rounding must not make a flow impossible that uses exactly all there is.
+        return able - flow * chain.layers * (1 - ROUNDING)
 
     steps = sorted({c for kind in chain.kinds for c in kind.capacity.values()})
     if not steps:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from multiworld.serve.placement.solver.chains import (
@@ -63,7 +63,12 @@ def chains(draw: st.DrawFn) -> Chain:
     return Chain(draw(st.integers(1, 6)), kinds)
 
 
+EXACT = Chain(5, (NodeKind(2, {1: 2.0}), NodeKind(3, {1: 1.32})))
+"""Five nodes for five layers: a flow of 1.32 uses them exactly, but for rounding."""
+
+
 @settings(max_examples=40, deadline=None)
+@example(EXACT)
 @given(chains())
 def test_every_flow_is_what_another_algorithm_finds(chain: Chain) -> None:
     """The flow respects the nodes' capacity and is below the bounds."""
