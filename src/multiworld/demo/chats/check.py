@@ -41,7 +41,9 @@ def check(folder: Path, chats: Sequence[Chat], tell: Callable[[int], None]) -> V
         tell: Called with the number of chats that were compared so far.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     kind: Any = AutoModelForCausalLM
     model = kind.from_pretrained(folder, dtype=torch.float32).eval()
     wrong = equal = 0

@@ -99,7 +99,7 @@ def _totals(chats: Chats) -> str:
     failed = sum(bool(chat.error) for chat in chats.all)
     streaming = len(chats.all) - done - failed
     return (
-        f"{streaming} chats stream, {done} are complete, {failed} failed; "
+        f"chats: {streaming} streaming, {done} complete, {failed} failed; "
         f"{tokens} tokens"
     )
 

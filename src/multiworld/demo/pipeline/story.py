@@ -163,7 +163,8 @@ class Story:
         while not reading.done() and patience.look(log.stat().st_size):
             await asyncio.wait([reading], timeout=POLL_S)
             if patience.is_time_to_tell():
-                self.tell(f"waiting until the service is ready: {self._last_words(1)}")
+                words = self._last_words(1) or "modules are imported"
+                self.tell(f"waiting until the service is ready: {words}")
         if not reading.done():
             reading.cancel()
             return b""
