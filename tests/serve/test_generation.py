@@ -345,7 +345,7 @@ def test_probabilities_of_the_prompt_are_those_of_transformers(
 
 
 async def test_metrics_count_tokens_and_times(service: Served) -> None:
-    """Of all streams that were there so far; probes are none."""
+    """All streams so far count; probes do not."""
 
     def value(name: str) -> float:
         lines = httpx.get(f"{service.url}/metrics", timeout=WAIT_S).text.splitlines()

@@ -18,7 +18,7 @@ kernels for one row and for many do not round alike."""
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the comparison found.
+    """The outcome of the comparison.
 
     Attributes:
         wrong: Tokens that the undisturbed model would not choose.

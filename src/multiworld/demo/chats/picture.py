@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from multiworld.demo.chats.chats import Chat
-from multiworld.demo.pipeline.picture import COLORS, mark
+from multiworld.demo.pipeline.picture import COLORS, draw_replicas, mark
 from multiworld.demo.pipeline.story import ReplicaCounts, Scene
 
 CUT = "#e6194b"
@@ -47,17 +47,7 @@ def draw(
     above.set_ylabel("tokens of each chat")
     above.set_title("Chats on a model in three stages: each line is a stream")
     mark(scenes, above, (above, below), "top")
-    for number, label in enumerate(labels):
-        below.step(
-            [s.at_s for s in replica_counts],
-            [s.ready[number] + 0.06 * number for s in replica_counts],
-            where="post",
-            label=label,
-            color=COLORS[number % len(COLORS)],
-        )
-    below.set_ylabel("ready replicas")
-    below.set_xlabel("seconds")
-    below.set_ylim(bottom=-0.2)
+    draw_replicas(below, replica_counts, labels)
     below.legend(loc="upper left", ncols=len(labels))
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -20,6 +20,7 @@ from multiworld.demo.chats.chats import Chat, Chats
 from multiworld.demo.chats.check import Verdict, check
 from multiworld.demo.chats.picture import draw
 from multiworld.demo.chats.screen import ChatScreen, pause_table
+from multiworld.demo.pipeline.live import under_load
 from multiworld.demo.pipeline.story import Story
 from multiworld.errors import ServeError
 from multiworld.serve.models import smollm2
@@ -80,29 +81,12 @@ async def _play(
         url = await story.start()
         screen.tell(f"[green]ready[/] at {url}; {AT_ONCE} chats stream at once")
         chats = Chats(url, MODEL, AT_ONCE, tokens)
-        running = asyncio.ensure_future(chats.run())
-        around = [
-            asyncio.ensure_future(story.watch(chats)),
-            asyncio.ensure_future(screen.show(story, chats)),
-        ]
+        beside = story.watch(chats), screen.show(story, chats)
         try:
-            await asyncio.sleep(pause_s)
-            for stage in story.stages:
-                await story.break_replica("kill", stage)
-                await asyncio.sleep(pause_s)
-            await story.break_replica("stop", story.stages[1])
-            await asyncio.sleep(pause_s)
-            stage = await story.bottleneck()
-            for replicas in (3, 1):
-                await story.scale(stage, replicas)
-                await asyncio.sleep(pause_s)
-            screen.tell("the last chats end …")
+            async with under_load(chats, *beside):
+                await story.break_every_stage(pause_s)
+                screen.tell("the last chats end …")
         finally:
-            chats.end()
-            await running
-            for task in around:
-                task.cancel()
-            await asyncio.gather(*around, return_exceptions=True)
             screen.finish()
     finally:
         await story.end()

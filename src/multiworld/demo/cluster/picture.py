@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from multiworld.demo.pipeline.picture import COLORS, mark
+from multiworld.demo.pipeline.picture import COLORS, draw_replicas, mark
 from multiworld.demo.pipeline.story import ReplicaCounts, Scene
 from multiworld.serve.load.summary import Sample
 
@@ -54,14 +54,12 @@ def draw(
         color = COLORS[number % len(COLORS)]
         _load(above, found, color, tenant)
         _latency(middle, found, color, tenant)
-    _replicas(below, replica_counts, labels)
+    draw_replicas(below, replica_counts, labels)
     mark(scenes, middle, rows, "bottom")
     above.set_title("Three tenants on four nodes: load, latency, replicas")
     above.set_ylabel("requests/s")
     middle.set_yscale("log")
     middle.set_ylabel("latency (ms)")
-    below.set_ylabel("ready replicas")
-    below.set_xlabel("seconds")
     for axes in rows:
         low, high = axes.get_ylim()
         room = high * (high / low) ** 0.15 if axes is middle else high + 0.3 * high
@@ -101,17 +99,3 @@ def _latency(axes: Any, samples: list[Sample], color: str, tenant: str) -> None:
                 color=shade,
                 label=label,
             )
-
-
-def _replicas(
-    axes: Any, replica_counts: list[ReplicaCounts], labels: list[str]
-) -> None:
-    for number, label in enumerate(labels):
-        axes.step(
-            [s.at_s for s in replica_counts],
-            [s.ready[number] + 0.05 * number for s in replica_counts],
-            where="post",
-            label=label,
-            color=COLORS[number % len(COLORS)],
-        )
-    axes.set_ylim(bottom=-0.2)

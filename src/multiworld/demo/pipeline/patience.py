@@ -25,7 +25,7 @@ class Patience:
         self._seen: Hashable = None
 
     def look(self, seen: Hashable) -> bool:
-        """Take note of what is there now; return False when patience is over.
+        """Look at the present state; return False when patience is over.
 
         Args:
             seen: Anything that differs after a change.

@@ -53,20 +53,33 @@ def draw(
     above.set_title(title)
     mark(scenes, above, (above, below), "top")
     above.legend(loc="lower left")
+    draw_replicas(below, replica_counts, labels)
+    below.legend(loc="upper left", ncols=len(labels))
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def draw_replicas(
+    axes: Any, replica_counts: list[ReplicaCounts], labels: list[str]
+) -> None:
+    """Draw the ready replicas over time.
+
+    Args:
+        axes: Axes of the picture, the lowest ones.
+        replica_counts: Ready replicas over time.
+        labels: Labels of the counts in ``replica_counts``, in the same order.
+    """
     for number, label in enumerate(labels):
-        below.step(
+        axes.step(
             [s.at_s for s in replica_counts],
             [s.ready[number] + 0.06 * number for s in replica_counts],
             where="post",
             label=label,
             color=COLORS[number % len(COLORS)],
         )
-    below.set_ylabel("ready replicas")
-    below.set_xlabel("seconds")
-    below.set_ylim(bottom=-0.2)
-    below.legend(loc="upper left", ncols=len(labels))
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    axes.set_ylabel("ready replicas")
+    axes.set_xlabel("seconds")
+    axes.set_ylim(bottom=-0.2)
 
 
 def mark(scenes: list[Scene], named: Any, every: Sequence[Any], side: str) -> None:

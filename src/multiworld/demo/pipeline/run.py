@@ -14,6 +14,7 @@ from typing import Any
 import click
 from rich.console import Console
 
+from multiworld.demo.pipeline.live import under_load
 from multiworld.demo.pipeline.picture import draw
 from multiworld.demo.pipeline.screen import Screen, event_table
 from multiworld.demo.pipeline.story import MODEL, Story
@@ -79,38 +80,17 @@ async def _run(
         url = await story.start()
         screen.tell(f"[green]ready[/] at {url}; sending {rate:g} texts a second")
         load = Load(embeddings(url, MODEL, sentences), rate, check)
-        running = asyncio.ensure_future(load.run())
-        around = [
-            asyncio.ensure_future(story.watch(load)),
-            asyncio.ensure_future(screen.show(story, {MODEL: load})),
-        ]
+        beside = story.watch(load), screen.show(story, {MODEL: load})
         try:
-            await _play(story, pause_s)
+            async with under_load(load, *beside):
+                await story.break_every_stage(pause_s)
+                await story.update("2")
+                await asyncio.sleep(pause_s)
         finally:
-            load.end()
-            await running
-            for task in around:
-                task.cancel()
-            await asyncio.gather(*around, return_exceptions=True)
             screen.finish()
     finally:
         await story.end()
     return _outcome(console, story, load, picture)
-
-
-async def _play(story: Story, pause_s: float) -> None:
-    await asyncio.sleep(pause_s)
-    for stage in story.stages:
-        await story.break_replica("kill", stage)
-        await asyncio.sleep(pause_s)
-    await story.break_replica("stop", story.stages[1])
-    await asyncio.sleep(pause_s)
-    stage = await story.bottleneck()
-    for replicas in (3, 1):
-        await story.scale(stage, replicas)
-        await asyncio.sleep(pause_s)
-    await story.update("2")
-    await asyncio.sleep(pause_s)
 
 
 def _outcome(

@@ -283,6 +283,29 @@ class Story:
             f"after {scene.recovery_s:.2f} s"
         )
 
+    async def break_every_stage(self, pause_s: float) -> None:
+        """Kill a replica of each stage, stop one, and scale the bottleneck to 3 and 1.
+
+        Args:
+            pause_s: Seconds before each event, and after the last.
+
+        Raises:
+            DemoFailedError: The service did not recover.
+
+        Cancellation:
+            The service heals on its own.
+        """
+        await asyncio.sleep(pause_s)
+        for stage in self.stages:
+            await self.break_replica("kill", stage)
+            await asyncio.sleep(pause_s)
+        await self.break_replica("stop", self.stages[1])
+        await asyncio.sleep(pause_s)
+        stage = await self.bottleneck()
+        for replicas in (3, 1):
+            await self.scale(stage, replicas)
+            await asyncio.sleep(pause_s)
+
     async def scale(self, stage: str, replicas: int) -> None:
         """Scale a stage, and wait until it has this many replicas.
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any
 
 import orjson
 from fastapi import Response
+from fastapi.responses import StreamingResponse
 
 from multiworld.errors import (
     InvalidRequestError,
@@ -20,6 +22,7 @@ from multiworld.serve.gateway.body_budget import Reservation
 from multiworld.serve.gateway.gateway import Gateway
 from multiworld.serve.gateway.http_request import AnyRequest
 from multiworld.serve.tenants.authenticator import AdmittedRequest
+from multiworld.serve.tenants.timing import Phases
 
 logger = logging.getLogger("multiworld.serve")
 
@@ -80,6 +83,50 @@ def openai_error(error: ServeError) -> dict[str, Any]:
     }
 
 
+class EventStream(StreamingResponse):
+    """A response of server-sent events, as OpenAI's clients expect them.
+
+    Args:
+        events: The events. If they raise a ``ServeError``, that is the last one.
+
+    Attributes:
+        on_end: Called once with the status to count, when the stream has ended.
+    """
+
+    def __init__(self, events: AsyncGenerator[bytes]) -> None:
+        self.on_end: Callable[[int], object] = lambda status: None
+        super().__init__(
+            self._all(events), headers=SSE_HEADERS, media_type="text/event-stream"
+        )
+
+    async def _all(self, events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+        status = CLIENT_CLOSED
+        try:
+            async with aclosing(events):
+                async for event in events:
+                    yield event
+            status = 200
+        except ServeError as error:
+            status = error.status
+            yield event_of({"error": openai_error(error)})
+        finally:
+            self.on_end(status)
+        yield b"data: [DONE]\n\n"
+
+
+SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+"""Headers of a stream of events, so that no proxy holds it back."""
+
+
+def event_of(content: Any) -> bytes:
+    """Return a server-sent event.
+
+    Args:
+        content: Its content, as ``orjson`` encodes it.
+    """
+    return b"data: %b\n\n" % orjson.dumps(content)
+
+
 Handler = Callable[[AdmittedRequest, Reservation], Awaitable[Response]]
 """Answers an admitted request, whose body takes memory from the reservation."""
 
@@ -93,6 +140,8 @@ async def respond(
 ) -> Response:
     """Admit a request, answer it, and count it, whatever its outcome.
 
+    One that is answered with an ``EventStream`` is counted when that ends.
+
     Args:
         gateway: The gateway.
         request: The HTTP request.
@@ -105,18 +154,13 @@ async def respond(
     try:
         admitted = gateway.authenticator.admit(request.headers)
     except ServeError as error:
-        response = error_response(error)
-        gateway.counts.add("unknown", "", response.status_code, 0.0)
-        return response
-    status = CLIENT_CLOSED
+        refusal = error_response(error)
+        gateway.counts.add("unknown", "", refusal.status_code, 0.0)
+        return refusal
     reservation = Reservation(gateway.bodies)
-    try:
-        response = await _handled(
-            lambda: handler(admitted, reservation), error_response
-        )
-        admitted.bytes_out = len(response.body)
-        status = response.status_code
-    finally:
+
+    def end(status: int) -> Phases | None:
+        """Count the request, and free what it holds; return where its time went."""
         reservation.release()
         model = name() if callable(name) else name
         is_known = gateway.may_use(admitted.tenant, model)
@@ -126,6 +170,22 @@ async def respond(
         phases = admitted.timing.phases(began_at, now)
         tenant = admitted.tenant.name
         gateway.counts.add(label, tenant, status, now - began_at, phases)
+        return phases
+
+    status = CLIENT_CLOSED
+    response: Response | None = None
+    phases = None
+    try:
+        response = await _handled(
+            lambda: handler(admitted, reservation), error_response
+        )
+        status = response.status_code
+    finally:
+        if isinstance(response, EventStream):
+            response.on_end = end
+        else:
+            admitted.bytes_out = 0 if response is None else len(response.body)
+            phases = end(status)
     if phases is not None and ASK_TIMING in request.headers:
         response.headers["Server-Timing"] = phases.header
     return response

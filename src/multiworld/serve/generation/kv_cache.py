@@ -92,10 +92,6 @@ class KvCache:
         """Forget a sequence, if it is known."""
         self._sequences.pop(sequence, None)
 
-    def has(self, sequence: Hashable) -> bool:
-        """Tell whether anything of a sequence is kept."""
-        return sequence in self._sequences
-
     @property
     def nbytes(self) -> int:
         """Bytes of memory that the keys and values take."""

@@ -20,6 +20,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from multiworld.serve.transport.generation_messages import StepPart
 from multiworld.serve.transport.protocol import Key
 
 ROWS = 8
@@ -81,23 +82,6 @@ class ScheduledSequence:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """The part of a step that is of one sequence.
-
-    Attributes:
-        key: The sequence.
-        begin: Position of its first token.
-        count: Number of its tokens.
-        samples: True if the last stage samples the next token after the last of them.
-    """
-
-    key: Key
-    begin: int
-    count: int
-    samples: bool
-
-
-@dataclass(frozen=True, slots=True)
 class PlannedStep:
     """A step to compute now.
 
@@ -109,7 +93,7 @@ class PlannedStep:
     """
 
     number: int
-    parts: tuple[Part, ...]
+    parts: tuple[StepPart, ...]
     preempted: tuple[Key, ...] = ()
     is_alone: bool = False
 
@@ -184,21 +168,20 @@ class Scheduler:
         else:
             self._waiting.append(sequence)
 
-    def remove(self, key: Key) -> bool:
-        """Forget a sequence; return False if it was not known.
+    def remove(self, key: Key) -> None:
+        """Forget a sequence, if it is known.
 
         It counts as computed in the steps that are under way.
         """
         sequence = self._known.pop(key, None)
         if sequence is None:
-            return False
+            return
         self._free += sequence.blocks
         for found in (self._waiting, self._running):
             if sequence in found:
                 found.remove(sequence)
         for number in list(self._steps):
             self._came_back(number, key)
-        return True
 
     def sampled(self, step: int, tokens: Iterable[tuple[Key, int | None]]) -> None:
         """Record what the last stage has computed of a step.
@@ -235,7 +218,7 @@ class Scheduler:
         if len(self._steps) >= self.limits.steps:
             return None
         budget = self.limits.max_num_batched_tokens
-        parts: list[Part] = []
+        parts: list[StepPart] = []
         self._planned.clear()
         suspect = next((s for s in self._known.values() if s.is_suspect), None)
         if suspect is not None:
@@ -258,7 +241,7 @@ class Scheduler:
         )
 
     def _suspect(
-        self, parts: list[Part], suspect: ScheduledSequence, budget: int
+        self, parts: list[StepPart], suspect: ScheduledSequence, budget: int
     ) -> None:
         """Add the next part of a suspect, if there is room for it."""
         count = self._chunk(suspect, budget, is_alone=True)
@@ -271,7 +254,7 @@ class Scheduler:
         if count and self._has_room(suspect, count):
             parts.append(self._take(suspect, count))
 
-    def _decode(self, parts: list[Part], budget: int) -> None:
+    def _decode(self, parts: list[StepPart], budget: int) -> None:
         """Add a token of each running sequence that waits for none, up to a share.
 
         Fewer than a share wait until others of their kind come back.
@@ -290,7 +273,7 @@ class Scheduler:
             if sequence.lacking == 1 and self._has_room(sequence, 1):
                 parts.append(self._take(sequence, 1))
 
-    def _prefill(self, parts: list[Part], budget: int) -> None:
+    def _prefill(self, parts: list[StepPart], budget: int) -> None:
         """Fill the step with parts of prompts: of running sequences, then of others."""
         for sequence in list(self._running):
             if budget <= 0:
@@ -327,13 +310,13 @@ class Scheduler:
         fits = sequence.lacking <= budget or is_alone
         return sequence.lacking if fits else 0
 
-    def _take(self, sequence: ScheduledSequence, count: int) -> Part:
+    def _take(self, sequence: ScheduledSequence, count: int) -> StepPart:
         begin = sequence.computed
         sequence.computed += count
         samples = sequence.lacking == 0
         sequence.is_under_way = samples
         self._planned.add(sequence.key)
-        return Part(sequence.key, begin, count, samples)
+        return StepPart(sequence.key, begin, count, samples)
 
     # Blocks.
 

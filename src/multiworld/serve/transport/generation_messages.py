@@ -185,12 +185,10 @@ class SequenceFailed(Message, frozen=True):
         key: The sequence.
         error: Why, if it would fail in the same way elsewhere; None: it is to be
             computed again.
-        is_preempted: True if the replica has no memory for it now.
     """
 
     key: Key
     error: RemoteError | None = None
-    is_preempted: bool = False
 
 
 GenerationMessage = (

@@ -20,10 +20,10 @@ from multiworld.errors import (
     WorldBrokenError,
     WorldClosedError,
 )
-from multiworld.serve.models.compute_thread import ComputeThread
 from multiworld.serve.spec.stage import Stage, StageContext, StageFunction, Tensors
 from multiworld.serve.transport.collation import collate, length_of, split
 from multiworld.serve.worker.batch_queue import Work
+from multiworld.serve.worker.compute_thread import ComputeThread
 from multiworld.serve.worker.quickness import Quickness
 
 logger = logging.getLogger("multiworld.serve")

@@ -16,7 +16,6 @@ import torch
 from multiworld.errors import MultiWorldError
 from multiworld.serve.generation.limits import limits_of
 from multiworld.serve.generation.scheduler import Scheduler
-from multiworld.serve.generation.worker import GenerationWorker
 from multiworld.serve.models.factory import build_model, stage_name
 from multiworld.serve.resources.amounts import Need, mib, needs_of
 from multiworld.serve.resources.usage import outgrows, usage_of
@@ -39,6 +38,7 @@ from multiworld.serve.transport.protocol import (
 )
 from multiworld.serve.transport.routing_table import edges_of
 from multiworld.serve.worker.executor import Executor
+from multiworld.serve.worker.generation_worker import GenerationWorker
 from multiworld.serve.worker.rank_group import (
     LEADER,
     RankGroup,

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from multiworld.errors import InvalidRequestError, ServeError
-from multiworld.serve.models.hang_guard import HangGuard
 from multiworld.serve.transport import protocol
 from multiworld.serve.transport.edges import SILENT_S, Outbox
 from multiworld.serve.transport.frames import Entry
@@ -41,6 +40,7 @@ from multiworld.serve.worker.batch_queue import BatchQueue, Work
 from multiworld.serve.worker.credit_returns import CreditReturns
 from multiworld.serve.worker.executor import Executor, Outcome
 from multiworld.serve.worker.forwarder import FinishedWork, Forwarder
+from multiworld.serve.worker.hang_guard import EXIT_HUNG, HangGuard
 from multiworld.serve.worker.intake import works_of
 
 logger = logging.getLogger("multiworld.serve")
@@ -62,9 +62,6 @@ stopped does not read."""
 HUNG_S, OVERDUE_S = 30.0, 10.0
 """Seconds of computing, and seconds after the last deadline of its requests, after
 which a batch is taken to hang."""
-
-EXIT_HUNG = 70
-"""Exit code of a replica that exits because its model hangs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

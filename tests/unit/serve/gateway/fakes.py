@@ -157,7 +157,7 @@ class Fake:
     def serve(
         self, version: str = "1", on_demand: tuple[int, ...] = (), **models: Model
     ) -> None:
-        """Have the table list these models and no others, all loaded."""
+        """Put these models and no others into the table, all loaded."""
         routes = {
             name.replace("__", "@"): Route(version, {version: 1}, on_demand=on_demand)
             for name in models

@@ -152,7 +152,7 @@ async def test_large_body_is_parsed_all_the_same(
 
 
 async def test_metadata_shows_inputs_and_outputs() -> None:
-    """Of the active version."""
+    """The one of the active version."""
     said = (await get(Fake(), "/v2/models/m")).json()
     assert said["versions"] == ["1"]
     assert said["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1]}]
@@ -520,7 +520,7 @@ async def test_poison_request_is_told_once_and_not_tried_again() -> None:
 
 
 async def test_several_poison_requests_quarantine_their_tenant_for_this_model() -> None:
-    """What waits of it is rejected, too."""
+    """Its waiting requests are rejected, too."""
     fake = Fake(Tenant(name="acme"))
     fake.dispatcher.answers = raising(RequestPoisonedError("it kills"))
     for number in range(20):
@@ -549,7 +549,7 @@ async def test_client_that_hangs_up_withdraws_its_request() -> None:
 
 
 async def test_client_that_hangs_up_within_its_body_reaches_no_replica() -> None:
-    """What it sent counts as used."""
+    """Its bytes count as used."""
     fake = Fake()
     client = Disconnecting(fake.app, INFER, b'{"inputs"', b": [", is_whole=False)
     client.hang_up()

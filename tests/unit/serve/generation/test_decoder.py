@@ -77,7 +77,6 @@ def test_prompt_in_parts_gives_the_same_tokens(kind: str, tmp_path: Path) -> Non
         found = chain.step([(0, begin, prompt[begin:end])])
         begin = end
     assert found == greedy(folder, prompt, 1)
-    assert chain.caches[0].has(0)
     used = chain.caches[0].nbytes
     chain.caches[0].free(0)
     assert used > 0 == chain.caches[0].nbytes

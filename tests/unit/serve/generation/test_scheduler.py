@@ -216,7 +216,7 @@ def test_sequence_that_can_never_fit_is_refused() -> None:
 
 
 def test_sequence_that_ends_in_a_step_does_not_hold_it_up() -> None:
-    """What others wait for comes all the same."""
+    """The tokens of others come all the same."""
     scheduler = Scheduler(limits(tokens=64))
     scheduler.add(key(1), [1])
     scheduler.add(key(2), [1])
@@ -303,7 +303,7 @@ def test_probe_waits_for_nobody() -> None:
 
 
 def test_suspect_is_computed_alone_until_it_has_a_token() -> None:
-    """What is under way comes back first, and nothing joins it."""
+    """Steps under way come back first, and nothing joins it."""
     scheduler = Scheduler(limits(seqs=4, tokens=4, steps=2))
     scheduler.add(key(1), [1])
     first = scheduler.next_step()

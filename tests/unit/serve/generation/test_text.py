@@ -94,7 +94,7 @@ def test_character_that_is_not_complete_is_shown_at_the_end(
 
 
 def test_stop_string_counts_from_the_least_length_on(tokenizer: Tokenizer) -> None:
-    """What came before it does not end the text."""
+    """One that came before it does not end the text."""
     growing = GrowingText(tokenizer, ["ab"], min_tokens=3)
     shown = "".join(growing.add(token) for token in tokenizer.encode("abxxab"))
     assert (shown + growing.end(), growing.is_stopped) == ("abxx", True)

@@ -1,4 +1,4 @@
-"""What the launcher makes of the news of its bridge, without any Ray."""
+"""The launcher and the news of its bridge, without any Ray."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ class Gate:
         self.dispatcher.edge_down(replica.outbox, is_polite=is_polite)
 
     def look(self) -> None:
-        """Have deadlines and silence checked."""
+        """Check deadlines and silence in the background."""
         self._looking = asyncio.ensure_future(self.dispatcher.look())
 
     def ask(self, *values: float, **more: Any) -> asyncio.Task[Tensors]:

@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 
-from multiworld.serve.models import hang_guard
-from multiworld.serve.models.hang_guard import HangGuard
 from multiworld.serve.transport import protocol
 from multiworld.serve.transport.protocol import Credit, Note
-from multiworld.serve.worker import credit_returns
+from multiworld.serve.worker import credit_returns, hang_guard
+from multiworld.serve.worker.hang_guard import EXIT_HUNG, HangGuard
 from multiworld.serve.worker.quickness import QUICK_S, SLOW_S, WARM, Quickness
-from multiworld.serve.worker.worker import EXIT_HUNG
 from tests.unit.serve.edges import settle, until
 from tests.unit.serve.worker.test_worker import (
     Bench,

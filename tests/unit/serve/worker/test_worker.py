@@ -35,7 +35,8 @@ from multiworld.serve.transport.routing_table import (
 from multiworld.serve.worker import worker as module
 from multiworld.serve.worker.batch_queue import Work
 from multiworld.serve.worker.executor import Executor
-from multiworld.serve.worker.worker import EXIT_HUNG, Worker, WorkerLimits
+from multiworld.serve.worker.hang_guard import EXIT_HUNG
+from multiworld.serve.worker.worker import Worker, WorkerLimits
 from multiworld.testing import Arena, FakeClock
 from tests.unit.serve.edges import (
     HANG_S,

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from multiworld.serve.models.compute_thread import ComputeThread
+from multiworld.serve.worker.compute_thread import ComputeThread
 
 
 async def test_calls_run_in_order_in_one_thread() -> None:

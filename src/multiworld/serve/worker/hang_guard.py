@@ -6,6 +6,9 @@ import threading
 import time
 from collections.abc import Callable
 
+EXIT_HUNG = 70
+"""Exit code of a replica that exits because its model hangs."""
+
 GUARD_S = 1.0
 """Seconds between two looks."""
 

@@ -25,8 +25,6 @@ from multiworld.errors import InvalidRequestError, ModelFailedError
 from multiworld.serve.generation.kv_cache import MissingTokensError
 from multiworld.serve.generation.scheduler import PlannedStep, Scheduler
 from multiworld.serve.generation.stage_engine import Computed, StageEngine
-from multiworld.serve.models.compute_thread import ComputeThread
-from multiworld.serve.models.hang_guard import HangGuard
 from multiworld.serve.spec.stage import Stage, StageContext
 from multiworld.serve.transport import generation_messages
 from multiworld.serve.transport.edge_messages import EdgeMessage
@@ -35,15 +33,14 @@ from multiworld.serve.transport.frames import Entry
 from multiworld.serve.transport.generation_messages import Opening, StepPart, TokenItem
 from multiworld.serve.transport.protocol import Key, RemoteError, WorkerReport
 from multiworld.serve.transport.routing_table import RoutingTable
+from multiworld.serve.worker.compute_thread import ComputeThread
+from multiworld.serve.worker.hang_guard import EXIT_HUNG, HangGuard
 
 logger = logging.getLogger("multiworld.serve")
 
 HUNG_S = 30.0
 """Seconds after which a step is taken to hang. A stage with larger steps says so with
 ``compute_s``."""
-
-EXIT_HUNG = 70
-"""Exit code of a replica whose step hangs."""
 
 HELD = 4096
 """Most messages that wait for a gateway which is still to connect."""
@@ -364,7 +361,7 @@ class GenerationWorker:
             self._tell(key[0], generation_messages.Alone(key))
             if key[0] in self._edges:  # before it can end this process
                 self._edges[key[0]].flush()
-        parts = [StepPart(p.key, p.begin, p.count, p.samples) for p in planned.parts]
+        parts = planned.parts
         ids: list[int] = []
         for part in parts:
             tokens = self._scheduler.tokens(part.key)

@@ -1,0 +1,226 @@
+"""Answers to completion requests, whole and as events, in OpenAI's form. Shell."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Response
+
+from multiworld.serve.gateway.choices import (
+    Choice,
+    Piece,
+    chat_logprobs,
+    text_logprobs,
+)
+from multiworld.serve.gateway.completions import Wanted
+from multiworld.serve.gateway.responses import event_of, json_response
+from multiworld.serve.generation.text import Tokenizer
+from multiworld.serve.transport.generation_messages import TokenItem
+
+KEEP_ALIVE_S = 10.0
+"""Seconds without a token after which a streamed answer gets a comment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A request that was checked.
+
+    Attributes:
+        wanted: What it wants.
+        served: Name of the model that serves it.
+        tokenizer: Tokenizer of the model.
+        choices: Its choices.
+        is_chat: Whether it is a chat completion.
+        echoes: Text that each choice begins with.
+        id: Id of the answer.
+        made_at: Time of the answer, in seconds since the epoch.
+    """
+
+    wanted: Wanted
+    served: str
+    tokenizer: Tokenizer
+    choices: tuple[Choice, ...]
+    is_chat: bool
+    echoes: tuple[str, ...]
+    id: str
+    made_at: int
+
+    def head(self, *, is_chunk: bool = False) -> dict[str, Any]:
+        """Return the fields with which each answer, or chunk of one, begins."""
+        kind = "text_completion"
+        if self.is_chat:
+            kind = "chat.completion.chunk" if is_chunk else "chat.completion"
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.made_at,
+            "model": self.wanted.model,
+        }
+
+
+async def whole(ready: Ready, pieces: AsyncGenerator[Piece]) -> Response:
+    """Return the whole answer, once all choices have ended.
+
+    Args:
+        ready: The request.
+        pieces: What is generated.
+
+    Raises:
+        ServeError: A choice failed.
+
+    Cancellation: Safe. The streams end, and their replicas are told.
+    """
+    texts = list(ready.echoes)
+    async for piece in pieces:
+        texts[piece.choice.index] += piece.text
+    if ready.wanted.sampling.logprobs is not None:  # rendering takes long
+        return await asyncio.to_thread(_rendered, ready, texts)
+    return _rendered(ready, texts)
+
+
+def _rendered(ready: Ready, texts: Sequence[str]) -> Response:
+    found = [
+        _choice(ready, choice, text, choice.items, choice.finish)
+        for choice, text in zip(ready.choices, texts, strict=True)
+    ]
+    return json_response({**ready.head(), "choices": found, "usage": _usage(ready)})
+
+
+def _usage(ready: Ready) -> dict[str, int]:
+    prompts = {id(choice.prompt): len(choice.prompt) for choice in ready.choices}
+    made = sum(len(choice.items) for choice in ready.choices)
+    asked = sum(prompts.values())
+    return {
+        "prompt_tokens": asked,
+        "completion_tokens": made,
+        "total_tokens": asked + made,
+    }
+
+
+def _choice(
+    ready: Ready,
+    choice: Choice,
+    text: str,
+    items: Sequence[TokenItem],
+    finish: str,
+) -> dict[str, Any]:
+    """Return a choice of an answer that is not streamed."""
+    found: dict[str, Any] = {"index": choice.index, "finish_reason": finish or None}
+    if ready.wanted.has_ids:
+        found["token_ids"] = [item.token for item in items]
+        found["prompt_token_ids"] = list(choice.prompt)
+    has_logprobs = ready.wanted.sampling.logprobs is not None
+    if ready.is_chat:
+        found["message"] = {"role": "assistant", "content": text}
+        found["logprobs"] = (
+            chat_logprobs(ready.tokenizer, items) if has_logprobs else None
+        )
+    else:
+        found["text"] = text
+        found["logprobs"] = (
+            text_logprobs(
+                ready.tokenizer,
+                items,
+                len(ready.echoes[choice.index]),
+                choice.prompt if ready.wanted.echo else (),
+            )
+            if has_logprobs
+            else None
+        )
+    return found
+
+
+# Streaming.
+
+
+async def events(ready: Ready, pieces: AsyncGenerator[Piece]) -> AsyncGenerator[bytes]:
+    """Yield a streamed answer as server-sent events.
+
+    Args:
+        ready: The request.
+        pieces: What is generated.
+
+    Raises:
+        ServeError: A choice failed.
+
+    Cancellation: Safe. The streams end, and their replicas are told.
+    """
+    for choice in ready.choices:
+        if ready.is_chat:
+            yield _event(ready, choice, {"role": "assistant", "content": ""})
+        elif ready.echoes[choice.index]:
+            yield _event(ready, choice, ready.echoes[choice.index])
+    async with aclosing(_kept_alive(pieces)) as found:
+        async for piece in found:
+            if piece is None:
+                yield b": still generating\n\n"
+            else:
+                yield _piece_event(ready, piece)
+    if ready.wanted.has_usage:
+        yield event_of(
+            {**ready.head(is_chunk=True), "choices": [], "usage": _usage(ready)}
+        )
+
+
+async def _kept_alive(pieces: AsyncGenerator[Piece]) -> AsyncGenerator[Piece | None]:
+    """Yield pieces, and None whenever none came for a while."""
+    waiting: asyncio.Future[Piece] | None = None
+    try:
+        while True:
+            if waiting is None:
+                waiting = asyncio.ensure_future(anext(pieces))
+            done, _ = await asyncio.wait([waiting], timeout=KEEP_ALIVE_S)
+            if not done:
+                yield None
+                continue
+            try:
+                piece = waiting.result()
+            except StopAsyncIteration:
+                return
+            waiting = None
+            yield piece
+    finally:
+        if waiting is not None:
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+        await pieces.aclose()
+
+
+def _piece_event(ready: Ready, piece: Piece) -> bytes:
+    shown: Any = {"content": piece.text} if ready.is_chat else piece.text
+    if ready.is_chat and not piece.text and piece.finish:
+        shown = {}
+    return _event(ready, piece.choice, shown, piece)
+
+
+def _event(
+    ready: Ready,
+    choice: Choice,
+    delta: Any,
+    piece: Piece | None = None,
+) -> bytes:
+    item = None if piece is None else piece.item
+    finish = "" if piece is None else piece.finish
+    found: dict[str, Any] = {"index": choice.index}
+    found["delta" if ready.is_chat else "text"] = delta
+    logprobs = None
+    if piece is not None and item is not None and item.logprob is not None:
+        offset = len(ready.echoes[choice.index]) + piece.offset
+        logprobs = (
+            chat_logprobs(ready.tokenizer, [item])
+            if ready.is_chat
+            else text_logprobs(ready.tokenizer, [item], offset)
+        )
+    found |= {"logprobs": logprobs, "finish_reason": finish or None}
+    if ready.wanted.has_ids:
+        found["token_ids"] = [] if item is None else [item.token]
+        if item is None:
+            found["prompt_token_ids"] = list(choice.prompt)
+    chunk = {**ready.head(is_chunk=True), "choices": [found]}
+    if ready.wanted.has_usage:
+        chunk["usage"] = None
+    return event_of(chunk)
