@@ -249,6 +249,7 @@ class Bridge:
             started = self._start_ranks(order, holders)
         except Exception as error:
             self._end(name, ranks)
+            self._let_go(order)  # a rank that started all the same ends
             why = f"Ray did not start it: {_message(error)}"
             self._news.put(LaunchFailed(name, why))
             return
@@ -288,9 +289,14 @@ class Bridge:
             holder.wait.remote(pid, began)
             for holder, (pid, began, _) in zip(holders, started, strict=True)
         ]
-        for rank in range(len(holders)):
-            launcher.let_go.remote(self._named(order.name, rank))
+        self._let_go(order)
         self._await(order.name, len(holders), waiting[0], launcher)
+
+    def _let_go(self, order: LaunchActor) -> None:
+        """Let the launcher of a machine hold the ranks of a replica no longer."""
+        launcher = self._warm.launcher(order.key)
+        for rank in range(len(order.args)):
+            launcher.let_go.remote(self._named(order.name, rank))
 
     def _holder(
         self, name: str, rank: int, group: Any, bundle: dict[str, float]

@@ -24,11 +24,11 @@ class WarmNodePool:
         remote: Any = ray.remote  # its overloads lack a call with keywords only
         self._class = remote(NodeLauncher)
         self._lock = threading.Lock()
-        self._order = WarmNodes((), "", "")
+        self._order: WarmNodes | None = None
         self._launchers: dict[str, Any] = {}
 
     def configure(self, order: WarmNodes) -> None:
-        """Set what the fork servers of machines that are not warm yet import."""
+        """Set what the fork servers import; no machine is warmed before."""
         with self._lock:
             self._order = order
 
@@ -40,6 +40,8 @@ class WarmNodePool:
         """
         wanted = set(keys)
         with self._lock:
+            if self._order is None:
+                return  # the controller is still to say what they import
             for key in self._launchers.keys() - wanted:
                 del self._launchers[key]
         for key in wanted:
@@ -60,6 +62,7 @@ class WarmNodePool:
     def _start(self, key: str) -> Any:
         there = NodeAffinitySchedulingStrategy(key, soft=False)
         order = self._order
+        assert order is not None, "the order to warm machines precedes all launches"
         options = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": there}
         made = self._class.options(**options).remote(
             order.preload, order.folder, order.logs, key[:8]
