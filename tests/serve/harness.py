@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import httpx
 import orjson
+import psutil
 import yaml
 
 from multiworld.serve.control.answers import (
@@ -212,6 +213,22 @@ class Served:
         """Return the controller's events, of one kind if given."""
         found = self.ask("GET", "/events", list[HistoryEntry])
         return [e for e in found if kind in ("", e.kind)]
+
+    def fork_server(self) -> int:
+        """Return the process ID of the fork server."""
+        assert self.process is not None
+        found: list[int] = [
+            child.pid
+            for child in psutil.Process(self.process.pid).children()
+            if "multiworld.serve.launchers.fork_server" in child.cmdline()
+        ]
+        return found[0]
+
+    def store(self) -> int:
+        """Return the process ID of the store."""
+        record = json.loads((self.state / "record.json").read_text())
+        pid: int = record["store"]["pid"]
+        return pid
 
     def living(self) -> list[int]:
         """Return the processes of the service that live."""

@@ -1,9 +1,10 @@
-"""A model of two stages that generates text, and dies of one token."""
+"""A model of two stages that generates text, and dies or hangs of one token."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,18 @@ from multiworld.serve.generation.text import Tokenizer
 from multiworld.serve.spec.stage import Generation, Model, Stage, StageContext
 from tests.tiny_decoder import save_tokenizer
 
-POISON = 250
+POISON, HANG = 250, 251
 WORDS = 300
 
 
 def front(context: StageContext) -> Any:
-    """Return a stage that ends its process when it sees the token."""
+    """Return a stage that ends its process, or hangs, when it sees the token."""
 
     def compute(rows: Any, positions: Any, attention: Any, wanted: Any) -> Any:
         if bool((rows == POISON).any()):
             os._exit(9)
+        if bool((rows == HANG).any()):
+            time.sleep(600.0)  # until the replica ends itself
         return rows[:, None].float()
 
     return compute

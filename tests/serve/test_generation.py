@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import os
+import signal
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +19,7 @@ import torch
 import yaml
 
 from tests.serve.harness import WAIT_S, Served, served
-from tests.serve.poisoned_decoder import POISON
+from tests.serve.poisoned_decoder import HANG, POISON
 from tests.tiny_decoder import greedy, save_decoder
 
 pytestmark = pytest.mark.timeout(240)
@@ -262,6 +265,20 @@ async def test_stream_goes_on_without_controller_and_during_an_update(
         assert await Stream(api).end() == pieces
 
 
+async def test_stream_goes_on_without_store_and_fork_server(
+    service: Served, pieces: list[str]
+) -> None:
+    """Both are killed, and then a stage, which needs both to come back."""
+    async with client(service) as api:
+        stream = Stream(api)
+        await stream.has(2)
+        for helper in (service.fork_server(), service.store()):
+            os.kill(helper, signal.SIGKILL)
+        await asyncio.to_thread(service.break_replica, "kill", "back")
+        assert await stream.end() == pieces
+    await is_whole(service)
+
+
 async def test_client_that_hangs_up_frees_its_sequence(service: Served) -> None:
     """Within a moment; the replicas know it no more."""
     async with client(service) as api:
@@ -287,6 +304,62 @@ async def test_more_than_the_memory_holds_waits_and_is_preempted(
         texts = [await stream.end() for stream in streams]
     assert all(len(text) == 200 for text in texts)
     assert len({tuple(text) for text in texts}) == 1
+
+
+def test_triton_generates_whole_and_streamed(
+    service: Served, wanted: list[int]
+) -> None:
+    """With the prompt before the text, unless it is excluded; errors as texts."""
+    parameters = {"max_tokens": COUNT, "temperature": 0, "ignore_eos": True}
+    body = {"text_input": "abc", "id": "7", "parameters": parameters}
+    url = "/v2/models/m/generate"
+    whole = post(service, url, body).json()
+    assert whole["model_name"] == "m"
+    assert whole["id"] == "7"
+    assert whole["text_output"].startswith("abc")
+    excluded = {**body, "parameters": {**parameters, "exclude_input_in_output": True}}
+    alone = post(service, url, excluded).json()["text_output"]
+    assert whole["text_output"] == "abc" + alone
+    streamed = post(service, "/v2/models/m/generate_stream", excluded)
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+    events = [line[6:] for line in streamed.text.split("\n\n") if line]
+    assert "".join(json.loads(e)["text_output"] for e in events) == alone
+    assert len(events) > 1
+    for changes, text in (
+        ({"parameters": {"n": 2}}, "'n'"),
+        ({"parameters": {"tempersture": 1}}, "tempersture"),
+        ({"text": "abc"}, "text"),
+    ):
+        refused = post(service, url, {**body, **changes})
+        assert refused.status_code == 400
+        assert text in refused.json()["error"]
+    assert post(service, "/v2/models/m/versions/9/generate", body).status_code == 404
+
+
+def test_time_limits_and_full_queues_are_told_by_status(
+    folder: Path, tmp_path: Path
+) -> None:
+    """A streamed request that cannot be taken is no stream with an error in it."""
+    spec = spec_of(folder, max_queued_requests=0)
+    spec["models"]["m"]["generation"] |= {"first_token_s": 1.0, "max_num_seqs": 1}
+    with served(tmp_path, spec) as service, ThreadPoolExecutor(4) as threads:
+        body = {"model": "m", "prompt": PROMPT, "max_tokens": 4, "ignore_eos": True}
+        assert post(service, "/v1/completions", body).status_code == 200
+        for process in service.status().processes:
+            if process.model and process.stage == 2:
+                os.kill(process.pid, signal.SIGSTOP)
+        for _ in range(200):
+            found = [
+                threads.submit(post, service, "/v1/completions", {**body, **more})
+                for more in ({"stream": True}, {"stream": True}, {})
+            ]
+            answers = [one.result() for one in found]
+            statuses = sorted(answer.status_code for answer in answers)
+            if statuses != [200, 200, 200]:
+                break
+        assert 429 in statuses, statuses
+        late = [a for a in answers if a.status_code != 429]
+        assert all("no first token within 1 s" in a.text for a in late), answers
 
 
 @pytest.mark.parametrize(
@@ -362,13 +435,19 @@ async def test_metrics_count_tokens_and_times(service: Served) -> None:
     assert await asyncio.to_thread(value, counted) >= 1
 
 
-def test_prompt_that_kills_workers_is_found_and_answered_alone(tmp_path: Path) -> None:
-    """Streams that run beside it are whole, however often it kills their replica."""
+@pytest.mark.parametrize("poison", [POISON, HANG])
+def test_prompt_that_kills_workers_is_found_and_answered_alone(
+    tmp_path: Path, poison: int
+) -> None:
+    """Streams that run beside it are whole, however often it kills their replica.
+
+    A replica that hangs kills itself after ``compute_s``.
+    """
     spec = spec_of(tmp_path)
     model = spec["models"]["m"]
     del model["path"]
     model |= {"factory": "tests.serve.poisoned_decoder:model", "deadline_s": 100.0}
-    model["stages"] = [{"name": "front"}, {"name": "back"}]
+    model["stages"] = [{"name": "front", "compute_s": 1.0}, {"name": "back"}]
 
     def ask(service: Served, prompt: list[int], count: int) -> httpx.Response:
         body = {"model": "m", "prompt": prompt, "max_tokens": count, "temperature": 0}
@@ -383,9 +462,9 @@ def test_prompt_that_kills_workers_is_found_and_answered_alone(tmp_path: Path) -
         ThreadPoolExecutor(5) as threads,
     ):
         good = [threads.submit(ask, service, [5 + k], 150) for k in range(4)]
-        poison = threads.submit(ask, service, [7, POISON], 5).result()
-        assert poison.status_code == 500, poison.text
-        assert "replicas were lost in a row" in poison.json()["error"]["message"]
+        refused = threads.submit(ask, service, [7, poison], 5).result()
+        assert refused.status_code == 500, refused.text
+        assert "replicas were lost in a row" in refused.json()["error"]["message"]
         for k, found in enumerate(good):
             (choice,) = found.result().json()["choices"]
             assert choice["token_ids"] == [(6 + k + n) % 200 for n in range(150)]

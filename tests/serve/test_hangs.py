@@ -3,36 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.serve.harness import Served, served, spec_with, traffic
+from tests.serve.harness import served, spec_with, traffic
 
 pytestmark = pytest.mark.timeout(240)
-
-
-def fork_server_of(service: Served) -> int:
-    """Return the process ID of the fork server."""
-    assert service.process is not None
-    found: list[int] = [
-        child.pid
-        for child in psutil.Process(service.process.pid).children()
-        if "multiworld.serve.launchers.fork_server" in child.cmdline()
-    ]
-    return found[0]
-
-
-def store_of(service: Served) -> int:
-    """Return the process ID of the store."""
-    record = json.loads((service.state / "record.json").read_text())
-    pid: int = record["store"]["pid"]
-    return pid
 
 
 async def test_hanging_helpers_are_named_and_replaced(tmp_path: Path) -> None:
@@ -46,16 +26,16 @@ async def test_hanging_helpers_are_named_and_replaced(tmp_path: Path) -> None:
             await asyncio.to_thread(service.until, is_so, what)
 
         async with traffic(service) as checked:
-            server, store = fork_server_of(service), store_of(service)
+            server, store = service.fork_server(), service.store()
             os.kill(server, signal.SIGSTOP)
             await until(lambda: "fork server" in service.status().trouble, "named")
             await until(lambda: not service.status().trouble, "replaced")
-            assert fork_server_of(service) != server
+            assert service.fork_server() != server
             await checked.goes_on()
             os.kill(store, signal.SIGSTOP)
             await until(lambda: "store" in service.status().trouble, "named")
             await until(lambda: not service.status().trouble, "replaced")
-            assert store_of(service) != store
+            assert service.store() != store
             await asyncio.to_thread(service.scale, "add", 3)
             await until(lambda: service.stages() == [1, 3, 1], "scaled")
             await checked.goes_on()

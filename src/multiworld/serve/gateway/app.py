@@ -29,6 +29,7 @@ from multiworld.serve.gateway.responses import (
     timeout_of,
 )
 from multiworld.serve.gateway.routes import allowed, finish_routes
+from multiworld.serve.gateway.triton_generate import add_generate
 from multiworld.serve.spec.dedicated import is_dedicated
 from multiworld.serve.tenants.authenticator import AdmittedRequest
 
@@ -52,6 +53,7 @@ def make_app(gateway: Gateway) -> HotRoutes:
     _inference(app, hot, gateway)
     add_openai(app, hot, gateway)
     add_generation(app, gateway)
+    add_generate(app, gateway)
     _triton(app, gateway)
     _errors(app)
     finish_routes(app)

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from multiworld.errors import ServeError
-from multiworld.serve.generation.streams import Streams
+from multiworld.serve.generation.streams import Streams, TimeLimits
 from multiworld.serve.generation.text import GrowingText, Tokenizer
 from multiworld.serve.transport.generation_messages import Sampling, TokenItem
 
@@ -59,6 +59,7 @@ async def generate(
     choices: Sequence[Choice],
     samplings: Sequence[Sampling],
     deadline_s: float | None,
+    limits: TimeLimits,
 ) -> AsyncGenerator[Piece]:
     """Generate all choices at once; yield their pieces as they come.
 
@@ -68,6 +69,7 @@ async def generate(
         choices: The choices.
         samplings: How to choose the tokens of each.
         deadline_s: Seconds until the deadline; None: the model's default.
+        limits: Other time limits, of each choice.
 
     Raises:
         ServeError: One choice failed; the others are ended.
@@ -79,7 +81,7 @@ async def generate(
     async def one(choice: Choice, sampling: Sampling) -> None:
         try:
             async with streams.stream(
-                model, choice.prompt, sampling, deadline_s=deadline_s
+                model, choice.prompt, sampling, deadline_s=deadline_s, limits=limits
             ) as tokens:
                 async for item in tokens:
                     await asyncio.sleep(0)  # others go on, however many have come

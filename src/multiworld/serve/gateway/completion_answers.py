@@ -18,6 +18,7 @@ from multiworld.serve.gateway.choices import (
 )
 from multiworld.serve.gateway.completions import Wanted
 from multiworld.serve.gateway.responses import event_of, json_response
+from multiworld.serve.generation.streams import TimeLimits
 from multiworld.serve.generation.text import Tokenizer
 from multiworld.serve.transport.generation_messages import TokenItem
 
@@ -32,22 +33,26 @@ class Ready:
     Attributes:
         wanted: What it wants.
         served: Name of the model that serves it.
+        version: Version of the model.
         tokenizer: Tokenizer of the model.
         choices: Its choices.
         is_chat: Whether it is a chat completion.
         echoes: Text that each choice begins with.
         id: Id of the answer.
         made_at: Time of the answer, in seconds since the epoch.
+        limits: Time limits of its streams.
     """
 
     wanted: Wanted
     served: str
+    version: str
     tokenizer: Tokenizer
     choices: tuple[Choice, ...]
     is_chat: bool
     echoes: tuple[str, ...]
     id: str
     made_at: int
+    limits: TimeLimits
 
     def head(self, *, is_chunk: bool = False) -> dict[str, Any]:
         """Return the fields with which each answer, or chunk of one, begins."""
@@ -154,7 +159,7 @@ async def events(ready: Ready, pieces: AsyncGenerator[Piece]) -> AsyncGenerator[
             yield _event(ready, choice, {"role": "assistant", "content": ""})
         elif ready.echoes[choice.index]:
             yield _event(ready, choice, ready.echoes[choice.index])
-    async with aclosing(_kept_alive(pieces)) as found:
+    async with aclosing(kept_alive(pieces)) as found:
         async for piece in found:
             if piece is None:
                 yield b": still generating\n\n"
@@ -166,8 +171,14 @@ async def events(ready: Ready, pieces: AsyncGenerator[Piece]) -> AsyncGenerator[
         )
 
 
-async def _kept_alive(pieces: AsyncGenerator[Piece]) -> AsyncGenerator[Piece | None]:
-    """Yield pieces, and None whenever none came for a while."""
+async def kept_alive(pieces: AsyncGenerator[Piece]) -> AsyncGenerator[Piece | None]:
+    """Yield pieces, and None whenever none came for a while.
+
+    Args:
+        pieces: What is generated.
+
+    Cancellation: Safe. The streams end.
+    """
     waiting: asyncio.Future[Piece] | None = None
     try:
         while True:

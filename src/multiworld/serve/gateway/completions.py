@@ -180,6 +180,15 @@ def completion_of(body: bytes | bytearray) -> tuple[CompletionBody, Wanted]:
         InvalidRequestError: It is malformed, or wants what is not supported.
     """
     asked = decoded(body, _completion)
+    return asked, wanted_of(asked)
+
+
+def wanted_of(asked: CompletionBody) -> Wanted:
+    """Return what a text completion wants.
+
+    Raises:
+        InvalidRequestError: It wants what is not supported.
+    """
     logprobs = asked.logprobs
     if logprobs is not None:
         logprobs = int(_between("logprobs", logprobs, 0, MAX_LOGPROBS, 0))
@@ -192,7 +201,7 @@ def completion_of(body: bytes | bytearray) -> tuple[CompletionBody, Wanted]:
             raise _wrong("echo", "with logprobs cannot be streamed")
         sampling = msgspec.structs.replace(wanted.sampling, prompt_logprobs=logprobs)
         wanted = replace(wanted, sampling=sampling, echo=True)
-    return asked, wanted
+    return wanted
 
 
 def prompts_of(prompt: Any) -> list[str] | list[list[int]]:
@@ -225,14 +234,17 @@ def decoded(body: bytes | bytearray, decoder: msgspec.json.Decoder[Any]) -> Any:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        text = str(error)
-        raise InvalidRequestError(
-            f"body is not a valid request: {text}",
-            param=_named(text),
-            code="invalid_value",
-        ) from error
+        raise invalid(error) from error
     except NOT_JSON as error:
         raise InvalidRequestError(f"body is not valid JSON: {error}") from error
+
+
+def invalid(error: msgspec.ValidationError) -> InvalidRequestError:
+    """Return the error for a request that does not have the declared fields."""
+    text = str(error)
+    return InvalidRequestError(
+        f"body is not a valid request: {text}", param=_named(text), code="invalid_value"
+    )
 
 
 def _named(text: str) -> str:

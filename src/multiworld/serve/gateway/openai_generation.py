@@ -5,23 +5,25 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 
-from multiworld.errors import InvalidRequestError
+from multiworld.errors import InvalidRequestError, ServeError
 from multiworld.serve.gateway.body_budget import Reservation
 from multiworld.serve.gateway.choices import (
     Choice,
+    Piece,
     generate,
     sampling_of,
 )
 from multiworld.serve.gateway.completion_answers import Ready, events, whole
 from multiworld.serve.gateway.completions import (
     MAX_CHOICES,
+    CompletionBody,
     Wanted,
     chat_of,
     check_fits,
@@ -40,8 +42,9 @@ from multiworld.serve.gateway.responses import (
     timeout_of,
 )
 from multiworld.serve.generation.limits import longest_of
+from multiworld.serve.generation.streams import TimeLimits
 from multiworld.serve.generation.text import GrowingText, Tokenizer
-from multiworld.serve.spec.stage import Model
+from multiworld.serve.spec.stage import Generation
 from multiworld.serve.tenants.authenticator import AdmittedRequest
 
 
@@ -59,12 +62,12 @@ def add_generation(app: FastAPI, gateway: Gateway) -> None:
 
         Fields are those of OpenAI's API, and those that vLLM adds for sampling.
         """
-        return await _answered(gateway, request, _read_chat)
+        return await answered(gateway, request, _read_chat)
 
     @app.post("/v1/completions", tags=["openai"])
     async def completions(request: Request) -> Response:
         """Continue texts, or lists of token ids."""
-        return await _answered(gateway, request, _read_completion)
+        return await answered(gateway, request, _read_completion)
 
     @app.post("/tokenize", tags=["openai"])
     async def tokenize(request: Request) -> Response:
@@ -82,10 +85,27 @@ def add_generation(app: FastAPI, gateway: Gateway) -> None:
 Reader = Callable[[Gateway, AdmittedRequest, Request, Body], Awaitable[Ready]]
 
 
-async def _model(
-    gateway: Gateway, admitted: AdmittedRequest, name: str
-) -> tuple[Model, Tokenizer, int]:
-    """Return a model that generates text, its tokenizer, and its longest text."""
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """A model that generates text.
+
+    Attributes:
+        generation: Facts about it.
+        tokenizer: Its tokenizer.
+        version: Its version.
+        longest: Most tokens of a text.
+        limits: Time limits of its streams.
+    """
+
+    generation: Generation
+    tokenizer: Tokenizer
+    version: str
+    longest: int
+    limits: TimeLimits
+
+
+async def _served(gateway: Gateway, admitted: AdmittedRequest, name: str) -> _Served:
+    """Return a model that generates text."""
     version, model = gateway.model(name, None, admitted.tenant)
     if model.generation is None:
         raise InvalidRequestError(
@@ -95,41 +115,67 @@ async def _model(
     tokenizer: Tokenizer = await gateway.text(name, version, model)
     spec = gateway.specs[name, version].generation
     assert spec is not None
-    return model, tokenizer, longest_of(spec, model.generation)
+    return _Served(
+        model.generation,
+        tokenizer,
+        version,
+        longest_of(spec, model.generation),
+        TimeLimits(spec.first_token_s, spec.between_tokens_s),
+    )
 
 
 async def _read_chat(
     gateway: Gateway, admitted: AdmittedRequest, request: Request, body: Body
 ) -> Ready:
     asked, wanted = chat_of(body)
-    model, tokenizer, longest = await _model(gateway, admitted, asked.model)
-    tokenizer.check_length(_characters(asked.messages), longest)
+    served = await _served(gateway, admitted, asked.model)
+    served.tokenizer.check_length(_characters(asked.messages), served.longest)
     tokens = await asyncio.to_thread(
-        tokenizer.chat,
+        served.tokenizer.chat,
         asked.messages,
         begins_answer=asked.add_generation_prompt is not False,
     )
-    return _ready(gateway, admitted, wanted, model, tokenizer, [tokens], longest, True)
+    return _ready(gateway, admitted, wanted, served, [tokens], "chatcmpl-")
 
 
 async def _read_completion(
     gateway: Gateway, admitted: AdmittedRequest, request: Request, body: Body
 ) -> Ready:
     asked, wanted = completion_of(body)
-    model, tokenizer, longest = await _model(gateway, admitted, asked.model)
+    return await read_completion(gateway, admitted, asked, wanted)
+
+
+async def read_completion(
+    gateway: Gateway, admitted: AdmittedRequest, asked: CompletionBody, wanted: Wanted
+) -> Ready:
+    """Return a completion request once it was checked against its model.
+
+    Args:
+        gateway: The gateway.
+        admitted: The request, as admitted.
+        asked: Its body.
+        wanted: What it wants.
+
+    Raises:
+        ServeError: The request is not valid, or the model is not served.
+
+    Cancellation: Safe.
+    """
+    served = await _served(gateway, admitted, asked.model)
+    tokenizer = served.tokenizer
     prompts = prompts_of(asked.prompt)
     _check_choices(len(prompts), wanted.n)
     has_special = asked.add_special_tokens is not False
     for prompt in prompts:
         if isinstance(prompt, str):
-            tokenizer.check_length(len(prompt), longest)
+            tokenizer.check_length(len(prompt), served.longest)
     tokens = [
         await asyncio.to_thread(tokenizer.encode, one, has_special=has_special)
         if isinstance(one, str)
         else one
         for one in prompts
     ]
-    return _ready(gateway, admitted, wanted, model, tokenizer, tokens, longest, False)
+    return _ready(gateway, admitted, wanted, served, tokens, "cmpl-")
 
 
 def _check_choices(prompts: int, n: int) -> None:
@@ -149,28 +195,26 @@ def _ready(
     gateway: Gateway,
     admitted: AdmittedRequest,
     wanted: Wanted,
-    model: Model,
-    tokenizer: Tokenizer,
+    served: _Served,
     prompts: Sequence[Sequence[int]],
-    longest: int,
-    is_chat: bool,
+    prefix: str,
 ) -> Ready:
-    assert model.generation is not None
-    sampling = wanted.sampling
+    sampling, is_chat = wanted.sampling, prefix == "chatcmpl-"
+    vocabulary, tokenizer = served.generation.vocabulary, served.tokenizer
     for tokens in prompts:
         low, high = min(tokens, default=0), max(tokens, default=0)
-        if low < 0 or high >= model.generation.vocabulary:
+        if low < 0 or high >= vocabulary:
             raise InvalidRequestError(
                 f"prompt has tokens from {low} to {high}; the vocabulary has 0 to "
-                f"{model.generation.vocabulary - 1}",
+                f"{vocabulary - 1}",
                 param="prompt",
                 code="invalid_value",
             )
         sampling = check_fits(
             len(tokens),
             wanted.sampling,
-            longest,
-            model.generation.vocabulary,
+            served.longest,
+            vocabulary,
             "messages" if is_chat else "prompt",
         )
     choices = tuple(
@@ -190,24 +234,54 @@ def _ready(
     echoes = tuple(
         tokenizer.decode(choice.prompt) if wanted.echo else "" for choice in choices
     )
-    prefix = "chatcmpl-" if is_chat else "cmpl-"
     return Ready(
         replace(wanted, sampling=sampling),
         gateway.route(wanted.model, admitted.tenant),
+        served.version,
         tokenizer,
         choices,
         is_chat,
         echoes,
         prefix + secrets.token_hex(12),
         int(time.time()),
+        served.limits,
     )
 
 
 # Answering.
 
 
-async def _answered(gateway: Gateway, request: Request, read: Reader) -> Response:
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The form of the answers of a route.
+
+    Attributes:
+        whole: Renders an answer that is not streamed.
+        events: Renders one that is, as server-sent events.
+        error: Renders an error.
+        event_stream: Response that sends the events.
+    """
+
+    whole: Callable[[Ready, AsyncGenerator[Piece]], Coroutine[Any, Any, Response]]
+    events: Callable[[Ready, AsyncGenerator[Piece]], AsyncGenerator[bytes]]
+    error: Callable[[ServeError], Response]
+    event_stream: type[EventStream] = EventStream
+
+
+OPENAI = Form(whole, events, openai_error_response)
+"""The form of OpenAI's API."""
+
+
+async def answered(
+    gateway: Gateway, request: Request, read: Reader, form: Form = OPENAI
+) -> Response:
     """Answer a request, at once or as a stream.
+
+    Args:
+        gateway: The gateway.
+        request: The HTTP request.
+        read: Reads its body.
+        form: Form of the answer.
 
     Cancellation: Safe. Its streams end, and it is counted as ``CLIENT_CLOSED``.
     """
@@ -226,15 +300,17 @@ async def _answered(gateway: Gateway, request: Request, read: Reader) -> Respons
             ready.choices,
             [sampling_of(sampling, choice.index % n) for choice in ready.choices],
             timeout_of(request, ready.wanted.timeout_s),
+            ready.limits,
         )
         if ready.wanted.is_streamed:
-            return EventStream(events(ready, pieces))
-        return await while_connected(request, whole(ready, pieces))
+            gateway.streams.check_room(ready.served)  # while a status can say it
+            return form.event_stream(form.events(ready, pieces))
+        return await while_connected(request, form.whole(ready, pieces))
 
     def name() -> str:
         return "" if ready is None else ready.wanted.model
 
-    return await respond(gateway, request, name, answer, openai_error_response)
+    return await respond(gateway, request, name, answer, form.error)
 
 
 # Tokens.
@@ -256,7 +332,7 @@ _tools = msgspec.json.Decoder(_Tool)
 async def _tool(
     gateway: Gateway,
     request: Request,
-    answer: Callable[[_Tool, Tokenizer, int, int], dict[str, Any]],
+    answer: Callable[[_Tool, _Served], dict[str, Any]],
 ) -> Response:
     asked: _Tool | None = None
 
@@ -265,14 +341,10 @@ async def _tool(
         body = await gateway.read_body(request, admitted, reservation)
         asked = parsed = decoded(body, _tools)
         check_messages(parsed.messages or [])
-        model, tokenizer, longest = await _model(gateway, admitted, parsed.model)
-        assert model.generation is not None
+        served = await _served(gateway, admitted, parsed.model)
         given = _characters(parsed.messages or []) + len(parsed.prompt or "")
-        tokenizer.check_length(given, longest)
-        vocabulary = model.generation.vocabulary
-        return json_response(
-            await asyncio.to_thread(answer, parsed, tokenizer, longest, vocabulary)
-        )
+        served.tokenizer.check_length(given, served.longest)
+        return json_response(await asyncio.to_thread(answer, parsed, served))
 
     def name() -> str:
         return "" if asked is None else asked.model
@@ -280,9 +352,8 @@ async def _tool(
     return await respond(gateway, request, name, handle, openai_error_response)
 
 
-def _tokenize(
-    asked: _Tool, tokenizer: Tokenizer, longest: int, vocabulary: int
-) -> dict[str, Any]:
+def _tokenize(asked: _Tool, served: _Served) -> dict[str, Any]:
+    tokenizer = served.tokenizer
     if asked.messages is not None:
         tokens = tokenizer.chat(
             asked.messages, begins_answer=asked.add_generation_prompt
@@ -291,15 +362,14 @@ def _tokenize(
         tokens = tokenizer.encode(asked.prompt, has_special=asked.add_special_tokens)
     else:
         raise InvalidRequestError("give prompt or messages", param="prompt")
-    found = {"count": len(tokens), "max_model_len": longest, "tokens": tokens}
+    found = {"count": len(tokens), "max_model_len": served.longest, "tokens": tokens}
     if asked.return_token_strs:
         found["token_strs"] = [tokenizer.piece(token) for token in tokens]
     return found
 
 
-def _detokenize(
-    asked: _Tool, tokenizer: Tokenizer, longest: int, vocabulary: int
-) -> dict[str, Any]:
+def _detokenize(asked: _Tool, served: _Served) -> dict[str, Any]:
+    vocabulary = served.generation.vocabulary
     if asked.tokens is None:
         raise InvalidRequestError("give tokens", param="tokens")
     if any(not 0 <= token < vocabulary for token in asked.tokens):
@@ -308,4 +378,4 @@ def _detokenize(
             param="tokens",
             code="invalid_value",
         )
-    return {"prompt": tokenizer.decode(asked.tokens, skips_special=False)}
+    return {"prompt": served.tokenizer.decode(asked.tokens, skips_special=False)}

@@ -90,14 +90,22 @@ class EventStream(StreamingResponse):
         events: The events. If they raise a ``ServeError``, that is the last one.
 
     Attributes:
+        last: Event after the last one.
         on_end: Called once with the status to count, when the stream has ended.
     """
+
+    last = b"data: [DONE]\n\n"
 
     def __init__(self, events: AsyncGenerator[bytes]) -> None:
         self.on_end: Callable[[int], object] = lambda status: None
         super().__init__(
             self._all(events), headers=SSE_HEADERS, media_type="text/event-stream"
         )
+
+    @staticmethod
+    def error_of(error: ServeError) -> Any:
+        """Return what the last event of a failed stream says."""
+        return openai_error(error)
 
     async def _all(self, events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
         status = CLIENT_CLOSED
@@ -108,10 +116,11 @@ class EventStream(StreamingResponse):
             status = 200
         except ServeError as error:
             status = error.status
-            yield event_of({"error": openai_error(error)})
+            yield event_of({"error": self.error_of(error)})
         finally:
             self.on_end(status)
-        yield b"data: [DONE]\n\n"
+        if self.last:
+            yield self.last
 
 
 SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}

@@ -34,6 +34,7 @@ from multiworld.serve.transport.protocol import Key
 from multiworld.serve.transport.routing_table import (
     Replica,
     ReplicaState,
+    Route,
     RoutingTable,
 )
 
@@ -58,6 +59,23 @@ PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 token in between."""
 
 
+@dataclass(frozen=True, slots=True)
+class TimeLimits:
+    """Time limits of a stream, besides its deadline.
+
+    Attributes:
+        first_token_s: Most seconds until its first token; None: no limit.
+        between_tokens_s: Most seconds between two tokens; None: no limit.
+    """
+
+    first_token_s: float | None = None
+    between_tokens_s: float | None = None
+
+
+NO_LIMITS = TimeLimits()
+"""Only the deadline counts."""
+
+
 @dataclass(slots=True, eq=False)
 class Stream:
     """A stream whose client waits for tokens.
@@ -77,6 +95,7 @@ class Stream:
         returns: Attempts that came back since its last token.
         is_alone: Whether it is computed now and nothing else is, as a suspect.
         not_before: Monotonic time of the next attempt.
+        limits: Its time limits besides the deadline.
         began_at: Monotonic time at which it was accepted.
         first_at: Monotonic time of its first token; None before.
         last_at: Monotonic time of its last token so far.
@@ -92,6 +111,7 @@ class Stream:
     sampling: Sampling
     deadline_at: float
     via: dict[int, str]
+    limits: TimeLimits
     attempt: int = 0
     chain: tuple[str, ...] = ()
     losses: int = 0
@@ -103,6 +123,20 @@ class Stream:
     last_at: float = 0.0
     arrived: deque[TokenItem | ServeError] = field(default_factory=deque)
     has_arrived: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def late(self, now: float) -> str:
+        """Return which time limit has passed; empty if none has."""
+        made = len(self.tokens) - self.prompt
+        if now > self.deadline_at:
+            most = self.sampling.max_tokens
+            return f"deadline passed after {made} of at most {most} tokens"
+        since = self.began_at if self.first_at is None else self.last_at
+        first_s, between_s = self.limits.first_token_s, self.limits.between_tokens_s
+        limit_s = first_s if self.first_at is None else between_s
+        if limit_s is None or now - since <= limit_s:
+            return ""
+        what = "first token" if self.first_at is None else f"token after {made}"
+        return f"no {what} within {limit_s:g} s"
 
     def put(self, item: TokenItem | ServeError) -> None:
         """Give the client a token, or the error that ends the stream."""
@@ -150,6 +184,7 @@ class Streams:
         sampling: Sampling,
         *,
         deadline_s: float | None = None,
+        limits: TimeLimits = NO_LIMITS,
         via: dict[int, str] | None = None,
         version: str | None = None,
     ) -> AsyncIterator[AsyncIterator[TokenItem]]:
@@ -160,6 +195,7 @@ class Streams:
             tokens: The prompt; at least one.
             sampling: How tokens are chosen.
             deadline_s: Seconds until the deadline; None: the model's default.
+            limits: Its other time limits.
             via: For a probe: replicas by stage that it must go through.
             version: For a probe: version of the model; None: the active one.
 
@@ -173,16 +209,9 @@ class Streams:
 
         Cancellation: Safe. The stream ends at once, and its replicas are told.
         """
-        route = self.table.routes.get(model)
-        if route is None:
-            raise UnknownModelError(f"no model {model!r} is served here")
         if via is None:
-            waiting = sum(
-                s.model == model and s.first_at is None and not _has_ended(s)
-                for s in self._streams.values()
-            )
-            if waiting >= route.max_queued_requests + 1:
-                raise OverloadedError(f"{waiting} requests wait for {model!r}")
+            self.check_room(model)
+        route = self._route(model)
         limit_s = route.deadline_s if deadline_s is None else deadline_s
         stream = Stream(
             next(self._numbers),
@@ -193,6 +222,7 @@ class Streams:
             sampling,
             self._clock() + limit_s,
             via or {},
+            limits,
             began_at=self._clock(),
         )
         self._streams[stream.number] = self._unplaced[stream.number] = stream
@@ -209,6 +239,26 @@ class Streams:
                 made = len(stream.tokens) - stream.prompt
                 took_s = stream.last_at - (stream.first_at or 0.0)
                 self.timed.ended(model, stream.prompt, made, took_s)
+
+    def check_room(self, model: str) -> None:
+        """Check that one more stream may wait for a model.
+
+        Raises:
+            UnknownModelError: The table has no route for the model.
+            OverloadedError: Too many streams wait.
+        """
+        waiting = sum(
+            s.model == model and s.first_at is None and not _has_ended(s)
+            for s in self._streams.values()
+        )
+        if waiting >= self._route(model).max_queued_requests + 1:
+            raise OverloadedError(f"{waiting} requests wait for {model!r}")
+
+    def _route(self, model: str) -> Route:
+        route = self.table.routes.get(model)
+        if route is None:
+            raise UnknownModelError(f"no model {model!r} is served here")
+        return route
 
     async def probe(self, replica: str, prompt: Sequence[int], limit_s: float) -> None:
         """Generate two tokens through a replica.
@@ -454,15 +504,10 @@ class Streams:
             await asyncio.sleep(TICK_S)
             now = self._clock()
             for stream in list(self._streams.values()):
-                if now > stream.deadline_at and not _has_ended(stream):
+                late = stream.late(now)
+                if late and not _has_ended(stream):
                     self._leave_chain(stream)
-                    made = len(stream.tokens) - stream.prompt
-                    stream.put(
-                        DeadlineExceededError(
-                            f"deadline passed after {made} of at most "
-                            f"{stream.sampling.max_tokens} tokens"
-                        )
-                    )
+                    stream.put(DeadlineExceededError(late))
             self._look_for_silence()
             self._place_waiting()
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from multiworld.errors import SpecError
+from multiworld.serve.models import hub
 from multiworld.serve.models.modules import Module, cut_module
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 from multiworld.serve.spec.stage import Model, Stage
@@ -32,7 +33,7 @@ def build_model(spec: ModelSpec) -> Model:
     count = len(spec.stages)
     factory = _factory_of(spec)
     function = import_factory(factory)
-    offered = {"path": spec.path, "stages": count, "cut": spec.cut}
+    offered = {"path": _folder_of(spec), "stages": count, "cut": spec.cut}
     if spec.generation is not None:
         offered["dtype"] = spec.generation.dtype
     taken = {k: v for k, v in offered.items() if v is not None and _takes(function, k)}
@@ -61,6 +62,10 @@ def build_model(spec: ModelSpec) -> Model:
             f"spec has {count}; list as many there"
         )
     return model
+
+
+def _folder_of(spec: ModelSpec) -> str | None:
+    return None if spec.path is None else hub.folder_of(spec.path, spec.revision)
 
 
 def modules_of(spec: ModelSpec, model: Model) -> list[str]:

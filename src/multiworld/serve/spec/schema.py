@@ -14,12 +14,14 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 NAME = r"^[a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?$"
 VERSION = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 FACTORY = r"^[\w.]+:\w+$"
+REVISION = r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$"
 LAUNCHER = r"^([a-z][a-z0-9_]*|[\w.]+:\w+)$"
 DEVICE = r"^(cpu|cuda(:\d+)?)$"
 PATTERNS = {
     NAME: "use lower-case letters, digits, '.', '_' and '-', at most 64",
     VERSION: "use letters, digits, '.', '_' and '-', at most 63",
     FACTORY: "write package.module:function",
+    REVISION: "write a commit, a tag or a branch",
     LAUNCHER: "write local, ray, or package.module:function",
     DEVICE: "write cpu, cuda or cuda:N",
 }
@@ -189,6 +191,10 @@ class GenerationSpec(_Strict):
     """Memory for keys and values in each replica of a stage, in MiB."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Datatype to compute in; by default as in the folder."""
+    first_token_s: Seconds | None = None
+    """Most seconds until the first token of a text; by default only `deadline_s`."""
+    between_tokens_s: Seconds | None = None
+    """Most seconds between two tokens of a text; by default only `deadline_s`."""
 
 
 class ModelSpec(_Strict):
@@ -201,7 +207,11 @@ class ModelSpec(_Strict):
     """`package.module:function` that returns a multiworld.serve.Model, a list of
     stages, or a multiworld.serve.Module to cut."""
     path: str | None = None
-    """Folder of a Hugging Face model on disk; the model is cut between layers."""
+    """Folder of a Hugging Face model on disk, or its name on the hub (`OWNER/NAME`),
+    from which it is fetched once; the model is cut between layers."""
+    revision: str | None = Field(default=None, pattern=REVISION)
+    """Commit, tag or branch of a model on the hub. A commit is best: replicas that
+    start later then load the same weights."""
     generation: GenerationSpec | None = None
     """The model generates text, behind the chat and completion routes of the OpenAI
     API. `generation: {}` takes all defaults. A `path` must be that of a decoder."""
@@ -270,6 +280,8 @@ class ModelSpec(_Strict):
     def _one_source(self) -> ModelSpec:
         if (self.factory is None) == (self.path is None):
             raise ValueError("give either factory or path, and not both")
+        if self.path is None and self.revision is not None:
+            raise ValueError("revision is of a path on the hub; remove it")
         return self
 
 

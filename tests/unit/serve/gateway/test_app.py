@@ -100,6 +100,8 @@ async def test_every_route_is_among_the_tested_ones() -> None:
     posts.append("/v2/repository/index")
     # These are in tests/serve/test_generation.py.
     posts += ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]
+    for prefix in ("/v2/models/m", "/v2/models/m/versions/1"):
+        posts += [f"{prefix}/generate", f"{prefix}/generate_stream"]
     tested = {
         re.sub(r"(models)/m", r"\1/{name}", path).replace("/1", "/{version}")
         for path in (*GETS, *posts)

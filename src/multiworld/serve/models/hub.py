@@ -1,0 +1,65 @@
+"""Models on the Hugging Face hub, fetched once into the hub's own cache. Shell."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from multiworld.errors import SpecError
+
+NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+"""Name of a model on the hub: OWNER/NAME."""
+
+FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+"""Files of a model that stages and tokenizers read."""
+
+
+def is_hub_name(path: str) -> bool:
+    """Tell whether a path is the name of a model on the hub, and no folder."""
+    return NAME.fullmatch(path) is not None and not Path(path).exists()
+
+
+def folder_of(path: str, revision: str | None) -> str:
+    """Return the folder of a model; fetch it from the hub if it is not there yet.
+
+    The folder is in the cache of ``huggingface_hub``, whose environment variables
+    (``HF_HOME``, ``HF_ENDPOINT``, ``HF_TOKEN``, ``HF_HUB_OFFLINE``) apply. Files of
+    a fetched revision are never looked up again.
+
+    Args:
+        path: A folder, or the name of a model on the hub.
+        revision: Commit, tag or branch on the hub; None for a folder.
+
+    Raises:
+        SpecError: A hub name has no revision, a folder has one, or the model cannot be
+            fetched.
+    """
+    if not is_hub_name(path):
+        if revision is not None:
+            raise SpecError(f"{path} is a folder; remove `revision:`")
+        return path
+    if revision is None:
+        raise SpecError(
+            f"{path!r} is no folder; to take it from the Hugging Face hub, add "
+            "`revision:` with a commit, so that all replicas load the same weights"
+        )
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    except ImportError as error:
+        raise SpecError(
+            f"{path!r} is on the Hugging Face hub; pip install huggingface_hub"
+        ) from error
+    try:
+        return snapshot_download(
+            path, revision=revision, allow_patterns=FILES, local_files_only=True
+        )
+    except LocalEntryNotFoundError:
+        pass  # it was not fetched yet
+    try:
+        return snapshot_download(path, revision=revision, allow_patterns=FILES)
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        why = str(error).strip().splitlines()[0]
+        raise SpecError(
+            f"cannot fetch {path} at {revision} from the hub: {why}"
+        ) from error
