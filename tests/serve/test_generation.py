@@ -345,9 +345,7 @@ def test_time_limits_and_full_queues_are_told_by_status(
     with served(tmp_path, spec) as service, ThreadPoolExecutor(4) as threads:
         body = {"model": "m", "prompt": PROMPT, "max_tokens": 4, "ignore_eos": True}
         assert post(service, "/v1/completions", body).status_code == 200
-        for process in service.status().processes:
-            if process.model and process.stage == 2:
-                os.kill(process.pid, signal.SIGSTOP)
+        service.break_replica("stop", "back")
         for _ in range(200):
             found = [
                 threads.submit(post, service, "/v1/completions", {**body, **more})

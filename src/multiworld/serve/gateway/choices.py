@@ -10,8 +10,10 @@ from typing import Any
 import msgspec
 
 from multiworld.errors import ServeError
-from multiworld.serve.generation.streams import Streams, TimeLimits
+from multiworld.serve.generation.stream import TimeLimits
+from multiworld.serve.generation.streams import Streams
 from multiworld.serve.generation.text import GrowingText, Tokenizer
+from multiworld.serve.tenants.fair_queue import Share
 from multiworld.serve.transport.generation_messages import Sampling, TokenItem
 
 
@@ -60,6 +62,7 @@ async def generate(
     samplings: Sequence[Sampling],
     deadline_s: float | None,
     limits: TimeLimits,
+    share: Share,
 ) -> AsyncGenerator[Piece]:
     """Generate all choices at once; yield their pieces as they come.
 
@@ -70,6 +73,7 @@ async def generate(
         samplings: How to choose the tokens of each.
         deadline_s: Seconds until the deadline; None: the model's default.
         limits: Other time limits, of each choice.
+        share: The tenant.
 
     Raises:
         ServeError: One choice failed; the others are ended.
@@ -81,7 +85,12 @@ async def generate(
     async def one(choice: Choice, sampling: Sampling) -> None:
         try:
             async with streams.stream(
-                model, choice.prompt, sampling, deadline_s=deadline_s, limits=limits
+                model,
+                choice.prompt,
+                sampling,
+                deadline_s=deadline_s,
+                limits=limits,
+                share=share,
             ) as tokens:
                 async for item in tokens:
                     await asyncio.sleep(0)  # others go on, however many have come

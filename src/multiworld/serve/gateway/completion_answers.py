@@ -18,7 +18,7 @@ from multiworld.serve.gateway.choices import (
 )
 from multiworld.serve.gateway.completions import Wanted
 from multiworld.serve.gateway.responses import event_of, json_response
-from multiworld.serve.generation.streams import TimeLimits
+from multiworld.serve.generation.stream import TimeLimits
 from multiworld.serve.generation.text import Tokenizer
 from multiworld.serve.transport.generation_messages import TokenItem
 

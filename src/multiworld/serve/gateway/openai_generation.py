@@ -42,7 +42,7 @@ from multiworld.serve.gateway.responses import (
     timeout_of,
 )
 from multiworld.serve.generation.limits import longest_of
-from multiworld.serve.generation.streams import TimeLimits
+from multiworld.serve.generation.stream import TimeLimits
 from multiworld.serve.generation.text import GrowingText, Tokenizer
 from multiworld.serve.spec.stage import Generation
 from multiworld.serve.tenants.authenticator import AdmittedRequest
@@ -301,6 +301,7 @@ async def answered(
             [sampling_of(sampling, choice.index % n) for choice in ready.choices],
             timeout_of(request, ready.wanted.timeout_s),
             ready.limits,
+            admitted.tenant.share,
         )
         if ready.wanted.is_streamed:
             gateway.streams.check_room(ready.served)  # while a status can say it

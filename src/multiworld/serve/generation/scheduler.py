@@ -11,15 +11,23 @@ Memory is counted in blocks of ``block_size`` tokens. If a running sequence need
 block and none is free, the sequence that came last is preempted: its blocks are
 freed, and it is computed again from its tokens when there is room (preemption by
 recompute, as in vLLM: Kwon et al., "Efficient Memory Management for Large Language
-Model Serving with PagedAttention", 2023).
+Model Serving with PagedAttention", 2023). A sequence of a higher priority preempts one
+of a lower priority for its place, too.
+
+Prompts are computed in an order that gives each tenant its share of the tokens; those
+of one tenant in the order of their arrival. Each step has a token of every running
+sequence first, so a flood of prompts delays their tokens by one step at most.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from multiworld.serve.generation.token_shares import TokenShares
+from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport.generation_messages import StepPart
 from multiworld.serve.transport.protocol import Key
 
@@ -62,18 +70,22 @@ class ScheduledSequence:
         is_under_way: True while its next token is being computed.
         blocks: Blocks that it has.
         number: Order of arrival.
+        share: Its tenant.
         is_probe: Whether it waits for nobody.
         is_suspect: Whether it is computed alone until it has a token.
+        is_held: Whether it is not computed now, as a stage of its chain is replaced.
     """
 
     key: Key
     tokens: list[int]
+    share: Share = DEFAULT_SHARE
     computed: int = 0
     is_under_way: bool = False
     blocks: int = 0
     number: int = 0
     is_probe: bool = False
     is_suspect: bool = False
+    is_held: bool = False
 
     @property
     def lacking(self) -> int:
@@ -126,6 +138,7 @@ class Scheduler:
         self._free = limits.blocks
         self._preempted: list[Key] = []
         self._planned: set[Key] = set()
+        self._shares = TokenShares()
         self.preemptions = 0
 
     # Sequences.
@@ -135,6 +148,8 @@ class Scheduler:
         key: Key,
         tokens: Sequence[int],
         *,
+        computed: int = 0,
+        share: Share = DEFAULT_SHARE,
         is_probe: bool = False,
         is_suspect: bool = False,
     ) -> None:
@@ -143,6 +158,8 @@ class Scheduler:
         Args:
             key: Gateway, stream and attempt.
             tokens: Its tokens so far; at least one.
+            computed: Number of tokens that need not be computed; fewer than all.
+            share: Its tenant.
             is_probe: Whether it is the next one, however many run.
             is_suspect: Whether it is computed alone until it has a token.
 
@@ -158,15 +175,15 @@ class Scheduler:
         sequence = ScheduledSequence(
             key,
             list(tokens),
+            share,
+            computed=computed,
             number=self._arrivals,
             is_probe=is_probe,
             is_suspect=is_suspect,
         )
         self._known[key] = sequence
-        if is_probe:
-            self._waiting.insert(0, sequence)
-        else:
-            self._waiting.append(sequence)
+        self._shares.enter(share)
+        self._waiting.append(sequence)
 
     def remove(self, key: Key) -> None:
         """Forget a sequence, if it is known.
@@ -176,12 +193,69 @@ class Scheduler:
         sequence = self._known.pop(key, None)
         if sequence is None:
             return
+        self._shares.leave(sequence.share)
         self._free += sequence.blocks
         for found in (self._waiting, self._running):
             if sequence in found:
                 found.remove(sequence)
+        self._leave_steps(key)
+
+    # Stages that are replaced.
+
+    def knows(self, key: Key) -> bool:
+        """Tell whether a sequence is known."""
+        return key in self._known
+
+    def hold(self, key: Key) -> None:
+        """Compute nothing of a sequence until ``resume``, if it is known.
+
+        What is under way of it does not come back.
+        """
+        sequence = self._known.get(key)
+        if sequence is not None:
+            sequence.is_held = True
+            self._leave_steps(key)
+
+    def move(self, old: Key, new: Key, tokens: Sequence[int], computed: int) -> None:
+        """Rename a sequence, and hold it.
+
+        Args:
+            old: Its key so far.
+            new: Its key from now on.
+            tokens: Its tokens, all that were delivered.
+            computed: Number of those that were computed here.
+        """
+        self.hold(old)
+        sequence = self._known.pop(old)
+        sequence.key, sequence.tokens = new, list(tokens)
+        sequence.computed = min(computed, sequence.computed)
+        self._known[new] = sequence
+
+    def rewind(self, key: Key, computed: int) -> None:
+        """Compute a sequence that is held again from a token on."""
+        sequence = self._known[key]
+        sequence.computed = min(computed, sequence.computed)
+
+    def resume(self, key: Key, token: int | None) -> None:
+        """Go on with a sequence that was held, if it is known.
+
+        Args:
+            key: The sequence.
+            token: Its next token, if the last stage has sampled it.
+        """
+        sequence = self._known.get(key)
+        if sequence is None or not sequence.is_held:
+            return
+        sequence.is_held = sequence.is_under_way = False
+        if token is not None:
+            sequence.tokens.append(token)
+            sequence.is_suspect = False
+
+    def _leave_steps(self, key: Key) -> None:
         for number in list(self._steps):
             self._came_back(number, key)
+
+    # Steps.
 
     def sampled(self, step: int, tokens: Iterable[tuple[Key, int | None]]) -> None:
         """Record what the last stage has computed of a step.
@@ -211,8 +285,6 @@ class Scheduler:
             if not under_way.waits_for:
                 del self._steps[step]
 
-    # Steps.
-
     def next_step(self) -> PlannedStep | None:
         """Return the next step to compute, or None if there is none now."""
         if len(self._steps) >= self.limits.steps:
@@ -227,6 +299,7 @@ class Scheduler:
             self._suspect(parts, suspect, budget)
         if not parts:
             suspect = None
+            self._let_first_in()
             self._decode(parts, budget)
             self._prefill(parts, budget - sum(part.count for part in parts))
         if not parts:
@@ -244,22 +317,28 @@ class Scheduler:
         self, parts: list[StepPart], suspect: ScheduledSequence, budget: int
     ) -> None:
         """Add the next part of a suspect, if there is room for it."""
+        if suspect in self._waiting and not self._admit(suspect):
+            return
         count = self._chunk(suspect, budget, is_alone=True)
-        if suspect in self._waiting:
-            is_full = len(self._running) >= self.limits.max_num_seqs
-            if is_full or self.blocks_of(len(suspect.tokens) + 1) > self._free:
-                return
-            self._waiting.remove(suspect)
-            self._running.append(suspect)
         if count and self._has_room(suspect, count):
             parts.append(self._take(suspect, count))
+
+    def _let_first_in(self) -> None:
+        """Admit waiting sequences of a higher priority than running ones have."""
+        lowest = min((s.share.priority for s in self._running), default=0)
+        for sequence in sorted(
+            (s for s in self._waiting if s.share.priority > lowest and not s.is_held),
+            key=self._rank,
+        ):
+            if sequence.is_suspect or not self._admit(sequence):
+                return
 
     def _decode(self, parts: list[StepPart], budget: int) -> None:
         """Add a token of each running sequence that waits for none, up to a share.
 
         Fewer than a share wait until others of their kind come back.
         """
-        decoding = [s for s in self._running if s.lacking <= 1]
+        decoding = [s for s in self._running if s.lacking <= 1 and not s.is_held]
         groups = min(self.limits.steps, max(1, round(len(decoding) / ROWS)))
         most = min(budget, math.ceil(len(decoding) / groups))
         ready = sum(not s.is_under_way for s in decoding)
@@ -274,32 +353,72 @@ class Scheduler:
                 parts.append(self._take(sequence, 1))
 
     def _prefill(self, parts: list[StepPart], budget: int) -> None:
-        """Fill the step with parts of prompts: of running sequences, then of others."""
-        for sequence in list(self._running):
-            if budget <= 0:
-                return
-            is_due = sequence.lacking > 1 and sequence in self._running
-            if is_due and not sequence.is_under_way:
-                count = self._chunk(sequence, budget, is_alone=not parts)
-                if count and self._has_room(sequence, count):
-                    parts.append(self._take(sequence, count))
-                    budget -= count
-        while self._waiting and budget > 0:
-            sequence = self._waiting[0]
-            if sequence.is_suspect:
-                return  # it waits for room, to be computed alone
-            is_full = len(self._running) >= self.limits.max_num_seqs
-            if is_full and not sequence.is_probe:
-                return
+        """Fill the step with parts of prompts, in the order of fair shares."""
+        running = [
+            s
+            for s in self._running
+            if s.lacking > 1 and not s.is_under_way and not s.is_held
+        ]
+        waiting = self._waiting_by_tenant()
+        while budget > 0 and (running or waiting):
+            heads = [queue[0] for queue in waiting.values()]
+            sequence = min((*running, *heads), key=self._rank)
+            if sequence in self._waiting:
+                # One that waits to be computed alone is not overtaken.
+                is_alone = sequence.is_suspect
+                fits = self._chunk(sequence, budget, is_alone=not parts) > 0
+                if is_alone or not fits or not self._admit(sequence):
+                    waiting = {}  # later ones would overtake it again and again
+                    continue
+                self._next(waiting, sequence)
+            else:
+                running.remove(sequence)
             count = self._chunk(sequence, budget, is_alone=not parts)
-            # All of it must fit, or it would preempt what came before.
-            if not count or self.blocks_of(len(sequence.tokens) + 1) > self._free:
+            if sequence in self._running and count and self._has_room(sequence, count):
+                parts.append(self._take(sequence, count))
+                budget -= count
+
+    def _waiting_by_tenant(self) -> dict[Share, deque[ScheduledSequence]]:
+        found: dict[Share, deque[ScheduledSequence]] = {}
+        for sequence in self._waiting:
+            if sequence.is_probe:
+                found.setdefault(DEFAULT_SHARE, deque()).appendleft(sequence)
+            elif not sequence.is_held:
+                found.setdefault(sequence.share, deque()).append(sequence)
+        return found
+
+    @staticmethod
+    def _next(
+        waiting: dict[Share, deque[ScheduledSequence]], sequence: ScheduledSequence
+    ) -> None:
+        """Remove a sequence from the head of its tenant's queue."""
+        for share, queue in waiting.items():
+            if queue[0] is sequence:
+                queue.popleft()
+                if not queue:
+                    del waiting[share]
                 return
-            self._waiting.pop(0)
-            self._running.append(sequence)
-            self._has_room(sequence, count)
-            parts.append(self._take(sequence, count))
-            budget -= count
+
+    def _rank(self, sequence: ScheduledSequence) -> tuple[bool, int, float, int]:
+        priority, served = self._shares.rank(sequence.share)
+        return not sequence.is_probe, priority, served, sequence.number
+
+    def _admit(self, sequence: ScheduledSequence) -> bool:
+        """Let a sequence run, if there is room for all of it; return whether."""
+        while not self._fits(sequence):
+            victim = self._last_to_preempt(below=sequence.share.priority)
+            if victim is None:
+                return False
+            self._preempt(victim)
+        self._waiting.remove(sequence)
+        self._running.append(sequence)
+        return True
+
+    def _fits(self, sequence: ScheduledSequence) -> bool:
+        is_full = len(self._running) >= self.limits.max_num_seqs
+        # All of it must fit, or it would preempt what came before.
+        has_room = self.blocks_of(len(sequence.tokens) + 1) <= self._free
+        return has_room and (sequence.is_probe or not is_full)
 
     def _chunk(
         self, sequence: ScheduledSequence, budget: int, *, is_alone: bool
@@ -316,6 +435,7 @@ class Scheduler:
         samples = sequence.lacking == 0
         sequence.is_under_way = samples
         self._planned.add(sequence.key)
+        self._shares.charge(sequence.share, count)
         return StepPart(sequence.key, begin, count, samples)
 
     # Blocks.
@@ -338,9 +458,16 @@ class Scheduler:
         sequence.blocks += needed
         return True
 
-    def _last_to_preempt(self) -> ScheduledSequence | None:
-        idle = [s for s in self._running if not self._is_in_a_step(s.key)]
-        return max(idle, key=lambda s: s.number, default=None)
+    def _last_to_preempt(self, below: float = math.inf) -> ScheduledSequence | None:
+        """Return the sequence to preempt first, of those below a priority."""
+        idle = [
+            s
+            for s in self._running
+            if s.share.priority < below
+            and not s.is_held
+            and not self._is_in_a_step(s.key)
+        ]
+        return max(idle, key=lambda s: (-s.share.priority, s.number), default=None)
 
     def _is_in_a_step(self, key: Key) -> bool:
         return key in self._planned or any(

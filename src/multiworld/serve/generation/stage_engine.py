@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from multiworld.serve.generation.kv_cache import KvCache, MissingTokensError, Rows
+from multiworld.serve.generation.links import StreamId
 from multiworld.serve.generation.sampler import choose, finish_of
 from multiworld.serve.transport.generation_messages import Opening, StepPart, TokenItem
 from multiworld.serve.transport.protocol import Key
@@ -65,6 +66,28 @@ class Computed:
     tokens: tuple[TokenItem, ...] = ()
     failed: tuple[tuple[Key, Exception], ...] = ()
 
+    def rows(self) -> dict[Key, Tensor]:
+        """Return the hidden states of each part, [rows, hidden]."""
+        if self.hidden is None:
+            return {}
+        pieces = torch.split(self.hidden, [part.count for part in self.parts])
+        return {p.key: rows for p, rows in zip(self.parts, pieces, strict=True)}
+
+
+@dataclass(frozen=True, slots=True)
+class Chores:
+    """What an engine does before its next step.
+
+    Attributes:
+        free: Streams to forget.
+        drop: Streams whose keys and values are dropped; they are computed again later.
+        open: Sequences that begin, or go on as another attempt.
+    """
+
+    free: Sequence[StreamId] = ()
+    drop: Sequence[StreamId] = ()
+    open: Sequence[Opening] = ()
+
 
 @dataclass(slots=True)
 class StageEngine:
@@ -81,36 +104,32 @@ class StageEngine:
     is_last: bool
     end_tokens: tuple[int, ...] = ()
     cache: KvCache = field(default_factory=KvCache)
-    _tails: dict[Key, Tail] = field(default_factory=dict)
+    _tails: dict[StreamId, Tail] = field(default_factory=dict)
 
-    def free(self, keys: Sequence[Key]) -> None:
-        """Forget sequences."""
-        for key in keys:
-            self.cache.free(key)
-            self._tails.pop(key, None)
+    def tidy(self, chores: Chores) -> None:
+        """Do what is due before a step."""
+        for stream in chores.free:
+            self.cache.free(stream)
+            self._tails.pop(stream, None)
+        for stream in chores.drop:
+            self.cache.free(stream)
+        for opening in chores.open if self.is_last else ():
+            sampling = opening.sampling
+            own = () if sampling.ignore_eos else self.end_tokens
+            tail = Tail(opening, list(opening.tokens), (*own, *sampling.stop_token_ids))
+            known = self._tails.get(opening.key[:2])
+            if known is not None and opening.previous >= 0:
+                tail.scored = known.scored
+            self._tails[opening.key[:2]] = tail
 
-    def drop(self, keys: Sequence[Key]) -> None:
-        """Drop the keys and values of sequences that are computed again later."""
-        for key in keys:
-            self.cache.free(key)
-
-    def compute(
-        self, parts: Sequence[StepPart], rows: Tensor, openings: Sequence[Opening]
-    ) -> Computed:
+    def compute(self, parts: Sequence[StepPart], rows: Tensor) -> Computed:
         """Compute a step; if it fails, each of its parts alone.
 
         Args:
             parts: The parts of the step.
             rows: Token ids, [rows], or hidden states, [rows, hidden]; of all parts in
                 order.
-            openings: Sequences that begin.
         """
-        if self.is_last:
-            for opening in openings:
-                sampling = opening.sampling
-                own = () if sampling.ignore_eos else self.end_tokens
-                ends = (*own, *sampling.stop_token_ids)
-                self._tails[opening.key] = Tail(opening, list(opening.tokens), ends)
         try:
             with torch.inference_mode():
                 return self._compute(parts, rows)
@@ -121,7 +140,7 @@ class StageEngine:
                 return Computed((), failed=((parts[0].key, error),))
         offset, done = 0, []
         for part in parts:
-            done.append(self.compute([part], rows[offset : offset + part.count], ()))
+            done.append(self.compute([part], rows[offset : offset + part.count]))
             offset += part.count
         found = [one.hidden for one in done if one.hidden is not None]
         return Computed(
@@ -133,7 +152,7 @@ class StageEngine:
 
     def _compute(self, parts: Sequence[StepPart], rows: Tensor) -> Computed:
         positions = torch.cat([torch.arange(p.begin, p.begin + p.count) for p in parts])
-        attention = self.cache.step([Rows(p.key, p.begin, p.count) for p in parts])
+        attention = self.cache.step([Rows(p.key[:2], p.begin, p.count) for p in parts])
         rows_of = self._wanted(parts) if self.is_last else []
         flat = [row for each in rows_of for row in each]
         wanted = torch.tensor(flat, dtype=torch.int64)
@@ -144,7 +163,7 @@ class StageEngine:
         for part, each in zip(parts, rows_of, strict=True):
             logits = found[begin : begin + len(each)]
             begin += len(each)
-            if self._tails[part.key].scores(part):
+            if self._tails[part.key[:2]].scores(part):
                 self._score(part, logits)
             if part.samples:
                 tokens.append(self._sample(part, logits[-1]))
@@ -156,7 +175,7 @@ class StageEngine:
         end = 0
         for part in parts:
             end += part.count
-            if self._tails[part.key].scores(part):
+            if self._tails[part.key[:2]].scores(part):
                 found.append(range(end - part.count, end))
             else:
                 found.append([end - 1] if part.samples else [])
@@ -164,7 +183,7 @@ class StageEngine:
 
     def _score(self, part: StepPart, logits: Tensor) -> None:
         """Keep the probabilities of the tokens of the prompt after these rows."""
-        tail = self._tails[part.key]
+        tail = self._tails[part.key[:2]]
         del tail.scored[part.begin :]  # they are computed again
         most = tail.opening.sampling.prompt_logprobs or 0
         end = min(part.begin + part.count, tail.opening.prompt - 1)
@@ -176,7 +195,7 @@ class StageEngine:
             tail.scored.append((float(logprobs[token]), tuple(pairs)))
 
     def _sample(self, part: StepPart, logits: Tensor) -> TokenItem:
-        tail = self._tails[part.key]
+        tail = self._tails[part.key[:2]]
         opening = tail.opening
         del tail.tokens[part.begin + part.count :]  # it is computed again
         chosen = choose(

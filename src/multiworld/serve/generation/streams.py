@@ -1,9 +1,11 @@
 """The streams of one gateway: where each is computed, and what was delivered. Shell.
 
 The gateway is the authority on a stream: what it has delivered is never changed. If a
-replica of a stream's chain is lost, the stream becomes another attempt: it is pinned to
-other replicas, and computed again from its prompt and the delivered tokens. Tokens of
-earlier attempts are ignored, wherever they still come from.
+replica of a stream's chain is lost, the stream becomes another attempt: another replica
+takes the place of the lost one, and is filled by those that are left. If that fails
+again and again, or the stream may be the cause, it begins anew on any replicas, from
+its prompt and the delivered tokens. Tokens of earlier attempts are ignored, wherever
+they still come from.
 """
 
 from __future__ import annotations
@@ -14,19 +16,25 @@ import logging
 import random
 import time
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Iterable,
+    Sequence,
+)
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
 
 from multiworld.errors import (
     DeadlineExceededError,
     OverloadedError,
     RequestPoisonedError,
-    ServeError,
     UnknownModelError,
 )
+from multiworld.serve.generation.stream import NO_LIMITS, Stream, TimeLimits
 from multiworld.serve.generation.stream_counts import StreamCounts
+from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport import generation_messages, protocol
+from multiworld.serve.transport.edge_messages import EdgeMessage
 from multiworld.serve.transport.edges import SILENT_S, Outbox
 from multiworld.serve.transport.frames import Entry
 from multiworld.serve.transport.generation_messages import Opening, Sampling, TokenItem
@@ -54,94 +62,12 @@ OWED = 65536
 SUSPECT_LOSSES = 2
 """Replicas lost in a row after which it is computed alone, until it has a token."""
 
+KEPT_RETURNS = 3
+"""Attempts that may come back in a row before a stream begins anew."""
+
 PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 """Seconds until a stream that came back is tried again; doubles each time without a
 token in between."""
-
-
-@dataclass(frozen=True, slots=True)
-class TimeLimits:
-    """Time limits of a stream, besides its deadline.
-
-    Attributes:
-        first_token_s: Most seconds until its first token; None: no limit.
-        between_tokens_s: Most seconds between two tokens; None: no limit.
-    """
-
-    first_token_s: float | None = None
-    between_tokens_s: float | None = None
-
-
-NO_LIMITS = TimeLimits()
-"""Only the deadline counts."""
-
-
-@dataclass(slots=True, eq=False)
-class Stream:
-    """A stream whose client waits for tokens.
-
-    Attributes:
-        number: Its number at this gateway.
-        model: Name of the model.
-        version: Version that it began with.
-        tokens: The prompt, and the tokens that were delivered.
-        prompt: Number of tokens of the prompt.
-        sampling: How its tokens are chosen.
-        deadline_at: Monotonic time at which it is given up.
-        via: For a probe: replicas by stage that it must go through.
-        attempt: Number of the current attempt.
-        chain: Replicas by stage; empty while it waits for a chain.
-        losses: Replicas that were lost with it since its last token.
-        returns: Attempts that came back since its last token.
-        is_alone: Whether it is computed now and nothing else is, as a suspect.
-        not_before: Monotonic time of the next attempt.
-        limits: Its time limits besides the deadline.
-        began_at: Monotonic time at which it was accepted.
-        first_at: Monotonic time of its first token; None before.
-        last_at: Monotonic time of its last token so far.
-        arrived: Tokens that the client has not taken yet; the last one stays.
-        has_arrived: Set when there are any.
-    """
-
-    number: int
-    model: str
-    version: str
-    tokens: list[int]
-    prompt: int
-    sampling: Sampling
-    deadline_at: float
-    via: dict[int, str]
-    limits: TimeLimits
-    attempt: int = 0
-    chain: tuple[str, ...] = ()
-    losses: int = 0
-    returns: int = 0
-    is_alone: bool = False
-    not_before: float = 0.0
-    began_at: float = 0.0
-    first_at: float | None = None
-    last_at: float = 0.0
-    arrived: deque[TokenItem | ServeError] = field(default_factory=deque)
-    has_arrived: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def late(self, now: float) -> str:
-        """Return which time limit has passed; empty if none has."""
-        made = len(self.tokens) - self.prompt
-        if now > self.deadline_at:
-            most = self.sampling.max_tokens
-            return f"deadline passed after {made} of at most {most} tokens"
-        since = self.began_at if self.first_at is None else self.last_at
-        first_s, between_s = self.limits.first_token_s, self.limits.between_tokens_s
-        limit_s = first_s if self.first_at is None else between_s
-        if limit_s is None or now - since <= limit_s:
-            return ""
-        what = "first token" if self.first_at is None else f"token after {made}"
-        return f"no {what} within {limit_s:g} s"
-
-    def put(self, item: TokenItem | ServeError) -> None:
-        """Give the client a token, or the error that ends the stream."""
-        self.arrived.append(item)
-        self.has_arrived.set()
 
 
 class Streams:
@@ -185,6 +111,7 @@ class Streams:
         *,
         deadline_s: float | None = None,
         limits: TimeLimits = NO_LIMITS,
+        share: Share = DEFAULT_SHARE,
         via: dict[int, str] | None = None,
         version: str | None = None,
     ) -> AsyncIterator[AsyncIterator[TokenItem]]:
@@ -196,6 +123,7 @@ class Streams:
             sampling: How tokens are chosen.
             deadline_s: Seconds until the deadline; None: the model's default.
             limits: Its other time limits.
+            share: Its tenant.
             via: For a probe: replicas by stage that it must go through.
             version: For a probe: version of the model; None: the active one.
 
@@ -223,13 +151,14 @@ class Streams:
             self._clock() + limit_s,
             via or {},
             limits,
+            share=share,
             began_at=self._clock(),
         )
         self._streams[stream.number] = self._unplaced[stream.number] = stream
         self._is_busy.set()
         self._place(stream)
         try:
-            async with aclosing(_tokens(stream)) as found:
+            async with aclosing(stream.items()) as found:
                 yield found
         finally:
             del self._streams[stream.number]
@@ -248,7 +177,7 @@ class Streams:
             OverloadedError: Too many streams wait.
         """
         waiting = sum(
-            s.model == model and s.first_at is None and not _has_ended(s)
+            s.model == model and s.first_at is None and not s.has_ended
             for s in self._streams.values()
         )
         if waiting >= self._route(model).max_queued_requests + 1:
@@ -336,6 +265,7 @@ class Streams:
         known_cause = any(stream.is_alone for stream in there)
         for stream in there:
             stream.losses += not is_polite and (stream.is_alone or not known_cause)
+            stream.returns = 0
             self._again(stream, f"{peer} is gone")
         self._place_waiting()
 
@@ -394,10 +324,15 @@ class Streams:
     # Chains.
 
     def _again(self, stream: Stream, why: str) -> None:
-        """Compute a stream again, on another chain."""
+        """Make another attempt at a stream, with what is left of its chain."""
         self.counts["replayed"] += 1
         logger.info("stream %d again: %s", stream.number, why)
-        self._leave_chain(stream)
+        is_kept = (
+            stream.losses < SUSPECT_LOSSES
+            and stream.returns < KEPT_RETURNS
+            and not stream.via
+        )
+        self._leave_chain(stream, is_kept=is_kept)
         if stream.losses >= POISON_LOSSES:
             stream.put(
                 RequestPoisonedError(
@@ -410,20 +345,46 @@ class Streams:
             stream.not_before = self._clock() + min(LONGEST_PAUSE_S, pause_s)
         stream.returns += 1
 
-    def _leave_chain(self, stream: Stream) -> None:
-        """End the current attempt at all replicas that have it."""
+    def _leave_chain(self, stream: Stream, *, is_kept: bool = False) -> None:
+        """End the current attempt.
+
+        Args:
+            stream: The stream.
+            is_kept: Whether the replicas keep it for the next attempt; stage 0 does
+                not go on with it meanwhile.
+        """
         key = self.name, stream.number, stream.attempt
         for replica in stream.chain:
             self._load[replica] -= 1
-            outbox = self._edges.get(replica)
-            if outbox is not None:
-                outbox.put(generation_messages.End((key,)))
+        if stream.chain and is_kept:
+            stream.kept = stream.chain
+            self._tell(stream.kept[0], generation_messages.Hold((key,)))
+        elif stream.chain:
+            self._end_at(stream.chain, key)
+        else:  # it waits; those that keep it have the attempt before
+            self._forget_kept(stream)
+        if stream.chain:
+            stream.chain = ()
+            stream.attempt += 1
+        stream.is_alone = False
+        self._unplaced[stream.number] = stream
+
+    def _forget_kept(self, stream: Stream) -> None:
+        """End the attempt before, at the replicas that keep it."""
+        self._end_at(stream.kept, (self.name, stream.number, stream.attempt - 1))
+        stream.kept = ()
+
+    def _end_at(self, replicas: Iterable[str], key: Key) -> None:
+        for replica in replicas:
+            if replica in self._edges:
+                self._tell(replica, generation_messages.End((key,)))
             elif replica in self.table.replicas:  # it may connect again
                 self._owed.setdefault(replica, deque(maxlen=OWED)).append(key)
-        stream.chain = ()
-        stream.is_alone = False
-        stream.attempt += 1
-        self._unplaced[stream.number] = stream
+
+    def _tell(self, replica: str, message: EdgeMessage) -> None:
+        outbox = self._edges.get(replica)
+        if outbox is not None:
+            outbox.put(message)
 
     def _place_waiting(self) -> None:
         now = self._clock()
@@ -433,7 +394,7 @@ class Streams:
 
     def _place(self, stream: Stream) -> None:
         """Pin a stream to a chain and begin it there, if there is one."""
-        if _has_ended(stream):
+        if stream.has_ended:
             return
         chain = self._chain(stream)
         if chain is None:
@@ -441,23 +402,34 @@ class Streams:
             if route is not None and route.on_demand:
                 self.on_missing(stream.model)
             return
-        stream.chain = chain
+        kept, previous = stream.kept, stream.attempt - 1
+        is_moved = any(name in kept for name in chain)
+        self._end_at(
+            [name for name in kept if name not in chain],
+            (self.name, stream.number, previous),
+        )
+        stream.chain, stream.kept = chain, ()
         del self._unplaced[stream.number]
-        for replica in chain:
-            self._load[replica] += 1
         opening = Opening(
             (self.name, stream.number, stream.attempt),
             tuple(stream.tokens),
             stream.prompt,
             chain,
             stream.sampling,
+            stream.share,
+            previous if is_moved else -1,
             bool(stream.via),
             stream.losses >= SUSPECT_LOSSES,
         )
-        self._edges[chain[0]].put(generation_messages.Begin((opening,)))
+        for replica in chain:
+            self._load[replica] += 1
+            self._tell(replica, generation_messages.Begin((opening,)))
 
     def _chain(self, stream: Stream) -> tuple[str, ...] | None:
-        """Return the least loaded replica of each stage; None if a stage has none."""
+        """Return a replica of each stage; None if a stage has none.
+
+        Those that keep the attempt before stay; others are the least loaded.
+        """
         route = self.table.routes.get(stream.model)
         if route is None:
             return None
@@ -466,13 +438,22 @@ class Streams:
             versions.append(route.version)  # the version that it began with may be gone
         for version in versions:
             chain = [
-                self._replica(stream, version, stage)
+                self._kept(stream, version, stage)
+                or self._replica(stream, version, stage)
                 for stage in range(route.stages.get(version, 0))
             ]
             if chain and None not in chain:
                 stream.version = version
                 return tuple(name for name in chain if name is not None)
         return None
+
+    def _kept(self, stream: Stream, version: str, stage: int) -> str | None:
+        """Return the replica of a stage that keeps the attempt before, if it can."""
+        name = stream.kept[stage] if stage < len(stream.kept) else ""
+        known = self.table.replicas.get(name)
+        is_there = name in self._edges and name not in self._silent
+        is_same = known is not None and known.version == version
+        return name if is_there and is_same else None
 
     def _replica(self, stream: Stream, version: str, stage: int) -> str | None:
         wanted = stream.via.get(stage)
@@ -505,7 +486,7 @@ class Streams:
             now = self._clock()
             for stream in list(self._streams.values()):
                 late = stream.late(now)
-                if late and not _has_ended(stream):
+                if late and not stream.has_ended:
                     self._leave_chain(stream)
                     stream.put(DeadlineExceededError(late))
             self._look_for_silence()
@@ -530,27 +511,3 @@ class Streams:
             for stream in self._at(name) if others else ():
                 if not stream.via:
                     self._again(stream, f"{name} is silent")
-
-
-def _is_last(item: TokenItem | ServeError) -> bool:
-    return isinstance(item, ServeError) or bool(item.finish)
-
-
-def _has_ended(stream: Stream) -> bool:
-    return bool(stream.arrived) and _is_last(stream.arrived[-1])
-
-
-async def _tokens(stream: Stream) -> AsyncGenerator[TokenItem]:
-    while True:
-        while not stream.arrived:
-            stream.has_arrived.clear()
-            await stream.has_arrived.wait()
-        item = stream.arrived[0]
-        if isinstance(item, ServeError):
-            raise item
-        if not item.finish:
-            stream.arrived.popleft()
-            yield item
-            continue
-        yield item
-        return

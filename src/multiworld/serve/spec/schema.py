@@ -189,6 +189,9 @@ class GenerationSpec(_Strict):
     """Tokens of a block, the unit of memory for keys and values."""
     kv_cache_memory_mb: Annotated[float, Field(gt=0, le=1e8)] = 512.0
     """Memory for keys and values in each replica of a stage, in MiB."""
+    backup_memory_mb: Annotated[float, Field(ge=0, le=1e8)] = 128.0
+    """Memory in each replica for what it has sent to the next stage, in MiB. A replica
+    that replaces a lost one is filled from it; without, more stages compute again."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Datatype to compute in; by default as in the folder."""
     first_token_s: Seconds | None = None

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from multiworld.serve.transport.generation_messages import GenerationMessage, Step
+from multiworld.serve.transport.generation_messages import (
+    GenerationMessage,
+    Refill,
+    Step,
+)
 from multiworld.serve.transport.protocol import (
     Answers,
     Cancel,
@@ -20,6 +24,6 @@ def contents_of(message: EdgeMessage) -> int:
     match message:
         case Work(items) | Answers(items):
             return len(items)
-        case Step():
+        case Step() | Refill():
             return 1
     return 0

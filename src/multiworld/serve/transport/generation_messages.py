@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport.protocol import Key, Message, RemoteError
 
 
@@ -57,6 +58,9 @@ class Opening(msgspec.Struct, frozen=True, array_like=True):
         prompt: Number of tokens of the prompt.
         chain: Replicas by stage.
         sampling: How its tokens are chosen.
+        share: Its tenant.
+        previous: Number of the attempt that it continues: a replica that has that one
+            keeps what it has computed. -1: it begins anew.
         is_probe: Whether it is a probe, which waits for nobody.
         is_suspect: Whether replicas were lost with it again and again, so that it is
             computed alone until it has a token.
@@ -67,14 +71,68 @@ class Opening(msgspec.Struct, frozen=True, array_like=True):
     prompt: int
     chain: tuple[str, ...]
     sampling: Sampling
+    share: Share = DEFAULT_SHARE
+    previous: int = -1
     is_probe: bool = False
     is_suspect: bool = False
 
 
 class Begin(Message, frozen=True):
-    """Sequences to generate: of a gateway to a replica of stage 0."""
+    """Sequences to generate: of a gateway to all replicas of a chain."""
 
     openings: tuple[Opening, ...]
+
+
+class Hold(Message, frozen=True):
+    """Sequences of whose chain a stage has no replica now, so that they wait.
+
+    Of a gateway to a replica of stage 0.
+    """
+
+    keys: tuple[Key, ...]
+
+
+class Held(Message, frozen=True):
+    """What a replica has of a sequence that begins: to the replica before it.
+
+    That one sends it all tokens from there on. It is told from the last stage up, each
+    replica in turn, and with it stage 0 begins.
+
+    Attributes:
+        key: The sequence.
+        count: Number of its tokens of which the keys and values are there.
+    """
+
+    key: Key
+    count: int
+
+
+class Refill(Message, frozen=True):
+    """Tokens that a stage has computed before: of a replica to one of the next stage.
+
+    The frame has one content, ``hidden`` of shape [tokens, hidden].
+
+    Attributes:
+        key: The sequence.
+        begin: Position of the first token.
+        is_end: True if these are the last ones, so that the last stage tells stage 0.
+    """
+
+    key: Key
+    begin: int
+    is_end: bool = False
+
+
+class Resumed(Message, frozen=True):
+    """A sequence whose stages all have what they need: of the last stage to stage 0.
+
+    Attributes:
+        key: The sequence.
+        token: The next token; None if its prompt is not complete yet, or it has ended.
+    """
+
+    key: Key
+    token: int | None = None
 
 
 class End(Message, frozen=True):
@@ -88,8 +146,8 @@ class StepPart(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         key: The sequence.
-        begin: Position of its first token; 0 drops what was computed of it before.
-        count: Number of its tokens.
+        begin: Position of its first token.
+        count: Number of its tokens; 0 if the next stage has them already.
         samples: True if the last stage samples the next token.
     """
 
@@ -109,13 +167,11 @@ class Step(Message, frozen=True):
         origin: Replica of stage 0 that has scheduled it.
         number: Number of the step there.
         parts: Its parts.
-        openings: Sequences that begin in it.
     """
 
     origin: str
     number: int
     parts: tuple[StepPart, ...]
-    openings: tuple[Opening, ...] = ()
 
 
 class Preempted(Message, frozen=True):
@@ -192,6 +248,17 @@ class SequenceFailed(Message, frozen=True):
 
 
 GenerationMessage = (
-    Begin | End | Step | Preempted | Tokens | StepDone | Alone | SequenceFailed
+    Begin
+    | Hold
+    | Held
+    | Refill
+    | Resumed
+    | End
+    | Step
+    | Preempted
+    | Tokens
+    | StepDone
+    | Alone
+    | SequenceFailed
 )
 """Message on an edge of a model that generates text."""

@@ -1,30 +1,29 @@
 """One replica of one stage of a model that generates text. Shell.
 
 The replica of stage 0 schedules; the others compute the steps that arrive, in order.
-The gateway of a sequence decides when it ends and where it is computed again: a replica
-only tells it what it cannot go on with.
+The gateway of a sequence decides when it ends and which replicas compute it: a replica
+only tells it what it cannot go on with, and keeps what it has until the gateway says
+more. If a replica of a chain is replaced, the others fill it from what they have sent
+before; see ``generation.links``.
 """
 
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import logging
-import os
-import sys
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from multiworld.errors import InvalidRequestError, ModelFailedError
 from multiworld.serve.generation.kv_cache import MissingTokensError
+from multiworld.serve.generation.links import Link, Links
+from multiworld.serve.generation.row_log import RowLog
 from multiworld.serve.generation.scheduler import PlannedStep, Scheduler
-from multiworld.serve.generation.stage_engine import Computed, StageEngine
+from multiworld.serve.generation.stage_engine import Computed
 from multiworld.serve.spec.stage import Stage, StageContext
 from multiworld.serve.transport import generation_messages
 from multiworld.serve.transport.edge_messages import EdgeMessage
@@ -33,28 +32,16 @@ from multiworld.serve.transport.frames import Entry
 from multiworld.serve.transport.generation_messages import Opening, StepPart, TokenItem
 from multiworld.serve.transport.protocol import Key, RemoteError, WorkerReport
 from multiworld.serve.transport.routing_table import RoutingTable
-from multiworld.serve.worker.compute_thread import ComputeThread
-from multiworld.serve.worker.hang_guard import EXIT_HUNG, HangGuard
+from multiworld.serve.worker.engine_thread import EngineThread
+from multiworld.serve.worker.inbox import ArrivedStep, Inbox, RefillRows
 
 logger = logging.getLogger("multiworld.serve")
 
-HUNG_S = 30.0
-"""Seconds after which a step is taken to hang. A stage with larger steps says so with
-``compute_s``."""
+NO_ROWS = torch.empty(0, 0)
+"""Hidden states of no rows."""
 
 HELD = 4096
 """Most messages that wait for a gateway which is still to connect."""
-
-ENDED = 65536
-"""Ended sequences that are remembered, because a step of them may still arrive."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Arrived:
-    """A step that waits to be computed."""
-
-    step: generation_messages.Step | generation_messages.Preempted
-    hidden: Tensor | None = None
 
 
 class GenerationWorker:
@@ -68,13 +55,13 @@ class GenerationWorker:
         stage_name: Name of the stage, for errors.
         threads: Threads that torch uses for one operation.
         scheduler: Scheduler of steps, used in stage 0.
+        log_bytes: Most bytes of the log of what was sent to the next stage.
         end_tokens: Tokens that end a text, by the model.
-        compute_s: Most seconds for one step; None: ``HUNG_S``.
+        compute_s: Most seconds for one step; None: ``engine_thread.HUNG_S``.
         clock: Returns the monotonic time in seconds.
 
     Attributes:
         counts: Number of events since the start, by kind.
-        computed_s: Total computing time, in seconds.
     """
 
     def __init__(
@@ -87,29 +74,24 @@ class GenerationWorker:
         threads: int,
         scheduler: Scheduler,
         end_tokens: tuple[int, ...],
+        log_bytes: int,
         compute_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name, self._number, self._is_last = name, number, is_last
-        self._stage, self._stage_name, self._threads = stage, stage_name, threads
-        self._scheduler, self._end_tokens = scheduler, end_tokens
-        self._clock, self._compute_s = clock, compute_s or HUNG_S
-        self._thread: ComputeThread | None = None
-        self._engine: StageEngine | None = None
+        self._stage_name, self._scheduler, self._clock = stage_name, scheduler, clock
+        self._engine = EngineThread(
+            stage, is_last, threads, end_tokens, compute_s, clock
+        )
         self._edges: dict[str, Outbox] = {}
-        self._openings: dict[Key, Opening] = {}
-        self._told: set[Key] = set()
-        self._ended: OrderedDict[Key, None] = OrderedDict()
-        self._to_free: list[Key] = []
-        self._to_drop: list[Key] = []
+        self._links = Links(is_last=is_last)
+        self._log = RowLog(log_bytes)
+        self._sampled: dict[Key, int | None] = {}
         self._held: dict[str, deque[EdgeMessage]] = {}
-        self._guard = HangGuard(self._end_if_hung)
-        self._arrived: deque[_Arrived] = deque()
+        self._inbox = Inbox(scheduler.limits.max_num_batched_tokens)
         self._has_work = asyncio.Event()
-        self._began_at: float | None = None
         self._table = RoutingTable()
         self.counts: Counter[str] = Counter()
-        self.computed_s = 0.0
 
     # The life of the process.
 
@@ -121,31 +103,11 @@ class GenerationWorker:
 
         Cancellation: Loading goes on in its thread; call ``close`` afterwards.
         """
-        self._thread = ComputeThread()
-        await self._thread.call(self._load, context)
-
-    def _load(self, context: StageContext) -> None:
-        torch.set_num_threads(self._threads)
-        with torch.inference_mode():
-            function: Any = self._stage.load(context)
-        self._engine = StageEngine(function, self._is_last, self._end_tokens)
-        self._guard.start()
-
-    def _end_if_hung(self) -> None:
-        """Exit the process if the running step is taken to hang; any thread calls it.
-
-        The gateways see it at once, and compute its sequences elsewhere.
-        """
-        began = self._began_at
-        if began is not None and self._clock() - began > self._compute_s:
-            logger.error("a step takes more than %g s: it hangs", self._compute_s)
-            faulthandler.dump_traceback(sys.stderr)
-            os._exit(EXIT_HUNG)
+        await self._engine.load(context)
 
     def close(self) -> None:
         """Stop the thread, without waiting for a running computation."""
-        if self._thread is not None:
-            self._thread.close()
+        self._engine.close()
 
     async def run(self) -> None:
         """Compute steps until cancelled.
@@ -167,8 +129,9 @@ class GenerationWorker:
         """Use a new routing table; end the sequences of gateways that are gone."""
         self._table = table
         known = {*table.gateways, *self._edges}
-        for key in [key for key in self._openings if key[0] not in known]:
-            self._end(key)
+        for link in self._links:
+            if link.key[0] not in known:
+                self._end(link.key)
         for name in self._held.keys() - known:
             del self._held[name]
 
@@ -180,7 +143,7 @@ class GenerationWorker:
     @property
     def is_idle(self) -> bool:
         """True if it knows no sequence."""
-        return not self._openings
+        return not len(self._links)
 
     async def wait_sent(self) -> None:
         """Wait until all messages were sent.
@@ -192,15 +155,15 @@ class GenerationWorker:
 
     def report(self) -> WorkerReport:
         """Return what it does at this moment."""
-        waiting, running = len(self._arrived), len(self._openings)
+        waiting, running = len(self._inbox), len(self._links)
         if self._number == 0:
             waiting, running = self._scheduler.waiting, self._scheduler.running
-        began = self._began_at
+        began = self._engine.began_at
         return WorkerReport(
             queued=waiting,
             computing=running,
             computing_s=0.0 if began is None else self._clock() - began,
-            computed_s=self.computed_s,
+            computed_s=self._engine.computed_s,
             counts={**self.counts, "preemptions": self._scheduler.preemptions},
             upstream=self._connected(self._number - 1),
             routers=tuple(sorted(set(self._table.gateways) & self._edges.keys())),
@@ -226,8 +189,8 @@ class GenerationWorker:
     def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
         """Stop using an incarnation of an edge.
 
-        Sequences of a gateway that is gone are dropped; those that go through a replica
-        that is gone are returned to their gateways.
+        Sequences of a gateway that is gone are dropped; of those that go through a
+        replica that is gone, their gateways are told.
 
         Args:
             outbox: The incarnation.
@@ -237,11 +200,11 @@ class GenerationWorker:
         if self._edges.get(peer) is not outbox:
             return
         del self._edges[peer]
-        for key, opening in list(self._openings.items()):
-            if key[0] == peer:
-                self._end(key)
-            elif peer in opening.chain:
-                self._give_back(key)
+        for link in self._links:
+            if link.key[0] == peer:
+                self._end(link.key)
+            elif peer in link.opening.chain:
+                self._give_back(link.key)
 
     def received(self, outbox: Outbox, frame: Sequence[Entry]) -> None:
         """Handle the messages of a frame that has arrived."""
@@ -250,51 +213,104 @@ class GenerationWorker:
                 case generation_messages.Begin(openings):
                     for opening in openings:
                         self._begin(opening)
+                case generation_messages.Held(key, count):
+                    self._told(key, count)
+                case generation_messages.Hold(keys):
+                    for key in keys:
+                        self._scheduler.hold(key)
                 case generation_messages.End(keys):
                     for key in keys:
                         self._end(key)
                 case generation_messages.Step():
                     # The frame's memory is reused once its tensors are gone.
-                    self._arrived.append(_Arrived(message, contents[0]["hidden"]))
+                    self._inbox.add(ArrivedStep(message, contents[0]["hidden"]))
+                case generation_messages.Refill():
+                    self._inbox.refill(message, contents[0]["hidden"])
                 case generation_messages.Preempted():
-                    self._arrived.append(_Arrived(message))
+                    self._inbox.add(message)
                 case generation_messages.StepDone(number, tokens):
                     self._scheduler.sampled(number, tokens)
+                case generation_messages.Resumed(key, token):
+                    self._scheduler.resume(key, token)
         self._has_work.set()
 
     # Sequences.
 
     def _begin(self, opening: Opening) -> None:
-        if opening.key in self._ended or opening.key in self._openings:
+        """Take a sequence in, and tell the stage before what is here of it."""
+        earlier = (*opening.key[:2], opening.previous)
+        link, told = self._links.begin(opening)
+        self._engine.open(opening)
+        if self._scheduler.knows(earlier):
+            self._scheduler.move(earlier, opening.key, opening.tokens, link.held)
+        if not self._neighbours(opening) <= self._edges.keys():
+            self._give_back(opening.key)  # not connected yet, or no more
+        elif self._is_last:
+            self._resolve(link)
+        elif told is not None:
+            self._told(opening.key, told)
+
+    def _neighbours(self, opening: Opening) -> set[str]:
+        """Return the replicas of a chain that this one exchanges messages with."""
+        chain, here = opening.chain, self._number
+        found = {*chain[max(0, here - 1) : here + 2]}
+        if here == 0 or self._is_last:
+            found |= {chain[0], chain[-1]}
+        return found - {self.name}
+
+    def _told(self, key: Key, count: int) -> None:
+        """Send the next stage what it lacks, as far as it is here."""
+        resolved = self._links.told(key, count)
+        if resolved is None:
             return
-        others = {*opening.chain[1:2], *opening.chain[1:][-1:]}
-        if not others <= self._edges.keys():  # it is not connected yet, or no more
-            self._give_back(opening.key)
+        link, begin, end = resolved.link, resolved.begin, resolved.end
+        is_moved = self._scheduler.knows(key)
+        if begin < end or is_moved:
+            self._refill(link, begin, end, is_end=is_moved)
+        self._resolve(link)
+
+    def _refill(self, link: Link, begin: int, end: int, *, is_end: bool) -> None:
+        """Send rows of the log to the next stage; it is the end in stage 0."""
+        message = generation_messages.Refill(link.key, begin, is_end)
+        rows = self._log.rows(link.stream, begin, end) if begin < end else NO_ROWS
+        self._tell(link.opening.chain[self._number + 1], message, rows)
+        link.sent = end
+
+    def _resolve(self, link: Link) -> None:
+        """Go on with a sequence, now that the stages after this one can."""
+        key, opening = link.key, link.opening
+        if self._number > 0:
+            held = generation_messages.Held(key, link.held)
+            self._tell(opening.chain[self._number - 1], held)
+            return
+        if self._scheduler.knows(key):
+            self._scheduler.rewind(key, link.held)
             return
         try:
             self._scheduler.add(
-                opening.key,
+                key,
                 opening.tokens,
+                computed=link.held,
+                share=opening.share,
                 is_probe=opening.is_probe,
                 is_suspect=opening.is_suspect,
             )
         except ValueError as error:
-            self._fail(opening.key, InvalidRequestError(str(error)))
-            return
-        self._openings[opening.key] = opening
+            self._fail(key, InvalidRequestError(str(error)))
 
     def _end(self, key: Key) -> None:
-        self._ended[key] = None
-        while len(self._ended) > ENDED:
-            self._ended.popitem(last=False)
-        self._told.discard(key)
-        if self._openings.pop(key, None) is not None:
-            self._scheduler.remove(key)
-            self._to_free.append(key)
-            self._has_work.set()
+        if not self._links.end(key):
+            return
+        stream = key[:2]
+        self._scheduler.remove(key)
+        self._sampled.pop(key, None)
+        self._log.drop(stream)
+        self._engine.free(stream)
+        self._has_work.set()
 
     def _give_back(self, key: Key) -> None:
-        self._end(key)
+        """Tell its gateway that a sequence cannot go on; it says what to do."""
+        self._scheduler.hold(key)
         self._tell(key[0], generation_messages.SequenceFailed(key))
 
     def _fail(self, key: Key, error: Exception) -> None:
@@ -305,10 +321,12 @@ class GenerationWorker:
         failed = generation_messages.SequenceFailed(key, RemoteError.of(error))
         self._tell(key[0], failed)
 
-    def _tell(self, peer: str, message: EdgeMessage) -> None:
+    def _tell(
+        self, peer: str, message: EdgeMessage, hidden: Tensor | None = None
+    ) -> None:
         outbox = self._edges.get(peer)
         if outbox is not None:
-            outbox.put(message)
+            outbox.put(message, () if hidden is None else [{"hidden": hidden}])
         elif peer in self._table.gateways:  # it is still to connect
             self._held.setdefault(peer, deque(maxlen=HELD)).append(message)
 
@@ -318,38 +336,35 @@ class GenerationWorker:
         """Compute one step; return False if there is none."""
         if self._number == 0:
             planned = self._scheduler.next_step()
-            if planned is None:
-                await self._free_ended()
+            if planned is not None:
+                await self._compute_planned(planned)
+                return True
+        match self._inbox.next():
+            case None:
+                await self._engine.tidy()
                 return False
-            await self._compute_planned(planned)
-            return True
-        if not self._arrived:
-            await self._free_ended()
-            return False
-        arrived = self._arrived.popleft()
-        step = arrived.step
-        if isinstance(step, generation_messages.Preempted):
-            self._preempt(step.keys)
-            return True
-        assert arrived.hidden is not None
-        for opening in step.openings:
-            if opening.key not in self._ended:
-                self._openings[opening.key] = opening
-        parts, rows = self._known_parts(step.parts, arrived.hidden)
-        if parts:
-            await self._compute(step.origin, step.number, parts, rows, step.openings)
-        elif self._is_last:  # the scheduler counts it as under way
-            self._done(step.origin, step.number, step.parts, ())
+            case generation_messages.Preempted(keys):
+                self._preempt(keys)
+            case ArrivedStep(step, hidden):
+                parts, rows = self._lacking(step.parts, hidden)
+                await self._compute_step(step.origin, step.number, parts, rows)
+            case refills:
+                await self._compute_refills(refills)
         return True
 
     def _preempt(self, keys: Sequence[Key]) -> None:
         """Free the memory of sequences, here and in later stages of their chains."""
-        self._to_drop += keys
         by_peer: dict[str, list[Key]] = {}
         for key in keys:
-            opening = self._openings.get(key)
-            if opening is not None and not self._is_last:
-                by_peer.setdefault(opening.chain[self._number + 1], []).append(key)
+            link = self._links.get(key)
+            if link is None:
+                continue
+            link.reset()
+            self._log.drop(link.stream)
+            self._engine.drop(link.stream)
+            if not self._is_last:
+                peer = link.opening.chain[self._number + 1]
+                by_peer.setdefault(peer, []).append(key)
         for peer, those in by_peer.items():
             self._tell(peer, generation_messages.Preempted(tuple(those)))
 
@@ -361,80 +376,121 @@ class GenerationWorker:
             self._tell(key[0], generation_messages.Alone(key))
             if key[0] in self._edges:  # before it can end this process
                 self._edges[key[0]].flush()
-        parts = planned.parts
         ids: list[int] = []
-        for part in parts:
+        for part in planned.parts:
             tokens = self._scheduler.tokens(part.key)
             ids += tokens[part.begin : part.begin + part.count]
-        openings = [self._openings[p.key] for p in parts if p.key not in self._told]
-        self._told.update(part.key for part in parts)
         rows = torch.tensor(ids, dtype=torch.int64)
-        await self._compute(self.name, planned.number, parts, rows, openings)
+        await self._compute_step(self.name, planned.number, planned.parts, rows)
 
-    def _known_parts(
+    def _lacking(
         self, parts: Sequence[StepPart], hidden: Tensor
     ) -> tuple[list[StepPart], Tensor]:
-        """Return the parts of sequences that have not ended, and their rows."""
-        if all(part.key in self._openings for part in parts):
-            return list(parts), hidden
+        """Return the parts of known sequences without rows that are here already.
+
+        A part without rows stays: later stages may lack them, and its scheduler waits
+        for it.
+        """
         kept, rows, offset = [], [], 0
         for part in parts:
-            if part.key in self._openings:
-                kept.append(part)
-                rows.append(hidden[offset : offset + part.count])
-            offset += part.count
+            link = self._links.get(part.key)
+            end, offset = offset + part.count, offset + part.count
+            if link is None:
+                continue
+            lacking = link.lacks(part.begin, part.count)
+            if lacking is None:
+                self._give_back(part.key)
+                continue
+            begin = part.begin + part.count - lacking
+            kept.append(StepPart(part.key, begin, lacking, part.samples))
+            rows.append(hidden[end - lacking : end])
+        if sum(len(each) for each in rows) == len(hidden):
+            return kept, hidden
         return kept, torch.cat(rows) if rows else hidden[:0]
 
-    async def _compute(
-        self,
-        origin: str,
-        number: int,
-        parts: Sequence[StepPart],
-        rows: Tensor,
-        openings: Sequence[Opening],
+    async def _compute_step(
+        self, origin: str, number: int, parts: Sequence[StepPart], rows: Tensor
     ) -> None:
-        assert self._thread is not None
-        ended, self._to_free = self._to_free, []
-        dropped, self._to_drop = self._to_drop, []
-        began_at = self._began_at = self._clock()
-        try:
-            found = await self._thread.call(
-                self._run, ended, dropped, parts, rows, openings
-            )
-        finally:
-            self._began_at = None
-        self.computed_s += self._clock() - began_at
-        self.counts["steps"] += 1
-        self.counts["rows"] += len(rows)
-        self.counts["tokens"] += len(found.tokens)
-        for key, error in found.failed:
-            if isinstance(error, MissingTokensError):
-                self._give_back(key)
-            else:
-                self._fail(key, error)
+        """Compute the parts of a step, and send them on."""
+        found = await self._compute([part for part in parts if part.count], rows)
         if self._is_last:
             self._deliver(found.tokens)
             self._done(origin, number, parts, found.tokens)
         else:
-            self._send_on(origin, number, found, openings)
+            self._send_on(origin, number, parts, found)
 
-    def _run(
-        self,
-        ended: Sequence[Key],
-        dropped: Sequence[Key],
-        parts: Sequence[StepPart],
-        rows: Tensor,
-        openings: Sequence[Opening],
-    ) -> Computed:
-        assert self._engine is not None
-        self._engine.free(ended)
-        self._engine.drop(dropped)
-        return self._engine.compute(parts, rows, openings)
+    async def _compute_refills(self, refills: Sequence[RefillRows]) -> None:
+        """Compute rows that this stage lacks, and send on what later ones lack."""
+        parts: list[StepPart] = []
+        rows: list[Tensor] = []
+        for refill in refills:
+            link = self._links.get(refill.key)
+            lacking = 0
+            if link is not None:
+                found = link.lacks(refill.begin, len(refill.rows))
+                if found is None:
+                    self._give_back(refill.key)
+                lacking = found or 0
+            if link is not None and lacking:
+                end = refill.begin + len(refill.rows)
+                samples = self._is_last and end == len(link.opening.tokens)
+                parts.append(StepPart(link.key, end - lacking, lacking, samples))
+                rows.append(refill.rows[len(refill.rows) - lacking :])
+        computed = Computed(())
+        if parts:
+            computed = await self._compute(parts, torch.cat(rows))
+        self.counts["refilled"] += sum(part.count for part in parts)
+        self._deliver(computed.tokens)
+        self._sampled.update(
+            {t.key: None if t.finish else t.token for t in computed.tokens}
+        )
+        outputs = computed.rows()
+        for refill in refills:
+            link = self._links.get(refill.key)
+            if link is None:
+                continue
+            if not self._is_last:
+                out = outputs.get(link.key, NO_ROWS)
+                count = link.unsent(link.held - len(out), len(out))
+                begin = link.held - count
+                message = generation_messages.Refill(link.key, begin, refill.is_end)
+                peer = link.opening.chain[self._number + 1]
+                self._tell(peer, message, out[len(out) - count :])
+            elif refill.is_end:
+                token = self._sampled.pop(link.key, None)
+                resumed = generation_messages.Resumed(link.key, token)
+                self._tell(link.opening.chain[0], resumed)
 
-    async def _free_ended(self) -> None:
-        if self._to_free and self._engine is not None and self._thread is not None:
-            ended, self._to_free = self._to_free, []
-            await self._thread.call(self._engine.free, ended)
+    async def _compute(self, parts: Sequence[StepPart], rows: Tensor) -> Computed:
+        """Compute rows in the thread, and log what comes out."""
+        if not parts:
+            return Computed(())
+        found = await self._engine.compute(parts, rows)
+        self.counts["steps"] += 1
+        self.counts["rows"] += len(rows)
+        self.counts["tokens"] += len(found.tokens)
+        for key, error in found.failed:
+            if self._links.get(key) is None:
+                continue
+            if isinstance(error, MissingTokensError):
+                self._give_back(key)
+            else:
+                self._fail(key, error)
+        offset = 0
+        for part in found.parts:
+            link = self._links.get(part.key)
+            if link is not None:
+                if found.hidden is not None:
+                    self._keep(link, part, found.hidden[offset : offset + part.count])
+                link.held = part.begin + part.count
+            offset += part.count
+        return found
+
+    def _keep(self, link: Link, part: StepPart, rows: Tensor) -> None:
+        """Log the output of a sequence, for a replica that is to replace the next."""
+        link.held = part.begin + part.count
+        for stream in self._log.append(link.stream, part.begin, rows):
+            self._links.unlogged(stream)
 
     # What goes on.
 
@@ -454,46 +510,36 @@ class GenerationWorker:
     ) -> None:
         """Tell the scheduler of a step what came out of it."""
         sampled = {t.key: None if t.finish else t.token for t in tokens}
+        for part in parts:
+            if part.samples and part.key in self._sampled:  # a refill brought the rows
+                sampled[part.key] = self._sampled.pop(part.key)
         done = tuple((part.key, sampled.get(part.key)) for part in parts)
         if origin == self.name:
             self._scheduler.sampled(number, done)
             self._has_work.set()
-        elif origin in self._edges:
+        else:
             self._tell(origin, generation_messages.StepDone(number, done))
-        else:  # its scheduler would wait for ever
-            for part in parts:
-                if part.key in self._openings:
-                    self._give_back(part.key)
 
     def _send_on(
-        self,
-        origin: str,
-        number: int,
-        found: Computed,
-        openings: Sequence[Opening],
+        self, origin: str, number: int, parts: Sequence[StepPart], found: Computed
     ) -> None:
-        """Send the parts of a step on, each to the next replica of its chain."""
-        assert found.hidden is not None or not found.parts
-        by_peer: dict[str, list[tuple[StepPart, int]]] = {}
-        offset = 0
-        for part in found.parts:
-            opening = self._openings.get(part.key)
-            if opening is not None:
-                peer = opening.chain[self._number + 1]
-                by_peer.setdefault(peer, []).append((part, offset))
-            offset += part.count
-        new = {opening.key: opening for opening in openings}
-        for peer, pieces in by_peer.items():
-            outbox = self._edges.get(peer)
-            if outbox is None:
-                for part, _ in pieces:
-                    self._give_back(part.key)
+        """Send the parts of a step on, each to the next replica of its chain.
+
+        Rows that the next stage has are left out.
+        """
+        rows_of = found.rows()
+        failed = {key for key, _ in found.failed}
+        by_peer: dict[str, list[StepPart]] = {}
+        for part in parts:
+            link = self._links.get(part.key)
+            if link is None or part.key in failed:
                 continue
-            hidden = found.hidden
-            assert hidden is not None
-            if len(by_peer) > 1 or len(pieces) < len(found.parts):
-                hidden = torch.cat([hidden[at : at + p.count] for p, at in pieces])
-            parts = tuple(part for part, _ in pieces)
-            begins = tuple(new[p.key] for p in parts if p.key in new)
-            step = generation_messages.Step(origin, number, parts, begins)
-            outbox.put(step, [{"hidden": hidden}])
+            count = link.unsent(part.begin, part.count)
+            begin = part.begin + part.count - count
+            on = StepPart(part.key, begin, count, part.samples)
+            by_peer.setdefault(link.opening.chain[self._number + 1], []).append(on)
+        for peer, ons in by_peer.items():
+            step = generation_messages.Step(origin, number, tuple(ons))
+            pieces = [rows_of[on.key][-on.count :] for on in ons if on.count]
+            hidden = torch.cat(pieces) if pieces else NO_ROWS
+            self._tell(peer, step, hidden)

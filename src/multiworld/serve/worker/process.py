@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from multiworld.errors import MultiWorldError
-from multiworld.serve.generation.limits import limits_of
+from multiworld.serve.generation.limits import MIB, limits_of
 from multiworld.serve.generation.scheduler import Scheduler
 from multiworld.serve.models.factory import build_model, stage_name
 from multiworld.serve.resources.amounts import Need, mib, needs_of
@@ -101,6 +101,7 @@ def _worker_of(
             limits.threads,
             scheduler,
             model.generation.end_tokens,
+            int(args.spec.generation.backup_memory_mb * MIB),
             limits.compute_s,
         )
         return made, made

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multiworld.serve.generation.scheduler import EngineLimits, PlannedStep, Scheduler
+from multiworld.serve.tenants.fair_queue import Share
 from multiworld.serve.transport.protocol import Key
 
 
@@ -323,3 +324,130 @@ def test_suspect_is_computed_alone_until_it_has_a_token() -> None:
     assert last is not None
     assert not last.is_alone
     assert {p.key for p in last.parts} == {key(1), key(2), key(3)}
+
+
+# Tenants.
+
+
+def test_flood_of_long_prompts_delays_another_tenant_by_one_step() -> None:
+    """Its prompt waits for one chunk, and each of its tokens comes with a step."""
+    scheduler = Scheduler(limits(seqs=8, tokens=8))
+    pipeline = Pipeline(scheduler)
+    wanted = {key(number): 3 for number in range(5)}
+    for number in range(4):
+        scheduler.add(key(number), [0] * 40, share=Share("flood"))
+    pipeline.plan()
+    pipeline.finish_one(wanted)
+    scheduler.add(key(4), [0] * 4, share=Share("other"))
+    for count in (0, 4, 1, 1):
+        step = pipeline.plan()
+        assert step is not None
+        counts = {part.key: part.count for part in step.parts}
+        assert counts.get(key(4), 0) == count
+        assert sum(counts.values()) == 8, "the flood gets the rest"
+        pipeline.finish_one(wanted)
+    pipeline.run(wanted)
+
+
+def test_tenants_get_tokens_by_their_weights() -> None:
+    """Of prompts and of answers alike, whoever came first."""
+    scheduler = Scheduler(limits(seqs=100, tokens=6, blocks=10_000))
+    for number in range(30):
+        scheduler.add(key(number), [0] * 60, share=Share("a", weight=2.0))
+    for number in range(30, 60):
+        scheduler.add(key(number), [0] * 60, share=Share("b", weight=1.0))
+    served = {True: 0, False: 0}
+    for _ in range(200):
+        step = scheduler.next_step()
+        assert step is not None
+        for part in step.parts:
+            served[part.key[1] < 30] += part.count
+        scheduler.sampled(step.number, [(p.key, 5) for p in step.parts])
+    assert served[True] / served[False] == pytest.approx(2.0, rel=0.15)
+
+
+def test_tenant_that_was_away_gets_no_credit_for_it() -> None:
+    """It begins level with the others."""
+    scheduler = Scheduler(limits(seqs=100, tokens=10, blocks=10_000))
+    for number in range(20):
+        scheduler.add(key(number), [0] * 50, share=Share("a"))
+    for _ in range(40):
+        step = scheduler.next_step()
+        assert step is not None
+        scheduler.sampled(step.number, [(p.key, 5) for p in step.parts if p.samples])
+        for part in step.parts:
+            scheduler.sampled(step.number, [(part.key, None)])
+    for number in range(20, 40):
+        scheduler.add(key(number), [0] * 50, share=Share("b"))
+    served = {True: 0, False: 0}
+    for _ in range(40):
+        step = scheduler.next_step()
+        assert step is not None
+        for part in step.parts:
+            served[part.key[1] < 20] += part.count
+        for part in step.parts:
+            scheduler.sampled(step.number, [(part.key, None)])
+    assert served[True] > 0.3 * served[False]
+
+
+def test_higher_priority_preempts_a_lower_one_for_its_place() -> None:
+    """The last one of those; it is computed again later."""
+    scheduler = Scheduler(limits(seqs=2, tokens=64))
+    pipeline = Pipeline(scheduler)
+    wanted = {key(number): 3 for number in (1, 2, 3)}
+    for number in (1, 2):
+        scheduler.add(key(number), [0] * 4, share=Share("low"))
+    pipeline.plan()
+    pipeline.finish_one(wanted)
+    scheduler.add(key(3), [0] * 4, share=Share("high", priority=1))
+    step = pipeline.plan()
+    assert step is not None
+    assert {part.key for part in step.parts} == {key(1), key(3)}
+    assert step.preempted == (key(2),)
+    pipeline.finish_one(wanted)
+    pipeline.run(wanted)
+    assert scheduler.preemptions == 1
+    assert pipeline.made == wanted
+
+
+# Stages that are replaced.
+
+
+def test_held_sequence_lets_others_go_on_and_resumes_with_its_token() -> None:
+    """Its steps are not waited for, and it keeps its blocks."""
+    scheduler = Scheduler(limits(seqs=4, tokens=64, steps=1))
+    for number in (1, 2):
+        scheduler.add(key(number), [0] * 4)
+    first = scheduler.next_step()
+    assert first is not None
+    assert scheduler.next_step() is None
+    moved = ("gateway/1", 1, 1)
+    scheduler.move(key(1), moved, [0] * 5, 4)
+    scheduler.sampled(first.number, [(key(2), 7)])
+    second = scheduler.next_step()
+    assert second is not None
+    assert [part.key for part in second.parts] == [key(2)]
+    scheduler.sampled(second.number, [(key(2), 7)])
+    scheduler.resume(moved, 9)
+    assert scheduler.tokens(moved) == [0] * 5 + [9]
+    third = scheduler.next_step()
+    assert third is not None
+    assert {(p.key, p.begin, p.count) for p in third.parts} == {
+        (moved, 4, 2),
+        (key(2), 5, 1),
+    }
+
+
+def test_sequence_that_is_taken_back_is_computed_from_there() -> None:
+    """Because a later stage lacks rows that only these tokens can give."""
+    scheduler = Scheduler(limits(seqs=4, tokens=64))
+    scheduler.add(key(1), [0] * 6)
+    assert scheduler.next_step() is not None
+    moved = ("gateway/1", 1, 1)
+    scheduler.move(key(1), moved, [0] * 6, 6)
+    scheduler.rewind(moved, 2)
+    assert scheduler.next_step() is None
+    scheduler.resume(moved, None)
+    step = scheduler.next_step()
+    assert step is not None
+    assert [(p.begin, p.count, p.samples) for p in step.parts] == [(2, 4, True)]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from multiworld.serve.generation.kv_cache import MissingTokensError
-from multiworld.serve.generation.stage_engine import StageEngine
+from multiworld.serve.generation.stage_engine import Chores, StageEngine
 from multiworld.serve.transport.generation_messages import Opening, Sampling, StepPart
 from multiworld.serve.transport.protocol import Key
 
@@ -37,6 +37,13 @@ def opening(number: int, *tokens: int) -> Opening:
     return Opening(key(number), tokens, len(tokens), ("a",), sampling)
 
 
+def engine_with(*openings: Opening) -> StageEngine:
+    """Return an engine of a last stage with sequences that begin."""
+    engine = StageEngine(stage, is_last=True)
+    engine.tidy(Chores(open=openings))
+    return engine
+
+
 def part(number: int, begin: int, count: int, samples: bool = True) -> StepPart:
     """Return a part of a step."""
     return StepPart(key(number), begin, count, samples)
@@ -44,12 +51,8 @@ def part(number: int, begin: int, count: int, samples: bool = True) -> StepPart:
 
 def test_sequence_that_fails_does_not_fail_the_others_of_its_step() -> None:
     """Each is computed alone then."""
-    engine = StageEngine(stage, is_last=True)
-    found = engine.compute(
-        [part(1, 0, 2), part(2, 0, 1)],
-        torch.tensor([1, 1, -1]),
-        [opening(1, 1, 1), opening(2, 1)],
-    )
+    engine = engine_with(opening(1, 1, 1), opening(2, 1))
+    found = engine.compute([part(1, 0, 2), part(2, 0, 1)], torch.tensor([1, 1, -1]))
     assert [item.token for item in found.tokens] == [1]
     ((failed, error),) = found.failed
     assert failed == key(2)
@@ -58,11 +61,10 @@ def test_sequence_that_fails_does_not_fail_the_others_of_its_step() -> None:
 
 def test_tokens_that_were_never_computed_here_are_noticed() -> None:
     """Rather than attended to as whatever the memory holds."""
-    engine = StageEngine(stage, is_last=True)
-    begins = [opening(1, 1, 1, 1)]
-    engine.compute([part(1, 0, 1, samples=False)], torch.tensor([1]), begins)
+    engine = engine_with(opening(1, 1, 1, 1))
+    engine.compute([part(1, 0, 1, samples=False)], torch.tensor([1]))
     for begin in (2, 1):
-        found = engine.compute([part(1, begin, 1)], torch.tensor([1]), ())
+        found = engine.compute([part(1, begin, 1)], torch.tensor([1]))
         is_missing = [
             isinstance(error, MissingTokensError) for _, error in found.failed
         ]
@@ -71,14 +73,26 @@ def test_tokens_that_were_never_computed_here_are_noticed() -> None:
 
 def test_preempted_sequence_is_computed_again_and_goes_on() -> None:
     """Its keys and values are dropped; what it has generated is not."""
-    engine = StageEngine(stage, is_last=True)
-    (first,) = engine.compute(
-        [part(1, 0, 2)], torch.tensor([1, 1]), [opening(1, 1, 1)]
-    ).tokens
+    engine = engine_with(opening(1, 1, 1))
+    (first,) = engine.compute([part(1, 0, 2)], torch.tensor([1, 1])).tokens
     assert (first.index, first.token) == (0, 1)
-    engine.drop([key(1)])
+    engine.tidy(Chores(drop=[key(1)[:2]]))
     assert engine.cache.nbytes == 0
-    (again,) = engine.compute([part(1, 0, 3)], torch.tensor([1, 1, 1]), ()).tokens
+    (again,) = engine.compute([part(1, 0, 3)], torch.tensor([1, 1, 1])).tokens
     assert (again.index, again.token) == (1, 2)
-    engine.free([key(1)])
+    engine.tidy(Chores(free=[key(1)[:2]]))
     assert engine.cache.nbytes == 0
+
+
+def test_sequence_that_goes_on_as_another_attempt_keeps_what_it_has() -> None:
+    """With the tokens that its gateway has, and its probabilities so far."""
+    sampling = Sampling(temperature=0.0, max_tokens=5, prompt_logprobs=0)
+    begun = Opening(key(1), (1, 1, 1), 3, ("a",), sampling)
+    engine = engine_with(begun)
+    engine.compute([part(1, 0, 2, samples=False)], torch.tensor([1, 1]))
+    again = Opening(("gateway/1", 1, 1), (1, 1, 1), 3, ("a",), sampling, previous=0)
+    engine.tidy(Chores(open=[again]))
+    rest = StepPart(again.key, 2, 1, True)
+    (first,) = engine.compute([rest], torch.tensor([1])).tokens
+    assert (first.key, first.index, first.token) == (again.key, 0, 2)
+    assert len(first.prompt) == 2

@@ -1,0 +1,132 @@
+"""One stream of generated text, as its gateway has it. Shell."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+from multiworld.errors import ServeError
+from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
+from multiworld.serve.transport.generation_messages import Sampling, TokenItem
+
+
+@dataclass(frozen=True, slots=True)
+class TimeLimits:
+    """Time limits of a stream, besides its deadline.
+
+    Attributes:
+        first_token_s: Most seconds until its first token; None: no limit.
+        between_tokens_s: Most seconds between two tokens; None: no limit.
+    """
+
+    first_token_s: float | None = None
+    between_tokens_s: float | None = None
+
+
+NO_LIMITS = TimeLimits()
+"""Only the deadline counts."""
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """A stream whose client waits for tokens.
+
+    Attributes:
+        number: Its number at this gateway.
+        model: Name of the model.
+        version: Version that it began with.
+        tokens: The prompt, and the tokens that were delivered.
+        prompt: Number of tokens of the prompt.
+        sampling: How its tokens are chosen.
+        deadline_at: Monotonic time at which it is given up.
+        via: For a probe: replicas by stage that it must go through.
+        attempt: Number of the current attempt.
+        chain: Replicas by stage; empty while it waits for a chain.
+        kept: Replicas by stage that have the attempt before; empty if it begins anew.
+        share: Its tenant.
+        losses: Replicas that were lost with it since its last token.
+        returns: Attempts that came back since its last token.
+        is_alone: Whether it is computed now and nothing else is, as a suspect.
+        not_before: Monotonic time of the next attempt.
+        limits: Its time limits besides the deadline.
+        began_at: Monotonic time at which it was accepted.
+        first_at: Monotonic time of its first token; None before.
+        last_at: Monotonic time of its last token so far.
+        arrived: Tokens that the client has not taken yet; the last one stays.
+        has_arrived: Set when there are any.
+    """
+
+    number: int
+    model: str
+    version: str
+    tokens: list[int]
+    prompt: int
+    sampling: Sampling
+    deadline_at: float
+    via: dict[int, str]
+    limits: TimeLimits
+    attempt: int = 0
+    chain: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    share: Share = DEFAULT_SHARE
+    losses: int = 0
+    returns: int = 0
+    is_alone: bool = False
+    not_before: float = 0.0
+    began_at: float = 0.0
+    first_at: float | None = None
+    last_at: float = 0.0
+    arrived: deque[TokenItem | ServeError] = field(default_factory=deque)
+    has_arrived: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def late(self, now: float) -> str:
+        """Return which time limit has passed; empty if none has."""
+        made = len(self.tokens) - self.prompt
+        if now > self.deadline_at:
+            most = self.sampling.max_tokens
+            return f"deadline passed after {made} of at most {most} tokens"
+        since = self.began_at if self.first_at is None else self.last_at
+        first_s, between_s = self.limits.first_token_s, self.limits.between_tokens_s
+        limit_s = first_s if self.first_at is None else between_s
+        if limit_s is None or now - since <= limit_s:
+            return ""
+        what = "first token" if self.first_at is None else f"token after {made}"
+        return f"no {what} within {limit_s:g} s"
+
+    @property
+    def has_ended(self) -> bool:
+        """True if its last token, or its error, has arrived."""
+        return bool(self.arrived) and _is_last(self.arrived[-1])
+
+    async def items(self) -> AsyncGenerator[TokenItem]:
+        """Yield its tokens as they arrive.
+
+        Raises:
+            ServeError: It has failed.
+
+        Cancellation: Safe.
+        """
+        while True:
+            while not self.arrived:
+                self.has_arrived.clear()
+                await self.has_arrived.wait()
+            item = self.arrived[0]
+            if isinstance(item, ServeError):
+                raise item
+            if not item.finish:
+                self.arrived.popleft()
+                yield item
+                continue
+            yield item
+            return
+
+    def put(self, item: TokenItem | ServeError) -> None:
+        """Give the client a token, or the error that ends the stream."""
+        self.arrived.append(item)
+        self.has_arrived.set()
+
+
+def _is_last(item: TokenItem | ServeError) -> bool:
+    return isinstance(item, ServeError) or bool(item.finish)

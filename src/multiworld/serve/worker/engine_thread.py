@@ -1,0 +1,146 @@
+"""The engine of a replica in its thread, which ends the process if it hangs. Shell."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multiworld.serve.generation.links import StreamId
+from multiworld.serve.generation.stage_engine import Chores, Computed, StageEngine
+from multiworld.serve.spec.stage import Stage, StageContext
+from multiworld.serve.transport.generation_messages import Opening, StepPart
+from multiworld.serve.worker.compute_thread import ComputeThread
+from multiworld.serve.worker.hang_guard import EXIT_HUNG, HangGuard
+
+logger = logging.getLogger("multiworld.serve")
+
+HUNG_S = 30.0
+"""Seconds after which a step is taken to hang. A stage with larger steps says so with
+``compute_s``."""
+
+
+class EngineThread:
+    """Computes one step at a time; what is to be freed is freed before the next.
+
+    Args:
+        stage: The stage.
+        is_last: Whether it is the last one.
+        threads: Threads that torch uses for one operation.
+        end_tokens: Tokens that end a text, by the model.
+        compute_s: Most seconds for one step; None: ``HUNG_S``.
+        clock: Returns the monotonic time in seconds.
+
+    Attributes:
+        began_at: Time at which the running step began; None if none runs.
+        computed_s: Total computing time, in seconds.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        is_last: bool,
+        threads: int,
+        end_tokens: tuple[int, ...],
+        compute_s: float | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._stage, self._is_last, self._threads = stage, is_last, threads
+        self._end_tokens, self._compute_s = end_tokens, compute_s or HUNG_S
+        self._clock = clock
+        self._guard = HangGuard(self._end_if_hung)
+        self._thread: ComputeThread | None = None
+        self._engine: StageEngine | None = None
+        self._free: list[StreamId] = []
+        self._drop: list[StreamId] = []
+        self._open: dict[StreamId, Opening] = {}
+        self.began_at: float | None = None
+        self.computed_s = 0.0
+
+    async def load(self, context: StageContext) -> None:
+        """Load the stage, in its thread.
+
+        Raises:
+            Exception: Any error that the model's code raises.
+
+        Cancellation: Loading goes on in its thread; call ``close`` afterwards.
+        """
+        self._thread = ComputeThread()
+        await self._thread.call(self._load, context)
+
+    def _load(self, context: StageContext) -> None:
+        torch.set_num_threads(self._threads)
+        with torch.inference_mode():
+            function: Any = self._stage.load(context)
+        self._engine = StageEngine(function, self._is_last, self._end_tokens)
+        self._guard.start()
+
+    def _end_if_hung(self) -> None:
+        """Exit the process if the running step is taken to hang; any thread calls it.
+
+        The gateways see it at once, and compute its sequences elsewhere.
+        """
+        began = self.began_at
+        if began is not None and self._clock() - began > self._compute_s:
+            logger.error("a step takes more than %g s: it hangs", self._compute_s)
+            faulthandler.dump_traceback(sys.stderr)
+            os._exit(EXIT_HUNG)
+
+    def close(self) -> None:
+        """Stop the thread, without waiting for a running computation."""
+        if self._thread is not None:
+            self._thread.close()
+
+    def open(self, opening: Opening) -> None:
+        """Let a sequence begin, or go on as another attempt, before the next step."""
+        self._open[opening.key[:2]] = opening
+
+    def free(self, stream: StreamId) -> None:
+        """Forget a sequence before the next step."""
+        self._open.pop(stream, None)
+        self._free.append(stream)
+
+    def drop(self, stream: StreamId) -> None:
+        """Drop the keys and values of a sequence before the next step."""
+        self._drop.append(stream)
+
+    async def compute(self, parts: Sequence[StepPart], rows: Tensor) -> Computed:
+        """Compute a step.
+
+        Args:
+            parts: Its parts; each has rows.
+            rows: Token ids, [rows], or hidden states, [rows, hidden].
+
+        Cancellation: The computation goes on in its thread; its result is dropped.
+        """
+        assert self._thread is not None
+        began_at = self.began_at = self._clock()
+        try:
+            return await self._thread.call(self._run, self._chores(), parts, rows)
+        finally:
+            self.began_at = None
+            self.computed_s += self._clock() - began_at
+
+    async def tidy(self) -> None:
+        """Forget what is to be forgotten, if there is no step to do it before.
+
+        Cancellation: Safe.
+        """
+        if self._free and self._thread is not None and self._engine is not None:
+            await self._thread.call(self._engine.tidy, self._chores())
+
+    def _run(self, chores: Chores, parts: Sequence[StepPart], rows: Tensor) -> Computed:
+        assert self._engine is not None
+        self._engine.tidy(chores)
+        return self._engine.compute(parts, rows)
+
+    def _chores(self) -> Chores:
+        chores = Chores(self._free, self._drop, list(self._open.values()))
+        self._free, self._drop, self._open = [], [], {}
+        return chores

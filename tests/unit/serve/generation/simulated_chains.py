@@ -1,0 +1,369 @@
+"""A simulated service that generates text: real gateways' streams and real workers.
+
+Only the edges and the threads are not real: messages arrive in the order of each edge,
+whenever the test wants, and a step is computed at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from multiworld.serve.generation.scheduler import EngineLimits, Scheduler
+from multiworld.serve.generation.stage_engine import Chores, StageEngine
+from multiworld.serve.generation.streams import Streams
+from multiworld.serve.spec.stage import Stage
+from multiworld.serve.transport.generation_messages import (
+    Opening,
+    Sampling,
+    TokenItem,
+)
+from multiworld.serve.transport.routing_table import (
+    Replica,
+    ReplicaState,
+    Route,
+    RoutingTable,
+    edges_of,
+)
+from multiworld.serve.worker.generation_worker import GenerationWorker
+
+WORDS = 97
+GATEWAY = "gateway/1"
+
+
+def front(rows: Any, positions: Any, attention: Any, wanted: Any) -> Any:
+    """Return hidden states of tokens that depend on all tokens before."""
+    return mixed(rows[:, None].double(), positions, attention)
+
+
+def middle(rows: Any, positions: Any, attention: Any, wanted: Any) -> Any:
+    """Return hidden states that depend on all of those before."""
+    return mixed(rows, positions, attention)
+
+
+def back(rows: Any, positions: Any, attention: Any, wanted: Any) -> Any:
+    """Return logits that favour one token."""
+    chosen = mixed(rows, positions, attention)[wanted, 0].long()
+    return torch.nn.functional.one_hot(chosen, WORDS).float()
+
+
+def mixed(rows: Any, positions: Any, attention: Any) -> Any:
+    """Return the sum of all rows so far, each times its position plus one."""
+    values = (rows * (positions[:, None] + 1))[None]
+    ones = torch.ones_like(values)
+    mean = attention.attend(0, ones, ones, values, scale=1e-300)[:, 0]
+    return (mean * (positions[:, None] + 1)).round() % WORDS
+
+
+def reference(stages: int, prompt: Sequence[int], count: int) -> list[int]:
+    """Return what the model generates."""
+    tokens = list(prompt)
+    for _ in range(count):
+        rows = tokens
+        for _ in range(stages):
+            sums = [v * (place + 1) for place, v in enumerate(rows)]
+            rows = [sum(sums[: place + 1]) % WORDS for place in range(len(rows))]
+        tokens.append(rows[-1])
+    return tokens[len(prompt) :]
+
+
+class InlineEngine:
+    """An engine that computes at once, in place of one in a thread."""
+
+    def __init__(self, function: Any, is_last: bool) -> None:
+        self._engine = StageEngine(function, is_last)
+        self._free: list[Any] = []
+        self._drop: list[Any] = []
+        self._open: dict[Any, Opening] = {}
+        self.began_at: float | None = None
+        self.computed_s = 0.0
+        self.rows = 0
+        self.is_slow = False
+        self._may_end = asyncio.Event()
+
+    def open(self, opening: Opening) -> None:
+        """Let a sequence begin."""
+        self._open[opening.key[:2]] = opening
+
+    def free(self, stream: Any) -> None:
+        """Forget a sequence."""
+        self._open.pop(stream, None)
+        self._free.append(stream)
+
+    def drop(self, stream: Any) -> None:
+        """Drop its keys and values."""
+        self._drop.append(stream)
+
+    async def compute(self, parts: Any, rows: Any) -> Any:
+        """Compute a step; messages may arrive while it is computed."""
+        await self.tidy()
+        self.rows += len(rows)
+        found = self._engine.compute(parts, rows)
+        await asyncio.sleep(0)
+        return found
+
+    async def tidy(self) -> None:
+        """Forget what is to be forgotten."""
+        self._engine.tidy(Chores(self._free, self._drop, list(self._open.values())))
+        self._free, self._drop, self._open = [], [], {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys and values."""
+        return self._engine.cache.nbytes
+
+
+@dataclass
+class FakeEdge:
+    """The name of the other end."""
+
+    peer: str
+
+
+class FakeOutbox:
+    """One end of an edge; what is put in comes out of the net, or never."""
+
+    def __init__(self, net: Net, here: str, peer: str) -> None:
+        self._net, self._here, self.edge = net, here, FakeEdge(peer)
+        self.is_up = True
+
+    def put(self, message: Any, contents: Sequence[Any] = ()) -> None:
+        """Send a message."""
+        copied = [{n: t.clone() for n, t in content.items()} for content in contents]
+        if self.is_up:
+            queue = self._net.queues.setdefault((self._here, self.edge.peer), deque())
+            queue.append((message, copied))
+
+    def flush(self) -> None:
+        """Do nothing: it was sent."""
+
+    def silent_s(self) -> float:
+        """Return 0: nobody is silent."""
+        return 0.0
+
+
+class Net:
+    """A service of one model.
+
+    Attributes:
+        queues: Messages under way, by sender and receiver; a function is called.
+        owners: Processes by name.
+    """
+
+    def __init__(
+        self,
+        chance: random.Random,
+        replicas: Sequence[int],
+        limits: EngineLimits,
+        log_bytes: int = 1 << 20,
+    ) -> None:
+        self.chance, self._limits, self._log_bytes = chance, limits, log_bytes
+        self.stages = len(replicas)
+        self.queues: dict[tuple[str, str], deque[Any]] = {}
+        self.owners: dict[str, Any] = {}
+        self._ends: dict[tuple[str, str], FakeOutbox] = {}
+        self._replicas: dict[str, Replica] = {}
+        self._numbers = 0
+        self.now = 0.0
+        self.streams = Streams(GATEWAY, clock=lambda: self.now)
+        self.owners[GATEWAY] = self.streams
+        for stage, count in enumerate(replicas):
+            for _ in range(count):
+                self.start(stage)
+
+    # Processes.
+
+    def start(self, stage: int) -> str:
+        """Start a replica, and connect it."""
+        self._numbers += 1
+        name = f"r{stage}.{self._numbers}"
+        is_last = stage == self.stages - 1
+        functions = [front, *[middle] * (self.stages - 2), back]
+        worker = GenerationWorker(
+            name,
+            stage,
+            is_last,
+            Stage(load=lambda context: lambda tensors: tensors),
+            f"stage {stage}",
+            1,
+            Scheduler(self._limits),
+            (),
+            self._log_bytes,
+        )
+        engine: Any = InlineEngine(functions[stage], is_last)
+        worker._engine = engine
+        self.owners[name] = worker
+        self._replicas[name] = Replica(name, "m", "1", stage, ReplicaState.READY)
+        self._table_changed()
+        for peer in edges_of(self.table, name):
+            self.connect(name, peer)
+        return name
+
+    def kill(self, name: str) -> None:
+        """Kill a replica; its peers notice one after the other."""
+        del self.owners[name]
+        del self._replicas[name]
+        for here, there in list(self._ends):
+            if here == name:
+                self._ends.pop((here, there)).is_up = False
+                self.queues.pop((there, here), None)
+            elif there == name:
+                queue = self.queues.setdefault((name, here), deque())
+                while queue and self.chance.random() < 0.5:
+                    queue.pop()  # it was not sent yet
+                queue.append(self._lost(here, name))
+        self._table_changed()
+
+    def flap(self, one: str, other: str) -> None:
+        """Break the edge of two replicas, and connect them again."""
+        for here, there in ((one, other), (other, one)):
+            queue = self.queues.setdefault((there, here), deque())
+            queue.clear()
+            self._ends[here, there].is_up = False
+            queue.append(self._lost(here, there))
+        self.connect(one, other)
+
+    def connect(self, one: str, other: str) -> None:
+        """Connect two processes; each notices when it wants."""
+        for here, there in ((one, other), (other, one)):
+            self.queues.setdefault((there, here), deque()).append(self._up(here, there))
+
+    def _up(self, here: str, there: str) -> Callable[[], None]:
+        def up() -> None:
+            if here in self.owners and there in self.owners:
+                outbox = FakeOutbox(self, here, there)
+                self._ends[here, there] = outbox
+                self.owners[here].edge_up(outbox)
+
+        return up
+
+    def _lost(self, here: str, there: str) -> Callable[[], None]:
+        outbox = self._ends.get((here, there))
+
+        def down() -> None:
+            if outbox is not None:
+                outbox.is_up = False
+            if here in self.owners and outbox is not None:
+                self.owners[here].edge_down(outbox, is_polite=False)
+
+        return down
+
+    def _table_changed(self) -> None:
+        self.table = RoutingTable(
+            number=1,
+            gateways=(GATEWAY,),
+            routes={"m": Route("1", {"1": self.stages}, generates=True)},
+            replicas=dict(self._replicas),
+        )
+        for owner in self.owners.values():
+            owner.table_changed(self.table)
+
+    def alive(self) -> list[str]:
+        """Return the replicas that live."""
+        return sorted(self._replicas)
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """Return the pairs of replicas that are connected."""
+        return sorted(
+            (a, b)
+            for a, b in self._ends
+            if a < b and GATEWAY not in (a, b) and (b, a) in self._ends
+            if a in self.owners and b in self.owners
+        )
+
+    def worker(self, name: str) -> GenerationWorker:
+        """Return a replica."""
+        found: GenerationWorker = self.owners[name]
+        return found
+
+    def engine(self, name: str) -> InlineEngine:
+        """Return the engine of a replica."""
+        found: Any = self.worker(name)._engine
+        assert isinstance(found, InlineEngine)
+        return found
+
+    # Time.
+
+    async def turn(self) -> bool:
+        """Let something happen; return False if nothing could."""
+        self.now += 0.01
+        ready = [pair for pair, queue in sorted(self.queues.items()) if queue]
+        workers = self.alive()
+        self.chance.shuffle(workers)
+        if ready and self.chance.random() < 0.7:
+            self._deliver(self.chance.choice(ready))
+            return True
+        for name in workers:
+            if await self._compute(name):
+                return True
+        if ready:
+            self._deliver(self.chance.choice(ready))
+            return True
+        self.now += 1.0
+        self.streams._place_waiting()
+        await asyncio.sleep(0)
+        return any(self.queues.values())
+
+    async def _compute(self, name: str) -> bool:
+        """Let a replica compute a step; messages arrive meanwhile."""
+        computing = asyncio.ensure_future(self.worker(name)._compute_next())
+        await asyncio.sleep(0)
+        if not computing.done() and self.chance.random() < 0.5:
+            ready = [p for p, q in sorted(self.queues.items()) if q and p[1] == name]
+            if ready:
+                self._deliver(self.chance.choice(ready))
+        return await computing
+
+    def _deliver(self, pair: tuple[str, str]) -> None:
+        here = pair[1]
+        entry = self.queues[pair].popleft()
+        if callable(entry):
+            entry()
+            return
+        outbox = self._ends.get((here, pair[0]))
+        if here in self.owners and outbox is not None:
+            self.owners[here].received(outbox, [entry])
+
+    async def settle(self, is_done: Callable[[], bool], turns: int = 20_000) -> None:
+        """Let things happen until something is so."""
+        idle = 0
+        for _ in range(turns):
+            if is_done():
+                return
+            idle = 0 if await self.turn() else idle + 1
+            await asyncio.sleep(0)
+            assert idle < 200, f"nothing moves: {self.streams._streams}"
+        raise AssertionError("it takes too long")
+
+
+class Client:
+    """A client that reads one stream.
+
+    Attributes:
+        items: Its tokens so far.
+    """
+
+    def __init__(self, net: Net, prompt: Sequence[int], count: int) -> None:
+        self.items: list[TokenItem] = []
+        self.prompt, self.count = list(prompt), count
+        self._net = net
+        self.task = asyncio.ensure_future(self._read())
+
+    async def _read(self) -> None:
+        sampling = Sampling(temperature=0.0, max_tokens=self.count, ignore_eos=True)
+        streams = self._net.streams
+        async with streams.stream("m", self.prompt, sampling, deadline_s=1e9) as tokens:
+            async for item in tokens:
+                self.items.append(item)
+
+    def check(self) -> None:
+        """Check that every token is there, once, and right."""
+        assert [item.index for item in self.items] == list(range(self.count))
+        found = [item.token for item in self.items]
+        assert found == reference(self._net.stages, self.prompt, self.count)

@@ -1,0 +1,155 @@
+"""Streams over chains of replicas that are lost and replaced, in simulated services."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multiworld.serve.generation.scheduler import EngineLimits
+from tests.unit.serve.generation.simulated_chains import Client, Net
+
+LIMITS = EngineLimits(
+    max_num_seqs=8, max_num_batched_tokens=16, block_size=4, blocks=200, steps=3
+)
+
+
+async def whole(net: Net, *clients: Client) -> None:
+    """Let all streams end, and check them."""
+    await net.settle(lambda: all(c.task.done() for c in clients))
+    for client in clients:
+        await client.task
+        client.check()
+
+
+async def freed(net: Net) -> None:
+    """Check that nothing is left of any stream."""
+    for _ in range(2000):
+        await net.turn()
+    for name in net.alive():
+        worker = net.worker(name)
+        await net.engine(name).tidy()
+        assert len(worker._links) == 0
+        assert worker._log.nbytes == 0
+        assert net.engine(name).nbytes == 0
+        assert worker._scheduler.is_idle
+        assert worker._scheduler.used_blocks == 0
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2, 3])
+async def test_replacement_is_filled_and_nobody_else_computes_again(lost: int) -> None:
+    """Only it and, if it was the first stage, nobody else computes the text again."""
+    net = Net(random.Random(1), [1, 1, 1, 1], LIMITS)
+    client = Client(net, [5, 6, 7] * 10, 30)
+    await net.settle(lambda: len(client.items) == 12)
+    (name,) = [n for n in net.alive() if n.startswith(f"r{lost}.")]
+    before = {n: net.engine(n).rows for n in net.alive() if n != name}
+    tokens = 30 + len(client.items)
+    net.kill(name)
+    fresh = net.start(lost)
+    await whole(net, client)
+    assert net.engine(fresh).rows >= tokens
+    for other, rows in before.items():
+        # What was left to compute, and what was under way at the loss.
+        assert net.engine(other).rows - rows <= 60 - tokens + 4
+    assert net.streams.counts["replayed"] >= 1
+    await freed(net)
+
+
+async def test_log_that_was_dropped_lets_the_stage_before_compute_again() -> None:
+    """The tokens at the gateway always suffice."""
+    net = Net(random.Random(2), [1, 1, 1], LIMITS, log_bytes=0)
+    client = Client(net, [5, 6, 7] * 5, 20)
+    await net.settle(lambda: len(client.items) == 10)
+    net.kill(net.alive()[2])
+    net.start(2)
+    await whole(net, client)
+    await freed(net)
+
+
+async def test_two_stages_at_once_are_filled_from_further_up() -> None:
+    """The one before both has the log."""
+    net = Net(random.Random(3), [1, 1, 1, 1], LIMITS)
+    client = Client(net, [9, 8] * 8, 24)
+    await net.settle(lambda: len(client.items) == 10)
+    first, *others = net.alive()
+    before = net.engine(first).rows
+    for stage, name in ((1, others[0]), (2, others[1])):
+        net.kill(name)
+        net.start(stage)
+    await whole(net, client)
+    assert net.engine(first).rows - before <= 24 - 10 + 4
+    await freed(net)
+
+
+async def test_client_that_leaves_while_a_stage_is_missing_leaves_nothing() -> None:
+    """Those that keep the stream for the replacement are told."""
+    net = Net(random.Random(4), [1, 1, 1], LIMITS)
+    client = Client(net, [1, 2, 3], 50)
+    await net.settle(lambda: len(client.items) == 5)
+    net.kill(net.alive()[1])
+    for _ in range(200):
+        await net.turn()
+    client.task.cancel()
+    await asyncio.gather(client.task, return_exceptions=True)
+    await freed(net)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32))
+def test_streams_survive_whatever_happens(seed: int) -> None:
+    """Kills, broken edges, scaling, little memory, dropped logs, clients that leave."""
+    asyncio.run(survive(random.Random(seed)))
+
+
+async def survive(chance: random.Random) -> None:
+    """Let streams go through faults, and check them."""
+    stages = chance.randint(2, 4)
+    replicas = [chance.randint(1, 2) for _ in range(stages)]
+    limits = EngineLimits(
+        max_num_seqs=chance.randint(1, 6),
+        max_num_batched_tokens=chance.randint(2, 12),
+        block_size=chance.randint(1, 4),
+        blocks=chance.randint(40, 80),
+        steps=stages,
+    )
+    net = Net(chance, replicas, limits, chance.choice([0, 400, 1 << 20]))
+    clients = [
+        Client(net, [chance.randrange(97)] * chance.randint(1, 20), 15)
+        for _ in range(chance.randint(1, 6))
+    ]
+    gone: list[Client] = []
+    for _ in range(chance.randint(0, 8)):
+        for _ in range(chance.randint(0, 120)):
+            await net.turn()
+        what = chance.random()
+        if what < 0.5:
+            name = chance.choice(net.alive())
+            net.kill(name)
+            net.start(int(name[1]))
+            await moved_on(net, clients)
+        elif what < 0.7 and net.pairs():
+            net.flap(*chance.choice(net.pairs()))
+        elif what < 0.85:
+            net.start(chance.randrange(stages))
+        elif len(clients) > 1:
+            left = clients.pop()
+            left.task.cancel()
+            gone.append(left)
+    await whole(net, *clients)
+    await asyncio.gather(*(c.task for c in gone), return_exceptions=True)
+    await freed(net)
+
+
+async def moved_on(net: Net, clients: list[Client]) -> None:
+    """Let every stream get a token: losses in a row without one are its own fault."""
+    made = [len(client.items) for client in clients]
+    await net.settle(
+        lambda: all(
+            client.task.done() or len(client.items) > before
+            for client, before in zip(clients, made, strict=True)
+        )
+    )
