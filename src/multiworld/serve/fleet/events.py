@@ -30,9 +30,16 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A worker has loaded its weights, or a gateway listens."""
+    """A worker has loaded its weights, or a gateway listens.
+
+    Attributes:
+        name: Name of the process.
+        fingerprint: Kind of machine that its results depend on; empty if they may
+            differ.
+    """
 
     name: str
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,7 +124,8 @@ class Reconciler:
                 self.processes[process.name] = process
             case Joined(name) if name in self.processes:
                 yield from self._joined(self.processes[name], now)
-            case Loaded(name) if name in self.processes:
+            case Loaded(name, fingerprint) if name in self.processes:
+                yield from self._identified(self.processes[name], fingerprint)
                 if not self.processes[name].is_gateway:
                     self._advance(name, ProcessPhase.JOINED, ProcessPhase.LOADED, now)
                 elif self._advance(name, ProcessPhase.JOINED, ProcessPhase.READY, now):
@@ -424,6 +425,21 @@ class Reconciler:
             if _key_of(process) not in keys and not process.is_going:
                 yield from self._drain(process, now)
 
+    def _identified(self, process: Process, fingerprint: str) -> Iterator[Action]:
+        """Record the kind of machine of a replica; tell if it is another one."""
+        process.fingerprint = fingerprint
+        others = {
+            p.fingerprint
+            for p in self.processes.values()
+            if (p.model, p.version) == (process.model, process.version)
+        }
+        if len(others - {""}) > 1:
+            text = (
+                f"{process.name} runs on {fingerprint}; other replicas of the model do "
+                "not, so a text that is moved between them may go on differently"
+            )
+            yield LogEvent("fingerprint", text, process.name)
+
     def _forget_versions(self) -> None:
         """Forget versions that are not desired and have no process left."""
         needed = {key[:2] for key, _ in self._desired_counts()}
@@ -442,7 +458,14 @@ class Reconciler:
             gateways=tuple(sorted(p.name for p in self._gateways() if p.is_there)),
             routes={name: self._route(name) for name in self.desired.models},
             replicas={
-                p.name: Replica(p.name, p.model, p.version, p.stage, STATE_OF[p.phase])
+                p.name: Replica(
+                    p.name,
+                    p.model,
+                    p.version,
+                    p.stage,
+                    STATE_OF[p.phase],
+                    p.fingerprint,
+                )
                 for p in self.processes.values()
                 if not p.is_gateway and p.is_there
             },

@@ -104,6 +104,7 @@ class Process:
         is_joined: True once the control world with the process is ready.
         is_drain_requested: True if the process is to be replaced, then drained.
         probe: Progress of its probes.
+        fingerprint: Kind of machine that its results depend on, if it has told.
         entered: Times at which it entered its phases, in monotonic seconds.
     """
 
@@ -118,6 +119,7 @@ class Process:
     is_joined: bool = False
     is_drain_requested: bool = False
     probe: ProbeState = field(default_factory=lambda: ProbeState())
+    fingerprint: str = ""
     entered: dict[ProcessPhase, float] = field(default_factory=dict)
 
     @property

@@ -24,6 +24,7 @@ def model(
     stages: int = 1,
     cut: Sequence[int] | None = None,
     dtype: str | None = None,
+    deterministic: bool = False,
 ) -> Model:
     """Return the decoder in a folder, cut into stages between layers.
 
@@ -34,10 +35,11 @@ def model(
             numbers of layers, as far as possible.
         dtype: Dtype to compute in: ``float32``, ``float16`` or ``bfloat16``; by default
             as in the folder.
+        deterministic: Whether texts are to have the same bits whatever happens.
 
     Raises:
         SpecError: The folder has no usable model, the model has fewer layers than
-            stages, or ``cut`` does not fit.
+            stages, ``cut`` does not fit, or the model cannot be deterministic.
     """
     folder = Path(path).expanduser()
     config = huggingface.read_json(folder / "config.json")
@@ -46,6 +48,11 @@ def model(
     dtype = dtype or str(config.get("dtype") or config.get("torch_dtype") or "float32")
     if dtype not in SIZES:
         raise SpecError(f"{folder}: dtype {dtype!r} is not one of {', '.join(SIZES)}")
+    if deterministic and config.get("attn_logit_softcapping"):
+        raise SpecError(
+            f"{folder}: the model caps the scores of its attention, which cannot be "
+            "deterministic here; remove `deterministic: true`"
+        )
     token = _kv_numbers(config, folder) * SIZES[dtype]
     longest = int(
         config.get("max_position_embeddings") or config.get("n_positions") or 2**20

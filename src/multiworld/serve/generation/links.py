@@ -1,4 +1,4 @@
-"""What a stage has of each sequence, and what it owes the next stage. Pure.
+"""The tokens that a stage has of each sequence, and what the next one lacks. Pure.
 
 The one rule of recovery: before every stage lies a log of its input. Stage 0 has the
 tokens, and every other stage what the stage before it keeps of its own output. When a

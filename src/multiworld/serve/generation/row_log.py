@@ -57,7 +57,13 @@ class RowLog:
         return dropped
 
     def rows(self, sequence: StreamId, begin: int, end: int) -> Tensor:
-        """Return a copy of rows that are kept, [rows, hidden]."""
+        """Return a copy of rows that are kept, [rows, hidden].
+
+        Args:
+            sequence: The sequence.
+            begin: Position of the first row.
+            end: Position after the last row.
+        """
         first = self._begins[sequence]
         return self._rows[sequence][begin - first : end - first].clone()
 

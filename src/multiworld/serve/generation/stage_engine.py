@@ -76,7 +76,7 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class Chores:
-    """What an engine does before its next step.
+    """Chores of an engine before its next step.
 
     Attributes:
         free: Streams to forget.

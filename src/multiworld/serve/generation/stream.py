@@ -46,6 +46,7 @@ class Stream:
         chain: Replicas by stage; empty while it waits for a chain.
         kept: Replicas by stage that have the attempt before; empty if it begins anew.
         share: Its tenant.
+        fingerprints: Kinds of machines that it was computed on, by stage.
         losses: Replicas that were lost with it since its last token.
         returns: Attempts that came back since its last token.
         is_alone: Whether it is computed now and nothing else is, as a suspect.
@@ -71,6 +72,7 @@ class Stream:
     chain: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     share: Share = DEFAULT_SHARE
+    fingerprints: dict[int, str] = field(default_factory=dict)
     losses: int = 0
     returns: int = 0
     is_alone: bool = False

@@ -421,9 +421,27 @@ class Streams:
             bool(stream.via),
             stream.losses >= SUSPECT_LOSSES,
         )
+        self._note_kinds(stream)
         for replica in chain:
             self._load[replica] += 1
             self._tell(replica, generation_messages.Begin((opening,)))
+
+    def _note_kinds(self, stream: Stream) -> None:
+        """Record the kinds of machines of a chain; tell if one has changed."""
+        for stage, name in enumerate(stream.chain):
+            found = self.table.replicas[name].fingerprint
+            before = stream.fingerprints.setdefault(stage, found)
+            if found != before:
+                stream.fingerprints[stage] = found
+                self.counts["other_kind"] += 1
+                logger.warning(
+                    "stream %d goes on with another kind of machine in stage %d, and "
+                    "may go on differently: %s in place of %s",
+                    stream.number,
+                    stage,
+                    found or "an unknown one",
+                    before or "an unknown one",
+                )
 
     def _chain(self, stream: Stream) -> tuple[str, ...] | None:
         """Return a replica of each stage; None if a stage has none.
@@ -466,6 +484,8 @@ class Streams:
         if stream.via:  # a probe also goes through others that are starting
             usable = usable or found
         usable = [r for r in usable if r.name not in self._silent] or usable
+        alike = stream.fingerprints.get(stage)
+        usable = [r for r in usable if alike in (None, r.fingerprint)] or usable
         return min(usable, key=self._cost).name if usable else None
 
     def _cost(self, replica: Replica) -> tuple[int, float]:

@@ -36,6 +36,7 @@ def build_model(spec: ModelSpec) -> Model:
     offered = {"path": _folder_of(spec), "stages": count, "cut": spec.cut}
     if spec.generation is not None:
         offered["dtype"] = spec.generation.dtype
+        offered["deterministic"] = spec.generation.deterministic
     taken = {k: v for k, v in offered.items() if v is not None and _takes(function, k)}
     made = _call_factory(function, factory, {**taken, **spec.options})
     if isinstance(made, Module):

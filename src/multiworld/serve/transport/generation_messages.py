@@ -93,7 +93,7 @@ class Hold(Message, frozen=True):
 
 
 class Held(Message, frozen=True):
-    """What a replica has of a sequence that begins: to the replica before it.
+    """The tokens that a replica has of a sequence that begins: to the one before it.
 
     That one sends it all tokens from there on. It is told from the last stage up, each
     replica in turn, and with it stage 0 begins.

@@ -277,7 +277,14 @@ class Hello(Message, frozen=True):
 
 
 class Loaded(Message, frozen=True):
-    """A worker has loaded its stage, or a gateway listens."""
+    """A worker has loaded its stage, or a gateway listens.
+
+    Attributes:
+        fingerprint: Kind of machine that its results depend on, if they are to be bit
+            for bit the same.
+    """
+
+    fingerprint: str = ""
 
 
 class Applied(Message, frozen=True):

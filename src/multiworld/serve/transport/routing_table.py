@@ -31,6 +31,7 @@ class Replica:
         version: Version of the model.
         stage: Number of the stage, from 0.
         state: State in its life.
+        fingerprint: Kind of machine that its results depend on, if it has told.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Replica:
     version: str
     stage: int
     state: ReplicaState
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from multiworld.serve.generation.alike import fix_linears
+from multiworld.serve.generation.fixed_attention import FixedAttention
+from multiworld.serve.generation.kv_cache import KvCache
 from multiworld.serve.generation.links import StreamId
 from multiworld.serve.generation.stage_engine import Chores, Computed, StageEngine
 from multiworld.serve.spec.stage import Stage, StageContext
@@ -35,6 +38,7 @@ class EngineThread:
         threads: Threads that torch uses for one operation.
         end_tokens: Tokens that end a text, by the model.
         compute_s: Most seconds for one step; None: ``HUNG_S``.
+        is_deterministic: Whether results are not to depend on the batch.
         clock: Returns the monotonic time in seconds.
 
     Attributes:
@@ -49,11 +53,12 @@ class EngineThread:
         threads: int,
         end_tokens: tuple[int, ...],
         compute_s: float | None,
+        is_deterministic: bool,
         clock: Callable[[], float],
     ) -> None:
         self._stage, self._is_last, self._threads = stage, is_last, threads
         self._end_tokens, self._compute_s = end_tokens, compute_s or HUNG_S
-        self._clock = clock
+        self._clock, self._is_deterministic = clock, is_deterministic
         self._guard = HangGuard(self._end_if_hung)
         self._thread: ComputeThread | None = None
         self._engine: StageEngine | None = None
@@ -78,7 +83,12 @@ class EngineThread:
         torch.set_num_threads(self._threads)
         with torch.inference_mode():
             function: Any = self._stage.load(context)
-        self._engine = StageEngine(function, self._is_last, self._end_tokens)
+            cache = KvCache()
+            if self._is_deterministic:
+                if isinstance(function, nn.Module):
+                    fix_linears(function)
+                cache = KvCache(attention=FixedAttention)
+        self._engine = StageEngine(function, self._is_last, self._end_tokens, cache)
         self._guard.start()
 
     def _end_if_hung(self) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from multiworld.errors import InvalidRequestError, ModelFailedError
+from multiworld.serve.generation.fingerprint import fingerprint
 from multiworld.serve.generation.kv_cache import MissingTokensError
 from multiworld.serve.generation.links import Link, Links
 from multiworld.serve.generation.row_log import RowLog
@@ -57,6 +58,8 @@ class GenerationWorker:
         scheduler: Scheduler of steps, used in stage 0.
         log_bytes: Most bytes of the log of what was sent to the next stage.
         end_tokens: Tokens that end a text, by the model.
+        is_deterministic: Whether texts are not to depend on what they are computed
+            with.
         compute_s: Most seconds for one step; None: ``engine_thread.HUNG_S``.
         clock: Returns the monotonic time in seconds.
 
@@ -75,13 +78,15 @@ class GenerationWorker:
         scheduler: Scheduler,
         end_tokens: tuple[int, ...],
         log_bytes: int,
+        is_deterministic: bool = False,
         compute_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name, self._number, self._is_last = name, number, is_last
         self._stage_name, self._scheduler, self._clock = stage_name, scheduler, clock
+        self._threads, self._is_deterministic = threads, is_deterministic
         self._engine = EngineThread(
-            stage, is_last, threads, end_tokens, compute_s, clock
+            stage, is_last, threads, end_tokens, compute_s, is_deterministic, clock
         )
         self._edges: dict[str, Outbox] = {}
         self._links = Links(is_last=is_last)
@@ -134,6 +139,15 @@ class GenerationWorker:
                 self._end(link.key)
         for name in self._held.keys() - known:
             del self._held[name]
+
+    def fingerprint(self, device: str) -> str:
+        """Return the kind of machine that texts depend on; empty if they may differ.
+
+        Args:
+            device: Torch device of the stage.
+        """
+        threads = self._threads
+        return fingerprint(threads, device) if self._is_deterministic else ""
 
     @property
     def has_router(self) -> bool:

@@ -1,4 +1,4 @@
-"""What a stage is still to compute: steps, and rows that refill it. Shell.
+"""Work that waits at a stage: steps, and rows that refill it. Shell.
 
 Both take turns, so that sequences which are moved here do not hold up those that are
 here. A step with a sequence that is being refilled waits for that.

@@ -102,6 +102,7 @@ def _worker_of(
             scheduler,
             model.generation.end_tokens,
             int(args.spec.generation.backup_memory_mb * MIB),
+            args.spec.generation.deterministic,
             limits.compute_s,
         )
         return made, made
@@ -201,7 +202,7 @@ class WorkerProcess:
         limit_gpu(device, needs_of(self._args.spec)[self._args.stage])
         await self._runner.load(StageContext(device=device, group=group))
         logger.info("loaded in %.3f s", self._clock() - began)
-        self._agent.fact(Loaded())
+        self._agent.fact(Loaded(self._worker.fingerprint(device)))
         await self._worker.run()
 
     async def _obey(self, order: Order) -> None:

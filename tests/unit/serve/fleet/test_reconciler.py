@@ -541,3 +541,16 @@ def test_update_has_its_time_again_with_every_replica_that_is_ready() -> None:
         slow.tell(Ticked())
         slow.finish(slow.launched[-1])
     assert slow.fleet.active == {"m": "2"}
+
+
+def test_replicas_on_other_kinds_of_machines_are_named() -> None:
+    """And the routing table has the kind of each."""
+    service = Service(1, 2, 1)
+    workers = [name for name in service.fleet.processes if name.startswith("m/")]
+    for name in workers[:-1]:
+        service.tell(Loaded(name, "epyc"))
+    assert "fingerprint" not in service.kinds()
+    service.tell(Loaded(workers[-1], "xeon"))
+    assert service.kinds().count("fingerprint") == 1
+    found = service.fleet.table.replicas
+    assert sorted(r.fingerprint for r in found.values()) == ["epyc"] * 3 + ["xeon"]

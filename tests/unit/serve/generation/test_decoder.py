@@ -118,3 +118,34 @@ def test_unknown_dtype_is_refused(tmp_path: Path) -> None:
     folder = save_decoder(tmp_path)
     with pytest.raises(SpecError, match="'int8' is not one of float32"):
         decoder.model(str(folder), dtype="int8")
+
+
+def test_model_that_caps_its_scores_is_not_deterministic(tmp_path: Path) -> None:
+    """It says so at the start."""
+    folder = save_decoder(tmp_path, "gemma2")
+    with pytest.raises(SpecError, match="caps the scores"):
+        decoder.model(str(folder), deterministic=True)
+    decoder.model(str(folder))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2"])
+def test_bfloat16_chooses_what_transformers_does(kind: str, tmp_path: Path) -> None:
+    """Up to its precision: the chosen token is never much less likely."""
+    from transformers import AutoModelForCausalLM
+
+    folder = save_decoder(tmp_path, kind)
+    spans = [Span(0, 2, 4), Span(2, 4, 4)]
+    chain = Chain([decoder_stage.load(folder, s, "bfloat16", "cpu") for s in spans])
+    text = list(PROMPTS[0])
+    done = 0
+    for _ in range(COUNT):
+        (token,) = chain.step([(0, done, text[done:])])
+        done = len(text)
+        text.append(token)
+    maker: Any = AutoModelForCausalLM
+    model = maker.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    with torch.inference_mode():
+        logits = model(torch.tensor([text])).logits[0].float()
+    for place in range(len(PROMPTS[0]) - 1, len(text) - 1):
+        row = logits[place]
+        assert row[text[place + 1]] >= row.max() - 0.05 * row.std()

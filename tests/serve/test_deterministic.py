@@ -1,0 +1,137 @@
+"""Deterministic streams: bit for bit those of an undisturbed run, whatever is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serve.harness import Served, served
+from tests.serve.test_generation import STAGES, asked, client, is_whole, spec_of
+from tests.tiny_decoder import save_decoder
+
+pytestmark = pytest.mark.timeout(240)
+
+COUNT = 24
+CHOSEN: dict[str, Any] = {
+    "temperature": 0.9,
+    "top_p": 0.95,
+    "seed": 11,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.3,
+    "n": 2,
+    "logprobs": 5,
+}
+"""Sampling that depends on every bit, and on all tokens before."""
+
+Text = list[tuple[str, float]]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Return a service whose texts are deterministic, in bfloat16."""
+    folder: Path = save_decoder(tmp_path_factory.mktemp("decoder"), "mistral")
+    spec = spec_of(folder)
+    spec["models"]["m"]["generation"] |= {"deterministic": True, "dtype": "bfloat16"}
+    with served(tmp_path_factory.mktemp("deterministic"), spec) as made:
+        yield made
+
+
+class Streamed:
+    """Two choices of one prompt, with the probability of every token.
+
+    Attributes:
+        texts: Tokens of each choice so far, with their logarithms.
+    """
+
+    def __init__(self, api: Any, **more: Any) -> None:
+        self.texts: list[Text] = [[], []]
+        self._grown = asyncio.Event()
+        self._task = asyncio.ensure_future(self._read(api, more))
+
+    async def _read(self, api: Any, more: dict[str, Any]) -> None:
+        wanted = asked(COUNT, **{**CHOSEN, **more})
+        stream: Any = await api.completions.create(**wanted, stream=True)
+        async for chunk in stream:
+            (choice,) = chunk.choices
+            found = choice.logprobs
+            self.texts[choice.index] += list(
+                zip(found.tokens, found.token_logprobs, strict=True)
+            )
+            self._grown.set()
+
+    async def has(self, count: int) -> None:
+        """Wait until it has so many tokens."""
+        while sum(map(len, self.texts)) < count and not self._task.done():
+            self._grown.clear()
+            await self._grown.wait()
+
+    async def end(self) -> list[Text]:
+        """Wait for its end; return its texts."""
+        await self._task
+        return self.texts
+
+
+@pytest.fixture(scope="module")
+def undisturbed(service: Served) -> list[Text]:
+    """Return the texts of a run that is alone."""
+
+    async def run() -> list[Text]:
+        async with client(service) as api:
+            return await Streamed(api).end()
+
+    return asyncio.run(run())
+
+
+async def killed_at(service: Served, stage: str, index: int) -> list[Text]:
+    """Kill a stage when there are so many tokens, beside other streams."""
+    async with client(service) as api:
+        others = [Streamed(api, seed=index * 10 + n, n=2) for n in range(2)]
+        stream = Streamed(api)
+        await stream.has(index)
+        await asyncio.to_thread(service.break_replica, "kill", stage)
+        found = await stream.end()
+        for other in others:
+            await other.end()
+    await is_whole(service)
+    return found
+
+
+async def test_streams_beside_each_other_have_the_bits_of_one_alone(
+    service: Served, undisturbed: list[Text]
+) -> None:
+    """Tokens and probabilities alike."""
+    assert [len(text) for text in undisturbed] == [COUNT, COUNT]
+    assert undisturbed[0] != undisturbed[1]
+    async with client(service) as api:
+        streams = [Streamed(api) for _ in range(4)]
+        for stream in streams:
+            assert await stream.end() == undisturbed
+
+
+@pytest.mark.parametrize("stage", STAGES)
+async def test_stream_that_lost_a_stage_has_the_same_bits(
+    service: Served, undisturbed: list[Text], stage: str
+) -> None:
+    """Of tokens before and after the loss."""
+    for index in (1, COUNT):
+        assert await killed_at(service, stage, index) == undisturbed
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("stage", STAGES)
+async def test_stream_has_the_same_bits_wherever_a_stage_is_lost(
+    service: Served, undisturbed: list[Text], stage: str
+) -> None:
+    """At every token of both choices."""
+    for index in range(2 * COUNT):
+        assert await killed_at(service, stage, index) == undisturbed, index
+
+
+async def test_replicas_tell_the_kind_of_their_machine(service: Served) -> None:
+    """All are on one machine, so no event says that they differ."""
+    assert not service.events("fingerprint")

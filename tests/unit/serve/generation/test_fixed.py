@@ -1,0 +1,174 @@
+"""Deterministic results: bit for bit the same, whatever a row is computed with."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from multiworld.serve.generation import decoder_stage
+from multiworld.serve.generation.alike import (
+    REFERENCE,
+    FixedRows,
+    alike_rows,
+    cover,
+    fix_linears,
+)
+from multiworld.serve.generation.fixed_attention import (
+    KEYS,
+    PIECE,
+    FixedAttention,
+    padded,
+)
+from multiworld.serve.generation.kv_cache import KvCache, Rows
+from multiworld.serve.models.span import Span
+from tests.tiny_decoder import KINDS, save_decoder
+
+LONG = 150
+CAPPED = "gemma2"
+"""Its scores are capped, which torch's kernel does not do."""
+
+
+@pytest.fixture(params=[1, 2, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Let torch use so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+class Chain:
+    """Two stages in one process that compute deterministically."""
+
+    def __init__(self, folder: Path, dtype: str) -> None:
+        spans = [Span(0, 2, 4), Span(2, 4, 4)]
+        self._stages: list[Any] = [
+            decoder_stage.load(folder, span, dtype, "cpu") for span in spans
+        ]
+        for stage in self._stages:
+            fix_linears(stage)
+        self._caches = [KvCache(attention=FixedAttention) for _ in spans]
+
+    def step(self, parts: list[tuple[int, int, list[int]]]) -> torch.Tensor:
+        """Compute tokens of sequences; return the logits after all of them."""
+        rows = [Rows(number, begin, len(ids)) for number, begin, ids in parts]
+        x = torch.tensor([token for *_, ids in parts for token in ids])
+        positions = torch.cat([torch.arange(r.begin, r.begin + r.count) for r in rows])
+        with torch.inference_mode():
+            for stage, cache in zip(self._stages, self._caches, strict=True):
+                x = stage(x, positions, cache.step(rows), torch.arange(len(positions)))
+        return x
+
+
+def chunks(chance: random.Random, count: int) -> list[int]:
+    """Return sizes of the parts in which some tokens are computed."""
+    found: list[int] = []
+    while sum(found) < count:
+        most = chance.choice([1, 1, 3, 20, 100])
+        found.append(min(chance.randint(1, most), count - sum(found)))
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != CAPPED])
+def test_logits_do_not_depend_on_parts_and_neighbours(
+    kind: str, dtype: str, threads: int, tmp_path: Path
+) -> None:
+    """Every token of four texts in random parts, beside all of each in one step."""
+    folder = save_decoder(tmp_path, kind)
+    chance = random.Random(f"{kind} {dtype} {threads}")
+    texts = [[chance.randrange(300) for _ in range(LONG)] for _ in range(4)]
+    wanted = [Chain(folder, dtype).step([(0, 0, text)]) for text in texts]
+    chain = Chain(folder, dtype)
+    waiting = {n: chunks(chance, LONG) for n in range(4)}
+    done = dict.fromkeys(waiting, 0)
+    while waiting:
+        numbers = chance.sample(sorted(waiting), chance.randint(1, len(waiting)))
+        parts = []
+        for number in numbers:
+            count = waiting[number].pop(0)
+            begin = done[number]
+            parts.append((number, begin, texts[number][begin : begin + count]))
+            done[number] += count
+            if not waiting[number]:
+                del waiting[number]
+        logits = chain.step(parts)
+        offset = 0
+        for number, begin, ids in parts:
+            here = logits[offset : offset + len(ids)]
+            assert torch.equal(here, wanted[number][begin : begin + len(ids)]), (
+                f"text {number} from {begin}, {len(ids)} of {len(logits)} rows"
+            )
+            offset += len(ids)
+
+
+def test_default_kernels_do_depend_on_them(tmp_path: Path) -> None:
+    """Otherwise the test above would prove nothing."""
+    folder = save_decoder(tmp_path)
+    stage: Any = decoder_stage.load(folder, Span(0, 4, 4), "float32", "cpu")
+    text = list(range(1, 101))
+
+    def logits(sizes: list[int]) -> torch.Tensor:
+        cache, found, begin = KvCache(), [], 0
+        for size in sizes:
+            rows, at = [Rows(0, begin, size)], torch.arange(begin, begin + size)
+            given = torch.tensor(text[begin : begin + size])
+            with torch.inference_mode():
+                found.append(stage(given, at, cache.step(rows), torch.arange(size)))
+            begin += size
+        return torch.cat(found)
+
+    assert not torch.equal(logits([100]), logits([1] * 100))
+
+
+def test_sizes_that_are_not_alike_are_not_used() -> None:
+    """A function with another result for many rows is called with few."""
+
+    def strange(rows: torch.Tensor) -> torch.Tensor:
+        return rows * 2 + (len(rows) > 24)
+
+    sizes = alike_rows(strange, torch.zeros(1, 8))
+    assert max(sizes) == 24
+    assert REFERENCE in sizes
+    given = torch.randn(3, 50, 8)
+    assert torch.equal(FixedRows(strange, sizes)(given), given * 2)
+
+
+def test_function_that_is_never_alike_is_called_with_one_size() -> None:
+    """That of the reference."""
+
+    def strange(rows: torch.Tensor) -> torch.Tensor:
+        return rows + (len(rows) != REFERENCE)
+
+    assert alike_rows(strange, torch.zeros(1, 8)) == [REFERENCE]
+
+
+@pytest.mark.parametrize("count", [1, 4, 5, 16, 17, 63, 64, 65, 200])
+def test_sizes_cover_all_rows(count: int) -> None:
+    """Without a size more than needed."""
+    found = cover([4, 16, 64], count)
+    assert sum(found) >= count
+    assert sum(found[:-1]) < count
+
+
+@pytest.mark.parametrize("end", [1, 64, 65, 512, 513, 600, 1024])
+def test_keys_are_padded_to_whole_pieces_and_a_tried_size(end: int) -> None:
+    """Never to fewer than there are."""
+    length = padded(KEYS, end)
+    assert length >= end
+    assert length % PIECE in (0, *KEYS)
+
+
+def test_products_without_bias_and_conv1d_are_changed() -> None:
+    """All that a decoder multiplies with weights."""
+    module = nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 4))
+    fix_linears(module)
+    assert isinstance(module[0].forward, FixedRows)
+    assert isinstance(module[2].forward, FixedRows)
+    assert module(torch.zeros(2, 3, 8)).shape == (2, 3, 4)
