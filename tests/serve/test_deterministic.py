@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,14 @@ from typing import Any
 import pytest
 
 from tests.serve.harness import Served, served
-from tests.serve.test_generation import STAGES, asked, client, is_whole, spec_of
+from tests.serve.test_generation import (
+    STAGES,
+    asked,
+    client,
+    is_whole,
+    post,
+    spec_of,
+)
 from tests.tiny_decoder import save_decoder
 
 pytestmark = pytest.mark.timeout(240)
@@ -34,6 +42,8 @@ Text = list[tuple[str, float]]
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Return a service whose texts are deterministic, in bfloat16."""
     folder: Path = save_decoder(tmp_path_factory.mktemp("decoder"), "mistral")
+    # By default its end is the token of a quotation mark.
+    (folder / "generation_config.json").write_text('{"eos_token_id": 0}')
     spec = spec_of(folder)
     spec["models"]["m"]["generation"] |= {"deterministic": True, "dtype": "bfloat16"}
     with served(tmp_path_factory.mktemp("deterministic"), spec) as made:
@@ -53,7 +63,7 @@ class Streamed:
         self._task = asyncio.ensure_future(self._read(api, more))
 
     async def _read(self, api: Any, more: dict[str, Any]) -> None:
-        wanted = asked(COUNT, **{**CHOSEN, **more})
+        wanted = {**asked(COUNT), **CHOSEN, **more}
         stream: Any = await api.completions.create(**wanted, stream=True)
         async for chunk in stream:
             (choice,) = chunk.choices
@@ -86,11 +96,11 @@ def undisturbed(service: Served) -> list[Text]:
     return asyncio.run(run())
 
 
-async def killed_at(service: Served, stage: str, index: int) -> list[Text]:
+async def killed_at(service: Served, stage: str, index: int, **more: Any) -> list[Text]:
     """Kill a stage when there are so many tokens, beside other streams."""
     async with client(service) as api:
         others = [Streamed(api, seed=index * 10 + n, n=2) for n in range(2)]
-        stream = Streamed(api)
+        stream = Streamed(api, **more)
         await stream.has(index)
         await asyncio.to_thread(service.break_replica, "kill", stage)
         found = await stream.end()
@@ -130,6 +140,57 @@ async def test_stream_has_the_same_bits_wherever_a_stage_is_lost(
     """At every token of both choices."""
     for index in range(2 * COUNT):
         assert await killed_at(service, stage, index) == undisturbed, index
+
+
+STRUCTURE = {
+    "response_format": {
+        "type": "json_schema",
+        "json_schema": {
+            "name": "thing",
+            "schema": {
+                "type": "object",
+                "properties": {
+                    "color": {"enum": ["red", "green", "blue"]},
+                    "count": {"type": "integer", "minimum": 0, "maximum": 99999},
+                },
+                "required": ["color", "count"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    "skip_special_tokens": False,
+}
+
+
+async def test_structure_survives_the_loss_of_every_stage(service: Served) -> None:
+    """Both choices are JSON of the schema, with the same bits as undisturbed."""
+    more: dict[str, Any] = {"extra_body": STRUCTURE, "max_tokens": 100}
+    async with client(service) as api:
+        wanted = await Streamed(api, **more).end()
+    for text in wanted:
+        found = json.loads("".join(token for token, _ in text[:-1]))
+        assert found["color"] in ("red", "green", "blue")
+        assert 0 <= found["count"] <= 99999
+    for index, stage in ((3, "back"), (20, "middle"), (30, "front"), (35, "back")):
+        assert await killed_at(service, stage, index, **more) == wanted, stage
+
+
+def test_structure_that_is_not_valid_is_refused_with_its_place(service: Served) -> None:
+    """As is one that cannot be given with other fields."""
+    body = {"model": "m", "prompt": "a", "max_tokens": 4}
+    bad = {"type": "object", "properties": {"a": {"type": "objct"}}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": bad}}
+    for changes, text in (
+        ({"response_format": form}, "properties.a"),
+        ({"structured_outputs": {"regex": "a(b"}}, "unclosed group"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "exactly one"),
+        ({"response_format": {"type": "json_schema"}}, "needs json_schema"),
+        ({"response_format": {"type": "xml"}}, "xml"),
+        ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos"),
+    ):
+        answer = post(service, "/v1/completions", {**body, **changes})
+        assert answer.status_code == 400, answer.text
+        assert text in answer.json()["error"]["message"]
 
 
 async def test_replicas_tell_the_kind_of_their_machine(service: Served) -> None:

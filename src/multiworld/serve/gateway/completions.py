@@ -7,13 +7,20 @@ name.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from multiworld.errors import InvalidRequestError
 from multiworld.serve.gateway.json_limits import NOT_JSON, check_objects
+from multiworld.serve.generation.grammar import (
+    grammar_of_choice,
+    grammar_of_lark,
+    grammar_of_regex,
+    grammar_of_schema,
+)
 from multiworld.serve.transport.generation_messages import Sampling
 
 MAX_CHOICES = 64
@@ -40,6 +47,32 @@ MAX_LOGPROBS = 20
 
 DEFAULT_TOKENS = 16
 """Tokens of a text completion that names no number, as in OpenAI's API."""
+
+
+class JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A JSON schema, as OpenAI's API names it."""
+
+    name: str
+    schema: Any = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The form of an answer: ``text``, ``json_object`` or ``json_schema``."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The structure of an answer, as vLLM names it; exactly one field is given."""
+
+    json: Any = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -75,6 +108,8 @@ class _Common(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     safety_identifier: str | None = None
     metadata: Any = None
     store: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     timeout_s: float | None = None
 
 
@@ -91,7 +126,6 @@ class ChatBody(_Common, frozen=True, forbid_unknown_fields=True, kw_only=True):
     tool_choice: Any = None
     functions: Any = None
     function_call: Any = None
-    response_format: Any = None
     modalities: Any = None
     audio: Any = None
     prediction: Any = None
@@ -117,10 +151,39 @@ _completion = msgspec.json.Decoder(CompletionBody)
 
 UNSUPPORTED = (
     "chat_template",  # a client's template could compute for ever
-    *("tools", "functions", "function_call", "response_format", "modalities"),
+    *("tools", "functions", "function_call", "modalities"),
     *("audio", "prediction", "reasoning_effort", "web_search_options", "suffix"),
 )
 """Fields of OpenAI's API that are not supported; null and "text" are the defaults."""
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """The structure of an answer, which is still to be checked.
+
+    Attributes:
+        kind: ``json``, ``regex``, ``choice`` or ``grammar``.
+        value: The schema, the expression, the texts or the grammar.
+        param: Field that has it.
+    """
+
+    kind: str
+    value: Any
+    param: str
+
+    def grammar(self) -> str:
+        """Return its grammar; this may take a second.
+
+        Raises:
+            InvalidRequestError: It is not valid.
+        """
+        makers: dict[str, Callable[[Any, str], str]] = {
+            "json": grammar_of_schema,
+            "regex": grammar_of_regex,
+            "choice": grammar_of_choice,
+            "grammar": grammar_of_lark,
+        }
+        return makers[self.kind](self.value, self.param)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +201,7 @@ class Wanted:
         echo: Whether the answer begins with the prompt.
         timeout_s: Seconds until the deadline; None: the model's default.
         has_ids: Whether the answer names the tokens by their ids.
+        structure: Structure of the answer; None: any.
     """
 
     model: str
@@ -150,6 +214,7 @@ class Wanted:
     echo: bool = False
     timeout_s: float | None = None
     has_ids: bool = False
+    structure: Structure | None = None
 
 
 def chat_of(body: bytes | bytearray) -> tuple[ChatBody, Wanted]:
@@ -322,6 +387,8 @@ def _wanted(asked: Any, max_tokens: int | None, logprobs: int | None) -> Wanted:
         ignore_eos=bool(asked.ignore_eos),
         logprobs=None if logprobs is None else int(logprobs),
     )
+    if asked.ignore_eos and (asked.response_format or asked.structured_outputs):
+        raise _wrong("ignore_eos", "cannot be given with a structure, which ends")
     tool_choice = getattr(asked, "tool_choice", None)
     if tool_choice not in (None, "none", "auto"):
         raise _wrong("tool_choice", "needs tools", "unsupported_value")
@@ -341,7 +408,38 @@ def _wanted(asked: Any, max_tokens: int | None, logprobs: int | None) -> Wanted:
         skips_special=asked.skip_special_tokens is not False,
         timeout_s=asked.timeout_s,
         has_ids=bool(asked.return_token_ids),
+        structure=structure_of(asked.response_format, asked.structured_outputs),
     )
+
+
+def structure_of(
+    form: ResponseFormat | None, outputs: StructuredOutputs | None
+) -> Structure | None:
+    """Return the structure that a request wants; None: any.
+
+    Raises:
+        InvalidRequestError: It wants several, or none of those that there are.
+    """
+    found: list[Structure] = []
+    if form is not None and form.type == "json_object":
+        found.append(Structure("json", {"type": "object"}, "response_format"))
+    elif form is not None and form.type == "json_schema":
+        schema = None if form.json_schema is None else form.json_schema.schema
+        if schema is None:
+            raise _wrong("response_format", "needs json_schema with a schema")
+        found.append(Structure("json", schema, "response_format"))
+    if outputs is not None:
+        fields = msgspec.structs.asdict(outputs)
+        if fields.pop("json_object"):
+            fields["json"] = {"type": "object"}
+        given = {kind: value for kind, value in fields.items() if value is not None}
+        if len(given) != 1:
+            rule = "must have exactly one of json, regex, choice, grammar, json_object"
+            raise _wrong("structured_outputs", rule)
+        found += [Structure(k, v, "structured_outputs") for k, v in given.items()]
+    if len(found) > 1:
+        raise _wrong("structured_outputs", "cannot be given with response_format")
+    return found[0] if found else None
 
 
 def _biases(given: dict[str, float] | None) -> dict[int, float]:

@@ -135,7 +135,7 @@ async def _read_chat(
         asked.messages,
         begins_answer=asked.add_generation_prompt is not False,
     )
-    return _ready(gateway, admitted, wanted, served, [tokens], "chatcmpl-")
+    return await _ready(gateway, admitted, wanted, served, [tokens], "chatcmpl-")
 
 
 async def _read_completion(
@@ -175,7 +175,7 @@ async def read_completion(
         else one
         for one in prompts
     ]
-    return _ready(gateway, admitted, wanted, served, tokens, "cmpl-")
+    return await _ready(gateway, admitted, wanted, served, tokens, "cmpl-")
 
 
 def _check_choices(prompts: int, n: int) -> None:
@@ -191,7 +191,7 @@ def _characters(messages: list[dict[str, Any]]) -> int:
     return sum(len(message.get("content") or "") for message in messages)
 
 
-def _ready(
+async def _ready(
     gateway: Gateway,
     admitted: AdmittedRequest,
     wanted: Wanted,
@@ -199,7 +199,12 @@ def _ready(
     prompts: Sequence[Sequence[int]],
     prefix: str,
 ) -> Ready:
-    sampling, is_chat = wanted.sampling, prefix == "chatcmpl-"
+    is_chat = prefix == "chatcmpl-"
+    if wanted.structure is not None:
+        grammar = await asyncio.to_thread(wanted.structure.grammar)
+        sampling = msgspec.structs.replace(wanted.sampling, grammar=grammar)
+        wanted = replace(wanted, sampling=sampling)
+    sampling = wanted.sampling
     vocabulary, tokenizer = served.generation.vocabulary, served.tokenizer
     for tokens in prompts:
         low, high = min(tokens, default=0), max(tokens, default=0)

@@ -39,6 +39,7 @@ def choose(
     tokens: Sequence[int],
     prompt: int,
     ends: Sequence[int],
+    allowed: Tensor | None = None,
 ) -> Choice:
     """Choose the next token of one sequence.
 
@@ -48,12 +49,16 @@ def choose(
         tokens: The prompt, and the tokens that were generated.
         prompt: Number of tokens of the prompt.
         ends: Tokens that end the sequence, if they may.
+        allowed: Tokens that its structure allows, [vocabulary], bool; None: all.
     """
     index = len(tokens) - prompt
     scores = _adjusted(logits, sampling, tokens, prompt)
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, float("-inf"))
     if index < sampling.min_tokens and ends:
-        scores = scores.clone() if scores is logits else scores
-        scores[list(ends)] = float("-inf")
+        later = scores.index_fill(-1, torch.tensor(ends), float("-inf"))
+        # Its structure may have an end only.
+        scores = later if bool((later > float("-inf")).any()) else scores
     if sampling.temperature == 0:
         token = int(scores.argmax())
     else:

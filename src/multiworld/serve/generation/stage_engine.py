@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from multiworld.serve.generation.grammar import Matcher, Matchers
 from multiworld.serve.generation.kv_cache import KvCache, MissingTokensError, Rows
 from multiworld.serve.generation.links import StreamId
 from multiworld.serve.generation.sampler import choose, finish_of
+from multiworld.serve.spec.stage import Generation
 from multiworld.serve.transport.generation_messages import Opening, StepPart, TokenItem
 from multiworld.serve.transport.protocol import Key
 
@@ -33,6 +35,7 @@ class Tail:
         opening: The sequence, as it began.
         tokens: Its prompt, and all tokens so far.
         ends: Tokens that end it.
+        matcher: Its structure; None: any.
         scored: Probabilities of the tokens of its prompt so far, if they were asked
             for; see ``TokenItem``.
     """
@@ -40,6 +43,7 @@ class Tail:
     opening: Opening
     tokens: list[int]
     ends: tuple[int, ...]
+    matcher: Matcher | None = None
     scored: list[tuple[float, tuple[tuple[int, float], ...]]] = field(
         default_factory=list
     )
@@ -96,15 +100,16 @@ class StageEngine:
     Attributes:
         function: The stage.
         is_last: Whether it returns logits.
-        end_tokens: Tokens that end a text, by the model.
+        model: Facts about the model.
         cache: Keys and values.
     """
 
     function: StageFunction
     is_last: bool
-    end_tokens: tuple[int, ...] = ()
+    model: Generation
     cache: KvCache = field(default_factory=KvCache)
     _tails: dict[StreamId, Tail] = field(default_factory=dict)
+    _matchers: Matchers | None = None
 
     def tidy(self, chores: Chores) -> None:
         """Do what is due before a step."""
@@ -114,13 +119,20 @@ class StageEngine:
         for stream in chores.drop:
             self.cache.free(stream)
         for opening in chores.open if self.is_last else ():
-            sampling = opening.sampling
-            own = () if sampling.ignore_eos else self.end_tokens
-            tail = Tail(opening, list(opening.tokens), (*own, *sampling.stop_token_ids))
-            known = self._tails.get(opening.key[:2])
-            if known is not None and opening.previous >= 0:
-                tail.scored = known.scored
-            self._tails[opening.key[:2]] = tail
+            self._open(opening)
+
+    def _open(self, opening: Opening) -> None:
+        sampling = opening.sampling
+        own = () if sampling.ignore_eos else self.model.end_tokens
+        ends = (*own, *sampling.stop_token_ids)
+        tail = Tail(opening, list(opening.tokens), ends)
+        known = self._tails.get(opening.key[:2])
+        if known is not None and opening.previous >= 0:
+            tail.scored, tail.matcher = known.scored, known.matcher
+        if sampling.grammar and tail.matcher is None:
+            self._matchers = self._matchers or Matchers(self.model)
+            tail.matcher = self._matchers.begin(sampling.grammar)
+        self._tails[opening.key[:2]] = tail
 
     def compute(self, parts: Sequence[StepPart], rows: Tensor) -> Computed:
         """Compute a step; if it fails, each of its parts alone.
@@ -198,8 +210,10 @@ class StageEngine:
         tail = self._tails[part.key[:2]]
         opening = tail.opening
         del tail.tokens[part.begin + part.count :]  # it is computed again
+        made = tail.tokens[opening.prompt :]
+        allowed = None if tail.matcher is None else tail.matcher.allowed(made)
         chosen = choose(
-            logits, opening.sampling, tail.tokens, opening.prompt, tail.ends
+            logits, opening.sampling, tail.tokens, opening.prompt, tail.ends, allowed
         )
         index = len(tail.tokens) - opening.prompt
         tail.tokens.append(chosen.token)

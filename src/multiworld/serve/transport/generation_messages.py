@@ -29,6 +29,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         logprobs: Number of most likely tokens to report with each token; None: report
             no probabilities.
         prompt_logprobs: The same for the tokens of the prompt.
+        grammar: Structure of the text, in llguidance's form; empty: any.
     """
 
     temperature: float = 1.0
@@ -47,6 +48,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: str = ""
 
 
 class Opening(msgspec.Struct, frozen=True, array_like=True):

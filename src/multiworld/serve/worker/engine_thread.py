@@ -17,7 +17,7 @@ from multiworld.serve.generation.fixed_attention import FixedAttention
 from multiworld.serve.generation.kv_cache import KvCache
 from multiworld.serve.generation.links import StreamId
 from multiworld.serve.generation.stage_engine import Chores, Computed, StageEngine
-from multiworld.serve.spec.stage import Stage, StageContext
+from multiworld.serve.spec.stage import Generation, Stage, StageContext
 from multiworld.serve.transport.generation_messages import Opening, StepPart
 from multiworld.serve.worker.compute_thread import ComputeThread
 from multiworld.serve.worker.hang_guard import EXIT_HUNG, HangGuard
@@ -36,7 +36,7 @@ class EngineThread:
         stage: The stage.
         is_last: Whether it is the last one.
         threads: Threads that torch uses for one operation.
-        end_tokens: Tokens that end a text, by the model.
+        model: Facts about the model.
         compute_s: Most seconds for one step; None: ``HUNG_S``.
         is_deterministic: Whether results are not to depend on the batch.
         clock: Returns the monotonic time in seconds.
@@ -51,13 +51,13 @@ class EngineThread:
         stage: Stage,
         is_last: bool,
         threads: int,
-        end_tokens: tuple[int, ...],
+        model: Generation,
         compute_s: float | None,
         is_deterministic: bool,
         clock: Callable[[], float],
     ) -> None:
         self._stage, self._is_last, self._threads = stage, is_last, threads
-        self._end_tokens, self._compute_s = end_tokens, compute_s or HUNG_S
+        self._model, self._compute_s = model, compute_s or HUNG_S
         self._clock, self._is_deterministic = clock, is_deterministic
         self._guard = HangGuard(self._end_if_hung)
         self._thread: ComputeThread | None = None
@@ -88,7 +88,7 @@ class EngineThread:
                 if isinstance(function, nn.Module):
                     fix_linears(function)
                 cache = KvCache(attention=FixedAttention)
-        self._engine = StageEngine(function, self._is_last, self._end_tokens, cache)
+        self._engine = StageEngine(function, self._is_last, self._model, cache)
         self._guard.start()
 
     def _end_if_hung(self) -> None:

@@ -25,7 +25,7 @@ from multiworld.serve.generation.links import Link, Links
 from multiworld.serve.generation.row_log import RowLog
 from multiworld.serve.generation.scheduler import PlannedStep, Scheduler
 from multiworld.serve.generation.stage_engine import Computed
-from multiworld.serve.spec.stage import Stage, StageContext
+from multiworld.serve.spec.stage import Generation, Stage, StageContext
 from multiworld.serve.transport import generation_messages
 from multiworld.serve.transport.edge_messages import EdgeMessage
 from multiworld.serve.transport.edges import Outbox
@@ -57,7 +57,7 @@ class GenerationWorker:
         threads: Threads that torch uses for one operation.
         scheduler: Scheduler of steps, used in stage 0.
         log_bytes: Most bytes of the log of what was sent to the next stage.
-        end_tokens: Tokens that end a text, by the model.
+        model: Facts about the model.
         is_deterministic: Whether texts are not to depend on what they are computed
             with.
         compute_s: Most seconds for one step; None: ``engine_thread.HUNG_S``.
@@ -76,7 +76,7 @@ class GenerationWorker:
         stage_name: str,
         threads: int,
         scheduler: Scheduler,
-        end_tokens: tuple[int, ...],
+        model: Generation,
         log_bytes: int,
         is_deterministic: bool = False,
         compute_s: float | None = None,
@@ -86,7 +86,7 @@ class GenerationWorker:
         self._stage_name, self._scheduler, self._clock = stage_name, scheduler, clock
         self._threads, self._is_deterministic = threads, is_deterministic
         self._engine = EngineThread(
-            stage, is_last, threads, end_tokens, compute_s, is_deterministic, clock
+            stage, is_last, threads, model, compute_s, is_deterministic, clock
         )
         self._edges: dict[str, Outbox] = {}
         self._links = Links(is_last=is_last)

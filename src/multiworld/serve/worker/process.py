@@ -100,7 +100,7 @@ def _worker_of(
             name,
             limits.threads,
             scheduler,
-            model.generation.end_tokens,
+            model.generation,
             int(args.spec.generation.backup_memory_mb * MIB),
             args.spec.generation.deterministic,
             limits.compute_s,

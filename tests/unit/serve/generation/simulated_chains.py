@@ -18,7 +18,7 @@ import torch
 from multiworld.serve.generation.scheduler import EngineLimits, Scheduler
 from multiworld.serve.generation.stage_engine import Chores, StageEngine
 from multiworld.serve.generation.streams import Streams
-from multiworld.serve.spec.stage import Stage
+from multiworld.serve.spec.stage import Generation, Stage
 from multiworld.serve.transport.generation_messages import (
     Opening,
     Sampling,
@@ -35,6 +35,13 @@ from multiworld.serve.worker.generation_worker import GenerationWorker
 
 WORDS = 97
 GATEWAY = "gateway/1"
+FACTS = Generation(
+    tokenizer=lambda: None,
+    end_tokens=(),
+    vocabulary=WORDS,
+    max_tokens=100,
+    kv_bytes=[1],
+)
 
 
 def front(rows: Any, positions: Any, attention: Any, wanted: Any) -> Any:
@@ -77,7 +84,7 @@ class InlineEngine:
     """An engine that computes at once, in place of one in a thread."""
 
     def __init__(self, function: Any, is_last: bool) -> None:
-        self._engine = StageEngine(function, is_last)
+        self._engine = StageEngine(function, is_last, FACTS)
         self._free: list[Any] = []
         self._drop: list[Any] = []
         self._open: dict[Any, Opening] = {}
@@ -193,7 +200,7 @@ class Net:
             f"stage {stage}",
             1,
             Scheduler(self._limits),
-            (),
+            FACTS,
             self._log_bytes,
         )
         engine: Any = InlineEngine(functions[stage], is_last)

@@ -8,10 +8,14 @@ import torch
 
 from multiworld.serve.generation.kv_cache import MissingTokensError
 from multiworld.serve.generation.stage_engine import Chores, StageEngine
+from multiworld.serve.spec.stage import Generation
 from multiworld.serve.transport.generation_messages import Opening, Sampling, StepPart
 from multiworld.serve.transport.protocol import Key
 
 WORDS = 8
+FACTS = Generation(
+    tokenizer=lambda: None, end_tokens=(), vocabulary=WORDS, max_tokens=99, kv_bytes=[1]
+)
 
 
 def stage(rows: Any, positions: Any, attention: Any, wanted: Any) -> Any:
@@ -39,7 +43,7 @@ def opening(number: int, *tokens: int) -> Opening:
 
 def engine_with(*openings: Opening) -> StageEngine:
     """Return an engine of a last stage with sequences that begin."""
-    engine = StageEngine(stage, is_last=True)
+    engine = StageEngine(stage, is_last=True, model=FACTS)
     engine.tidy(Chores(open=openings))
     return engine
 

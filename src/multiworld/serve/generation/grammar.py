@@ -1,0 +1,207 @@
+"""Texts of a given structure: which tokens may come next. Shell.
+
+llguidance turns a JSON schema, a regular expression or a Lark grammar into a matcher,
+which says before each token which ones are allowed. The last stage keeps it; another
+replica that takes its place gives it the tokens so far.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from multiworld.errors import InvalidRequestError, ModelFailedError
+from multiworld.serve.spec.stage import Generation
+
+MAX_CHARACTERS = 64 * 1024
+"""Most characters of a schema or a grammar."""
+
+SPACES: Any = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
+"""Spaces in JSON, as Python writes it: small models fill any free space for ever."""
+
+MISSING = "structured output needs llguidance and jsonschema; pip install both"
+
+
+def grammar_of_schema(schema: Any, param: str) -> str:
+    """Return the grammar of all texts that are JSON of a schema.
+
+    Args:
+        schema: The JSON schema.
+        param: Field that has it, for errors.
+
+    Raises:
+        InvalidRequestError: It is not valid, or has what cannot be enforced; the place
+            is named.
+    """
+    try:
+        from jsonschema import Draft202012Validator
+        from jsonschema.exceptions import SchemaError
+        from llguidance import LLMatcher
+    except ImportError as error:
+        raise InvalidRequestError(MISSING, param=param) from error
+    text = json.dumps(schema)
+    _check_length(text, param)
+    try:
+        Draft202012Validator.check_schema(schema)
+    except SchemaError as error:
+        place = error.json_path.removeprefix("$")
+        why = error.message[:300]
+        raise _invalid(f"is not a JSON schema: {place or 'it'}: {why}", param) from None
+    except RecursionError:
+        raise _invalid("is nested too deeply", param) from None
+    return _checked(LLMatcher.grammar_from_json_schema(text, overrides=SPACES), param)
+
+
+def grammar_of_regex(regex: str, param: str) -> str:
+    """Return the grammar of all texts that match a regular expression.
+
+    Args:
+        regex: The expression, without look-around.
+        param: Field that has it, for errors.
+
+    Raises:
+        InvalidRequestError: It is not valid.
+    """
+    try:
+        from llguidance import LLMatcher
+    except ImportError as error:
+        raise InvalidRequestError(MISSING, param=param) from error
+    _check_length(regex, param)
+    return _checked(LLMatcher.grammar_from_regex(regex), param)
+
+
+def grammar_of_lark(grammar: str, param: str) -> str:
+    """Return the grammar that is written in Lark's form.
+
+    Args:
+        grammar: The grammar.
+        param: Field that has it, for errors.
+
+    Raises:
+        InvalidRequestError: It is not valid; the line is named.
+    """
+    try:
+        from llguidance import LLMatcher
+    except ImportError as error:
+        raise InvalidRequestError(MISSING, param=param) from error
+    _check_length(grammar, param)
+    return _checked(LLMatcher.grammar_from_lark(grammar), param)
+
+
+def grammar_of_choice(choices: Sequence[str], param: str) -> str:
+    """Return the grammar of some texts.
+
+    Args:
+        choices: The texts; at least one.
+        param: Field that has them, for errors.
+
+    Raises:
+        InvalidRequestError: There is none, or they are too long.
+    """
+    if not choices or not all(choices):
+        raise _invalid("must be a list of texts that are not empty", param)
+    lines = " | ".join(json.dumps(choice) for choice in choices)
+    return grammar_of_lark(f"start: {lines}", param)
+
+
+def _checked(grammar: str, param: str) -> str:
+    from llguidance import LLMatcher
+
+    why = LLMatcher.validate_grammar(grammar)
+    if why and not why.startswith("WARNING"):
+        raise _invalid(f"cannot be enforced: {why.strip()}", param)
+    return grammar
+
+
+def _check_length(text: str, param: str) -> None:
+    if len(text) > MAX_CHARACTERS:
+        raise _invalid(f"is longer than {MAX_CHARACTERS} characters", param)
+
+
+def _invalid(rule: str, param: str) -> InvalidRequestError:
+    return InvalidRequestError(f'"{param}" {rule}', param=param, code="invalid_value")
+
+
+class Matchers:
+    """Makes matchers for one model.
+
+    Args:
+        model: The model; its tokenizer has the attribute ``fast``, as
+            ``text.Tokenizer`` has.
+    """
+
+    def __init__(self, model: Generation) -> None:
+        self._model = model
+        # Grammars are compiled without the GIL, beside the steps of other sequences.
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="multiworld grammar")
+        self._tokenizer: Any = None
+
+    def begin(self, grammar: str) -> Matcher:
+        """Begin to make a matcher.
+
+        Args:
+            grammar: The grammar, as the functions of this module return it.
+        """
+        made = self._pool.submit(self._made, grammar)
+        return Matcher(made, self._model.vocabulary)
+
+    def _made(self, grammar: str) -> Any:
+        from llguidance import LLMatcher, LLTokenizer
+
+        if self._tokenizer is None:
+            self._tokenizer = LLTokenizer(
+                self._model.tokenizer().fast.to_str(),
+                n_vocab=self._model.vocabulary,
+                eos_token=list(self._model.end_tokens) or None,
+            )
+        return LLMatcher(self._tokenizer, grammar)
+
+
+class Matcher:
+    """The structure of one text.
+
+    Args:
+        made: The matcher of llguidance, once it is made.
+        vocabulary: Number of tokens of the model.
+    """
+
+    def __init__(self, made: Future[Any], vocabulary: int) -> None:
+        self._made, self._vocabulary = made, vocabulary
+        self._consumed: list[int] = []
+
+    def allowed(self, tokens: Sequence[int]) -> Tensor:
+        """Return which tokens may come next, [vocabulary], bool.
+
+        Args:
+            tokens: The tokens that were generated.
+
+        Raises:
+            ModelFailedError: The tokens have not the structure, or it is too complex.
+        """
+        matcher = self._made.result()
+        if self._consumed != list(tokens[: len(self._consumed)]):
+            matcher.reset()  # the sequence goes on from an earlier token
+            self._consumed = []
+        for token in tokens[len(self._consumed) :]:
+            matcher.consume_token(token)
+            self._consumed.append(token)
+        mask = matcher.compute_bitmask()
+        if matcher.is_error():
+            raise ModelFailedError(f"structured output failed: {matcher.get_error()}")
+        bits = numpy.unpackbits(
+            numpy.frombuffer(mask, dtype=numpy.uint8), bitorder="little"
+        )
+        found = torch.from_numpy(bits).bool()[: self._vocabulary]
+        if not bool(found.any()):
+            raise ModelFailedError("structured output allows no further token")
+        return found

@@ -1,0 +1,179 @@
+"""Texts of a given structure, from a model that knows nothing."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from multiworld.errors import InvalidRequestError, ModelFailedError
+from multiworld.serve.generation.grammar import (
+    MAX_CHARACTERS,
+    Matcher,
+    Matchers,
+    grammar_of_choice,
+    grammar_of_lark,
+    grammar_of_regex,
+    grammar_of_schema,
+)
+from multiworld.serve.generation.sampler import choose
+from multiworld.serve.generation.text import Tokenizer
+from multiworld.serve.spec.stage import Generation
+from multiworld.serve.transport.generation_messages import Sampling
+from tests.tiny_decoder import VOCABULARY, save_tokenizer
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "color": {"enum": ["red", "green", "blue"]},
+        "count": {"type": "integer", "minimum": 0, "maximum": 999},
+        "tags": {"type": "array", "items": {"enum": ["a", "ä", "😀"]}, "maxItems": 3},
+    },
+    "required": ["color", "count", "tags"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Return a tokenizer of bytes."""
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder)
+    return Tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def matchers(tokenizer: Tokenizer) -> Matchers:
+    """Return the maker of matchers of a model."""
+    return Matchers(
+        Generation(
+            tokenizer=lambda: tokenizer,
+            end_tokens=(0,),
+            vocabulary=VOCABULARY,
+            max_tokens=1000,
+            kv_bytes=[1],
+        )
+    )
+
+
+def generated(matcher: Matcher, seed: int, count: int = 200) -> list[int]:
+    """Return tokens of a model with random logits, to its end."""
+    chance = torch.Generator().manual_seed(seed)
+    sampling = Sampling(seed=seed, max_tokens=count)
+    tokens: list[int] = []
+    while len(tokens) < count:
+        logits = torch.randn(VOCABULARY, generator=chance)
+        allowed = matcher.allowed(tokens)
+        token = choose(logits, sampling, tokens, 0, (0,), allowed).token
+        if token == 0:
+            return tokens
+        tokens.append(token)
+    raise AssertionError("it has no end")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_text_is_json_of_the_schema(
+    matchers: Matchers, tokenizer: Tokenizer, seed: int
+) -> None:
+    """Whatever the model would rather say, beyond ASCII too."""
+    matcher = matchers.begin(grammar_of_schema(SCHEMA, "response_format"))
+    found = json.loads(tokenizer.decode(generated(matcher, seed)))
+    assert found["color"] in ("red", "green", "blue")
+    assert 0 <= found["count"] <= 999
+    assert len(found["tags"]) <= 3
+
+
+@pytest.mark.parametrize(
+    ("grammar", "pattern"),
+    [
+        (functools.partial(grammar_of_regex, "[0-9]{4}-[0-9]{2}"), r"\d{4}-\d\d"),
+        (
+            functools.partial(grammar_of_choice, ["yes", 'no "really"']),
+            'yes|no "really"',
+        ),
+        (functools.partial(grammar_of_lark, 'start: "a" b\nb: /x{1,3}/'), "ax{1,3}"),
+    ],
+)
+def test_text_has_the_structure(
+    matchers: Matchers,
+    tokenizer: Tokenizer,
+    grammar: Callable[[str], str],
+    pattern: str,
+) -> None:
+    """A regular expression, some texts, or a grammar."""
+    for seed in range(5):
+        matcher = matchers.begin(grammar("structured_outputs"))
+        assert re.fullmatch(pattern, tokenizer.decode(generated(matcher, seed)))
+
+
+def test_matcher_that_begins_elsewhere_allows_the_same(matchers: Matchers) -> None:
+    """A replacement gets the tokens so far; one that was ahead goes back."""
+    grammar = grammar_of_schema(SCHEMA, "response_format")
+    whole = matchers.begin(grammar)
+    tokens = generated(whole, 1)
+    masks = [whole.allowed(tokens[:count]) for count in range(len(tokens))]
+    for count in (0, 3, len(tokens) - 1):
+        fresh = matchers.begin(grammar)
+        assert torch.equal(fresh.allowed(tokens[:count]), masks[count])
+    assert torch.equal(whole.allowed(tokens[:2]), masks[2])
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"type": "object", "properties": {"a": {"type": "objct"}}}, "properties.a"),
+        ({"type": "object", "properties": {"a": 5}}, "properties.a"),
+        ([], "not a JSON schema"),
+        ({"$ref": "#/nowhere"}, "/nowhere"),
+        ({"type": "string", "pattern": "(?=x)"}, "look-around"),
+        ({"enum": ["x" * MAX_CHARACTERS]}, "longer than"),
+    ],
+)
+def test_schema_that_is_not_valid_is_refused_with_the_place(
+    schema: Any, text: str
+) -> None:
+    """Before anything is generated."""
+    with pytest.raises(InvalidRequestError, match=re.escape(text)) as found:
+        grammar_of_schema(schema, "response_format")
+    assert found.value.param == "response_format"
+
+
+def test_grammars_that_are_not_valid_are_refused() -> None:
+    """With the place as well."""
+    with pytest.raises(InvalidRequestError, match="unclosed group"):
+        grammar_of_regex("a(b", "structured_outputs")
+    with pytest.raises(InvalidRequestError, match="foo"):
+        grammar_of_lark("start: foo", "structured_outputs")
+    with pytest.raises(InvalidRequestError, match="not empty"):
+        grammar_of_choice([], "structured_outputs")
+
+
+def test_deep_schema_is_refused_and_not_unfolded() -> None:
+    """It costs little time."""
+    schema: Any = {"type": "integer"}
+    for _ in range(900):
+        schema = {"type": "array", "items": schema}
+    with pytest.raises(InvalidRequestError, match=r"nested|longer|deep|limit|large"):
+        grammar_of_schema(schema, "response_format")
+
+
+def test_tokens_without_the_structure_fail_by_name(matchers: Matchers) -> None:
+    """Rather than with any token."""
+    matcher = matchers.begin(grammar_of_regex("[0-9]+", "structured_outputs"))
+    with pytest.raises(ModelFailedError, match="structured output failed"):
+        matcher.allowed([50, 51, 52])
+
+
+def test_least_tokens_give_way_to_a_structure_that_ends() -> None:
+    """Only the end is allowed then."""
+    allowed = torch.zeros(6, dtype=torch.bool)
+    allowed[4] = True
+    sampling = Sampling(temperature=0.0, min_tokens=9)
+    logits = torch.zeros(6)
+    assert choose(logits, sampling, [1], 1, (4,), allowed).token == 4
