@@ -433,6 +433,55 @@ async def test_metrics_count_tokens_and_times(service: Served) -> None:
     assert await asyncio.to_thread(value, counted) >= 1
 
 
+def test_prompt_with_a_known_beginning_is_computed_from_there_on(
+    folder: Path, tmp_path: Path
+) -> None:
+    """In every stage, and for the same tenant only; the text is the same."""
+    spec = spec_of(folder)
+    spec["gateway"]["authentication"] = "keys"
+    with served(tmp_path, spec) as service:
+        state = ["--state", str(service.state)]
+        keys = [
+            service.command("tenants", "create", name, *state)["key"]
+            for name in ("one", "other")
+        ]
+        operator = service.command("tenants", "create", "o", "--operator", *state)
+
+        def ask(key: str, prompt: list[int]) -> list[int]:
+            body = {"model": "m", "prompt": prompt, "max_tokens": 4, "temperature": 0}
+            answer = httpx.post(
+                f"{service.url}/v1/completions",
+                json={**body, "ignore_eos": True, "return_token_ids": True},
+                headers={"authorization": f"Bearer {key}"},
+                timeout=WAIT_S,
+            )
+            found: list[int] = answer.json()["choices"][0]["token_ids"]
+            return found
+
+        def hits() -> dict[str, float]:
+            lines = httpx.get(
+                f"{service.url}/metrics",
+                headers={"authorization": f"Bearer {operator['key']}"},
+                timeout=WAIT_S,
+            ).text.splitlines()
+            name = "multiworld_replica_prefix_cache_hits_total{"
+            return {
+                line.partition('replica="')[2].partition('"')[0]: float(
+                    line.rsplit(" ", 1)[1]
+                )
+                for line in lines
+                if line.startswith(name)
+            }
+
+        prompt = [3 + n % 90 for n in range(100)]
+        first = ask(keys[0], prompt)
+        assert sum(hits().values()) == 0
+        assert ask(keys[0], prompt) == first
+        assert sorted(hits().values()) == [0, 96, 96, 96]
+        assert ask(keys[1], prompt) == first
+        assert sorted(hits().values()) == [0, 96, 96, 96]
+
+
 @pytest.mark.parametrize("poison", [POISON, HANG])
 def test_prompt_that_kills_workers_is_found_and_answered_alone(
     tmp_path: Path, poison: int

@@ -168,6 +168,41 @@ class KvCache:
         values[:, rows.begin : end] = value
         return keys[:, :end], values[:, :end]
 
+    def copied(
+        self, sequence: Hashable, begin: int, end: int
+    ) -> dict[int, tuple[Tensor, Tensor]]:
+        """Return a copy of keys and values of a sequence, by layer.
+
+        Args:
+            sequence: The sequence.
+            begin: Position of the first token.
+            end: Position after the last token.
+        """
+        return {
+            layer: (keys[:, begin:end].clone(), values[:, begin:end].clone())
+            for layer, (keys, values) in self._sequences[sequence].layers.items()
+        }
+
+    def restore(
+        self,
+        sequence: Hashable,
+        pieces: Sequence[dict[int, tuple[Tensor, Tensor]]],
+        tokens: int,
+    ) -> None:
+        """Let a sequence begin with keys and values that were computed before.
+
+        Args:
+            sequence: The sequence.
+            pieces: Keys and values of its first tokens, by layer, piece by piece.
+            tokens: Number of those tokens.
+        """
+        made = self._sequences[sequence] = _Sequence()
+        made.length = tokens
+        for layer in pieces[0]:
+            keys = torch.cat([piece[layer][0] for piece in pieces], 1)
+            values = torch.cat([piece[layer][1] for piece in pieces], 1)
+            made.layers[layer] = keys, values
+
     def whole(self, rows: Rows, layer: int) -> tuple[Tensor, Tensor]:
         """Return the memory of a sequence, [key heads, room, size] each.
 

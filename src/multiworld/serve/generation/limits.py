@@ -36,3 +36,8 @@ def longest_of(spec: GenerationSpec, model: Generation) -> int:
     limits = limits_of(spec, model, 1)
     room = (limits.blocks - 1) * limits.block_size
     return min(spec.max_model_len or model.max_tokens, model.max_tokens, room)
+
+
+def prefix_bytes_of(spec: GenerationSpec) -> int:
+    """Return the most bytes of beginnings of prompts that a replica keeps."""
+    return int(spec.prefix_cache_memory_mb * MIB) if spec.enable_prefix_caching else 0

@@ -58,7 +58,7 @@ class EngineLimits:
     is_prefill_chunked: bool = True
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class ScheduledSequence:
     """A sequence at its scheduler.
 
@@ -363,7 +363,9 @@ class Scheduler:
         while budget > 0 and (running or waiting):
             heads = [queue[0] for queue in waiting.values()]
             sequence = min((*running, *heads), key=self._rank)
-            if sequence in self._waiting:
+            if sequence in running:
+                running.remove(sequence)  # and it may have been preempted meanwhile
+            else:
                 # One that waits to be computed alone is not overtaken.
                 is_alone = sequence.is_suspect
                 fits = self._chunk(sequence, budget, is_alone=not parts) > 0
@@ -371,8 +373,6 @@ class Scheduler:
                     waiting = {}  # later ones would overtake it again and again
                     continue
                 self._next(waiting, sequence)
-            else:
-                running.remove(sequence)
             count = self._chunk(sequence, budget, is_alone=not parts)
             if sequence in self._running and count and self._has_room(sequence, count):
                 parts.append(self._take(sequence, count))

@@ -6,7 +6,7 @@ It runs in the compute thread of the replica, and knows no edges.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from multiworld.serve.generation.grammar import Matcher, Matchers
 from multiworld.serve.generation.kv_cache import KvCache, MissingTokensError, Rows
 from multiworld.serve.generation.links import StreamId
+from multiworld.serve.generation.prefix_cache import Block
 from multiworld.serve.generation.sampler import choose, finish_of
 from multiworld.serve.spec.stage import Generation
 from multiworld.serve.transport.generation_messages import Opening, StepPart, TokenItem
@@ -86,11 +87,16 @@ class Chores:
         free: Streams to forget.
         drop: Streams whose keys and values are dropped; they are computed again later.
         open: Sequences that begin, or go on as another attempt.
+        restore: Streams that begin with blocks which were computed before, each with
+            the blocks and the number of their tokens.
     """
 
     free: Sequence[StreamId] = ()
     drop: Sequence[StreamId] = ()
     open: Sequence[Opening] = ()
+    restore: Mapping[StreamId, tuple[Sequence[Block], int]] = field(
+        default_factory=dict
+    )
 
 
 @dataclass(slots=True)
@@ -118,6 +124,8 @@ class StageEngine:
             self._tails.pop(stream, None)
         for stream in chores.drop:
             self.cache.free(stream)
+        for stream, (blocks, tokens) in chores.restore.items():
+            self.cache.restore(stream, [block.layers for block in blocks], tokens)
         for opening in chores.open if self.is_last else ():
             self._open(opening)
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 from multiworld.errors import ServeError
+from multiworld.serve.generation.prefixes import Digest
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport.generation_messages import Sampling, TokenItem
 
@@ -46,6 +47,7 @@ class Stream:
         chain: Replicas by stage; empty while it waits for a chain.
         kept: Replicas by stage that have the attempt before; empty if it begins anew.
         share: Its tenant.
+        prefixes: Names of the prefixes of its prompt, the shortest first.
         fingerprints: Kinds of machines that it was computed on, by stage.
         losses: Replicas that were lost with it since its last token.
         returns: Attempts that came back since its last token.
@@ -72,6 +74,7 @@ class Stream:
     chain: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     share: Share = DEFAULT_SHARE
+    prefixes: tuple[Digest, ...] = ()
     fingerprints: dict[int, str] = field(default_factory=dict)
     losses: int = 0
     returns: int = 0

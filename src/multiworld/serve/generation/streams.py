@@ -30,6 +30,11 @@ from multiworld.errors import (
     RequestPoisonedError,
     UnknownModelError,
 )
+from multiworld.serve.generation.prefixes import (
+    TOKENS_PER_STREAM,
+    PrefixRoutes,
+    digests,
+)
 from multiworld.serve.generation.stream import NO_LIMITS, Stream, TimeLimits
 from multiworld.serve.generation.stream_counts import StreamCounts
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
@@ -47,6 +52,9 @@ from multiworld.serve.transport.routing_table import (
 )
 
 logger = logging.getLogger("multiworld.serve")
+
+PREFIX_BLOCK, PREFIX_TOKENS = 64, 4096
+"""Tokens of a block of a prefix, and of the longest one, for the choice of a chain."""
 
 TICK_S = 0.05
 """Seconds between checks of deadlines and of silent replicas, while there are
@@ -98,6 +106,7 @@ class Streams:
         self._edges: dict[str, Outbox] = {}
         self._silent: set[str] = set()
         self._load: Counter[str] = Counter()
+        self._prefix_routes = PrefixRoutes()
         self._is_busy = asyncio.Event()
 
     # Clients.
@@ -154,6 +163,9 @@ class Streams:
             share=share,
             began_at=self._clock(),
         )
+        if via is None:
+            names = digests(tokens[:PREFIX_TOKENS], PREFIX_BLOCK, share.tenant)
+            stream.prefixes = tuple(names)
         self._streams[stream.number] = self._unplaced[stream.number] = stream
         self._is_busy.set()
         self._place(stream)
@@ -422,6 +434,7 @@ class Streams:
             stream.losses >= SUSPECT_LOSSES,
         )
         self._note_kinds(stream)
+        self._prefix_routes.record(stream.prefixes, chain)
         for replica in chain:
             self._load[replica] += 1
             self._tell(replica, generation_messages.Begin((opening,)))
@@ -486,10 +499,13 @@ class Streams:
         usable = [r for r in usable if r.name not in self._silent] or usable
         alike = stream.fingerprints.get(stage)
         usable = [r for r in usable if alike in (None, r.fingerprint)] or usable
-        return min(usable, key=self._cost).name if usable else None
+        known = self._prefix_routes.matches(stream.prefixes, stage)
 
-    def _cost(self, replica: Replica) -> tuple[int, float]:
-        return self._load[replica.name], random.random()
+        def cost(replica: Replica) -> tuple[float, float]:
+            saved = known.get(replica.name, 0) * PREFIX_BLOCK / TOKENS_PER_STREAM
+            return self._load[replica.name] - saved, random.random()
+
+        return min(usable, key=cost).name if usable else None
 
     # Time.
 

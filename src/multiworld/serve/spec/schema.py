@@ -192,6 +192,11 @@ class GenerationSpec(_Strict):
     backup_memory_mb: Annotated[float, Field(ge=0, le=1e8)] = 128.0
     """Memory in each replica for what it has sent to the next stage, in MiB. A replica
     that replaces a lost one is filled from it; without, more stages compute again."""
+    enable_prefix_caching: bool = True
+    """Whether prompts that begin like earlier ones of the same tenant are computed from
+    there on only."""
+    prefix_cache_memory_mb: Annotated[float, Field(ge=0, le=1e8)] = 128.0
+    """Memory in each replica for the beginnings of prompts, in MiB."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Datatype to compute in; by default as in the folder."""
     deterministic: bool = False

@@ -16,11 +16,15 @@ from multiworld.serve.generation.alike import fix_linears
 from multiworld.serve.generation.fixed_attention import FixedAttention
 from multiworld.serve.generation.kv_cache import KvCache
 from multiworld.serve.generation.links import StreamId
+from multiworld.serve.generation.prefix_cache import Block
 from multiworld.serve.generation.stage_engine import Chores, Computed, StageEngine
 from multiworld.serve.spec.stage import Generation, Stage, StageContext
 from multiworld.serve.transport.generation_messages import Opening, StepPart
 from multiworld.serve.worker.compute_thread import ComputeThread
 from multiworld.serve.worker.hang_guard import EXIT_HUNG, HangGuard
+
+Layers = dict[int, tuple[Tensor, Tensor]]
+"""Keys and values by layer."""
 
 logger = logging.getLogger("multiworld.serve")
 
@@ -65,6 +69,7 @@ class EngineThread:
         self._free: list[StreamId] = []
         self._drop: list[StreamId] = []
         self._open: dict[StreamId, Opening] = {}
+        self._restore: dict[StreamId, tuple[Sequence[Block], int]] = {}
         self.began_at: float | None = None
         self.computed_s = 0.0
 
@@ -111,13 +116,37 @@ class EngineThread:
         """Let a sequence begin, or go on as another attempt, before the next step."""
         self._open[opening.key[:2]] = opening
 
+    def restore(self, stream: StreamId, blocks: Sequence[Block], tokens: int) -> None:
+        """Let a sequence begin with blocks that were computed before.
+
+        Args:
+            stream: The sequence.
+            blocks: Its first blocks, at least one.
+            tokens: Number of their tokens.
+        """
+        self._restore[stream] = blocks, tokens
+
+    def copied(self, stream: StreamId, begin: int, end: int) -> Layers:
+        """Return a copy of keys and values of a sequence, while no step runs.
+
+        Args:
+            stream: The sequence.
+            begin: Position of the first token.
+            end: Position after the last token.
+        """
+        assert self._engine is not None
+        assert self.began_at is None
+        return self._engine.cache.copied(stream, begin, end)
+
     def free(self, stream: StreamId) -> None:
         """Forget a sequence before the next step."""
         self._open.pop(stream, None)
+        self._restore.pop(stream, None)
         self._free.append(stream)
 
     def drop(self, stream: StreamId) -> None:
         """Drop the keys and values of a sequence before the next step."""
+        self._restore.pop(stream, None)
         self._drop.append(stream)
 
     async def compute(self, parts: Sequence[StepPart], rows: Tensor) -> Computed:
@@ -151,6 +180,8 @@ class EngineThread:
         return self._engine.compute(parts, rows)
 
     def _chores(self) -> Chores:
-        chores = Chores(self._free, self._drop, list(self._open.values()))
-        self._free, self._drop, self._open = [], [], {}
+        chores = Chores(
+            self._free, self._drop, list(self._open.values()), self._restore
+        )
+        self._free, self._drop, self._open, self._restore = [], [], {}, {}
         return chores

@@ -22,6 +22,7 @@ from multiworld.errors import InvalidRequestError, ModelFailedError
 from multiworld.serve.generation.fingerprint import fingerprint
 from multiworld.serve.generation.kv_cache import MissingTokensError
 from multiworld.serve.generation.links import Link, Links
+from multiworld.serve.generation.prefix_cache import Block
 from multiworld.serve.generation.row_log import RowLog
 from multiworld.serve.generation.scheduler import PlannedStep, Scheduler
 from multiworld.serve.generation.stage_engine import Computed
@@ -35,6 +36,7 @@ from multiworld.serve.transport.protocol import Key, RemoteError, WorkerReport
 from multiworld.serve.transport.routing_table import RoutingTable
 from multiworld.serve.worker.engine_thread import EngineThread
 from multiworld.serve.worker.inbox import ArrivedStep, Inbox, RefillRows
+from multiworld.serve.worker.prompts import Prompts
 
 logger = logging.getLogger("multiworld.serve")
 
@@ -58,6 +60,7 @@ class GenerationWorker:
         scheduler: Scheduler of steps, used in stage 0.
         log_bytes: Most bytes of the log of what was sent to the next stage.
         model: Facts about the model.
+        prefix_bytes: Most bytes of the beginnings of prompts that are kept.
         is_deterministic: Whether texts are not to depend on what they are computed
             with.
         compute_s: Most seconds for one step; None: ``engine_thread.HUNG_S``.
@@ -78,6 +81,7 @@ class GenerationWorker:
         scheduler: Scheduler,
         model: Generation,
         log_bytes: int,
+        prefix_bytes: int = 0,
         is_deterministic: bool = False,
         compute_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -97,6 +101,8 @@ class GenerationWorker:
         self._has_work = asyncio.Event()
         self._table = RoutingTable()
         self.counts: Counter[str] = Counter()
+        block_size = scheduler.limits.block_size
+        self._prompts = Prompts(prefix_bytes, block_size, self.counts)
 
     # The life of the process.
 
@@ -255,6 +261,8 @@ class GenerationWorker:
         earlier = (*opening.key[:2], opening.previous)
         link, told = self._links.begin(opening)
         self._engine.open(opening)
+        if not link.held:
+            self._recall(link)
         if self._scheduler.knows(earlier):
             self._scheduler.move(earlier, opening.key, opening.tokens, link.held)
         if not self._neighbours(opening) <= self._edges.keys():
@@ -263,6 +271,29 @@ class GenerationWorker:
             self._resolve(link)
         elif told is not None:
             self._told(opening.key, told)
+
+    def _recall(self, link: Link) -> None:
+        """Let a sequence begin with what is known of its prompt."""
+        found = self._prompts.recall(link.opening)
+        if not found:
+            return
+        link.held = len(found) * self._scheduler.limits.block_size
+        self._engine.restore(link.stream, found, link.held)
+        rows = [block.rows for block in found if block.rows is not None]
+        link.logged = 0 if rows else link.held
+        if rows:
+            self._log_rows(link, 0, torch.cat(rows))
+
+    def _remember(self, link: Link, part: StepPart) -> None:
+        """Keep the blocks of a prompt that a step has completed."""
+        for name, begin, end in self._prompts.fresh(part):
+            rows = None
+            if not self._is_last:
+                if begin < link.logged:
+                    continue  # its output is not there any more
+                rows = self._log.rows(link.stream, begin, end)
+            layers = self._engine.copied(link.stream, begin, end)
+            self._prompts.keep(name, Block(layers, rows))
 
     def _neighbours(self, opening: Opening) -> set[str]:
         """Return the replicas of a chain that this one exchanges messages with."""
@@ -319,6 +350,7 @@ class GenerationWorker:
         self._scheduler.remove(key)
         self._sampled.pop(key, None)
         self._log.drop(stream)
+        self._prompts.forget(stream)
         self._engine.free(stream)
         self._has_work.set()
 
@@ -495,15 +527,23 @@ class GenerationWorker:
             link = self._links.get(part.key)
             if link is not None:
                 if found.hidden is not None:
-                    self._keep(link, part, found.hidden[offset : offset + part.count])
+                    rows_out = found.hidden[offset : offset + part.count]
+                    self._log_rows(link, part.begin, rows_out)
                 link.held = part.begin + part.count
+                self._remember(link, part)
             offset += part.count
         return found
 
-    def _keep(self, link: Link, part: StepPart, rows: Tensor) -> None:
-        """Log the output of a sequence, for a replica that is to replace the next."""
-        link.held = part.begin + part.count
-        for stream in self._log.append(link.stream, part.begin, rows):
+    def _log_rows(self, link: Link, begin: int, rows: Tensor) -> None:
+        """Log the output of a sequence, for a replica that is to replace the next.
+
+        Args:
+            link: The sequence.
+            begin: Position of the first row.
+            rows: Shape [rows, hidden].
+        """
+        link.held = begin + len(rows)
+        for stream in self._log.append(link.stream, begin, rows):
             self._links.unlogged(stream)
 
     # What goes on.

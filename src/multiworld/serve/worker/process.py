@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from multiworld.errors import MultiWorldError
-from multiworld.serve.generation.limits import MIB, limits_of
+from multiworld.serve.generation.limits import MIB, limits_of, prefix_bytes_of
 from multiworld.serve.generation.scheduler import Scheduler
 from multiworld.serve.models.factory import build_model, stage_name
 from multiworld.serve.resources.amounts import Need, mib, needs_of
@@ -102,6 +102,7 @@ def _worker_of(
             scheduler,
             model.generation,
             int(args.spec.generation.backup_memory_mb * MIB),
+            prefix_bytes_of(args.spec.generation),
             args.spec.generation.deterministic,
             limits.compute_s,
         )

@@ -88,6 +88,7 @@ class InlineEngine:
         self._free: list[Any] = []
         self._drop: list[Any] = []
         self._open: dict[Any, Opening] = {}
+        self._restore: dict[Any, Any] = {}
         self.began_at: float | None = None
         self.computed_s = 0.0
         self.rows = 0
@@ -98,13 +99,23 @@ class InlineEngine:
         """Let a sequence begin."""
         self._open[opening.key[:2]] = opening
 
+    def restore(self, stream: Any, blocks: Any, tokens: int) -> None:
+        """Let a sequence begin with blocks."""
+        self._restore[stream] = blocks, tokens
+
+    def copied(self, stream: Any, begin: int, end: int) -> Any:
+        """Return a copy of keys and values."""
+        return self._engine.cache.copied(stream, begin, end)
+
     def free(self, stream: Any) -> None:
         """Forget a sequence."""
         self._open.pop(stream, None)
+        self._restore.pop(stream, None)
         self._free.append(stream)
 
     def drop(self, stream: Any) -> None:
         """Drop its keys and values."""
+        self._restore.pop(stream, None)
         self._drop.append(stream)
 
     async def compute(self, parts: Any, rows: Any) -> Any:
@@ -117,8 +128,9 @@ class InlineEngine:
 
     async def tidy(self) -> None:
         """Forget what is to be forgotten."""
-        self._engine.tidy(Chores(self._free, self._drop, list(self._open.values())))
-        self._free, self._drop, self._open = [], [], {}
+        opened = list(self._open.values())
+        self._engine.tidy(Chores(self._free, self._drop, opened, self._restore))
+        self._free, self._drop, self._open, self._restore = [], [], {}, {}
 
     @property
     def nbytes(self) -> int:
@@ -169,8 +181,10 @@ class Net:
         replicas: Sequence[int],
         limits: EngineLimits,
         log_bytes: int = 1 << 20,
+        prefix_bytes: int = 0,
     ) -> None:
         self.chance, self._limits, self._log_bytes = chance, limits, log_bytes
+        self._prefix_bytes = prefix_bytes
         self.stages = len(replicas)
         self.queues: dict[tuple[str, str], deque[Any]] = {}
         self.owners: dict[str, Any] = {}
@@ -202,6 +216,7 @@ class Net:
             Scheduler(self._limits),
             FACTS,
             self._log_bytes,
+            self._prefix_bytes,
         )
         engine: Any = InlineEngine(functions[stage], is_last)
         worker._engine = engine

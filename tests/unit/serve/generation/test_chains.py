@@ -85,6 +85,29 @@ async def test_two_stages_at_once_are_filled_from_further_up() -> None:
     await freed(net)
 
 
+async def test_prompt_that_begins_like_an_earlier_one_is_not_computed_again() -> None:
+    """In no stage; and a replacement is filled although nobody computed it for this."""
+    net = Net(random.Random(6), [1, 1, 1], LIMITS, prefix_bytes=1 << 20)
+    shared = list(range(1, 41))
+    first = Client(net, [*shared, 50], 5)
+    await whole(net, first)
+    before = {name: net.engine(name).rows for name in net.alive()}
+    second = Client(net, [*shared, 60, 61], 12)
+    await net.settle(lambda: len(second.items) == 6)
+    for name in net.alive():
+        assert net.engine(name).rows - before[name] <= 2 + 6 + 2
+        counts = net.worker(name).counts
+        assert counts["prefix_cache_hits"] == 40
+        assert counts["prefix_cache_queries"] == 41 + 42
+    net.kill(net.alive()[1])
+    fresh = net.start(1)
+    await whole(net, second)
+    assert net.engine(fresh).rows >= 42 + 6
+    first_stage = net.alive()[0]
+    assert net.engine(first_stage).rows - before[first_stage] <= 2 + 12 + 4
+    await freed(net)
+
+
 async def test_client_that_leaves_while_a_stage_is_missing_leaves_nothing() -> None:
     """Those that keep the stream for the replacement are told."""
     net = Net(random.Random(4), [1, 1, 1], LIMITS)
@@ -116,9 +139,11 @@ async def survive(chance: random.Random) -> None:
         blocks=chance.randint(40, 80),
         steps=stages,
     )
-    net = Net(chance, replicas, limits, chance.choice([0, 400, 1 << 20]))
+    log_bytes = chance.choice([0, 400, 1 << 20])
+    prefix_bytes = chance.choice([0, 2000, 1 << 20])
+    net = Net(chance, replicas, limits, log_bytes, prefix_bytes)
     clients = [
-        Client(net, [chance.randrange(97)] * chance.randint(1, 20), 15)
+        Client(net, [chance.randrange(3)] * chance.randint(1, 20), 15)
         for _ in range(chance.randint(1, 6))
     ]
     gone: list[Client] = []

@@ -410,6 +410,18 @@ def test_higher_priority_preempts_a_lower_one_for_its_place() -> None:
     assert pipeline.made == wanted
 
 
+def test_prompts_that_preempt_each_other_come_to_an_end() -> None:
+    """Two that are both half computed; it once went on for ever."""
+    scheduler = Scheduler(limits(seqs=4, tokens=6, block=2, blocks=8))
+    pipeline = Pipeline(scheduler)
+    wanted = {key(number): 2 for number in range(3)}
+    scheduler.add(key(0), [0] * 5, share=Share("a"))
+    scheduler.add(key(1), [0] * 6, share=Share("b"))
+    scheduler.add(key(2), [0] * 7, share=Share("c"))
+    pipeline.run(wanted)
+    assert pipeline.made == wanted
+
+
 # Stages that are replaced.
 
 
