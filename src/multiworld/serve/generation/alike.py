@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from multiworld.serve.generation.fingerprint import known
+from multiworld.serve.models.packed_linear import PackedLinear
 
 ROWS = (4, 8, 12, 16, 20, 24, 28, 32, 48, 64, 96, 128, 192, 256)
 """Numbers of rows that are tried; fewer than 4 take kernels of their own."""
@@ -114,13 +115,18 @@ def fix_linears(module: nn.Module) -> None:
     """
     sizes: dict[str, list[int]] = {}
     for found in module.modules():
-        weight = getattr(found, "weight", None)
         is_product = isinstance(found, nn.Linear) or type(found).__name__ == "Conv1D"
+        weight = getattr(found, "weight", None)
         if not is_product or not isinstance(weight, Tensor):
             continue
-        width = weight.shape[1 if isinstance(found, nn.Linear) else 0]
-        shape = f"{tuple(weight.shape)} {weight.dtype} on {weight.device.type}"
-        key = f"{type(found).__name__} {shape}, bias {found.bias is not None}"
+        packed = found.forward if isinstance(found.forward, PackedLinear) else None
+        if packed is not None:
+            width, shape = packed.inputs, f"({packed.outputs}, {packed.inputs}) packed"
+        else:
+            width = weight.shape[1 if isinstance(found, nn.Linear) else 0]
+            shape = str(tuple(weight.shape))
+        kind = f"{type(found).__name__} {shape} {weight.dtype} on {weight.device.type}"
+        key = f"{kind}, bias {found.bias is not None}"
         with torch.inference_mode():
             if key not in sizes:
                 sizes[key] = known(

@@ -18,6 +18,7 @@ from multiworld.serve.generation.kv_cache import KvCache
 from multiworld.serve.generation.links import StreamId
 from multiworld.serve.generation.prefix_cache import Block
 from multiworld.serve.generation.stage_engine import Chores, Computed, StageEngine
+from multiworld.serve.models.packed_linear import pack_linears
 from multiworld.serve.spec.stage import Generation, Stage, StageContext
 from multiworld.serve.transport.generation_messages import Opening, StepPart
 from multiworld.serve.worker.compute_thread import ComputeThread
@@ -88,6 +89,8 @@ class EngineThread:
         torch.set_num_threads(self._threads)
         with torch.inference_mode():
             function: Any = self._stage.load(context)
+            if isinstance(function, nn.Module):
+                pack_linears(function)
             cache = KvCache()
             if self._is_deterministic:
                 if isinstance(function, nn.Module):

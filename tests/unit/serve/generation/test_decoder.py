@@ -12,6 +12,7 @@ from multiworld.errors import SpecError
 from multiworld.serve.generation import decoder, decoder_stage
 from multiworld.serve.generation.kv_cache import KvCache, Rows
 from multiworld.serve.models.factory import build_model
+from multiworld.serve.models.packed_linear import pack_linears
 from multiworld.serve.models.span import Span
 from multiworld.serve.spec.schema import ModelSpec
 from multiworld.serve.spec.stage import StageContext
@@ -44,7 +45,10 @@ class Chain:
 def chain_of(folder: Path, cuts: list[tuple[int, int]]) -> Chain:
     """Load a decoder, cut by hand."""
     spans = [Span(begin, end, 4) for begin, end in cuts]
-    return Chain([decoder_stage.load(folder, s, "float32", "cpu") for s in spans])
+    stages = [decoder_stage.load(folder, s, "float32", "cpu") for s in spans]
+    for stage in stages:
+        pack_linears(stage)
+    return Chain(stages)
 
 
 @pytest.mark.parametrize("kind", KINDS)

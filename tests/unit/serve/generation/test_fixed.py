@@ -26,6 +26,7 @@ from multiworld.serve.generation.fixed_attention import (
     padded,
 )
 from multiworld.serve.generation.kv_cache import KvCache, Rows
+from multiworld.serve.models.packed_linear import pack_linears
 from multiworld.serve.models.span import Span
 from tests.tiny_decoder import KINDS, save_decoder
 
@@ -46,12 +47,14 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 class Chain:
     """Two stages in one process that compute deterministically."""
 
-    def __init__(self, folder: Path, dtype: str) -> None:
+    def __init__(self, folder: Path, dtype: str, *, is_packed: bool) -> None:
         spans = [Span(0, 2, 4), Span(2, 4, 4)]
         self._stages: list[Any] = [
             decoder_stage.load(folder, span, dtype, "cpu") for span in spans
         ]
         for stage in self._stages:
+            if is_packed:
+                pack_linears(stage)
             fix_linears(stage)
         self._caches = [KvCache(attention=FixedAttention) for _ in spans]
 
@@ -76,16 +79,20 @@ def chunks(chance: random.Random, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != CAPPED])
+@pytest.mark.parametrize(
+    ("kind", "is_packed"),
+    [*((kind, True) for kind in KINDS if kind != CAPPED), ("llama", False)],
+)
 def test_logits_do_not_depend_on_parts_and_neighbours(
-    kind: str, dtype: str, threads: int, tmp_path: Path
+    kind: str, dtype: str, is_packed: bool, threads: int, tmp_path: Path
 ) -> None:
     """Every token of four texts in random parts, beside all of each in one step."""
     folder = save_decoder(tmp_path, kind)
     chance = random.Random(f"{kind} {dtype} {threads}")
     texts = [[chance.randrange(300) for _ in range(LONG)] for _ in range(4)]
-    wanted = [Chain(folder, dtype).step([(0, 0, text)]) for text in texts]
-    chain = Chain(folder, dtype)
+    alone = Chain(folder, dtype, is_packed=is_packed)
+    wanted = [alone.step([(0, 0, text)]) for text in texts]
+    chain = Chain(folder, dtype, is_packed=is_packed)
     waiting = {n: chunks(chance, LONG) for n in range(4)}
     done = dict.fromkeys(waiting, 0)
     while waiting:
