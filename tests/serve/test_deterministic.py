@@ -206,6 +206,69 @@ def test_prompt_longer_than_a_step_has_the_bits_of_its_chunks(
     assert first["choices"] == again["choices"]
 
 
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}},
+                "required": ["n"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    for name in ("up", "down")
+]
+
+
+@pytest.mark.parametrize(
+    "choice",
+    ["required", {"type": "function", "function": {"name": "down"}}],
+    ids=["required", "named"],
+)
+async def test_tools_are_called_whole_and_streamed_alike(
+    service: Served, choice: Any
+) -> None:
+    """By a model that knows nothing; also if a stage is lost meanwhile."""
+    wanted: dict[str, Any] = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "hi"}],
+        "tools": TOOLS,
+        "tool_choice": choice,
+        "max_tokens": 150,
+        "seed": 3,
+    }
+    async with client(service) as api:
+        whole: Any = await api.chat.completions.create(**wanted)
+        (answer,) = whole.choices
+        assert answer.finish_reason == "tool_calls"
+        calls = [
+            (c.function.name, c.function.arguments) for c in answer.message.tool_calls
+        ]
+        assert all(0 <= json.loads(given)["n"] <= 99 for _, given in calls)
+        assert {name for name, _ in calls} <= {"up", "down"}
+        streamed: dict[int, list[str]] = {}
+        finish = []
+        stream: Any = await api.chat.completions.create(**wanted, stream=True)
+        number = 0
+        async for chunk in stream:
+            number += 1
+            if number == 2:
+                await asyncio.to_thread(service.break_replica, "kill", "back")
+            (made,) = chunk.choices
+            finish.append(made.finish_reason)
+            for call in made.delta.tool_calls or ():
+                found = streamed.setdefault(call.index, ["", ""])
+                found[0] += call.function.name or ""
+                found[1] += call.function.arguments or ""
+        assert finish[-1] == "tool_calls"
+        assert finish[:-1] == [None] * (len(finish) - 1)
+        assert [tuple(call) for call in streamed.values()] == calls
+    await is_whole(service)
+
+
 async def test_replicas_tell_the_kind_of_their_machine(service: Served) -> None:
     """All are on one machine, so no event says that they differ."""
     assert not service.events("fingerprint")

@@ -436,7 +436,10 @@ async def test_metrics_count_tokens_and_times(service: Served) -> None:
 def test_prompt_with_a_known_beginning_is_computed_from_there_on(
     folder: Path, tmp_path: Path
 ) -> None:
-    """In every stage, and for the same tenant only; the text is the same."""
+    """In every stage, and for the same tenant only; the text is the same.
+
+    The tokens are counted for their tenants, which may have a limit.
+    """
     spec = spec_of(folder)
     spec["gateway"]["authentication"] = "keys"
     with served(tmp_path, spec) as service:
@@ -473,6 +476,7 @@ def test_prompt_with_a_known_beginning_is_computed_from_there_on(
                 if line.startswith(name)
             }
 
+        service.command("tenants", "set", "other", "--tpm-limit", "150", *state)
         prompt = [3 + n % 90 for n in range(100)]
         first = ask(keys[0], prompt)
         assert sum(hits().values()) == 0
@@ -480,6 +484,26 @@ def test_prompt_with_a_known_beginning_is_computed_from_there_on(
         assert sorted(hits().values()) == [0, 96, 96, 96]
         assert ask(keys[1], prompt) == first
         assert sorted(hits().values()) == [0, 96, 96, 96]
+        assert ask(keys[1], prompt) == first, "46 tokens were left"
+        refused = httpx.post(
+            f"{service.url}/v1/completions",
+            json={"model": "m", "prompt": prompt},
+            headers={"authorization": f"Bearer {keys[1]}"},
+            timeout=WAIT_S,
+        )
+        assert refused.status_code == 429
+        assert "tpm_limit of 150" in refused.json()["error"]["message"]
+
+        def tokens() -> dict[str, tuple[int, int]]:
+            return {
+                row["tenant"]: (row["prompt_tokens"], row["generated_tokens"])
+                for row in service.command("tenants", "usage", *state)
+                if row["model"] == "m"
+            }
+
+        service.until(
+            lambda: tokens() == {"one": (200, 8), "other": (200, 8)}, "counted"
+        )
 
 
 @pytest.mark.parametrize("poison", [POISON, HANG])

@@ -43,7 +43,7 @@ Settings = dict[str, object]
 """Settings of a tenant that are given."""
 
 NAME = click.argument("name")
-LIMITS = ("rpm_limit", "max_parallel_requests", "bytes_per_s")
+LIMITS = ("rpm_limit", "max_parallel_requests", "bytes_per_s", "tpm_limit")
 """Settings of which 0 means no limit."""
 
 
@@ -132,7 +132,12 @@ def _show(tenants: Sequence[TenantShown], *, as_json: bool) -> int:
 
 
 def _limits(tenant: TenantShown) -> list[str]:
-    values = tenant.rpm_limit, tenant.max_parallel_requests, tenant.bytes_per_s
+    values = (
+        tenant.rpm_limit,
+        tenant.max_parallel_requests,
+        tenant.bytes_per_s,
+        tenant.tpm_limit,
+    )
     named = zip(LIMITS, values, strict=True)
     return [f"{name} {value:,.10g}" for name, value in named if value is not None]
 
@@ -180,7 +185,17 @@ def _csv(rows: Sequence[UsageSum]) -> str:
 def _usage_table(rows: Sequence[UsageSum], *, by_minute: bool) -> Table:
     names = ("minute", "tenant", "model") if by_minute else ("tenant", "model")
     table = new_table("usage", *names)
-    for title in ("sent", "answered", "failed", "refused", "rows", "MB", "mean ms"):
+    titles = (
+        "sent",
+        "answered",
+        "failed",
+        "refused",
+        "rows",
+        "tokens",
+        "MB",
+        "mean ms",
+    )
+    for title in titles:
         table.add_column(title, justify="right")
     for row in rows:
         mean_s = row.seconds / row.answered if row.answered else 0.0
@@ -189,6 +204,7 @@ def _usage_table(rows: Sequence[UsageSum], *, by_minute: bool) -> Table:
             escape(row.tenant or "(no key)"),
             escape(row.model or "-"),
             *map(str, (row.requests, row.answered, row.failed, row.refused, row.rows)),
+            f"{row.prompt_tokens:,} + {row.generated_tokens:,}",
             f"{(row.bytes_in + row.bytes_out) / 1e6:.2f}",
             f"{mean_s * 1000:.1f}",
         )
@@ -225,6 +241,11 @@ def _settings(command: F) -> F:
             help="Mean bytes a second of requests and answers; 0: no limit.",
         ),
         click.option(
+            "--tpm-limit",
+            type=click.IntRange(0),
+            help="Mean tokens a minute of prompts and generated texts; 0: no limit.",
+        ),
+        click.option(
             "--weight",
             type=FiniteRange(1e-6, 1e6),
             help="Share of a saturated service, relative to others; 1 by default.",
@@ -252,8 +273,7 @@ def _said(options: Settings) -> Settings:
     for name, value in options.items():
         if value is None or value == ():
             continue
-        is_limit = name in ("rpm_limit", "max_parallel_requests", "bytes_per_s")
-        found[name] = None if is_limit and value == 0 else value
+        found[name] = None if name in LIMITS and value == 0 else value
     return found
 
 

@@ -40,6 +40,7 @@ class TenantSettings(BaseModel):
     rpm_limit: Annotated[int, Field(ge=1)] | None = None
     max_parallel_requests: Annotated[int, Field(ge=1)] | None = None
     bytes_per_s: Annotated[float, Field(gt=0)] | None = None
+    tpm_limit: Annotated[int, Field(ge=1)] | None = None
     weight: Annotated[float, Field(ge=1e-6, le=1e6)] = 1.0
     priority: Annotated[int, Field(ge=-100, le=100)] = 0
     is_operator: bool = False

@@ -126,6 +126,7 @@ class TenantShown(msgspec.Struct, frozen=True):
         rpm_limit: Most requests in any 60 seconds; None: no limit.
         max_parallel_requests: Most requests under way at a time; None: no limit.
         bytes_per_s: Average bytes of requests and answers each second; None: no limit.
+        tpm_limit: Average tokens of prompts and answers each minute; None: no limit.
         weight: Weight of its share where the service is saturated.
         priority: Requests of a higher priority always run first.
         is_operator: Whether it may read the metrics, which cover all tenants.
@@ -138,6 +139,7 @@ class TenantShown(msgspec.Struct, frozen=True):
     rpm_limit: int | None
     max_parallel_requests: int | None
     bytes_per_s: float | None
+    tpm_limit: int | None
     weight: float
     priority: int
     is_operator: bool

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+import secrets
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import Response
@@ -18,6 +19,7 @@ from multiworld.serve.gateway.choices import (
 )
 from multiworld.serve.gateway.completions import Wanted
 from multiworld.serve.gateway.responses import event_of, json_response
+from multiworld.serve.gateway.tools import CallParser, Family
 from multiworld.serve.generation.stream import TimeLimits
 from multiworld.serve.generation.text import Tokenizer
 from multiworld.serve.transport.generation_messages import TokenItem
@@ -41,6 +43,7 @@ class Ready:
         id: Id of the answer.
         made_at: Time of the answer, in seconds since the epoch.
         limits: Time limits of its streams.
+        family: Template family of the model's tool calls.
     """
 
     wanted: Wanted
@@ -53,6 +56,12 @@ class Ready:
     id: str
     made_at: int
     limits: TimeLimits
+    family: Family | None = None
+
+    def parser(self) -> CallParser | None:
+        """Return what finds the tool calls in one choice; None if there are none."""
+        calling = self.wanted.calling
+        return None if calling is None else CallParser(calling, self.family)
 
     def head(self, *, is_chunk: bool = False) -> dict[str, Any]:
         """Return the fields with which each answer, or chunk of one, begins."""
@@ -120,7 +129,9 @@ def _choice(
         found["prompt_token_ids"] = list(choice.prompt)
     has_logprobs = ready.wanted.sampling.logprobs is not None
     if ready.is_chat:
-        found["message"] = {"role": "assistant", "content": text}
+        found["message"] = _message(ready, text)
+        if "tool_calls" in found["message"]:
+            found["finish_reason"] = "tool_calls"
         found["logprobs"] = (
             chat_logprobs(ready.tokenizer, items) if has_logprobs else None
         )
@@ -139,6 +150,32 @@ def _choice(
     return found
 
 
+def _message(ready: Ready, text: str) -> dict[str, Any]:
+    """Return the message of a chat completion, with the tools that it calls."""
+    parser = ready.parser()
+    if parser is None:
+        return {"role": "assistant", "content": text}
+    said, calls = "", dict[int, tuple[str, str]]()
+    for found in (*parser.feed(text), *parser.end()):
+        if isinstance(found, str):
+            said += found
+        else:
+            name, arguments = calls.get(found.number, ("", ""))
+            calls[found.number] = name + found.name, arguments + found.arguments
+    if not calls:
+        return {"role": "assistant", "content": text}
+    shown = [
+        {
+            "id": f"call_{secrets.token_hex(12)}",
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
+        for name, arguments in calls.values()
+    ]
+    content = said if said.strip() else None
+    return {"role": "assistant", "content": content, "tool_calls": shown}
+
+
 # Streaming.
 
 
@@ -155,6 +192,7 @@ async def events(ready: Ready, pieces: AsyncGenerator[Piece]) -> AsyncGenerator[
     Cancellation: Safe. The streams end, and their replicas are told.
     """
     begun: set[int] = set()
+    parsers = [ready.parser() for _ in ready.choices]
     async with aclosing(kept_alive(pieces)) as found:
         async for piece in found:
             if piece is None:
@@ -165,7 +203,12 @@ async def events(ready: Ready, pieces: AsyncGenerator[Piece]) -> AsyncGenerator[
                     first = _first_event(ready, piece.choice)
                     if first:
                         yield first
-                yield _piece_event(ready, piece)
+                parser = parsers[piece.choice.index]
+                if parser is None:
+                    yield _piece_event(ready, piece)
+                    continue
+                for event in _parsed_events(ready, piece, parser):
+                    yield event
     if ready.wanted.has_usage:
         yield event_of(
             {**ready.head(is_chunk=True), "choices": [], "usage": _usage(ready)}
@@ -211,6 +254,27 @@ def _first_event(ready: Ready, choice: Choice) -> bytes:
         return _event(ready, choice, {"role": "assistant", "content": ""})
     echo = ready.echoes[choice.index]
     return _event(ready, choice, echo) if echo else b""
+
+
+def _parsed_events(ready: Ready, piece: Piece, parser: CallParser) -> Iterator[bytes]:
+    """Yield the events of a piece of a text that may call tools."""
+    found = [*parser.feed(piece.text), *(parser.end() if piece.finish else ())]
+    deltas: list[dict[str, Any]] = []
+    for each in found:
+        if isinstance(each, str):
+            deltas.append({"content": each})
+            continue
+        function = {"name": each.name} if each.name else {}
+        call: dict[str, Any] = {"index": each.number}
+        if each.name:
+            call |= {"id": f"call_{secrets.token_hex(12)}", "type": "function"}
+        call["function"] = {**function, "arguments": each.arguments}
+        deltas.append({"tool_calls": [call]})
+    for delta in deltas:
+        yield _event(ready, piece.choice, delta, replace(piece, finish=""))
+    if piece.finish:
+        finish = "tool_calls" if parser.calls else piece.finish
+        yield _event(ready, piece.choice, {}, replace(piece, finish=finish))
 
 
 def _piece_event(ready: Ready, piece: Piece) -> bytes:

@@ -15,6 +15,7 @@ import msgspec
 
 from multiworld.errors import InvalidRequestError
 from multiworld.serve.gateway.json_limits import NOT_JSON, check_objects
+from multiworld.serve.gateway.tools import Calling, NamedTool, Tool, calling_of
 from multiworld.serve.generation.grammar import (
     grammar_of_choice,
     grammar_of_lark,
@@ -122,15 +123,15 @@ class ChatBody(_Common, frozen=True, forbid_unknown_fields=True, kw_only=True):
     top_logprobs: int | None = None
     chat_template: str | None = None
     add_generation_prompt: bool | None = None
-    tools: Any = None
-    tool_choice: Any = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     functions: Any = None
     function_call: Any = None
     modalities: Any = None
     audio: Any = None
     prediction: Any = None
     reasoning_effort: Any = None
-    parallel_tool_calls: Any = None
+    parallel_tool_calls: bool | None = None
     service_tier: Any = None
     web_search_options: Any = None
 
@@ -151,7 +152,7 @@ _completion = msgspec.json.Decoder(CompletionBody)
 
 UNSUPPORTED = (
     "chat_template",  # a client's template could compute for ever
-    *("tools", "functions", "function_call", "modalities"),
+    *("functions", "function_call", "modalities"),
     *("audio", "prediction", "reasoning_effort", "web_search_options", "suffix"),
 )
 """Fields of OpenAI's API that are not supported; null and "text" are the defaults."""
@@ -202,6 +203,7 @@ class Wanted:
         timeout_s: Seconds until the deadline; None: the model's default.
         has_ids: Whether the answer names the tokens by their ids.
         structure: Structure of the answer; None: any.
+        calling: How it may call tools; None: it may not.
     """
 
     model: str
@@ -215,6 +217,7 @@ class Wanted:
     timeout_s: float | None = None
     has_ids: bool = False
     structure: Structure | None = None
+    calling: Calling | None = None
 
 
 def chat_of(body: bytes | bytearray) -> tuple[ChatBody, Wanted]:
@@ -235,7 +238,28 @@ def chat_of(body: bytes | bytearray) -> tuple[ChatBody, Wanted]:
         logprobs = _between("top_logprobs", asked.top_logprobs, 0, MAX_LOGPROBS, 0)
     elif asked.top_logprobs:
         raise _wrong("top_logprobs", "needs logprobs: true")
-    return asked, _wanted(asked, tokens, logprobs)
+    return asked, _with_tools(asked, _wanted(asked, tokens, logprobs))
+
+
+def _with_tools(asked: ChatBody, wanted: Wanted) -> Wanted:
+    """Return what a request wants with the tools that it names.
+
+    Raises:
+        InvalidRequestError: They are not valid, or do not fit other fields.
+    """
+    calling = calling_of(asked.tools, asked.tool_choice)
+    if calling is None:
+        return wanted
+    if asked.parallel_tool_calls is False and calling.is_required:
+        rule = "cannot be false with tool_choice: required"
+        raise _wrong("parallel_tool_calls", rule, "unsupported_value")
+    structure = wanted.structure
+    if calling.schema is not None:
+        if structure is not None or asked.ignore_eos:
+            rule = "cannot be given with a structure or with ignore_eos"
+            raise _wrong("tool_choice", rule)
+        structure = Structure("json", calling.schema, "tools")
+    return replace(wanted, calling=calling, structure=structure)
 
 
 def completion_of(body: bytes | bytearray) -> tuple[CompletionBody, Wanted]:
@@ -389,9 +413,6 @@ def _wanted(asked: Any, max_tokens: int | None, logprobs: int | None) -> Wanted:
     )
     if asked.ignore_eos and (asked.response_format or asked.structured_outputs):
         raise _wrong("ignore_eos", "cannot be given with a structure, which ends")
-    tool_choice = getattr(asked, "tool_choice", None)
-    if tool_choice not in (None, "none", "auto"):
-        raise _wrong("tool_choice", "needs tools", "unsupported_value")
     options = asked.stream_options
     if options is not None and options.continuous_usage_stats:
         rule = "with continuous_usage_stats is not supported"

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,6 +42,7 @@ from multiworld.serve.gateway.responses import (
     respond,
     timeout_of,
 )
+from multiworld.serve.gateway.tools import Family
 from multiworld.serve.generation.limits import longest_of
 from multiworld.serve.generation.stream import TimeLimits
 from multiworld.serve.generation.text import GrowingText, Tokenizer
@@ -95,6 +97,7 @@ class _Served:
         version: Its version.
         longest: Most tokens of a text.
         limits: Time limits of its streams.
+        family: Template family of its tool calls; None: it calls none by itself.
     """
 
     generation: Generation
@@ -102,6 +105,7 @@ class _Served:
     version: str
     longest: int
     limits: TimeLimits
+    family: Family | None
 
 
 async def _served(gateway: Gateway, admitted: AdmittedRequest, name: str) -> _Served:
@@ -121,6 +125,7 @@ async def _served(gateway: Gateway, admitted: AdmittedRequest, name: str) -> _Se
         version,
         longest_of(spec, model.generation),
         TimeLimits(spec.first_token_s, spec.between_tokens_s),
+        spec.tool_call_parser,
     )
 
 
@@ -134,6 +139,7 @@ async def _read_chat(
         served.tokenizer.chat,
         asked.messages,
         begins_answer=asked.add_generation_prompt is not False,
+        tools=_shown_tools(wanted),
     )
     return await _ready(gateway, admitted, wanted, served, [tokens], "chatcmpl-")
 
@@ -178,6 +184,16 @@ async def read_completion(
     return await _ready(gateway, admitted, wanted, served, tokens, "cmpl-")
 
 
+def _shown_tools(wanted: Wanted) -> list[dict[str, Any]]:
+    """Return the tools of a request as its chat template takes them."""
+    if wanted.calling is None:
+        return []
+    found: list[dict[str, Any]] = msgspec.to_builtins(wanted.calling.tools)
+    for tool in found:
+        tool["function"] = {k: v for k, v in tool["function"].items() if v is not None}
+    return found
+
+
 def _check_choices(prompts: int, n: int) -> None:
     if prompts * n > MAX_CHOICES:
         raise InvalidRequestError(
@@ -204,7 +220,14 @@ async def _ready(
         grammar = await asyncio.to_thread(wanted.structure.grammar)
         sampling = msgspec.structs.replace(wanted.sampling, grammar=grammar)
         wanted = replace(wanted, sampling=sampling)
-    sampling = wanted.sampling
+    sampling, calling = wanted.sampling, wanted.calling
+    if calling is not None and calling.schema is None and served.family is None:
+        raise InvalidRequestError(
+            "this model has no tool_call_parser in its spec; name a tool or use "
+            "tool_choice: required",
+            param="tools",
+            code="unsupported_value",
+        )
     vocabulary, tokenizer = served.generation.vocabulary, served.tokenizer
     for tokens in prompts:
         low, high = min(tokens, default=0), max(tokens, default=0)
@@ -250,6 +273,7 @@ async def _ready(
         prefix + secrets.token_hex(12),
         int(time.time()),
         served.limits,
+        served.family,
     )
 
 
@@ -299,7 +323,11 @@ async def answered(
         del body
         reservation.release()  # a stream may take long
         sampling, n = ready.wanted.sampling, ready.wanted.n
-        pieces = generate(
+        prompts = ready.choices[::n]
+        gateway.authenticator.count_prompt(
+            admitted, sum(len(choice.prompt) for choice in prompts)
+        )
+        generated = generate(
             gateway.streams,
             ready.served,
             ready.choices,
@@ -308,6 +336,7 @@ async def answered(
             ready.limits,
             admitted.tenant.share,
         )
+        pieces = _counted(gateway, admitted, generated)
         if ready.wanted.is_streamed:
             gateway.streams.check_room(ready.served)  # while a status can say it
             return form.event_stream(form.events(ready, pieces))
@@ -317,6 +346,16 @@ async def answered(
         return "" if ready is None else ready.wanted.model
 
     return await respond(gateway, request, name, answer, form.error)
+
+
+async def _counted(
+    gateway: Gateway, admitted: AdmittedRequest, pieces: AsyncGenerator[Piece]
+) -> AsyncGenerator[Piece]:
+    """Yield pieces, and count their tokens for the tenant."""
+    async with aclosing(pieces):
+        async for piece in pieces:
+            gateway.authenticator.count_generated(admitted)
+            yield piece
 
 
 # Tokens.

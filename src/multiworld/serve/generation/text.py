@@ -119,6 +119,7 @@ class Tokenizer:
         template: str | None = None,
         *,
         begins_answer: bool = True,
+        tools: Sequence[dict[str, Any]] = (),
     ) -> list[int]:
         """Return the tokens of a chat.
 
@@ -126,6 +127,7 @@ class Tokenizer:
             messages: The messages, as OpenAI's API has them.
             template: Chat template (Jinja); None: the model's own.
             begins_answer: Whether the assistant's answer is to follow.
+            tools: Tools that it may call, as OpenAI's API has them.
 
         Raises:
             InvalidRequestError: The model has no chat template, or the template refuses
@@ -140,6 +142,7 @@ class Tokenizer:
             text = self._slow.apply_chat_template(
                 messages,
                 chat_template=template,
+                tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=begins_answer,
             )

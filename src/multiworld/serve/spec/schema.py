@@ -203,6 +203,9 @@ class GenerationSpec(_Strict):
     """`true`: a text depends neither on what it is computed with, nor on lost replicas:
     it is bit for bit that of an undisturbed run on the same kind of processor, with the
     same torch and the same number of threads."""
+    tool_call_parser: Literal["hermes", "llama3_json"] | None = None
+    """How the model says that it calls a tool: `hermes` (Hermes, Qwen, SmolLM) or
+    `llama3_json`. By default it calls only tools that a request names or requires."""
     first_token_s: Seconds | None = None
     """Most seconds until the first token of a text; by default only `deadline_s`."""
     between_tokens_s: Seconds | None = None

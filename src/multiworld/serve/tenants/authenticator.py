@@ -53,6 +53,8 @@ class AdmittedRequest:
         bytes_in: Bytes of its body so far, as sent.
         bytes_out: Bytes of its answer.
         rows: Rows of its inputs.
+        prompt_tokens: Tokens of its prompts.
+        generated_tokens: Tokens that were generated for it so far.
         is_refused: It was counted as refused.
         timing: Its times in the pipeline.
     """
@@ -62,6 +64,8 @@ class AdmittedRequest:
     bytes_in: int = 0
     bytes_out: int = 0
     rows: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
     is_refused: bool = False
     timing: Timing = field(default_factory=Timing)
 
@@ -151,6 +155,8 @@ class Authenticator:
         sums.answered += status == 200
         sums.failed += status >= 400
         sums.rows += admitted.rows if status == 200 else 0
+        sums.prompt_tokens += admitted.prompt_tokens
+        sums.generated_tokens += admitted.generated_tokens
         sums.bytes_in += admitted.bytes_in
         sums.bytes_out += admitted.bytes_out
         sums.seconds += self.clock() - admitted.started_at if status == 200 else 0.0
@@ -159,6 +165,16 @@ class Authenticator:
         """Count bytes of a body that have arrived, whatever becomes of the request."""
         admitted.bytes_in += size
         self.limiter.spend(admitted.tenant, size)
+
+    def count_prompt(self, admitted: AdmittedRequest, tokens: int) -> None:
+        """Count the tokens of a request's prompts, whatever becomes of it."""
+        admitted.prompt_tokens += tokens
+        self.limiter.spend_tokens(admitted.tenant, tokens)
+
+    def count_generated(self, admitted: AdmittedRequest) -> None:
+        """Count a token that was generated for a request."""
+        admitted.generated_tokens += 1
+        self.limiter.spend_tokens(admitted.tenant, 1)
 
     def charge(self, admitted: AdmittedRequest, size: int) -> None:
         """Charge the tenant's byte rate for bytes that decompression has added."""

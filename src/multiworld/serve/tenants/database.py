@@ -23,9 +23,8 @@ from multiworld.serve.tenants.usage_meter import FIELDS, MAX_UNCONFIRMED, UsageR
 
 logger = logging.getLogger("multiworld.serve")
 
-FORMAT = 1
-"""Format of the database (SQLite's user_version); 0 is that of earlier releases, whose
-tables are the same."""
+FORMAT = 2
+"""Format of the database (SQLite's user_version). 1 and 0 have no tokens."""
 
 SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS tenants (name TEXT PRIMARY KEY, data TEXT NOT NULL);
@@ -78,6 +77,7 @@ class TenantDatabase:
             self._db.execute("PRAGMA busy_timeout = 5000")
             self._check_format()
             self._db.executescript(SCHEMA)
+            self._add_totals()
             self._db.execute(f"PRAGMA user_version = {FORMAT}")
         except sqlite3.Error as error:
             raise ServeError(
@@ -93,6 +93,15 @@ class TenantDatabase:
                 f"{self._path} has format {found}, and this release reads up to "
                 f"{FORMAT}; go on with the release that wrote it"
             )
+
+    def _add_totals(self) -> None:
+        """Add the totals that an earlier format does not have."""
+        known = {row[1] for row in self._db.execute("PRAGMA table_info(usage)")}
+        for name in FIELDS:
+            if name not in known:
+                self._db.execute(
+                    f"ALTER TABLE usage ADD COLUMN {name} REAL NOT NULL DEFAULT 0"
+                )
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:

@@ -40,6 +40,7 @@ class Tenant:
         rpm_limit: Most requests in any 60 seconds; None: no limit.
         max_parallel_requests: Most requests under way at a time; None: no limit.
         bytes_per_s: Average bytes of requests and answers each second; None: no limit.
+        tpm_limit: Average tokens of prompts and answers each minute; None: no limit.
         weight: Weight of its share where the service is saturated.
         priority: Requests of a higher priority always run first.
         is_operator: Whether it may read the metrics, which cover all tenants.
@@ -52,6 +53,7 @@ class Tenant:
     rpm_limit: int | None = None
     max_parallel_requests: int | None = None
     bytes_per_s: float | None = None
+    tpm_limit: int | None = None
     weight: float = 1.0
     priority: int = 0
     is_operator: bool = False

@@ -1,4 +1,4 @@
-"""Rate limits of tenants: requests a minute, in parallel, and bytes a second. Pure."""
+"""Rate limits of tenants: requests, tokens and bytes over time. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from multiworld.serve.tenants.directory import Tenant
 
 MINUTE_S = 60
-"""Seconds of the window for ``rpm_limit``."""
+"""Seconds of the window for ``rpm_limit``, and of the bucket of ``tpm_limit``."""
 
 BURST_S = 2.0
 """Seconds of ``bytes_per_s`` that a tenant may use at once after a pause."""
@@ -40,12 +40,17 @@ class RecentUse:
         bytes_left: Bytes that it may still use; negative: it owes them. None: it has
             no limit.
         at: Time of the last update of ``bytes_left``, in seconds.
+        tokens_left: Tokens that it may still use; negative: it owes them. None: it has
+            no limit.
+        tokens_at: Time of the last update of ``tokens_left``, in seconds.
     """
 
     minute: deque[list[int]] = field(default_factory=deque)
     in_flight: int = 0
     bytes_left: float | None = None
     at: float = 0.0
+    tokens_left: float | None = None
+    tokens_at: float = 0.0
 
 
 class RateLimiter:
@@ -73,6 +78,7 @@ class RateLimiter:
             _parallel(tenant, used, gateways)
             or _per_minute(tenant, used, gateways, now)
             or _bytes(tenant, used, gateways, now)
+            or _tokens(tenant, used, gateways, now)
         )
         if refusal is None:
             used.in_flight += 1
@@ -89,20 +95,26 @@ class RateLimiter:
         if used is not None and used.bytes_left is not None:
             used.bytes_left -= size
 
+    def spend_tokens(self, tenant: Tenant, count: int) -> None:
+        """Charge a tenant for tokens of a prompt or an answer; it may owe some."""
+        used = self._used.get(tenant.name)
+        if used is not None and used.tokens_left is not None:
+            used.tokens_left -= count
+
     def release(self, tenant: Tenant) -> None:
         """End an admitted request, whatever its outcome."""
         used = self._used[tenant.name]
         used.in_flight -= 1
-        no_limit = tenant.rpm_limit is None and tenant.bytes_per_s is None
-        if no_limit and not used.in_flight:
+        limits = tenant.rpm_limit, tenant.bytes_per_s, tenant.tpm_limit
+        if limits == (None, None, None) and not used.in_flight:
             del self._used[tenant.name]
 
     def prune(self, now: float) -> None:
         """Forget tenants without recent requests or owed bytes."""
         for name, used in list(self._used.items()):
             last = used.minute[-1][0] if used.minute else -math.inf
-            is_still = now - max(last, used.at) > MINUTE_S + 1
-            owes = used.bytes_left is not None and used.bytes_left < 0
+            is_still = now - max(last, used.at, used.tokens_at) > MINUTE_S + 1
+            owes = min(used.bytes_left or 0.0, used.tokens_left or 0.0) < 0
             if not used.in_flight and is_still and not owes:
                 del self._used[name]
 
@@ -162,5 +174,27 @@ def _bytes(
         "bytes_per_s",
         f"your bytes_per_s limit of {tenant.bytes_per_s:g} is used up; retry in "
         f"{retry_after_s:.1f} s",
+        retry_after_s,
+    )
+
+
+def _tokens(
+    tenant: Tenant, used: RecentUse, gateways: int, now: float
+) -> RateLimited | None:
+    """Refuse while the tenant owes tokens; a long answer is given and owes them."""
+    if tenant.tpm_limit is None:
+        used.tokens_left = None
+        return None
+    most = tenant.tpm_limit / max(1, gateways)
+    left = most if used.tokens_left is None else used.tokens_left
+    used.tokens_left = min(most, left + most / MINUTE_S * (now - used.tokens_at))
+    used.tokens_at = now
+    if used.tokens_left > 0:
+        return None
+    retry_after_s = (1 - used.tokens_left) * MINUTE_S / most
+    return RateLimited(
+        "tpm_limit",
+        f"your tpm_limit of {tenant.tpm_limit} tokens a minute is used up; retry in "
+        f"{retry_after_s:.0f} s",
         retry_after_s,
     )

@@ -31,6 +31,8 @@ class UsageSum(msgspec.Struct, frozen=True):
     bytes_in: int
     bytes_out: int
     seconds: float
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
 
 
 class AuditEntry(msgspec.Struct, frozen=True):

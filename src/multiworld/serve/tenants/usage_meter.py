@@ -35,6 +35,8 @@ class UsageTotals:
         bytes_in: Bytes of request bodies.
         bytes_out: Bytes of answers.
         seconds: Total duration of the answered requests.
+        prompt_tokens: Tokens of the prompts of generated texts.
+        generated_tokens: Tokens that were generated.
     """
 
     requests: int = 0
@@ -45,6 +47,8 @@ class UsageTotals:
     bytes_in: int = 0
     bytes_out: int = 0
     seconds: float = 0.0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
 
 
 FIELDS = tuple(field.name for field in fields(UsageTotals))
@@ -73,6 +77,8 @@ class UsageRow(NamedTuple):
     bytes_in: int
     bytes_out: int
     seconds: float
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
 
 
 @dataclass(slots=True)

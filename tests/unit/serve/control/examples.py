@@ -10,6 +10,7 @@ TENANT: dict[str, Any] = {
     "rpm_limit": 5,
     "max_parallel_requests": None,
     "bytes_per_s": 1500.5,
+    "tpm_limit": 6000,
     "weight": 2.0,
     "priority": -1,
     "is_operator": True,
@@ -169,6 +170,8 @@ USAGE: dict[str, Any] = {
     "bytes_in": 100,
     "bytes_out": 200,
     "seconds": 3.5,
+    "prompt_tokens": 0,
+    "generated_tokens": 0,
 }
 
 AUDIT: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
 from pathlib import Path
@@ -17,6 +18,7 @@ from multiworld.serve.fleet.record import Record, StateFolder
 from multiworld.serve.spec.schema import AppSpec
 from multiworld.serve.tenants import database
 from multiworld.serve.tenants.database import TenantDatabase
+from multiworld.serve.tenants.usage_meter import UsageRow
 
 APP: dict[str, Any] = {
     "models": {"m": {"factory": "a:b", "version": "1", "stages": [{}]}}
@@ -94,3 +96,26 @@ def test_epochs_of_an_older_release_are_read_and_newer_ones_refused(
     path.write_text('{"format": 7}\n{"world": "w", "epoch": 5}\n')
     with pytest.raises(ConfigError, match="format 7"):
         EpochFile(path)
+
+
+def test_usage_of_an_earlier_format_gets_the_new_totals(tmp_path: Path) -> None:
+    """Old rows count no tokens, and new ones are added to them."""
+    path = tmp_path / "registry.db"
+    totals = ("requests", "answered", "failed", "refused", "rows")
+    columns = (*totals, "bytes_in", "bytes_out", "seconds")
+    with contextlib.closing(sqlite3.connect(path)) as db, db:
+        named = ", ".join(f"{name} REAL NOT NULL DEFAULT 0" for name in columns)
+        db.execute(
+            "CREATE TABLE usage (minute INTEGER NOT NULL, tenant TEXT NOT NULL, "
+            f"model TEXT NOT NULL, {named}, PRIMARY KEY (minute, tenant, model)) "
+            "WITHOUT ROWID"
+        )
+        db.execute("INSERT INTO usage VALUES (60, 'a', 'm', 3, 3, 0, 0, 3, 9, 9, 1.5)")
+        db.execute("PRAGMA user_version = 1")
+    opened = TenantDatabase(path)
+    row = UsageRow(60, "a", "m", 1, 1, 0, 0, 1, 2, 2, 0.5, 10, 20)
+    opened.add_usage("gateway/1", 1, [row])
+    (found,) = opened.usage(None, 0, by_minute=False)
+    assert (found.requests, found.seconds) == (4, 2.0)
+    assert (found.prompt_tokens, found.generated_tokens) == (10, 20)
+    opened.close()

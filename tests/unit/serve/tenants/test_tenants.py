@@ -191,6 +191,25 @@ def test_bytes_are_owed_and_paid_back() -> None:
     assert limiter.admit(tenant, 1, 1.0 + refused.retry_after_s) is None
 
 
+def test_tokens_are_owed_and_paid_back_within_minutes() -> None:
+    """A tenant may use a minute's tokens at once, and a long answer to its end."""
+    tenant, limiter = Tenant(name="a", tpm_limit=600), RateLimiter()
+    assert limiter.admit(tenant, 1, 0.0) is None
+    limiter.spend_tokens(tenant, 500)
+    assert limiter.admit(tenant, 1, 0.0) is None
+    limiter.spend_tokens(tenant, 700)
+    refused = limiter.admit(tenant, 1, 0.0)
+    assert refused is not None
+    assert refused.limit == "tpm_limit"
+    assert refused.retry_after_s == pytest.approx(60.0, abs=0.2)
+    assert limiter.admit(tenant, 1, 59.0) is not None
+    assert limiter.admit(tenant, 1, refused.retry_after_s) is None
+    halves = RateLimiter()
+    assert halves.admit(tenant, 2, 0.0) is None
+    halves.spend_tokens(tenant, 300)
+    assert halves.admit(tenant, 2, 0.0) is not None
+
+
 def test_limits_are_divided_between_gateways_and_forgotten() -> None:
     """Two gateways admit as much as one; idle tenants take no memory."""
     tenant, limiter = Tenant(name="a", rpm_limit=10), RateLimiter()

@@ -1,0 +1,254 @@
+"""Tools that a model may call, as OpenAI's API has them. Pure.
+
+A model that is asked with ``tool_choice: auto`` says in its text that it calls a tool,
+in the form of its template family, and the parser finds it there. With a named tool or
+``required``, the text is given the structure of the call's arguments, or of a list of
+calls, and any model can do it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from multiworld.errors import InvalidRequestError
+
+MAX_TOOLS = 128
+"""Most tools of a request, as in OpenAI's API."""
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+"""Marks around a call in the template family of Hermes and Qwen."""
+
+Family = Literal["hermes", "llama3_json"]
+"""Template family, by vLLM's names of the parsers."""
+
+
+class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A function that a model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: Any = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tool; only functions are known."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The tool that a model is to call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+@dataclass(frozen=True, slots=True)
+class Calling:
+    """How a model calls tools in one answer.
+
+    Attributes:
+        tools: The tools.
+        named: Name of the one that it calls; empty: its own choice.
+        is_required: Whether it calls at least one.
+    """
+
+    tools: tuple[Tool, ...]
+    named: str = ""
+    is_required: bool = False
+
+    @property
+    def schema(self) -> Any:
+        """JSON schema of the whole text; None if it is free."""
+        if self.named:
+            (tool,) = [t for t in self.tools if t.function.name == self.named]
+            return _parameters(tool)
+        if not self.is_required:
+            return None
+        calls = [
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"const": tool.function.name},
+                    "parameters": _parameters(tool),
+                },
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+            for tool in self.tools
+        ]
+        return {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
+
+
+def calling_of(
+    tools: Sequence[Tool] | None, choice: str | NamedTool | None
+) -> Calling | None:
+    """Return how a request lets the model call tools; None: it may not.
+
+    Args:
+        tools: The tools of the request.
+        choice: Its ``tool_choice``.
+
+    Raises:
+        InvalidRequestError: They do not fit together.
+    """
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise InvalidRequestError('"tool_choice" needs tools', param="tool_choice")
+        return None
+    names = [tool.function.name for tool in tools]
+    if len(tools) > MAX_TOOLS or len(set(names)) < len(names) or not all(names):
+        rule = f"must be at most {MAX_TOOLS} functions with different names"
+        raise InvalidRequestError(f'"tools" {rule}', param="tools")
+    if choice == "none":
+        return None
+    if isinstance(choice, NamedTool):
+        named = choice.function.name
+        if named not in names:
+            known = ", ".join(names)
+            text = f'"tool_choice" names {named!r}; the tools are {known}'
+            raise InvalidRequestError(text, param="tool_choice")
+        return Calling(tuple(tools), named)
+    if choice not in (None, "auto", "required"):
+        rule = "must be none, auto, required or the name of a tool"
+        raise InvalidRequestError(f'"tool_choice" {rule}', param="tool_choice")
+    return Calling(tuple(tools), is_required=choice == "required")
+
+
+def _parameters(tool: Tool) -> Any:
+    given = tool.function.parameters
+    return {"type": "object", "properties": {}} if given is None else given
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call, or a part of one.
+
+    Attributes:
+        number: Its number in the answer, from 0.
+        name: Name of the tool; empty in further parts of a call.
+        arguments: Its arguments as JSON, or a part of them.
+    """
+
+    number: int
+    name: str
+    arguments: str
+
+
+class CallParser:
+    """Finds the calls in the text of one answer, as it grows.
+
+    Args:
+        calling: How the model calls tools.
+        family: Template family of the model; used if the choice is its own.
+    """
+
+    def __init__(self, calling: Calling, family: Family | None) -> None:
+        self._calling, self._family = calling, family
+        self._held = ""
+        self._is_free = False
+        self.calls = 0
+
+    def feed(self, text: str) -> Iterator[str | Call]:
+        """Yield what more of the text says: text to give out, or calls."""
+        self._held += text
+        if self._calling.named:
+            yield from self._named()
+        elif not self._calling.is_required and self._family == "hermes":
+            yield from self._marked()
+        elif not self._calling.is_required and self._may_not_be_json():
+            yield from self._rest()
+
+    def end(self) -> Iterator[str | Call]:
+        """Yield what the end of the text says."""
+        if self._calling.named:
+            return
+        found = self._parsed(self._held.removeprefix(BEGIN).removesuffix(END))
+        if found is None:
+            yield from self._rest()
+        else:
+            self._held = ""
+            yield from self._calls(found)
+
+    def _named(self) -> Iterator[Call]:
+        """Yield the arguments of the one call as they come."""
+        if self._held or not self.calls:
+            name = "" if self.calls else self._calling.named
+            yield Call(0, name, self._held)
+            self._held, self.calls = "", 1
+
+    def _marked(self) -> Iterator[str | Call]:
+        while True:
+            before, mark, rest = self._held.partition(BEGIN)
+            if not mark:
+                safe = len(self._held) - _overlap(self._held, BEGIN)
+                text, self._held = self._held[:safe], self._held[safe:]
+                if text:
+                    yield text
+                return
+            if before.strip():
+                yield before
+            self._held = mark + rest
+            inside, closed, after = rest.partition(END)
+            if not closed:
+                return  # it is not complete yet
+            found = self._parsed(inside)
+            self._held = after
+            if found is None:
+                yield mark + inside + closed
+            else:
+                yield from self._calls(found)
+
+    def _may_not_be_json(self) -> bool:
+        """Tell whether the text is certainly no call in the form of Llama 3."""
+        begun = self._held.lstrip()
+        return self._is_free or self._family is None or begun[:1] not in ("", "{", "[")
+
+    def _rest(self) -> Iterator[str]:
+        self._is_free = True
+        text, self._held = self._held, ""
+        if text:
+            yield text
+
+    def _parsed(self, text: str) -> list[tuple[str, Any]] | None:
+        """Return the calls that a text is; None if it is something else."""
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            return None
+        calls = found if isinstance(found, list) else [found]
+        names = {tool.function.name for tool in self._calling.tools}
+        parsed = []
+        for call in calls:
+            if not isinstance(call, dict) or call.get("name") not in names:
+                return None
+            given = call.get("arguments", call.get("parameters", {}))
+            parsed.append((call["name"], given))
+        return parsed or None
+
+    def _calls(self, found: list[tuple[str, Any]]) -> Iterator[Call]:
+        for name, given in found:
+            text = given if isinstance(given, str) else json.dumps(given)
+            yield Call(self.calls, name, text)
+            self.calls += 1
+
+
+def _overlap(text: str, mark: str) -> int:
+    """Return how many characters at the end of a text may begin a mark."""
+    for count in range(min(len(text), len(mark) - 1), 0, -1):
+        if mark.startswith(text[-count:]):
+            return count
+    return 0
