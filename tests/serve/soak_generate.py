@@ -2,9 +2,11 @@
 
 ``python -m tests.serve.soak_generate --minutes 30`` (or ``make soak-generate``).
 Kills, stops, drains, scales and updates at random, while streams of a small decoder run
-all the time; every token is compared with transformers' own. Prints the streams that
-were cut and the tokens that were repeated, missing or different, and the longest
-pauses. Exits with 1 if there was any.
+all the time, in deterministic mode: the most likely tokens are compared with
+transformers' own; sampled and structured texts, with the probability of every token,
+with an undisturbed run. Prompts begin alike, so that they are found in caches. Prints
+the streams that were cut and the texts that were different, and the longest pauses.
+Exits with 1 if there was any.
 """
 
 from __future__ import annotations
@@ -36,7 +38,28 @@ TOKENS = 120
 PAUSE_S = (0.3, 2.5)
 """Least and most seconds between two faults."""
 STAGES = ("front", "middle", "back")
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0, "ignore_eos": True},
+    "sampled": {
+        "temperature": 0.9,
+        "top_p": 0.95,
+        "seed": 7,
+        "frequency_penalty": 0.3,
+        "repetition_penalty": 1.1,
+        "ignore_eos": True,
+    },
+    "structured": {
+        "temperature": 1.0,
+        "seed": 8,
+        "structured_outputs": {"regex": "([a-z]{3,9} ){9}[0-9]{20}[A-Z]{20}"},
+    },
+}
+"""Parameters of the texts, by kind."""
 FAULTS = {"kill": 6, "stop": 2, "drain": 2, "scale": 2, "update": 1}
+
+
+Text = tuple[list[tuple[int, float]], float]
+"""Tokens with their logarithms, and the longest pause between two in seconds."""
 
 
 @dataclass(slots=True)
@@ -66,7 +89,13 @@ def spec_of(folder: Path) -> dict[str, Any]:
             "m": {
                 "version": "1",
                 "path": str(folder),
-                "generation": {"max_num_batched_tokens": 64, "kv_cache_memory_mb": 2},
+                "generation": {
+                    "max_num_batched_tokens": 64,
+                    "kv_cache_memory_mb": 2,
+                    "backup_memory_mb": 1,
+                    "prefix_cache_memory_mb": 0.5,
+                    "deterministic": True,
+                },
                 "deadline_s": 60.0,
                 "stages": [{"name": name, "replicas": 2} for name in STAGES],
             }
@@ -84,16 +113,24 @@ class Soak:
         self._service, self._outcome = service, outcome
         self._random = random.Random(outcome.seed)
         self._ends_at = time.monotonic() + 60.0 * outcome.minutes
+        whole = [self._random.randrange(1, VOCABULARY) for _ in range(9 * PROMPTS)]
         self._prompts = [
-            [self._random.randrange(1, VOCABULARY) for _ in range(length)]
+            [*whole[: length - 1], self._random.randrange(1, VOCABULARY)]
             for length in range(1, 1 + 9 * PROMPTS, 9)
         ]
-        self._wanted = [greedy(folder, prompt, TOKENS) for prompt in self._prompts]
+        self._folder = folder
+        self._wanted: dict[tuple[int, str], Text] = {}
 
     async def run(self) -> None:
         """Stream and break until the time is over."""
         timeout = aiohttp.ClientTimeout(total=120.0)
         async with aiohttp.ClientSession(timeout=timeout) as session:
+            for which, prompt in enumerate(self._prompts):
+                for kind in KINDS:
+                    self._wanted[which, kind] = await self._text(session, which, kind)
+                made = [token for token, _ in self._wanted[which, "greedy"][0]]
+                self._outcome.different += made != greedy(self._folder, prompt, TOKENS)
+            self._ends_at = time.monotonic() + 60.0 * self._outcome.minutes
             streams = [self._streams(session, k) for k in range(STREAMS)]
             await asyncio.gather(self._faults(), *streams)
 
@@ -111,16 +148,31 @@ class Soak:
             number += 1
 
     async def _stream(self, session: aiohttp.ClientSession, which: int) -> None:
+        kind = self._random.choice(sorted(KINDS))
+        found, longest_s = await self._text(session, which, kind)
+        self._outcome.streams += 1
+        self._outcome.tokens += len(found)
+        self._outcome.different += found != self._wanted[which, kind][0]
+        self._outcome.pauses_s.append(round(longest_s, 3))
+
+    async def _text(
+        self, session: aiohttp.ClientSession, which: int, kind: str
+    ) -> Text:
+        """Return the tokens of a stream with their logarithms, and its longest pause.
+
+        Raises:
+            RuntimeError: It was cut.
+        """
         body = {
             "model": "m",
             "prompt": self._prompts[which],
             "max_tokens": TOKENS,
-            "temperature": 0,
-            "ignore_eos": True,
             "stream": True,
             "return_token_ids": True,
+            "logprobs": 0,
+            **KINDS[kind],
         }
-        found: list[int] = []
+        found: list[tuple[int, float]] = []
         finish, last_at, longest_s = None, time.monotonic(), 0.0
         url = f"{self._service.url}/v1/completions"
         async with session.post(url, json=body) as answer:
@@ -132,16 +184,14 @@ class Soak:
                 if "error" in chunk:
                     raise RuntimeError(chunk["error"]["message"])
                 choice = chunk["choices"][0]
-                found += choice["token_ids"]
+                given = (choice["logprobs"] or {}).get("token_logprobs", ())
+                found += zip(choice["token_ids"], given, strict=True)
                 finish = choice["finish_reason"] or finish
                 now = time.monotonic()
                 longest_s, last_at = max(longest_s, now - last_at), now
-        if finish != "length":
+        if finish is None or (kind == "greedy" and finish != "length"):
             raise RuntimeError(f"the stream was cut after {len(found)} tokens")
-        self._outcome.streams += 1
-        self._outcome.tokens += len(found)
-        self._outcome.different += found != self._wanted[which]
-        self._outcome.pauses_s.append(round(longest_s, 3))
+        return found, longest_s
 
     async def _faults(self) -> None:
         counts: Counter[str] = Counter()
@@ -177,6 +227,8 @@ def soak(folder: Path, seed: int, minutes: float) -> Outcome:
     """Run a soak in a new folder; return what it found."""
     outcome = Outcome(seed, minutes)
     model = save_decoder(folder / "model")
+    # By default its end is the token of a quotation mark.
+    (model / "generation_config.json").write_text('{"eos_token_id": 0}')
     with served(folder / "service", spec_of(model)) as service:
         asyncio.run(Soak(service, model, outcome).run())
     return outcome

@@ -164,7 +164,8 @@ class Streams:
             began_at=self._clock(),
         )
         if via is None:
-            names = digests(tokens[:PREFIX_TOKENS], PREFIX_BLOCK, share.tenant)
+            whose = f"{model}\0{share.tenant}"
+            names = digests(tokens[:PREFIX_TOKENS], PREFIX_BLOCK, whose)
             stream.prefixes = tuple(names)
         self._streams[stream.number] = self._unplaced[stream.number] = stream
         self._is_busy.set()
