@@ -58,7 +58,7 @@ class NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Calling:
-    """How a model calls tools in one answer.
+    """The way in which a model calls tools in one answer.
 
     Attributes:
         tools: The tools.

@@ -193,7 +193,7 @@ class GenerationSpec(_Strict):
     """Memory in each replica for what it has sent to the next stage, in MiB. A replica
     that replaces a lost one is filled from it; without, more stages compute again."""
     enable_prefix_caching: bool = True
-    """Whether prompts that begin like earlier ones of the same tenant are computed from
+    """`true`: prompts that begin like earlier ones of the same tenant are computed from
     there on only."""
     prefix_cache_memory_mb: Annotated[float, Field(ge=0, le=1e8)] = 128.0
     """Memory in each replica for the beginnings of prompts, in MiB."""
@@ -204,7 +204,7 @@ class GenerationSpec(_Strict):
     it is bit for bit that of an undisturbed run on the same kind of processor, with the
     same torch and the same number of threads."""
     tool_call_parser: Literal["hermes", "llama3_json"] | None = None
-    """How the model says that it calls a tool: `hermes` (Hermes, Qwen, SmolLM) or
+    """The form in which the model calls a tool: `hermes` (Hermes, Qwen, SmolLM) or
     `llama3_json`. By default it calls only tools that a request names or requires."""
     first_token_s: Seconds | None = None
     """Most seconds until the first token of a text; by default only `deadline_s`."""

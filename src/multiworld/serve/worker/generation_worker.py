@@ -101,8 +101,8 @@ class GenerationWorker:
         self._has_work = asyncio.Event()
         self._table = RoutingTable()
         self.counts: Counter[str] = Counter()
-        block_size = scheduler.limits.block_size
-        self._prompts = Prompts(prefix_bytes, block_size, self.counts)
+        block = scheduler.limits.block_size
+        self._prompts = Prompts(prefix_bytes, block, self.counts)
 
     # The life of the process.
 
@@ -131,7 +131,7 @@ class GenerationWorker:
                 await self._has_work.wait()
 
     async def look(self) -> None:
-        """Do nothing: gateways watch over the deadlines of their streams.
+        """Do nothing: gateways watch over deadlines.
 
         Cancellation: Safe.
         """
@@ -152,8 +152,7 @@ class GenerationWorker:
         Args:
             device: Torch device of the stage.
         """
-        threads = self._threads
-        return fingerprint(threads, device) if self._is_deterministic else ""
+        return fingerprint(self._threads, device) if self._is_deterministic else ""
 
     @property
     def has_router(self) -> bool:
