@@ -126,7 +126,7 @@ async def test_streams_beside_each_other_have_the_bits_of_one_alone(
 async def test_stream_that_lost_a_stage_has_the_same_bits(
     service: Served, undisturbed: list[Text], stage: str
 ) -> None:
-    """Of tokens before and after the loss."""
+    """Tokens before and after the loss are equal."""
     for index in (1, COUNT):
         assert await killed_at(service, stage, index) == undisturbed
 

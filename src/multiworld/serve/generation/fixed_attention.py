@@ -181,13 +181,16 @@ class FixedAttention:
         offset = 0
         for rows in self._rows:
             here = slice(offset, offset + rows.count)
-            end = rows.begin + rows.count
-            length = padded(sizes[1], end)
-            self._cache.append(rows, layer, key[:, here], value[:, here], room=length)
+            memory = self._cache.append(
+                rows,
+                layer,
+                key[:, here],
+                value[:, here],
+                room=padded(sizes[1], rows.begin + rows.count),
+            )
             # The rows of a group of heads see the same keys: they are rows of one head.
             queries = query[:, here].reshape(heads, group * rows.count, size)
-            memory = self._cache.whole(rows, layer)
-            out = self._in_tiles(queries, memory, rows, sizes, window, factor)
+            out = self._in_tiles(queries, memory, rows, sizes[0], window, factor)
             out = out.reshape(heads * group, rows.count, -1)
             found[here] = out.transpose(0, 1)
             offset += rows.count
@@ -198,19 +201,18 @@ class FixedAttention:
         queries: Tensor,
         memory: tuple[Tensor, Tensor],
         rows: Rows,
-        sizes: Sizes,
+        sizes: Sequence[int],
         window: int | None,
         scale: float,
     ) -> Tensor:
         """Return the outputs of one sequence, [key heads, group x rows, size]."""
         group = queries.shape[1] // rows.count
-        tiles = cover(sizes[0], queries.shape[1])
+        tiles = cover(sizes, queries.shape[1])
         lacking = sum(tiles) - queries.shape[1]
         if lacking:
             queries = functional.pad(queries, (0, 0, 0, lacking))
-        length = padded(sizes[1], rows.begin + rows.count)
-        mask = self._mask(rows, group, sum(tiles), length, window)
-        keys, values = (each[None, :, :length] for each in memory)
+        mask = self._mask(rows, group, sum(tiles), memory[0].shape[1], window)
+        keys, values = (each[None] for each in memory)
         parts, begin = [], 0
         for tile in tiles:
             here = slice(begin, begin + tile)

@@ -46,10 +46,9 @@ def grammar_of_schema(schema: Any, param: str) -> str:
     try:
         from jsonschema import Draft202012Validator
         from jsonschema.exceptions import SchemaError
-        from llguidance import LLMatcher
     except ImportError as error:
         raise InvalidRequestError(MISSING, param=param) from error
-    text = json.dumps(schema)
+    matcher, text = _matcher(param), json.dumps(schema)
     _check_length(text, param)
     try:
         Draft202012Validator.check_schema(schema)
@@ -59,7 +58,7 @@ def grammar_of_schema(schema: Any, param: str) -> str:
         raise _invalid(f"is not a JSON schema: {place or 'it'}: {why}", param) from None
     except RecursionError:
         raise _invalid("is nested too deeply", param) from None
-    return _checked(LLMatcher.grammar_from_json_schema(text, overrides=SPACES), param)
+    return _checked(matcher.grammar_from_json_schema(text, overrides=SPACES), param)
 
 
 def grammar_of_regex(regex: str, param: str) -> str:
@@ -72,12 +71,9 @@ def grammar_of_regex(regex: str, param: str) -> str:
     Raises:
         InvalidRequestError: It is not valid.
     """
-    try:
-        from llguidance import LLMatcher
-    except ImportError as error:
-        raise InvalidRequestError(MISSING, param=param) from error
+    matcher = _matcher(param)
     _check_length(regex, param)
-    return _checked(LLMatcher.grammar_from_regex(regex), param)
+    return _checked(matcher.grammar_from_regex(regex), param)
 
 
 def grammar_of_lark(grammar: str, param: str) -> str:
@@ -90,12 +86,9 @@ def grammar_of_lark(grammar: str, param: str) -> str:
     Raises:
         InvalidRequestError: It is not valid; the line is named.
     """
-    try:
-        from llguidance import LLMatcher
-    except ImportError as error:
-        raise InvalidRequestError(MISSING, param=param) from error
+    matcher = _matcher(param)
     _check_length(grammar, param)
-    return _checked(LLMatcher.grammar_from_lark(grammar), param)
+    return _checked(matcher.grammar_from_lark(grammar), param)
 
 
 def grammar_of_choice(choices: Sequence[str], param: str) -> str:
@@ -114,10 +107,21 @@ def grammar_of_choice(choices: Sequence[str], param: str) -> str:
     return grammar_of_lark(f"start: {lines}", param)
 
 
-def _checked(grammar: str, param: str) -> str:
-    from llguidance import LLMatcher
+def _matcher(param: str) -> Any:
+    """Return llguidance's matcher, which makes and checks grammars.
 
-    why = LLMatcher.validate_grammar(grammar)
+    Raises:
+        InvalidRequestError: It is not installed.
+    """
+    try:
+        from llguidance import LLMatcher
+    except ImportError as error:
+        raise InvalidRequestError(MISSING, param=param) from error
+    return LLMatcher
+
+
+def _checked(grammar: str, param: str) -> str:
+    why = _matcher(param).validate_grammar(grammar)
     if why and not why.startswith("WARNING"):
         raise _invalid(f"cannot be enforced: {why.strip()}", param)
     return grammar

@@ -135,15 +135,15 @@ class KvCache:
     def append(
         self, rows: Rows, layer: int, key: Tensor, value: Tensor, room: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Keep keys and values; return all of the sequence up to them.
+        """Keep keys and values; return all of the sequence up to them, or with room.
 
         Args:
             rows: Whose they are.
             layer: Number of the layer.
             key: Shape [key heads, rows, size].
             value: Like ``key``.
-            room: Least tokens that the memory has room for; those after the end are
-                numbers of any kind, but no NaN.
+            room: Least tokens to return; those after the end are numbers of any kind,
+                but no NaN.
         """
         layers = self._sequences[rows.sequence].layers
         end = rows.begin + rows.count
@@ -166,7 +166,7 @@ class KvCache:
         keys, values = found
         keys[:, rows.begin : end] = key
         values[:, rows.begin : end] = value
-        return keys[:, :end], values[:, :end]
+        return keys[:, :least], values[:, :least]
 
     def copied(
         self, sequence: Hashable, begin: int, end: int
@@ -202,15 +202,6 @@ class KvCache:
             keys = torch.cat([piece[layer][0] for piece in pieces], 1)
             values = torch.cat([piece[layer][1] for piece in pieces], 1)
             made.layers[layer] = keys, values
-
-    def whole(self, rows: Rows, layer: int) -> tuple[Tensor, Tensor]:
-        """Return the memory of a sequence, [key heads, room, size] each.
-
-        Args:
-            rows: Rows of the sequence that were appended.
-            layer: Number of the layer.
-        """
-        return self._sequences[rows.sequence].layers[layer]
 
 
 class StepAttention:

@@ -142,13 +142,10 @@ class Links:
         self._links[opening.key[:2]] = link
         return link, self._early.pop(opening.key, None)
 
-    def end(self, key: Key) -> bool:
-        """Forget a sequence; return whether this attempt of it was known."""
+    def end(self, key: Key) -> Link | None:
+        """Forget a sequence; return it if this attempt of it was known."""
         self._early.pop(key, None)
-        if self.get(key) is None:
-            return False
-        del self._links[key[:2]]
-        return True
+        return None if self.get(key) is None else self._links.pop(key[:2])
 
     def told(self, key: Key, count: int) -> Resolved | None:
         """Record what the next stage has of a sequence.

@@ -73,7 +73,7 @@ class ScheduledSequence:
         share: Its tenant.
         is_probe: Whether it waits for nobody.
         is_suspect: Whether it is computed alone until it has a token.
-        is_held: Whether it is not computed now, as a stage of its chain is replaced.
+        is_paused: Whether it is not computed now, as a stage of its chain is replaced.
     """
 
     key: Key
@@ -85,7 +85,7 @@ class ScheduledSequence:
     number: int = 0
     is_probe: bool = False
     is_suspect: bool = False
-    is_held: bool = False
+    is_paused: bool = False
 
     @property
     def lacking(self) -> int:
@@ -206,18 +206,18 @@ class Scheduler:
         """Tell whether a sequence is known."""
         return key in self._known
 
-    def hold(self, key: Key) -> None:
+    def pause(self, key: Key) -> None:
         """Compute nothing of a sequence until ``resume``, if it is known.
 
         What is under way of it does not come back.
         """
         sequence = self._known.get(key)
         if sequence is not None:
-            sequence.is_held = True
+            sequence.is_paused = True
             self._leave_steps(key)
 
     def move(self, old: Key, new: Key, tokens: Sequence[int], computed: int) -> None:
-        """Rename a sequence, and hold it.
+        """Rename a sequence, and pause it.
 
         Args:
             old: Its key so far.
@@ -225,28 +225,28 @@ class Scheduler:
             tokens: Its tokens, all that were delivered.
             computed: Number of those that were computed here.
         """
-        self.hold(old)
+        self.pause(old)
         sequence = self._known.pop(old)
         sequence.key, sequence.tokens = new, list(tokens)
         sequence.computed = min(computed, sequence.computed)
         self._known[new] = sequence
 
     def rewind(self, key: Key, computed: int) -> None:
-        """Compute a sequence that is held again from a token on."""
+        """Compute a paused sequence again from a token on."""
         sequence = self._known[key]
         sequence.computed = min(computed, sequence.computed)
 
     def resume(self, key: Key, token: int | None) -> None:
-        """Go on with a sequence that was held, if it is known.
+        """Go on with a paused sequence, if it is known.
 
         Args:
             key: The sequence.
             token: Its next token, if the last stage has sampled it.
         """
         sequence = self._known.get(key)
-        if sequence is None or not sequence.is_held:
+        if sequence is None or not sequence.is_paused:
             return
-        sequence.is_held = sequence.is_under_way = False
+        sequence.is_paused = sequence.is_under_way = False
         if token is not None:
             sequence.tokens.append(token)
             sequence.is_suspect = False
@@ -327,7 +327,7 @@ class Scheduler:
         """Admit waiting sequences of a higher priority than running ones have."""
         lowest = min((s.share.priority for s in self._running), default=0)
         for sequence in sorted(
-            (s for s in self._waiting if s.share.priority > lowest and not s.is_held),
+            (s for s in self._waiting if s.share.priority > lowest and not s.is_paused),
             key=self._rank,
         ):
             if sequence.is_suspect or not self._admit(sequence):
@@ -338,7 +338,7 @@ class Scheduler:
 
         Fewer than a share wait until others of their kind come back.
         """
-        decoding = [s for s in self._running if s.lacking <= 1 and not s.is_held]
+        decoding = [s for s in self._running if s.lacking <= 1 and not s.is_paused]
         groups = min(self.limits.steps, max(1, round(len(decoding) / ROWS)))
         most = min(budget, math.ceil(len(decoding) / groups))
         ready = sum(not s.is_under_way for s in decoding)
@@ -357,7 +357,7 @@ class Scheduler:
         running = [
             s
             for s in self._running
-            if s.lacking > 1 and not s.is_under_way and not s.is_held
+            if s.lacking > 1 and not s.is_under_way and not s.is_paused
         ]
         waiting = self._waiting_by_tenant()
         while budget > 0 and (running or waiting):
@@ -383,7 +383,7 @@ class Scheduler:
         for sequence in self._waiting:
             if sequence.is_probe:
                 found.setdefault(DEFAULT_SHARE, deque()).appendleft(sequence)
-            elif not sequence.is_held:
+            elif not sequence.is_paused:
                 found.setdefault(sequence.share, deque()).append(sequence)
         return found
 
@@ -464,7 +464,7 @@ class Scheduler:
             s
             for s in self._running
             if s.share.priority < below
-            and not s.is_held
+            and not s.is_paused
             and not self._is_in_a_step(s.key)
         ]
         return max(idle, key=lambda s: (-s.share.priority, s.number), default=None)

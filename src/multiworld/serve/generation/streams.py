@@ -371,7 +371,7 @@ class Streams:
             self._load[replica] -= 1
         if stream.chain and is_kept:
             stream.kept = stream.chain
-            self._tell(stream.kept[0], generation_messages.Hold((key,)))
+            self._tell(stream.kept[0], generation_messages.Pause((key,)))
         elif stream.chain:
             self._end_at(stream.chain, key)
         else:  # it waits; those that keep it have the attempt before

@@ -85,7 +85,7 @@ class Begin(Message, frozen=True):
     openings: tuple[Opening, ...]
 
 
-class Hold(Message, frozen=True):
+class Pause(Message, frozen=True):
     """Sequences of whose chain a stage has no replica now, so that they wait.
 
     Of a gateway to a replica of stage 0.
@@ -251,7 +251,7 @@ class SequenceFailed(Message, frozen=True):
 
 GenerationMessage = (
     Begin
-    | Hold
+    | Pause
     | Held
     | Refill
     | Resumed

@@ -43,7 +43,7 @@ logger = logging.getLogger("multiworld.serve")
 NO_ROWS = torch.empty(0, 0)
 """Hidden states of no rows."""
 
-HELD = 4096
+POSTPONED = 4096
 """Most messages that wait for a gateway which is still to connect."""
 
 
@@ -96,7 +96,7 @@ class GenerationWorker:
         self._links = Links(is_last=is_last)
         self._log = RowLog(log_bytes)
         self._sampled: dict[Key, int | None] = {}
-        self._held: dict[str, deque[EdgeMessage]] = {}
+        self._postponed: dict[str, deque[EdgeMessage]] = {}
         self._inbox = Inbox(scheduler.limits.max_num_batched_tokens)
         self._has_work = asyncio.Event()
         self._table = RoutingTable()
@@ -143,8 +143,8 @@ class GenerationWorker:
         for link in self._links:
             if link.key[0] not in known:
                 self._end(link.key)
-        for name in self._held.keys() - known:
-            del self._held[name]
+        for name in self._postponed.keys() - known:
+            del self._postponed[name]
 
     def fingerprint(self, device: str) -> str:
         """Return the kind of machine that texts depend on; empty if they may differ.
@@ -202,7 +202,7 @@ class GenerationWorker:
         """Use a new incarnation of an edge."""
         peer = outbox.edge.peer
         self._edges[peer] = outbox
-        for message in self._held.pop(peer, ()):
+        for message in self._postponed.pop(peer, ()):
             outbox.put(message)
 
     def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
@@ -234,9 +234,9 @@ class GenerationWorker:
                         self._begin(opening)
                 case generation_messages.Held(key, count):
                     self._told(key, count)
-                case generation_messages.Hold(keys):
+                case generation_messages.Pause(keys):
                     for key in keys:
-                        self._scheduler.hold(key)
+                        self._scheduler.pause(key)
                 case generation_messages.End(keys):
                     for key in keys:
                         self._end(key)
@@ -343,8 +343,8 @@ class GenerationWorker:
             self._fail(key, InvalidRequestError(str(error)))
 
     def _end(self, key: Key) -> None:
-        link = self._links.get(key)
-        if link is None or not self._links.end(key):
+        link = self._links.end(key)
+        if link is None:
             return
         self.counts["requests"] += not link.opening.is_probe
         stream = key[:2]
@@ -357,7 +357,7 @@ class GenerationWorker:
 
     def _give_back(self, key: Key) -> None:
         """Tell its gateway that a sequence cannot go on; it says what to do."""
-        self._scheduler.hold(key)
+        self._scheduler.pause(key)
         self._tell(key[0], generation_messages.SequenceFailed(key))
 
     def _fail(self, key: Key, error: Exception) -> None:
@@ -375,7 +375,7 @@ class GenerationWorker:
         if outbox is not None:
             outbox.put(message, () if hidden is None else [{"hidden": hidden}])
         elif peer in self._table.gateways:  # it is still to connect
-            self._held.setdefault(peer, deque(maxlen=HELD)).append(message)
+            self._postponed.setdefault(peer, deque(maxlen=POSTPONED)).append(message)
 
     # Computing.
 
@@ -472,20 +472,17 @@ class GenerationWorker:
         rows: list[Tensor] = []
         for refill in refills:
             link = self._links.get(refill.key)
-            lacking = 0
-            if link is not None:
-                found = link.lacks(refill.begin, len(refill.rows))
-                if found is None:
-                    self._give_back(refill.key)
-                lacking = found or 0
-            if link is not None and lacking:
-                end = refill.begin + len(refill.rows)
+            if link is None:
+                continue
+            end = refill.begin + len(refill.rows)
+            lacking = link.lacks(refill.begin, len(refill.rows))
+            if lacking is None:
+                self._give_back(refill.key)
+            elif lacking:
                 samples = self._is_last and end == len(link.opening.tokens)
                 parts.append(StepPart(link.key, end - lacking, lacking, samples))
-                rows.append(refill.rows[len(refill.rows) - lacking :])
-        computed = Computed(())
-        if parts:
-            computed = await self._compute(parts, torch.cat(rows))
+                rows.append(refill.rows[-lacking:])
+        computed = await self._compute(parts, torch.cat(rows) if rows else NO_ROWS)
         self.counts["refilled"] += sum(part.count for part in parts)
         self._deliver(computed.tokens)
         self._sampled.update(
@@ -523,16 +520,15 @@ class GenerationWorker:
                 self._give_back(key)
             else:
                 self._fail(key, error)
-        offset = 0
+        outputs = found.rows()
         for part in found.parts:
             link = self._links.get(part.key)
-            if link is not None:
-                if found.hidden is not None:
-                    rows_out = found.hidden[offset : offset + part.count]
-                    self._log_rows(link, part.begin, rows_out)
-                link.held = part.begin + part.count
-                self._remember(link, part)
-            offset += part.count
+            if link is None:
+                continue
+            link.held = part.begin + part.count
+            if part.key in outputs:
+                self._log_rows(link, part.begin, outputs[part.key])
+            self._remember(link, part)
         return found
 
     def _log_rows(self, link: Link, begin: int, rows: Tensor) -> None:

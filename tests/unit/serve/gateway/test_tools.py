@@ -94,7 +94,7 @@ SMALLER, NOTHING = "2 < 3, <tool> and </tool_call>", "<tool_call>nothing</tool_c
 def test_calls_are_found_in_the_text_of_a_family(
     family: Family, text: str, said: str, calls: list[Any], at: list[int]
 ) -> None:
-    """What is no call is given out as it is."""
+    """Text that is no call is given out as it is."""
     found = parsed(FREE, family, cut(text, at))
     assert (found[0].strip(), found[1]) == (said.strip(), calls)
 

@@ -92,8 +92,6 @@ class InlineEngine:
         self.began_at: float | None = None
         self.computed_s = 0.0
         self.rows = 0
-        self.is_slow = False
-        self._may_end = asyncio.Event()
 
     def open(self, opening: Opening) -> None:
         """Let a sequence begin."""

@@ -350,7 +350,7 @@ def test_flood_of_long_prompts_delays_another_tenant_by_one_step() -> None:
 
 
 def test_tenants_get_tokens_by_their_weights() -> None:
-    """Of prompts and of answers alike, whoever came first."""
+    """Tokens of prompts and of answers count alike, whoever came first."""
     scheduler = Scheduler(limits(seqs=100, tokens=6, blocks=10_000))
     for number in range(30):
         scheduler.add(key(number), [0] * 60, share=Share("a", weight=2.0))
@@ -425,7 +425,7 @@ def test_prompts_that_preempt_each_other_come_to_an_end() -> None:
 # Stages that are replaced.
 
 
-def test_held_sequence_lets_others_go_on_and_resumes_with_its_token() -> None:
+def test_paused_sequence_lets_others_go_on_and_resumes_with_its_token() -> None:
     """Its steps are not waited for, and it keeps its blocks."""
     scheduler = Scheduler(limits(seqs=4, tokens=64, steps=1))
     for number in (1, 2):

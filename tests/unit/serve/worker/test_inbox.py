@@ -1,4 +1,4 @@
-"""What a stage computes next: steps, and rows that refill it, in turns."""
+"""The work of a stage: steps, and rows that refill it, in turns."""
 
 from __future__ import annotations
 
