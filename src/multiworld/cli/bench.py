@@ -153,6 +153,8 @@ def bench(
     watching     cost of failure detection: measured on and off
     hosts        TCP between two network namespaces (as root)
     serving      requests a second and latency, empty stages and MiniLM
+    generate     tokens a second and time to the first one, SmolLM2
+    recovery     pause of a stream that loses a stage, SmolLM2
     nccl         worlds on GPUs beside torch.distributed (where there is one)
 
     All contenders of a table run alternately within the same minutes, so compare

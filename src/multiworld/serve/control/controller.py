@@ -517,8 +517,8 @@ class Controller:
     def news(self, name: str, news: News) -> None:
         """Handle news from a process."""
         match news:
-            case Loaded(fingerprint):
-                self._handle(events.Loaded(name, fingerprint))
+            case Loaded(fingerprint, weights):
+                self._handle(events.Loaded(name, fingerprint, weights))
             case Applied(number):
                 self._handle(events.Applied(name, number))
             case UsageTold():

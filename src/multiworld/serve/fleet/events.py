@@ -36,10 +36,12 @@ class Loaded:
         name: Name of the process.
         fingerprint: Kind of machine that its results depend on; empty if they may
             differ.
+        weights: Name of its weights, if it has any.
     """
 
     name: str
     fingerprint: str = ""
+    weights: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,7 +124,8 @@ class Reconciler:
                 self.processes[process.name] = process
             case Joined(name) if name in self.processes:
                 yield from self._joined(self.processes[name], now)
-            case Loaded(name, fingerprint) if name in self.processes:
+            case Loaded(name, fingerprint, weights) if name in self.processes:
+                self.processes[name].weights = weights
                 yield from self._identified(self.processes[name], fingerprint)
                 if not self.processes[name].is_gateway:
                     self._advance(name, ProcessPhase.JOINED, ProcessPhase.LOADED, now)
@@ -465,6 +466,7 @@ class Reconciler:
                     p.stage,
                     STATE_OF[p.phase],
                     p.fingerprint,
+                    p.weights,
                 )
                 for p in self.processes.values()
                 if not p.is_gateway and p.is_there

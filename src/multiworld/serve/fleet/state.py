@@ -105,6 +105,7 @@ class Process:
         is_drain_requested: True if the process is to be replaced, then drained.
         probe: Progress of its probes.
         fingerprint: Kind of machine that its results depend on, if it has told.
+        weights: Name of its weights, if it has told.
         entered: Times at which it entered its phases, in monotonic seconds.
     """
 
@@ -120,6 +121,7 @@ class Process:
     is_drain_requested: bool = False
     probe: ProbeState = field(default_factory=lambda: ProbeState())
     fingerprint: str = ""
+    weights: str = ""
     entered: dict[ProcessPhase, float] = field(default_factory=dict)
 
     @property

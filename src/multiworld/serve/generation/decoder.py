@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from multiworld.errors import SpecError
-from multiworld.serve.models import huggingface
+from multiworld.serve.models import huggingface, weights
 from multiworld.serve.models.span import Span
 from multiworld.serve.spec.stage import Generation, Model, Stage, StageContext
 
@@ -75,6 +75,7 @@ def model(
             vocabulary=huggingface.number_of(config, ("vocab_size",), folder),
             max_tokens=longest,
             kv_bytes=[(end - begin) * token for begin, end in cuts],
+            weights=functools.partial(weights.name_of, folder, dtype, deterministic),
         ),
     )
 

@@ -13,7 +13,7 @@ Processing", 2005).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from multiworld.serve.transport.generation_messages import Opening
@@ -36,12 +36,21 @@ class Link:
         logged: First token whose output is in the log, which ends at ``held``.
         sent: Number of its tokens that the next stage has, or was sent; None until
             that one has told.
+        stages: Stages that are prepared for it while it goes on elsewhere; none if it
+            has begun here.
     """
 
     opening: Opening
     held: int = 0
     logged: int = 0
     sent: int | None = None
+    stages: Sequence[int] = ()
+
+    @property
+    def earlier(self) -> list[Key]:
+        """Attempts that it may continue here."""
+        before = self.opening.previous, self.opening.prepared
+        return [(*self.opening.key[:2], attempt) for attempt in before if attempt >= 0]
 
     @property
     def key(self) -> Key:
@@ -123,17 +132,20 @@ class Links:
         link = self._links.get(key[:2])
         return link if link is not None and link.key == key else None
 
-    def begin(self, opening: Opening) -> tuple[Link, int | None]:
+    def begin(
+        self, opening: Opening, stages: Sequence[int] = ()
+    ) -> tuple[Link, int | None]:
         """Take a sequence in; it keeps what the attempt before has here.
 
         Args:
             opening: The sequence.
+            stages: Stages that are prepared for it; none if it begins now.
 
         Returns:
             The sequence, and what the next stage had told of it before, if it has.
         """
-        found = self.get((*opening.key[:2], opening.previous))
-        link = Link(opening)
+        link = Link(opening, stages=stages)
+        found = next(filter(None, map(self.get, link.earlier)), None)
         if found is not None:
             # The last token is computed again where it is sampled.
             most = len(opening.tokens) - self._is_last
@@ -172,3 +184,16 @@ class Links:
         """Record that the log of a sequence was dropped."""
         link = self._links[stream]
         link.logged = link.held
+
+
+def neighbours_of(chain: Sequence[str], stage: int) -> set[str]:
+    """Return the replicas of a chain that one of them exchanges messages with.
+
+    Args:
+        chain: The replicas, by stage.
+        stage: Stage of that one.
+    """
+    found = {*chain[max(0, stage - 1) : stage + 2]}
+    if stage in (0, len(chain) - 1):
+        found |= {chain[0], chain[-1]}
+    return found - {chain[stage]}

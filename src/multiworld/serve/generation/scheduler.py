@@ -138,6 +138,7 @@ class Scheduler:
         self._free = limits.blocks
         self._preempted: list[Key] = []
         self._planned: set[Key] = set()
+        self._reserved: dict[Key, int] = {}
         self._shares = TokenShares()
         self.preemptions = 0
 
@@ -190,6 +191,7 @@ class Scheduler:
 
         It counts as computed in the steps that are under way.
         """
+        self._free += self._reserved.pop(key, 0)
         sequence = self._known.pop(key, None)
         if sequence is None:
             return
@@ -230,6 +232,52 @@ class Scheduler:
         sequence.key, sequence.tokens = new, list(tokens)
         sequence.computed = min(computed, sequence.computed)
         self._known[new] = sequence
+
+    def reserve(self, earlier: Iterable[Key], key: Key, tokens: int) -> bool:
+        """Take blocks for a sequence that may come, if that many are free.
+
+        Args:
+            earlier: Its keys so far; their blocks count.
+            key: Its key.
+            tokens: Number of its tokens.
+
+        Returns:
+            Whether there is room for it.
+        """
+        self._free += sum(self._reserved.pop(old, 0) for old in earlier)
+        needed = self.blocks_of(tokens + 1)
+        if needed > self._free or self._places <= 0:
+            return False
+        self._free -= needed
+        self._reserved[key] = needed
+        return True
+
+    def has_reserved(self, key: Key) -> bool:
+        """Tell whether there are blocks for a sequence that may come."""
+        return key in self._reserved
+
+    def take_over(
+        self,
+        old: Key,
+        new: Key,
+        tokens: Sequence[int],
+        computed: int,
+        share: Share,
+    ) -> None:
+        """Add a sequence that has come from another replica, paused.
+
+        Args:
+            old: The key that it has blocks under.
+            new: Its key from now on.
+            tokens: Its tokens so far.
+            computed: Number of those that were computed here.
+            share: Its tenant.
+        """
+        self.add(new, tokens, computed=computed, share=share)
+        sequence = self._known[new]
+        sequence.is_paused, sequence.blocks = True, self._reserved.pop(old)
+        self._waiting.remove(sequence)
+        self._running.append(sequence)
 
     def rewind(self, key: Key, computed: int) -> None:
         """Compute a paused sequence again from a token on."""
@@ -415,7 +463,7 @@ class Scheduler:
         return True
 
     def _fits(self, sequence: ScheduledSequence) -> bool:
-        is_full = len(self._running) >= self.limits.max_num_seqs
+        is_full = self._places <= 0
         # All of it must fit, or it would preempt what came before.
         has_room = self.blocks_of(len(sequence.tokens) + 1) <= self._free
         return has_room and (sequence.is_probe or not is_full)
@@ -487,6 +535,12 @@ class Scheduler:
         self._waiting.insert(place, sequence)
 
     # What there is.
+
+    @property
+    def _places(self) -> int:
+        """Number of sequences that may still run."""
+        taken = len(self._running) + len(self._reserved)
+        return self.limits.max_num_seqs - taken
 
     @property
     def running(self) -> int:

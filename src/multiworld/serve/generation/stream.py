@@ -26,8 +26,40 @@ class TimeLimits:
     between_tokens_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Replicas that compute a stream.
+
+    Attributes:
+        version: Their version of the model.
+        replicas: Their names, by stage.
+    """
+
+    version: str
+    replicas: tuple[str, ...]
+
+
 NO_LIMITS = TimeLimits()
 """Only the deadline counts."""
+
+
+@dataclass(slots=True, eq=False)
+class Move:
+    """A stream's move to other replicas, which are prepared while it goes on.
+
+    Attributes:
+        chain: The chain from then on.
+        attempt: Number of the attempt that they are prepared for; -1 before.
+        tokens: Number of the stream's tokens when the replicas were last told of it.
+        told_at: Monotonic time of that.
+        waits_for: Replicas that are still to tell that they are prepared.
+    """
+
+    chain: Chain
+    attempt: int = -1
+    tokens: int = 0
+    told_at: float = 0.0
+    waits_for: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -44,8 +76,13 @@ class Stream:
         deadline_at: Monotonic time at which it is given up.
         via: For a probe: replicas by stage that it must go through.
         attempt: Number of the current attempt.
+        spent: Highest number of an attempt so far.
         chain: Replicas by stage; empty while it waits for a chain.
-        kept: Replicas by stage that have the attempt before; empty if it begins anew.
+        kept: Replicas by stage that have an earlier attempt; empty if it begins anew.
+        kept_attempt: Number of that attempt.
+        move: Its move to other replicas, while they are prepared.
+        stays_until: Monotonic time before which it is not moved.
+        given_up: Moves that were given up.
         share: Its tenant.
         prefixes: Names of the prefixes of its prompt, the shortest first.
         fingerprints: Kinds of machines that it was computed on, by stage.
@@ -71,8 +108,13 @@ class Stream:
     via: dict[int, str]
     limits: TimeLimits
     attempt: int = 0
+    spent: int = 0
     chain: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
+    kept_attempt: int = -1
+    move: Move | None = None
+    stays_until: float = 0.0
+    given_up: int = 0
     share: Share = DEFAULT_SHARE
     prefixes: tuple[Digest, ...] = ()
     fingerprints: dict[int, str] = field(default_factory=dict)
@@ -99,6 +141,11 @@ class Stream:
             return ""
         what = "first token" if self.first_at is None else f"token after {made}"
         return f"no {what} within {limit_s:g} s"
+
+    def next_attempt(self) -> int:
+        """Return the number of a new attempt."""
+        self.spent += 1
+        return self.spent
 
     @property
     def has_ended(self) -> bool:

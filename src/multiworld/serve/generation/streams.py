@@ -30,12 +30,10 @@ from multiworld.errors import (
     RequestPoisonedError,
     UnknownModelError,
 )
-from multiworld.serve.generation.prefixes import (
-    TOKENS_PER_STREAM,
-    PrefixRoutes,
-    digests,
-)
-from multiworld.serve.generation.stream import NO_LIMITS, Stream, TimeLimits
+from multiworld.serve.generation.chains import PREFIX_BLOCK, PREFIX_TOKENS, Chains
+from multiworld.serve.generation.moves import Moves
+from multiworld.serve.generation.prefixes import digests
+from multiworld.serve.generation.stream import NO_LIMITS, Chain, Stream, TimeLimits
 from multiworld.serve.generation.stream_counts import StreamCounts
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport import generation_messages, protocol
@@ -44,17 +42,9 @@ from multiworld.serve.transport.edges import SILENT_S, Outbox
 from multiworld.serve.transport.frames import Entry
 from multiworld.serve.transport.generation_messages import Opening, Sampling, TokenItem
 from multiworld.serve.transport.protocol import Key
-from multiworld.serve.transport.routing_table import (
-    Replica,
-    ReplicaState,
-    Route,
-    RoutingTable,
-)
+from multiworld.serve.transport.routing_table import Route, RoutingTable
 
 logger = logging.getLogger("multiworld.serve")
-
-PREFIX_BLOCK, PREFIX_TOKENS = 64, 4096
-"""Tokens of a block of a prefix, and of the longest one, for the choice of a chain."""
 
 TICK_S = 0.05
 """Seconds between checks of deadlines and of silent replicas, while there are
@@ -104,9 +94,8 @@ class Streams:
         self.on_missing: Callable[[str], None] = lambda model: None
         self._numbers = itertools.count(1)
         self._edges: dict[str, Outbox] = {}
-        self._silent: set[str] = set()
-        self._load: Counter[str] = Counter()
-        self._prefix_routes = PrefixRoutes()
+        self._chains = Chains(self._edges, random.random)
+        self._moves = Moves(name, self._chains, self._tell, self._end_at, self.counts)
         self._is_busy = asyncio.Event()
 
     # Clients.
@@ -238,7 +227,7 @@ class Streams:
 
     def load(self) -> dict[str, int]:
         """Return the streams at each replica."""
-        return dict(+self._load)
+        return dict(+self._chains.load)
 
     def waiting(self, model: str) -> int:
         """Return the number of streams that wait for a chain."""
@@ -249,6 +238,7 @@ class Streams:
     def table_changed(self, table: RoutingTable) -> None:
         """Use a new routing table."""
         self.table = table
+        self._chains.table_changed(table, self._clock())
         for name in self._owed.keys() - table.replicas.keys():
             del self._owed[name]
         self._place_waiting()
@@ -273,7 +263,10 @@ class Streams:
         if self._edges.get(peer) is not outbox:
             return
         del self._edges[peer]
-        self._silent.discard(peer)
+        self._chains.silent.discard(peer)
+        for stream in self._streams.values():
+            if stream.move is not None and peer in stream.move.chain.replicas:
+                self._moves.give_up(stream, self._clock())
         there = self._at(peer)
         known_cause = any(stream.is_alone for stream in there)
         for stream in there:
@@ -295,6 +288,8 @@ class Streams:
                         stream.is_alone = True
                 case generation_messages.SequenceFailed(key, error):
                     self._failed(key, error, outbox.edge.peer)
+                case generation_messages.Prepared(key):
+                    self._prepared(key)
         self._place_waiting()
 
     def _at(self, replica: str) -> list[Stream]:
@@ -326,7 +321,11 @@ class Streams:
         self, key: Key, error: protocol.RemoteError | None, replica: str
     ) -> None:
         stream = self._streams.get(key[1])
-        if stream is None or key[2] != stream.attempt:
+        if stream is None:
+            return
+        if stream.move is not None and key[2] == stream.move.attempt:
+            self._moves.give_up(stream, self._clock())
+        if key[2] != stream.attempt:
             return
         if error is None:
             self._again(stream, f"{replica} gave it back")
@@ -366,26 +365,29 @@ class Streams:
             is_kept: Whether the replicas keep it for the next attempt; stage 0 does
                 not go on with it meanwhile.
         """
-        key = self.name, stream.number, stream.attempt
-        for replica in stream.chain:
-            self._load[replica] -= 1
+        self._moves.drop(stream)
+        self._chains.leave(stream.chain)
+        key = self._key(stream, stream.attempt)
         if stream.chain and is_kept:
-            stream.kept = stream.chain
+            stream.kept, stream.kept_attempt = stream.chain, stream.attempt
             self._tell(stream.kept[0], generation_messages.Pause((key,)))
         elif stream.chain:
             self._end_at(stream.chain, key)
-        else:  # it waits; those that keep it have the attempt before
+        else:  # it waits; those that keep it have an earlier attempt
             self._forget_kept(stream)
         if stream.chain:
             stream.chain = ()
-            stream.attempt += 1
+            stream.attempt = stream.next_attempt()
         stream.is_alone = False
         self._unplaced[stream.number] = stream
 
     def _forget_kept(self, stream: Stream) -> None:
-        """End the attempt before, at the replicas that keep it."""
-        self._end_at(stream.kept, (self.name, stream.number, stream.attempt - 1))
+        """End the earlier attempt at the replicas that keep it."""
+        self._end_at(stream.kept, self._key(stream, stream.kept_attempt))
         stream.kept = ()
+
+    def _key(self, stream: Stream, attempt: int) -> Key:
+        return self.name, stream.number, attempt
 
     def _end_at(self, replicas: Iterable[str], key: Key) -> None:
         for replica in replicas:
@@ -409,35 +411,60 @@ class Streams:
         """Pin a stream to a chain and begin it there, if there is one."""
         if stream.has_ended:
             return
-        chain = self._chain(stream)
+        chain = self._chains.choose(stream)
         if chain is None:
             route = self.table.routes.get(stream.model)
             if route is not None and route.on_demand:
                 self.on_missing(stream.model)
             return
-        kept, previous = stream.kept, stream.attempt - 1
-        is_moved = any(name in kept for name in chain)
-        self._end_at(
-            [name for name in kept if name not in chain],
-            (self.name, stream.number, previous),
-        )
-        stream.chain, stream.kept = chain, ()
+        gone = [name for name in stream.kept if name not in chain.replicas]
+        is_kept = len(gone) < len(stream.kept)
+        self._end_at(gone, self._key(stream, stream.kept_attempt))
+        stream.kept = ()
         del self._unplaced[stream.number]
+        self._begin(stream, chain, stream.kept_attempt if is_kept else -1)
+
+    def _prepared(self, key: Key) -> None:
+        """Move a stream to its new chain, if that is prepared."""
+        stream = self._streams.get(key[1])
+        if stream is None or not self._moves.prepared(stream, key[2], self._clock()):
+            return
+        self.counts["moved"] += 1
+        move = self._moves.finish(stream)
+        before, previous = stream.chain, stream.attempt
+        self._chains.leave(before)
+        gone = [name for name in before if name not in move.chain.replicas]
+        self._end_at(gone, self._key(stream, previous))
+        stream.attempt = stream.next_attempt()
+        self._begin(stream, move.chain, previous, move.attempt)
+
+    def _begin(
+        self, stream: Stream, chain: Chain, previous: int, prepared: int = -1
+    ) -> None:
+        """Begin the attempt of a stream at a chain.
+
+        Args:
+            stream: The stream.
+            chain: The chain.
+            previous: The attempt that some of it have; -1: none.
+            prepared: The attempt that the others were prepared for; -1: none.
+        """
+        stream.version, stream.chain = chain.version, chain.replicas
         opening = Opening(
-            (self.name, stream.number, stream.attempt),
+            self._key(stream, stream.attempt),
             tuple(stream.tokens),
             stream.prompt,
-            chain,
+            stream.chain,
             stream.sampling,
             stream.share,
-            previous if is_moved else -1,
+            previous,
             bool(stream.via),
             stream.losses >= SUSPECT_LOSSES,
+            prepared,
         )
         self._note_kinds(stream)
-        self._prefix_routes.record(stream.prefixes, chain)
-        for replica in chain:
-            self._load[replica] += 1
+        self._chains.enter(stream)
+        for replica in stream.chain:
             self._tell(replica, generation_messages.Begin((opening,)))
 
     def _note_kinds(self, stream: Stream) -> None:
@@ -456,57 +483,6 @@ class Streams:
                     found or "an unknown one",
                     before or "an unknown one",
                 )
-
-    def _chain(self, stream: Stream) -> tuple[str, ...] | None:
-        """Return a replica of each stage; None if a stage has none.
-
-        Those that keep the attempt before stay; others are the least loaded.
-        """
-        route = self.table.routes.get(stream.model)
-        if route is None:
-            return None
-        versions = [stream.version]
-        if not stream.via and route.version != stream.version:
-            versions.append(route.version)  # the version that it began with may be gone
-        for version in versions:
-            chain = [
-                self._kept(stream, version, stage)
-                or self._replica(stream, version, stage)
-                for stage in range(route.stages.get(version, 0))
-            ]
-            if chain and None not in chain:
-                stream.version = version
-                return tuple(name for name in chain if name is not None)
-        return None
-
-    def _kept(self, stream: Stream, version: str, stage: int) -> str | None:
-        """Return the replica of a stage that keeps the attempt before, if it can."""
-        name = stream.kept[stage] if stage < len(stream.kept) else ""
-        known = self.table.replicas.get(name)
-        is_there = name in self._edges and name not in self._silent
-        is_same = known is not None and known.version == version
-        return name if is_there and is_same else None
-
-    def _replica(self, stream: Stream, version: str, stage: int) -> str | None:
-        wanted = stream.via.get(stage)
-        found = [
-            replica
-            for replica in self.table.stage(stream.model, version, stage)
-            if replica.name in self._edges and wanted in (None, replica.name)
-        ]
-        usable = [r for r in found if r.state is ReplicaState.READY]
-        if stream.via:  # a probe also goes through others that are starting
-            usable = usable or found
-        usable = [r for r in usable if r.name not in self._silent] or usable
-        alike = stream.fingerprints.get(stage)
-        usable = [r for r in usable if alike in (None, r.fingerprint)] or usable
-        known = self._prefix_routes.matches(stream.prefixes, stage)
-
-        def cost(replica: Replica) -> tuple[float, float]:
-            saved = known.get(replica.name, 0) * PREFIX_BLOCK / TOKENS_PER_STREAM
-            return self._load[replica.name] - saved, random.random()
-
-        return min(usable, key=cost).name if usable else None
 
     # Time.
 
@@ -527,24 +503,15 @@ class Streams:
                     self._leave_chain(stream)
                     stream.put(DeadlineExceededError(late))
             self._look_for_silence()
+            self._moves.look(self._streams.values(), now)
             self._place_waiting()
 
     def _look_for_silence(self) -> None:
         for name, outbox in list(self._edges.items()):
             is_silent = outbox.silent_s() > SILENT_S
-            (self._silent.add if is_silent else self._silent.discard)(name)
-            if not is_silent:
-                continue
-            known = self.table.replicas.get(name)
-            if known is None:
-                continue
-            others = [
-                r
-                for r in self.table.stage(known.model, known.version, known.stage)
-                if r.name in self._edges
-                and r.name not in self._silent
-                and r.state is ReplicaState.READY
-            ]
-            for stream in self._at(name) if others else ():
-                if not stream.via:
-                    self._again(stream, f"{name} is silent")
+            silent = self._chains.silent
+            (silent.add if is_silent else silent.discard)(name)
+            if is_silent and self._chains.others_of(name):
+                for stream in self._at(name):
+                    if not stream.via:
+                        self._again(stream, f"{name} is silent")

@@ -1,7 +1,8 @@
-"""Reader for single tensors in safetensors files. Shell."""
+"""Reader for single tensors in safetensors files, and their name. Shell."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Set
 from pathlib import Path
@@ -60,3 +61,30 @@ def files_of(path: Path) -> list[Path]:
             f"{path} has no model.safetensors; save the weights as safetensors"
         )
     return [single]
+
+
+def name_of(folder: Path, *settings: object) -> str:
+    """Return a name of the weights in a folder; the same for the same weights.
+
+    Files are told apart by size and time of change; those in the cache of the hub by
+    their content, after which they are named there. So the same weights may have other
+    names on another machine, but other weights never have the same.
+
+    Args:
+        folder: The folder of the model.
+        *settings: What else a result depends on.
+
+    Raises:
+        SpecError: The folder has no weights.
+    """
+    made = hashlib.blake2b(repr(settings).encode(), digest_size=16)
+    for file in (folder / "config.json", *files_of(folder)):
+        try:
+            found, status = file.resolve(), file.stat()
+        except OSError as error:
+            raise SpecError(f"cannot read {file}: {error}") from error
+        is_of_hub = found.parent.name == "blobs"
+        changed = "" if is_of_hub else status.st_mtime_ns
+        name = found.name if is_of_hub else file.name
+        made.update(f"{name}\0{status.st_size}\0{changed}\0".encode())
+    return made.hexdigest()

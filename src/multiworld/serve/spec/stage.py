@@ -155,6 +155,9 @@ class Generation:
         vocabulary: Number of tokens.
         max_tokens: Most tokens that the model takes.
         kv_bytes: Bytes of the keys and values of one token, by stage.
+        weights: Returns a name of the weights. Texts are moved from one version of the
+            model to another one without a pause if that is the same; empty: they never
+            are.
     """
 
     tokenizer: Callable[[], Any]
@@ -162,6 +165,7 @@ class Generation:
     vocabulary: int
     max_tokens: int
     kv_bytes: Sequence[int]
+    weights: Callable[[], str] = str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,6 +66,8 @@ class Opening(msgspec.Struct, frozen=True, array_like=True):
         is_probe: Whether it is a probe, which waits for nobody.
         is_suspect: Whether replicas were lost with it again and again, so that it is
             computed alone until it has a token.
+        prepared: Number of the attempt that some replicas were prepared for, and keep
+            what they have computed. -1: none.
     """
 
     key: Key
@@ -77,6 +79,7 @@ class Opening(msgspec.Struct, frozen=True, array_like=True):
     previous: int = -1
     is_probe: bool = False
     is_suspect: bool = False
+    prepared: int = -1
 
 
 class Begin(Message, frozen=True):
@@ -92,6 +95,42 @@ class Pause(Message, frozen=True):
     """
 
     keys: tuple[Key, ...]
+
+
+class Prepare(Message, frozen=True):
+    """A sequence that will go on with other replicas: of its gateway to these.
+
+    It goes on meanwhile with its chain so far, whose attempt is ``opening.previous``.
+
+    Attributes:
+        opening: The sequence, as it will begin.
+        stages: Stages that have other replicas then.
+    """
+
+    opening: Opening
+    stages: tuple[int, ...]
+
+
+class Fetch(Message, frozen=True):
+    """Tokens that a replica lacks which is prepared: to the one before it.
+
+    That one sends it what it has of them, and goes on.
+
+    Attributes:
+        key: The sequence, as it will begin.
+        previous: Number of the attempt that goes on.
+        begin: Position of the first token.
+    """
+
+    key: Key
+    previous: int
+    begin: int
+
+
+class Prepared(Message, frozen=True):
+    """A replica has computed what there was of a sequence: to its gateway."""
+
+    key: Key
 
 
 class Held(Message, frozen=True):
@@ -251,6 +290,9 @@ class SequenceFailed(Message, frozen=True):
 
 GenerationMessage = (
     Begin
+    | Prepare
+    | Fetch
+    | Prepared
     | Pause
     | Held
     | Refill

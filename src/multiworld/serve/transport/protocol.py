@@ -282,9 +282,11 @@ class Loaded(Message, frozen=True):
     Attributes:
         fingerprint: Kind of machine that its results depend on, if they are to be bit
             for bit the same.
+        weights: Name of its weights, if it has any.
     """
 
     fingerprint: str = ""
+    weights: str = ""
 
 
 class Applied(Message, frozen=True):

@@ -32,6 +32,7 @@ class Replica:
         stage: Number of the stage, from 0.
         state: State in its life.
         fingerprint: Kind of machine that its results depend on, if it has told.
+        weights: The weights that it has loaded, if they can be told from others.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Replica:
     stage: int
     state: ReplicaState
     fingerprint: str = ""
+    weights: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -21,30 +21,35 @@ from torch import Tensor
 from multiworld.errors import InvalidRequestError, ModelFailedError
 from multiworld.serve.generation.fingerprint import fingerprint
 from multiworld.serve.generation.kv_cache import MissingTokensError
-from multiworld.serve.generation.links import Link, Links
+from multiworld.serve.generation.links import Link, Links, neighbours_of
 from multiworld.serve.generation.prefix_cache import Block
 from multiworld.serve.generation.row_log import RowLog
 from multiworld.serve.generation.scheduler import PlannedStep, Scheduler
 from multiworld.serve.generation.stage_engine import Computed
 from multiworld.serve.spec.stage import Generation, Stage, StageContext
 from multiworld.serve.transport import generation_messages
-from multiworld.serve.transport.edge_messages import EdgeMessage
 from multiworld.serve.transport.edges import Outbox
 from multiworld.serve.transport.frames import Entry
 from multiworld.serve.transport.generation_messages import Opening, StepPart, TokenItem
-from multiworld.serve.transport.protocol import Key, RemoteError, WorkerReport
+from multiworld.serve.transport.protocol import (
+    Key,
+    Loaded,
+    RemoteError,
+    WorkerReport,
+)
 from multiworld.serve.transport.routing_table import RoutingTable
 from multiworld.serve.worker.engine_thread import EngineThread
 from multiworld.serve.worker.inbox import ArrivedStep, Inbox, RefillRows
+from multiworld.serve.worker.mail import Mail
 from multiworld.serve.worker.prompts import Prompts
+from multiworld.serve.worker.step_outputs import (
+    NO_ROWS,
+    by_gateway,
+    outcome,
+    steps_on,
+)
 
 logger = logging.getLogger("multiworld.serve")
-
-NO_ROWS = torch.empty(0, 0)
-"""Hidden states of no rows."""
-
-POSTPONED = 4096
-"""Most messages that wait for a gateway which is still to connect."""
 
 
 class GenerationWorker:
@@ -89,17 +94,17 @@ class GenerationWorker:
         self.name, self._number, self._is_last = name, number, is_last
         self._stage_name, self._scheduler, self._clock = stage_name, scheduler, clock
         self._threads, self._is_deterministic = threads, is_deterministic
+        self._weights = model.weights
         self._engine = EngineThread(
             stage, is_last, threads, model, compute_s, is_deterministic, clock
         )
-        self._edges: dict[str, Outbox] = {}
+        self._mail = Mail()
         self._links = Links(is_last=is_last)
         self._log = RowLog(log_bytes)
         self._sampled: dict[Key, int | None] = {}
-        self._postponed: dict[str, deque[EdgeMessage]] = {}
         self._inbox = Inbox(scheduler.limits.max_num_batched_tokens)
+        self._is_turn_of_inbox = False
         self._has_work = asyncio.Event()
-        self._table = RoutingTable()
         self.counts: Counter[str] = Counter()
         block = scheduler.limits.block_size
         self._prompts = Prompts(prefix_bytes, block, self.counts)
@@ -138,26 +143,25 @@ class GenerationWorker:
 
     def table_changed(self, table: RoutingTable) -> None:
         """Use a new routing table; end the sequences of gateways that are gone."""
-        self._table = table
-        known = {*table.gateways, *self._edges}
+        self._mail.table_changed(table)
+        known = {*table.gateways, *self._mail}
         for link in self._links:
             if link.key[0] not in known:
                 self._end(link.key)
-        for name in self._postponed.keys() - known:
-            del self._postponed[name]
 
-    def fingerprint(self, device: str) -> str:
-        """Return the kind of machine that texts depend on; empty if they may differ.
+    def loaded(self, device: str) -> Loaded:
+        """Return what the controller is told of the loaded stage.
 
         Args:
             device: Torch device of the stage.
         """
-        return fingerprint(self._threads, device) if self._is_deterministic else ""
+        kind = fingerprint(self._threads, device) if self._is_deterministic else ""
+        return Loaded(kind, self._weights())
 
     @property
     def has_router(self) -> bool:
         """True while a gateway is connected."""
-        return any(name in self._edges for name in self._table.gateways)
+        return any(name in self._mail for name in self._mail.table.gateways)
 
     @property
     def is_idle(self) -> bool:
@@ -169,8 +173,7 @@ class GenerationWorker:
 
         Cancellation: Safe.
         """
-        for outbox in list(self._edges.values()):
-            await outbox.wait_sent()
+        await self._mail.wait_sent()
 
     def report(self) -> WorkerReport:
         """Return what it does at this moment."""
@@ -184,26 +187,17 @@ class GenerationWorker:
             computing_s=0.0 if began is None else self._clock() - began,
             computed_s=self._engine.computed_s,
             counts={**self.counts, "preemptions": self._scheduler.preemptions},
-            upstream=self._connected(self._number - 1),
-            routers=tuple(sorted(set(self._table.gateways) & self._edges.keys())),
-            downstream=self._connected(self._number + 1),
+            upstream=self._mail.of_stage(self._number - 1),
+            routers=tuple(sorted({*self._mail.table.gateways} & {*self._mail})),
+            downstream=self._mail.of_stage(self._number + 1),
             kv_usage=self._scheduler.used_blocks / self._scheduler.limits.blocks,
-        )
-
-    def _connected(self, stage: int) -> tuple[str, ...]:
-        known = self._table.replicas
-        return tuple(
-            sorted(n for n in self._edges if n in known and known[n].stage == stage)
         )
 
     # Edges.
 
     def edge_up(self, outbox: Outbox) -> None:
         """Use a new incarnation of an edge."""
-        peer = outbox.edge.peer
-        self._edges[peer] = outbox
-        for message in self._postponed.pop(peer, ()):
-            outbox.put(message)
+        self._mail.up(outbox)
 
     def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
         """Stop using an incarnation of an edge.
@@ -216,9 +210,8 @@ class GenerationWorker:
             is_polite: Whether the peer left; otherwise it was lost.
         """
         peer = outbox.edge.peer
-        if self._edges.get(peer) is not outbox:
+        if not self._mail.down(outbox):
             return
-        del self._edges[peer]
         for link in self._links:
             if link.key[0] == peer:
                 self._end(link.key)
@@ -232,6 +225,10 @@ class GenerationWorker:
                 case generation_messages.Begin(openings):
                     for opening in openings:
                         self._begin(opening)
+                case generation_messages.Prepare(opening, stages):
+                    self._begin(opening, stages)
+                case generation_messages.Fetch(key, previous, begin):
+                    self._feed(outbox.edge.peer, key, previous, begin)
                 case generation_messages.Held(key, count):
                     self._told(key, count)
                 case generation_messages.Pause(keys):
@@ -255,21 +252,55 @@ class GenerationWorker:
 
     # Sequences.
 
-    def _begin(self, opening: Opening) -> None:
-        """Take a sequence in, and tell the stage before what is here of it."""
-        earlier = (*opening.key[:2], opening.previous)
-        link, told = self._links.begin(opening)
+    def _begin(self, opening: Opening, stages: Sequence[int] = ()) -> None:
+        """Take a sequence in, and tell the stage before what is here of it.
+
+        Args:
+            opening: The sequence.
+            stages: Stages that are prepared for it while it goes on elsewhere; none if
+                it begins now.
+        """
+        link, told = self._links.begin(opening, stages)
         self._engine.open(opening)
         if not link.held:
             self._recall(link)
-        if self._scheduler.knows(earlier):
-            self._scheduler.move(earlier, opening.key, opening.tokens, link.held)
-        if not self._neighbours(opening) <= self._edges.keys():
-            self._give_back(opening.key)  # not connected yet, or no more
-        elif self._is_last:
+        has_room = self._number > 0 or self._schedule(link)
+        neighbours = neighbours_of(opening.chain, self._number)
+        if not has_room or not neighbours <= {*self._mail}:
+            self._give_back(opening.key)  # or not connected yet, or no more
+        elif self._is_end(link):
             self._resolve(link)
         elif told is not None:
             self._told(opening.key, told)
+
+    def _schedule(self, link: Link) -> bool:
+        """Let the scheduler know a sequence that was here; return if it has room."""
+        key, tokens, earlier = link.key, link.opening.tokens, link.earlier
+        if link.stages:
+            return self._scheduler.reserve(earlier, key, len(tokens))
+        for old in earlier:
+            if self._scheduler.knows(old):
+                self._scheduler.move(old, key, tokens, link.held)
+            elif self._scheduler.has_reserved(old):
+                share = link.opening.share
+                self._scheduler.take_over(old, key, tokens, link.held, share)
+        return True
+
+    def _is_end(self, link: Link) -> bool:
+        """Tell whether the next stage needs nothing of a sequence that begins."""
+        is_prepared = link.stages and self._number + 1 not in link.stages
+        return self._is_last or bool(is_prepared)
+
+    def _feed(self, peer: str, key: Key, previous: int, begin: int) -> None:
+        """Send a replica that is prepared what it lacks."""
+        link = self._links.get((*key[:2], previous))
+        if link is None or begin < link.logged:
+            self._mail.tell(key[0], generation_messages.SequenceFailed(key))
+            return
+        rows = NO_ROWS
+        if begin < link.held:
+            rows = self._log.rows(link.stream, begin, link.held)
+        self._mail.tell(peer, generation_messages.Refill(key, begin, True), rows)
 
     def _recall(self, link: Link) -> None:
         """Let a sequence begin with what is known of its prompt."""
@@ -294,14 +325,6 @@ class GenerationWorker:
             layers = self._engine.copied(link.stream, begin, end)
             self._prompts.keep(name, Block(layers, rows))
 
-    def _neighbours(self, opening: Opening) -> set[str]:
-        """Return the replicas of a chain that this one exchanges messages with."""
-        chain, here = opening.chain, self._number
-        found = {*chain[max(0, here - 1) : here + 2]}
-        if here == 0 or self._is_last:
-            found |= {chain[0], chain[-1]}
-        return found - {self.name}
-
     def _told(self, key: Key, count: int) -> None:
         """Send the next stage what it lacks, as far as it is here."""
         resolved = self._links.told(key, count)
@@ -317,15 +340,19 @@ class GenerationWorker:
         """Send rows of the log to the next stage; it is the end in stage 0."""
         message = generation_messages.Refill(link.key, begin, is_end)
         rows = self._log.rows(link.stream, begin, end) if begin < end else NO_ROWS
-        self._tell(link.opening.chain[self._number + 1], message, rows)
+        self._mail.tell(link.opening.chain[self._number + 1], message, rows)
         link.sent = end
 
     def _resolve(self, link: Link) -> None:
         """Go on with a sequence, now that the stages after this one can."""
         key, opening = link.key, link.opening
-        if self._number > 0:
+        before = self._number - 1
+        if link.stages and before not in link.stages:
+            self._fill(link)
+            return
+        if before >= 0:
             held = generation_messages.Held(key, link.held)
-            self._tell(opening.chain[self._number - 1], held)
+            self._mail.tell(opening.chain[before], held)
             return
         if self._scheduler.knows(key):
             self._scheduler.rewind(key, link.held)
@@ -342,11 +369,22 @@ class GenerationWorker:
         except ValueError as error:
             self._fail(key, InvalidRequestError(str(error)))
 
+    def _fill(self, link: Link) -> None:
+        """Get what this stage lacks of a sequence for which it is prepared."""
+        key, opening, held = link.key, link.opening, link.held
+        if self._number > 0:
+            fetch = generation_messages.Fetch(key, opening.previous, held)
+            self._mail.tell(opening.chain[self._number - 1], fetch)
+            return
+        rows = torch.tensor(opening.tokens[held:], dtype=torch.int64)
+        self._inbox.refill(generation_messages.Refill(key, held, True), rows)
+
     def _end(self, key: Key) -> None:
         link = self._links.end(key)
         if link is None:
             return
-        self.counts["requests"] += not link.opening.is_probe
+        is_counted = not link.opening.is_probe and not link.stages
+        self.counts["requests"] += is_counted
         stream = key[:2]
         self._scheduler.remove(key)
         self._sampled.pop(key, None)
@@ -358,7 +396,7 @@ class GenerationWorker:
     def _give_back(self, key: Key) -> None:
         """Tell its gateway that a sequence cannot go on; it says what to do."""
         self._scheduler.pause(key)
-        self._tell(key[0], generation_messages.SequenceFailed(key))
+        self._mail.tell(key[0], generation_messages.SequenceFailed(key))
 
     def _fail(self, key: Key, error: Exception) -> None:
         if not isinstance(error, InvalidRequestError | ModelFailedError):
@@ -366,26 +404,19 @@ class GenerationWorker:
             error = ModelFailedError(text, stage=self._stage_name)
         self._end(key)
         failed = generation_messages.SequenceFailed(key, RemoteError.of(error))
-        self._tell(key[0], failed)
-
-    def _tell(
-        self, peer: str, message: EdgeMessage, hidden: Tensor | None = None
-    ) -> None:
-        outbox = self._edges.get(peer)
-        if outbox is not None:
-            outbox.put(message, () if hidden is None else [{"hidden": hidden}])
-        elif peer in self._table.gateways:  # it is still to connect
-            self._postponed.setdefault(peer, deque(maxlen=POSTPONED)).append(message)
+        self._mail.tell(key[0], failed)
 
     # Computing.
 
     async def _compute_next(self) -> bool:
         """Compute one step; return False if there is none."""
-        if self._number == 0:
+        if self._number == 0 and not (self._is_turn_of_inbox and len(self._inbox)):
             planned = self._scheduler.next_step()
             if planned is not None:
+                self._is_turn_of_inbox = True
                 await self._compute_planned(planned)
                 return True
+        self._is_turn_of_inbox = False
         match self._inbox.next():
             case None:
                 await self._engine.tidy()
@@ -413,16 +444,15 @@ class GenerationWorker:
                 peer = link.opening.chain[self._number + 1]
                 by_peer.setdefault(peer, []).append(key)
         for peer, those in by_peer.items():
-            self._tell(peer, generation_messages.Preempted(tuple(those)))
+            self._mail.tell(peer, generation_messages.Preempted(tuple(those)))
 
     async def _compute_planned(self, planned: PlannedStep) -> None:
         if planned.preempted:
             self._preempt(planned.preempted)
         if planned.is_alone:
             key = planned.parts[0].key
-            self._tell(key[0], generation_messages.Alone(key))
-            if key[0] in self._edges:  # before it can end this process
-                self._edges[key[0]].flush()
+            self._mail.tell(key[0], generation_messages.Alone(key))
+            self._mail.flush(key[0])  # before it can end this process
         ids: list[int] = []
         for part in planned.parts:
             tokens = self._scheduler.tokens(part.key)
@@ -462,9 +492,11 @@ class GenerationWorker:
         found = await self._compute([part for part in parts if part.count], rows)
         if self._is_last:
             self._deliver(found.tokens)
-            self._done(origin, number, parts, found.tokens)
-        else:
-            self._send_on(origin, number, parts, found)
+            self._done(origin, outcome(number, parts, found.tokens, self._sampled))
+            return
+        ons = steps_on(self._number, origin, number, parts, found, self._links)
+        for peer, step, hidden in ons:
+            self._mail.tell(peer, step, hidden)
 
     async def _compute_refills(self, refills: Sequence[RefillRows]) -> None:
         """Compute rows that this stage lacks, and send on what later ones lack."""
@@ -479,7 +511,8 @@ class GenerationWorker:
             if lacking is None:
                 self._give_back(refill.key)
             elif lacking:
-                samples = self._is_last and end == len(link.opening.tokens)
+                is_all = end == len(link.opening.tokens)
+                samples = self._is_last and is_all and not link.stages
                 parts.append(StepPart(link.key, end - lacking, lacking, samples))
                 rows.append(refill.rows[-lacking:])
         computed = await self._compute(parts, torch.cat(rows) if rows else NO_ROWS)
@@ -493,17 +526,21 @@ class GenerationWorker:
             link = self._links.get(refill.key)
             if link is None:
                 continue
-            if not self._is_last:
+            if link.stages and self._is_end(link):
+                if refill.is_end:
+                    prepared = generation_messages.Prepared(link.key)
+                    self._mail.tell(link.key[0], prepared)
+            elif not self._is_last:
                 out = outputs.get(link.key, NO_ROWS)
                 count = link.unsent(link.held - len(out), len(out))
                 begin = link.held - count
                 message = generation_messages.Refill(link.key, begin, refill.is_end)
                 peer = link.opening.chain[self._number + 1]
-                self._tell(peer, message, out[len(out) - count :])
+                self._mail.tell(peer, message, out[len(out) - count :])
             elif refill.is_end:
                 token = self._sampled.pop(link.key, None)
                 resumed = generation_messages.Resumed(link.key, token)
-                self._tell(link.opening.chain[0], resumed)
+                self._mail.tell(link.opening.chain[0], resumed)
 
     async def _compute(self, parts: Sequence[StepPart], rows: Tensor) -> Computed:
         """Compute rows in the thread, and log what comes out."""
@@ -546,51 +583,13 @@ class GenerationWorker:
     # What goes on.
 
     def _deliver(self, tokens: Iterable[TokenItem]) -> None:
-        by_gateway: dict[str, list[TokenItem]] = {}
-        for item in tokens:
-            by_gateway.setdefault(item.key[0], []).append(item)
-        for gateway, items in by_gateway.items():
-            self._tell(gateway, generation_messages.Tokens(tuple(items)))
+        for gateway, message in by_gateway(tokens):
+            self._mail.tell(gateway, message)
 
-    def _done(
-        self,
-        origin: str,
-        number: int,
-        parts: Sequence[StepPart],
-        tokens: Sequence[TokenItem],
-    ) -> None:
+    def _done(self, origin: str, done: generation_messages.StepDone) -> None:
         """Tell the scheduler of a step what came out of it."""
-        sampled = {t.key: None if t.finish else t.token for t in tokens}
-        for part in parts:
-            if part.samples and part.key in self._sampled:  # a refill brought the rows
-                sampled[part.key] = self._sampled.pop(part.key)
-        done = tuple((part.key, sampled.get(part.key)) for part in parts)
         if origin == self.name:
-            self._scheduler.sampled(number, done)
+            self._scheduler.sampled(done.number, done.tokens)
             self._has_work.set()
         else:
-            self._tell(origin, generation_messages.StepDone(number, done))
-
-    def _send_on(
-        self, origin: str, number: int, parts: Sequence[StepPart], found: Computed
-    ) -> None:
-        """Send the parts of a step on, each to the next replica of its chain.
-
-        Rows that the next stage has are left out.
-        """
-        rows_of = found.rows()
-        failed = {key for key, _ in found.failed}
-        by_peer: dict[str, list[StepPart]] = {}
-        for part in parts:
-            link = self._links.get(part.key)
-            if link is None or part.key in failed:
-                continue
-            count = link.unsent(part.begin, part.count)
-            begin = part.begin + part.count - count
-            on = StepPart(part.key, begin, count, part.samples)
-            by_peer.setdefault(link.opening.chain[self._number + 1], []).append(on)
-        for peer, ons in by_peer.items():
-            step = generation_messages.Step(origin, number, tuple(ons))
-            pieces = [rows_of[on.key][-on.count :] for on in ons if on.count]
-            hidden = torch.cat(pieces) if pieces else NO_ROWS
-            self._tell(peer, step, hidden)
+            self._mail.tell(origin, done)

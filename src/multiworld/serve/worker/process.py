@@ -29,7 +29,6 @@ from multiworld.serve.transport.protocol import (
     AskReport,
     Cut,
     Finish,
-    Loaded,
     Order,
     Outgrown,
     Report,
@@ -203,7 +202,7 @@ class WorkerProcess:
         limit_gpu(device, needs_of(self._args.spec)[self._args.stage])
         await self._runner.load(StageContext(device=device, group=group))
         logger.info("loaded in %.3f s", self._clock() - began)
-        self._agent.fact(Loaded(self._worker.fingerprint(device)))
+        self._agent.fact(self._worker.loaded(device))
         await self._worker.run()
 
     async def _obey(self, order: Order) -> None:

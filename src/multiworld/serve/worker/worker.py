@@ -30,6 +30,7 @@ from multiworld.serve.transport.protocol import (
     AnswerItem,
     Attempt,
     Key,
+    Loaded,
     RemoteError,
     Spent,
     WorkerReport,
@@ -166,9 +167,13 @@ class Worker:
         for outbox in {*outboxes, *self._downstream.values()}:
             await outbox.wait_sent()
 
-    def fingerprint(self, device: str) -> str:
-        """Return empty: answers may differ in their last bits between machines."""
-        return ""
+    def loaded(self, device: str) -> Loaded:
+        """Return what the controller is told of the loaded stage.
+
+        Args:
+            device: Torch device of the stage.
+        """
+        return Loaded()
 
     def report(self) -> WorkerReport:
         """Return the replica's current state, for ``status`` and ``explain``.

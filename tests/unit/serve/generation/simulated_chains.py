@@ -10,7 +10,7 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -189,6 +189,7 @@ class Net:
         self._ends: dict[tuple[str, str], FakeOutbox] = {}
         self._replicas: dict[str, Replica] = {}
         self._numbers = 0
+        self.version = "1"
         self.now = 0.0
         self.streams = Streams(GATEWAY, clock=lambda: self.now)
         self.owners[GATEWAY] = self.streams
@@ -199,7 +200,7 @@ class Net:
     # Processes.
 
     def start(self, stage: int) -> str:
-        """Start a replica, and connect it."""
+        """Start a replica of the active version, and connect it."""
         self._numbers += 1
         name = f"r{stage}.{self._numbers}"
         is_last = stage == self.stages - 1
@@ -219,11 +220,30 @@ class Net:
         engine: Any = InlineEngine(functions[stage], is_last)
         worker._engine = engine
         self.owners[name] = worker
-        self._replicas[name] = Replica(name, "m", "1", stage, ReplicaState.READY)
+        self._replicas[name] = Replica(
+            name, "m", self.version, stage, ReplicaState.READY, weights="w"
+        )
         self._table_changed()
         for peer in edges_of(self.table, name):
             self.connect(name, peer)
         return name
+
+    def drain(self, name: str) -> None:
+        """Let a replica get no new streams, and end once it has none."""
+        old = self._replicas[name]
+        self._replicas[name] = replace(old, state=ReplicaState.DRAINING)
+        self._table_changed()
+
+    def draining(self) -> list[str]:
+        """Return the replicas that drain."""
+        states = self._replicas.items()
+        return sorted(n for n, r in states if r.state is ReplicaState.DRAINING)
+
+    def _end_drained(self) -> None:
+        for name in self.draining():
+            is_told = any(queue for pair, queue in self.queues.items() if name in pair)
+            if self.worker(name).is_idle and not is_told:
+                self.kill(name)
 
     def kill(self, name: str) -> None:
         """Kill a replica; its peers notice one after the other."""
@@ -275,10 +295,11 @@ class Net:
         return down
 
     def _table_changed(self) -> None:
+        stages = ((r.version, self.stages) for r in self._replicas.values())
         self.table = RoutingTable(
             number=1,
             gateways=(GATEWAY,),
-            routes={"m": Route("1", {"1": self.stages}, generates=True)},
+            routes={"m": Route(self.version, dict(stages), generates=True)},
             replicas=dict(self._replicas),
         )
         for owner in self.owners.values():
@@ -313,6 +334,9 @@ class Net:
     async def turn(self) -> bool:
         """Let something happen; return False if nothing could."""
         self.now += 0.01
+        if self.chance.random() < 0.1:
+            self.streams._moves.look(self.streams._streams.values(), self.now)
+            self._end_drained()
         ready = [pair for pair, queue in sorted(self.queues.items()) if queue]
         workers = self.alive()
         self.chance.shuffle(workers)
@@ -349,6 +373,10 @@ class Net:
         outbox = self._ends.get((here, pair[0]))
         if here in self.owners and outbox is not None:
             self.owners[here].received(outbox, [entry])
+
+    async def connected(self) -> None:
+        """Let all edges come up."""
+        await self.settle(lambda: not any(self.queues.values()))
 
     async def settle(self, is_done: Callable[[], bool], turns: int = 20_000) -> None:
         """Let things happen until something is so."""

@@ -88,6 +88,7 @@ async def test_two_stages_at_once_are_filled_from_further_up() -> None:
 async def test_prompt_that_begins_like_an_earlier_one_is_not_computed_again() -> None:
     """In no stage; and a replacement is filled although nobody computed it for this."""
     net = Net(random.Random(6), [1, 1, 1], LIMITS, prefix_bytes=1 << 20)
+    await net.connected()
     shared = list(range(1, 41))
     first = Client(net, [*shared, 50], 5)
     await whole(net, first)
@@ -121,6 +122,79 @@ async def test_client_that_leaves_while_a_stage_is_missing_leaves_nothing() -> N
     await freed(net)
 
 
+@pytest.mark.parametrize("left", [0, 1, 2])
+async def test_streams_of_a_drained_stage_go_on_while_another_is_prepared(
+    left: int,
+) -> None:
+    """Nobody else computes a token again, and no attempt is made anew."""
+    net = Net(random.Random(left), [1, 1, 1], LIMITS)
+    await net.connected()
+    clients = [Client(net, [5, 6, 7] * 60, 60) for _ in range(2)]
+    await net.settle(lambda: all(len(client.items) >= 12 for client in clients))
+    (name,) = [n for n in net.alive() if n.startswith(f"r{left}.")]
+    fresh = net.start(left)
+    rows = {n: net.engine(n).rows for n in net.alive() if n not in (name, fresh)}
+    made = sum(len(client.items) for client in clients)
+    net.drain(name)
+    counts = net.streams.counts
+    await net.settle(lambda: counts["moved"] == 1)
+    assert sum(len(client.items) for client in clients) - made >= 4
+    await whole(net, *clients)
+    assert counts["moved"] == 2
+    assert counts["replayed"] == 0
+    assert name not in net.alive()
+    for other, before in rows.items():
+        # The last stage computes the last token again, from which it samples.
+        assert net.engine(other).rows - before <= 2 * 60 - made + 2 * 4
+    await freed(net)
+
+
+async def test_streams_of_a_version_with_the_same_weights_go_on_with_the_new_one() -> (
+    None
+):
+    """All stages are prepared, from the tokens."""
+    net = Net(random.Random(5), [1, 1, 1], LIMITS)
+    await net.connected()
+    client = Client(net, [3, 1] * 40, 50)
+    await net.settle(lambda: len(client.items) == 10)
+    old = net.alive()
+    update(net)
+    await whole(net, client)
+    assert net.streams.counts["moved"] == 1
+    assert net.streams.counts["replayed"] == 0
+    assert not set(old) & set(net.alive())
+    await freed(net)
+
+
+async def test_new_replica_takes_its_share_of_the_streams() -> None:
+    """They are moved one after the other, until both have about as many."""
+    net = Net(random.Random(6), [1, 1, 1], LIMITS)
+    await net.connected()
+    clients = [Client(net, [number] * 10, 90) for number in range(1, 7)]
+    await net.settle(lambda: all(len(client.items) >= 2 for client in clients))
+    fresh = net.start(1)
+    await net.settle(lambda: len(net.worker(fresh)._links) >= 2)
+    await whole(net, *clients)
+    assert 2 <= net.streams.counts["moved"] <= 3
+    assert net.streams.counts["replayed"] == 0
+    await freed(net)
+
+
+async def test_replica_that_cannot_be_prepared_leaves_the_stream_where_it_is() -> None:
+    """Without a log there is nothing to prepare it from."""
+    net = Net(random.Random(7), [1, 1, 1], LIMITS, log_bytes=0)
+    await net.connected()
+    client = Client(net, [3, 1] * 10, 40)
+    await net.settle(lambda: len(client.items) == 10)
+    net.start(1)
+    net.drain(net.alive()[1])
+    await whole(net, client)
+    assert net.streams.counts["moved"] == 0
+    assert net.streams.counts["given_up"] >= 1
+    assert net.streams.counts["replayed"] == 0
+    await freed(net)
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 2**32))
 def test_streams_survive_whatever_happens(seed: int) -> None:
@@ -151,12 +225,18 @@ async def survive(chance: random.Random) -> None:
         for _ in range(chance.randint(0, 120)):
             await net.turn()
         what = chance.random()
-        if what < 0.5:
+        if what < 0.3:
             name = chance.choice(net.alive())
             net.kill(name)
             net.start(int(name[1]))
             await moved_on(net, clients)
-        elif what < 0.7 and net.pairs():
+        elif what < 0.55 and net.draining() == []:
+            name = chance.choice(net.alive())
+            net.start(int(name[1]))
+            net.drain(name)
+        elif what < 0.6 and net.version == "1":
+            update(net)
+        elif what < 0.75 and net.pairs():
             net.flap(*chance.choice(net.pairs()))
         elif what < 0.85:
             net.start(chance.randrange(stages))
@@ -167,6 +247,15 @@ async def survive(chance: random.Random) -> None:
     await whole(net, *clients)
     await asyncio.gather(*(c.task for c in gone), return_exceptions=True)
     await freed(net)
+
+
+def update(net: Net) -> None:
+    """Start another version with the same weights; the first one drains."""
+    old, net.version = set(net.alive()) - set(net.draining()), "2"
+    for stage in range(net.stages):
+        net.start(stage)
+    for name in old:
+        net.drain(name)
 
 
 async def moved_on(net: Net, clients: list[Client]) -> None:

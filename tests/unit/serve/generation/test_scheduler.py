@@ -463,3 +463,37 @@ def test_sequence_that_is_taken_back_is_computed_from_there() -> None:
     step = scheduler.next_step()
     assert step is not None
     assert [(p.begin, p.count, p.samples) for p in step.parts] == [(2, 4, True)]
+
+
+def test_sequence_that_may_come_has_its_blocks_and_its_place() -> None:
+    """And others wait for them; once it has come, it goes on without a step."""
+    scheduler = Scheduler(limits(seqs=2, block=4, blocks=6))
+    assert scheduler.reserve([], key(1), 10)
+    assert scheduler.used_blocks == 3
+    assert not scheduler.reserve([], key(2), 12)
+    assert scheduler.reserve([key(1)], key(3), 14)
+    assert not scheduler.has_reserved(key(1))
+    scheduler.add(key(4), [1, 2])
+    scheduler.add(key(5), [1, 2])
+    step = scheduler.next_step()
+    assert step is not None
+    assert [part.key for part in step.parts] == [key(4)], "one place is taken"
+    scheduler.take_over(key(3), key(6), list(range(14)), 14, Share())
+    scheduler.remove(key(4))
+    scheduler.remove(key(5))
+    assert scheduler.next_step() is None, "it is paused"
+    scheduler.resume(key(6), 7)
+    step = scheduler.next_step()
+    assert step is not None
+    assert [(p.key, p.begin, p.count) for p in step.parts] == [(key(6), 14, 1)]
+    scheduler.remove(key(6))
+    assert scheduler.used_blocks == 0
+
+
+def test_sequence_that_does_not_come_gives_its_blocks_back() -> None:
+    """Whoever waits for them gets them."""
+    scheduler = Scheduler(limits(blocks=2))
+    assert scheduler.reserve([], key(1), 7)
+    assert not scheduler.reserve([], key(2), 1)
+    scheduler.remove(key(1))
+    assert scheduler.reserve([], key(2), 1)

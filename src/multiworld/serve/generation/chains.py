@@ -1,0 +1,216 @@
+"""The choice of the replicas that compute a stream, at one gateway. Shell."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Sequence
+
+from multiworld.serve.generation.prefixes import TOKENS_PER_STREAM, PrefixRoutes
+from multiworld.serve.generation.stream import Chain, Stream
+from multiworld.serve.transport.routing_table import (
+    Replica,
+    ReplicaState,
+    RoutingTable,
+)
+
+PREFIX_BLOCK, PREFIX_TOKENS = 64, 4096
+"""Tokens of a block of a prefix, and of the longest one, for the choice of a chain."""
+
+NEW_S = 60.0
+"""Seconds after which a replica is not new any more, so that streams are only placed on
+it, and not moved to it."""
+
+
+class Chains:
+    """The replicas, as one gateway sees them, and its streams at each.
+
+    Args:
+        connected: Replicas that the gateway is connected to.
+        chance: Returns a random number, for the choice among equals.
+
+    Attributes:
+        silent: Replicas that have not been heard of.
+        load: Streams at each replica, and those that are being moved to it.
+    """
+
+    def __init__(self, connected: Container[str], chance: Callable[[], float]) -> None:
+        self._connected, self._chance = connected, chance
+        self._table = RoutingTable()
+        self._prefix_routes = PrefixRoutes()
+        self._ready_since: dict[str, float] = {}
+        self.silent: set[str] = set()
+        self.load: Counter[str] = Counter()
+
+    def table_changed(self, table: RoutingTable, now: float) -> None:
+        """Use a new routing table.
+
+        Args:
+            table: The table.
+            now: Monotonic time in seconds.
+        """
+        self._table = table
+        self._ready_since = {
+            name: self._ready_since.get(name, now)
+            for name, replica in table.replicas.items()
+            if replica.state is ReplicaState.READY
+        }
+
+    def enter(self, stream: Stream) -> None:
+        """Record that a stream is computed by its chain from now on."""
+        self._prefix_routes.record(stream.prefixes, stream.chain)
+        self.load.update(stream.chain)
+
+    def leave(self, replicas: Iterable[str]) -> None:
+        """Record that a stream is not computed by some replicas any more."""
+        self.load.subtract(replicas)
+
+    def choose(self, stream: Stream) -> Chain | None:
+        """Return a replica of each stage for a stream that waits for a chain.
+
+        Those that keep the attempt before stay; others are the least loaded.
+
+        Returns:
+            The chain; None if a stage has no replica.
+        """
+        route = self._table.routes.get(stream.model)
+        if route is None:
+            return None
+        versions = [stream.version]
+        if not stream.via and route.version != stream.version:
+            versions.append(route.version)  # the version that it began with may be gone
+        for version in versions:
+            found = self._complete(stream, version, stream.kept)
+            if found is not None:
+                return found
+        return None
+
+    def leaving(self, stream: Stream) -> Chain | None:
+        """Return a chain without the replicas that drain.
+
+        Returns:
+            The chain, of another version if that has the same weights; None if no
+            replica drains, or there is no other chain.
+        """
+        replicas = self._table.replicas
+        staying = tuple(
+            name if self._state(name) is ReplicaState.READY else ""
+            for name in stream.chain
+        )
+        if not any(self._state(n) is ReplicaState.DRAINING for n in stream.chain):
+            return None
+        found = self._complete(stream, stream.version, staying, is_ready=True)
+        route = self._table.routes.get(stream.model)
+        if found is not None or route is None or route.version == stream.version:
+            return found
+        weights = {replicas[name].weights for name in stream.chain if name in replicas}
+        found = self._complete(stream, route.version, (), is_ready=True)
+        if found is None or "" in weights:
+            return None
+        weights |= {replicas[name].weights for name in found.replicas}
+        return found if len(weights) == 1 else None
+
+    def lighter(
+        self, streams: Sequence[Stream], now: float
+    ) -> tuple[Stream, Chain] | None:
+        """Return a stream to move to a replica that is new and has less to do.
+
+        Args:
+            streams: Streams that may be moved.
+            now: Monotonic time in seconds.
+
+        Returns:
+            The stream and its new chain; None if there is no need.
+        """
+        for name, since in self._ready_since.items():
+            if now - since > NEW_S or not self._is_usable(name):
+                continue
+            new = self._table.replicas[name]
+            others = self._table.stage(new.model, new.version, new.stage)
+            busiest = max(others, key=lambda r: self.load[r.name]).name
+            most, least = self.load[busiest], self.load[name]
+            if most - least < max(2, most / 2):
+                continue
+            there = [s for s in streams if busiest in s.chain]
+            if there:
+                stream = min(there, key=lambda s: len(s.tokens))
+                chain = [name if n == busiest else n for n in stream.chain]
+                return stream, Chain(stream.version, tuple(chain))
+        return None
+
+    def is_there(self, chain: Chain) -> bool:
+        """Tell whether all replicas of a chain are still there."""
+        known = self._table.replicas
+        return all(n in known and n in self._connected for n in chain.replicas)
+
+    def others_of(self, replica: str) -> bool:
+        """Tell whether another replica of the same stage is usable."""
+        known = self._table.replicas.get(replica)
+        return known is not None and any(
+            self._is_usable(other.name)
+            for other in self._table.stage(known.model, known.version, known.stage)
+        )
+
+    def _state(self, name: str) -> ReplicaState | None:
+        known = self._table.replicas.get(name)
+        return None if known is None else known.state
+
+    def _is_usable(self, name: str) -> bool:
+        is_ready = self._state(name) is ReplicaState.READY
+        return is_ready and name in self._connected and name not in self.silent
+
+    def _complete(
+        self,
+        stream: Stream,
+        version: str,
+        kept: Sequence[str],
+        *,
+        is_ready: bool = False,
+    ) -> Chain | None:
+        """Return a chain with the replicas that are kept, as far as they can be.
+
+        Args:
+            stream: The stream.
+            version: Version of the chain.
+            kept: Replicas to keep, by stage; empty names are chosen.
+            is_ready: Whether all of it must be usable now.
+        """
+        route = self._table.routes[stream.model]
+        chain = [
+            self._kept(kept, version, stage) or self._replica(stream, version, stage)
+            for stage in range(route.stages.get(version, 0))
+        ]
+        found = tuple(name for name in chain if name is not None)
+        if not chain or len(found) < len(chain):
+            return None
+        if is_ready and not all(self._is_usable(name) for name in found):
+            return None
+        return Chain(version, found)
+
+    def _kept(self, kept: Sequence[str], version: str, stage: int) -> str | None:
+        """Return the replica of a stage that is to be kept, if it can."""
+        name = kept[stage] if stage < len(kept) else ""
+        known = self._table.replicas.get(name)
+        is_there = name in self._connected and name not in self.silent
+        is_same = known is not None and known.version == version
+        return name if is_there and is_same else None
+
+    def _replica(self, stream: Stream, version: str, stage: int) -> str | None:
+        wanted = stream.via.get(stage)
+        found = [
+            replica
+            for replica in self._table.stage(stream.model, version, stage)
+            if replica.name in self._connected and wanted in (None, replica.name)
+        ]
+        usable = [r for r in found if r.state is ReplicaState.READY]
+        if stream.via:  # a probe also goes through others that are starting
+            usable = usable or found
+        usable = [r for r in usable if r.name not in self.silent] or usable
+        alike = stream.fingerprints.get(stage)
+        usable = [r for r in usable if alike in (None, r.fingerprint)] or usable
+        known = self._prefix_routes.matches(stream.prefixes, stage)
+
+        def cost(replica: Replica) -> tuple[float, float]:
+            saved = known.get(replica.name, 0) * PREFIX_BLOCK / TOKENS_PER_STREAM
+            return self.load[replica.name] - saved, self._chance()
+
+        return min(usable, key=cost).name if usable else None

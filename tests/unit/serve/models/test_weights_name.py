@@ -1,0 +1,55 @@
+"""Names of the weights in a folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from multiworld.errors import SpecError
+from multiworld.serve.models.weights import name_of
+
+
+def folder(at: Path) -> Path:
+    """Return a folder with a file of weights."""
+    at.mkdir()
+    (at / "config.json").write_text("{}")
+    (at / "model.safetensors").write_bytes(b"1234")
+    return at
+
+
+def test_name_stays_until_a_file_or_a_setting_changes(tmp_path: Path) -> None:
+    """Also if the new file has the size of the old one."""
+    made = folder(tmp_path / "a")
+    name = name_of(made, "float32")
+    assert name_of(made, "float32") == name
+    assert name_of(made, "bfloat16") != name
+    file = made / "model.safetensors"
+    file.write_bytes(b"4321")
+    os.utime(file, ns=(0, 1))
+    assert name_of(made, "float32") != name
+
+
+def test_file_of_the_hub_is_told_by_its_content(tmp_path: Path) -> None:
+    """Wherever and whenever it was fetched."""
+    names = []
+    for number, content in enumerate(("one", "one", "two")):
+        made = folder(tmp_path / f"{number}")
+        blobs = made / "blobs"
+        blobs.mkdir()
+        for name in ("config.json", "model.safetensors"):
+            shutil.move(made / name, blobs / f"{content}-{name}")
+            os.utime(blobs / f"{content}-{name}", ns=(0, number))
+            (made / name).symlink_to(blobs / f"{content}-{name}")
+        names.append(name_of(made))
+    assert names[0] == names[1] != names[2]
+
+
+def test_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    """The error names the file."""
+    made = folder(tmp_path / "a")
+    (made / "config.json").unlink()
+    with pytest.raises(SpecError, match=r"config\.json"):
+        name_of(made)
