@@ -552,14 +552,22 @@ def test_prompt_with_a_known_beginning_is_computed_from_there_on(
         assert ask(keys[1], prompt) == first
         assert sorted(hits().values()) == [0, 96, 96, 96]
         assert ask(keys[1], prompt) == first, "46 tokens were left"
-        refused = httpx.post(
-            f"{service.url}/v1/completions",
-            json={"model": "m", "prompt": prompt},
-            headers={"authorization": f"Bearer {keys[1]}"},
-            timeout=WAIT_S,
-        )
-        assert refused.status_code == 429
-        assert "tpm_limit of 150" in refused.json()["error"]["message"]
+
+        def refusal(key: str) -> str:
+            got = httpx.post(
+                f"{service.url}/v1/completions",
+                json={"model": "m", "prompt": prompt},
+                headers={"authorization": f"Bearer {key}"},
+                timeout=WAIT_S,
+            )
+            assert got.status_code == 429
+            assert int(got.headers["retry-after"]) > 0
+            return str(got.json()["error"]["message"])
+
+        assert "tpm_limit of 150" in refusal(keys[1])
+        service.command("tenants", "set", "one", "--tokens-per-day", "208", *state)
+        assert "tokens_per_day budget of 208" in refusal(keys[0])
+        service.command("tenants", "set", "one", "--tokens-per-day", "0", *state)
 
         def tokens() -> dict[str, tuple[int, int]]:
             return {

@@ -43,8 +43,22 @@ Settings = dict[str, object]
 """Settings of a tenant that are given."""
 
 NAME = click.argument("name")
-LIMITS = ("rpm_limit", "max_parallel_requests", "bytes_per_s", "tpm_limit")
+LIMITS = (
+    "rpm_limit",
+    "max_parallel_requests",
+    "bytes_per_s",
+    "tpm_limit",
+    "tokens_per_day",
+    "tokens_per_month",
+)
 """Settings of which 0 means no limit."""
+
+
+VALID = click.option(
+    "--valid-s",
+    type=FiniteRange(0, 3_153_600_000, min_open=True),
+    help="Seconds after which the new key expires; by default never.",
+)
 
 
 def _part(name: str) -> str:
@@ -52,16 +66,24 @@ def _part(name: str) -> str:
     return quote(name, safe="")
 
 
-def _create(service: Service, name: str, said: Settings, *, as_json: bool) -> int:
+def _create(service: Service, said: Settings, *, as_json: bool) -> int:
     """Create a tenant, and print its key."""
-    found = service.ask("POST", "/tenants", TenantWithKey, json={"name": name, **said})
+    found = service.ask("POST", "/tenants", TenantWithKey, json=said)
     return _show_key(service, found, as_json=as_json)
 
 
-def _rotate(service: Service, name: str, grace_s: float, *, as_json: bool) -> int:
+def _rotate(
+    service: Service,
+    name: str,
+    grace_s: float,
+    valid_s: float | None,
+    *,
+    as_json: bool,
+) -> int:
     """Give a tenant a new key, and print it."""
     path = f"/tenants/{_part(name)}/rotate"
-    found = service.ask("POST", path, TenantWithKey, json={"grace_s": grace_s})
+    said = {"grace_s": grace_s, "valid_s": valid_s}
+    found = service.ask("POST", path, TenantWithKey, json=said)
     return _show_key(service, found, as_json=as_json)
 
 
@@ -137,6 +159,8 @@ def _limits(tenant: TenantShown) -> list[str]:
         tenant.max_parallel_requests,
         tenant.bytes_per_s,
         tenant.tpm_limit,
+        tenant.tokens_per_day,
+        tenant.tokens_per_month,
     )
     named = zip(LIMITS, values, strict=True)
     return [f"{name} {value:,.10g}" for name, value in named if value is not None]
@@ -246,6 +270,16 @@ def _settings(command: F) -> F:
             help="Mean tokens a minute of prompts and generated texts; 0: no limit.",
         ),
         click.option(
+            "--tokens-per-day",
+            type=click.IntRange(0),
+            help="Budget of tokens for each day (UTC); 0: no limit.",
+        ),
+        click.option(
+            "--tokens-per-month",
+            type=click.IntRange(0),
+            help="Budget of tokens for each month (UTC); 0: no limit.",
+        ),
+        click.option(
             "--weight",
             type=FiniteRange(1e-6, 1e6),
             help="Share of a saturated service, relative to others; 1 by default.",
@@ -288,17 +322,23 @@ def tenants() -> None:
 @tenants.command()
 @NAME
 @_settings
+@VALID
 @of_service
 @JSON
 def create(
-    name: str, app: str | None, state: Path | None, as_json: bool, **options: object
+    name: str,
+    valid_s: float | None,
+    app: str | None,
+    state: Path | None,
+    as_json: bool,
+    **options: object,
 ) -> None:
     """Create the tenant NAME, and print its API key.
 
     The key is not stored and not shown again.
     """
-    service = service_of(app, state)
-    sys.exit(_create(service, name, _said(options), as_json=as_json))
+    said = {"name": name, "valid_s": valid_s, **_said(options)}
+    sys.exit(_create(service_of(app, state), said, as_json=as_json))
 
 
 @tenants.command("set")
@@ -337,17 +377,23 @@ def change(
     show_default=True,
     help="Seconds for which the old keys stay valid.",
 )
+@VALID
 @of_service
 @JSON
 def rotate(
-    name: str, grace_s: float, app: str | None, state: Path | None, as_json: bool
+    name: str,
+    grace_s: float,
+    valid_s: float | None,
+    app: str | None,
+    state: Path | None,
+    as_json: bool,
 ) -> None:
     """Give the tenant NAME a new key, and print it.
 
     The other keys expire at once, or after --grace-s.
     """
     service = service_of(app, state)
-    sys.exit(_rotate(service, name, grace_s, as_json=as_json))
+    sys.exit(_rotate(service, name, grace_s, valid_s, as_json=as_json))
 
 
 @tenants.command()

@@ -31,6 +31,10 @@ SHOWN = 400
 """Characters of a value that the audit log keeps."""
 
 
+ValidS = Annotated[float, Field(gt=0, le=3_153_600_000)]
+"""Seconds for which a key is valid."""
+
+
 class TenantSettings(BaseModel):
     """Limits and rights of a tenant; fields that are not given stay as they are."""
 
@@ -41,6 +45,8 @@ class TenantSettings(BaseModel):
     max_parallel_requests: Annotated[int, Field(ge=1)] | None = None
     bytes_per_s: Annotated[float, Field(gt=0)] | None = None
     tpm_limit: Annotated[int, Field(ge=1)] | None = None
+    tokens_per_day: Annotated[int, Field(ge=1)] | None = None
+    tokens_per_month: Annotated[int, Field(ge=1)] | None = None
     weight: Annotated[float, Field(ge=1e-6, le=1e6)] = 1.0
     priority: Annotated[int, Field(ge=-100, le=100)] = 0
     is_operator: bool = False
@@ -55,17 +61,19 @@ class TenantSettings(BaseModel):
 
 
 class NewTenant(TenantSettings):
-    """A tenant to create."""
+    """A tenant to create; its key expires after ``valid_s`` seconds."""
 
     name: str
+    valid_s: ValidS | None = None
 
 
 class Rotation(BaseModel):
-    """A new key; the other keys expire after ``grace_s`` seconds."""
+    """A new key, valid for ``valid_s``; the others expire after ``grace_s`` seconds."""
 
     model_config = ConfigDict(extra="forbid")
 
     grace_s: Annotated[float, Field(ge=0, le=31_536_000)] = 0.0
+    valid_s: ValidS | None = None
 
 
 class Revocation(BaseModel):
@@ -86,8 +94,10 @@ def add_tenants(app: FastAPI, tenanting: TenantManager) -> None:
 
     @app.post("/tenants")
     async def create(asked: NewTenant) -> Response:
-        said = {k: v for k, v in asked.said().items() if k != "name"}
-        return respond(_with_key(*await tenanting.create(asked.name, said)))
+        own = ("name", "valid_s")
+        said = {k: v for k, v in asked.said().items() if k not in own}
+        made = await tenanting.create(asked.name, said, asked.valid_s)
+        return respond(_with_key(*made))
 
     @app.patch("/tenants/{name}")
     async def change(name: str, asked: TenantSettings) -> Response:
@@ -95,7 +105,8 @@ def add_tenants(app: FastAPI, tenanting: TenantManager) -> None:
 
     @app.post("/tenants/{name}/rotate")
     async def rotate(name: str, asked: Rotation) -> Response:
-        return respond(_with_key(*await tenanting.rotate(name, asked.grace_s)))
+        made = await tenanting.rotate(name, asked.grace_s, asked.valid_s)
+        return respond(_with_key(*made))
 
     @app.post("/tenants/{name}/revoke")
     async def revoke(name: str, asked: Revocation) -> Response:

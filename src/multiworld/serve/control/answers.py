@@ -127,6 +127,8 @@ class TenantShown(msgspec.Struct, frozen=True):
         max_parallel_requests: Most requests under way at a time; None: no limit.
         bytes_per_s: Average bytes of requests and answers each second; None: no limit.
         tpm_limit: Average tokens of prompts and answers each minute; None: no limit.
+        tokens_per_day: Tokens of prompts and answers each day (UTC); None: no limit.
+        tokens_per_month: The same for each month.
         weight: Weight of its share where the service is saturated.
         priority: Requests of a higher priority always run first.
         is_operator: Whether it may read the metrics, which cover all tenants.
@@ -145,9 +147,11 @@ class TenantShown(msgspec.Struct, frozen=True):
     is_operator: bool
     is_suspended: bool
     keys: tuple[KeyShown, ...]
+    tokens_per_day: int | None = None
+    tokens_per_month: int | None = None
 
 
-class TenantWithKey(TenantShown, frozen=True):
+class TenantWithKey(TenantShown, frozen=True, kw_only=True):
     """A tenant with a new key, which is not stored and not shown again.
 
     Attributes:

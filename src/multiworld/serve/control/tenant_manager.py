@@ -8,7 +8,7 @@ import logging
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 
 from pydantic import ValidationError
 
@@ -16,6 +16,14 @@ from multiworld.errors import ServeError
 from multiworld.net.rare_log import RareLog
 from multiworld.serve.fleet.history import History
 from multiworld.serve.spec.schema import NAME, PATTERNS
+from multiworld.serve.tenants.budgets import (
+    TokenLedger,
+    TokensUsed,
+    day_of,
+    exhausted,
+    has_budget,
+    month_of,
+)
 from multiworld.serve.tenants.database import TenantDatabase
 from multiworld.serve.tenants.directory import Key, Tenant, tenant_from_json
 from multiworld.serve.tenants.keys import make_key, parse_key
@@ -25,6 +33,7 @@ from multiworld.serve.transport.protocol import (
     Order,
     PoisonFound,
     TenantsChanged,
+    TokensTold,
     UsageStored,
     UsageTold,
 )
@@ -68,6 +77,11 @@ class TenantManager:
         self.registry = registry
         self._history, self._gateways, self._send = history, gateways, send
         self.tenants = registry.tenants()
+        now = time.time()
+        in_day = registry.tokens_since(day_of(now))
+        in_month = registry.tokens_since(month_of(now))
+        self._ledger = TokenLedger(in_day, in_month, now)
+        self._exhausted: dict[str, str] = {}
         self._lock = asyncio.Lock()
         self._poison: deque[tuple[float, PoisonFound]] = deque(maxlen=POISON)
         self._writing: set[asyncio.Task[None]] = set()
@@ -79,9 +93,16 @@ class TenantManager:
             The database stays open. Usage that is not stored yet is not confirmed, so
             the gateways report it again.
         """
+        await self.settled()
+        self.registry.close()
+
+    async def settled(self) -> None:
+        """Wait until all reported usage was stored, as far as it can be.
+
+        Cancellation: Safe.
+        """
         if self._writing:
             await asyncio.wait(self._writing)
-        self.registry.close()
 
     # To and from gateways.
 
@@ -95,6 +116,7 @@ class TenantManager:
                 is_first=begin == 0,
                 is_last=begin + CHUNK >= count,
             )
+        yield TokensTold(self._told(self.tenants.values()))
         limit = time.time() - POISON_S
         for at, found in self._poison:
             if at > limit:
@@ -103,6 +125,21 @@ class TenantManager:
     def _tell(self, tenants: Sequence[Tenant], removed: Sequence[str]) -> None:
         for name in self._gateways():
             self._send(name, TenantsChanged(tuple(tenants), tuple(removed)))
+        self._tell_used(tenants)
+
+    def _tell_used(self, tenants: Iterable[Tenant]) -> None:
+        told = self._told(tenants)
+        for name in self._gateways() if told else ():
+            self._send(name, TokensTold(told))
+
+    def _told(self, tenants: Iterable[Tenant]) -> tuple[TokensUsed, ...]:
+        """Return the tokens that tenants with budgets have used."""
+        now = time.time()
+        return tuple(
+            self._ledger.used(tenant.name, now)
+            for tenant in tenants
+            if has_budget(tenant)
+        )
 
     def used(self, gateway: str, usage: UsageTold) -> None:
         """Store the usage that a gateway reports, and confirm it."""
@@ -111,11 +148,41 @@ class TenantManager:
     async def _keep(self, gateway: str, usage: UsageTold) -> None:
         add = self.registry.add_usage
         try:
-            await asyncio.to_thread(add, usage.meter, usage.number, usage.rows)
+            is_new = await asyncio.to_thread(add, usage.meter, usage.number, usage.rows)
         except ServeError as error:
             rare_log.error("usage cannot be stored", error)
             return  # not confirmed, so the gateway reports it again
+        changed = self._ledger.add(usage.rows, time.time()) if is_new else set()
+        known = [self.tenants[name] for name in changed if name in self.tenants]
         self._send(gateway, UsageStored(usage.number))
+        self._tell_used(known)
+        for tenant in known:
+            await self._note_exhausted(tenant)
+
+    async def _note_exhausted(self, tenant: Tenant) -> None:
+        """Write down when a tenant has used up a budget, once for each time."""
+        used = self._ledger.used(tenant.name, time.time())
+        limit = exhausted(tenant, used)
+        before = self._exhausted.pop(tenant.name, "")
+        if not limit:
+            return
+        self._exhausted[tenant.name] = limit
+        if before == limit:
+            return
+        what = {
+            "budget": getattr(tenant, limit),
+            "in_day": used.in_day,
+            "in_month": used.in_month,
+        }
+        self._history.say("budget", f"{tenant.name} has used up its {limit}")
+        act = f"{limit} of {tenant.name} is used up"
+        try:
+            number = await asyncio.to_thread(
+                self.registry.audit, "the service", act, what
+            )
+            await asyncio.to_thread(self.registry.audit_outcome, number, "done")
+        except ServeError as error:
+            rare_log.error("the audit log cannot be written", error)
 
     def _spawn(self, body: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(body)
@@ -147,8 +214,15 @@ class TenantManager:
         self.tenants[tenant.name] = tenant
         self._tell([tenant], [])
 
-    async def create(self, name: str, said: Mapping[str, object]) -> tuple[Tenant, str]:
+    async def create(
+        self, name: str, said: Mapping[str, object], valid_s: float | None = None
+    ) -> tuple[Tenant, str]:
         """Create a tenant; return it with its first key, which is not stored.
+
+        Args:
+            name: Its name.
+            said: Its settings that are given.
+            valid_s: Seconds after which the key expires; None: never.
 
         Raises:
             ServeError: The name is taken or invalid, or a value is invalid.
@@ -161,7 +235,7 @@ class TenantManager:
                 raise ServeError(f"tenant name {name!r}: {PATTERNS[NAME]}")
             if name in self.tenants:
                 raise ServeError(f"tenant {name!r} exists already")
-            text, key = _fresh()
+            text, key = _fresh(valid_s)
             tenant = _checked(Tenant(name=name, keys=(key,)), said)
             await self._save(tenant)
         return tenant, text
@@ -181,8 +255,15 @@ class TenantManager:
             await self._save(tenant)
         return tenant
 
-    async def rotate(self, name: str, grace_s: float) -> tuple[Tenant, str]:
-        """Give a tenant a new key; the others expire after ``grace_s`` seconds.
+    async def rotate(
+        self, name: str, grace_s: float, valid_s: float | None = None
+    ) -> tuple[Tenant, str]:
+        """Give a tenant a new key.
+
+        Args:
+            name: Its name.
+            grace_s: Seconds after which its other keys expire.
+            valid_s: Seconds after which the new key expires; None: never.
 
         Raises:
             UnknownTenantError: There is no such tenant.
@@ -192,7 +273,7 @@ class TenantManager:
         """
         async with self._lock:
             tenant = self._known(name)
-            text, key = _fresh()
+            text, key = _fresh(valid_s)
             end = time.time() + grace_s
             old = [
                 dataclasses.replace(k, expires_at=min(end, k.expires_at or end))
@@ -242,9 +323,11 @@ class TenantManager:
             self._tell([], [name])
 
 
-def _fresh() -> tuple[str, Key]:
+def _fresh(valid_s: float | None) -> tuple[str, Key]:
     text, key_id, digest = make_key()
-    return text, Key(id=key_id, digest=digest, made_at=time.time())
+    now = time.time()
+    end = None if valid_s is None else now + valid_s
+    return text, Key(id=key_id, digest=digest, made_at=now, expires_at=end)
 
 
 def _checked(tenant: Tenant, said: Mapping[str, object]) -> Tenant:

@@ -50,6 +50,7 @@ from multiworld.serve.transport.protocol import (
     Report,
     TableChanged,
     TenantsChanged,
+    TokensTold,
     UsageStored,
     UsageTold,
 )
@@ -304,8 +305,10 @@ class GatewayProcess:
                 for name in removed:
                     self._authenticator.directory.remove(name)
                 self._gateway.counts.keep_tenants(self._authenticator.directory.tenants)
+            case TokensTold(used):
+                self._authenticator.budgets.told(used)
             case UsageStored(number):
-                self._authenticator.meter.confirmed(number)
+                self._authenticator.stored(number)
                 self._usage_kept.set()
             case PoisonFound(tenant, model, version, digest):
                 self._gateway.poisonous(tenant, (model, version), digest)

@@ -19,6 +19,7 @@ from multiworld.errors import (
     UnauthorizedError,
 )
 from multiworld.serve.spec.stage import Tensors
+from multiworld.serve.tenants.budgets import TokenBudgets
 from multiworld.serve.tenants.directory import ANONYMOUS, Tenant, TenantDirectory
 from multiworld.serve.tenants.keys import parse_key
 from multiworld.serve.tenants.quarantine import Quarantine
@@ -83,6 +84,7 @@ class Authenticator:
         directory: The tenants and their keys.
         limiter: The rate limits.
         quarantine: Poison requests and quarantined tenants.
+        budgets: The tokens that tenants may still use.
         meter: Usage that is not written down yet.
         refused: Refused requests, by tenant and reason.
         gateways: Number of gateways that share the limits.
@@ -95,6 +97,7 @@ class Authenticator:
         self.directory = TenantDirectory()
         self.limiter = RateLimiter()
         self.quarantine = Quarantine()
+        self.budgets = TokenBudgets()
         self.meter = UsageMeter()
         self.refused: Counter[tuple[str, str]] = Counter()
         self.gateways = 1
@@ -134,7 +137,9 @@ class Authenticator:
             self._forget_at = now + FORGET_S
             self.limiter.prune(now)
             self.quarantine.prune(now)
-        refusal = self.limiter.admit(tenant, self.gateways, now)
+        refusal = self.budgets.check(tenant, time.time()) or self.limiter.admit(
+            tenant, self.gateways, now
+        )
         if refusal is not None:
             self._count_refusal(tenant.name, refusal.limit)
             raise OverloadedError(refusal.text, retry_after_s=refusal.retry_after_s)
@@ -169,12 +174,20 @@ class Authenticator:
     def count_prompt(self, admitted: AdmittedRequest, tokens: int) -> None:
         """Count the tokens of a request's prompts, whatever becomes of it."""
         admitted.prompt_tokens += tokens
-        self.limiter.spend_tokens(admitted.tenant, tokens)
+        self._spend_tokens(admitted.tenant, tokens)
 
     def count_generated(self, admitted: AdmittedRequest) -> None:
         """Count a token that was generated for a request."""
         admitted.generated_tokens += 1
-        self.limiter.spend_tokens(admitted.tenant, 1)
+        self._spend_tokens(admitted.tenant, 1)
+
+    def _spend_tokens(self, tenant: Tenant, count: int) -> None:
+        self.limiter.spend_tokens(tenant, count)
+        self.budgets.count(tenant.name, count)
+
+    def stored(self, number: int) -> None:
+        """Record that the controller has stored a batch of usage."""
+        self.budgets.stored(self.meter.confirmed(number))
 
     def charge(self, admitted: AdmittedRequest, size: int) -> None:
         """Charge the tenant's byte rate for bytes that decompression has added."""

@@ -167,7 +167,7 @@ class TenantDatabase:
 
     # Usage.
 
-    def add_usage(self, meter: str, number: int, rows: Sequence[UsageRow]) -> None:
+    def add_usage(self, meter: str, number: int, rows: Sequence[UsageRow]) -> bool:
         """Add a batch of usage; a batch that arrives again is ignored.
 
         Batches may arrive in any order.
@@ -177,6 +177,9 @@ class TenantDatabase:
             number: Number of the batch at that meter.
             rows: Rows of the batch.
 
+        Returns:
+            Whether the batch is new.
+
         Raises:
             ServeError: The database cannot be written.
         """
@@ -185,13 +188,27 @@ class TenantDatabase:
                 "SELECT 1 FROM told WHERE meter = ? AND number = ?", (meter, number)
             ).fetchone()
             if known is not None:
-                return
+                return False
             db.executemany(ADD, rows)
             db.execute("INSERT INTO told VALUES (?, ?)", (meter, number))
             db.execute(
                 "DELETE FROM told WHERE meter = ? AND number < ?",
                 (meter, number - KEPT),
             )
+        return True
+
+    def tokens_since(self, minute: int) -> dict[str, int]:
+        """Return the tokens of prompts and answers by tenant.
+
+        Args:
+            minute: First minute, in seconds since the epoch.
+        """
+        query = (
+            "SELECT tenant, CAST(sum(prompt_tokens + generated_tokens) AS INTEGER) "
+            "FROM usage WHERE minute >= ? GROUP BY tenant"
+        )
+        with self._lock:
+            return dict(self._db.execute(query, (minute,)).fetchall())
 
     def forget_meters(self) -> None:
         """Remove the batch numbers of all meters, when no gateway runs.

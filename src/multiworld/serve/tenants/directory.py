@@ -41,6 +41,8 @@ class Tenant:
         max_parallel_requests: Most requests under way at a time; None: no limit.
         bytes_per_s: Average bytes of requests and answers each second; None: no limit.
         tpm_limit: Average tokens of prompts and answers each minute; None: no limit.
+        tokens_per_day: Tokens of prompts and answers each day (UTC); None: no limit.
+        tokens_per_month: The same for each month.
         weight: Weight of its share where the service is saturated.
         priority: Requests of a higher priority always run first.
         is_operator: Whether it may read the metrics, which cover all tenants.
@@ -54,6 +56,8 @@ class Tenant:
     max_parallel_requests: int | None = None
     bytes_per_s: float | None = None
     tpm_limit: int | None = None
+    tokens_per_day: int | None = None
+    tokens_per_month: int | None = None
     weight: float = 1.0
     priority: int = 0
     is_operator: bool = False

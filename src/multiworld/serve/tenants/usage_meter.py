@@ -138,6 +138,7 @@ class UsageMeter:
         for batch in self._unconfirmed.values():
             batch.at = -math.inf
 
-    def confirmed(self, number: int) -> None:
-        """Remove a batch that the controller has stored."""
-        self._unconfirmed.pop(number, None)
+    def confirmed(self, number: int) -> tuple[UsageRow, ...]:
+        """Remove a batch that the controller has stored; return its rows."""
+        batch = self._unconfirmed.pop(number, None)
+        return () if batch is None else batch.rows

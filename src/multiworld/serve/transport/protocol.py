@@ -15,6 +15,7 @@ import msgspec
 
 from multiworld import errors
 from multiworld.errors import InternalError, ServeError
+from multiworld.serve.tenants.budgets import TokensUsed
 from multiworld.serve.tenants.directory import Tenant
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.tenants.usage_meter import UsageRow
@@ -86,6 +87,12 @@ class TenantsChanged(Message, frozen=True):
 
     tenants: tuple[Tenant, ...]
     removed: tuple[str, ...]
+
+
+class TokensTold(Message, frozen=True):
+    """Tokens that tenants with budgets have used, all gateways together."""
+
+    used: tuple[TokensUsed, ...]
 
 
 class UsageStored(Message, frozen=True):
@@ -256,6 +263,7 @@ Order = (
     | TableChanged
     | AllTenants
     | TenantsChanged
+    | TokensTold
     | UsageStored
     | ProbeReplica
     | Finish

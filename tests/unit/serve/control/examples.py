@@ -19,6 +19,8 @@ TENANT: dict[str, Any] = {
         {"id": "0123456789ab", "made_at": 1.5, "expires_at": None},
         {"id": "ba9876543210", "made_at": 2.5, "expires_at": 9.5},
     ],
+    "tokens_per_day": 1_000_000,
+    "tokens_per_month": None,
 }
 
 WORKER_REPORT: dict[str, Any] = {

@@ -1,0 +1,173 @@
+"""Budgets of tenants: tokens for each day and month, in UTC. Pure.
+
+The controller adds up what all gateways have reported, and tells each of them; a
+gateway adds what it has counted since. So all together may give out more than the
+budget by what they count in about a second, and by texts that are on their way: these
+are never cut.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime, timedelta
+from typing import NamedTuple
+
+from multiworld.serve.tenants.directory import Tenant
+from multiworld.serve.tenants.rate_limits import RateLimited
+from multiworld.serve.tenants.usage_meter import UsageRow
+
+DAY_S = 86400
+"""Seconds of a day."""
+
+LIMITS = ("tokens_per_day", "tokens_per_month")
+"""Names of the budgets."""
+
+
+class TokensUsed(NamedTuple):
+    """Tokens of one tenant in the current day and month, of prompts and answers.
+
+    Attributes:
+        tenant: Name of the tenant.
+        day: Start of the day, in seconds since the epoch.
+        in_day: Tokens in that day so far.
+        month: Start of the month, in seconds since the epoch.
+        in_month: Tokens in that month so far.
+    """
+
+    tenant: str
+    day: int
+    in_day: int
+    month: int
+    in_month: int
+
+    def at(self, wall_s: float) -> TokensUsed:
+        """Return the same for a later time, when the day or month may be over."""
+        day, month = day_of(wall_s), month_of(wall_s)
+        in_day = self.in_day if self.day == day else 0
+        in_month = self.in_month if self.month == month else 0
+        return TokensUsed(self.tenant, day, in_day, month, in_month)
+
+
+def day_of(wall_s: float) -> int:
+    """Return the start of a day, in seconds since the epoch."""
+    return int(wall_s) // DAY_S * DAY_S
+
+
+def month_of(wall_s: float) -> int:
+    """Return the start of a month, in seconds since the epoch."""
+    found = datetime.fromtimestamp(wall_s, UTC)
+    return int(datetime(found.year, found.month, 1, tzinfo=UTC).timestamp())
+
+
+def next_month_of(wall_s: float) -> int:
+    """Return the start of the month after, in seconds since the epoch."""
+    first = datetime.fromtimestamp(month_of(wall_s), UTC)
+    return month_of((first + timedelta(days=31)).timestamp())
+
+
+def has_budget(tenant: Tenant) -> bool:
+    """Tell whether a tenant has a budget."""
+    return (tenant.tokens_per_day, tenant.tokens_per_month) != (None, None)
+
+
+def exhausted(tenant: Tenant, used: TokensUsed) -> str:
+    """Return the name of a budget that is used up; empty if none is."""
+    budgets = tenant.tokens_per_day, tenant.tokens_per_month
+    spent = used.in_day, used.in_month
+    for name, budget, count in zip(LIMITS, budgets, spent, strict=True):
+        if budget is not None and count >= budget:
+            return name
+    return ""
+
+
+class TokenLedger:
+    """The tokens of all tenants, at the controller.
+
+    Args:
+        in_day: Tokens of the current day, by tenant.
+        in_month: Tokens of the current month, by tenant.
+        wall_s: Current time, in seconds since the epoch.
+    """
+
+    def __init__(
+        self, in_day: Mapping[str, int], in_month: Mapping[str, int], wall_s: float
+    ) -> None:
+        day, month = day_of(wall_s), month_of(wall_s)
+        self._used = {
+            name: TokensUsed(name, day, in_day.get(name, 0), month, count)
+            for name, count in in_month.items()
+        }
+
+    def used(self, tenant: str, wall_s: float) -> TokensUsed:
+        """Return the tokens of a tenant."""
+        nothing = TokensUsed(tenant, 0, 0, 0, 0)
+        return self._used.get(tenant, nothing).at(wall_s)
+
+    def add(self, rows: Iterable[UsageRow], wall_s: float) -> set[str]:
+        """Add usage; return the tenants that had any tokens.
+
+        Args:
+            rows: The usage.
+            wall_s: Current time, in seconds since the epoch.
+        """
+        changed = set()
+        for row in rows:
+            tokens = row.prompt_tokens + row.generated_tokens
+            if not tokens:
+                continue
+            old = self.used(row.tenant, wall_s)
+            self._used[row.tenant] = old._replace(
+                in_day=old.in_day + tokens * (row.minute >= old.day),
+                in_month=old.in_month + tokens * (row.minute >= old.month),
+            )
+            changed.add(row.tenant)
+        return changed
+
+
+class TokenBudgets:
+    """The budgets of all tenants, at one gateway."""
+
+    def __init__(self) -> None:
+        self._used: dict[str, TokensUsed] = {}
+        self._since: Counter[str] = Counter()
+
+    def told(self, used: Iterable[TokensUsed]) -> None:
+        """Use what the controller has added up."""
+        self._used.update((each.tenant, each) for each in used)
+
+    def count(self, tenant: str, tokens: int) -> None:
+        """Count tokens that the controller does not know of yet."""
+        self._since[tenant] += tokens
+
+    def stored(self, rows: Iterable[UsageRow]) -> None:
+        """Forget tokens that the controller knows of now."""
+        for row in rows:
+            self._since[row.tenant] -= row.prompt_tokens + row.generated_tokens
+            if self._since[row.tenant] <= 0:
+                del self._since[row.tenant]
+
+    def check(self, tenant: Tenant, wall_s: float) -> RateLimited | None:
+        """Return why a tenant gets no more tokens; None if it does.
+
+        Args:
+            tenant: The tenant.
+            wall_s: Current time, in seconds since the epoch.
+        """
+        if not has_budget(tenant):
+            return None
+        nothing = TokensUsed(tenant.name, 0, 0, 0, 0)
+        told = self._used.get(tenant.name, nothing).at(wall_s)
+        more = self._since.get(tenant.name, 0)
+        now = told._replace(in_day=told.in_day + more, in_month=told.in_month + more)
+        limit = exhausted(tenant, now)
+        if not limit:
+            return None
+        is_day = limit == "tokens_per_day"
+        end = told.day + DAY_S if is_day else next_month_of(wall_s)
+        until = datetime.fromtimestamp(end, UTC).strftime("%Y-%m-%d %H:%M UTC")
+        text = (
+            f"your {limit} budget of {getattr(tenant, limit):,} tokens is used up; "
+            f"it is renewed at {until}"
+        )
+        return RateLimited(limit, text, end - wall_s)

@@ -1,0 +1,150 @@
+"""Budgets of tokens: at the controller, at gateways, and between them."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from multiworld.serve.control.tenant_manager import TenantManager
+from multiworld.serve.fleet.history import History
+from multiworld.serve.tenants.authenticator import Authenticator
+from multiworld.serve.tenants.budgets import (
+    DAY_S,
+    TokenBudgets,
+    TokenLedger,
+    TokensUsed,
+    day_of,
+    month_of,
+    next_month_of,
+)
+from multiworld.serve.tenants.database import TenantDatabase
+from multiworld.serve.tenants.directory import Tenant
+from multiworld.serve.tenants.usage_meter import UsageRow
+from multiworld.serve.transport.protocol import Order, TokensTold, UsageTold
+
+
+def at(text: str) -> float:
+    """Return a time in UTC, in seconds since the epoch."""
+    return datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
+
+
+NOON = at("2026-02-28 12:00")
+DAY, MONTH = day_of(NOON), month_of(NOON)
+
+
+def row(tokens: int, minute: float = NOON, tenant: str = "acme") -> UsageRow:
+    """Return usage with as many tokens of a prompt and of an answer."""
+    nothing = (0,) * 6
+    return UsageRow(int(minute), tenant, "m", 1, *nothing, 0.0, tokens, tokens)
+
+
+def told(in_day: int, in_month: int) -> list[TokensUsed]:
+    """Return what the controller tells."""
+    return [TokensUsed("acme", DAY, in_day, MONTH, in_month)]
+
+
+def test_days_and_months_begin_in_utc() -> None:
+    """Also where a month is short, or the last one of a year."""
+    assert at("2026-02-28") == DAY
+    assert at("2026-02-01") == MONTH
+    assert next_month_of(NOON) == at("2026-03-01")
+    assert next_month_of(at("2026-12-31 23:59")) == at("2027-01-01")
+
+
+def test_ledger_adds_up_and_begins_anew() -> None:
+    """A late report of yesterday counts for the month only."""
+    ledger = TokenLedger({"acme": 10}, {"acme": 100}, NOON)
+    assert ledger.add([row(5), row(2, NOON - DAY_S), row(0, NOON, "b")], NOON) == {
+        "acme"
+    }
+    assert ledger.used("acme", NOON) == told(20, 114)[0]
+    tomorrow = ledger.used("acme", NOON + DAY_S)
+    assert (tomorrow.in_day, tomorrow.in_month) == (0, 0), "March has begun"
+    assert ledger.used("new", NOON).in_month == 0
+
+
+def test_gateway_adds_what_the_controller_does_not_know_of_yet() -> None:
+    """Once that is stored, it is not counted twice."""
+    budgets = TokenBudgets()
+    tenant = Tenant(name="acme", tokens_per_day=100)
+    assert budgets.check(tenant, NOON) is None
+    budgets.told(told(90, 90))
+    budgets.count("acme", 8)
+    assert budgets.check(tenant, NOON) is None
+    budgets.count("acme", 2)
+    refusal = budgets.check(tenant, NOON)
+    assert refusal is not None
+    assert refusal.limit == "tokens_per_day"
+    assert refusal.retry_after_s == DAY_S / 2
+    assert "2026-03-01 00:00 UTC" in refusal.text
+    budgets.stored([row(5)])
+    assert budgets.check(tenant, NOON) is None, "the controller tells it next"
+    budgets.told(told(100, 100))
+    assert budgets.check(tenant, NOON) is not None
+    assert budgets.check(tenant, NOON + DAY_S / 2) is None, "it is renewed"
+
+
+def test_month_is_a_budget_of_its_own() -> None:
+    """It is renewed with the month."""
+    budgets = TokenBudgets()
+    tenant = Tenant(name="acme", tokens_per_day=100, tokens_per_month=1000)
+    budgets.told(told(3, 1000))
+    refusal = budgets.check(tenant, NOON)
+    assert refusal is not None
+    assert refusal.limit == "tokens_per_month"
+    assert refusal.retry_after_s == at("2026-03-01") - NOON
+    assert budgets.check(dataclasses.replace(tenant, name="b"), NOON) is None
+
+
+def test_authenticator_counts_tokens_until_they_are_stored() -> None:
+    """A refused request is counted by the name of its budget."""
+    made = Authenticator(needs_key=False)
+    made.directory.put([Tenant(name="")])
+    admitted = made.admit({})
+    made.count_prompt(admitted, 30)
+    made.count_generated(admitted)
+    made.finish(admitted, "m", 200)
+    tenant = Tenant(name="", tokens_per_day=31)
+    assert made.budgets.check(tenant, NOON) is not None
+    ((number, _),) = made.meter.take_due(0.0)
+    made.stored(number)
+    assert made.budgets.check(tenant, NOON) is None
+
+
+async def test_controller_tells_all_gateways_and_writes_the_end_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch that comes twice counts once; a new controller knows it all."""
+    monkeypatch.setattr("time.time", lambda: NOON)
+    sent: list[tuple[str, Order]] = []
+
+    def manager() -> TenantManager:
+        return TenantManager(
+            TenantDatabase(tmp_path / "registry.db"),
+            History(),
+            lambda: ["gateway/1", "gateway/2"],
+            lambda name, order: sent.append((name, order)),
+        )
+
+    one = manager()
+    await one.create("acme", {"tokens_per_day": 100}, 60.0)
+    assert one.tenants["acme"].keys[0].expires_at == NOON + 60
+    for _ in range(2):
+        one.used("gateway/1", UsageTold("meter", 1, (row(20),)))
+        await one.settled()
+    one.used("gateway/2", UsageTold("other", 1, (row(40),)))
+    await one.settled()
+    last = {name: o for name, o in sent if isinstance(o, TokensTold)}
+    assert set(last) == {"gateway/1", "gateway/2"}
+    assert [order.used[0].in_day for order in last.values()] == [120, 120]
+    assert [e.act for e in one.registry.audited(9)] == [
+        "tokens_per_day of acme is used up"
+    ]
+    await one.close()
+    two = manager()
+    greeting = [o for o in two.greeting() if isinstance(o, TokensTold)]
+    assert greeting[0].used[0].in_day == 120
+    await two.close()
