@@ -285,7 +285,7 @@ def _gears(name: str, spec: ModelSpec) -> list[Gear]:
     """Return the gears of an autoscaled model whose item_ms are all declared."""
     if not is_scaled(spec) or not all(stage.item_ms for stage in spec.stages):
         return []
-    model = pipeline_of(name, spec, decide, {}, 0.0)
+    model = pipeline_of(name, spec, decide, None, 0.0)
     aim = model.objective_s, model.objective_share
     return list(gears_of(costs_of(model), *aim))
 

@@ -19,10 +19,10 @@ from multiworld.cli.plan import read_nodes
 from multiworld.serve.models.factory import import_factory
 from multiworld.serve.resources.amounts import needs_of
 from multiworld.serve.resources.bookings import Bookings
-from multiworld.serve.scaling import default_policy, reference_policies
+from multiworld.serve.scaling import default_policy, reference_policies, token_policy
 from multiworld.serve.scaling.gears import gear_for, gears_of
 from multiworld.serve.scaling.snapshot import Policy
-from multiworld.serve.simulation import engine, traces
+from multiworld.serve.simulation import traces
 from multiworld.serve.simulation.arrival import Arrival
 from multiworld.serve.simulation.engine import (
     PipelineModel,
@@ -30,23 +30,26 @@ from multiworld.serve.simulation.engine import (
     SimulationResult,
 )
 from multiworld.serve.simulation.model_builder import (
-    Curve,
     Machines,
     costs_of,
     pipeline_of,
     with_fleet,
 )
 from multiworld.serve.simulation.oracle import with_foresight
+from multiworld.serve.simulation.replay import simulate as replay
 from multiworld.serve.simulation.score import Score, judge
 from multiworld.serve.spec.loader import load_spec
-from multiworld.serve.spec.profiles import load_profile
+from multiworld.serve.spec.profiles import ModelProfile, load_profile
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 
 OWN = "spec"
 """Name of the policy that the spec itself chooses."""
 
-COMPARED = (OWN, *reference_policies.BUILT_IN, "oracle")
-"""Policies that are compared by default."""
+ORACLE = "oracle"
+"""Name of the policy that knows the future."""
+
+COMPARED = (OWN, *reference_policies.BUILT_IN, ORACLE)
+"""Policies that are compared by default; an oracle knows no texts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +81,7 @@ def run(wish: SimulationOptions) -> int:
     app = load_spec(wish.spec)
     arrivals = _arrivals(wish, app)
     outcomes: dict[str, list[SimulationResult]] = {}
-    for name in wish.policies:
+    for name in wish.policies or _compared(app):
         models = [
             _model(wish, app, model, name, arrivals[model]) for model in app.models
         ]
@@ -94,6 +97,12 @@ def run(wish: SimulationOptions) -> int:
     return 0
 
 
+def _compared(app: AppSpec) -> list[str]:
+    """Return the policies that are compared by default."""
+    has_texts = any(model.generation is not None for model in app.models.values())
+    return [name for name in COMPARED if name != ORACLE or not has_texts]
+
+
 def _simulated(
     wish: SimulationOptions,
     app: AppSpec,
@@ -104,7 +113,7 @@ def _simulated(
     asked = [arrivals[model] for model in app.models]
     chance = random.Random(wish.seed).random
     try:
-        return engine.simulate(models, asked, chance, _room(wish, app))
+        return replay(models, asked, chance, _room(wish, app))
     except Exception as error:
         if ":" not in policy_name and policy_name != OWN:
             raise  # a policy of this package: a bug
@@ -194,10 +203,14 @@ def _model(
     arrivals: Sequence[Arrival],
 ) -> PipelineModel:
     spec = app.models[name]
-    model = pipeline_of(
-        name, spec, reference_policies.fixed, _curves(wish, spec), wish.start_s
-    )
+    measured = _measured(wish, spec)
+    model = pipeline_of(name, spec, reference_policies.fixed, measured, wish.start_s)
     kind, _, counts = chosen.partition(":")
+    if model.limits is not None and chosen in (ORACLE, "fixed"):
+        raise click.UsageError(
+            f"policy {chosen} does not know models that generate text; give "
+            "spec, queued, threshold, or fixed:N,N,…"
+        )
     if kind == "fixed":
         return with_fleet(model, _fleet(model, counts, arrivals))
     if chosen == "oracle":
@@ -208,6 +221,8 @@ def _model(
 def _policy(spec: ModelSpec, chosen: str) -> Policy:
     if chosen == OWN:
         if spec.scaling is None:
+            if spec.generation is not None:
+                return token_policy.decide
             return default_policy.decide
         return import_factory(spec.scaling)
     if chosen in reference_policies.BUILT_IN:
@@ -238,11 +253,10 @@ def _fleet(
     return gears[gear_for(gears, len(arrivals) / span_s)].replicas
 
 
-def _curves(wish: SimulationOptions, spec: ModelSpec) -> Mapping[int, Curve]:
+def _measured(wish: SimulationOptions, spec: ModelSpec) -> ModelProfile | None:
     if spec.profile is None:
-        return {}
-    found = load_profile(wish.spec.parent / spec.profile)
-    return {k: stage.seconds for k, stage in enumerate(found.stages)}
+        return None
+    return load_profile(wish.spec.parent / spec.profile)
 
 
 def _room(wish: SimulationOptions, app: AppSpec) -> Room:
@@ -384,5 +398,5 @@ def simulate(spec: Path, policies: tuple[str, ...], **options: Any) -> None:
     their autoscaling_config. `attained` is the share of all requests that were answered
     within objective_ms; `replica-s` is the cost in seconds of running replicas.
     """
-    chosen = policies or COMPARED
+    chosen = policies
     sys.exit(run(SimulationOptions(spec=spec, policies=chosen, **options)))

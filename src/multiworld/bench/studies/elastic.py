@@ -49,8 +49,8 @@ from multiworld.serve.load.generator import Load, Target
 from multiworld.serve.load.summary import Sample, quantile
 from multiworld.serve.scaling import default_policy, reference_policies
 from multiworld.serve.simulation.arrival import Arrival
-from multiworld.serve.simulation.engine import simulate
 from multiworld.serve.simulation.model_builder import pipeline_of, with_fleet
+from multiworld.serve.simulation.replay import simulate
 from multiworld.serve.simulation.score import judge
 from multiworld.serve.simulation.traces import generated
 from multiworld.serve.spec.loader import parse_spec
@@ -248,7 +248,7 @@ def run_simulated(kind: str, asked: dict[str, list[Arrival]]) -> dict[str, float
     chosen = default_policy.decide if kind not in FLEETS else reference_policies.fixed
     good = cost = sent = 0.0
     for trace in asked.values():
-        model = pipeline_of("m", spec, chosen, {}, START_S)
+        model = pipeline_of("m", spec, chosen, None, START_S)
         if kind in FLEETS:
             model = with_fleet(model, FLEETS[kind])
         (outcome,) = simulate([model], [trace], random.Random(0).random)

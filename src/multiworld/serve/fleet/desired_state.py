@@ -45,8 +45,18 @@ def desired_state_of(
                 if bounds_of(model, number)[0] == 0
             ),
             model.generation is not None,
+            *_text_objectives(model),
         )
     return DesiredState(models, app.gateway.replicas)
+
+
+def _text_objectives(model: ModelSpec) -> tuple[float | None, float | None]:
+    """Return the objectives for the first token and for further ones, in seconds."""
+    spec = model.generation
+    if spec is None:
+        return None, None
+    ttft_s = spec.ttft_ms / 1000 if spec.ttft_ms else None
+    return ttft_s, spec.tpot_ms / 1000 if spec.tpot_ms else None
 
 
 def with_new_versions_started(desired: DesiredState, old: DesiredState) -> DesiredState:
@@ -174,7 +184,10 @@ def check_update(
 def version_fields(spec: ModelSpec) -> Any:
     """Return the fields that define a version: all but those that scale or place it."""
     stages = [s.model_dump(exclude=SCALING_STAGE_FIELDS) for s in spec.stages]
-    return spec.model_dump(exclude={"stages", *SCALING_FIELDS}), stages
+    found = spec.model_dump(exclude={"stages", *SCALING_FIELDS})
+    for name in SCALING_TEXT_FIELDS if spec.generation is not None else ():
+        del found["generation"][name]
+    return found, stages
 
 
 SCALING_FIELDS = {
@@ -191,3 +204,6 @@ SCALING_FIELDS = {
 
 SCALING_STAGE_FIELDS = {"replicas", "autoscaling_config", "item_ms", "out_kb"}
 """Fields of a stage that affect scaling and placement, not what a replica computes."""
+
+SCALING_TEXT_FIELDS = ("ttft_ms", "tpot_ms")
+"""Fields of `generation` that affect scaling, not what a replica computes."""

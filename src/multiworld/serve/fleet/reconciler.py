@@ -495,6 +495,8 @@ class Reconciler:
             objective_s=model.objective_s,
             on_demand=model.on_demand,
             generates=model.generates,
+            ttft_s=model.ttft_s,
+            tpot_s=model.tpot_s,
         )
 
     def _probes(self, now: float) -> Iterator[Action]:

@@ -22,6 +22,8 @@ class DesiredModel:
         objective_s: Latency objective, in seconds; None without one.
         on_demand: Numbers of the stages that scale to zero.
         generates: Whether the model generates text.
+        ttft_s: Objective for the first token of a text, in seconds.
+        tpot_s: Objective for each further one.
     """
 
     version: str
@@ -32,6 +34,8 @@ class DesiredModel:
     objective_s: float | None = None
     on_demand: tuple[int, ...] = ()
     generates: bool = False
+    ttft_s: float | None = None
+    tpot_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,7 +118,7 @@ class Gateway:
             yield "stream_events", (kind,), count
         for (tenant, why), count in self.authenticator.refused.items():
             yield "refused", (tenant, why), count
-        report = self.dispatcher.report()
+        report = self.report()
         for kind, count in report.counts.items():
             yield "router_events", (kind,), count
         for model, count in report.attained.items():
@@ -130,12 +130,21 @@ class Gateway:
         """Return what it does at this moment."""
         report = self.dispatcher.report()
         at_streams = self.streams.load()
-        waiting = report.waiting
+        waiting, streams = report.waiting, self.streams
+        of_streams = streams.attainment
         return msgspec.structs.replace(
             report,
+            arrived=Counter(report.arrived) + of_streams.arrived,
+            attained=Counter(report.attained) + of_streams.attained,
+            missed=Counter(report.missed) + of_streams.missed,
+            refused=Counter(report.refused) + of_streams.refused,
+            texts=streams.timed.of("texts"),
+            prompt_tokens=streams.timed.of("prompt_tokens"),
+            generated_tokens=streams.timed.of("generation_tokens"),
             in_flight=report.in_flight + self.streams.in_flight,
             load={**report.load, **at_streams},
-            waiting={m: n + self.streams.waiting(m) for m, n in waiting.items()},
+            waiting={m: n + streams.waiting(m) for m, n in waiting.items()},
+            pending={m: n + streams.waiting(m) for m, n in report.pending.items()},
             cpu_s=time.process_time(),
         )
 

@@ -21,6 +21,43 @@ NEW_S = 60.0
 it, and not moved to it."""
 
 
+SPLIT = 4
+"""Streams by which another replica must be busier, so that one that gets steps of other
+replicas of stage 0 gets those of one more. Each has a step of its own for every token,
+which costs about as much as nine tokens."""
+
+
+class Schedulers:
+    """The replicas of stage 0 whose steps each replica computes."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, Counter[str]] = {}
+
+    def enter(self, chain: Sequence[str]) -> None:
+        """Record that a chain computes one more stream."""
+        for name in chain[1:]:
+            self._of.setdefault(name, Counter())[chain[0]] += 1
+
+    def leave(self, chain: Sequence[str]) -> None:
+        """Record that a chain computes one stream less."""
+        for name in chain[1:]:
+            known = self._of[name]
+            known[chain[0]] -= 1
+            if not known[chain[0]]:
+                del known[chain[0]]
+            if not known:
+                del self._of[name]
+
+    def is_split(self, name: str, first: str) -> bool:
+        """Tell whether a replica has steps, but none of a certain replica of stage 0.
+
+        Args:
+            name: The replica.
+            first: The one of stage 0.
+        """
+        return name in self._of and first not in self._of[name]
+
+
 class Chains:
     """The replicas, as one gateway sees them, and its streams at each.
 
@@ -38,6 +75,7 @@ class Chains:
         self._table = RoutingTable()
         self._prefix_routes = PrefixRoutes()
         self._ready_since: dict[str, float] = {}
+        self._schedulers = Schedulers()
         self.silent: set[str] = set()
         self.load: Counter[str] = Counter()
 
@@ -58,10 +96,16 @@ class Chains:
     def enter(self, stream: Stream) -> None:
         """Record that a stream is computed by its chain from now on."""
         self._prefix_routes.record(stream.prefixes, stream.chain)
+        self._schedulers.enter(stream.chain)
         self.load.update(stream.chain)
 
-    def leave(self, replicas: Iterable[str]) -> None:
-        """Record that a stream is not computed by some replicas any more."""
+    def leave(self, chain: Sequence[str]) -> None:
+        """Record that a stream is not computed by a chain any more."""
+        self._schedulers.leave(chain)
+        self.load.subtract(chain)
+
+    def release(self, replicas: Iterable[str]) -> None:
+        """Record that a stream is not moved to some replicas."""
         self.load.subtract(replicas)
 
     def choose(self, stream: Stream) -> Chain | None:
@@ -175,12 +219,14 @@ class Chains:
             is_ready: Whether all of it must be usable now.
         """
         route = self._table.routes[stream.model]
-        chain = [
-            self._kept(kept, version, stage) or self._replica(stream, version, stage)
-            for stage in range(route.stages.get(version, 0))
-        ]
-        found = tuple(name for name in chain if name is not None)
-        if not chain or len(found) < len(chain):
+        found: tuple[str, ...] = ()
+        for stage in range(route.stages.get(version, 0)):
+            name = self._kept(kept, version, stage)
+            name = name or self._replica(stream, version, stage, found[:1])
+            if name is None:
+                return None
+            found += (name,)
+        if not found:
             return None
         if is_ready and not all(self._is_usable(name) for name in found):
             return None
@@ -194,7 +240,9 @@ class Chains:
         is_same = known is not None and known.version == version
         return name if is_there and is_same else None
 
-    def _replica(self, stream: Stream, version: str, stage: int) -> str | None:
+    def _replica(
+        self, stream: Stream, version: str, stage: int, first: Sequence[str]
+    ) -> str | None:
         wanted = stream.via.get(stage)
         found = [
             replica
@@ -211,6 +259,7 @@ class Chains:
 
         def cost(replica: Replica) -> tuple[float, float]:
             saved = known.get(replica.name, 0) * PREFIX_BLOCK / TOKENS_PER_STREAM
-            return self.load[replica.name] - saved, self._chance()
+            splits = any(self._schedulers.is_split(replica.name, f) for f in first)
+            return self.load[replica.name] + SPLIT * splits - saved, self._chance()
 
         return min(usable, key=cost).name if usable else None

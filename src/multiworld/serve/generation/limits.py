@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from multiworld.serve.generation.kv_cache import GROWTH
 from multiworld.serve.generation.scheduler import EngineLimits
 from multiworld.serve.spec.schema import GenerationSpec
 from multiworld.serve.spec.stage import Generation
+from multiworld.serve.transport.routing_table import RoutingTable
 
 MIB = 2**20
 
@@ -20,7 +24,19 @@ def limits_of(spec: GenerationSpec, model: Generation, stages: int) -> EngineLim
         model: The model.
         stages: Number of its stages.
     """
-    block = max(model.kv_bytes) * spec.block_size * GROWTH
+    return limits_by(spec, max(model.kv_bytes), stages)
+
+
+def limits_by(spec: GenerationSpec, kv_bytes: float, stages: int) -> EngineLimits:
+    """Return the limits of the schedulers of a model.
+
+    Args:
+        spec: Spec of the generation.
+        kv_bytes: Bytes of the keys and values of one token in a stage; 0: not known, so
+            that they have room.
+        stages: Number of stages.
+    """
+    block = max(kv_bytes, 1e-3) * spec.block_size * GROWTH
     return EngineLimits(
         max_num_seqs=spec.max_num_seqs,
         max_num_batched_tokens=spec.max_num_batched_tokens,
@@ -41,3 +57,31 @@ def longest_of(spec: GenerationSpec, model: Generation) -> int:
 def prefix_bytes_of(spec: GenerationSpec) -> int:
     """Return the most bytes of beginnings of prompts that a replica keeps."""
     return int(spec.prefix_cache_memory_mb * MIB) if spec.enable_prefix_caching else 0
+
+
+def steps_for(replicas: Sequence[int]) -> int:
+    """Return how many steps of one replica of stage 0 keep all replicas busy.
+
+    Args:
+        replicas: Replicas of each stage; 0 counts as 1.
+    """
+    first = max(1, replicas[0])
+    return sum(max(1, math.ceil(count / first)) for count in replicas)
+
+
+def steps_of(table: RoutingTable, replica: str) -> int | None:
+    """Return how many steps a replica of stage 0 may have under way at once.
+
+    Args:
+        table: The routing table.
+        replica: Name of the replica.
+
+    Returns:
+        The number; None if the table does not have the replica.
+    """
+    me = table.replicas.get(replica)
+    route = None if me is None else table.routes.get(me.model)
+    if me is None or route is None:
+        return None
+    stages = range(route.stages.get(me.version, 1))
+    return steps_for([len(table.stage(me.model, me.version, k)) for k in stages])

@@ -141,7 +141,7 @@ class Moves:
     def finish(self, stream: Stream) -> Move:
         """End the preparation of a stream, which goes on with what was prepared."""
         assert stream.move is not None
-        self._chains.leave(_fresh(stream))  # it enters its whole chain
+        self._chains.release(_fresh(stream))  # it enters its whole chain
         move, stream.move = stream.move, None
         return move
 
@@ -149,7 +149,7 @@ class Moves:
         """Drop what is prepared for a stream, if anything is."""
         if stream.move is not None:
             fresh = _fresh(stream)
-            self._chains.leave(fresh)
+            self._chains.release(fresh)
             self._end_at(fresh, (self._name, stream.number, stream.move.attempt))
             stream.move = None
 

@@ -26,6 +26,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from multiworld.serve.generation.scheduled_sequence import (
+    ScheduledSequence,
+    by_route,
+)
 from multiworld.serve.generation.token_shares import TokenShares
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport.generation_messages import StepPart
@@ -56,41 +60,6 @@ class EngineLimits:
     blocks: int = 1024
     steps: int = 1
     is_prefill_chunked: bool = True
-
-
-@dataclass(slots=True, eq=False)
-class ScheduledSequence:
-    """A sequence at its scheduler.
-
-    Attributes:
-        key: Gateway, stream and attempt.
-        tokens: All tokens so far: the prompt and what was generated.
-        computed: Number of tokens of which the keys and values are computed, or are
-            being computed.
-        is_under_way: True while its next token is being computed.
-        blocks: Blocks that it has.
-        number: Order of arrival.
-        share: Its tenant.
-        is_probe: Whether it waits for nobody.
-        is_suspect: Whether it is computed alone until it has a token.
-        is_paused: Whether it is not computed now, as a stage of its chain is replaced.
-    """
-
-    key: Key
-    tokens: list[int]
-    share: Share = DEFAULT_SHARE
-    computed: int = 0
-    is_under_way: bool = False
-    blocks: int = 0
-    number: int = 0
-    is_probe: bool = False
-    is_suspect: bool = False
-    is_paused: bool = False
-
-    @property
-    def lacking(self) -> int:
-        """Number of tokens that are still to be computed."""
-        return len(self.tokens) - self.computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +93,7 @@ class Scheduler:
 
     Attributes:
         limits: See above.
+        steps: Most steps under way at once; as many as in ``limits`` at first.
         preemptions: Number of preemptions so far.
     """
 
@@ -141,6 +111,7 @@ class Scheduler:
         self._reserved: dict[Key, int] = {}
         self._shares = TokenShares()
         self.preemptions = 0
+        self.steps = limits.steps
 
     # Sequences.
 
@@ -153,6 +124,7 @@ class Scheduler:
         share: Share = DEFAULT_SHARE,
         is_probe: bool = False,
         is_suspect: bool = False,
+        route: Sequence[str] = (),
     ) -> None:
         """Add a sequence; it is computed when it is its turn.
 
@@ -163,6 +135,7 @@ class Scheduler:
             share: Its tenant.
             is_probe: Whether it is the next one, however many run.
             is_suspect: Whether it is computed alone until it has a token.
+            route: Replicas by stage that compute it.
 
         Raises:
             ValueError: It needs more blocks than there are.
@@ -181,6 +154,7 @@ class Scheduler:
             number=self._arrivals,
             is_probe=is_probe,
             is_suspect=is_suspect,
+            route=route,
         )
         self._known[key] = sequence
         self._shares.enter(share)
@@ -218,7 +192,14 @@ class Scheduler:
             sequence.is_paused = True
             self._leave_steps(key)
 
-    def move(self, old: Key, new: Key, tokens: Sequence[int], computed: int) -> None:
+    def move(
+        self,
+        old: Key,
+        new: Key,
+        tokens: Sequence[int],
+        computed: int,
+        route: Sequence[str] = (),
+    ) -> None:
         """Rename a sequence, and pause it.
 
         Args:
@@ -226,10 +207,11 @@ class Scheduler:
             new: Its key from now on.
             tokens: Its tokens, all that were delivered.
             computed: Number of those that were computed here.
+            route: Replicas by stage that compute it from now on.
         """
         self.pause(old)
         sequence = self._known.pop(old)
-        sequence.key, sequence.tokens = new, list(tokens)
+        sequence.key, sequence.tokens, sequence.route = new, list(tokens), route
         sequence.computed = min(computed, sequence.computed)
         self._known[new] = sequence
 
@@ -263,6 +245,7 @@ class Scheduler:
         tokens: Sequence[int],
         computed: int,
         share: Share,
+        route: Sequence[str] = (),
     ) -> None:
         """Add a sequence that has come from another replica, paused.
 
@@ -272,8 +255,9 @@ class Scheduler:
             tokens: Its tokens so far.
             computed: Number of those that were computed here.
             share: Its tenant.
+            route: Replicas by stage that compute it.
         """
-        self.add(new, tokens, computed=computed, share=share)
+        self.add(new, tokens, computed=computed, share=share, route=route)
         sequence = self._known[new]
         sequence.is_paused, sequence.blocks = True, self._reserved.pop(old)
         self._waiting.remove(sequence)
@@ -335,7 +319,7 @@ class Scheduler:
 
     def next_step(self) -> PlannedStep | None:
         """Return the next step to compute, or None if there is none now."""
-        if len(self._steps) >= self.limits.steps:
+        if len(self._steps) >= self.steps:
             return None
         budget = self.limits.max_num_batched_tokens
         parts: list[StepPart] = []
@@ -387,16 +371,16 @@ class Scheduler:
         Fewer than a share wait until others of their kind come back.
         """
         decoding = [s for s in self._running if s.lacking <= 1 and not s.is_paused]
-        groups = min(self.limits.steps, max(1, round(len(decoding) / ROWS)))
+        groups = min(self.steps, max(1, round(len(decoding) / ROWS)))
         most = min(budget, math.ceil(len(decoding) / groups))
         ready = sum(not s.is_under_way for s in decoding)
         if ready < min(most, len(decoding)):
             return  # the others are under way
-        for sequence in list(decoding):
+        for sequence in by_route([s for s in decoding if not s.is_under_way]):
             if len(parts) >= most:
                 return
-            if sequence.is_under_way or sequence not in self._running:
-                continue  # it waits for its token, or was preempted for an earlier one
+            if sequence not in self._running:
+                continue  # it was preempted for an earlier one
             if sequence.lacking == 1 and self._has_room(sequence, 1):
                 parts.append(self._take(sequence, 1))
 
@@ -482,6 +466,7 @@ class Scheduler:
         sequence.computed += count
         samples = sequence.lacking == 0
         sequence.is_under_way = samples
+        sequence.last_step = self._step_number + 1
         self._planned.add(sequence.key)
         self._shares.charge(sequence.share, count)
         return StepPart(sequence.key, begin, count, samples)

@@ -35,6 +35,7 @@ from multiworld.serve.generation.moves import Moves
 from multiworld.serve.generation.prefixes import digests
 from multiworld.serve.generation.stream import NO_LIMITS, Chain, Stream, TimeLimits
 from multiworld.serve.generation.stream_counts import StreamCounts
+from multiworld.serve.routing.attainment import Attainment
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport import generation_messages, protocol
 from multiworld.serve.transport.edge_messages import EdgeMessage
@@ -79,6 +80,7 @@ class Streams:
         table: The routing table in use.
         counts: Events since the start, by kind.
         timed: Tokens and times of all streams.
+        attainment: Streams within their objectives.
         on_missing: Called with the name of a model that may scale to zero, again and
             again, while a stream of it waits for a chain.
     """
@@ -88,6 +90,7 @@ class Streams:
         self.table = RoutingTable()
         self.counts: Counter[str] = Counter()
         self.timed = StreamCounts()
+        self.attainment = Attainment()
         self._streams: dict[int, Stream] = {}
         self._unplaced: dict[int, Stream] = {}
         self._owed: dict[str, deque[Key]] = {}
@@ -136,7 +139,7 @@ class Streams:
         Cancellation: Safe. The stream ends at once, and its replicas are told.
         """
         if via is None:
-            self.check_room(model)
+            self._arrive(model)
         route = self._route(model)
         limit_s = route.deadline_s if deadline_s is None else deadline_s
         stream = Stream(
@@ -159,9 +162,13 @@ class Streams:
         self._streams[stream.number] = self._unplaced[stream.number] = stream
         self._is_busy.set()
         self._place(stream)
+        failed: BaseException | None = None
         try:
             async with aclosing(stream.items()) as found:
                 yield found
+        except BaseException as error:
+            failed = error
+            raise
         finally:
             del self._streams[stream.number]
             self._leave_chain(stream)
@@ -170,6 +177,28 @@ class Streams:
                 made = len(stream.tokens) - stream.prompt
                 took_s = stream.last_at - (stream.first_at or 0.0)
                 self.timed.ended(model, stream.prompt, made, took_s)
+                is_late = self._is_late(stream)
+                self.attainment.count(model, failed, is_late=is_late)
+
+    def _arrive(self, model: str) -> None:
+        """Count a stream, and check that it may wait."""
+        self.check_room(model)
+        self.attainment.arrived[model] += 1
+
+    def _is_late(self, stream: Stream) -> bool:
+        """Tell whether an objective of a stream has passed."""
+        route = self.table.routes.get(stream.model)
+        if route is None:
+            return False
+        first_at = stream.first_at
+        if route.ttft_s is not None:
+            until = self._clock() if first_at is None else first_at
+            if until - stream.began_at > route.ttft_s:
+                return True
+        more = len(stream.tokens) - stream.prompt - 1
+        if route.tpot_s is None or first_at is None or more < 1:
+            return False
+        return stream.last_at - first_at > route.tpot_s * more
 
     def check_room(self, model: str) -> None:
         """Check that one more stream may wait for a model.
@@ -183,7 +212,10 @@ class Streams:
             for s in self._streams.values()
         )
         if waiting >= self._route(model).max_queued_requests + 1:
-            raise OverloadedError(f"{waiting} requests wait for {model!r}")
+            self.attainment.arrived[model] += 1
+            refused = OverloadedError(f"{waiting} requests wait for {model!r}")
+            self.attainment.count(model, refused, is_late=True)
+            raise refused
 
     def _route(self, model: str) -> Route:
         route = self.table.routes.get(model)

@@ -90,23 +90,42 @@ class Location:
 
 
 def needs_of(model: ModelSpec) -> list[Need]:
-    """Return what a replica of each stage needs, as the spec declares it."""
+    """Return what a replica of each stage needs, as the spec declares it.
+
+    A stage that generates text also needs memory for its texts, where it declares any.
+    """
     found = []
-    for stage in model.stages:
+    for number, stage in enumerate(model.stages):
         kind, _, index = stage.device.partition(":")
+        on_gpu = kind == "cuda"
+        memory_mb, gpu_memory_mb = stage.memory_mb or 0.0, stage.gpu_memory_mb or 0.0
+        texts_mb = _texts_mb(model, is_last=number == len(model.stages) - 1)
+        if on_gpu and gpu_memory_mb:
+            gpu_memory_mb += texts_mb
+        elif not on_gpu and memory_mb:
+            memory_mb += texts_mb
         found.append(
             Need(
                 cpus=(stage.cpus or 0.0) * stage.ranks,
-                memory_bytes=round((stage.memory_mb or 0.0) * MIB) * stage.ranks,
-                on_gpu=kind == "cuda",
+                memory_bytes=round(memory_mb * MIB) * stage.ranks,
+                on_gpu=on_gpu,
                 gpu=int(index) if index else None,
-                gpu_memory_bytes=round((stage.gpu_memory_mb or 0.0) * MIB)
-                * stage.ranks,
+                gpu_memory_bytes=round(gpu_memory_mb * MIB) * stage.ranks,
                 nodes=frozenset(stage.nodes),
                 ranks=stage.ranks,
             )
         )
     return found
+
+
+def _texts_mb(model: ModelSpec, *, is_last: bool) -> float:
+    """Return the MiB of a replica for keys and values, prefixes and its log."""
+    spec = model.generation
+    if spec is None:
+        return 0.0
+    prefixes_mb = spec.prefix_cache_memory_mb if spec.enable_prefix_caching else 0.0
+    log_mb = 0.0 if is_last else spec.backup_memory_mb
+    return spec.kv_cache_memory_mb + prefixes_mb + log_mb
 
 
 def in_words(need: Need) -> str:

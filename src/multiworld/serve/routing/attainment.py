@@ -46,6 +46,16 @@ class Attainment:
                 than ``ServeError`` means that the caller gave up.
         """
         is_late = objective_s is not None and took_s > objective_s
+        self.count(model, error, is_late=is_late)
+
+    def count(self, model: str, error: BaseException | None, *, is_late: bool) -> None:
+        """Count a finished request.
+
+        Args:
+            model: Name of the model.
+            error: See ``ended``.
+            is_late: Whether its objective has passed.
+        """
         if error is None:
             (self.missed if is_late else self.attained)[model] += 1
         elif isinstance(error, OverloadedError):

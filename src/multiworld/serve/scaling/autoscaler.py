@@ -21,7 +21,7 @@ from multiworld.serve.fleet.reconciler import Reconciler
 from multiworld.serve.fleet.state import DesiredModel, DesiredState, ProcessPhase
 from multiworld.serve.models.factory import import_factory
 from multiworld.serve.placement.replica_bookings import Specs
-from multiworld.serve.scaling import default_policy, limits
+from multiworld.serve.scaling import default_policy, limits, token_policy
 from multiworld.serve.scaling.limits import keep_starting, within
 from multiworld.serve.scaling.samples import ObservedReplica, SampleWindow
 from multiworld.serve.scaling.snapshot import Decision, Policy, Snapshot
@@ -85,10 +85,10 @@ class _Model:
         self.memory: Any = None
         self.short = ""
         self.policy: Policy = (
-            default_policy.decide
-            if spec.scaling is None
-            else import_factory(spec.scaling)
+            default_policy.decide if spec.generation is None else token_policy.decide
         )
+        if spec.scaling is not None:
+            self.policy = import_factory(spec.scaling)
 
 
 class Autoscaler:
@@ -213,6 +213,7 @@ class Autoscaler:
             deadline_s=wanted.deadline_s,
             start_s=self._start_s(name, wanted.version),
             interval_s=known.interval_s,
+            text=limits.text_of(known.spec),
             memory=known.memory,
         )
         decision = within(known.policy(snapshot), snapshot.stages)

@@ -88,14 +88,16 @@ def decide(snapshot: Snapshot) -> Decision:
     """
     old = snapshot.memory if isinstance(snapshot.memory, PolicyState) else PolicyState()
     look_back_s = max(
-        _limits(s).look_back_period_s for s in snapshot.stages if s.limits is not None
+        limits_now(s).look_back_period_s
+        for s in snapshot.stages
+        if s.limits is not None
     )
     measured = times_of(snapshot, look_back_s, old.measured)
     found = _find(snapshot, old, measured, look_back_s)
     pending = []
     replicas = []
     for k, stage in enumerate(snapshot.stages):
-        limits = _limits(stage)
+        limits = limits_now(stage)
         low, high = map(limits.within, found.needs[k])
         before = old.pending[k] if k < len(old.pending) else ()
         pending.append(remember(before, PendingChange(snapshot.now, low, high), limits))
@@ -104,9 +106,9 @@ def decide(snapshot: Snapshot) -> Decision:
         )
         if found.demand.is_rising:
             count = max(count, stage.replicas)  # never scale down under rising load
-        count = max(count, _kept_while_starting(snapshot, k))
+        count = max(count, kept_while_starting(snapshot, k))
         replicas.append(stage.replicas if stage.limits is None else count)
-    replicas = _all_or_none(snapshot, replicas)
+    replicas = all_or_none(snapshot, replicas)
     return Decision(
         replicas=tuple(replicas),
         why=describe(snapshot, found, replicas),
@@ -150,7 +152,7 @@ def _find(
     )
 
 
-def _limits(stage: StageNow) -> StageLimits:
+def limits_now(stage: StageNow) -> StageLimits:
     """Return the limits of a stage; a stage that is not scaled keeps its number."""
     if stage.limits is not None:
         return stage.limits
@@ -158,7 +160,7 @@ def _limits(stage: StageNow) -> StageLimits:
 
 
 def _bounds(snapshot: Snapshot) -> tuple[tuple[int, int], ...]:
-    limits = [_limits(stage) for stage in snapshot.stages]
+    limits = [limits_now(stage) for stage in snapshot.stages]
     return tuple((one.min_replicas, one.max_replicas) for one in limits)
 
 
@@ -178,7 +180,7 @@ def _gears(
     if old.gears and is_same and not _differ(costs, old.costs):
         return old.costs, old.gears
     stages = [
-        StageCost(item_s=item_s, batch_s=batch_s, limits=_limits(stage))
+        StageCost(item_s=item_s, batch_s=batch_s, limits=limits_now(stage))
         for (item_s, batch_s), stage in zip(costs, snapshot.stages, strict=True)
     ]
     return costs, gears_of(stages, snapshot.objective_s, snapshot.objective_share)
@@ -204,7 +206,7 @@ def _update_reserve(
     if len(snapshot.samples) < 2 or not _is_reachable(snapshot, costs):
         return before
     one, other = snapshot.samples[-2:]
-    limits = [_limits(stage) for stage in snapshot.stages]
+    limits = [limits_now(stage) for stage in snapshot.stages]
     max_wait_s = _max_wait_s(snapshot, costs, 0.0)
     record = BurstRecord(
         seconds=other.at - one.at,
@@ -246,8 +248,8 @@ def _reserved(
     is_known = len(burst_reserve.fleets) == len(nothing)
     if not is_known or not _is_reachable(snapshot, costs):
         return nothing
-    is_on_demand = any(_limits(stage).min_replicas == 0 for stage in snapshot.stages)
-    if is_on_demand and _is_idle(snapshot, demand):
+    is_on_demand = any(limits_now(stage).min_replicas == 0 for stage in snapshot.stages)
+    if is_on_demand and is_idle(snapshot, demand.rate):
         return nothing
     item_s = [item for item, _ in costs]
     return reserved_replicas(burst_reserve, item_s, snapshot.objective_share)
@@ -265,10 +267,10 @@ def _needs(
 ) -> list[tuple[int, int]]:
     """Return by stage how many replicas are needed, without and with the margin."""
     queued = [
-        _for_queue(snapshot.samples, k, stage, look_back_s)
+        for_queue(snapshot.samples, k, stage, look_back_s)
         for k, stage in enumerate(snapshot.stages)
     ]
-    if _is_idle(snapshot, demand):
+    if is_idle(snapshot, demand.rate):
         return [(0, 0) for _ in snapshot.stages]
     if not gears:
         # A request needs every stage, even those that it has not reached yet.
@@ -286,25 +288,39 @@ def _needs(
     return found
 
 
-def _is_idle(snapshot: Snapshot, demand: Demand) -> bool:
+def is_idle(snapshot: Snapshot, rate: float) -> bool:
+    """Tell whether a model has nothing to do.
+
+    Args:
+        snapshot: Its samples.
+        rate: Arrivals a second.
+    """
     last = snapshot.samples[-1]
-    return demand.rate == 0 and not any(seen.ongoing for seen in last.stages)
+    return rate == 0 and not any(seen.ongoing for seen in last.stages)
 
 
-def _kept_while_starting(snapshot: Snapshot, k: int) -> int:
+def kept_while_starting(snapshot: Snapshot, k: int) -> int:
     """Return how many replicas a busy stage keeps while some are still starting.
 
     These are the ready ones and at least one: the load looks small while it waits.
+
+    Args:
+        snapshot: The samples.
+        k: Number of the stage.
     """
     seen, count = snapshot.samples[-1].stages[k], snapshot.stages[k].replicas
     is_starting = seen.ready < count and seen.ongoing > 0
     return min(count, max(1, seen.ready)) if is_starting else 0
 
 
-def _all_or_none(snapshot: Snapshot, replicas: list[int]) -> list[int]:
+def all_or_none(snapshot: Snapshot, replicas: list[int]) -> list[int]:
     """Return the replicas with at least one for each stage, or none for all on demand.
 
     A pipeline without one of its stages answers nothing.
+
+    Args:
+        snapshot: Limits of the stages.
+        replicas: Replicas by stage.
     """
     on_demand = [
         k
@@ -318,14 +334,21 @@ def _all_or_none(snapshot: Snapshot, replicas: list[int]) -> list[int]:
     ]
 
 
-def _for_queue(
+def for_queue(
     samples: Sequence[Sample], k: int, stage: StageNow, look_back_s: float
 ) -> int:
-    """Return the replicas for the mean ongoing requests (Ray Serve's rule)."""
+    """Return the replicas for the mean ongoing requests (Ray Serve's rule).
+
+    Args:
+        samples: Samples, oldest first.
+        k: Number of the stage.
+        stage: The stage.
+        look_back_s: Seconds over which the mean is taken.
+    """
     begin = samples[-1].at - look_back_s
     lately = [s.stages[k].ongoing for s in samples if s.at > begin - 1e-9]
     mean = sum(lately) / len(lately)
-    return math.ceil(mean / _limits(stage).target_ongoing_requests - 1e-9)
+    return math.ceil(mean / limits_now(stage).target_ongoing_requests - 1e-9)
 
 
 def _max_wait_s(
@@ -342,7 +365,7 @@ def _for_backlog(
     snapshot: Snapshot, demand: Demand, k: int, item_s: float, max_wait_s: float
 ) -> int:
     """Return the replicas that carry the demand and also clear the backlog in time."""
-    limits = _limits(snapshot.stages[k])
+    limits = limits_now(snapshot.stages[k])
     seen = snapshot.samples[-1].stages[k]
     usual = limits.target_ongoing_requests * max(1, snapshot.stages[k].replicas)
     waiting = max(0.0, seen.ongoing - usual)

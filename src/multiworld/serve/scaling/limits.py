@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from multiworld.serve.scaling.snapshot import Decision, StageLimits, StageNow
+from multiworld.serve.scaling.snapshot import (
+    Decision,
+    StageLimits,
+    StageNow,
+    TextObjectives,
+)
 from multiworld.serve.spec.schema import ModelSpec, StageSpec
 
 
@@ -16,6 +21,19 @@ def limits_of(stage: StageSpec) -> StageLimits | None:
         return None
     options = config.model_dump(exclude={"initial_replicas", "metrics_interval_s"})
     return StageLimits(**options)
+
+
+def text_of(spec: ModelSpec) -> TextObjectives | None:
+    """Return the objectives of a model that generates text; None for others."""
+    own = spec.generation
+    if own is None:
+        return None
+    return TextObjectives(
+        ttft_s=own.ttft_ms / 1000 if own.ttft_ms else None,
+        tpot_s=own.tpot_ms / 1000 if own.tpot_ms else None,
+        step_tokens=own.max_num_batched_tokens,
+        texts=own.max_num_seqs,
+    )
 
 
 def is_scaled(spec: ModelSpec) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -11,6 +11,16 @@ from multiworld.serve.scaling.snapshot import Sample, StageSeen
 from multiworld.serve.transport.protocol import GatewayReport, Reports, WorkerReport
 
 R = TypeVar("R")
+
+COUNTED = (
+    "arrived",
+    "missed",
+    "refused",
+    "texts",
+    "prompt_tokens",
+    "generated_tokens",
+)
+"""Counts of a sample that are sums over the gateways."""
 
 PERIODS = 2.5
 """Look-back periods over which samples are kept."""
@@ -21,6 +31,7 @@ class _Stage:
     requests: int = 0
     batches: int = 0
     busy_s: float = 0.0
+    rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +62,7 @@ class SampleWindow:
     look_back_s: float
     samples: deque[Sample] = field(default_factory=deque)
     _totals: list[_Stage] = field(default_factory=list)
-    _arrived: int = 0
-    _missed: int = 0
-    _refused: int = 0
+    _sums: Counter[str] = field(default_factory=Counter)
     _last_counts: dict[str, tuple[float, ...]] = field(default_factory=dict)
     _gateways: dict[str, GatewayReport] = field(default_factory=dict)
     _workers: dict[str, WorkerReport] = field(default_factory=dict)
@@ -91,13 +100,11 @@ class SampleWindow:
             gateway = self._gateways.get(name)
             if gateway is not None:
                 waiting += gateway.pending.get(self.model, 0)
-                arrived = float(gateway.arrived.get(self.model, 0))
-                missed = float(gateway.missed.get(self.model, 0))
-                refused = float(gateway.refused.get(self.model, 0))
-                more = self._increase(name, arrived, missed, refused)
-                self._arrived += int(more[0])
-                self._missed += int(more[1])
-                self._refused += int(more[2])
+                counts = [getattr(gateway, what).get(self.model, 0) for what in COUNTED]
+                more = self._increase(name, *map(float, counts))
+                for what, count in zip(COUNTED, more, strict=True):
+                    self._sums[what] += int(count)
+        kv_usage = 0.0
         ongoing = [float(waiting), *([0.0] * self.stages)]
         ready = [0] * self.stages
         for replica in replicas:
@@ -107,6 +114,7 @@ class SampleWindow:
                 at_work = worker.computing - worker.probing
                 ongoing[replica.stage] += worker.queued + at_work
                 ongoing[replica.stage + 1] += worker.waiting_for_next
+                kv_usage = max(kv_usage, worker.kv_usage)
                 self._add(replica, worker)
         for name in self._last_counts.keys() - known:
             del self._last_counts[name]
@@ -117,15 +125,16 @@ class SampleWindow:
                 requests=total.requests,
                 batches=total.batches,
                 busy_s=total.busy_s,
+                rows=total.rows,
             )
             for k, total in enumerate(self._totals)
         ]
         sample = Sample(
             at=now,
-            arrived=self._arrived,
             stages=tuple(seen),
-            missed=self._missed,
-            refused=self._refused,
+            kv_usage=kv_usage,
+            tokens=self._sums["tokens"],
+            **{what: self._sums[what] for what in COUNTED},
         )
         self.samples.append(sample)
         while (
@@ -137,16 +146,20 @@ class SampleWindow:
 
     def _add(self, replica: ObservedReplica, worker: WorkerReport) -> None:
         counts = worker.counts
-        requests, batches, busy_s = self._increase(
+        requests, batches, busy_s, rows, tokens = self._increase(
             replica.name,
             counts.get("requests", 0),
-            counts.get("batches", 0),
+            counts.get("batches", 0) + counts.get("steps", 0),
             worker.computed_s,
+            counts.get("rows", 0),
+            counts.get("tokens", 0),
         )
         total = self._totals[replica.stage]
         total.requests += int(requests)
         total.batches += int(batches)
         total.busy_s += busy_s
+        total.rows += int(rows)
+        self._sums["tokens"] += int(tokens)
 
     def _increase(self, name: str, *counts: float) -> tuple[float, ...]:
         """Return how much the counts of a process grew since its last report."""

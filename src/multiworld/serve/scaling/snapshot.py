@@ -87,6 +87,8 @@ class StageSeen:
         requests: Requests computed so far; never decreases.
         batches: Batches computed so far; never decreases.
         busy_s: Seconds of computing so far, of all replicas together.
+        rows: Of a model that generates text, tokens computed so far, those of prompts
+            and answers; ``batches`` are then its steps.
     """
 
     ongoing: float
@@ -94,6 +96,7 @@ class StageSeen:
     requests: int = 0
     batches: int = 0
     busy_s: float = 0.0
+    rows: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +110,12 @@ class Sample:
         missed: Requests so far that were answered after the objective, or refused
             because too many waited. Errors of clients and of models do not count.
         refused: Requests so far that were refused because too many waited.
+        tokens: Tokens that were generated so far.
+        texts: Generated texts that have ended so far.
+        prompt_tokens: Tokens of their prompts.
+        generated_tokens: Tokens that were generated for them.
+        kv_usage: Share of the memory for keys and values that is in use, of the replica
+            of stage 0 with the largest.
     """
 
     at: float
@@ -114,6 +123,30 @@ class Sample:
     stages: tuple[StageSeen, ...]
     missed: int = 0
     refused: int = 0
+    tokens: int = 0
+    texts: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    kv_usage: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextObjectives:
+    """Objectives and limits of a model that generates text.
+
+    Attributes:
+        ttft_s: Seconds within which the first token should come; None: no objective.
+        tpot_s: Seconds that each further token should take, on average over a text;
+            None: no objective.
+        step_tokens: Most tokens of a step (``max_num_batched_tokens``).
+        texts: Most texts that a replica of stage 0 generates at once
+            (``max_num_seqs``).
+    """
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    step_tokens: int = 256
+    texts: int = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +165,7 @@ class Snapshot:
             deadline.
         start_s: Seconds from the decision to start a replica until it is ready.
         interval_s: Seconds between two decisions.
+        text: Its objectives, if it generates text.
         memory: ``Decision.memory`` of the decision before; None at first.
     """
 
@@ -139,6 +173,7 @@ class Snapshot:
     now: float
     stages: tuple[StageNow, ...]
     samples: tuple[Sample, ...]
+    text: TextObjectives | None = None
     objective_s: float | None = None
     objective_share: float = 0.99
     deadline_s: float = 30.0

@@ -9,12 +9,12 @@ the cores that it was measured with.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from multiworld.serve.generation.scheduler import EngineLimits
 from multiworld.serve.routing.load_balancer import Chance, choose
 from multiworld.serve.scaling.limits import within
 from multiworld.serve.scaling.samples import PERIODS
@@ -25,13 +25,9 @@ from multiworld.serve.scaling.snapshot import (
     StageLimits,
     StageNow,
     StageSeen,
+    TextObjectives,
 )
 from multiworld.serve.simulation.arrival import Arrival
-
-POLL_S = 0.1
-"""Greatest random delay of a decision after its interval, in seconds.
-
-The real autoscaler polls this often whether an interval is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,11 +71,15 @@ class PipelineModel:
         max_queued_requests: Requests that may wait at the router; more are refused.
         start_s: Seconds until a started replica is ready.
         interval_s: Seconds between two decisions.
+        text: Its objectives, if it generates text.
+        limits: Limits of a replica of stage 0, if it generates text.
     """
 
     name: str
     stages: tuple[StageModel, ...]
     policy: Policy
+    text: TextObjectives | None = None
+    limits: EngineLimits | None = None
     objective_s: float | None = None
     objective_share: float = 0.99
     deadline_s: float = 30.0
@@ -89,7 +89,9 @@ class PipelineModel:
 
 
 @dataclass(slots=True, eq=False)
-class _Request:
+class Request:
+    """A request in a simulation; times in seconds, ``ended`` is -1 until then."""
+
     at: float
     work: float
     queued_at: float = 0.0
@@ -98,7 +100,9 @@ class _Request:
 
 
 @dataclass(slots=True, eq=False)
-class _Replica:
+class Replica:
+    """A replica in a simulation."""
+
     name: str
     stage: int
     launched_at: float
@@ -106,9 +110,9 @@ class _Replica:
     is_draining: bool = False
     is_gone: bool = False
     due_at: float = -1.0
-    queue: deque[_Request] = field(default_factory=deque)
-    running: list[_Request] = field(default_factory=list)
-    finished: deque[_Request] = field(default_factory=deque)
+    queue: deque[Request] = field(default_factory=deque)
+    running: list[Request] = field(default_factory=list)
+    finished: deque[Request] = field(default_factory=deque)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +141,10 @@ class SimulationResult:
     Attributes:
         model: Name of the model.
         objective_s: Objective in seconds; None if there is none.
-        requests: Arrival time and latency of each request, in seconds. The latency is
-            -1 if the request was refused or passed its deadline.
+        requests: Arrival time and latency of each request, in seconds; of generated
+            texts, that of their first token. The latency is -1 if the request was
+            refused or passed its deadline.
+        attained: Requests that were answered within the objective.
         refused: Requests refused because too many waited.
         late: Requests that passed their deadline.
         replica_s: By stage, seconds that replicas existed, from their launch.
@@ -150,6 +156,7 @@ class SimulationResult:
     model: str
     objective_s: float | None
     requests: list[tuple[float, float]]
+    attained: int
     refused: int
     late: int
     replica_s: tuple[float, ...]
@@ -193,10 +200,10 @@ class Pipeline:
         room: Room,
     ) -> None:
         self._model, self._at, self._chance, self._room = model, at, chance, room
-        self._replicas: list[list[_Replica]] = [[] for _ in model.stages]
+        self._replicas: list[list[Replica]] = [[] for _ in model.stages]
         self._wanted = [stage.replicas for stage in model.stages]
-        self._waiting: deque[_Request] = deque()
-        self._requests: list[_Request] = []
+        self._waiting: deque[Request] = deque()
+        self._requests: list[Request] = []
         self._numbers = itertools.count(1)
         self._counts = [[0, 0, 0.0] for _ in model.stages]
         self._samples: deque[Sample] = deque()
@@ -224,12 +231,15 @@ class Pipeline:
         name = f"{self._model.name}/{k}/{next(self._numbers)}"
         if not self._room.take(name, self._model.name, k):
             return
-        replica = _Replica(name, k, now, is_ready)
+        replica = self._made(name, k, now, is_ready=is_ready)
         self._replicas[k].append(replica)
         if not is_ready:
             self._at(now + self._model.start_s, lambda then: self._ready(replica, then))
 
-    def _ready(self, replica: _Replica, now: float) -> None:
+    def _made(self, name: str, k: int, now: float, *, is_ready: bool) -> Replica:
+        return Replica(name, k, now, is_ready)
+
+    def _ready(self, replica: Replica, now: float) -> None:
         if replica.is_gone:
             return
         replica.is_ready = True
@@ -242,25 +252,24 @@ class Pipeline:
             replica.is_draining = True
             self._leave_if_done(replica, now)
 
-    def _leave_if_done(self, replica: _Replica, now: float) -> None:
-        if (
-            replica.is_draining
-            and not replica.is_gone
-            and not (replica.queue or replica.running or replica.finished)
-        ):
+    def _leave_if_done(self, replica: Replica, now: float) -> None:
+        if replica.is_draining and not replica.is_gone and self._is_done(replica):
             replica.is_gone = True
             self._replicas[replica.stage].remove(replica)
             self._replica_s[replica.stage] += now - replica.launched_at
             self._room.free(replica.name)
 
-    def _live(self, k: int) -> list[_Replica]:
+    def _is_done(self, replica: Replica) -> bool:
+        return not (replica.queue or replica.running or replica.finished)
+
+    def _live(self, k: int) -> list[Replica]:
         return [r for r in self._replicas[k] if not r.is_draining]
 
     # Requests.
 
     def arrive(self, arrival: Arrival, now: float) -> None:
         """Accept or refuse a request."""
-        request = _Request(now, arrival.work)
+        request = Request(now, arrival.work)
         self._requests.append(request)
         self.in_flight += 1
         self._waiting.append(request)
@@ -301,7 +310,7 @@ class Pipeline:
                 self._begin(replica, k, now)
                 self._leave_if_done(replica, now)
 
-    def _send(self, queue: deque[_Request], k: int, senders: int, now: float) -> None:
+    def _send(self, queue: deque[Request], k: int, senders: int, now: float) -> None:
         if not queue:
             return
         by_name = {r.name: r for r in self._live(k) if r.is_ready}
@@ -320,7 +329,7 @@ class Pipeline:
             by_name[name].queue.append(request)
             load[name] += 1
 
-    def _begin(self, replica: _Replica, k: int, now: float) -> None:
+    def _begin(self, replica: Replica, k: int, now: float) -> None:
         stage = self._model.stages[k]
         is_full = len(replica.finished) >= stage.window
         if replica.running or not replica.is_ready or is_full:
@@ -340,7 +349,7 @@ class Pipeline:
             counts[0] += len(replica.running)
             counts[1] += 1
 
-    def _is_due(self, replica: _Replica, stage: StageModel, now: float) -> bool:
+    def _is_due(self, replica: Replica, stage: StageModel, now: float) -> bool:
         """Tell whether a batch may start; if not, schedule another look."""
         if not replica.queue or len(replica.queue) >= stage.max_batch_size:
             return bool(replica.queue)
@@ -350,7 +359,7 @@ class Pipeline:
             self._at(due_at, self._move)
         return now >= due_at
 
-    def _end(self, replica: _Replica, seconds: float, now: float) -> None:
+    def _end(self, replica: Replica, seconds: float, now: float) -> None:
         self._counts[replica.stage][2] += seconds
         done, replica.running = replica.running, []
         if replica.stage == len(self._model.stages) - 1:
@@ -430,6 +439,7 @@ class Pipeline:
             deadline_s=self._model.deadline_s,
             start_s=self._model.start_s,
             interval_s=self._model.interval_s,
+            text=self._model.text,
             memory=self._memory,
         )
 
@@ -449,8 +459,8 @@ class Pipeline:
         found = []
         late = 0
         for request in self._requests:
-            took = request.ended - request.at if request.ended >= 0 else -1.0
-            if took > self._model.deadline_s:
+            took = self._took_s(request)
+            if request.ended - request.at > self._model.deadline_s:
                 took = -1.0
             late += took < 0 and not request.is_refused
             found.append((request.at, took))
@@ -458,6 +468,7 @@ class Pipeline:
             model=self._model.name,
             objective_s=self._model.objective_s,
             requests=found,
+            attained=sum(map(self._is_good, self._requests)),
             refused=sum(r.is_refused for r in self._requests),
             late=late,
             replica_s=tuple(replica_s),
@@ -466,71 +477,10 @@ class Pipeline:
             decided=self.decided,
         )
 
+    def _took_s(self, request: Request) -> float:
+        return request.ended - request.at if request.ended >= 0 else -1.0
 
-def simulate(
-    models: Sequence[PipelineModel],
-    arrivals: Sequence[Sequence[Arrival]],
-    chance: Chance,
-    room: Room | None = None,
-) -> list[SimulationResult]:
-    """Replay a trace for each model and return the results.
-
-    Args:
-        models: Models to simulate.
-        arrivals: Arrivals of each model, in order of time.
-        chance: Source of random choices.
-        room: Room for replicas; unlimited by default.
-    """
-    heap: list[tuple[float, int, Callable[[float], None]]] = []
-    numbers = itertools.count()
-
-    def at(time: float, callback: Callable[[float], None]) -> None:
-        heapq.heappush(heap, (time, next(numbers), callback))
-
-    pipelines = [Pipeline(m, at, chance, room or Room()) for m in models]
-    last = max((a[-1].at for a in arrivals if a), default=0.0)
-    for pipeline, trace, model in zip(pipelines, arrivals, models, strict=True):
-        pipeline.begin()
-        _feed(pipeline, iter(trace), at)
-        _tick(pipeline, model.interval_s, last, at, chance)
-    now = 0.0
-    while heap:
-        due, _, callback = heapq.heappop(heap)
-        if due > last and not any(p.in_flight for p in pipelines):
-            break
-        now = due
-        callback(now)
-    return [pipeline.outcome(max(now, last)) for pipeline in pipelines]
-
-
-def _feed(
-    pipeline: Pipeline,
-    trace: Iterator[Arrival],
-    at: Callable[[float, Callable[[float], None]], None],
-) -> None:
-    """Schedule each arrival at its time."""
-    arrival = next(trace, None)
-    if arrival is not None:
-
-        def arrive(now: float) -> None:
-            _feed(pipeline, trace, at)
-            pipeline.arrive(arrival, now)
-
-        at(arrival.at, arrive)
-
-
-def _tick(
-    pipeline: Pipeline,
-    interval_s: float,
-    last: float,
-    at: Callable[[float, Callable[[float], None]], None],
-    chance: Chance,
-) -> None:
-    """Schedule a decision at every interval until no request is left."""
-
-    def tick(now: float) -> None:
-        pipeline.decide(now)
-        if now <= last or pipeline.in_flight:
-            at(now + interval_s + POLL_S * chance(), tick)
-
-    at(interval_s, tick)
+    def _is_good(self, request: Request) -> bool:
+        limit_s, took_s = self._model.objective_s, self._took_s(request)
+        most_s = self._model.deadline_s if limit_s is None else limit_s
+        return 0 <= took_s <= min(most_s, self._model.deadline_s)

@@ -6,13 +6,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from multiworld.errors import PlacementError, SpecError
+from multiworld.serve.generation.limits import limits_by
 from multiworld.serve.resources.amounts import Need
 from multiworld.serve.resources.assignment import assign
 from multiworld.serve.resources.bookings import Bookings
 from multiworld.serve.scaling.gears import StageCost
-from multiworld.serve.scaling.limits import interval_s, limits_of
+from multiworld.serve.scaling.limits import interval_s, limits_of, text_of
 from multiworld.serve.scaling.snapshot import Policy, StageLimits
+from multiworld.serve.scaling.step_costs import USUAL_RATIO
 from multiworld.serve.simulation.engine import PipelineModel, Room, StageModel
+from multiworld.serve.spec.profiles import ModelProfile
 from multiworld.serve.spec.schema import ModelSpec
 
 Curve = Mapping[int, float]
@@ -42,7 +45,7 @@ def pipeline_of(
     name: str,
     spec: ModelSpec,
     policy: Policy,
-    curves: Mapping[int, Curve],
+    measured: ModelProfile | None,
     start_s: float,
 ) -> PipelineModel:
     """Return the simulation model of a spec.
@@ -51,7 +54,7 @@ def pipeline_of(
         name: Name of the model.
         spec: Spec of the model.
         policy: Scaling policy.
-        curves: Measured batch times, by stage number; other stages use ``item_ms``.
+        measured: Its measured costs; without, stages use ``item_ms``.
         start_s: Seconds until a started replica is ready.
 
     Raises:
@@ -60,14 +63,18 @@ def pipeline_of(
     stages = []
     for k, stage in enumerate(spec.stages):
         title = stage.name or str(k)
-        curve = curves.get(k)
-        if curve is None:
+        curve: Curve = {}
+        if measured is not None:
+            curve = measured.stages[k].seconds
+        if not curve:
             if not stage.item_ms:
                 raise SpecError(
                     f"models.{name}.stages[{k}] ({title}): its computing time is not "
                     "known; give item_ms, or profile: (see multiworld profile)"
                 )
             curve = {1: stage.item_ms / 1000}
+            if spec.generation is not None:
+                curve = _steps(stage.item_ms / 1000)
         stages.append(
             StageModel(
                 name=title,
@@ -80,17 +87,29 @@ def pipeline_of(
                 item_s=min(took / rows for rows, took in curve.items()),
             )
         )
+    text, limits, objective_ms = text_of(spec), None, spec.objective_ms
+    if spec.generation is not None:
+        objective_ms = spec.generation.ttft_ms
+        kv_bytes = [] if measured is None else [s.kv_bytes for s in measured.stages]
+        limits = limits_by(spec.generation, max(kv_bytes, default=0), len(stages))
     return PipelineModel(
         name=name,
         stages=tuple(stages),
         policy=policy,
-        objective_s=spec.objective_ms / 1000 if spec.objective_ms else None,
+        text=text,
+        limits=limits,
+        objective_s=objective_ms / 1000 if objective_ms else None,
         objective_share=spec.objective_share,
         deadline_s=spec.deadline_s,
         max_queued_requests=spec.max_queued_requests,
         start_s=start_s,
         interval_s=interval_s(spec),
     )
+
+
+def _steps(row_s: float) -> Curve:
+    """Return the usual times of steps of which a token takes ``row_s``."""
+    return {rows: row_s * (USUAL_RATIO + rows) for rows in (1, 2)}
 
 
 def with_fleet(model: PipelineModel, replicas: tuple[int, ...]) -> PipelineModel:

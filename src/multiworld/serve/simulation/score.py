@@ -51,8 +51,7 @@ class Score:
 def judge(policy: str, outcome: SimulationResult) -> Score:
     """Return the score of a run."""
     took = [seconds for _, seconds in outcome.requests if seconds >= 0]
-    limit = outcome.objective_s
-    good = len(took) if limit is None else sum(seconds <= limit for seconds in took)
+    good = outcome.attained
     replica_s = sum(outcome.replica_s)
     seconds = max(outcome.seconds, 1e-9)
     return Score(

@@ -12,6 +12,7 @@ import csv
 import math
 import random
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -53,10 +54,8 @@ def read_trace(path: Path, *, by_tokens: bool = False) -> list[Arrival]:
     return _from_zero(found)
 
 
-def _read(
-    rows: Iterable[list[str]], path: Path, by_tokens: bool
-) -> list[tuple[float, float, str]]:
-    found: list[tuple[float, float, str]] = []
+def _read(rows: Iterable[list[str]], path: Path, by_tokens: bool) -> list[Arrival]:
+    found: list[Arrival] = []
     titles: list[str] = []
     for number, row in enumerate(rows, 1):
         if not row or not "".join(row).strip():
@@ -70,8 +69,9 @@ def _read(
                 f"{path}, line {number}: {row[0][:40]!r} is neither seconds nor a date"
             )
         work = _work(row, titles, path, number) if by_tokens else 1.0
+        prompt, answer = _tokens(row, titles)
         model = row[titles.index("Model")] if "Model" in titles[: len(row)] else ""
-        found.append((at, work, model))
+        found.append(Arrival(at, work, model, prompt, answer))
     if by_tokens and not _columns(titles):
         raise ServeError(f"trace {path} has no token columns; omit --by-tokens")
     return found
@@ -107,11 +107,21 @@ def _work(row: list[str], titles: list[str], path: Path, number: int) -> float:
         ) from None
 
 
-def _from_zero(found: list[tuple[float, float, str]]) -> list[Arrival]:
+def _tokens(row: list[str], titles: list[str]) -> tuple[int, int]:
+    """Return the tokens of a prompt and of its answer; 0 where the trace has none."""
+    found = []
+    for names in (CONTEXT, GENERATED):
+        column = next((titles.index(t) for t in names if t in titles), len(row))
+        text = row[column].strip() if column < len(row) else ""
+        found.append(int(text) if text.isdecimal() else 0)
+    return found[0], found[1]
+
+
+def _from_zero(found: list[Arrival]) -> list[Arrival]:
     found.sort()
-    first = found[0][0]
-    mean = sum(work for _, work, _ in found) / len(found) or 1.0
-    return [Arrival(at - first, work / mean, model) for at, work, model in found]
+    first = found[0].at
+    mean = sum(arrival.work for arrival in found) / len(found) or 1.0
+    return [replace(a, at=a.at - first, work=a.work / mean) for a in found]
 
 
 LEAST_CV, MOST_CV = 0.01, 100.0
@@ -143,7 +153,8 @@ def generated(text: str, seed: int = 0) -> list[Arrival]:
     """Return the trace that a text describes, in the syntax of ``multiworld simulate``.
 
     The text is ``poisson:rate=5,seconds=600``, ``gamma:rate=5,seconds=600,cv=4``, or
-    several of them joined by ``+``, which follow each other.
+    several of them joined by ``+``, which follow each other. ``prompt=500,answer=100``
+    gives mean numbers of tokens; they are distributed exponentially.
 
     Raises:
         ServeError: The text is wrong; the message shows the right syntax.
@@ -152,16 +163,18 @@ def generated(text: str, seed: int = 0) -> list[Arrival]:
     begin = 0.0
     for number, part in enumerate(text.split("+")):
         kind, _, rest = part.partition(":")
-        given = {"rate": 0.0, "seconds": 0.0, "cv": 1.0}
+        given = {"rate": 0.0, "seconds": 0.0, "cv": 1.0, "prompt": 0.0, "answer": 0.0}
         try:
             for item in rest.split(","):
                 name, _, value = item.partition("=")
                 given[name.strip()] = float(value)
-            if kind not in ("poisson", "gamma") or len(given) > 3:
+            if kind not in ("poisson", "gamma") or len(given) > 5:
                 raise ValueError
             if not all(map(math.isfinite, given.values())):
                 raise ValueError
-            if given["rate"] < 0 or given["seconds"] <= 0:
+            if min(given["rate"], given["prompt"], given["answer"]) < 0:
+                raise ValueError
+            if given["seconds"] <= 0:
                 raise ValueError
             if not LEAST_CV <= given["cv"] <= MOST_CV:
                 raise ValueError
@@ -173,7 +186,14 @@ def generated(text: str, seed: int = 0) -> list[Arrival]:
         cv = 1.0 if kind == "poisson" else given["cv"]
         if given["rate"] > 0:
             part_ = gamma(given["rate"], given["seconds"], cv, seed + number)
-            found += [Arrival(begin + arrival.at) for arrival in part_]
+            draw = random.Random(seed + number)
+            lengths = given["prompt"], given["answer"]
+            for arrival in part_:
+                prompt, answer = (
+                    round(draw.expovariate(1 / n)) if n else 0 for n in lengths
+                )
+                at = begin + arrival.at
+                found.append(Arrival(at, prompt=prompt, answer=answer))
         begin += given["seconds"]
     if not found:
         raise ServeError(f"{text!r} gives a trace without any requests; raise the rate")
@@ -182,7 +202,7 @@ def generated(text: str, seed: int = 0) -> list[Arrival]:
 
 def stretched(arrivals: Sequence[Arrival], factor: float) -> list[Arrival]:
     """Return the same arrivals, ``factor`` times as far apart."""
-    return [Arrival(a.at * factor, a.work, a.model) for a in arrivals]
+    return [replace(a, at=a.at * factor) for a in arrivals]
 
 
 def between(arrivals: Sequence[Arrival], begin: float, end: float) -> list[Arrival]:
@@ -193,6 +213,4 @@ def between(arrivals: Sequence[Arrival], begin: float, end: float) -> list[Arriv
         begin: Start of the part, in seconds.
         end: End of the part, in seconds.
     """
-    return [
-        Arrival(a.at - begin, a.work, a.model) for a in arrivals if begin <= a.at < end
-    ]
+    return [replace(a, at=a.at - begin) for a in arrivals if begin <= a.at < end]

@@ -25,7 +25,9 @@ class StageProfile(BaseModel):
         loaded_bytes: Growth of the process when it loaded the stage.
         peak_bytes: Largest growth of the process while it computed, loading included.
         out_bytes: Bytes sent to the next stage for one item (a row).
-        seconds: Median seconds for one batch, by batch size in rows.
+        seconds: Median seconds for one batch, by batch size in rows; of a model that
+            generates text, for one step, by its tokens.
+        kv_bytes: Bytes of the keys and values of one token, if it generates text.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -36,6 +38,7 @@ class StageProfile(BaseModel):
     peak_bytes: int
     out_bytes: float
     seconds: dict[int, float]
+    kv_bytes: float = 0.0
 
     @property
     def item_s(self) -> float:

@@ -130,7 +130,9 @@ class StageSpec(_Strict):
     """Cores to book for each rank. By default none; the rank uses what is free."""
     memory_mb: Annotated[float, Field(gt=0, le=1e8)] | None = None
     """Main memory to book for each rank, in MiB. A replica that uses more is killed,
-    and an event names it. By default no memory is booked, and there is no limit."""
+    and an event names it. By default no memory is booked, and there is no limit. The
+    memory that `generation` declares for texts is added to it (on a GPU, to
+    `gpu_memory_mb`)."""
     gpu_memory_mb: Annotated[float, Field(gt=0, le=1e8)] | None = None
     """GPU memory to book for each rank, in MiB; torch can allocate no more than this.
     Needs a GPU as `device`."""
@@ -206,6 +208,12 @@ class GenerationSpec(_Strict):
     tool_call_parser: Literal["hermes", "llama3_json"] | None = None
     """The form in which the model calls a tool: `hermes` (Hermes, Qwen, SmolLM) or
     `llama3_json`. By default it calls only tools that a request names or requires."""
+    ttft_ms: Annotated[float, Field(gt=0, le=8.64e7)] | None = None
+    """Objective: milliseconds within which the first token of a text should come.
+    Autoscaling works towards it; SLO attainment is measured against it."""
+    tpot_ms: Annotated[float, Field(gt=0, le=8.64e7)] | None = None
+    """Objective: milliseconds that each further token should take, on average over a
+    text."""
     first_token_s: Seconds | None = None
     """Most seconds until the first token of a text; by default only `deadline_s`."""
     between_tokens_s: Seconds | None = None

@@ -196,6 +196,9 @@ class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):
         attained: Requests answered within the latency objective, by model.
         missed: Requests answered late, or not at all for lack of replicas, by model.
         refused: Requests rejected because too many waited, by model.
+        texts: Generated texts that have ended, by model.
+        prompt_tokens: Tokens of their prompts, by model.
+        generated_tokens: Tokens that were generated for them, by model.
         cpu_s: CPU time of the process, in seconds.
     """
 
@@ -210,6 +213,9 @@ class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):
     attained: dict[str, int] = {}
     missed: dict[str, int] = {}
     refused: dict[str, int] = {}
+    texts: dict[str, int] = {}
+    prompt_tokens: dict[str, int] = {}
+    generated_tokens: dict[str, int] = {}
     cpu_s: float = 0.0
 
 

@@ -59,6 +59,8 @@ class Route:
             waits until they have a replica.
         generates: Whether the model generates text: its last stage also sends to
             stage 0.
+        ttft_s: Objective for the first token of a text, in seconds.
+        tpot_s: Objective for each further one.
     """
 
     version: str
@@ -69,6 +71,8 @@ class Route:
     objective_s: float | None = None
     on_demand: tuple[int, ...] = ()
     generates: bool = False
+    ttft_s: float | None = None
+    tpot_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

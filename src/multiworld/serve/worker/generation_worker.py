@@ -21,6 +21,7 @@ from torch import Tensor
 from multiworld.errors import InvalidRequestError, ModelFailedError
 from multiworld.serve.generation.fingerprint import fingerprint
 from multiworld.serve.generation.kv_cache import MissingTokensError
+from multiworld.serve.generation.limits import steps_of
 from multiworld.serve.generation.links import Link, Links, neighbours_of
 from multiworld.serve.generation.prefix_cache import Block
 from multiworld.serve.generation.row_log import RowLog
@@ -144,6 +145,7 @@ class GenerationWorker:
     def table_changed(self, table: RoutingTable) -> None:
         """Use a new routing table; end the sequences of gateways that are gone."""
         self._mail.table_changed(table)
+        self._scheduler.steps = steps_of(table, self.name) or self._scheduler.steps
         known = {*table.gateways, *self._mail}
         for link in self._links:
             if link.key[0] not in known:
@@ -276,14 +278,16 @@ class GenerationWorker:
     def _schedule(self, link: Link) -> bool:
         """Let the scheduler know a sequence that was here; return if it has room."""
         key, tokens, earlier = link.key, link.opening.tokens, link.earlier
+        route = link.opening.chain
         if link.stages:
             return self._scheduler.reserve(earlier, key, len(tokens))
         for old in earlier:
             if self._scheduler.knows(old):
-                self._scheduler.move(old, key, tokens, link.held)
+                self._scheduler.move(old, key, tokens, link.held, route)
             elif self._scheduler.has_reserved(old):
                 share = link.opening.share
-                self._scheduler.take_over(old, key, tokens, link.held, share)
+                held = link.held
+                self._scheduler.take_over(old, key, tokens, held, share, route)
         return True
 
     def _is_end(self, link: Link) -> bool:
@@ -365,6 +369,7 @@ class GenerationWorker:
                 share=opening.share,
                 is_probe=opening.is_probe,
                 is_suspect=opening.is_suspect,
+                route=opening.chain,
             )
         except ValueError as error:
             self._fail(key, InvalidRequestError(str(error)))

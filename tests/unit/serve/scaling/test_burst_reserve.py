@@ -21,8 +21,9 @@ from multiworld.serve.scaling.burst_reserve import (
     update,
 )
 from multiworld.serve.simulation.arrival import Arrival
-from multiworld.serve.simulation.engine import PipelineModel, SimulationResult, simulate
+from multiworld.serve.simulation.engine import PipelineModel, SimulationResult
 from multiworld.serve.simulation.oracle import with_foresight
+from multiworld.serve.simulation.replay import simulate
 from multiworld.serve.simulation.score import judge
 from tests.unit.serve.simulation.test_engine import LIMITS, pipeline, run
 

@@ -22,7 +22,6 @@ from multiworld.serve.simulation.engine import (
     PipelineModel,
     SimulationResult,
     StageModel,
-    simulate,
 )
 from multiworld.serve.simulation.model_builder import (
     Machines,
@@ -30,7 +29,9 @@ from multiworld.serve.simulation.model_builder import (
     pipeline_of,
     seconds_of,
 )
+from multiworld.serve.simulation.replay import simulate
 from multiworld.serve.simulation.score import flaps, judge
+from multiworld.serve.spec.profiles import ModelProfile, StageProfile
 from multiworld.serve.spec.schema import ModelSpec
 
 LIMITS = StageLimits(
@@ -284,6 +285,24 @@ def test_verdict_counts_what_it_says() -> None:
     assert flaps(changes) == 1
 
 
+def profile_of(*curves: dict[int, float]) -> ModelProfile:
+    """Return a profile with the times of each stage."""
+    stages = [
+        StageProfile(
+            name="s",
+            weight_bytes=0,
+            loaded_bytes=0,
+            peak_bytes=0,
+            out_bytes=0.0,
+            seconds=seconds,
+        )
+        for seconds in curves
+    ]
+    return ModelProfile(
+        model="m", version="1", device="cpu", threads=1, base_bytes=0, stages=stages
+    )
+
+
 def test_specs_say_what_is_simulated() -> None:
     """The spec gives times, batches and limits; an unknown time is refused."""
     spec = ModelSpec.model_validate(
@@ -297,9 +316,9 @@ def test_specs_say_what_is_simulated() -> None:
         }
     )
     with pytest.raises(SpecError, match="item_ms"):
-        pipeline_of("m", spec, reference_policies.fixed, {}, 1.0)
+        pipeline_of("m", spec, reference_policies.fixed, None, 1.0)
     model = pipeline_of(
-        "m", spec, reference_policies.fixed, {1: {1: 0.01, 4: 0.02}}, 1.0
+        "m", spec, reference_policies.fixed, profile_of({}, {1: 0.01, 4: 0.02}), 1.0
     )
     assert model.objective_s == 0.2
     assert model.stages[0].limits is None

@@ -9,9 +9,10 @@ from multiworld.serve.routing.load_balancer import Chance
 from multiworld.serve.scaling import reference_policies
 from multiworld.serve.scaling.snapshot import StageLimits
 from multiworld.serve.simulation.arrival import Arrival
-from multiworld.serve.simulation.engine import PipelineModel, StageModel, simulate
+from multiworld.serve.simulation.engine import PipelineModel, StageModel
 from multiworld.serve.simulation.model_builder import seconds_of
 from multiworld.serve.simulation.oracle import with_foresight
+from multiworld.serve.simulation.replay import simulate
 from multiworld.serve.simulation.score import Score, judge
 
 

@@ -26,6 +26,7 @@ def result(
         model="m",
         objective_s=objective_s,
         requests=[(float(n), seconds) for n, seconds in enumerate(took)],
+        attained=sum(0 <= t <= (objective_s or 1e9) for t in took),
         refused=0,
         late=sum(seconds < 0 for seconds in took),
         replica_s=(seconds, 2 * seconds),

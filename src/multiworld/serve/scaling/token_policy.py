@@ -1,0 +1,433 @@
+"""Autoscaling policy of models that generate text: by tokens. Pure.
+
+1. Learn the time of a step of each stage (``step_costs``), and the usual length of
+   prompts and answers.
+2. Estimate the demand, now and when a new replica would be ready (``demand``), and the
+   texts that will be generated at once (Little's law).
+3. Find the smallest fleet with which a round of the pipeline, in which each text gets a
+   token, takes no longer than ``tpot_ms``, a prompt is computed within ``ttft_ms``, and
+   keys and values have room.
+4. Apply the stabilization windows.
+
+Until the times are known, the queue length alone decides, as in Ray Serve.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from multiworld.serve.scaling.default_policy import (
+    MARGIN,
+    all_or_none,
+    for_queue,
+    is_idle,
+    kept_while_starting,
+    limits_now,
+)
+from multiworld.serve.scaling.demand import demand_of, envelope, sample_at
+from multiworld.serve.scaling.snapshot import (
+    Decision,
+    Sample,
+    Snapshot,
+    TextObjectives,
+)
+from multiworld.serve.scaling.stabilization import PendingChange, remember, stabilized
+from multiworld.serve.scaling.step_costs import StepCost, StepSums, measured
+
+BUSY = 0.85
+"""Greatest share of a stage's time that may be planned for."""
+
+ROWS = 8
+"""Texts of a step below which the pipeline does not split them; see
+``generation.scheduler``."""
+
+KV_SHARE = 0.9
+"""Greatest share of the memory for keys and values that may be planned for."""
+
+MIN_TOKENS = 100
+"""Tokens that must have been generated lately for the length of a round to count."""
+
+MOST_FACTOR = 1.5
+LEAST_FACTOR = 0.5
+"""Limits of the correction of what is planned by what was measured. Texts that still
+wait for their first token look like slow rounds."""
+
+MIN_TEXTS = 5
+"""Texts that must have ended for their mean length to count."""
+
+OVERLAP, SPLIT_COST = 0.75, 1.4
+"""Share of the prompts' time that a round waits for, where steps go one after the
+other; and how much longer a round is whose steps wait for each other, because they are
+several or meet others at a replica. Both by comparison with the simulation."""
+
+SETTLING = 50
+"""Most iterations until the number of texts settles."""
+
+GUESSED_ROUND = 4.0
+"""Without ``tpot_ms``: longest round, as a multiple of that of one text alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Mean tokens of a text.
+
+    Attributes:
+        prompt: Of its prompt.
+        answer: Of its answer.
+    """
+
+    prompt: float
+    answer: float
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Work that a fleet has to carry.
+
+    Attributes:
+        rate: Texts a second.
+        burst: Texts a second, in the worst burst lately.
+        texts: Texts that are generated now. There will be more while a round takes
+            long, as each then lives longer.
+        lengths: Their mean length.
+        factor: How much longer rounds were lately than they should have been.
+    """
+
+    rate: float
+    burst: float
+    texts: float
+    lengths: Lengths
+    factor: float = 1.0
+
+    def times(self, factor: float) -> Load:
+        """Return a multiple of it."""
+        rate, burst, texts = self.rate, self.burst, self.texts
+        return replace(
+            self, rate=rate * factor, burst=burst * factor, texts=texts * factor
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenState:
+    """State that the policy keeps from one decision to the next.
+
+    Attributes:
+        sums: What was measured of each stage.
+        lengths: Usual lengths of texts, once known.
+        factor: How much longer rounds are than they should be.
+        pending: By stage, recent needs that the stabilization windows still cover.
+    """
+
+    sums: tuple[StepSums, ...] = ()
+    lengths: Lengths | None = None
+    factor: float = 1.0
+    pending: tuple[tuple[PendingChange, ...], ...] = ()
+
+
+def decide(snapshot: Snapshot) -> Decision:
+    """Return how many replicas each stage should have.
+
+    Args:
+        snapshot: Limits, samples and objectives of one model. At least one stage must
+            have limits.
+
+    Returns:
+        The replicas by stage, the reason in one line, and the state for the next call.
+    """
+    old = snapshot.memory if isinstance(snapshot.memory, TokenState) else TokenState()
+    sums = measured(snapshot, old.sums)
+    lengths = _lengths(snapshot.samples, old.lengths)
+    costs = [each.cost() for each in sums]
+    known = [cost for cost in costs if cost is not None]
+    needs, why = _queue_needs(snapshot)
+    is_urgent, factor = False, old.factor
+    if len(known) == len(costs) and lengths is not None:
+        factor = _factor(snapshot, known, lengths, factor)
+        needs, why = _token_needs(snapshot, known, lengths, factor)
+        is_urgent = _has_missed(snapshot.samples)
+    pending, replicas = [], []
+    for k, stage in enumerate(snapshot.stages):
+        limits = limits_now(stage)
+        low, high = map(limits.within, needs[k])
+        before = old.pending[k] if k < len(old.pending) else ()
+        pending.append(remember(before, PendingChange(snapshot.now, low, high), limits))
+        count = stabilized(pending[k], stage.replicas, limits, is_urgent=is_urgent)
+        count = max(count, kept_while_starting(snapshot, k))
+        replicas.append(stage.replicas if stage.limits is None else count)
+    replicas = all_or_none(snapshot, replicas)
+    before_ = [stage.replicas for stage in snapshot.stages]
+    text = why if replicas == before_ else f"{before_} → {replicas}: {why}"
+    return Decision(
+        replicas=tuple(replicas),
+        why=text,
+        facts={
+            "needs": [list(need) for need in needs],
+            "step_s": [None if c is None else c.step_s for c in costs],
+            "row_s": [None if c is None else c.row_s for c in costs],
+            "prompt": None if lengths is None else lengths.prompt,
+            "factor": factor,
+            "answer": None if lengths is None else lengths.answer,
+            "ongoing": [seen.ongoing for seen in snapshot.samples[-1].stages],
+        },
+        memory=TokenState(sums, lengths, factor, tuple(pending)),
+    )
+
+
+# What is known.
+
+
+def _look_back_s(snapshot: Snapshot) -> float:
+    stages = [stage for stage in snapshot.stages if stage.limits is not None]
+    return max(limits_now(stage).look_back_period_s for stage in stages)
+
+
+def _lengths(samples: Sequence[Sample], before: Lengths | None) -> Lengths | None:
+    """Return the mean lengths of the texts that have ended lately."""
+    first, last = samples[0], samples[-1]
+    texts = last.texts - first.texts
+    if texts < MIN_TEXTS:
+        return before
+    return Lengths(
+        (last.prompt_tokens - first.prompt_tokens) / texts,
+        (last.generated_tokens - first.generated_tokens) / texts,
+    )
+
+
+def _factor(
+    snapshot: Snapshot,
+    costs: Sequence[StepCost],
+    lengths: Lengths,
+    before: float,
+) -> float:
+    """Return how much longer rounds are than ``_round_with`` says, learned slowly.
+
+    The running texts got as many tokens as rounds have passed, each.
+    """
+    begin = snapshot.now - _look_back_s(snapshot)
+    lately = [sample for sample in snapshot.samples if sample.at >= begin - 1e-9]
+    first, last = lately[0], lately[-1]
+    tokens, seconds = last.tokens - first.tokens, last.at - first.at
+    texts = statistics.fmean(s.stages[-1].ongoing for s in lately)
+    if tokens < MIN_TOKENS or seconds <= 0 or texts <= 0:
+        return before
+    rate = (last.arrived - first.arrived) / seconds
+    load = Load(rate, rate, texts, lengths)
+    ready = [max(1, seen.ready) for seen in last.stages]
+    wanted_s = _round_with(texts, ready, costs, load)
+    if math.isinf(wanted_s):
+        return before
+    found = min(MOST_FACTOR, max(LEAST_FACTOR, texts * seconds / tokens / wanted_s))
+    step = min(1.0, snapshot.interval_s / _look_back_s(snapshot))
+    return before + step * (found - before)
+
+
+def _has_missed(samples: Sequence[Sample]) -> bool:
+    """Tell whether texts were late or refused since the last decision."""
+    return len(samples) > 1 and samples[-1].missed > samples[-2].missed
+
+
+def _queue_needs(snapshot: Snapshot) -> tuple[list[tuple[int, int]], str]:
+    look_back_s = _look_back_s(snapshot)
+    least = int(not is_idle(snapshot, 0.0))
+    found = [
+        max(least, for_queue(snapshot.samples, k, stage, look_back_s))
+        for k, stage in enumerate(snapshot.stages)
+    ]
+    why = "by queued texts (times of steps are not known yet)"
+    return [(count, count) for count in found], why
+
+
+# What is needed.
+
+
+def _token_needs(
+    snapshot: Snapshot,
+    costs: Sequence[StepCost],
+    lengths: Lengths,
+    factor: float,
+) -> tuple[list[tuple[int, int]], str]:
+    """Return by stage how many replicas are needed, without and with the margin."""
+    text = snapshot.text or TextObjectives()
+    look_back_s = _look_back_s(snapshot)
+    demand = demand_of(
+        snapshot.samples, look_back_s, snapshot.start_s, snapshot.interval_s
+    )
+    if is_idle(snapshot, demand.rate):
+        return [(0, 0) for _ in costs], "idle"
+    ttft_s = text.ttft_s or look_back_s
+    ongoing = max(seen.ongoing for seen in snapshot.samples[-1].stages)
+    begin = sample_at(snapshot.samples, snapshot.now - look_back_s)
+    usual = snapshot.samples[-1].arrived - begin.arrived
+    load = Load(
+        rate=demand.expected,
+        burst=envelope(snapshot.samples, look_back_s, ttft_s) if usual > 1 else 0.0,
+        texts=ongoing,
+        lengths=lengths,
+        factor=factor,
+    )
+    low = fleet(snapshot, costs, load, text)
+    high = fleet(snapshot, costs, load.times(MARGIN), text)
+    why = (
+        f"{demand.rate:.2f} texts/s of {lengths.prompt:.0f} + {lengths.answer:.0f} "
+        f"tokens, {ongoing:.0f} at once; a round with {list(low)} takes "
+        f"{1000 * round_of(low, costs, load):.0f} ms"
+    )
+    return list(zip(low, high, strict=True)), why
+
+
+def longest_round_s(text: TextObjectives, costs: Sequence[StepCost]) -> float:
+    """Return the longest round that is planned for, in seconds.
+
+    Args:
+        text: The objectives.
+        costs: Times of a step, by stage.
+    """
+    alone_s = sum(cost.seconds(1) for cost in costs)
+    if text.tpot_s is None:
+        return GUESSED_ROUND * alone_s
+    return max(text.tpot_s, 1.05 * alone_s)  # more replicas cannot help below
+
+
+def fleet(
+    snapshot: Snapshot,
+    costs: Sequence[StepCost],
+    load: Load,
+    text: TextObjectives,
+) -> tuple[int, ...]:
+    """Return the smallest fleet that meets the objectives, or else the largest.
+
+    All stages grow alike, and then lose what is not needed: steps that are split
+    between replicas cost more, so an even fleet is often better than a smaller one.
+
+    Args:
+        snapshot: Limits of the stages, and the memory in use.
+        costs: Times of a step, by stage.
+        load: The load.
+        text: The objectives.
+    """
+    limits = [limits_now(stage) for stage in snapshot.stages]
+    least = max(_for_memory(snapshot, load), math.ceil(load.texts / text.texts))
+    longest_s = BUSY * longest_round_s(text, costs)
+    lowest = [max(1, limit.within(1)) for limit in limits]
+    lowest[0] = max(lowest[0], limits[0].within(least))
+
+    def is_enough(counts: Sequence[int]) -> bool:
+        is_quick = round_of(counts, costs, load) <= longest_s
+        return is_quick and _is_first_in_time(counts, costs, load, text)
+
+    most = max(limit.max_replicas for limit in limits)
+    counts = list(lowest)
+    for size in range(1, most + 1):
+        counts = [
+            max(low, limit.within(size))
+            for low, limit in zip(lowest, limits, strict=True)
+        ]
+        if is_enough(counts):
+            return tuple(_trimmed(counts, lowest, is_enough))
+    return tuple(counts)
+
+
+def _trimmed(
+    counts: list[int], lowest: Sequence[int], is_enough: Callable[[list[int]], bool]
+) -> list[int]:
+    """Return a fleet without the replicas that it can do without."""
+    for k in range(len(counts)):
+        while counts[k] > lowest[k]:
+            fewer = [count - (number == k) for number, count in enumerate(counts)]
+            if not is_enough(fewer):
+                break
+            counts = fewer
+    return counts
+
+
+def round_of(counts: Sequence[int], costs: Sequence[StepCost], load: Load) -> float:
+    """Return the seconds of a round, in which each running text gets a token.
+
+    Texts live for as many rounds as they have tokens, so their number follows from the
+    round (Little's law), and the round from their number: they settle, or grow.
+
+    Args:
+        counts: Replicas by stage.
+        costs: Times of a step, by stage.
+        load: The load.
+
+    Returns:
+        The seconds; infinite if the fleet does not carry the load.
+    """
+    texts = load.texts
+    for _ in range(SETTLING):
+        found = load.factor * _round_with(texts, counts, costs, load)
+        grown = max(load.texts, load.rate * load.lengths.answer * found)
+        if math.isinf(found) or abs(grown - texts) <= 0.002 * texts:
+            return found
+        texts = grown
+    return math.inf
+
+
+def _round_with(
+    number: float, counts: Sequence[int], costs: Sequence[StepCost], load: Load
+) -> float:
+    """Return the seconds of a round with a number of running texts.
+
+    In it, each replica computes a token of each of its texts, and its part of the
+    prompts that come in that time. Few texts go through the stages one after the other;
+    many are split into as many steps as there are stages, which are computed at once.
+    A stage with fewer replicas than stage 0 has steps of several of those.
+    """
+    prompts = load.rate * load.lengths.prompt
+    groups = min(len(counts), max(1.0, number / counts[0] / ROWS))
+    fixed, shares = [], []
+    for cost, count in zip(costs, counts, strict=True):
+        steps = groups * max(1.0, counts[0] / count)
+        fixed.append(steps * cost.step_s + cost.row_s * max(1.0, number / count))
+        shares.append(cost.row_s * prompts / count)
+    in_turn = OVERLAP * sum(shares) / groups
+    if max(*shares, in_turn) >= BUSY:
+        return math.inf
+    latency_s = sum(fixed) / groups / (1 - in_turn)
+    slowest_s = max(f / (1 - s) for f, s in zip(fixed, shares, strict=True))
+    is_split = groups > 1 or len(set(counts)) > 1
+    return (SPLIT_COST if is_split else 1.0) * max(latency_s, slowest_s)
+
+
+def _is_first_in_time(
+    counts: Sequence[int],
+    costs: Sequence[StepCost],
+    load: Load,
+    text: TextObjectives,
+) -> bool:
+    """Tell whether first tokens come in time, as far as replicas can help."""
+    if text.ttft_s is None:
+        return True
+    prompt = load.lengths.prompt
+    chunk = min(prompt, float(text.step_tokens))
+    slowest_s = max(cost.seconds(chunk) for cost in costs)
+    alone_s = sum(cost.seconds(chunk) for cost in costs)
+    alone_s += (math.ceil(prompt / text.step_tokens) - 1) * slowest_s
+    left_s = max(text.ttft_s - alone_s, text.ttft_s / 4)
+    running = load.texts
+    for cost, count in zip(costs, counts, strict=True):
+        # Steps of the running texts take their part; a burst must be done in the rest.
+        rounds = cost.step_s * 1.0 + cost.row_s * running / count
+        share = rounds / max(rounds, round_of(counts, costs, load))
+        work_s = load.burst * prompt * cost.row_s / count * (text.ttft_s + left_s)
+        if work_s > max(0.1, 1 - min(share, 0.9)) * (text.ttft_s + left_s):
+            return False
+        ahead = load.rate * prompt * cost.row_s / count
+        wait_s = ahead / max(1e-3, 1 - ahead) * prompt * cost.row_s / 2
+        if wait_s > left_s:
+            return False
+    return True
+
+
+def _for_memory(snapshot: Snapshot, load: Load) -> int:
+    """Return the replicas of stage 0 that have room for keys and values."""
+    last = snapshot.samples[-1]
+    seen = last.stages[0]
+    if not seen.ongoing or not seen.ready:
+        return 1
+    more = load.texts / seen.ongoing
+    return math.ceil(seen.ready * last.kv_usage * more / KV_SHARE - 1e-9)

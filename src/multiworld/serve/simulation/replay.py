@@ -1,0 +1,94 @@
+"""Replay of traces in a simulation. Shell."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+from multiworld.serve.routing.load_balancer import Chance
+from multiworld.serve.simulation.arrival import Arrival
+from multiworld.serve.simulation.engine import (
+    Pipeline,
+    PipelineModel,
+    Room,
+    SimulationResult,
+)
+from multiworld.serve.simulation.token_pipeline import TokenPipeline
+
+POLL_S = 0.1
+"""Greatest random delay of a decision after its interval, in seconds.
+
+The real autoscaler polls this often whether an interval is over."""
+
+
+def simulate(
+    models: Sequence[PipelineModel],
+    arrivals: Sequence[Sequence[Arrival]],
+    chance: Chance,
+    room: Room | None = None,
+) -> list[SimulationResult]:
+    """Replay a trace for each model and return the results.
+
+    Args:
+        models: Models to simulate.
+        arrivals: Arrivals of each model, in order of time.
+        chance: Source of random choices.
+        room: Room for replicas; unlimited by default.
+    """
+    heap: list[tuple[float, int, Callable[[float], None]]] = []
+    numbers = itertools.count()
+
+    def at(time: float, callback: Callable[[float], None]) -> None:
+        heapq.heappush(heap, (time, next(numbers), callback))
+
+    pipelines = [
+        (Pipeline if m.limits is None else TokenPipeline)(m, at, chance, room or Room())
+        for m in models
+    ]
+    last = max((a[-1].at for a in arrivals if a), default=0.0)
+    for pipeline, trace, model in zip(pipelines, arrivals, models, strict=True):
+        pipeline.begin()
+        _feed(pipeline, iter(trace), at)
+        _tick(pipeline, model.interval_s, last, at, chance)
+    now = 0.0
+    while heap:
+        due, _, callback = heapq.heappop(heap)
+        if due > last and not any(p.in_flight for p in pipelines):
+            break
+        now = due
+        callback(now)
+    return [pipeline.outcome(max(now, last)) for pipeline in pipelines]
+
+
+def _feed(
+    pipeline: Pipeline,
+    trace: Iterator[Arrival],
+    at: Callable[[float, Callable[[float], None]], None],
+) -> None:
+    """Schedule each arrival at its time."""
+    arrival = next(trace, None)
+    if arrival is not None:
+
+        def arrive(now: float) -> None:
+            _feed(pipeline, trace, at)
+            pipeline.arrive(arrival, now)
+
+        at(arrival.at, arrive)
+
+
+def _tick(
+    pipeline: Pipeline,
+    interval_s: float,
+    last: float,
+    at: Callable[[float, Callable[[float], None]], None],
+    chance: Chance,
+) -> None:
+    """Schedule a decision at every interval until no request is left."""
+
+    def tick(now: float) -> None:
+        pipeline.decide(now)
+        if now <= last or pipeline.in_flight:
+            at(now + interval_s + POLL_S * chance(), tick)
+
+    at(interval_s, tick)

@@ -1,0 +1,439 @@
+"""Discrete-event simulation of a model that generates text. Shell.
+
+Each replica of stage 0 has the real scheduler; steps go through the stages as in a real
+pipeline, and each takes the time that was measured for its tokens. A text is pinned to
+the least loaded replica of each stage. It is moved ahead of time if its replica drains
+or another one is new: the new replica first computes its tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from multiworld.serve.generation.chains import SPLIT, Schedulers
+from multiworld.serve.generation.limits import steps_for
+from multiworld.serve.generation.scheduler import EngineLimits, Scheduler
+from multiworld.serve.routing.load_balancer import Chance
+from multiworld.serve.scaling.snapshot import Sample, StageSeen
+from multiworld.serve.simulation.arrival import Arrival
+from multiworld.serve.simulation.engine import (
+    Pipeline,
+    PipelineModel,
+    Replica,
+    Request,
+    Room,
+)
+from multiworld.serve.transport.generation_messages import StepPart
+from multiworld.serve.transport.protocol import Key
+
+
+@dataclass(slots=True, eq=False)
+class Text(Request):
+    """A text that is generated.
+
+    Attributes:
+        prompt: Tokens of its prompt.
+        answer: Tokens that will be generated.
+        key: Its key at the scheduler.
+        chain: Replicas by stage; empty while it waits for one.
+        made: Tokens that were generated.
+        first_at: Time of its first token; negative before.
+        moving: Stage whose replica is being prepared; negative: none.
+    """
+
+    prompt: int = 1
+    answer: int = 1
+    key: Key = ("", 0, 0)
+    chain: list[TextReplica] = field(default_factory=list)
+    made: int = 0
+    first_at: float = -1.0
+    moving: int = -1
+
+    @property
+    def tokens(self) -> int:
+        """Number of its tokens so far."""
+        return self.prompt + self.made
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedStep:
+    """A part of a step that waits at a replica.
+
+    Attributes:
+        origin: Replica of stage 0 that has planned it.
+        number: Its number there.
+        parts: Its parts.
+    """
+
+    origin: TextReplica
+    number: int
+    parts: tuple[StepPart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """Tokens that prepare a replica for a text which moves to it.
+
+    Attributes:
+        text: The text.
+        rows: Tokens that are still to be computed.
+    """
+
+    text: Text
+    rows: int
+
+
+@dataclass(slots=True, eq=False)
+class TextReplica(Replica):
+    """A replica of a stage.
+
+    Attributes:
+        scheduler: Plans the steps, in stage 0.
+        work: Steps and preparations that wait.
+        is_busy: Whether it computes.
+        texts: Texts that it has.
+    """
+
+    scheduler: Scheduler | None = None
+    work: deque[SimulatedStep | Preparation] = field(default_factory=deque)
+    is_busy: bool = False
+    texts: set[Text] = field(default_factory=set)
+
+    @property
+    def is_done(self) -> bool:
+        """True if it has nothing to do."""
+        return not self.texts and not self.work and not self.is_busy
+
+
+class TokenPipeline(Pipeline):
+    """A model that generates text, in a simulation.
+
+    Args:
+        model: Model to simulate.
+        at: Schedules a function to be called at a time.
+        chance: Source of random choices.
+        room: Room for replicas.
+    """
+
+    def __init__(
+        self,
+        model: PipelineModel,
+        at: Callable[[float, Callable[[float], None]], None],
+        chance: Chance,
+        room: Room,
+    ) -> None:
+        super().__init__(model, at, chance, room)
+        assert model.limits is not None
+        self._limits: EngineLimits = model.limits
+        self._texts: dict[tuple[str, int], Text] = {}
+        self._rows = [0] * len(model.stages)
+        self._ended = [0, 0, 0]
+        self._generated = 0
+        self._unplaced: deque[Text] = deque()
+        self._schedulers = Schedulers()
+
+    # Replicas.
+
+    def _made(self, name: str, k: int, now: float, *, is_ready: bool) -> Replica:
+        made = TextReplica(name, k, now, is_ready)
+        if k == 0:
+            made.scheduler = Scheduler(self._limits)
+        return made
+
+    def _is_done(self, replica: Replica) -> bool:
+        assert isinstance(replica, TextReplica)
+        return replica.is_done
+
+    def _at_stage(self, k: int) -> list[TextReplica]:
+        """Return the usable replicas of a stage."""
+        found = [r for r in self._live(k) if r.is_ready]
+        return [r for r in found if isinstance(r, TextReplica)]
+
+    # Texts.
+
+    def arrive(self, arrival: Arrival, now: float) -> None:
+        """Accept or refuse a text."""
+        number = len(self._requests) + 1
+        text = Text(
+            now,
+            arrival.work,
+            prompt=max(1, arrival.prompt),
+            answer=max(1, arrival.answer),
+            key=("gateway", number, 0),
+        )
+        self._requests.append(text)
+        waiting = sum(t.first_at < 0 for t in self._texts.values())
+        if waiting > self._model.max_queued_requests:
+            text.is_refused = True
+            self._missed += 1
+            self._refused += 1
+            return
+        self.in_flight += 1
+        self._texts[text.key[:2]] = text
+        self._unplaced.append(text)
+        if not any(self._wanted):
+            self.decide(now)
+        self._move(now)
+
+    def _expire(self, now: float) -> None:
+        begin = now - self._model.deadline_s
+        for text in [t for t in self._texts.values() if t.at <= begin]:
+            self._leave(text)
+            self.in_flight -= 1
+            self._missed += 1
+
+    def _leave(self, text: Text) -> None:
+        """Forget a text."""
+        del self._texts[text.key[:2]]
+        if not text.chain:
+            self._unplaced.remove(text)
+            return
+        scheduler = text.chain[0].scheduler
+        assert scheduler is not None
+        scheduler.remove(text.key)
+        self._schedulers.leave(_names(text.chain))
+        for replica in text.chain:
+            replica.texts.discard(text)
+        text.chain = []
+
+    def _move(self, now: float) -> None:
+        """Place texts, move them, and begin what can begin."""
+        usable = [len(self._at_stage(k)) for k in range(len(self._model.stages))]
+        for replica in self._replicas[0]:
+            assert isinstance(replica, TextReplica)
+            assert replica.scheduler is not None
+            replica.scheduler.steps = steps_for(usable)
+        while self._unplaced:
+            chain: list[TextReplica] = []
+            for k in range(len(self._model.stages)):
+                least = self._least(k, chain[:1])
+                chain += [] if least is None else [least]
+            if len(chain) < len(self._model.stages):
+                break
+            self._place(self._unplaced.popleft(), chain)
+        for k, replicas in enumerate(self._replicas):
+            for replica in list(replicas):
+                assert isinstance(replica, TextReplica)
+                if replica.is_draining:
+                    self._move_away(replica, k, len(replica.texts))
+                self._begin_work(replica, now)
+                self._leave_if_done(replica, now)
+
+    def _least(self, k: int, first: Sequence[TextReplica]) -> TextReplica | None:
+        """Return the replica of a stage that a text gets; see ``generation.chains``."""
+
+        def cost(replica: TextReplica) -> tuple[float, float]:
+            splits = any(self._schedulers.is_split(replica.name, f.name) for f in first)
+            return len(replica.texts) + SPLIT * splits, self._chance()
+
+        return min(self._at_stage(k), key=cost, default=None)
+
+    def _place(self, text: Text, chain: list[TextReplica]) -> None:
+        text.chain = chain
+        self._schedulers.enter(_names(chain))
+        for replica in chain:
+            replica.texts.add(text)
+        scheduler = chain[0].scheduler
+        assert scheduler is not None
+        scheduler.add(text.key, [0] * text.tokens, route=_names(chain))
+
+    def _ready(self, replica: Replica, now: float) -> None:
+        super()._ready(replica, now)
+        self._balance(replica.stage)
+
+    def _balance(self, k: int) -> None:
+        """Let new replicas take texts from busy ones."""
+        usable = self._at_stage(k)
+        if len(usable) < 2:
+            return
+        busiest = max(usable, key=lambda r: len(r.texts))
+        least = min(usable, key=lambda r: len(r.texts))
+        apart = len(busiest.texts) - len(least.texts)
+        if apart >= max(2, len(busiest.texts) / 2):
+            self._move_away(busiest, k, apart // 2)
+
+    def _move_away(self, replica: TextReplica, k: int, count: int) -> None:
+        """Begin to move texts to another replica of their stage."""
+        settled = [t for t in replica.texts if t.moving < 0]
+        for text in sorted(settled, key=lambda t: t.tokens)[:count]:
+            target = self._least(k, text.chain[:1] if k else ())
+            if target is None or target is replica:
+                return
+            text.moving = k
+            target.texts.add(text)
+            target.work.append(Preparation(text, text.tokens))
+
+    def _switch(self, text: Text, target: TextReplica) -> None:
+        """Let a text go on with the replica that was prepared for it."""
+        k, text.moving = text.moving, -1
+        old = text.chain[0].scheduler
+        self._schedulers.leave(_names(text.chain))
+        text.chain[k].texts.discard(text)
+        text.chain[k] = target
+        self._schedulers.enter(_names(text.chain))
+        new = text.chain[0].scheduler
+        key, text.key = text.key, (*text.key[:2], text.key[2] + 1)
+        tokens = [0] * text.tokens
+        assert old is not None
+        assert new is not None
+        if old is not new:
+            old.remove(key)
+            route = _names(text.chain)
+            new.add(text.key, tokens, computed=len(tokens) - 1, route=route)
+        elif old.knows(key):
+            route = _names(text.chain)
+            old.move(key, text.key, tokens, len(tokens) - 1, route)
+            old.resume(text.key, None)
+
+    # Steps.
+
+    def _begin_work(self, replica: TextReplica, now: float) -> None:
+        """Let a replica compute, if it is idle and has something to do."""
+        if replica.is_busy or not replica.is_ready:
+            return
+        work = self._next_work(replica)
+        if work is None:
+            return
+        k = replica.stage
+        if isinstance(work, Preparation):
+            rows = min(work.rows, self._limits.max_num_batched_tokens)
+        else:
+            rows = sum(part.count for part in work.parts)
+        seconds = self._model.stages[k].seconds(rows)
+        replica.is_busy = True
+        self._rows[k] += rows
+        self._counts[k][1] += 1
+        self._at(now + seconds, lambda then: self._done(replica, work, seconds, then))
+
+    def _next_work(self, replica: TextReplica) -> SimulatedStep | Preparation | None:
+        if replica.work and (replica.scheduler is None or self._chance() < 0.5):
+            return replica.work.popleft()
+        if replica.scheduler is not None:
+            planned = replica.scheduler.next_step()
+            if planned is not None:
+                return SimulatedStep(replica, planned.number, planned.parts)
+        return replica.work.popleft() if replica.work else None
+
+    def _done(
+        self,
+        replica: TextReplica,
+        work: SimulatedStep | Preparation,
+        seconds: float,
+        now: float,
+    ) -> None:
+        replica.is_busy = False
+        self._counts[replica.stage][2] += seconds
+        if isinstance(work, Preparation):
+            self._prepared(replica, work)
+        elif replica.stage == len(self._model.stages) - 1:
+            self._sample_tokens(work, now)
+        else:
+            self._send_on(replica.stage + 1, work)
+        self._move(now)
+
+    def _prepared(self, replica: TextReplica, work: Preparation) -> None:
+        text = work.text
+        if text.key[:2] not in self._texts or text.moving != replica.stage:
+            replica.texts.discard(text)
+            return
+        left = work.rows - self._limits.max_num_batched_tokens
+        if left > 0:
+            replica.work.append(Preparation(text, left))
+        else:
+            self._switch(text, replica)
+            self._balance(replica.stage)
+
+    def _send_on(self, k: int, step: SimulatedStep) -> None:
+        by_replica: dict[TextReplica, list[StepPart]] = {}
+        for part in step.parts:
+            text = self._texts.get(part.key[:2])
+            if text is not None and text.key == part.key:
+                by_replica.setdefault(text.chain[k], []).append(part)
+        for replica, parts in by_replica.items():
+            sent = SimulatedStep(step.origin, step.number, tuple(parts))
+            replica.work.append(sent)
+
+    def _sample_tokens(self, step: SimulatedStep, now: float) -> None:
+        done: list[tuple[Key, int | None]] = []
+        for part in step.parts:
+            text = self._texts.get(part.key[:2])
+            if text is None or text.key != part.key:
+                continue
+            if not part.samples:
+                done.append((part.key, None))
+                continue
+            text.made += 1
+            self._generated += 1
+            if text.first_at < 0:
+                text.first_at = now
+            is_last = text.made >= text.answer
+            done.append((part.key, None if is_last else 0))
+        scheduler = step.origin.scheduler
+        assert scheduler is not None
+        scheduler.sampled(step.number, done)
+        for key, _ in done:
+            text = self._texts[key[:2]]
+            if text.made >= text.answer:
+                self._end_text(text, now)
+
+    def _end_text(self, text: Text, now: float) -> None:
+        self._leave(text)
+        text.ended = self._last_end = now
+        self.in_flight -= 1
+        self._missed += not self._is_good(text)
+        self._ended[0] += 1
+        self._ended[1] += text.prompt
+        self._ended[2] += text.answer
+
+    def _is_good(self, request: Request) -> bool:
+        """Tell whether a text has met the objectives."""
+        assert isinstance(request, Text)
+        wanted = self._model.text
+        if request.ended < 0 or wanted is None:
+            return request.ended >= 0
+        ttft_s = request.first_at - request.at
+        tpot_s = (request.ended - request.first_at) / max(1, request.answer - 1)
+        is_first = wanted.ttft_s is None or ttft_s <= wanted.ttft_s
+        return is_first and (wanted.tpot_s is None or tpot_s <= wanted.tpot_s)
+
+    def _took_s(self, request: Request) -> float:
+        assert isinstance(request, Text)
+        return request.first_at - request.at if request.ended >= 0 else -1.0
+
+    # Decisions.
+
+    def _sample(self, now: float) -> Sample:
+        stages = []
+        for k in range(len(self._model.stages)):
+            here: Iterable[Replica] = self._replicas[k]
+            ongoing = sum(len(r.texts) for r in here if isinstance(r, TextReplica))
+            _, steps, busy_s = self._counts[k]
+            stages.append(
+                StageSeen(
+                    ongoing=ongoing + (len(self._unplaced) if k == 0 else 0),
+                    ready=sum(r.is_ready for r in self._live(k)),
+                    requests=self._ended[0],
+                    batches=int(steps),
+                    busy_s=busy_s,
+                    rows=self._rows[k],
+                )
+            )
+        used = [r.scheduler.used_blocks for r in self._at_stage(0) if r.scheduler]
+        return Sample(
+            at=now,
+            arrived=len(self._requests),
+            stages=tuple(stages),
+            missed=self._missed,
+            refused=self._refused,
+            tokens=self._generated,
+            texts=self._ended[0],
+            prompt_tokens=self._ended[1],
+            generated_tokens=self._ended[2],
+            kv_usage=max(used, default=0) / self._limits.blocks,
+        )
+
+
+def _names(chain: Iterable[Replica]) -> list[str]:
+    return [replica.name for replica in chain]

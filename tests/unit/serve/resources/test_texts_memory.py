@@ -1,0 +1,41 @@
+"""Memory that a stage books for the texts that it generates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from multiworld.serve.resources.amounts import MIB, needs_of
+from multiworld.serve.spec.schema import ModelSpec
+
+
+def model(stages: list[dict[str, Any]], **generation: Any) -> ModelSpec:
+    """Return the spec of a decoder."""
+    asked = {"path": "x", "generation": generation, "stages": stages}
+    return ModelSpec.model_validate(asked)
+
+
+def test_memory_of_texts_is_added_to_what_a_stage_declares() -> None:
+    """The last stage has no log; a stage that declares nothing books nothing."""
+    spec = model(
+        [{"memory_mb": 1000}, {}, {"memory_mb": 2000}],
+        kv_cache_memory_mb=300,
+        backup_memory_mb=40,
+        prefix_cache_memory_mb=5,
+    )
+    found = [need.memory_bytes / MIB for need in needs_of(spec)]
+    assert found == [1345, 0, 2305]
+
+
+def test_memory_of_texts_is_that_of_the_device() -> None:
+    """And prefixes that are not kept take none."""
+    stage = {"device": "cuda", "memory_mb": 1000, "gpu_memory_mb": 2000}
+    spec = model([stage, stage], kv_cache_memory_mb=300, enable_prefix_caching=False)
+    first, last = needs_of(spec)
+    assert (first.memory_bytes, first.gpu_memory_bytes) == (1000 * MIB, 2428 * MIB)
+    assert (last.memory_bytes, last.gpu_memory_bytes) == (1000 * MIB, 2300 * MIB)
+
+
+def test_other_models_book_what_they_declare() -> None:
+    """They have no texts."""
+    spec = ModelSpec.model_validate({"factory": "a:b", "stages": [{"memory_mb": 7}]})
+    assert needs_of(spec)[0].memory_bytes == 7 * MIB

@@ -1,0 +1,87 @@
+"""Simulated texts: all are generated, whatever is scaled meanwhile."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from multiworld.serve.scaling import reference_policies, token_policy
+from multiworld.serve.scaling.snapshot import Decision, Policy, Snapshot
+from multiworld.serve.simulation import token_pipeline
+from multiworld.serve.simulation.engine import SimulationResult
+from multiworld.serve.simulation.model_builder import pipeline_of, with_fleet
+from multiworld.serve.simulation.replay import simulate
+from multiworld.serve.simulation.traces import generated
+from multiworld.serve.spec.schema import ModelSpec
+
+TRACE = "poisson:rate=6,seconds=60,prompt=300,answer=60"
+
+
+def spec(**changes: Any) -> ModelSpec:
+    """Return the spec of a decoder in three stages."""
+    scaled = {"min_replicas": 1, "max_replicas": 8, "upscale_delay_s": 2}
+    asked = {
+        "path": "x",
+        "deadline_s": 300.0,
+        "generation": {"ttft_ms": 2000, "tpot_ms": 60},
+        "stages": [
+            {"item_ms": cost, "autoscaling_config": scaled} for cost in (0.3, 0.6, 0.4)
+        ],
+        **changes,
+    }
+    return ModelSpec.model_validate(asked)
+
+
+def run(
+    policy: Policy, fleet: tuple[int, ...] = (1, 1, 1), **changes: Any
+) -> SimulationResult:
+    """Return the outcome of a policy."""
+    model = with_fleet(pipeline_of("m", spec(**changes), policy, None, 2.0), fleet)
+    (found,) = simulate([model], [generated(TRACE)], random.Random(1).random)
+    return found
+
+
+def test_larger_fleet_attains_more() -> None:
+    """And costs more."""
+    found = [run(reference_policies.fixed, (n, n, n)) for n in (1, 2, 4)]
+    assert found[0].attained < found[1].attained < found[2].attained
+    assert all(len(one.requests) == len(found[0].requests) for one in found)
+    assert all(took >= 0 for _, took in found[2].requests)
+    assert sum(found[0].replica_s) < sum(found[2].replica_s)
+
+
+def test_no_text_is_lost_when_fleets_change_all_the_time() -> None:
+    """Texts are moved from replicas that drain, and to new ones."""
+    chance = random.Random(2)
+
+    def restless(snapshot: Snapshot) -> Decision:
+        return Decision(replicas=tuple(chance.randint(1, 4) for _ in range(3)))
+
+    found = run(restless)
+    assert len(found.decided) > 20
+    assert all(took >= 0 for _, took in found.requests)
+    assert found.late == found.refused == 0
+
+
+def test_scaling_by_tokens_attains_more_than_the_least_fleet() -> None:
+    """From one replica of each stage on."""
+    least = run(reference_policies.fixed)
+    scaled = run(token_policy.decide)
+    assert scaled.attained > 2 * least.attained
+
+
+def test_deadlines_and_full_queues_count_as_lost() -> None:
+    """A fleet that is far too small."""
+    found = run(reference_policies.fixed, deadline_s=10.0, max_queued_requests=40)
+    assert found.late > 0
+    assert found.refused > 0
+    assert found.attained < len(found.requests) - found.late - found.refused
+
+
+def test_texts_of_one_scheduler_stay_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that are split between replicas take longer."""
+    together = run(reference_policies.fixed, (3, 3, 3)).attained
+    monkeypatch.setattr(token_pipeline, "SPLIT", 0)
+    assert run(reference_policies.fixed, (3, 3, 3)).attained < together
