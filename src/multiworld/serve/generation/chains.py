@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from multiworld.serve.generation.prefixes import TOKENS_PER_STREAM, PrefixRoutes
 from multiworld.serve.generation.stream import Chain, Stream
@@ -25,6 +26,32 @@ SPLIT = 4
 """Streams by which another replica must be busier, so that one that gets steps of other
 replicas of stage 0 gets those of one more. Each has a step of its own for every token,
 which costs about as much as nine tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Uneven:
+    """A new replica, and the busiest one of its stage.
+
+    Attributes:
+        busiest: Name of the busiest one.
+        new: Name of the new one.
+        surplus: Streams that the new one should take from it.
+    """
+
+    busiest: str
+    new: str
+    surplus: int
+
+
+def surplus_of(most: int, least: int) -> int:
+    """Return how many streams a new replica should take from a busy one.
+
+    Args:
+        most: Streams of the busy one.
+        least: Streams of the new one.
+    """
+    is_uneven = most - least >= max(2, most / 2)
+    return (most - least) // 2 if is_uneven else 0
 
 
 class Schedulers:
@@ -153,17 +180,11 @@ class Chains:
         weights |= {replicas[name].weights for name in found.replicas}
         return found if len(weights) == 1 else None
 
-    def lighter(
-        self, streams: Sequence[Stream], now: float
-    ) -> tuple[Stream, Chain] | None:
-        """Return a stream to move to a replica that is new and has less to do.
+    def uneven(self, now: float) -> Iterator[Uneven]:
+        """Yield the new replicas that have less to do than others of their stage.
 
         Args:
-            streams: Streams that may be moved.
             now: Monotonic time in seconds.
-
-        Returns:
-            The stream and its new chain; None if there is no need.
         """
         for name, since in self._ready_since.items():
             if now - since > NEW_S or not self._is_usable(name):
@@ -171,15 +192,9 @@ class Chains:
             new = self._table.replicas[name]
             others = self._table.stage(new.model, new.version, new.stage)
             busiest = max(others, key=lambda r: self.load[r.name]).name
-            most, least = self.load[busiest], self.load[name]
-            if most - least < max(2, most / 2):
-                continue
-            there = [s for s in streams if busiest in s.chain]
-            if there:
-                stream = min(there, key=lambda s: len(s.tokens))
-                chain = [name if n == busiest else n for n in stream.chain]
-                return stream, Chain(stream.version, tuple(chain))
-        return None
+            surplus = surplus_of(self.load[busiest], self.load[name])
+            if surplus:
+                yield Uneven(busiest, name, surplus)
 
     def is_there(self, chain: Chain) -> bool:
         """Tell whether all replicas of a chain are still there."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from multiworld.serve.generation.chains import Chains
 from multiworld.serve.generation.stream import Chain, Move, Stream
@@ -82,11 +82,36 @@ class Moves:
             if chain is not None:
                 self._begin(stream, chain, now)
                 moving += 1
-        if not moving:
-            worth = [s for s in free if _left(s) >= WORTH]
-            found = self._chains.lighter(worth, now)
-            if found is not None:
-                self._begin(*found, now)
+        for uneven in self._chains.uneven(now) if not moving else ():
+            worth = [s for s in free if uneven.busiest in s.chain and _left(s) >= WORTH]
+            worth = [s for s in worth if s.first_at is not None]
+            if worth:
+                stream = min(worth, key=lambda s: len(s.tokens))
+                swap = {uneven.busiest: uneven.new}
+                names = tuple(swap.get(name, name) for name in stream.chain)
+                self._begin(stream, Chain(stream.version, names), now)
+                return
+
+    def waiting(self, streams: Collection[Stream], now: float) -> Iterator[Stream]:
+        """Yield streams that wait for a busy replica, and had better begin anew.
+
+        They have no token yet, and are the last that came, so that hardly anything was
+        computed for them.
+
+        Args:
+            streams: All streams.
+            now: Monotonic time in seconds.
+        """
+        for uneven in self._chains.uneven(now):
+            there = [
+                s
+                for s in streams
+                if s.first_at is None and uneven.busiest in s.chain and _is_free(s, now)
+            ]
+            there.sort(key=lambda s: -s.began_at)
+            for stream in there[: uneven.surplus]:
+                stream.stays_until = now + RETRY_S
+                yield stream
 
     def _begin(self, stream: Stream, chain: Chain, now: float) -> None:
         stream.move = Move(chain)

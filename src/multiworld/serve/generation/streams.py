@@ -535,8 +535,17 @@ class Streams:
                     self._leave_chain(stream)
                     stream.put(DeadlineExceededError(late))
             self._look_for_silence()
-            self._moves.look(self._streams.values(), now)
+            self._move(now)
             self._place_waiting()
+
+    def _move(self, now: float) -> None:
+        """Move streams from replicas that drain or are busy."""
+        streams = self._streams.values()
+        for stream in list(self._moves.waiting(streams, now)):
+            self.counts["moved"] += 1
+            self._leave_chain(stream)
+            self._place(stream)
+        self._moves.look(streams, now)
 
     def _look_for_silence(self) -> None:
         for name, outbox in list(self._edges.items()):

@@ -51,7 +51,7 @@ MIN_TOKENS = 100
 """Tokens that must have been generated lately for the length of a round to count."""
 
 MOST_FACTOR = 1.5
-LEAST_FACTOR = 0.5
+LEAST_FACTOR = 0.85
 """Limits of the correction of what is planned by what was measured. Texts that still
 wait for their first token look like slow rounds."""
 
@@ -94,6 +94,8 @@ class Load:
             long, as each then lives longer.
         lengths: Their mean length.
         factor: How much longer rounds were lately than they should have been.
+        backlog: Prompts a second that are computed besides, so that those that wait are
+            done soon.
     """
 
     rate: float
@@ -101,6 +103,7 @@ class Load:
     texts: float
     lengths: Lengths
     factor: float = 1.0
+    backlog: float = 0.0
 
     def times(self, factor: float) -> Load:
         """Return a multiple of it."""
@@ -267,6 +270,7 @@ def _token_needs(
         texts=ongoing,
         lengths=lengths,
         factor=factor,
+        backlog=_waiting(snapshot, costs, lengths, ongoing) / (2 * ttft_s),
     )
     low = fleet(snapshot, costs, load, text)
     high = fleet(snapshot, costs, load.times(MARGIN), text)
@@ -276,6 +280,21 @@ def _token_needs(
         f"{1000 * round_of(low, costs, load):.0f} ms"
     )
     return list(zip(low, high, strict=True)), why
+
+
+def _waiting(
+    snapshot: Snapshot, costs: Sequence[StepCost], lengths: Lengths, ongoing: float
+) -> float:
+    """Return about how many texts wait for their first token.
+
+    Those are more than there would be if each took the longest round.
+    """
+    look_back_s = _look_back_s(snapshot)
+    begin = sample_at(snapshot.samples, snapshot.now - look_back_s)
+    last = snapshot.samples[-1]
+    rate = (last.arrived - begin.arrived) / max(look_back_s, 1e-9)
+    round_s = longest_round_s(snapshot.text or TextObjectives(), costs)
+    return max(0.0, ongoing - rate * lengths.answer * round_s)
 
 
 def longest_round_s(text: TextObjectives, costs: Sequence[StepCost]) -> float:
@@ -377,7 +396,7 @@ def _round_with(
     many are split into as many steps as there are stages, which are computed at once.
     A stage with fewer replicas than stage 0 has steps of several of those.
     """
-    prompts = load.rate * load.lengths.prompt
+    prompts = (load.rate + load.backlog) * load.lengths.prompt
     groups = min(len(counts), max(1.0, number / counts[0] / ROWS))
     fixed, shares = [], []
     for cost, count in zip(costs, counts, strict=True):

@@ -12,8 +12,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from multiworld.serve.generation.chains import SPLIT, Schedulers
+from multiworld.serve.generation.chains import (
+    NEW_S,
+    SPLIT,
+    Schedulers,
+    surplus_of,
+)
 from multiworld.serve.generation.limits import steps_for
+from multiworld.serve.generation.moves import AT_ONCE, WORTH
 from multiworld.serve.generation.scheduler import EngineLimits, Scheduler
 from multiworld.serve.routing.load_balancer import Chance
 from multiworld.serve.scaling.snapshot import Sample, StageSeen
@@ -94,12 +100,14 @@ class TextReplica(Replica):
         work: Steps and preparations that wait.
         is_busy: Whether it computes.
         texts: Texts that it has.
+        new_until: Time until which texts are moved to it.
     """
 
     scheduler: Scheduler | None = None
     work: deque[SimulatedStep | Preparation] = field(default_factory=deque)
     is_busy: bool = False
     texts: set[Text] = field(default_factory=set)
+    new_until: float = 0.0
 
     @property
     def is_done(self) -> bool:
@@ -133,6 +141,7 @@ class TokenPipeline(Pipeline):
         self._generated = 0
         self._unplaced: deque[Text] = deque()
         self._schedulers = Schedulers()
+        self._moving: set[Text] = set()
 
     # Replicas.
 
@@ -213,11 +222,10 @@ class TokenPipeline(Pipeline):
             if len(chain) < len(self._model.stages):
                 break
             self._place(self._unplaced.popleft(), chain)
-        for k, replicas in enumerate(self._replicas):
+        self._begin_moves(now)
+        for replicas in self._replicas:
             for replica in list(replicas):
                 assert isinstance(replica, TextReplica)
-                if replica.is_draining:
-                    self._move_away(replica, k, len(replica.texts))
                 self._begin_work(replica, now)
                 self._leave_if_done(replica, now)
 
@@ -240,30 +248,58 @@ class TokenPipeline(Pipeline):
         scheduler.add(text.key, [0] * text.tokens, route=_names(chain))
 
     def _ready(self, replica: Replica, now: float) -> None:
+        assert isinstance(replica, TextReplica)
+        replica.new_until = now + NEW_S
         super()._ready(replica, now)
-        self._balance(replica.stage)
 
-    def _balance(self, k: int) -> None:
-        """Let new replicas take texts from busy ones."""
+    def _begin_moves(self, now: float) -> None:
+        """Move texts from replicas that drain, or else one to a new one."""
+        for replicas in self._replicas:
+            for replica in replicas:
+                assert isinstance(replica, TextReplica)
+                if replica.is_draining:
+                    for text in [t for t in replica.texts if t.moving < 0]:
+                        if len(self._moving) < AT_ONCE:
+                            self._prepare(text, replica.stage)
+        for k in range(len(self._replicas)):
+            if not self._moving:
+                self._lighten(k, now)
+
+    def _lighten(self, k: int, now: float) -> None:
+        """Move a text to a new replica that has less to do."""
         usable = self._at_stage(k)
-        if len(usable) < 2:
+        new = [r for r in usable if r.new_until > now]
+        if not new:
             return
         busiest = max(usable, key=lambda r: len(r.texts))
-        least = min(usable, key=lambda r: len(r.texts))
-        apart = len(busiest.texts) - len(least.texts)
-        if apart >= max(2, len(busiest.texts) / 2):
-            self._move_away(busiest, k, apart // 2)
+        least = min(new, key=lambda r: len(r.texts))
+        surplus = surplus_of(len(busiest.texts), len(least.texts))
+        there = [t for t in busiest.texts if t.moving < 0 and t.chain[k] is busiest]
+        waiting = sorted((t for t in there if t.first_at < 0), key=lambda t: -t.at)
+        for text in waiting[:surplus]:
+            self._restart(text)
+        if surplus > len(waiting):
+            worth = [t for t in there if t.answer - t.made >= WORTH and t.first_at >= 0]
+            if worth:
+                self._prepare(min(worth, key=lambda t: t.tokens), k, least)
 
-    def _move_away(self, replica: TextReplica, k: int, count: int) -> None:
-        """Begin to move texts to another replica of their stage."""
-        settled = [t for t in replica.texts if t.moving < 0]
-        for text in sorted(settled, key=lambda t: t.tokens)[:count]:
-            target = self._least(k, text.chain[:1] if k else ())
-            if target is None or target is replica:
-                return
-            text.moving = k
-            target.texts.add(text)
-            target.work.append(Preparation(text, text.tokens))
+    def _restart(self, text: Text) -> None:
+        """Let a text that waits begin anew elsewhere."""
+        number = text.key[:2]
+        self._leave(text)
+        text.key = (*number, text.key[2] + 1)
+        self._texts[number] = text
+        self._unplaced.append(text)
+
+    def _prepare(self, text: Text, k: int, target: TextReplica | None = None) -> None:
+        """Begin to move a text to another replica of a stage."""
+        target = target or self._least(k, text.chain[:1] if k else ())
+        if target is None or target is text.chain[k]:
+            return
+        text.moving = k
+        self._moving.add(text)
+        target.texts.add(text)
+        target.work.append(Preparation(text, text.tokens))
 
     def _switch(self, text: Text, target: TextReplica) -> None:
         """Let a text go on with the replica that was prepared for it."""
@@ -337,13 +373,14 @@ class TokenPipeline(Pipeline):
         text = work.text
         if text.key[:2] not in self._texts or text.moving != replica.stage:
             replica.texts.discard(text)
+            self._moving.discard(text)
             return
         left = work.rows - self._limits.max_num_batched_tokens
         if left > 0:
             replica.work.append(Preparation(text, left))
         else:
+            self._moving.discard(text)
             self._switch(text, replica)
-            self._balance(replica.stage)
 
     def _send_on(self, k: int, step: SimulatedStep) -> None:
         by_replica: dict[TextReplica, list[StepPart]] = {}

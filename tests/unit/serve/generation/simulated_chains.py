@@ -335,7 +335,7 @@ class Net:
         """Let something happen; return False if nothing could."""
         self.now += 0.01
         if self.chance.random() < 0.1:
-            self.streams._moves.look(self.streams._streams.values(), self.now)
+            self.streams._move(self.now)
             self._end_drained()
         ready = [pair for pair, queue in sorted(self.queues.items()) if queue]
         workers = self.alive()
