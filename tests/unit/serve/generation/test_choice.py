@@ -1,0 +1,172 @@
+"""The choice of chains: even loads, and steps that are split as little as possible."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+
+import pytest
+
+from multiworld.serve.generation.chains import NEW_S, Chains, Uneven, surplus_of
+from multiworld.serve.generation.limits import steps_for, steps_of
+from multiworld.serve.generation.scheduled_sequence import ScheduledSequence, by_route
+from multiworld.serve.generation.stream import NO_LIMITS, Chain, Stream
+from multiworld.serve.transport.generation_messages import Sampling
+from multiworld.serve.transport.routing_table import (
+    Replica,
+    ReplicaState,
+    Route,
+    RoutingTable,
+)
+
+
+def table_of(*counts: int, version: str = "1", weights: str = "w") -> RoutingTable:
+    """Return a table with some replicas of each stage."""
+    replicas = {
+        name: Replica(name, "m", version, k, ReplicaState.READY, weights=weights)
+        for k, count in enumerate(counts)
+        for name in (f"v{version}.{k}.{n}" for n in range(count))
+    }
+    routes = {"m": Route(version, {version: len(counts)}, generates=True)}
+    return RoutingTable(1, ("gateway/1",), routes, replicas)
+
+
+def stream(number: int = 0) -> Stream:
+    """Return a stream."""
+    return Stream(number, "m", "1", [1], 1, Sampling(), 1e9, {}, NO_LIMITS)
+
+
+def chains(table: RoutingTable) -> Chains:
+    """Return the choice of a gateway that is connected to all."""
+    made = Chains(set(table.replicas), random.Random(0).random)
+    made.table_changed(table, 0.0)
+    return made
+
+
+def placed(made: Chains, count: int) -> list[Stream]:
+    """Place streams."""
+    found = []
+    for number in range(count):
+        one = stream(number)
+        chain = made.choose(one)
+        assert chain is not None
+        one.version, one.chain = chain.version, chain.replicas
+        made.enter(one)
+        found.append(one)
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_even_fleet_becomes_separate_pipelines(size: int) -> None:
+    """Each replica has steps of one scheduler, and all have as many streams."""
+    made = chains(table_of(size, size, size))
+    schedulers = defaultdict(set)
+    for one in placed(made, 4 * size):
+        for name in one.chain[1:]:
+            schedulers[name].add(one.chain[0])
+    assert all(len(found) == 1 for found in schedulers.values())
+    assert set(made.load.values()) == {4}
+
+
+def test_uneven_fleet_is_loaded_evenly_within_a_few_streams() -> None:
+    """However its replicas are shared."""
+    made = chains(table_of(2, 3, 1))
+    placed(made, 60)
+    for k, count in enumerate((2, 3, 1)):
+        loads = [n for name, n in made.load.items() if name.startswith(f"v1.{k}.")]
+        assert len(loads) == count
+        assert max(loads) - min(loads) <= 10
+
+
+def test_streams_that_leave_are_forgotten() -> None:
+    """And so are their schedulers."""
+    made = chains(table_of(2, 2))
+    for one in placed(made, 9):
+        made.leave(one.chain)
+    assert not any(made.load.values())
+    assert not made._schedulers._of
+
+
+def test_draining_replica_is_replaced_in_the_chain() -> None:
+    """The others stay; without another replica there is no other chain."""
+    table = table_of(2, 2)
+    made = chains(table)
+    (one,) = placed(made, 1)
+    assert made.leaving(one) is None
+    gone = one.chain[1]
+    old = table.replicas[gone]
+    table.replicas[gone] = Replica(gone, "m", "1", 1, ReplicaState.DRAINING)
+    made.table_changed(table, 0.0)
+    (other,) = {"v1.1.0", "v1.1.1"} - {gone}
+    assert made.leaving(one) == Chain("1", (one.chain[0], other))
+    table.replicas[other] = Replica(other, "m", "1", 1, ReplicaState.DRAINING)
+    made.table_changed(table, 0.0)
+    assert made.leaving(one) is None
+    assert old.state is ReplicaState.READY
+
+
+@pytest.mark.parametrize(
+    ("weights", "is_same"), [("w", True), ("x", False), ("", False)]
+)
+def test_another_version_is_taken_if_it_has_the_same_weights(
+    weights: str, is_same: bool
+) -> None:
+    """Unknown weights are never the same."""
+    made = chains(table_of(1, 1))
+    (one,) = placed(made, 1)
+    draining = {
+        name: Replica(name, "m", "1", k, ReplicaState.DRAINING, weights="w")
+        for k, name in enumerate(one.chain)
+    }
+    new = table_of(1, 1, version="2", weights=weights)
+    route = Route("2", {"1": 2, "2": 2}, generates=True)
+    both = RoutingTable(2, (), {"m": route}, {**draining, **new.replicas})
+    fresh = Chains(set(both.replicas), random.Random(0).random)
+    fresh.table_changed(both, 0.0)
+    found = fresh.leaving(one)
+    assert (found == Chain("2", ("v2.0.0", "v2.1.0"))) is is_same
+
+
+def test_new_replica_takes_streams_for_a_while() -> None:
+    """Half of the difference, until it is not new any more."""
+    table = table_of(1, 1)
+    made = chains(table)
+    placed(made, 6)
+    grown = table_of(1, 2)
+    made = chains(grown)
+    made.table_changed(table, 0.0)
+    made.load.update({"v1.0.0": 6, "v1.1.0": 6})
+    made.table_changed(grown, 100.0)
+    assert list(made.uneven(100.0)) == [Uneven("v1.1.0", "v1.1.1", 3)]
+    assert list(made.uneven(101.0 + NEW_S)) == []
+
+
+def test_surplus_is_half_of_a_large_difference() -> None:
+    """Small ones are left."""
+    assert [surplus_of(*loads) for loads in ((2, 0), (3, 1), (5, 3), (8, 1))] == [
+        1,
+        1,
+        0,
+        3,
+    ]
+
+
+def test_step_takes_the_oldest_and_those_of_its_route() -> None:
+    """Nobody waits for ever."""
+    routes = ("a", "b", "b", "a")
+    ready = [
+        ScheduledSequence(("g", n, 0), [1], route=("first", route), last_step=9 - n % 3)
+        for n, route in enumerate(routes)
+    ]
+    assert [s.key[1] for s in by_route(ready)] == [2, 1, 0, 3]
+    assert by_route([]) == []
+
+
+def test_all_replicas_have_steps_to_compute() -> None:
+    """Those of a stage with many replicas, too."""
+    assert steps_for([1, 1, 1]) == 3
+    assert steps_for([2, 4, 3]) == 5
+    assert steps_for([4, 2, 0]) == 3
+    table = table_of(2, 4, 3)
+    assert steps_of(table, "v1.0.0") == 5
+    assert steps_of(table, "gone") is None

@@ -1,0 +1,60 @@
+"""Streams within their objectives, and those that are late or refused."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import replace
+
+import pytest
+
+from multiworld.errors import OverloadedError
+from multiworld.serve.generation.scheduler import EngineLimits
+from tests.unit.serve.generation.simulated_chains import Client, Net
+
+LIMITS = EngineLimits(
+    max_num_seqs=8, max_num_batched_tokens=16, block_size=4, blocks=200, steps=1
+)
+
+
+@pytest.mark.parametrize(
+    ("ttft_s", "tpot_s", "attained"),
+    [(None, None, 1), (1e6, 1e6, 1), (1e-6, None, 0), (None, 1e-6, 0)],
+)
+async def test_stream_attains_its_objectives_or_not(
+    ttft_s: float | None, tpot_s: float | None, attained: int
+) -> None:
+    """The first token, and the mean of the others."""
+    net = Net(random.Random(0), [1, 1], LIMITS)
+    await net.connected()
+    route = replace(net.table.routes["m"], ttft_s=ttft_s, tpot_s=tpot_s)
+    net.table.routes["m"] = route
+    client = Client(net, [1, 2, 3], 5)
+    await net.settle(client.task.done)
+    found = net.streams.attainment
+    assert found.arrived["m"] == 1
+    assert (found.attained["m"], found.missed["m"]) == (attained, 1 - attained)
+
+
+async def test_full_queue_and_client_that_leaves_late_have_missed() -> None:
+    """One that leaves in time has neither attained nor missed."""
+    net = Net(random.Random(0), [1, 1], LIMITS)
+    for name in net.alive():
+        net.kill(name)
+    route = replace(net.table.routes["m"], max_queued_requests=0, ttft_s=5.0)
+    net.table.routes["m"] = route
+    client = Client(net, [1], 5)
+    await asyncio.sleep(0)
+    with pytest.raises(OverloadedError):
+        net.streams.check_room("m")
+    found = net.streams.attainment
+    assert (found.arrived["m"], found.refused["m"], found.missed["m"]) == (2, 1, 1)
+    client.task.cancel()
+    await asyncio.gather(client.task, return_exceptions=True)
+    assert found.missed["m"] == 1
+    late = Client(net, [1], 5)
+    await asyncio.sleep(0)
+    net.now += 6.0
+    late.task.cancel()
+    await asyncio.gather(late.task, return_exceptions=True)
+    assert found.missed["m"] == 2
