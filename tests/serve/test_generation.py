@@ -294,7 +294,8 @@ async def moves(service: Served, change: Callable[[], object]) -> int:
         await asyncio.to_thread(change)
         end.set()
     found, again = await asyncio.to_thread(moved_and_replayed, service)
-    assert again == replayed, "a stream was not moved, but made another attempt"
+    # One that begins while its replicas still connect is given back at once.
+    assert again - replayed < found - moved, "streams were not moved, but replayed"
     return int(found - moved)
 
 

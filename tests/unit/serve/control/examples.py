@@ -55,6 +55,9 @@ GATEWAY_REPORT: dict[str, Any] = {
     "attained": {"m": 8},
     "missed": {"m": 1},
     "refused": {},
+    "texts": {},
+    "prompt_tokens": {},
+    "generated_tokens": {},
     "cpu_s": 1.5,
 }
 
@@ -103,6 +106,8 @@ STATUS: dict[str, Any] = {
                 "objective_s": None,
                 "on_demand": [],
                 "generates": False,
+                "ttft_s": None,
+                "tpot_s": None,
             }
         },
         "gateways": 1,
