@@ -420,12 +420,12 @@ def test_time_limits_and_full_queues_are_told_by_status(
                 for more in ({"stream": True}, {"stream": True}, {})
             ]
             answers = [one.result() for one in found]
-            statuses = sorted(answer.status_code for answer in answers)
-            if statuses != [200, 200, 200]:
-                break
-        assert 429 in statuses, statuses
-        late = [a for a in answers if a.status_code != 429]
-        assert all("no first token within 1 s" in a.text for a in late), answers
+            late = [a for a in answers if "no first token within 1 s" in a.text]
+            full = [a for a in answers if a.status_code == 429]
+            if late and full:
+                break  # the replica may be stopped a little later
+        assert len(late) + len(full) == len(answers), answers
+        assert full
 
 
 @pytest.mark.parametrize(
