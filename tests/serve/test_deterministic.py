@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.serve.harness import Served, served
-from tests.serve.test_generation import (
+from tests.serve.texts import (
     STAGES,
     asked,
     client,

@@ -3,48 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 import torch
 import yaml
 
 from tests.serve.harness import WAIT_S, Served, served
 from tests.serve.poisoned_decoder import HANG, POISON
+from tests.serve.texts import (
+    COUNT,
+    PROMPT,
+    STAGES,
+    Stream,
+    asked,
+    client,
+    is_whole,
+    post,
+    spec_of,
+)
 from tests.tiny_decoder import greedy, save_decoder
 
 pytestmark = pytest.mark.timeout(240)
-
-PROMPT = [ord(letter) - 32 for letter in "Once upon a time"]
-COUNT, LONG = 24, 230
-STAGES = ("front", "middle", "back")
-
-
-def spec_of(folder: Path, **changes: Any) -> dict[str, Any]:
-    """Return the spec of a small decoder in three stages."""
-    model = {
-        "path": str(folder),
-        "generation": {"max_num_batched_tokens": 64, "kv_cache_memory_mb": 1},
-        "deadline_s": 60.0,
-        "stages": [{"name": name} for name in STAGES],
-        **changes,
-    }
-    model["stages"][1]["replicas"] = 2
-    return {
-        "app": "generates",
-        "models": {"m": model},
-        "gateway": {"port": 0},
-        "orphan_s": 2.0,
-    }
 
 
 @pytest.fixture(scope="module")
@@ -64,64 +51,6 @@ def service(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     """Return a service that generates."""
     with served(tmp_path_factory.mktemp("generates"), spec_of(folder)) as made:
         yield made
-
-
-@contextlib.asynccontextmanager
-async def client(service: Served) -> AsyncIterator[openai.AsyncOpenAI]:
-    """Return OpenAI's own client; it tries nothing twice."""
-    made = openai.AsyncOpenAI(
-        base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S
-    )
-    async with made:
-        yield made
-
-
-def asked(count: int = COUNT, **more: Any) -> dict[str, Any]:
-    """Return a request whose answer shows every token by its id."""
-    extra = {"ignore_eos": True, "skip_special_tokens": False}
-    wanted = {"model": "m", "prompt": PROMPT, "max_tokens": count, "temperature": 0.0}
-    return {**wanted, "logprobs": 0, "extra_body": extra, **more}
-
-
-class Stream:
-    """A stream of a text completion whose tokens are counted.
-
-    Attributes:
-        pieces: Texts of its tokens so far.
-        finish: Why it ended.
-    """
-
-    def __init__(self, client: openai.AsyncOpenAI, count: int = COUNT) -> None:
-        self.pieces: list[str] = []
-        self.finish: str | None = None
-        self._grown = asyncio.Event()
-        self._task = asyncio.ensure_future(self._read(client, count))
-
-    async def _read(self, client: openai.AsyncOpenAI, count: int) -> None:
-        stream: Any = await client.completions.create(**asked(count), stream=True)
-        async for chunk in stream:
-            (choice,) = chunk.choices
-            assert self.finish is None, "nothing comes after the end"
-            self.pieces += choice.logprobs.tokens
-            self.finish = choice.finish_reason
-            self._grown.set()
-
-    async def has(self, count: int) -> None:
-        """Wait until it has so many tokens."""
-        async with asyncio.timeout(WAIT_S):
-            while len(self.pieces) < count and not self._task.done():
-                self._grown.clear()
-                await self._grown.wait()
-
-    async def end(self) -> list[str]:
-        """Wait for its end; return the texts of its tokens."""
-        await self._task
-        return self.pieces
-
-
-def post(service: Served, path: str, body: dict[str, Any]) -> httpx.Response:
-    """Send a request."""
-    return httpx.post(f"{service.url}{path}", json=body, timeout=WAIT_S)
 
 
 async def test_text_is_what_transformers_generates(
@@ -195,13 +124,6 @@ def pieces(service: Served) -> list[str]:
     return found
 
 
-async def is_whole(service: Served) -> None:
-    """Wait until every stage has its replicas."""
-    await asyncio.to_thread(
-        service.until, lambda: service.stages() == [1, 2, 1], "whole"
-    )
-
-
 @pytest.mark.parametrize("stage", STAGES)
 async def test_stream_survives_the_loss_of_a_stage(
     service: Served, pieces: list[str], stage: str
@@ -263,74 +185,6 @@ async def test_stream_goes_on_without_controller_and_during_an_update(
 
         await asyncio.to_thread(service.until, is_new, "updated")
         assert await Stream(api).end() == pieces
-
-
-def moved_and_replayed(service: Served) -> tuple[float, float]:
-    """Return how many streams were moved, and how many made another attempt."""
-    found = dict.fromkeys(("moved", "replayed"), 0.0)
-    text = httpx.get(f"{service.url}/metrics", timeout=WAIT_S).text
-    for line in text.splitlines():
-        for kind in found:
-            if line.startswith(f'multiworld_stream_events_total{{kind="{kind}"}}'):
-                found[kind] = float(line.rsplit(" ", 1)[1])
-    return found["moved"], found["replayed"]
-
-
-async def flow(api: openai.AsyncOpenAI, pieces: list[str], end: asyncio.Event) -> None:
-    """Read long streams, one after the other, and check them."""
-    while not end.is_set():
-        assert await Stream(api, len(pieces)).end() == pieces
-
-
-async def moves(service: Served, change: Callable[[], object]) -> int:
-    """Let streams flow while something is changed; return how many were moved."""
-    moved, replayed = await asyncio.to_thread(moved_and_replayed, service)
-    end = asyncio.Event()
-    async with client(service) as api, asyncio.TaskGroup() as group:
-        pieces = await Stream(api, LONG).end()
-        for _ in range(6):
-            group.create_task(flow(api, pieces, end))
-        await asyncio.sleep(0.5)
-        await asyncio.to_thread(change)
-        end.set()
-    found, again = await asyncio.to_thread(moved_and_replayed, service)
-    # One that begins while its replicas still connect is given back at once.
-    assert again - replayed < found - moved, "streams were not moved, but replayed"
-    return int(found - moved)
-
-
-async def test_streams_move_when_a_stage_shrinks_and_grows(service: Served) -> None:
-    """To the replica that stays, and to the one that is new."""
-
-    def shrink() -> None:
-        service.scale("middle", 1)
-        service.until(lambda: service.stages() == [1, 1, 1], "shrunk")
-
-    def grow() -> None:
-        service.scale("middle", 2)
-        service.until(lambda: service.stages() == [1, 2, 1], "grown")
-
-    for change in (shrink, grow):
-        assert await moves(service, change) >= 1
-
-
-async def test_streams_move_to_a_new_version_with_the_same_weights(
-    service: Served,
-) -> None:
-    """The old version is gone before they would have ended there."""
-
-    def update() -> None:
-        model = service.spec["models"]["m"]
-        model["version"] = wanted = model.get("version", "1") + ".1"
-        service.update(yaml.safe_dump(service.spec, sort_keys=False))
-
-        def is_new() -> bool:
-            versions = {p.version for p in service.status().processes if p.model}
-            return versions == {wanted}
-
-        service.until(is_new, "updated")
-
-    assert await moves(service, update) >= 1
 
 
 async def test_stream_goes_on_without_store_and_fork_server(

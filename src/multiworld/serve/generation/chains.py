@@ -233,7 +233,9 @@ class Chains:
             kept: Replicas to keep, by stage; empty names are chosen.
             is_ready: Whether all of it must be usable now.
         """
-        route = self._table.routes[stream.model]
+        route = self._table.routes.get(stream.model)
+        if route is None:
+            return None  # the model was removed
         found: tuple[str, ...] = ()
         for stage in range(route.stages.get(version, 0)):
             name = self._kept(kept, version, stage)

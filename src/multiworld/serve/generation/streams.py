@@ -369,7 +369,7 @@ class Streams:
 
     def _again(self, stream: Stream, why: str) -> None:
         """Make another attempt at a stream, with what is left of its chain."""
-        self.counts["replayed"] += 1
+        self.counts["replayed"] += not stream.via  # probes are nobody's streams
         logger.info("stream %d again: %s", stream.number, why)
         is_kept = (
             stream.losses < SUSPECT_LOSSES

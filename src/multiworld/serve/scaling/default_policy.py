@@ -31,18 +31,20 @@ from multiworld.serve.scaling.gears import (
     gear_for,
     gears_of,
 )
+from multiworld.serve.scaling.rules import (
+    MARGIN,
+    for_queue,
+    is_idle,
+    limits_now,
+    look_back_s,
+    settled,
+)
 from multiworld.serve.scaling.service_times import Times, times_of
 from multiworld.serve.scaling.snapshot import (
     Decision,
-    Sample,
     Snapshot,
-    StageLimits,
-    StageNow,
 )
-from multiworld.serve.scaling.stabilization import PendingChange, remember, stabilized
-
-MARGIN = 1.15
-"""Scale down only if the smaller fleet still carries this multiple of the demand."""
+from multiworld.serve.scaling.stabilization import PendingChange
 
 GEAR_TOLERANCE = 0.2
 """Relative change of a stage's computing time that makes the gears be computed anew."""
@@ -87,28 +89,16 @@ def decide(snapshot: Snapshot) -> Decision:
         The replicas by stage, the reason in one line, and the state for the next call.
     """
     old = snapshot.memory if isinstance(snapshot.memory, PolicyState) else PolicyState()
-    look_back_s = max(
-        limits_now(s).look_back_period_s
-        for s in snapshot.stages
-        if s.limits is not None
+    period_s = look_back_s(snapshot)
+    measured = times_of(snapshot, period_s, old.measured)
+    found = _find(snapshot, old, measured, period_s)
+    replicas, pending = settled(
+        snapshot,
+        found.needs,
+        old.pending,
+        is_urgent=found.is_urgent,
+        is_rising=found.demand.is_rising,
     )
-    measured = times_of(snapshot, look_back_s, old.measured)
-    found = _find(snapshot, old, measured, look_back_s)
-    pending = []
-    replicas = []
-    for k, stage in enumerate(snapshot.stages):
-        limits = limits_now(stage)
-        low, high = map(limits.within, found.needs[k])
-        before = old.pending[k] if k < len(old.pending) else ()
-        pending.append(remember(before, PendingChange(snapshot.now, low, high), limits))
-        count = stabilized(
-            pending[k], stage.replicas, limits, is_urgent=found.is_urgent
-        )
-        if found.demand.is_rising:
-            count = max(count, stage.replicas)  # never scale down under rising load
-        count = max(count, kept_while_starting(snapshot, k))
-        replicas.append(stage.replicas if stage.limits is None else count)
-    replicas = all_or_none(snapshot, replicas)
     return Decision(
         replicas=tuple(replicas),
         why=describe(snapshot, found, replicas),
@@ -117,7 +107,7 @@ def decide(snapshot: Snapshot) -> Decision:
             found.costs,
             _bounds(snapshot),
             found.gears,
-            tuple(pending),
+            pending,
             measured,
             found.burst_reserve,
         ),
@@ -128,14 +118,14 @@ def _find(
     snapshot: Snapshot,
     old: PolicyState,
     measured: tuple[Times | None, ...],
-    look_back_s: float,
+    period_s: float,
 ) -> Findings:
     demand = demand_of(
-        snapshot.samples, look_back_s, snapshot.start_s, snapshot.interval_s
+        snapshot.samples, period_s, snapshot.start_s, snapshot.interval_s
     )
     costs, gears = _gears(snapshot, measured, old)
     burst_reserve = _update_reserve(snapshot, costs, old.burst_reserve)
-    asked = _needs(snapshot, demand, gears, costs, look_back_s)
+    asked = _needs(snapshot, demand, gears, costs, period_s)
     reserved = _reserved(snapshot, demand, burst_reserve, costs)
     needs = [
         (max(low, least), max(high, least))
@@ -150,13 +140,6 @@ def _find(
         needs=needs,
         is_urgent=_is_urgent(snapshot, costs),
     )
-
-
-def limits_now(stage: StageNow) -> StageLimits:
-    """Return the limits of a stage; a stage that is not scaled keeps its number."""
-    if stage.limits is not None:
-        return stage.limits
-    return StageLimits(min_replicas=stage.replicas, max_replicas=max(1, stage.replicas))
 
 
 def _bounds(snapshot: Snapshot) -> tuple[tuple[int, int], ...]:
@@ -263,11 +246,11 @@ def _needs(
     demand: Demand,
     gears: Sequence[Gear],
     costs: Sequence[tuple[float, float]],
-    look_back_s: float,
+    period_s: float,
 ) -> list[tuple[int, int]]:
     """Return by stage how many replicas are needed, without and with the margin."""
     queued = [
-        for_queue(snapshot.samples, k, stage, look_back_s)
+        for_queue(snapshot.samples, k, stage, period_s)
         for k, stage in enumerate(snapshot.stages)
     ]
     if is_idle(snapshot, demand.rate):
@@ -277,8 +260,8 @@ def _needs(
         return [(max(1, count), max(1, count)) for count in queued]
     low = gears[gear_for(gears, demand.expected)].replicas
     high = gears[gear_for(gears, MARGIN * demand.expected)].replicas
-    max_wait_s = _max_wait_s(snapshot, costs, look_back_s)
-    burst = envelope(snapshot.samples, look_back_s, max_wait_s)
+    max_wait_s = _max_wait_s(snapshot, costs, period_s)
+    burst = envelope(snapshot.samples, period_s, max_wait_s)
     found = []
     for k, (item_s, _) in enumerate(costs):
         waiting = _for_backlog(snapshot, demand, k, item_s, max_wait_s)
@@ -288,75 +271,12 @@ def _needs(
     return found
 
 
-def is_idle(snapshot: Snapshot, rate: float) -> bool:
-    """Tell whether a model has nothing to do.
-
-    Args:
-        snapshot: Its samples.
-        rate: Arrivals a second.
-    """
-    last = snapshot.samples[-1]
-    return rate == 0 and not any(seen.ongoing for seen in last.stages)
-
-
-def kept_while_starting(snapshot: Snapshot, k: int) -> int:
-    """Return how many replicas a busy stage keeps while some are still starting.
-
-    These are the ready ones and at least one: the load looks small while it waits.
-
-    Args:
-        snapshot: The samples.
-        k: Number of the stage.
-    """
-    seen, count = snapshot.samples[-1].stages[k], snapshot.stages[k].replicas
-    is_starting = seen.ready < count and seen.ongoing > 0
-    return min(count, max(1, seen.ready)) if is_starting else 0
-
-
-def all_or_none(snapshot: Snapshot, replicas: list[int]) -> list[int]:
-    """Return the replicas with at least one for each stage, or none for all on demand.
-
-    A pipeline without one of its stages answers nothing.
-
-    Args:
-        snapshot: Limits of the stages.
-        replicas: Replicas by stage.
-    """
-    on_demand = [
-        k
-        for k, stage in enumerate(snapshot.stages)
-        if stage.limits is not None and stage.limits.min_replicas == 0
-    ]
-    is_needed = any(replicas[k] for k in on_demand)
-    return [
-        max(count, 1) if k in on_demand and is_needed else count
-        for k, count in enumerate(replicas)
-    ]
-
-
-def for_queue(
-    samples: Sequence[Sample], k: int, stage: StageNow, look_back_s: float
-) -> int:
-    """Return the replicas for the mean ongoing requests (Ray Serve's rule).
-
-    Args:
-        samples: Samples, oldest first.
-        k: Number of the stage.
-        stage: The stage.
-        look_back_s: Seconds over which the mean is taken.
-    """
-    begin = samples[-1].at - look_back_s
-    lately = [s.stages[k].ongoing for s in samples if s.at > begin - 1e-9]
-    mean = sum(lately) / len(lately)
-    return math.ceil(mean / limits_now(stage).target_ongoing_requests - 1e-9)
-
-
 def _max_wait_s(
-    snapshot: Snapshot, costs: Sequence[tuple[float, float]], look_back_s: float
+    snapshot: Snapshot, costs: Sequence[tuple[float, float]], period_s: float
 ) -> float:
     """Return how many seconds requests may wait and still meet the objective."""
     if snapshot.objective_s is None:
-        return look_back_s
+        return period_s
     compute_s = sum(item_s for item_s, _ in costs)
     return max(snapshot.objective_s - compute_s, snapshot.objective_s / 4)
 

@@ -19,22 +19,22 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from multiworld.serve.scaling.default_policy import (
+from multiworld.serve.scaling.demand import demand_of, envelope, sample_at
+from multiworld.serve.scaling.rules import (
     MARGIN,
-    all_or_none,
     for_queue,
     is_idle,
-    kept_while_starting,
     limits_now,
+    look_back_s,
+    settled,
 )
-from multiworld.serve.scaling.demand import demand_of, envelope, sample_at
 from multiworld.serve.scaling.snapshot import (
     Decision,
     Sample,
     Snapshot,
     TextObjectives,
 )
-from multiworld.serve.scaling.stabilization import PendingChange, remember, stabilized
+from multiworld.serve.scaling.stabilization import PendingChange
 from multiworld.serve.scaling.step_costs import StepCost, StepSums, measured
 
 BUSY = 0.85
@@ -151,18 +151,9 @@ def decide(snapshot: Snapshot) -> Decision:
         factor = _factor(snapshot, known, lengths, factor)
         needs, why = _token_needs(snapshot, known, lengths, factor)
         is_urgent = _has_missed(snapshot.samples)
-    pending, replicas = [], []
-    for k, stage in enumerate(snapshot.stages):
-        limits = limits_now(stage)
-        low, high = map(limits.within, needs[k])
-        before = old.pending[k] if k < len(old.pending) else ()
-        pending.append(remember(before, PendingChange(snapshot.now, low, high), limits))
-        count = stabilized(pending[k], stage.replicas, limits, is_urgent=is_urgent)
-        count = max(count, kept_while_starting(snapshot, k))
-        replicas.append(stage.replicas if stage.limits is None else count)
-    replicas = all_or_none(snapshot, replicas)
-    before_ = [stage.replicas for stage in snapshot.stages]
-    text = why if replicas == before_ else f"{before_} → {replicas}: {why}"
+    replicas, pending = settled(snapshot, needs, old.pending, is_urgent=is_urgent)
+    before = [stage.replicas for stage in snapshot.stages]
+    text = why if replicas == before else f"{before} → {replicas}: {why}"
     return Decision(
         replicas=tuple(replicas),
         why=text,
@@ -175,16 +166,11 @@ def decide(snapshot: Snapshot) -> Decision:
             "answer": None if lengths is None else lengths.answer,
             "ongoing": [seen.ongoing for seen in snapshot.samples[-1].stages],
         },
-        memory=TokenState(sums, lengths, factor, tuple(pending)),
+        memory=TokenState(sums, lengths, factor, pending),
     )
 
 
 # What is known.
-
-
-def _look_back_s(snapshot: Snapshot) -> float:
-    stages = [stage for stage in snapshot.stages if stage.limits is not None]
-    return max(limits_now(stage).look_back_period_s for stage in stages)
 
 
 def _lengths(samples: Sequence[Sample], before: Lengths | None) -> Lengths | None:
@@ -209,7 +195,7 @@ def _factor(
 
     The running texts got as many tokens as rounds have passed, each.
     """
-    begin = snapshot.now - _look_back_s(snapshot)
+    begin = snapshot.now - look_back_s(snapshot)
     lately = [sample for sample in snapshot.samples if sample.at >= begin - 1e-9]
     first, last = lately[0], lately[-1]
     tokens, seconds = last.tokens - first.tokens, last.at - first.at
@@ -223,7 +209,7 @@ def _factor(
     if math.isinf(wanted_s):
         return before
     found = min(MOST_FACTOR, max(LEAST_FACTOR, texts * seconds / tokens / wanted_s))
-    step = min(1.0, snapshot.interval_s / _look_back_s(snapshot))
+    step = min(1.0, snapshot.interval_s / look_back_s(snapshot))
     return before + step * (found - before)
 
 
@@ -233,10 +219,10 @@ def _has_missed(samples: Sequence[Sample]) -> bool:
 
 
 def _queue_needs(snapshot: Snapshot) -> tuple[list[tuple[int, int]], str]:
-    look_back_s = _look_back_s(snapshot)
+    period_s = look_back_s(snapshot)
     least = int(not is_idle(snapshot, 0.0))
     found = [
-        max(least, for_queue(snapshot.samples, k, stage, look_back_s))
+        max(least, for_queue(snapshot.samples, k, stage, period_s))
         for k, stage in enumerate(snapshot.stages)
     ]
     why = "by queued texts (times of steps are not known yet)"
@@ -254,23 +240,25 @@ def _token_needs(
 ) -> tuple[list[tuple[int, int]], str]:
     """Return by stage how many replicas are needed, without and with the margin."""
     text = snapshot.text or TextObjectives()
-    look_back_s = _look_back_s(snapshot)
+    period_s = look_back_s(snapshot)
     demand = demand_of(
-        snapshot.samples, look_back_s, snapshot.start_s, snapshot.interval_s
+        snapshot.samples, period_s, snapshot.start_s, snapshot.interval_s
     )
     if is_idle(snapshot, demand.rate):
         return [(0, 0) for _ in costs], "idle"
-    ttft_s = text.ttft_s or look_back_s
+    ttft_s = text.ttft_s or period_s
     ongoing = max(seen.ongoing for seen in snapshot.samples[-1].stages)
-    begin = sample_at(snapshot.samples, snapshot.now - look_back_s)
-    usual = snapshot.samples[-1].arrived - begin.arrived
+    begin = sample_at(snapshot.samples, snapshot.now - period_s)
+    arrived = snapshot.samples[-1].arrived - begin.arrived
+    # Texts wait if there are more than there would be if each took the longest round.
+    usual = arrived / period_s * lengths.answer * longest_round_s(text, costs)
     load = Load(
         rate=demand.expected,
-        burst=envelope(snapshot.samples, look_back_s, ttft_s) if usual > 1 else 0.0,
+        burst=envelope(snapshot.samples, period_s, ttft_s) if arrived > 1 else 0.0,
         texts=ongoing,
         lengths=lengths,
         factor=factor,
-        backlog=_waiting(snapshot, costs, lengths, ongoing) / (2 * ttft_s),
+        backlog=max(0.0, ongoing - usual) / (2 * ttft_s),
     )
     low = fleet(snapshot, costs, load, text)
     high = fleet(snapshot, costs, load.times(MARGIN), text)
@@ -280,21 +268,6 @@ def _token_needs(
         f"{1000 * round_of(low, costs, load):.0f} ms"
     )
     return list(zip(low, high, strict=True)), why
-
-
-def _waiting(
-    snapshot: Snapshot, costs: Sequence[StepCost], lengths: Lengths, ongoing: float
-) -> float:
-    """Return about how many texts wait for their first token.
-
-    Those are more than there would be if each took the longest round.
-    """
-    look_back_s = _look_back_s(snapshot)
-    begin = sample_at(snapshot.samples, snapshot.now - look_back_s)
-    last = snapshot.samples[-1]
-    rate = (last.arrived - begin.arrived) / max(look_back_s, 1e-9)
-    round_s = longest_round_s(snapshot.text or TextObjectives(), costs)
-    return max(0.0, ongoing - rate * lengths.answer * round_s)
 
 
 def longest_round_s(text: TextObjectives, costs: Sequence[StepCost]) -> float:
@@ -427,11 +400,11 @@ def _is_first_in_time(
     alone_s = sum(cost.seconds(chunk) for cost in costs)
     alone_s += (math.ceil(prompt / text.step_tokens) - 1) * slowest_s
     left_s = max(text.ttft_s - alone_s, text.ttft_s / 4)
-    running = load.texts
+    running, round_s = load.texts, round_of(counts, costs, load)
     for cost, count in zip(costs, counts, strict=True):
         # Steps of the running texts take their part; a burst must be done in the rest.
-        rounds = cost.step_s * 1.0 + cost.row_s * running / count
-        share = rounds / max(rounds, round_of(counts, costs, load))
+        rounds = cost.step_s + cost.row_s * running / count
+        share = rounds / max(rounds, round_s)
         work_s = load.burst * prompt * cost.row_s / count * (text.ttft_s + left_s)
         if work_s > max(0.1, 1 - min(share, 0.9)) * (text.ttft_s + left_s):
             return False

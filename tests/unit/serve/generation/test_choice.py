@@ -105,6 +105,19 @@ def test_draining_replica_is_replaced_in_the_chain() -> None:
     assert old.state is ReplicaState.READY
 
 
+def test_stream_of_a_removed_model_ends_where_it_is() -> None:
+    """Its replicas drain, and the table has no route to others."""
+    table = table_of(1, 1)
+    made = chains(table)
+    (one,) = placed(made, 1)
+    draining = {
+        name: Replica(name, "m", "1", k, ReplicaState.DRAINING)
+        for k, name in enumerate(one.chain)
+    }
+    made.table_changed(RoutingTable(2, (), {}, draining), 0.0)
+    assert made.leaving(one) is None
+
+
 @pytest.mark.parametrize(
     ("weights", "is_same"), [("w", True), ("x", False), ("", False)]
 )

@@ -1,0 +1,95 @@
+"""Streams that are moved ahead of time, and what their clients see of it: nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import yaml
+
+from tests.serve.harness import WAIT_S, Served, served
+from tests.serve.texts import Stream, client, spec_of
+from tests.tiny_decoder import save_decoder
+
+pytestmark = pytest.mark.timeout(240)
+
+LONG = 230
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Return a service that generates."""
+    folder: Path = save_decoder(tmp_path_factory.mktemp("decoder"))
+    with served(tmp_path_factory.mktemp("moves"), spec_of(folder)) as made:
+        yield made
+
+
+def moved_and_replayed(service: Served) -> tuple[float, float]:
+    """Return how many streams were moved, and how many made another attempt."""
+    found = dict.fromkeys(("moved", "replayed"), 0.0)
+    text = httpx.get(f"{service.url}/metrics", timeout=WAIT_S).text
+    for line in text.splitlines():
+        for kind in found:
+            if line.startswith(f'multiworld_stream_events_total{{kind="{kind}"}}'):
+                found[kind] = float(line.rsplit(" ", 1)[1])
+    return found["moved"], found["replayed"]
+
+
+async def flow(api: openai.AsyncOpenAI, pieces: list[str], end: asyncio.Event) -> None:
+    """Read long streams, one after the other, and check them."""
+    while not end.is_set():
+        assert await Stream(api, len(pieces)).end() == pieces
+
+
+async def moves(service: Served, change: Callable[[], object]) -> int:
+    """Let streams flow while something is changed; return how many were moved."""
+    moved, replayed = await asyncio.to_thread(moved_and_replayed, service)
+    end = asyncio.Event()
+    async with client(service) as api, asyncio.TaskGroup() as group:
+        pieces = await Stream(api, LONG).end()
+        for _ in range(6):
+            group.create_task(flow(api, pieces, end))
+        await asyncio.sleep(0.5)
+        await asyncio.to_thread(change)
+        end.set()
+    found, again = await asyncio.to_thread(moved_and_replayed, service)
+    assert again == replayed, "streams were not moved, but replayed"
+    return int(found - moved)
+
+
+async def test_streams_move_when_a_stage_shrinks_and_grows(service: Served) -> None:
+    """To the replica that stays, and to the one that is new."""
+
+    def shrink() -> None:
+        service.scale("middle", 1)
+        service.until(lambda: service.stages() == [1, 1, 1], "shrunk")
+
+    def grow() -> None:
+        service.scale("middle", 2)
+        service.until(lambda: service.stages() == [1, 2, 1], "grown")
+
+    for change in (shrink, grow):
+        assert await moves(service, change) >= 1
+
+
+async def test_streams_move_to_a_new_version_with_the_same_weights(
+    service: Served,
+) -> None:
+    """The old version is gone before they would have ended there."""
+
+    def update() -> None:
+        model = service.spec["models"]["m"]
+        model["version"] = wanted = model.get("version", "1") + ".1"
+        service.update(yaml.safe_dump(service.spec, sort_keys=False))
+
+        def is_new() -> bool:
+            versions = {p.version for p in service.status().processes if p.model}
+            return versions == {wanted}
+
+        service.until(is_new, "updated")
+
+    assert await moves(service, update) >= 1
