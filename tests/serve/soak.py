@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from multiworld.errors import ServeError
 from multiworld.serve.control.answers import Drained
 from multiworld.serve.load.summary import summarise
 from tests.serve.harness import Served, Traffic, served, spec_with
+from tests.serve.sizes import Size, grown, sizes_of
 
 RATE = 50.0
 PAUSE_S = (0.3, 2.5)
@@ -34,20 +34,6 @@ QUIET_S = 3.0
 """Seconds without load before the sizes of processes are compared."""
 STAGES = ("double", "add", "square")
 FAULTS = {"kill": 6, "stop": 2, "cut": 1, "drain": 2, "scale": 2, "update": 1}
-GROWTH_BYTES = 48 * 2**20
-GROWTH_FILES = 24
-"""Descriptors that a gateway or a controller may have gained at the end.
-
-The number varies with caches, the load's connections and links of new replicas.
-"""
-
-
-@dataclass(slots=True)
-class Size:
-    """Resources of one process."""
-
-    rss_bytes: int
-    files: int
 
 
 @dataclass(slots=True)
@@ -72,23 +58,12 @@ class Outcome:
     @property
     def grown(self) -> list[str]:
         """Names of the long-lived processes that have grown."""
-        return [
-            name
-            for name, size in self.before.items()
-            if self.after[name].rss_bytes - size.rss_bytes > GROWTH_BYTES
-            or self.after[name].files - size.files > GROWTH_FILES
-        ]
+        return grown(self.before, self.after)
 
     @property
     def is_good(self) -> bool:
         """Whether nothing was lost, wrong or leaked."""
         return not (self.lost or self.wrong or self.grown)
-
-
-def size_of(pid: int) -> Size:
-    """Return the current resources of a process."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return Size(pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir(f"/proc/{pid}/fd")))
 
 
 class Soak:
@@ -104,7 +79,7 @@ class Soak:
     async def run(self) -> Outcome:
         """Inject random faults until the time is over."""
         await asyncio.sleep(QUIET_S)
-        self.outcome.before = self._sizes()
+        self.outcome.before = sizes_of(self._service)
         traffic = Traffic(self._service, RATE)
         running = asyncio.ensure_future(traffic.load.run())
         end = time.monotonic() + 60 * self.outcome.minutes
@@ -115,14 +90,14 @@ class Soak:
                 await self._one()
                 if time.monotonic() >= look_at:
                     look_at += 60
-                    self.outcome.each_minute.append(self._sizes())
+                    self.outcome.each_minute.append(sizes_of(self._service))
             await asyncio.to_thread(self._service.until, self._is_ready, "the end")
         finally:
             traffic.load.end()
             await running
         await asyncio.sleep(QUIET_S)
         found = summarise(traffic.load.samples)
-        self.outcome.after = self._sizes()
+        self.outcome.after = sizes_of(self._service)
         self.outcome.faults = dict(self._faults)
         self.outcome.sent, self.outcome.answered = traffic.load.sent, found.answered
         self.outcome.lost = traffic.load.sent - found.answered
@@ -134,12 +109,6 @@ class Soak:
 
     def _is_ready(self) -> bool:
         return self._service.status().is_ready
-
-    def _sizes(self) -> dict[str, Size]:
-        status = self._service.status()
-        pids = {p.name: p.pid for p in status.processes if p.is_gateway and p.pid}
-        pids["controller"] = status.controller
-        return {name: size_of(pid) for name, pid in pids.items()}
 
     async def _one(self) -> None:
         kinds, weights = list(FAULTS), list(FAULTS.values())

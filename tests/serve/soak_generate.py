@@ -4,9 +4,11 @@
 Kills, stops, drains, scales and updates at random, while streams of a small decoder run
 all the time, in deterministic mode: the most likely tokens are compared with
 transformers' own; sampled and structured texts, with the probability of every token,
-with an undisturbed run. Prompts begin alike, so that they are found in caches. Prints
-the streams that were cut and the texts that were different, and the longest pauses.
-Exits with 1 if there was any.
+with an undisturbed run. Prompts begin alike, so that they are found in caches. Then
+streams run for a fifth of that time without faults. Prints the streams that were cut
+and the texts that were different, the longest pauses, and what has grown: the gateway
+and the controller over the whole time, replicas over the part without faults. Exits
+with 1 if there was any.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Awaitable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,12 +32,17 @@ import yaml
 from multiworld.errors import ServeError
 from multiworld.serve.control.answers import Drained
 from tests.serve.harness import Served, served
+from tests.serve.sizes import Size, grown, sizes_of
 from tests.tiny_decoder import VOCABULARY, greedy, save_decoder
 
 STREAMS = 8
 """Streams at once."""
 PROMPTS = 12
 TOKENS = 120
+QUIET_SHARE = 0.2
+"""Time without faults, as a share of the time with them."""
+WARM_SHARE = 0.25
+"""Share of that until replicas are measured first, so that they have all warmed up."""
 PAUSE_S = (0.3, 2.5)
 """Least and most seconds between two faults."""
 STAGES = ("front", "middle", "back")
@@ -74,11 +82,14 @@ class Outcome:
     cut: list[str] = field(default_factory=list)
     different: int = 0
     pauses_s: list[float] = field(default_factory=list)
+    grown: list[str] = field(default_factory=list)
+    sizes: list[dict[str, Size]] = field(default_factory=list)
 
     @property
     def is_good(self) -> bool:
-        """Tell whether every stream was whole and right."""
-        return not self.cut and not self.different and self.streams > 0
+        """Tell whether every stream was whole and right, and nothing has grown."""
+        is_whole = not self.cut and not self.different and self.streams > 0
+        return is_whole and not self.grown
 
 
 def spec_of(folder: Path) -> dict[str, Any]:
@@ -112,7 +123,7 @@ class Soak:
     def __init__(self, service: Served, folder: Path, outcome: Outcome) -> None:
         self._service, self._outcome = service, outcome
         self._random = random.Random(outcome.seed)
-        self._ends_at = time.monotonic() + 60.0 * outcome.minutes
+        self._ends_at = 0.0
         whole = [self._random.randrange(1, VOCABULARY) for _ in range(9 * PROMPTS)]
         self._prompts = [
             [*whole[: length - 1], self._random.randrange(1, VOCABULARY)]
@@ -130,9 +141,30 @@ class Soak:
                     self._wanted[which, kind] = await self._text(session, which, kind)
                 made = [token for token, _ in self._wanted[which, "greedy"][0]]
                 self._outcome.different += made != greedy(self._folder, prompt, TOKENS)
-            self._ends_at = time.monotonic() + 60.0 * self._outcome.minutes
-            streams = [self._streams(session, k) for k in range(STREAMS)]
-            await asyncio.gather(self._faults(), *streams)
+            await self._for(self._outcome.minutes, session, self._faults())
+            await asyncio.to_thread(self._service.until, self._is_ready, "the end")
+            quiet = QUIET_SHARE * self._outcome.minutes
+            await self._for(WARM_SHARE * quiet, session)
+            await self._for((1 - WARM_SHARE) * quiet, session, replicas=True)
+
+    async def _for(
+        self,
+        minutes: float,
+        session: aiohttp.ClientSession,
+        *more: Awaitable[None],
+        replicas: bool = False,
+    ) -> None:
+        """Stream for some minutes; compare the sizes of processes then."""
+        before = await asyncio.to_thread(sizes_of, self._service, replicas=replicas)
+        self._ends_at = time.monotonic() + 60.0 * minutes
+        streams = [self._streams(session, k) for k in range(STREAMS)]
+        await asyncio.gather(*more, *streams)
+        after = await asyncio.to_thread(sizes_of, self._service, replicas=True)
+        self._outcome.sizes += [before, after]
+        self._outcome.grown += grown(before, after)
+
+    def _is_ready(self) -> bool:
+        return self._service.status().is_ready
 
     @property
     def _is_over(self) -> bool:
