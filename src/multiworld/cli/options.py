@@ -24,6 +24,13 @@ WORD_WIDTH = 14
 
 SPEC = click.argument("spec", type=click.Path(dir_okay=False, path_type=Path))
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+CONTEXT = click.option(
+    "--context",
+    type=click.IntRange(1, 2**20),
+    default=256,
+    show_default=True,
+    help="Tokens of each text, if the model generates text.",
+)
 STATE = click.option(
     "--state",
     type=click.Path(file_okay=False, path_type=Path),

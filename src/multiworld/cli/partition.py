@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +12,43 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from multiworld.cli.options import JSON, SPEC, new_table, print_table
+from multiworld.cli.options import CONTEXT, JSON, SPEC, new_table, print_table
+from multiworld.serve.generation.limits import limits_by
+from multiworld.serve.generation.text_meter import TextMeter
 from multiworld.serve.models.factory import build_model
-from multiworld.serve.models.partition import PartProfile, cut, profile
+from multiworld.serve.models.meter import BatchMeter, Meter, measured_stages
+from multiworld.serve.models.partition import Part, cut
 from multiworld.serve.spec.loader import load_spec
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
+from multiworld.serve.spec.stage import Model
 
 
-def run(path: Path, name: str | None, rows: int, repeats: int, *, as_json: bool) -> int:
-    """Measure a model of a spec, and print the result."""
+def run(
+    path: Path,
+    name: str | None,
+    rows: int,
+    context: int,
+    repeats: int,
+    *,
+    as_json: bool,
+) -> int:
+    """Measure a model of a spec, and print the result.
+
+    Args:
+        path: File of the spec.
+        name: Name of the model; None for the first.
+        rows: Rows of the batch, or texts of the step.
+        context: Tokens of each text.
+        repeats: Measurements of each part.
+        as_json: Print JSON.
+    """
     chosen, spec = chosen_model(load_spec(path), name, path)
     torch.set_num_threads(spec.stages[0].threads)
-    found = _measured(spec, rows, repeats)
+    found = _measured(spec, rows, context, repeats)
     if as_json:
         click.echo(json.dumps({"model": chosen, "rows": rows, **found}, indent=2))
     else:
-        _show(chosen, rows, found)
+        _show(chosen, rows, spec, found)
     return 0
 
 
@@ -50,67 +70,124 @@ def chosen_model(app: AppSpec, name: str | None, path: Path) -> tuple[str, Model
     return chosen, app.models[chosen]
 
 
-def _measured(spec: ModelSpec, rows: int, repeats: int) -> dict[str, Any]:
+def meter_of(
+    spec: ModelSpec, model: Model, batches: list[int], context: int, repeats: int
+) -> Meter:
+    """Return the meter for a model.
+
+    Args:
+        spec: Its spec.
+        model: The model.
+        batches: Rows of the batches, or texts of the steps.
+        context: Tokens of each text, if it generates text.
+        repeats: Measurements of each.
+
+    Raises:
+        SpecError: The model has neither ``example`` nor ``inputs``.
+    """
+    device = spec.stages[0].device
+    if spec.generation is None:
+        return BatchMeter(model, batches, repeats, device)
+    is_deterministic = spec.generation.deterministic
+    return TextMeter(
+        model, batches, context, repeats, device, is_deterministic=is_deterministic
+    )
+
+
+def _measured(spec: ModelSpec, rows: int, context: int, repeats: int) -> dict[str, Any]:
     model = build_model(spec)
-    stages = profile(model, rows=rows, repeats=repeats)
+
+    def parts_of(whole: Model) -> list[dict[str, Any]]:
+        meter = meter_of(spec, whole, [rows], context, repeats)
+        return [
+            {
+                "name": part.name,
+                "seconds": part.seconds[rows],
+                "parameter_bytes": part.weight_bytes,
+                "output_bytes": part.out_bytes * rows,
+                "kv_bytes": part.kv_bytes,
+            }
+            for part in measured_stages(meter, len(whole.stages))
+        ]
+
+    stages = parts_of(model)
     loads = [
-        p.seconds / s.initial_count for p, s in zip(stages, spec.stages, strict=True)
+        p["seconds"] / s.initial_count for p, s in zip(stages, spec.stages, strict=True)
     ]
     slowest = max(range(len(loads)), key=loads.__getitem__)
-    found: dict[str, Any] = {
-        "stages": [asdict(part) for part in stages],
+    measured: dict[str, Any] = {
+        "stages": stages,
         "replicas": [stage.initial_count for stage in spec.stages],
         "bottleneck": slowest,
         "rows_per_s": rows / loads[slowest],
     }
     if model.parts is not None:
-        parts = profile(model.parts(), rows=rows, repeats=repeats)
-        proposed = cut(parts, len(spec.stages))
-        found["parts"] = [asdict(part) for part in parts]
-        found["cut"] = list(proposed.begins[1:])
-        found["cut_seconds"] = list(proposed.seconds)
-        found["cut_bottleneck"] = proposed.bottleneck
-    return found
+        parts = parts_of(model.parts())
+        costs = [Part(part["seconds"], part["kv_bytes"]) for part in parts]
+        proposed = cut(costs, len(spec.stages))
+        measured["parts"] = parts
+        measured["cut"] = list(proposed.begins[1:])
+        measured["cut_seconds"] = list(proposed.seconds)
+        measured["cut_bottleneck"] = proposed.bottleneck
+    return measured
 
 
-def _table(title: str, parts: list[dict[str, Any]], more: list[str]) -> Table:
+def _table(
+    title: str, parts: list[dict[str, Any]], notes: list[str], *, is_text: bool
+) -> Table:
     table = new_table(title, "part")
-    for column in ("milliseconds", "weights", "to the next"):
+    columns = ["milliseconds", "weights", "to the next"]
+    columns += ["KV a token"] * is_text
+    for column in columns:
         table.add_column(column, justify="right")
     table.add_column("")
-    for values, note in zip(parts, more, strict=True):
-        part = PartProfile(**values)
+    for part, note in zip(parts, notes, strict=True):
+        kib = [f"{part['output_bytes'] / 1024:.1f} KiB"]
+        kib += [f"{part['kv_bytes'] / 1024:.1f} KiB"] * is_text
         table.add_row(
-            part.name,
-            f"{part.seconds * 1000:.3f}",
-            f"{part.parameter_bytes / 2**20:.1f} MiB",
-            f"{part.output_bytes / 1024:.1f} KiB",
+            part["name"],
+            f"{part['seconds'] * 1000:.3f}",
+            f"{part['parameter_bytes'] / 2**20:.1f} MiB",
+            *kib,
             note,
         )
     return table
 
 
-def _show(name: str, rows: int, found: dict[str, Any]) -> None:
+def _show(name: str, rows: int, spec: ModelSpec, found: dict[str, Any]) -> None:
     console = Console()
+    is_text = spec.generation is not None
+    unit = "text" if is_text else "row"
     notes = [f"{count} replica(s)" for count in found["replicas"]]
     notes[found["bottleneck"]] += ", the bottleneck"
-    print_table(_table(f"{name}: its stages, {rows} row(s)", found["stages"], notes))
+    title = f"{name}: its stages, {rows} {unit}(s)"
+    print_table(_table(title, found["stages"], notes, is_text=is_text))
     console.print(
-        f"at most {found['rows_per_s']:.0f} rows a second, if every replica has a core "
-        "of its own"
+        f"at most {found['rows_per_s']:.0f} {'token' if is_text else 'row'}s a second, "
+        "if every replica has a core of its own"
     )
     if "parts" not in found:
         return
-    begins = {0, *found["cut"]}
-    marks = [
-        "first of a stage" if n in begins else "" for n in range(len(found["parts"]))
-    ]
-    print_table(_table(f"{name}: its parts", found["parts"], marks))
+    parts, begins = found["parts"], [0, *found["cut"]]
+    marks = ["first of a stage" if n in begins else "" for n in range(len(parts))]
+    print_table(_table(f"{name}: its parts", parts, marks, is_text=is_text))
     times = ", ".join(f"{seconds * 1000:.2f}" for seconds in found["cut_seconds"])
     console.print(
         f"proposed: cut: {found['cut']}: {times} ms, the bottleneck is "
         f"stage {found['cut_bottleneck']}"
     )
+    if spec.generation is not None:
+        ends = [*begins[1:], len(parts)]
+        kept = max(
+            sum(part["kv_bytes"] for part in parts[begin:end])
+            for begin, end in zip(begins, ends, strict=True)
+        )
+        limits = limits_by(spec.generation, kept, len(begins))
+        console.print(
+            f"each stage then keeps {kept / 1024:.1f} KiB or less for a token, so that "
+            f"kv_cache_memory_mb: {spec.generation.kv_cache_memory_mb:g} has room for "
+            f"{limits.blocks * limits.block_size:,} tokens"
+        )
 
 
 @click.command()
@@ -121,8 +198,9 @@ def _show(name: str, rows: int, found: dict[str, Any]) -> None:
     type=click.IntRange(1, 4096),
     default=1,
     show_default=True,
-    help="Rows of a batch.",
+    help="Rows of a batch; texts of a step, if the model generates text.",
 )
+@CONTEXT
 @click.option(
     "--repeats",
     type=click.IntRange(1, 1000),
@@ -132,10 +210,15 @@ def _show(name: str, rows: int, found: dict[str, Any]) -> None:
 )
 @JSON
 def partition(
-    spec: Path, model: str | None, rows: int, repeats: int, as_json: bool
+    spec: Path,
+    model: str | None,
+    rows: int,
+    context: int,
+    repeats: int,
+    as_json: bool,
 ) -> None:
     """Measure each part of a model, and propose where to cut it.
 
     Loads the model in this process, one stage at a time.
     """
-    sys.exit(run(spec, model, rows, repeats, as_json=as_json))
+    sys.exit(run(spec, model, rows, context, repeats, as_json=as_json))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from multiworld.cli.options import JSON, SPEC, new_table, print_table
-from multiworld.cli.partition import chosen_model
-from multiworld.serve.models.factory import build_model
+from multiworld.cli.options import CONTEXT, JSON, SPEC, new_table, print_table
+from multiworld.cli.partition import chosen_model, meter_of
+from multiworld.serve.generation.text_meter import TextMeter
+from multiworld.serve.models.factory import build_model, modules_of
+from multiworld.serve.models.meter import Meter
 from multiworld.serve.models.profiler import profile_model
 from multiworld.serve.resources.amounts import mib
 from multiworld.serve.spec.loader import load_spec
@@ -22,6 +25,7 @@ def run(
     path: Path,
     name: str | None,
     batches: list[int],
+    context: int,
     repeats: int,
     out: Path | None,
     *,
@@ -32,14 +36,18 @@ def run(
     Args:
         path: File of the spec.
         name: Name of the model; None for the first.
-        batches: Rows of the batches.
+        batches: Rows of the batches, or texts of the steps.
+        context: Tokens of each text, if the model generates text.
         repeats: Measurements of each batch.
         out: File to write; None for none.
         as_json: Print JSON.
     """
     name, spec = chosen_model(load_spec(path), name, path)
     model = build_model(spec)
-    found = profile_model(name, spec, model, batches, repeats, spec.stages[0].device)
+    for module in modules_of(spec, model):
+        importlib.import_module(module)  # a process without a stage has them, too
+    meter = meter_of(spec, model, batches, context, repeats)
+    found = profile_model(name, spec, meter)
     if out is not None:
         try:
             out.write_text(found.model_dump_json(indent=2) + "\n")
@@ -53,7 +61,7 @@ def run(
     print_table(_table(found))
     console = Console()
     console.print(
-        "ms (n): time of a batch of n rows. peak: beyond the "
+        f"ms (n): time of {_batch(meter)}. peak: beyond the "
         f"{mib(found.base_bytes)} of a process without a stage. memory_mb: memory to "
         "book, the sum of both and 25 % more"
     )
@@ -65,13 +73,26 @@ def run(
     return 0
 
 
+def _batch(meter: Meter) -> str:
+    """Return what a column is the time of, as text for people."""
+    if not isinstance(meter, TextMeter):
+        return "a batch of n rows"
+    return (
+        f"a step of n texts that have {meter.context} tokens each; ({meter.context}): "
+        "of a prompt of so many; memory for texts is booked besides"
+    )
+
+
 def _table(found: ModelProfile) -> Table:
     title = f"{found.model} {found.version} on {found.device}"
     table = new_table(title, "stage")
     sizes = list(found.stages[0].seconds)
     for rows in sizes:
         table.add_column(f"ms ({rows})", justify="right")
-    for column in ("weights", "peak", "out a row", "memory_mb"):
+    is_text = any(stage.kv_bytes for stage in found.stages)
+    columns = ["weights", "peak", "out a row", "memory_mb"]
+    columns += ["KV a token"] * is_text
+    for column in columns:
         table.add_column(column, justify="right")
     for k, stage in enumerate(found.stages):
         table.add_row(
@@ -81,6 +102,7 @@ def _table(found: ModelProfile) -> Table:
             mib(stage.peak_bytes),
             f"{stage.out_bytes / 1024:.1f} KiB",
             f"{found.memory_mb(k):g}",
+            *[f"{stage.kv_bytes / 1024:.1f} KiB"] * is_text,
         )
     return table
 
@@ -95,8 +117,9 @@ def _table(found: ModelProfile) -> Table:
     multiple=True,
     default=(1, 4, 16),
     show_default=True,
-    help="Rows of a batch; may be repeated.",
+    help="Rows of a batch, or texts of a step; may be repeated.",
 )
+@CONTEXT
 @click.option(
     "--repeats",
     type=click.IntRange(1, 1000),
@@ -114,6 +137,7 @@ def profile(
     spec: Path,
     model: str | None,
     batches: tuple[int, ...],
+    context: int,
     repeats: int,
     out: Path | None,
     as_json: bool,
@@ -123,4 +147,4 @@ def profile(
     Loads the model in this process, one stage at a time.
     """
     sizes = sorted(set(batches))
-    sys.exit(run(spec, model, sizes, repeats, out, as_json=as_json))
+    sys.exit(run(spec, model, sizes, context, repeats, out, as_json=as_json))

@@ -49,7 +49,10 @@ ORACLE = "oracle"
 """Name of the policy that knows the future."""
 
 COMPARED = (OWN, *reference_policies.BUILT_IN, ORACLE)
-"""Policies that are compared by default; an oracle knows no texts."""
+"""Policies that are compared by default."""
+
+NO_TEXTS = (ORACLE, "fixed")
+"""Policies that do not know models that generate text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +103,7 @@ def run(wish: SimulationOptions) -> int:
 def _compared(app: AppSpec) -> list[str]:
     """Return the policies that are compared by default."""
     has_texts = any(model.generation is not None for model in app.models.values())
-    return [name for name in COMPARED if name != ORACLE or not has_texts]
+    return [name for name in COMPARED if name not in NO_TEXTS or not has_texts]
 
 
 def _simulated(
@@ -206,7 +209,7 @@ def _model(
     measured = _measured(wish, spec)
     model = pipeline_of(name, spec, reference_policies.fixed, measured, wish.start_s)
     kind, _, counts = chosen.partition(":")
-    if model.limits is not None and chosen in (ORACLE, "fixed"):
+    if model.limits is not None and chosen in NO_TEXTS:
         raise click.UsageError(
             f"policy {chosen} does not know models that generate text; give "
             "spec, queued, threshold, or fixed:N,N,…"
@@ -215,6 +218,9 @@ def _model(
         return with_fleet(model, _fleet(model, counts, arrivals))
     if chosen == "oracle":
         return with_foresight(model, arrivals, lambda: random.Random(wish.seed).random)
+    is_scaled = any(stage.limits for stage in model.stages)
+    if chosen == OWN and not is_scaled:
+        return model  # its fleet stays as it is
     return replace(model, policy=_policy(spec, chosen))
 
 

@@ -61,7 +61,7 @@ def model(
         stages=[
             Stage(
                 load=functools.partial(_load, folder, Span(begin, end, layers), dtype),
-                name=f"layers {begin}-{end - 1}",
+                name=huggingface.title_of(begin, end),
             )
             for begin, end in cuts
         ],
@@ -69,6 +69,9 @@ def model(
             *huggingface.preloaded_modules(str(config.get("model_type", ""))),
             "multiworld.serve.generation.decoder_stage",
         ],
+        parts=functools.partial(
+            model, path, layers, dtype=dtype, deterministic=deterministic
+        ),
         generation=Generation(
             tokenizer=functools.partial(_tokenizer, folder),
             end_tokens=_end_tokens(config, folder),

@@ -10,13 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from multiworld.serve.generation.alike import fix_linears
+from multiworld.serve.generation.fixed_attention import FixedAttention
 from multiworld.serve.generation.grammar import Matcher, Matchers
 from multiworld.serve.generation.kv_cache import KvCache, MissingTokensError, Rows
 from multiworld.serve.generation.links import StreamId
 from multiworld.serve.generation.prefix_cache import Block
 from multiworld.serve.generation.sampler import choose, finish_of
+from multiworld.serve.models.packed_linear import pack_linears
 from multiworld.serve.spec.stage import Generation
 from multiworld.serve.transport.generation_messages import Opening, StepPart, TokenItem
 from multiworld.serve.transport.protocol import Key
@@ -97,6 +100,26 @@ class Chores:
     restore: Mapping[StreamId, tuple[Sequence[Block], int]] = field(
         default_factory=dict
     )
+
+
+def engine_of(
+    function: StageFunction, *, is_last: bool, model: Generation, is_deterministic: bool
+) -> StageEngine:
+    """Return the engine of a stage that was loaded; its weights are packed.
+
+    Args:
+        function: The stage.
+        is_last: Whether it is the last one.
+        model: Facts about the model.
+        is_deterministic: Whether results are not to depend on the batch.
+    """
+    cache = KvCache(attention=FixedAttention) if is_deterministic else KvCache()
+    with torch.inference_mode():
+        if isinstance(function, nn.Module):
+            pack_linears(function)
+            if is_deterministic:
+                fix_linears(function)
+    return StageEngine(function, is_last, model, cache)
 
 
 @dataclass(slots=True)

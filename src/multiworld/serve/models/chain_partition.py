@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 
-def chain_partition(costs: Sequence[float], parts: int) -> list[tuple[int, int]]:
+def chain_partition(
+    costs: Sequence[float],
+    parts: int,
+    within: tuple[Sequence[float], float] | None = None,
+) -> list[tuple[int, int]]:
     """Cut a chain into contiguous parts so that the largest cost of a part is minimal.
 
     Min-max chain partition by dynamic programming over (items, parts), in O(L² K) for L
@@ -14,6 +19,8 @@ def chain_partition(costs: Sequence[float], parts: int) -> list[tuple[int, int]]
     Args:
         costs: Cost of each item, in order.
         parts: Number of parts, from 1 to the number of items.
+        within: Other costs of each item, and their most for a part; there must be such
+            parts. None: no such limit.
 
     Returns:
         First item and end (exclusive) of each part.
@@ -24,9 +31,9 @@ def chain_partition(costs: Sequence[float], parts: int) -> list[tuple[int, int]]
     count = len(costs)
     if not 1 <= parts <= count:
         raise ValueError(f"{count} layers cannot be cut into {parts} stages")
-    total = [0.0]
-    for cost in costs:
-        total.append(total[-1] + cost)
+    total = [0.0, *itertools.accumulate(costs)]
+    others, most = within or ([0.0] * count, 0.0)
+    other = [0.0, *itertools.accumulate(others)]
     # best[i]: the minimal largest cost for the first i items, in the parts so far
     best = [0.0] + [float("inf")] * count
     cuts: list[list[int]] = []
@@ -34,6 +41,8 @@ def chain_partition(costs: Sequence[float], parts: int) -> list[tuple[int, int]]
         fresh, cut = [float("inf")] * (count + 1), [0] * (count + 1)
         for end in range(1, count + 1):
             for begin in range(end):
+                if other[end] - other[begin] > most:
+                    continue
                 worst = max(best[begin], total[end] - total[begin])
                 if worst < fresh[end]:
                     fresh[end], cut[end] = worst, begin

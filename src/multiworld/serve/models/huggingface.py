@@ -81,7 +81,7 @@ def model(
             load=functools.partial(
                 _load_stage, folder, Span(begin, end, layers), dtype, pooling
             ),
-            name=f"layers {begin}-{end - 1}",
+            name=title_of(begin, end),
             ragged=padding,
         )
         for begin, end in cuts
@@ -105,6 +105,16 @@ def model(
         preload=preloaded_modules(str(config.get("model_type", ""))),
         parts=functools.partial(model, path, layers, max_length, dtype=dtype),
     )
+
+
+def title_of(begin: int, end: int) -> str:
+    """Return the name of a stage.
+
+    Args:
+        begin: Its first layer.
+        end: The layer after its last one.
+    """
+    return f"layer {begin}" if end == begin + 1 else f"layers {begin}-{end - 1}"
 
 
 def _check(vocabulary: int, longest: int, tensors: Tensors) -> None:

@@ -171,6 +171,9 @@ def load_owned(folder: Path, kind: Any, config: Any, span: Span, dtype: str) -> 
     Raises:
         SpecError: The model has no known chain of layers, or the folder lacks weights.
     """
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # for a part of the weights, it says little
     owned = _owned_class(kind, span, folder)
     whole, info = owned.from_pretrained(
         folder,

@@ -10,15 +10,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from multiworld.serve.generation.alike import fix_linears
-from multiworld.serve.generation.fixed_attention import FixedAttention
-from multiworld.serve.generation.kv_cache import KvCache
 from multiworld.serve.generation.links import StreamId
 from multiworld.serve.generation.prefix_cache import Block
-from multiworld.serve.generation.stage_engine import Chores, Computed, StageEngine
-from multiworld.serve.models.packed_linear import pack_linears
+from multiworld.serve.generation.stage_engine import (
+    Chores,
+    Computed,
+    StageEngine,
+    engine_of,
+)
 from multiworld.serve.spec.stage import Generation, Stage, StageContext
 from multiworld.serve.transport.generation_messages import Opening, StepPart
 from multiworld.serve.worker.compute_thread import ComputeThread
@@ -89,14 +90,12 @@ class EngineThread:
         torch.set_num_threads(self._threads)
         with torch.inference_mode():
             function: Any = self._stage.load(context)
-            if isinstance(function, nn.Module):
-                pack_linears(function)
-            cache = KvCache()
-            if self._is_deterministic:
-                if isinstance(function, nn.Module):
-                    fix_linears(function)
-                cache = KvCache(attention=FixedAttention)
-        self._engine = StageEngine(function, self._is_last, self._model, cache)
+        self._engine = engine_of(
+            function,
+            is_last=self._is_last,
+            model=self._model,
+            is_deterministic=self._is_deterministic,
+        )
         self._guard.start()
 
     def _end_if_hung(self) -> None:

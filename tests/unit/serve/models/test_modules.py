@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from multiworld.errors import SpecError
 from multiworld.serve import Module, StageContext, TensorSpec
+from multiworld.serve.models.meter import BatchMeter, measured_stages
 from multiworld.serve.models.modules import cut_module
-from multiworld.serve.models.partition import cut as cut_by_profile
-from multiworld.serve.models.partition import profile
+from multiworld.serve.models.partition import Part, cut
 
 
 class Block(nn.Module):
@@ -162,12 +162,13 @@ def test_stages_together_are_the_module(
 def test_parts_are_measured_and_the_cut_is_applied() -> None:
     model = cut_module(Module(**SKIPPING), 2)
     assert model.parts is not None
-    parts = profile(model.parts(), repeats=2)
+    whole = model.parts()
+    parts = measured_stages(BatchMeter(whole, [1], 2), len(whole.stages))
     assert [part.name for part in parts] == [
         "stem", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "head",
     ]  # fmt: skip
-    assert all(part.parameter_bytes > 0 for part in parts)
-    begins = cut_by_profile(parts, 2).begins[1:]
+    assert all(part.weight_bytes > 0 for part in parts)
+    begins = cut([Part(part.seconds[1]) for part in parts], 2).begins[1:]
     stages = cut_module(Module(**SKIPPING), 2, begins).stages
     second = stages[1].load(StageContext())
     names = {name for name, _ in second.named_parameters()}  # type: ignore[attr-defined]

@@ -14,8 +14,11 @@ from multiworld.cli.main import cli
 from multiworld.errors import SpecError
 from multiworld.serve import Model, Stage, StageContext, TensorSpec
 from multiworld.serve.models import minilm
-from multiworld.serve.models.partition import PartProfile, cut, profile
+from multiworld.serve.models.meter import BatchMeter, measured_stages
+from multiworld.serve.models.partition import Part, cut
+from multiworld.serve.spec.loader import load_spec
 from multiworld.serve.spec.stage import Tensors
+from tests.tiny_decoder import VOCABULARY, save_decoder
 
 
 def sleeper(seconds: float) -> Stage:
@@ -28,25 +31,33 @@ def sleeper(seconds: float) -> Stage:
     return Stage(load=lambda context: run, name=str(seconds))
 
 
-def test_profile_measures_time_and_output_size() -> None:
-    """Bytes are those of the requested number of rows."""
+def test_meter_measures_time_and_output_size() -> None:
+    """Bytes are those of a row."""
     model = Model(
         stages=[sleeper(0.001), sleeper(0.02)],
         inputs=[TensorSpec("x", "FP32", (-1, 8))],
     )
-    fast, slow = profile(model, rows=4, repeats=3)
-    assert slow.seconds > 5 * fast.seconds
-    assert fast.output_bytes == 4 * 8 * 4
-    assert fast.parameter_bytes == 0
+    fast, slow = measured_stages(BatchMeter(model, [4], 3), 2)
+    assert slow.seconds[4] > 5 * fast.seconds[4]
+    assert fast.out_bytes == 8 * 4
+    assert fast.weight_bytes == 0
 
 
 def test_cut_makes_the_slowest_stage_fast() -> None:
     """The stages have different numbers of parts."""
-    parts = [PartProfile(str(n), s, 0, 0) for n, s in enumerate((5, 1, 1, 1, 1, 1))]
+    parts = [Part(seconds) for seconds in (5, 1, 1, 1, 1, 1)]
     found = cut(parts, 2)
     assert found.begins == (0, 1)
     assert found.seconds == (5, 5)
     assert cut(parts, 3).bottleneck == 0
+
+
+def test_cut_leaves_room_for_texts_where_it_costs_no_time() -> None:
+    """Of cuts that are about as fast, that whose stages keep the least for a token."""
+    parts = [Part(1.0, 10.0)] * 2 + [Part(0.01, 10.0)] * 2 + [Part(2.0, 10.0)]
+    assert cut(parts, 2).begins == (0, 2)
+    without = [Part(part.seconds) for part in parts]
+    assert cut(without, 2).seconds[0] < cut(parts, 2).seconds[1] <= 1.05 * 2.02
 
 
 def test_minilm_computes_the_same_however_it_is_cut() -> None:
@@ -93,3 +104,40 @@ def test_command_prints_profile_cut_and_bottleneck(tmp_path: Path) -> None:
     shown = CliRunner().invoke(cli, ["partition", str(path), "--repeats", "1"])
     assert "the bottleneck" in shown.stdout
     assert "proposed" in shown.stdout
+
+
+def test_decoder_is_measured_and_cut(tmp_path: Path) -> None:
+    """By its steps; what it keeps for a token is told, and the profile can be used."""
+    folder = save_decoder(tmp_path / "decoder")
+    path = tmp_path / "app.yaml"
+    path.write_text(
+        f"models:\n  m:\n    path: {folder}\n"
+        "    generation: {kv_cache_memory_mb: 1}\n    stages: [{}, {}]\n"
+    )
+    given = ["partition", str(path), "--repeats", "1"]
+    done = CliRunner().invoke(cli, [*given, "--rows", "3", "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert len(found["parts"]) == 4
+    kept = found["stages"][0]["kv_bytes"]
+    assert kept == 2 * found["parts"][0]["kv_bytes"] > 0
+    assert found["parts"][0]["output_bytes"] == 3 * 64 * 4
+    assert found["stages"][1]["output_bytes"] == 0
+    head = found["parts"][-1]["parameter_bytes"] - found["parts"][1]["parameter_bytes"]
+    assert head == VOCABULARY * 64 * 4 + 64 * 4, "the embedding's weights, and a norm"
+    shown = CliRunner().invoke(cli, given)
+    assert "kv_cache_memory_mb: 1 has room for" in " ".join(shown.stdout.split())
+
+    profile = tmp_path / "needs.json"
+    given = ["profile", str(path), "--repeats", "1", "--batch", "2", "--context", "40"]
+    done = CliRunner().invoke(cli, [*given, "--out", str(profile)])
+    assert done.exit_code == 0, done.output
+    first, last = json.loads(profile.read_text())["stages"]
+    assert list(first["seconds"]) == ["2", "40"]
+    assert first["kv_bytes"] == last["kv_bytes"] == kept
+    path.write_text(path.read_text() + f"    profile: {profile}\n")
+    stages = load_spec(path).models["m"].stages
+    assert all(stage.memory_mb and stage.item_ms for stage in stages)
+    trace = "poisson:rate=2,seconds=5"
+    done = CliRunner().invoke(cli, ["simulate", str(path), "--generate", trace])
+    assert done.exit_code == 0, done.output

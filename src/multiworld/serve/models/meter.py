@@ -1,0 +1,155 @@
+"""Measurement of the stages of a model, one after the other. Shell."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+
+from multiworld.serve.spec.datatypes import example_of
+from multiworld.serve.spec.stage import Model, StageContext, StageFunction, Tensors
+
+WARM_UP = 3
+"""Runs before those that are timed."""
+
+Outcome = TypeVar("Outcome")
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Measured costs of one stage.
+
+    Attributes:
+        name: Name of the stage.
+        seconds: Median seconds for one batch, by its rows.
+        weight_bytes: Size of the parameters; 0 if the stage is not an ``nn.Module``.
+        out_bytes: Bytes of the outputs for one row.
+        kv_bytes: Bytes of the keys and values of one token, if it generates text.
+        texts_bytes: Memory that keys and values took while it was measured.
+    """
+
+    name: str
+    seconds: Mapping[int, float]
+    weight_bytes: int
+    out_bytes: float
+    kv_bytes: float = 0.0
+    texts_bytes: int = 0
+
+
+class Meter(Protocol):
+    """Measures the stages of a model; each gets what the one before it has returned."""
+
+    def load(self, number: int) -> None:
+        """Load a stage.
+
+        Args:
+            number: Its number; the one after that of the stage before.
+        """
+
+    def measure(self) -> Measured:
+        """Run the stage that was loaded, measure it, and drop it."""
+
+
+class BatchMeter:
+    """Measures a model that takes batches, with its example.
+
+    Args:
+        model: The model.
+        batches: Batch sizes, as numbers of copies of the example.
+        repeats: Timed runs of each stage and batch size, after ``WARM_UP`` others.
+        device: Torch device to run on.
+
+    Raises:
+        SpecError: The model has neither ``example`` nor ``inputs``.
+    """
+
+    def __init__(
+        self, model: Model, batches: Sequence[int], repeats: int, device: str = "cpu"
+    ) -> None:
+        self._model, self._repeats, self._device = model, repeats, device
+        example = example_of(model)
+        self._inputs = {rows: _repeated(example, rows, device) for rows in batches}
+        self._name = ""
+        self._function: StageFunction | None = None
+
+    def load(self, number: int) -> None:
+        """Load a stage; see ``Meter``."""
+        stage = self._model.stages[number]
+        self._name = stage.name or str(number)
+        self._function = stage.load(StageContext(device=self._device))
+
+    def measure(self) -> Measured:
+        """Run the stage; see ``Meter``."""
+        function, self._function = self._function, None
+        assert function is not None
+        seconds = {}
+        for rows, tensors in self._inputs.items():
+            run = _runner(function, tensors)
+            seconds[rows], self._inputs[rows] = timed(run, self._repeats)
+        rows, outputs = max(self._inputs.items())
+        size = sum(t.numel() * t.element_size() for t in outputs.values())
+        return Measured(self._name, seconds, parameter_bytes(function), size / rows)
+
+
+def measured_stages(meter: Meter, count: int) -> list[Measured]:
+    """Measure all stages of a model.
+
+    Args:
+        meter: Measures them.
+        count: Number of the stages.
+    """
+    found = []
+    for number in range(count):
+        meter.load(number)
+        found.append(meter.measure())
+    return found
+
+
+def _runner(function: StageFunction, tensors: Tensors) -> Callable[[], Tensors]:
+    """Return a function that computes a batch, and waits for its device."""
+
+    def run() -> Tensors:
+        with torch.inference_mode():
+            outputs = function(dict(tensors))
+        for tensor in outputs.values():
+            if tensor.is_cuda:
+                torch.cuda.synchronize(tensor.device)
+        return outputs
+
+    return run
+
+
+def _repeated(tensors: Tensors, rows: int, device: str) -> Tensors:
+    """Return copies of a batch as one batch."""
+    return {
+        name: tensor.repeat(rows, *[1] * (tensor.dim() - 1)).to(device)
+        for name, tensor in tensors.items()
+    }
+
+
+def timed(run: Callable[[], Outcome], repeats: int) -> tuple[float, Outcome]:
+    """Run something again and again; return its median seconds, and its last outcome.
+
+    Args:
+        run: The computation.
+        repeats: Timed runs, after ``WARM_UP`` others.
+    """
+    for _ in range(WARM_UP):
+        outcome = run()
+    times: list[float] = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        outcome = run()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times), outcome
+
+
+def parameter_bytes(function: object) -> int:
+    """Return the size of a stage's parameters; 0 if it is not an ``nn.Module``."""
+    if not isinstance(function, torch.nn.Module):
+        return 0
+    return sum(p.numel() * p.element_size() for p in function.parameters())
