@@ -93,6 +93,8 @@ class _Holder:
 class _Current:
     epoch: int
     holders: dict[int, _Holder]
+    reforms: int | None = None  # epoch of the incarnation whose survivors it is of
+    members: int = 0  # those that have not withdrawn their claims
 
 
 @dataclass(slots=True)
@@ -143,6 +145,7 @@ class Registry:
     def __init__(self, highest: dict[str, int] | None = None) -> None:
         self._worlds: dict[str, _World] = {}
         self._highest: dict[str, int] = dict(highest or {})
+        self._void: dict[str, int] = {}
         self._forming: set[str] = set()
         self._asking: dict[int, _Asking] = {}
         self._prefixes: dict[str, str] = {}
@@ -275,7 +278,10 @@ class Registry:
             rank: _Holder(claim.uid, claim.session, claim.request)
             for rank, claim in ranks
         }
-        world.current = _Current(epoch, holders)
+        first = claims[0]
+        reforms = first.epoch if isinstance(first, ReformClaim) else None
+        world.current = _Current(epoch, holders, reforms, len(claims))
+        self._void.pop(name, None)
         members = tuple(claim.member.at(rank) for rank, claim in enumerate(claims))
         outcome = Admitted(epoch, nonce, members)
         actions = [*self._forget(name), Remember(name, epoch)]
@@ -313,13 +319,13 @@ class Registry:
     def _reform(self, claim: ReformClaim) -> list[Action]:
         world = self._worlds.setdefault(claim.world, _World())
         current = self._highest.get(claim.world, 0)
-        if current > claim.epoch:
+        if current > claim.epoch and self._void.get(claim.world) != claim.epoch:
             return [*self._tidy(claim.world), _stale(claim, current)]
         actions: list[Action] = []
         reform = world.reforming
         if reform is None or reform.epoch < claim.epoch:
             # A store that has lost its state learns the epoch from the survivors.
-            self._highest[claim.world] = claim.epoch
+            self._highest[claim.world] = max(current, claim.epoch)
             if reform is not None:
                 late = reform.claims.values()
                 actions += [_stale(claim_, claim.epoch) for claim_ in late]
@@ -425,7 +431,11 @@ class Registry:
     def _abandon(
         self, name: str, session: SessionKey, request: RequestKey
     ) -> list[Action]:
-        """Tell the holders that a member withdrew its claim while it was admitted."""
+        """Tell the holders that a member withdrew its claim while it was admitted.
+
+        If all have, nobody was ever in that incarnation: the survivors of the one
+        before may reform again.
+        """
         current = self._worlds[name].current
         holders = {} if current is None else current.holders
         for rank, holder in list(holders.items()):
@@ -434,6 +444,9 @@ class Registry:
                 request,
             ):
                 del holders[rank]
+                current.members -= 1
+                if not current.members and current.reforms is not None:
+                    self._void[name] = current.reforms
                 return [
                     Abandoned(other.session, name, current.epoch, rank)
                     for other in holders.values()

@@ -119,6 +119,7 @@ class StoreSession:
         self._wire: StoreConnection | None = None
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
         self._requests = itertools.count(1)
+        self._answered: dict[str, int] = {}
 
     @property
     def is_open(self) -> bool:
@@ -168,6 +169,7 @@ class StoreSession:
                 raise SessionLostError
             outcome = (await future).outcome
             if isinstance(outcome, ClaimOutcome):
+                self._answered[claim.world] = request
                 return outcome
             raise RendezvousError(f"the store answered a claim with {outcome}")
         except asyncio.CancelledError:
@@ -178,6 +180,16 @@ class StoreSession:
             self._taken.pop(request, None)
             if future.done() and not future.cancelled():
                 future.exception()  # mark it as retrieved; the await raises it
+
+    def withdraw(self, world: str) -> None:
+        """Withdraw the last claim that was answered, if it was granted.
+
+        Args:
+            world: The world's name.
+        """
+        request = self._answered.pop(world, None)
+        if request is not None:
+            self._tell(Withdraw(request))
 
     def left(
         self, world: str, epoch: int, rank: int, lost: frozenset[int] = frozenset()
@@ -190,6 +202,7 @@ class StoreSession:
             rank: The rank that it held.
             lost: Other ranks that it knows to be lost.
         """
+        self._answered.pop(world, None)
         self._tell(Leave(world, epoch, rank, tuple(sorted(lost))))
 
     def _tell(self, message: StoreRequest) -> None:

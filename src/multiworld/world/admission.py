@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any
 
 from multiworld.config import is_int
 from multiworld.errors import (
@@ -33,6 +36,19 @@ from multiworld.rendezvous.store_session import StoreSession
 from multiworld.world.join_request import JoinRequest
 from multiworld.world.local_member import LocalMember, ManagerServices
 from multiworld.world.world import Changes, World
+
+
+@dataclass(slots=True)
+class Admittance:
+    """The store's admission of this process, even if its caller was cancelled.
+
+    Attributes:
+        session: The session that it claimed in; None until it is admitted.
+        incarnation: The incarnation.
+    """
+
+    session: StoreSession | None = None
+    incarnation: Incarnation | None = None
 
 
 class Admission:
@@ -160,20 +176,17 @@ class Admission:
             MultiWorldError: As for ``World.reform``.
 
         Cancellation:
-            Withdraws the claim; the world stays as it is. If the store has already
-            admitted the next incarnation, the old one is closed, and the new one is
-            closed or kept as broken.
+            Withdraws the claim; the world stays as it is. Once this process has entered
+            the next incarnation, the old one is closed, and the new one is closed or
+            kept as broken.
         """
         local = self._reformable(name)
         deadline = self._loop.time() + local.request.config.join_s
         while True:
             await self._enter_again(local, deadline)
-            try:
-                session, incarnation = await self._gather_survivors(local, deadline)
-            except BaseException:
-                self.joiner.leave(local.request.where)
-                raise
-            local = await self._replace(local, session, incarnation)
+            admitted = Admittance()
+            gathering = self._gather_survivors(local, deadline, admitted)
+            local = await self._next(local, admitted, gathering)
             try:
                 await self._open(local, deadline)
             except WorldBrokenError:
@@ -200,17 +213,39 @@ class Admission:
             raise ConfigError("world", name, rule)
         return local
 
+    async def _next(
+        self,
+        old: LocalMember,
+        admitted: Admittance,
+        claiming: Coroutine[Any, Any, None],
+    ) -> LocalMember:
+        """Wait for the next incarnation, and enter it in place of the old one.
+
+        Cancellation:
+            As for ``reform``.
+        """
+        try:
+            await claiming
+        except BaseException:
+            if admitted.session is not None:  # the others wait for this member there
+                admitted.session.withdraw(old.incarnation.world)
+            self.joiner.leave(old.request.where)
+            raise
+        return self._replace(old, admitted)
+
     async def _gather_survivors(
-        self, local: LocalMember, deadline: float
-    ) -> tuple[StoreSession, Incarnation]:
+        self, local: LocalMember, deadline: float, admitted: Admittance
+    ) -> None:
         """Wait for the other survivors, while more members may be lost."""
-        claims: list[asyncio.Task[tuple[StoreSession, Incarnation]]] = []
+        claims: list[asyncio.Task[None]] = []
         try:
             while True:
                 lost = local.lost | local.left
                 # A claim with more lost members replaces the previous one. That one is
                 # not withdrawn, because it may already have been granted.
-                claims.append(self._loop.create_task(self._survive(local, deadline)))
+                claims.append(
+                    self._loop.create_task(self._survive(local, deadline, admitted))
+                )
                 grows = self._loop.create_task(local.wait_more_lost(lost))
                 try:
                     await asyncio.wait(
@@ -227,8 +262,8 @@ class Admission:
             await asyncio.gather(*claims, return_exceptions=True)
 
     async def _survive(
-        self, local: LocalMember, deadline: float
-    ) -> tuple[StoreSession, Incarnation]:
+        self, local: LocalMember, deadline: float, admitted: Admittance
+    ) -> None:
         request, name = local.request, local.incarnation.world
         session = await self.joiner.reopen(
             request.where, may_host=False, world=name, deadline=deadline
@@ -242,7 +277,7 @@ class Admission:
             lost=local.lost | local.left,
         )
         member = self._member(session, local.rank)
-        return await meet(
+        admitted.session, admitted.incarnation = await meet(
             self.joiner,
             request.where,
             session,
@@ -259,9 +294,9 @@ class Admission:
             MultiWorldError: As for ``World.grow``.
 
         Cancellation:
-            Withdraws the claim; the world stays as it is. If the store has already
-            admitted the next incarnation, the old one is closed, and the new one is
-            closed or kept as broken.
+            Withdraws the claim; the world stays as it is. Once this process has entered
+            the next incarnation, the old one is closed, and the new one is closed or
+            kept as broken.
         """
         local = self._local_members.get(name)
         if local is None:
@@ -275,14 +310,9 @@ class Admission:
             raise ConfigError("to", to, rule)
         deadline = self._loop.time() + local.request.config.join_s
         await self._enter_again(local, deadline)
-        try:
-            session, incarnation = await local.until_over(
-                self._claim_again(local, to, deadline)
-            )
-        except BaseException:
-            self.joiner.leave(local.request.where)
-            raise
-        grown = await self._replace(local, session, incarnation)
+        admitted = Admittance()
+        claiming = self._claim_again(local, to, deadline, admitted)
+        grown = await self._next(local, admitted, local.until_over(claiming))
         try:
             await self._open(grown, deadline)
         except BaseException:
@@ -291,8 +321,8 @@ class Admission:
         return self._adopt(grown)
 
     async def _claim_again(
-        self, local: LocalMember, to: int, deadline: float
-    ) -> tuple[StoreSession, Incarnation]:
+        self, local: LocalMember, to: int, deadline: float, admitted: Admittance
+    ) -> None:
         request, name = local.request, local.incarnation.world
         session = await self.joiner.reopen(
             request.where, may_host=False, world=name, deadline=deadline
@@ -305,7 +335,7 @@ class Admission:
             seen=local.incarnation.epoch,
         )
         member = self._member(session, local.rank)
-        return await meet(
+        admitted.session, admitted.incarnation = await meet(
             self.joiner, request.where, session, claim, member, deadline, may_host=False
         )
 
@@ -318,10 +348,11 @@ class Admission:
             deadline=deadline,
         )
 
-    async def _replace(
-        self, old: LocalMember, session: StoreSession, incarnation: Incarnation
-    ) -> LocalMember:
+    def _replace(self, old: LocalMember, admitted: Admittance) -> LocalMember:
         """Enter the next incarnation and close the old one in the background."""
+        session, incarnation = admitted.session, admitted.incarnation
+        assert session is not None
+        assert incarnation is not None
         new = self._begin(old.request, session, incarnation)
         old.supersede()
         # In the background, because the others may be waiting in the new incarnation.

@@ -499,6 +499,36 @@ def test_one_that_gives_up_in_the_instant_of_admission_is_told_to_the_others() -
     assert (told.session, told.world, told.epoch, told.rank) == (2, "w", 1, 0)
 
 
+def test_survivor_that_gave_up_in_the_instant_of_admission_may_reform_again() -> None:
+    """Nobody was ever in that incarnation; its epoch is not given out again."""
+    bench = three()
+    assert bench.admitted(reform(bench, 1, 0, {1, 2})) == (2, {1})
+    bench.handle(Withdrawn(1, bench.requests))
+    assert bench.admitted(reform(bench, 1, 0, {1, 2})) == (3, {1})
+    assert errors(reform(bench, 1, 0, {1, 2})) == [(1, Stale)]
+
+
+def test_half_that_was_accused_may_go_on_if_the_other_gave_up() -> None:
+    """Then that one cannot: exactly one half goes on."""
+    bench = three()
+    bench.admitted(reform(bench, 1, 0, {1, 2}))
+    bench.handle(Withdrawn(1, bench.requests))
+    assert reform(bench, 2, 1, {0}) == []
+    assert bench.admitted(reform(bench, 3, 2, {0})) == (3, {2, 3})
+    assert errors(reform(bench, 1, 0, {1, 2})) == [(1, Stale)]
+
+
+def test_survivor_that_gave_up_is_stale_if_another_one_may_have_gone_on() -> None:
+    """Even if that one is gone by now."""
+    bench = three()
+    reform(bench, 1, 0, {2})
+    first = bench.requests
+    assert bench.admitted(reform(bench, 2, 1, {2})) == (2, {1, 2})
+    bench.handle(Left(2, "w", 2, 1))
+    bench.handle(Withdrawn(1, first))
+    assert errors(reform(bench, 1, 0, {1, 2})) == [(1, Stale)]
+
+
 def test_members_must_list_the_stores_in_one_order() -> None:
     """Otherwise two stores could give out the same epoch."""
     bench = Bench()

@@ -14,7 +14,6 @@ from multiworld import (
     JoinTimeoutError,
     MemberLostError,
     RankTakenError,
-    StaleEpochError,
     World,
     WorldBrokenError,
     WorldClosedError,
@@ -25,6 +24,7 @@ from multiworld import (
 from multiworld.rendezvous.messages import MemberGaveUp, NewcomerWaits
 from multiworld.rendezvous.store_address import parse_store
 from multiworld.testing import Arena, no_leaks
+from multiworld.world import admission as admission_module
 from multiworld.world.admission import Admission
 from tests.unit.waiting import turns, until
 
@@ -218,11 +218,6 @@ async def test_healthy_or_closed_world_cannot_be_reformed(arena: Arena) -> None:
             await change
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=StaleEpochError,
-    reason="cancelled between the store's admission and its reply, it stays stale",
-)
 async def test_cancelled_reform_can_be_repeated(arena: Arena) -> None:
     """Cancelled at any turn, it leaves a world that reforms, or none."""
     for count in range(1, 15):
@@ -237,6 +232,43 @@ async def test_cancelled_reform_can_be_repeated(arena: Arena) -> None:
         arena.managers[1].cleanup()
         arena.managers[1] = WorldManager(config=arena.config)
     await arena.world(1, "other")
+
+
+@pytest.mark.parametrize("is_growing", [False, True])
+async def test_change_that_is_cancelled_as_it_is_admitted_ends_there(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch, is_growing: bool
+) -> None:
+    """Members that wait for this one are told at once; it can reform, or join again."""
+    worlds = await arena.world(2, "w")
+    me, real = admission(arena), admission_module.meet
+    changes: list[asyncio.Task[World]] = []
+
+    async def meet(*args: Any, **kwargs: Any) -> Any:
+        found = await real(*args, **kwargs)
+        if args[0] is me.joiner:
+            changes[0].cancel()
+        return found
+
+    monkeypatch.setattr(admission_module, "meet", meet)
+    if is_growing:
+        others = [arena.join("w", 2, 3), worlds[1].grow(to=3)]
+        changes.append(asyncio.create_task(worlds[0].grow(to=3)))
+    else:
+        others = []
+        await lose(arena, 1, worlds)
+        changes.append(asyncio.create_task(worlds[0].reform()))
+    found = await asyncio.gather(*changes, *others, return_exceptions=True)
+    assert isinstance(found[0], asyncio.CancelledError)
+    assert all(isinstance(error, WorldBrokenError) for error in found[1:]), found
+    monkeypatch.undo()
+    if is_growing:
+        assert worlds[0].is_ready, "it stays as it is, though the other has left it"
+        arena.managers[1].cleanup()
+        arena.managers[1] = WorldManager(config=arena.config)
+        assert (await arena.world(2, "w"))[0].epoch == 3
+    else:
+        again = await worlds[0].reform()
+        assert (again.size, again.epoch) == (1, 3)
 
 
 # Questions and notices of a store.
