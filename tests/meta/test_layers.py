@@ -75,6 +75,9 @@ IMPURE = {
 }
 """Modules with a clock, I/O, tensors, randomness or threads."""
 
+WALL_CLOCK = {"time.time", "time.time_ns", "datetime.now", "datetime.datetime.now"}
+"""Functions that read it."""
+
 LIBRARY = sorted(
     name
     for name, path in modules().items()
@@ -92,6 +95,28 @@ def test_every_module_has_a_layer() -> None:
     """Every part of the package is in ``LAYERS``."""
     rooms = {room(name) for name in modules() if "." in name}
     assert rooms == set(RANK)
+
+
+def test_few_modules_read_the_wall_clock() -> None:
+    """It may jump; it is used for what people see, for expiry, and for budgets only."""
+    found = {
+        name.removeprefix("multiworld.")
+        for name in LIBRARY
+        if not name.startswith(("multiworld.bench.", "multiworld.demo."))
+        and any(
+            ast.unparse(node) in WALL_CLOCK for node in ast.walk(tree(modules()[name]))
+        )
+    }
+    assert found == {
+        "cli.explain",
+        "cli.tenants",
+        "serve.control.tenant_manager",
+        "serve.fleet.decision_log",
+        "serve.fleet.history",
+        "serve.gateway.openai_generation",
+        "serve.tenants.authenticator",
+        "serve.tenants.database",
+    }
 
 
 @pytest.mark.parametrize("name", LIBRARY)

@@ -19,6 +19,7 @@ from multiworld.serve.control.fleet_metrics import FleetMetrics
 from multiworld.serve.control.operations import Operations
 from multiworld.serve.control.process_links import REPORT_S, ProcessLinks
 from multiworld.serve.control.processes import Processes
+from multiworld.serve.control.record_keeper import RecordKeeper
 from multiworld.serve.control.status import (
     StatusSources,
     is_ready,
@@ -154,7 +155,7 @@ class Controller:
         self._is_started = self._is_ending = False
         self._may_give_up = old is None
         self._failure: LaunchError | None = None
-        self._saved: Record | None = None
+        self._record = RecordKeeper(folder.save, rare_log)
 
     # Starting and ending.
 
@@ -291,6 +292,7 @@ class Controller:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.tenanting.close()
+        await self._record.settled(END_S)
 
     def store_restarted(self, store: StoreRecord) -> None:
         """Record a new process at the store's old address."""
@@ -552,13 +554,7 @@ class Controller:
             self.port,
             records_of(fleet, self.processes.running, self.places),
         )
-        if record == self._saved:
-            return
-        try:
-            self._folder.save(record)
-            self._saved = record
-        except OSError as error:  # the next event tries again
-            rare_log.error("cannot write the record of the service", error)
+        self._record.keep(record)
 
 
 def _is_gateway(name: str) -> bool:

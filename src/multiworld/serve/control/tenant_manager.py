@@ -117,7 +117,7 @@ class TenantManager:
                 is_last=begin + CHUNK >= count,
             )
         yield TokensTold(self._told(self.tenants.values()))
-        limit = time.time() - POISON_S
+        limit = time.monotonic() - POISON_S
         for at, found in self._poison:
             if at > limit:
                 yield found
@@ -191,7 +191,7 @@ class TenantManager:
 
     def poisonous(self, gateway: str, found: PoisonFound) -> None:
         """Remember a poison request, and tell the other gateways."""
-        self._poison.append((time.time(), found))
+        self._poison.append((time.monotonic(), found))
         whose = found.tenant or "a client without a key"
         text = f"a request of {whose} to {found.model} ({found.version})"
         self._history.say("quarantined", f"{text} is not retried")

@@ -1,0 +1,53 @@
+"""Keeper of a service's record: writes the newest one, in a thread. Shell."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from multiworld.net.rare_log import RareLog
+from multiworld.serve.fleet.record import Record
+
+
+class RecordKeeper:
+    """Writes records one after the other; those that a newer one overtakes are not.
+
+    A disk that is slow or hangs so holds up nothing else.
+
+    Args:
+        save: Writes a record; called in a thread.
+        log: Log of what cannot be written.
+    """
+
+    def __init__(self, save: Callable[[Record], None], log: RareLog) -> None:
+        self._save, self._log = save, log
+        self._newest: Record | None = None
+        self._saved: Record | None = None
+        self._writing: asyncio.Task[None] | None = None
+
+    def keep(self, record: Record) -> None:
+        """Write a record soon, unless it is the one that was written last."""
+        self._newest = record
+        if record != self._saved and (self._writing is None or self._writing.done()):
+            self._writing = asyncio.get_running_loop().create_task(self._write())
+
+    async def settled(self, limit_s: float) -> None:
+        """Wait until the newest record was written, or could not be.
+
+        Args:
+            limit_s: Most seconds to wait.
+
+        Cancellation: Safe; it is written all the same.
+        """
+        if self._writing is not None:
+            await asyncio.wait({self._writing}, timeout=limit_s)
+
+    async def _write(self) -> None:
+        while self._newest is not None and self._newest != self._saved:
+            record = self._newest
+            try:
+                await asyncio.to_thread(self._save, record)
+            except OSError as error:  # the next record tries again
+                self._log.error("cannot write the record of the service", error)
+                return
+            self._saved = record
