@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from multiworld.serve.generation.kv_cache import GROWTH
-from multiworld.serve.generation.scheduler import EngineLimits
+from multiworld.serve.generation.scheduler import EngineLimits, Scheduler
 from multiworld.serve.spec.schema import GenerationSpec
 from multiworld.serve.spec.stage import Generation
 from multiworld.serve.transport.routing_table import RoutingTable
@@ -69,19 +69,41 @@ def steps_for(replicas: Sequence[int]) -> int:
     return sum(max(1, math.ceil(count / first)) for count in replicas)
 
 
-def steps_of(table: RoutingTable, replica: str) -> int | None:
-    """Return how many steps a replica of stage 0 may have under way at once.
+def withheld_for(replicas: Sequence[int], blocks: int) -> int:
+    """Return how many blocks one replica of stage 0 leaves to others of its stage.
+
+    Several of them share the memory of later stages that have fewer replicas.
 
     Args:
-        table: The routing table.
-        replica: Name of the replica.
+        replicas: Replicas of each stage; 0 counts as 1.
+        blocks: Blocks of each replica.
+    """
+    share = min(1.0, max(1, min(replicas)) / max(1, replicas[0]))
+    return blocks - max(1, int(blocks * share))
 
-    Returns:
-        The number; None if the table does not have the replica.
+
+def adapt(scheduler: Scheduler, replicas: Sequence[int]) -> None:
+    """Adapt the scheduler of a replica of stage 0 to a fleet.
+
+    Args:
+        scheduler: The scheduler.
+        replicas: Replicas of each stage.
+    """
+    scheduler.steps = steps_for(replicas)
+    scheduler.withheld = withheld_for(replicas, scheduler.limits.blocks)
+
+
+def adapt_to(scheduler: Scheduler, table: RoutingTable, replica: str) -> None:
+    """Adapt the scheduler of a replica of stage 0 to a routing table.
+
+    Args:
+        scheduler: The scheduler.
+        table: The routing table.
+        replica: Name of the replica; nothing changes while the table has it not.
     """
     me = table.replicas.get(replica)
     route = None if me is None else table.routes.get(me.model)
     if me is None or route is None:
-        return None
+        return
     stages = range(route.stages.get(me.version, 1))
-    return steps_for([len(table.stage(me.model, me.version, k)) for k in stages])
+    adapt(scheduler, [len(table.stage(me.model, me.version, k)) for k in stages])

@@ -94,6 +94,8 @@ class Scheduler:
     Attributes:
         limits: See above.
         steps: Most steps under way at once; as many as in ``limits`` at first.
+        withheld: Blocks that are left to other schedulers; but one sequence may have
+            all, so that it can end.
         preemptions: Number of preemptions so far.
     """
 
@@ -112,6 +114,7 @@ class Scheduler:
         self._shares = TokenShares()
         self.preemptions = 0
         self.steps = limits.steps
+        self.withheld = 0
 
     # Sequences.
 
@@ -228,7 +231,7 @@ class Scheduler:
         """
         self._free += sum(self._reserved.pop(old, 0) for old in earlier)
         needed = self.blocks_of(tokens + 1)
-        if needed > self._free or self._places <= 0:
+        if needed > self._free - self.withheld or self._places <= 0:
             return False
         self._free -= needed
         self._reserved[key] = needed
@@ -449,7 +452,8 @@ class Scheduler:
     def _fits(self, sequence: ScheduledSequence) -> bool:
         is_full = self._places <= 0
         # All of it must fit, or it would preempt what came before.
-        has_room = self.blocks_of(len(sequence.tokens) + 1) <= self._free
+        needed = self.blocks_of(len(sequence.tokens) + 1)
+        has_room = needed <= self._room(is_only=not self._running)
         return has_room and (sequence.is_probe or not is_full)
 
     def _chunk(
@@ -480,7 +484,7 @@ class Scheduler:
     def _has_room(self, sequence: ScheduledSequence, count: int) -> bool:
         """Give a sequence the blocks for more tokens; preempt later ones for it."""
         needed = self.blocks_of(sequence.computed + count) - sequence.blocks
-        while needed > self._free:
+        while needed > self._room(is_only=self._running == [sequence]):
             victim = self._last_to_preempt()
             if victim is None:
                 return False
@@ -490,6 +494,10 @@ class Scheduler:
         self._free -= needed
         sequence.blocks += needed
         return True
+
+    def _room(self, *, is_only: bool) -> int:
+        """Return the free blocks for a sequence; more if no other one runs."""
+        return self._free if is_only else self._free - self.withheld
 
     def _last_to_preempt(self, below: float = math.inf) -> ScheduledSequence | None:
         """Return the sequence to preempt first, of those below a priority."""
@@ -541,6 +549,11 @@ class Scheduler:
     def used_blocks(self) -> int:
         """Number of blocks in use."""
         return self.limits.blocks - self._free
+
+    @property
+    def usage(self) -> float:
+        """Share of its blocks that are in use, from 0 to 1."""
+        return min(1.0, self.used_blocks / (self.limits.blocks - self.withheld))
 
     @property
     def is_idle(self) -> bool:

@@ -18,7 +18,7 @@ from multiworld.serve.generation.chains import (
     Schedulers,
     surplus_of,
 )
-from multiworld.serve.generation.limits import steps_for
+from multiworld.serve.generation.limits import adapt
 from multiworld.serve.generation.moves import AT_ONCE, WORTH
 from multiworld.serve.generation.scheduler import EngineLimits, Scheduler
 from multiworld.serve.routing.load_balancer import Chance
@@ -213,7 +213,7 @@ class TokenPipeline(Pipeline):
         for replica in self._replicas[0]:
             assert isinstance(replica, TextReplica)
             assert replica.scheduler is not None
-            replica.scheduler.steps = steps_for(usable)
+            adapt(replica.scheduler, usable)
         while self._unplaced:
             chain: list[TextReplica] = []
             for k in range(len(self._model.stages)):
@@ -457,7 +457,7 @@ class TokenPipeline(Pipeline):
                     rows=self._rows[k],
                 )
             )
-        used = [r.scheduler.used_blocks for r in self._at_stage(0) if r.scheduler]
+        used = [r.scheduler.usage for r in self._at_stage(0) if r.scheduler]
         return Sample(
             at=now,
             arrived=len(self._requests),
@@ -468,7 +468,7 @@ class TokenPipeline(Pipeline):
             texts=self._ended[0],
             prompt_tokens=self._ended[1],
             generated_tokens=self._ended[2],
-            kv_usage=max(used, default=0) / self._limits.blocks,
+            kv_usage=max(used, default=0.0),
         )
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from multiworld.errors import InvalidRequestError, ModelFailedError
 from multiworld.serve.generation.fingerprint import fingerprint
 from multiworld.serve.generation.kv_cache import MissingTokensError
-from multiworld.serve.generation.limits import steps_of
+from multiworld.serve.generation.limits import adapt_to
 from multiworld.serve.generation.links import Link, Links, neighbours_of
 from multiworld.serve.generation.prefix_cache import Block
 from multiworld.serve.generation.row_log import RowLog
@@ -145,7 +145,7 @@ class GenerationWorker:
     def table_changed(self, table: RoutingTable) -> None:
         """Use a new routing table; end the sequences of gateways that are gone."""
         self._mail.table_changed(table)
-        self._scheduler.steps = steps_of(table, self.name) or self._scheduler.steps
+        adapt_to(self._scheduler, table, self.name)
         known = {*table.gateways, *self._mail}
         for link in self._links:
             if link.key[0] not in known:
@@ -192,7 +192,7 @@ class GenerationWorker:
             upstream=self._mail.of_stage(self._number - 1),
             routers=tuple(sorted({*self._mail.table.gateways} & {*self._mail})),
             downstream=self._mail.of_stage(self._number + 1),
-            kv_usage=self._scheduler.used_blocks / self._scheduler.limits.blocks,
+            kv_usage=self._scheduler.usage,
         )
 
     # Edges.

@@ -8,8 +8,9 @@ from collections import defaultdict
 import pytest
 
 from multiworld.serve.generation.chains import NEW_S, Chains, Uneven, surplus_of
-from multiworld.serve.generation.limits import steps_for, steps_of
+from multiworld.serve.generation.limits import adapt_to, steps_for
 from multiworld.serve.generation.scheduled_sequence import ScheduledSequence, by_route
+from multiworld.serve.generation.scheduler import EngineLimits, Scheduler
 from multiworld.serve.generation.stream import NO_LIMITS, Chain, Stream
 from multiworld.serve.transport.generation_messages import Sampling
 from multiworld.serve.transport.routing_table import (
@@ -181,5 +182,12 @@ def test_all_replicas_have_steps_to_compute() -> None:
     assert steps_for([2, 4, 3]) == 5
     assert steps_for([4, 2, 0]) == 3
     table = table_of(2, 4, 3)
-    assert steps_of(table, "v1.0.0") == 5
-    assert steps_of(table, "gone") is None
+    scheduler = Scheduler(EngineLimits(blocks=10))
+    adapt_to(scheduler, table, "gone")
+    assert (scheduler.steps, scheduler.withheld) == (1, 0)
+    adapt_to(scheduler, table, "v1.0.0")
+    assert (scheduler.steps, scheduler.withheld) == (5, 0)
+    adapt_to(scheduler, table_of(4, 4, 3), "v1.0.0")
+    assert scheduler.withheld == 3, "three share what four would fill"
+    adapt_to(scheduler, table_of(20, 1), "v1.0.0")
+    assert scheduler.withheld == 9, "each has a block"

@@ -208,6 +208,26 @@ def test_last_sequence_is_preempted_and_comes_back_first() -> None:
     assert scheduler.used_blocks == 0
 
 
+def test_blocks_that_others_need_are_left_to_them() -> None:
+    """Sequences that have them are preempted; a single one may have all."""
+    scheduler = Scheduler(limits(tokens=64, block=2, blocks=8))
+    pipeline = Pipeline(scheduler)
+    for number in range(3):
+        scheduler.add(key(number), [1, 2, 3])
+    while pipeline.plan() is not None:
+        pass
+    assert scheduler.used_blocks == 6
+    scheduler.withheld = 4
+    wanted = {key(0): 12, key(1): 2, key(2): 2}
+    pipeline.finish_one(wanted)
+    pipeline.plan()
+    assert scheduler.preemptions == 1
+    assert scheduler.used_blocks == 4
+    pipeline.run(wanted)
+    assert pipeline.made == wanted
+    assert scheduler.used_blocks == 0
+
+
 def test_sequence_that_can_never_fit_is_refused() -> None:
     """And leaves nothing."""
     scheduler = Scheduler(limits(block=2, blocks=3))
@@ -263,6 +283,7 @@ def test_every_sequence_gets_its_tokens_and_every_block_comes_back(
         for _ in range(data.draw(st.integers(0, 3), "turns")):
             if pipeline.plan() is None and pipeline.under_way:
                 pipeline.finish_one(wanted)
+        scheduler.withheld = data.draw(st.integers(0, blocks - 1), "withheld")
         if wanted and data.draw(st.integers(0, 4), "lost") == 0:
             pipeline.end(data.draw(st.sampled_from(sorted(wanted)), "which"))
         prompt = data.draw(st.integers(1, room - 2), "prompt")
