@@ -30,7 +30,6 @@ import random
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
@@ -43,6 +42,7 @@ from rich.table import Table
 
 from multiworld.bench.rivals.environment import HERE
 from multiworld.bench.serving import services
+from multiworld.bench.studies.replica_seconds import replica_seconds
 from multiworld.serve.control.answers import StatusAnswer
 from multiworld.serve.control.client import Service
 from multiworld.serve.load.generator import Load, Target
@@ -83,9 +83,6 @@ FLEETS = {"fixed, least": (1, 1), "fixed, middle": (1, 2), "fixed, most": (2, 4)
 
 RAYS = {"Ray Serve": None, "Ray Serve, fixed, most": (2, 4)}
 """Replicas of each stage, by contender on Ray Serve; None: autoscaling."""
-
-LOOK_S = 0.5
-"""Seconds between counts of the replicas."""
 
 START_S = 0.5
 """Seconds that a simulated replica takes to start, as real ones did here."""
@@ -157,16 +154,11 @@ async def play(
         for name, url in urls.items()
     }
     running = asyncio.gather(*(load.run() for load in loads.values()))
-    replica_s, last = 0.0, time.monotonic()
-    while not running.done():
-        await asyncio.wait({running}, timeout=LOOK_S)
-        here = await asyncio.to_thread(count)
-        now = time.monotonic()
-        replica_s, last = replica_s + here * (now - last), now
+    cost = await replica_seconds(running, count)
     await running
     return {
         "samples": {n: load.samples for n, load in loads.items()},
-        "cost": replica_s,
+        "cost": cost,
     }
 
 

@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from multiworld.bench.serving import services
+from multiworld.bench.studies.replica_seconds import replica_seconds
 from multiworld.serve.control.answers import StatusAnswer
 from multiworld.serve.control.client import Service
 from multiworld.serve.load.summary import quantile
@@ -59,9 +60,6 @@ WINDOWS_S = {
 
 START_S = 0.7
 """Seconds that a simulated replica takes to start, as real ones did here."""
-
-LOOK_S = 0.5
-"""Seconds between counts of the replicas."""
 
 Times = tuple[float, float]
 """Seconds to the first token, and for each further one."""
@@ -152,19 +150,14 @@ async def play(
     """
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=130.0, limits=limits) as client:
-        begin = last = time.monotonic()
+        begin = time.monotonic()
 
         async def one(arrival: Arrival) -> Times | None:
             await asyncio.sleep(begin + arrival.at - time.monotonic())
             return await _ask(client, url, arrival)
 
         running = asyncio.gather(*map(one, trace))
-        replica_s = 0.0
-        while not running.done():
-            await asyncio.wait({running}, timeout=LOOK_S)
-            here = await asyncio.to_thread(count)
-            now = time.monotonic()
-            replica_s, last = replica_s + here * (now - last), now
+        replica_s = await replica_seconds(running, count)
         return await running, replica_s
 
 
