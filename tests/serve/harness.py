@@ -226,9 +226,18 @@ class Served:
 
     def store(self) -> int:
         """Return the process ID of the store."""
-        record = json.loads((self.state / "record.json").read_text())
-        pid: int = record["store"]["pid"]
+        pid: int = self._store_record()["pid"]
         return pid
+
+    def store_port(self) -> int:
+        """Return the port of the store."""
+        address: str = self._store_record()["address"]
+        return int(address.rpartition(":")[2])
+
+    def _store_record(self) -> dict[str, Any]:
+        record = json.loads((self.state / "record.json").read_text())
+        found: dict[str, Any] = record["store"]
+        return found
 
     def living(self) -> list[int]:
         """Return the processes of the service that live."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,10 +37,41 @@ async def test_hanging_helpers_are_named_and_replaced(tmp_path: Path) -> None:
             os.kill(store, signal.SIGSTOP)
             await until(lambda: "store" in service.status().trouble, "named")
             await until(lambda: not service.status().trouble, "replaced")
-            assert service.store() != store
+            await until(lambda: service.store() != store, "recorded")
             await asyncio.to_thread(service.scale, "add", 3)
             await until(lambda: service.stages() == [1, 3, 1], "scaled")
             await checked.goes_on()
     log = (tmp_path / "serve.log").read_text()
     assert f"fork_server (process {server}) has not answered" in log
     assert f"the store (process {store}) does not answer" in log
+
+
+async def test_port_of_the_store_that_is_stolen_is_named_until_it_is_free(
+    tmp_path: Path,
+) -> None:
+    """Requests are answered meanwhile; then the store and what needs it come back."""
+    with served(tmp_path, spec_with()) as service:
+
+        async def until(is_so: Callable[[], bool], what: str) -> None:
+            await asyncio.to_thread(service.until, is_so, what)
+
+        async with traffic(service) as checked:
+            store, port = service.store(), service.store_port()
+            before = service.stages()
+            with socket.socket() as thief:
+                thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                os.kill(store, signal.SIGKILL)
+                while True:
+                    with contextlib.suppress(OSError):
+                        thief.bind(("127.0.0.1", port))
+                        break
+                    await asyncio.sleep(0.001)
+                thief.listen()
+                await until(lambda: "the store" in service.status().trouble, "named")
+                assert str(port) in service.status().trouble
+                await asyncio.to_thread(service.break_replica, "kill", "add")
+                await checked.goes_on()
+            await until(lambda: not service.status().trouble, "replaced")
+            await until(lambda: service.store() != store, "recorded")
+            await until(lambda: service.stages() == before, "whole again")
+            await checked.goes_on()

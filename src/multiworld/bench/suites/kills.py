@@ -37,8 +37,8 @@ OURS = "multiworld"
 STREAMS, PROMPT, ANSWER = 8, 256, 64
 """Streams at once, tokens of a prompt, and tokens of an answer."""
 
-KILLS = 40
-"""Kills of ours in a round; vLLM, which takes minutes to come back, has one."""
+KILLS, THEIR_KILLS = 40, 2
+"""Kills of ours in a round, and of vLLM, which takes minutes to come back, in all."""
 
 BETWEEN_S = (0.5, 2.0)
 """Least and most seconds from a whole service to the next kill."""
@@ -80,7 +80,7 @@ def run(options: Options, on_step: OnStep) -> None:
     if VLLM in options.apart:
         python = python_of(VLLM, Path(options.environments))
         with tempfile.TemporaryDirectory() as name:
-            for _ in range(options.rounds):
+            for _ in range(min(THEIR_KILLS, options.rounds)):
                 asyncio.run(_theirs(python, folder, Path(name), on_step))
 
 

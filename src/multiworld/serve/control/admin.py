@@ -115,12 +115,14 @@ def _add_operations(app: FastAPI, controller: Controller) -> None:
         scaled = operations.scale(
             asked.model, asked.stage, asked.replicas, is_confirmed=asked.is_confirmed
         )
+        await controller.recorded()
         return respond(scaled)
 
     @app.post("/update")
     async def update(asked: Update) -> Response:
         spec = await asyncio.to_thread(parse_spec, asked.text, asked.where)
         since = operations.update(spec)
+        await controller.recorded()
         desired = controller.fleet.desired.models
         versions = {name: model.version for name, model in desired.items()}
         return respond(Updated(versions, since, spec.ready_s))
@@ -128,6 +130,7 @@ def _add_operations(app: FastAPI, controller: Controller) -> None:
     @app.post("/drain")
     async def drain(asked: Drain) -> Response:
         operations.drain(asked.name)
+        await controller.recorded()
         return respond(Drained(asked.name))
 
     @app.post("/chaos")

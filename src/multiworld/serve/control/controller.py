@@ -77,6 +77,9 @@ TICK_S = 0.25
 COLLECT_TICKS = 20
 """Ticks after which the counts of all processes are collected again."""
 
+RECORDED_S = 5.0
+"""Most seconds to wait for the disk before an operation is confirmed."""
+
 END_S = 10.0
 """Seconds for workers to exit when the service is shut down."""
 
@@ -539,6 +542,15 @@ class Controller:
                 self._metrics.heard(name, news)
 
     # The record.
+
+    async def recorded(self) -> None:
+        """Wait until what has changed is on the disk, so that the next one knows it.
+
+        A disk that hangs is waited for ``RECORDED_S`` only.
+
+        Cancellation: Safe.
+        """
+        await self._record.settled(RECORDED_S)
 
     def _save(self) -> None:
         fleet = self.fleet

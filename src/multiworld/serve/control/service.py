@@ -15,6 +15,7 @@ import uvicorn
 
 from multiworld.config import WorldConfig
 from multiworld.errors import ServeError, SpecError
+from multiworld.net.rare_log import RareLog
 from multiworld.net.security import Security
 from multiworld.serve.control.admin import make_admin
 from multiworld.serve.control.controller import Controller
@@ -49,6 +50,7 @@ OnUp = Callable[[Controller, Startup], None]
 start."""
 
 logger = logging.getLogger("multiworld.serve")
+rare_log = RareLog(logger)
 
 STORE_LOOK_S = 1.0
 """Seconds between checks of whether the store runs and answers."""
@@ -185,7 +187,8 @@ async def _mind_store(
                 folder, env, controller.store, controller.app.host
             )
         except ServeError as error:
-            logger.error("%s", error)
+            controller.store_trouble = str(error)
+            rare_log.error("the store is lost and cannot be replaced", error)
             continue
         if store != controller.store:
             controller.store_restarted(store)

@@ -141,6 +141,42 @@ def test_long_prompt_is_computed_in_parts_while_others_go_on() -> None:
     ]
 
 
+def planned(pipeline: Pipeline) -> list[dict[int, int]]:
+    """Plan all steps that may be under way; return the tokens of each sequence."""
+    found = []
+    while (step := pipeline.plan()) is not None:
+        found.append({part.key[1]: part.count for part in step.parts})
+    return found
+
+
+def test_prompt_is_computed_in_all_stages_at_once() -> None:
+    """In parts of about the same size, if those are not too small."""
+    for tokens, parts in ((128, [43, 43, 42]), (50, [32, 18]), (300, [100] * 3)):
+        pipeline = Pipeline(Scheduler(limits(tokens=512, steps=3, blocks=100)))
+        pipeline.scheduler.add(key(1), [0] * tokens)
+        assert planned(pipeline) == [{1: count} for count in parts]
+    pipeline = Pipeline(Scheduler(limits(tokens=512, blocks=100)))
+    pipeline.scheduler.add(key(1), [0] * 128)
+    assert planned(pipeline) == [{1: 128}], "one stage"
+
+
+def test_running_texts_wait_for_the_prompts_of_one_step_in_all() -> None:
+    """Steps have as many as they may while nothing waits for them."""
+    pipeline = Pipeline(Scheduler(limits(tokens=120, steps=3, blocks=9000)))
+    pipeline.scheduler.add(key(1), [0] * 400)
+    wanted = {key(1): 99, key(2): 99, key(3): 99}
+    assert planned(pipeline) == [{1: 120}] * 3
+    pipeline.scheduler.add(key(2), [0] * 4000)
+    pipeline.scheduler.add(key(3), [0] * 4000)
+    for _ in range(4):
+        pipeline.finish_one(wanted)
+        planned(pipeline)
+    under_way = [part for step in pipeline.under_way for part in step.parts]
+    assert len(pipeline.under_way) == 3
+    assert [part.count for part in under_way if part.key == key(1)] == [1]
+    assert sum(part.count for part in under_way) == 121
+
+
 def test_prompt_that_may_not_be_cut_waits_for_a_step_of_its_own() -> None:
     """It may be longer than the budget then."""
     scheduler = Scheduler(limits(tokens=4, chunked=False))
