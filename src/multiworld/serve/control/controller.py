@@ -404,6 +404,7 @@ class Controller:
         task.add_done_callback(self._launching.discard)
 
     async def _launch(self, name: str, model: str, version: str, stage: int) -> None:
+        await self.recorded()  # or the next controller might give its name again
         args = args_of(self.app, self.store.address, self.port, name)
         spot, need = None, Need()
         if model:
