@@ -48,11 +48,8 @@ BACK_S = 400.0
 
 RETRY_S = 0.2
 
-CUT, BACK, LONGEST = (
-    "streams cut at a kill",
-    "until all streams get tokens",
-    "longest pause of a stream that was not cut",
-)
+CUT, BACK = "streams cut at a kill", "until all streams get tokens"
+"""Measurements."""
 
 OnStep = Callable[[Step], None]
 """Function that gets samples and progress."""
@@ -107,7 +104,7 @@ class Load:
         last_at: Time of the last token of each stream, on the monotonic clock.
         cut: Streams that ended early so far.
         different: Texts with other tokens than the first one of their prompt.
-        pauses: Longest time between two tokens of each stream that was whole.
+        whole: Streams that ended as they should.
     """
 
     url: str
@@ -116,7 +113,7 @@ class Load:
     last_at: list[float] = field(default_factory=lambda: [0.0] * STREAMS)
     cut: int = 0
     different: int = 0
-    pauses: list[float] = field(default_factory=list)
+    whole: int = 0
     _wanted: dict[int, list[int]] = field(default_factory=dict)
     _grown: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -155,20 +152,17 @@ class Load:
             "return_token_ids": True,
         }
         tokens: list[int] = []
-        longest_s, last_at = 0.0, 0.0
         async with http.post(self.url, json=body, raise_for_status=True) as found:
             async for line in found.content:
                 if not line.startswith(b"data: {"):
                     continue
                 for choice in json.loads(line[6:]).get("choices", ()):
                     tokens += choice.get("token_ids") or ()
-                now = self.last_at[slot] = time.monotonic()
-                longest_s = max(longest_s, now - (last_at or now))
-                last_at = now
+                self.last_at[slot] = time.monotonic()
                 self._grown.set()
         if len(tokens) != ANSWER:
             raise EOFError(f"{len(tokens)} tokens")
-        self.pauses.append(longest_s)
+        self.whole += 1
         self._grown.set()
         if self.checks and tokens != self._wanted.setdefault(slot, tokens):
             self.different += 1
@@ -232,7 +226,7 @@ async def _flowing(load: Load) -> Any:
     """Run the streams, once each has had a text."""
     running = asyncio.create_task(load.run())
     try:
-        await load.until(lambda: len(load.pauses) >= 2 * STREAMS)
+        await load.until(lambda: load.whole >= 2 * STREAMS)
         yield
     finally:
         running.cancel()
@@ -240,18 +234,13 @@ async def _flowing(load: Load) -> Any:
 
 
 async def _kill(load: Load, pid: int, who: str, on_step: OnStep) -> None:
-    cut, ended = load.cut, len(load.pauses)
-    began = time.monotonic()
+    cut, began = load.cut, time.monotonic()
     os.kill(pid, signal.SIGKILL)
     await load.until(lambda: load.is_flowing(began))
     back_s = time.monotonic() - began
     share = 100 * (load.cut - cut) / STREAMS
     on_step(("sample", (CUT, STREAMS, who, "%", share)))
     on_step(("sample", (BACK, STREAMS, who, "ms", 1000 * back_s)))
-    if load.cut == cut:
-        await load.until(lambda: len(load.pauses) >= ended + STREAMS)
-        longest_s = max(load.pauses[ended:])
-        on_step(("sample", (LONGEST, STREAMS, who, "ms", 1000 * longest_s)))
 
 
 def _worker_of(process: subprocess.Popen[bytes]) -> int:
