@@ -48,8 +48,11 @@ BACK_S = 400.0
 
 RETRY_S = 0.2
 
-CUT, BACK = "streams cut at a kill", "until all streams get tokens"
-"""Measurements."""
+CUT, PAUSE = "streams cut at a kill", "longest time without a token at a kill"
+"""Measurements; the second is that of any client, which asks again if it is cut."""
+
+SETTLED_S = 2.0
+"""Seconds after a kill in which streams end, if they are cut at all."""
 
 OnStep = Callable[[Step], None]
 """Function that gets samples and progress."""
@@ -101,7 +104,8 @@ class Load:
         url: URL to post to.
         model: Name of the model there.
         checks: Whether texts are compared with the first one of their prompt.
-        last_at: Time of the last token of each stream, on the monotonic clock.
+        last_at: Time of the last token of each client, on the monotonic clock.
+        longest_s: Longest time without a token of each client since it was reset.
         cut: Streams that ended early so far.
         different: Texts with other tokens than the first one of their prompt.
         whole: Streams that ended as they should.
@@ -111,6 +115,7 @@ class Load:
     model: str
     checks: bool
     last_at: list[float] = field(default_factory=lambda: [0.0] * STREAMS)
+    longest_s: list[float] = field(default_factory=lambda: [0.0] * STREAMS)
     cut: int = 0
     different: int = 0
     whole: int = 0
@@ -158,7 +163,10 @@ class Load:
                     continue
                 for choice in json.loads(line[6:]).get("choices", ()):
                     tokens += choice.get("token_ids") or ()
-                self.last_at[slot] = time.monotonic()
+                now = time.monotonic()
+                waited_s = now - (self.last_at[slot] or now)
+                self.longest_s[slot] = max(self.longest_s[slot], waited_s)
+                self.last_at[slot] = now
                 self._grown.set()
         if len(tokens) != ANSWER:
             raise EOFError(f"{len(tokens)} tokens")
@@ -235,12 +243,12 @@ async def _flowing(load: Load) -> Any:
 
 async def _kill(load: Load, pid: int, who: str, on_step: OnStep) -> None:
     cut, began = load.cut, time.monotonic()
+    load.longest_s = [0.0] * STREAMS
     os.kill(pid, signal.SIGKILL)
-    await load.until(lambda: load.is_flowing(began))
-    back_s = time.monotonic() - began
+    await load.until(lambda: load.is_flowing(began + SETTLED_S))
     share = 100 * (load.cut - cut) / STREAMS
     on_step(("sample", (CUT, STREAMS, who, "%", share)))
-    on_step(("sample", (BACK, STREAMS, who, "ms", 1000 * back_s)))
+    on_step(("sample", (PAUSE, STREAMS, who, "ms", 1000 * max(load.longest_s))))
 
 
 def _worker_of(process: subprocess.Popen[bytes]) -> int:
