@@ -21,6 +21,7 @@ from multiworld import (
     WorldExistsError,
     WorldManager,
 )
+from multiworld.rendezvous import joiner
 from multiworld.rendezvous.messages import MemberGaveUp, NewcomerWaits
 from multiworld.rendezvous.store_address import parse_store
 from multiworld.testing import Arena, no_leaks
@@ -240,7 +241,7 @@ async def test_change_that_is_cancelled_as_it_is_admitted_ends_there(
 ) -> None:
     """Members that wait for this one are told at once; it can reform, or join again."""
     worlds = await arena.world(2, "w")
-    me, real = admission(arena), admission_module.meet
+    me, real = admission(arena), joiner.meet
     changes: list[asyncio.Task[World]] = []
 
     async def meet(*args: Any, **kwargs: Any) -> Any:

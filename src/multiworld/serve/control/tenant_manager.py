@@ -65,6 +65,7 @@ class TenantManager:
         history: Where events are recorded.
         gateways: Returns the names of the gateways that have joined.
         send: Sends an order to a gateway.
+        clock: Returns the monotonic time in seconds.
     """
 
     def __init__(
@@ -73,8 +74,9 @@ class TenantManager:
         history: History,
         gateways: Callable[[], list[str]],
         send: Send,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.registry = registry
+        self.registry, self._clock = registry, clock
         self._history, self._gateways, self._send = history, gateways, send
         self.tenants = registry.tenants()
         now = time.time()
@@ -117,7 +119,7 @@ class TenantManager:
                 is_last=begin + CHUNK >= count,
             )
         yield TokensTold(self._told(self.tenants.values()))
-        limit = time.monotonic() - POISON_S
+        limit = self._clock() - POISON_S
         for at, found in self._poison:
             if at > limit:
                 yield found
@@ -191,7 +193,7 @@ class TenantManager:
 
     def poisonous(self, gateway: str, found: PoisonFound) -> None:
         """Remember a poison request, and tell the other gateways."""
-        self._poison.append((time.monotonic(), found))
+        self._poison.append((self._clock(), found))
         whose = found.tenant or "a client without a key"
         text = f"a request of {whose} to {found.model} ({found.version})"
         self._history.say("quarantined", f"{text} is not retried")

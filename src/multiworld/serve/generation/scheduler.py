@@ -397,9 +397,9 @@ class Scheduler:
     def _prompt_tokens(self) -> int:
         """Return the most tokens of prompts in the next step.
 
-        The steps under way have so many together as one may have: running sequences
+        All steps under way together have as many as one may have: running sequences
         wait for no more, and a prompt is computed in several stages at once. If nothing
-        waits for them and there is more to compute, each has as many as it may.
+        waits for them and there is more to compute, each step is full.
         """
         most = self.limits.max_num_batched_tokens
         if self.steps == 1 or not self.limits.is_prefill_chunked:

@@ -173,7 +173,8 @@ def load_owned(folder: Path, kind: Any, config: Any, span: Span, dtype: str) -> 
     """
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # for a part of the weights, it says little
+    disable: Any = logging.disable_progress_bar  # for a part, it says little
+    disable()
     owned = _owned_class(kind, span, folder)
     whole, info = owned.from_pretrained(
         folder,

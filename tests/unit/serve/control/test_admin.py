@@ -97,6 +97,9 @@ class FakeController:
             lambda name, order: None,
         )
 
+    async def recorded(self) -> None:
+        """Have nothing to write."""
+
     def status(self) -> answers.StatusAnswer:
         """Return the status."""
         return status_of(
