@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -124,14 +123,17 @@ def test_unknown_key_ids_are_compared_too(monkeypatch: pytest.MonkeyPatch) -> No
     assert [len(one) + len(other) for one, other in compared] == [128] * 4
 
 
-def test_ten_thousand_tenants_are_sent_in_chunks_and_found() -> None:
+async def test_ten_thousand_tenants_are_sent_in_chunks_and_found(
+    tmp_path: Path,
+) -> None:
     """One message would block the gateway's loop; a key is found by its id."""
     everybody = {}
     for number in range(10_000):
         key = Key(id=f"{number:012x}", digest=f"{number:064x}", made_at=0.0)
         everybody[f"t{number}"] = Tenant(name=f"t{number}", keys=(key,))
-    tenanting = object.__new__(TenantManager)
-    tenanting.tenants, tenanting._poison = everybody, deque()
+    database = TenantDatabase(tmp_path / "tenants.db")
+    tenanting = TenantManager(database, History(), list, lambda name, order: None)
+    tenanting.tenants = everybody
     orders = [order for order in tenanting.greeting() if isinstance(order, AllTenants)]
     assert len(orders) == 10_000 / CHUNK
     firsts = [order.is_first for order in orders]
@@ -142,6 +144,7 @@ def test_ten_thousand_tenants_are_sent_in_chunks_and_found() -> None:
     found = directory.find(f"{9876:012x}", f"{9876:064x}", 0.0)
     assert found is not None
     assert found.name == "t9876"
+    await tenanting.close()
 
 
 # Limits.
