@@ -261,7 +261,7 @@ def test_triton_generates_whole_and_streamed(
 
 def is_stopped(pid: int) -> bool:
     """Tell whether a process has been stopped by a signal."""
-    return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
 
 
 def test_time_limits_and_full_queues_are_told_by_status(

@@ -25,6 +25,9 @@ Meta = Mapping[str, Any]
 Handler = Callable[[Tensor], None]
 """Takes the tensors of one source and tag as they arrive; never raises."""
 
+Peek = Callable[[memoryview], None]
+"""Takes the bytes of a uint8 tensor, which are valid during the call; never raises."""
+
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
@@ -217,13 +220,16 @@ class Backend(Protocol):
         Cancellation: Loses no message, or breaks the world.
         """
 
-    def handle(self, src: int, tag: int, handler: Handler) -> None:
+    def handle(
+        self, src: int, tag: int, handler: Handler, peek: Peek | None = None
+    ) -> None:
         """Pass each tensor from ``src`` with this tag to ``handler`` as it arrives.
 
         Args:
             src: Rank of the sender.
             tag: Tag of the tensors.
             handler: Takes each tensor.
+            peek: May take the bytes of a uint8 tensor in place of ``handler``.
 
         Raises:
             UnsupportedOperationError: The backend cannot.

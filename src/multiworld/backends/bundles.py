@@ -152,10 +152,42 @@ def tensor_at(packed: Tensor, begin: int, code: int, shape: Sequence[int]) -> Te
         ValueError: It does not lie within ``packed``.
         RuntimeError: Torch does not allow such a shape, or such an offset.
     """
-    dtype = DTYPES[code]
+    size = _size_within(packed.numel(), begin, code, shape)
+    return packed[begin : begin + size].view(DTYPES[code]).view(shape)
+
+
+def tensor_from(
+    memory: memoryview, begin: int, code: int, shape: Sequence[int]
+) -> Tensor:
+    """Return a copy of a tensor that lies in ``memory``.
+
+    Args:
+        memory: Bytes.
+        begin: Offset of the tensor, in bytes.
+        code: Wire code of its dtype.
+        shape: Its dimensions.
+
+    Raises:
+        KeyError: The code is unknown.
+        ValueError: It does not lie within ``memory``.
+        RuntimeError: Torch does not allow such a shape.
+    """
+    size = _size_within(len(memory), begin, code, shape)
+    tensor = torch.empty(shape, dtype=DTYPES[code])
+    memory_of(tensor)[:] = memory[begin : begin + size]
+    return tensor
+
+
+def _size_within(room: int, begin: int, code: int, shape: Sequence[int]) -> int:
+    """Return the bytes of a tensor that must lie within a number of bytes.
+
+    Raises:
+        KeyError: The code is unknown.
+        ValueError: It does not.
+    """
+    size = math.prod(shape) * DTYPES[code].itemsize
     if any(extent < 0 for extent in shape):
         raise ValueError("a negative extent")
-    size = math.prod(shape) * dtype.itemsize
-    if begin < 0 or begin + size > packed.numel():
+    if begin < 0 or begin + size > room:
         raise ValueError("a tensor outside its bundle")
-    return packed[begin : begin + size].view(dtype).view(shape)
+    return size

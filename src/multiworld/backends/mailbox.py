@@ -25,8 +25,9 @@ from multiworld.backends.arrivals import (
     Lent,
     Receive,
 )
-from multiworld.backends.base import Handler
+from multiworld.backends.base import Handler, Peek
 from multiworld.backends.direct.header import TENSOR
+from multiworld.backends.dtypes import UINT8
 
 SourceErrorMaker = Callable[[int], Exception]
 """Function of a source that returns the error for receives from it."""
@@ -54,6 +55,7 @@ class Mailbox:
         self._ended: dict[int, SourceErrorMaker] = {}
         self._stalled: dict[int, Callable[[], None]] = {}
         self._handlers: dict[tuple[int, int], Handler] = {}
+        self._peeks: dict[tuple[int, int], Peek] = {}
         self._numbers = itertools.count(1)
         self._broken: Callable[[], Exception] | None = None
 
@@ -75,7 +77,9 @@ class Mailbox:
         if self._stalled:
             self._make_room()
 
-    def handle(self, source: int, tag: int, handler: Handler) -> None:
+    def handle(
+        self, source: int, tag: int, handler: Handler, peek: Peek | None = None
+    ) -> None:
         """Pass the tensors of a source and tag to ``handler`` from now on.
 
         Those that are held come first. Other kinds of messages wait for receives.
@@ -84,9 +88,12 @@ class Mailbox:
             source: Rank of the sender.
             tag: Tag of the tensors.
             handler: Called with each tensor; the budget does not count them.
+            peek: May be called with the bytes of a uint8 tensor instead.
         """
         key = source, tag
         self._handlers[key] = handler
+        if peek is not None:
+            self._peeks[key] = peek
         held = self._queues.get(key, ())
         for arrival in [a for a in held if a.description.kind == TENSOR]:
             self._unhold(arrival)
@@ -97,6 +104,17 @@ class Mailbox:
                 handler(arrival.tensor)
         if self._stalled:
             self._make_room()
+
+    def peek_of(self, source: int, description: Description) -> Peek | None:
+        """Return the function that takes the bytes of a message that is here.
+
+        Args:
+            source: Rank of the sender.
+            description: Description of the message.
+        """
+        if not self._peeks or description.kind != TENSOR or description.dtype != UINT8:
+            return None
+        return self._peeks.get((source, description.tag))
 
     def _handler_of(self, source: int, description: Description) -> Handler | None:
         if not self._handlers or description.kind != TENSOR:

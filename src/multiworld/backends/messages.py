@@ -11,7 +11,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from multiworld.backends.arrivals import Description, allocate
-from multiworld.backends.base import Bundle, Handler, Meta, Received, WorldView
+from multiworld.backends.base import (
+    Bundle,
+    Handler,
+    Meta,
+    Peek,
+    Received,
+    WorldView,
+)
 from multiworld.backends.bundles import (
     decode_object,
     encode_object,
@@ -242,15 +249,18 @@ class MessageBackend:
         arrival = await self._p2p.wait(receive)
         return decode_object(bytes(arrival.memory))
 
-    def handle(self, src: int, tag: int, handler: Handler) -> None:
+    def handle(
+        self, src: int, tag: int, handler: Handler, peek: Peek | None = None
+    ) -> None:
         """Pass each tensor from ``src`` with this tag to ``handler`` as it arrives.
 
         Args:
             src: Rank of the sender.
             tag: Tag of the tensors.
             handler: Takes each tensor.
+            peek: May take the bytes of a uint8 tensor in place of ``handler``.
         """
-        self._p2p.mailbox.handle(src, tag, handler)
+        self._p2p.mailbox.handle(src, tag, handler, peek)
 
     # Lanes for collectives.
 

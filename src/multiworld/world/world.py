@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from multiworld.backends.base import Bundle, Handler
+from multiworld.backends.base import Bundle, Handler, Peek
 from multiworld.backends.collective import Call
 from multiworld.backends.collectives import CollectiveMethods
 from multiworld.config import is_int
@@ -436,24 +436,26 @@ class World(CollectiveMethods):
         with self._receiving(src, tag):
             return await self._life.backend.recv_object(src, tag)
 
-    def handle(self, handler: Handler, *, src: int, tag: int = 0) -> None:
+    def handle(
+        self, handler: Handler, *, src: int, tag: int = 0, peek: Peek | None = None
+    ) -> None:
         """Pass each tensor from a member to a function as it arrives.
 
-        It costs less than a receive for each, because no task has to wake up. The
-        function is called on the event loop, in the order of sending, until the world
-        ends; tensors that have arrived already come first. It must be short and must
-        not raise. Bundles and objects of this tag still wait for receives.
+        It is called on the event loop, in the order of sending, until the world ends,
+        and must be short and not raise. Bundles and objects still wait for receives.
 
         Args:
             handler: Function of the tensor, which is new memory.
             src: The sender's rank in this world.
             tag: Tag of the tensors.
+            peek: Function of the bytes of a uint8 tensor, which may be called instead,
+                to save a copy. They are valid until it returns.
 
         Raises:
             UnsupportedOperationError: The backend is not ``direct`` or ``memory``.
         """
         with self._operation(src, tag):
-            self._life.backend.handle(src, tag, handler)
+            self._life.backend.handle(src, tag, handler, peek)
 
     async def _call(self, call: Call) -> None:
         root = call.root if call.collective.has_root else None
@@ -466,8 +468,7 @@ class World(CollectiveMethods):
     def process_group(self) -> ProcessGroup:
         """The c10d process group, which ends with this world.
 
-        It is for code that needs one: functions of ``torch.distributed``, functional
-        collectives, DeviceMesh and DTensor.
+        For ``torch.distributed``, functional collectives, DeviceMesh and DTensor.
 
         Raises:
             UnsupportedOperationError: This world's backend is not a c10d backend.
@@ -565,8 +566,7 @@ class World(CollectiveMethods):
     async def close(self) -> None:
         """Leave politely: the others get what was sent, then ``MemberLeftError``.
 
-        Waits at most ``WorldConfig.close_s`` until sent data has left this process. It
-        may be called again, and on a broken world.
+        Waits at most ``WorldConfig.close_s`` until sent data has left. May be repeated.
 
         Cancellation: The world is closed all the same, at once.
         """

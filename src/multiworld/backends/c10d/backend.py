@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from multiworld.backends.base import Bundle, Handler, Meta, Received, WorldView
+from multiworld.backends.base import (
+    Bundle,
+    Handler,
+    Meta,
+    Peek,
+    Received,
+    WorldView,
+)
 from multiworld.backends.c10d.collectives import GroupCollectives
 from multiworld.backends.c10d.flat import as_bytes, on_device
 from multiworld.backends.c10d.groups import Group, check_backend
@@ -275,13 +282,16 @@ class C10dBackend:
         """
         return await self._direct.recv_object(src, tag)
 
-    def handle(self, src: int, tag: int, handler: Handler) -> None:
+    def handle(
+        self, src: int, tag: int, handler: Handler, peek: Peek | None = None
+    ) -> None:
         """Pass each host tensor from ``src`` with this tag to ``handler``.
 
         Args:
             src: Rank of the sender.
             tag: Tag of the tensors.
             handler: Takes each tensor.
+            peek: May take the bytes of a uint8 tensor in place of ``handler``.
 
         Raises:
             UnsupportedOperationError: The native group carries host tensors.
@@ -290,7 +300,7 @@ class C10dBackend:
             raise UnsupportedOperationError(
                 f"{self._name} cannot pass tensors to a handler; use host_p2p='direct'"
             )
-        self._direct.handle(src, tag, handler)
+        self._direct.handle(src, tag, handler, peek)
 
     # Members and closing.
 

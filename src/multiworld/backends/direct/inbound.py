@@ -326,10 +326,24 @@ class Inbound:
         if self._arrival is not None:
             raise HeaderError("a message started inside another one")
         description = self._describe(header, shape)
+        if header.flags == wire.LAST and self._let_peek(header.payload, description):
+            return True
         if not self._mailbox.is_wanted(self._source, description.tag):
             self._pending, self.is_held = (header, description), True
             return False
         return self._begin(header, description)
+
+    def _let_peek(self, count: int, description: Description) -> bool:
+        """Pass on a message that is here completely, where it lies."""
+        begin, end = self._start, self._start + count
+        if count != description.size or end > self._end:
+            return False
+        peek = self._mailbox.peek_of(self._source, description)
+        if peek is None:
+            return False
+        self._start = end
+        peek(self._stage[begin:end])
+        return True
 
     def _handle_memory_frame(self, header: Header) -> None:
         if self._shared is None:

@@ -343,9 +343,9 @@ class Dispatcher:
         for replica, pieces in to_send.items():
             header = protocol.Work(tuple(item for item, _ in pieces))
             outbox = self._edges[replica]
-            outbox.put(header, [tensors for _, tensors in pieces])
-            if len(self._calls) == 1:  # nothing else will go in the same frame
-                outbox.flush()
+            # Alone, it would wait in vain for others to go in the same frame.
+            put = outbox.put_now if len(self._calls) == 1 else outbox.put
+            put(header, [tensors for _, tensors in pieces])
 
     def _deliver(self, number: int, what: Tensors | ServeError) -> None:
         call = self._calls.get(number)

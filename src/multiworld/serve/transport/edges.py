@@ -88,15 +88,28 @@ class Outbox:
             message: The message.
             contents: Tensors of each of its items.
         """
+        self._queue(message, contents)
+        if self._pending and not self._is_due:
+            self._is_due = True
+            self._loop.call_soon(self._turn)
+
+    def put_now(self, message: EdgeMessage, contents: Sequence[Tensors] = ()) -> None:
+        """Queue a message, and send all that waits at once.
+
+        Args:
+            message: The message.
+            contents: Tensors of each of its items.
+        """
+        self._queue(message, contents)
+        self.flush()
+
+    def _queue(self, message: EdgeMessage, contents: Sequence[Tensors]) -> None:
         if self._failure is not None:
             return
         if len(self._pending) >= OUTBOX_LIMIT:
             logger.error("edge %s: outbox full, message dropped", self.edge.world)
             return
         self._pending.append((message, contents))
-        if not self._is_due:
-            self._is_due = True
-            self._loop.call_soon(self._turn)
 
     @property
     def is_idle(self) -> bool:
@@ -329,7 +342,7 @@ def listen(outbox: Outbox, owner: EdgeOwner) -> None:
     world, loop = outbox.world, asyncio.get_running_loop()
     closing: list[asyncio.Task[None]] = []
 
-    def handle(packed: Tensor) -> None:
+    def handle(packed: Tensor | memoryview) -> None:
         if closing:
             return
         try:
@@ -340,7 +353,7 @@ def listen(outbox: Outbox, owner: EdgeOwner) -> None:
             closing.append(loop.create_task(world.close()))
 
     try:
-        world.handle(handle, src=1 - outbox.edge.rank, tag=FRAMES)
+        world.handle(handle, src=1 - outbox.edge.rank, tag=FRAMES, peek=handle)
     except (WorldBrokenError, WorldClosedError):
         pass  # it has ended already
 

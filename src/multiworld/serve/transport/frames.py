@@ -9,14 +9,14 @@ an offset that ``aligned`` returns.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import msgspec
 import torch
 from torch import Tensor
 
-from multiworld.backends.bundles import Layout, aligned, tensor_at
+from multiworld.backends.bundles import Layout, aligned, tensor_at, tensor_from
 from multiworld.backends.dtypes import code_of, memory_of, plain
 from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.transport.edge_messages import EdgeMessage, contents_of
@@ -70,18 +70,19 @@ def lay_out(entries: Sequence[Entry]) -> Layout:
     return Layout(header, pieces, offset)
 
 
-def unpack(packed: Tensor) -> list[tuple[EdgeMessage, list[Tensors]]]:
+def unpack(packed: Tensor | memoryview) -> list[tuple[EdgeMessage, list[Tensors]]]:
     """Return the messages of a frame, each with the tensors of its items.
 
     Args:
-        packed: The frame as a uint8 tensor; the tensors share its memory.
+        packed: The frame as a uint8 tensor, whose memory the tensors share; or its
+            bytes, which they are copied from.
 
     Raises:
         MessageError: This release does not know the frame, or it is malformed.
     """
-    if packed.dtype != torch.uint8 or packed.numel() < _LEAD.size:
+    memory = _bytes_of(packed)
+    if len(memory) < _LEAD.size:
         raise MessageError("a frame is malformed: it is too short")
-    memory = memory_of(packed)
     version, length = _LEAD.unpack_from(memory)
     if version != PROTOCOL and str(version) not in UNDERSTOOD:
         raise MessageError(
@@ -89,6 +90,9 @@ def unpack(packed: Tensor) -> list[tuple[EdgeMessage, list[Tensors]]]:
             f"{' and '.join(UNDERSTOOD)}: use the same or adjacent releases"
         )
     offset = _LEAD.size + length
+    at: Callable[..., Tensor] = tensor_at
+    if isinstance(packed, memoryview):
+        at = tensor_from
     try:
         header = _decoder.decode(memory[_LEAD.size : offset])
         contents = []
@@ -96,12 +100,19 @@ def unpack(packed: Tensor) -> list[tuple[EdgeMessage, list[Tensors]]]:
             tensors: Tensors = {}
             for name, code, shape in described:
                 begin = aligned(offset)
-                tensors[name] = tensor = tensor_at(packed, begin, code, shape)
+                tensors[name] = tensor = at(packed, begin, code, shape)
                 offset = begin + tensor.nbytes
             contents.append(tensors)
         return list(_shared_out(header.messages, contents))
     except (msgspec.DecodeError, KeyError, ValueError, RuntimeError) as error:
         raise MessageError(f"a frame is malformed: {error}") from None
+
+
+def _bytes_of(packed: Tensor | memoryview) -> memoryview:
+    """Return the bytes of a frame; none if it cannot be one."""
+    if isinstance(packed, memoryview):
+        return packed
+    return memory_of(packed) if packed.dtype == torch.uint8 else memoryview(b"")
 
 
 def _shared_out(

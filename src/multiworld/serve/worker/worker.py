@@ -465,8 +465,7 @@ class Worker:
                 AnswerItem((p.key[1], p.key[2]), spent=p.spent) for p in pieces
             )
             outbox = self._routers[router]
-            outbox.put(protocol.Answers(items), [piece.content for piece in pieces])
-            outbox.flush()
+            outbox.put_now(protocol.Answers(items), [piece.content for piece in pieces])
 
     def _hand(self, finished: list[FinishedWork], now: float | None = None) -> None:
         if self._is_last:
@@ -489,8 +488,7 @@ class Worker:
                 for piece in pieces
             )
             outbox = self._downstream[name]
-            outbox.put(protocol.Work(items), [piece.content for piece in pieces])
-            outbox.flush()
+            outbox.put_now(protocol.Work(items), [piece.content for piece in pieces])
         if self._has_room:
             self._room.set()
 

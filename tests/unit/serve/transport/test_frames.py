@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multiworld.backends.bundles import ALIGNMENT
+from multiworld.backends.dtypes import memory_of
 from multiworld.errors import ModelFailedError, TensorMismatchError
 from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.tenants.fair_queue import Share
@@ -86,7 +87,18 @@ def test_messages_and_their_tensors_come_out_as_they_went_in(
     given_entries: list[Entry],
 ) -> None:
     """Every kind of message, in order; tensors of any dtype, shape and name."""
-    found = unpack(packed(*given_entries))
+    frame = packed(*given_entries)
+    agrees(unpack(frame), given_entries)
+    memory = bytearray(memory_of(frame))
+    found = unpack(memoryview(memory))
+    memory[:] = bytes(len(memory))  # they were copied out of it
+    agrees(found, given_entries)
+
+
+def agrees(
+    found: list[tuple[EdgeMessage, list[Tensors]]], given_entries: list[Entry]
+) -> None:
+    """Compare what came out with what went in."""
     assert [message for message, _ in found] == [m for m, _ in given_entries]
     for (_, before), (_, after) in zip(given_entries, found, strict=True):
         assert [list(one) for one in before] == [list(one) for one in after]
@@ -138,6 +150,8 @@ def test_frame_that_is_cut_short_is_refused() -> None:
     for length in range(0, frame.numel(), 7):
         with pytest.raises(MessageError, match="malformed"):
             unpack(frame[:length])
+        with pytest.raises(MessageError, match="malformed"):
+            unpack(memory_of(frame)[:length])
 
 
 @pytest.mark.parametrize("count", [0, 2])
