@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import mmap
 import os
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -20,9 +22,9 @@ from multiworld.liveness import heartbeat_helper
 
 logger = logging.getLogger("multiworld.watchdog")
 
-MISSED_LIMIT = 4
-"""Missing reports in a row after which the helper is replaced. That takes about a
-second, well within the default ``silence_s``; the peers may hear nothing meanwhile."""
+MISSED_S = 0.8
+"""Seconds without a report after which the helper is replaced. That is well within the
+default ``silence_s``; the peers may hear nothing meanwhile."""
 
 Mode = Literal["process", "thread"]
 
@@ -60,9 +62,12 @@ class Heartbeat:
 
     def __init__(self, on_report: OnReport, heartbeat_s: float = HEARTBEAT_S) -> None:
         self._heartbeat_s = heartbeat_s
+        # Each is a wait of two intervals.
+        self._most_missed = max(2, round(MISSED_S / (2 * heartbeat_s)))
         self._on_report = on_report
         self._reported = asyncio.Event()
         self._control: socket.socket | None = None
+        self._sign: mmap.mmap | bytearray = bytearray(heartbeat_helper.SIGN.size)
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         self._mode: Mode = "process"
@@ -166,9 +171,10 @@ class Heartbeat:
                 self._on_report(number, report)
 
     async def tick(self) -> bool:
-        """Tell the helper that the event loop runs, and take its report.
+        """Give a sign that the event loop runs, and wait for the helper's next report.
 
-        Replaces a helper that has died or has missed several reports.
+        Replaces a helper that has died or has missed several reports. Without
+        connections, waits one heartbeat interval.
 
         Returns:
             True if the report arrived; False if not within two heartbeat intervals,
@@ -181,6 +187,7 @@ class Heartbeat:
             Safe.
         """
         if self._control is None and not self._sockets:
+            await asyncio.sleep(self._heartbeat_s)
             return True
         self._check_helper()
         self._send_removals()
@@ -188,7 +195,7 @@ class Heartbeat:
         for number in unsent & self._sockets.keys():
             self._send_sockets(number)
         self._reported.clear()
-        self._send_order(heartbeat_helper.encode_order(heartbeat_helper.TICK))
+        self._give_sign()
         try:
             async with asyncio.timeout(2 * self._heartbeat_s):
                 await self._reported.wait()
@@ -198,11 +205,23 @@ class Heartbeat:
         self._missed = 0
         return True
 
+    def _give_sign(self) -> None:
+        heartbeat_helper.SIGN.pack_into(self._sign, 0, time.monotonic())
+
+    def _forget_sign(self) -> None:
+        if isinstance(self._sign, mmap.mmap):
+            self._sign.close()
+            self._sign = bytearray(heartbeat_helper.SIGN.size)
+
     def _check_helper(self) -> None:
         code = None if self._process is None else self._process.poll()
-        if self._control is not None and code is None and self._missed < MISSED_LIMIT:
+        if (
+            self._control is not None
+            and code is None
+            and self._missed < self._most_missed
+        ):
             return
-        why = f"exited with {code}" if self._missed < MISSED_LIMIT else "is stuck"
+        why = f"exited with {code}" if self._missed < self._most_missed else "is stuck"
         logger.warning("the heartbeat helper %s; starting another", why)
         self._missed = 0
         self._restart()
@@ -237,14 +256,16 @@ class Heartbeat:
         except BaseException:
             ours.close()
             theirs.close()
+            self._forget_sign()
             raise
         self._control = ours
         asyncio.get_running_loop().add_reader(ours.fileno(), self._listen)
 
     def _begin(self, ours: socket.socket, theirs: socket.socket, mode: Mode) -> None:
         if mode == "thread":
+            self._give_sign()
             helper = heartbeat_helper.HeartbeatHelper(
-                theirs, owner=None, heartbeat_s=self._heartbeat_s
+                theirs, self._sign, owner=None, heartbeat_s=self._heartbeat_s
             )
             self._thread = threading.Thread(
                 target=helper.run, name="multiworld-heartbeat", daemon=True
@@ -255,20 +276,28 @@ class Heartbeat:
         # helper, which exits with the program anyway.
         command = [sys.executable, "-I", "-S", "-E", heartbeat_helper.__file__]
         thread = str(threading.get_native_id())
-        with theirs:
-            self._process = subprocess.Popen(
-                [
-                    *command,
-                    str(theirs.fileno()),
-                    str(os.getpid()),
-                    thread,
-                    str(self._heartbeat_s),
-                ],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+        memory = os.memfd_create("multiworld-sign")
+        try:
+            os.ftruncate(memory, heartbeat_helper.SIGN.size)
+            self._sign = mmap.mmap(memory, heartbeat_helper.SIGN.size)
+            self._give_sign()
+            with theirs:
+                self._process = subprocess.Popen(
+                    [
+                        *command,
+                        str(theirs.fileno()),
+                        str(memory),
+                        str(os.getpid()),
+                        thread,
+                        str(self._heartbeat_s),
+                    ],
+                    pass_fds=[theirs.fileno(), memory],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+        finally:
+            os.close(memory)
 
     def _stop(self) -> None:
         if self._control is not None:
@@ -280,6 +309,7 @@ class Heartbeat:
             self._process.kill()
             self._process.wait()
             self._process = None
+        self._forget_sign()
         if self._thread is not None:
             self._thread.join(timeout=self._heartbeat_s * 5)
             self._thread = None

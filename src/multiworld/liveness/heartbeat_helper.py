@@ -1,15 +1,15 @@
 """The heartbeat helper: sends and reads heartbeats outside the owner's GIL. Shell.
 
-It runs as a script in a helper process (``python -I -S -E heartbeat_helper.py FD PID
-TID``) or in a thread, and uses the standard library only.
+It runs as a script in a helper process (``python -I -S -E heartbeat_helper.py FD SIGN
+PID TID``) or in a thread, and uses the standard library only.
 
 The owner passes sockets to the helper over a control socket. Every ``heartbeat_s`` the
-helper sends one frame on each: the state of the owner, how long ago its event loop last
+helper has a turn: it reads the peers' heartbeats, reports to its owner what is new, and
+sends one frame to each peer: the state of the owner, how long ago its event loop last
 gave a sign, what the thread of that loop is doing, and how long ago this peer was last
-heard. The helper also reads the peers' heartbeats and stamps them with their time of
-arrival. When the owner's loop runs, it gets one report of everything new. So the owner
-wakes up rarely, however many peers it has, and an owner that was stuck knows what
-arrived meanwhile.
+heard. The owner wakes up for the report, however many peers it has, and gives its sign
+in shared memory, for which the helper need not wake up. An owner that was stuck knows
+from the reports what arrived meanwhile.
 
 Between hosts, each heartbeat travels over TCP and UDP, and the first copy to arrive
 counts. After an outage, TCP retries only after pauses that double, so it would look
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import mmap
 import os
 import selectors
 import socket
@@ -39,10 +40,10 @@ WAITING, COMPUTING = 0, 1
 NEVER_MS = 0xFFFFFFFF
 """Value of ``Beat.heard_ms`` if the sender never heard the receiver."""
 
-LATE = 1.5
-"""Intervals after an owner's ``TICK`` until the next heartbeat goes without one."""
+SIGN = struct.Struct("<d")
+"""Format of an owner's sign: its time in seconds on the monotonic clock."""
 
-ADD, ADD_DATAGRAMS, REMOVE, TICK = b"A", b"D", b"R", b"T"
+ADD, ADD_DATAGRAMS, REMOVE = b"A", b"D", b"R"
 """Orders of the owner; see ``encode_order``."""
 
 KEY_BYTES = 32
@@ -62,7 +63,7 @@ REPORTS_A_MESSAGE = 64
 """Entries in one message to the owner, at most."""
 
 END_OF_REPORT = 0
-"""Number of the last entry in the answer to a ``TICK``; no connection has it."""
+"""Number of the last entry of a report; no connection has it."""
 
 READ_BYTES = 64 * 1024
 """Bytes read at once, at most."""
@@ -99,8 +100,7 @@ def encode_order(
 
     Args:
         order: ``ADD`` adds a connection, whose socket accompanies the message.
-            ``ADD_DATAGRAMS`` adds a UDP socket to it. ``REMOVE`` ends it. ``TICK``
-            says that the owner's event loop runs, and asks for a report.
+            ``ADD_DATAGRAMS`` adds a UDP socket to it. ``REMOVE`` ends it.
         number: Number of the connection.
         out_key: Key of the HMAC in sent frames, ``KEY_BYTES`` long, for ``ADD``.
         in_key: Key of the HMAC in received frames. It differs from ``out_key``, so that
@@ -263,6 +263,7 @@ class HeartbeatHelper:
 
     Args:
         control: Socket to the owner. The helper owns it from now on.
+        sign: Memory in which the owner gives its signs; see ``SIGN``.
         owner: Process ID of the owner; None in a thread of the owner.
         thread: Native ID of the thread that runs the owner's event loop.
         heartbeat_s: Seconds between heartbeats.
@@ -271,35 +272,35 @@ class HeartbeatHelper:
     def __init__(
         self,
         control: socket.socket,
+        sign: mmap.mmap | bytearray,
         owner: int | None,
         heartbeat_s: float,
         thread: int = 0,
     ) -> None:
-        self._heartbeat_s = heartbeat_s
+        self._sign, self._heartbeat_s = sign, heartbeat_s
         control.setblocking(False)
         self._control, self._owner, self._thread = control, owner, thread
         self._targets: dict[int, HeartbeatTarget] = {}
         self._unreported: dict[int, HeartbeatTarget] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ, None)
-        self._ticked_at = self._due = time.monotonic()
         self._is_over = False
 
     def run(self) -> None:
         """Send and read heartbeats until the owner exits.
 
-        Both in one turn, at each ``TICK`` of the owner, or after an interval and a half
-        without one: to wake up for each heartbeat that arrives costs several times
+        Both in one turn: to wake up for each heartbeat that arrives costs several times
         more.
         """
-        self._due = time.monotonic() + self._heartbeat_s
+        due = time.monotonic() + self._heartbeat_s
         while not self._is_over:
-            if self._selector.select(max(0.0, self._due - time.monotonic())):
+            if self._selector.select(max(0.0, due - time.monotonic())):
                 self._handle_order()
-            if time.monotonic() >= self._due:
+            if time.monotonic() >= due:
                 self._read()
+                self._report()
                 self._beat()
-                self._due = time.monotonic() + self._heartbeat_s
+                due = time.monotonic() + self._heartbeat_s
         for number in list(self._targets):
             self._drop(number)
         self._selector.close()
@@ -308,7 +309,7 @@ class HeartbeatHelper:
     def _beat(self) -> None:
         now = time.monotonic()
         state, doing = RUNNING, WAITING
-        lag_ms = int((now - self._ticked_at) * 1000)
+        lag_ms = max(0, int((now - SIGN.unpack_from(self._sign)[0]) * 1000))
         if self._owner is not None:
             state = process_state(self._owner)
             if state == GONE or os.getppid() != self._owner:
@@ -377,12 +378,6 @@ class HeartbeatHelper:
             self._targets[number].datagrams = socket.socket(fileno=fds[0])
         elif kind == REMOVE and number in self._targets:
             self._drop(number)
-        elif kind == TICK:
-            self._ticked_at = time.monotonic()
-            self._read()
-            self._report()
-            self._beat()
-            self._due = time.monotonic() + LATE * self._heartbeat_s
 
     def _drop(self, number: int) -> None:
         target = self._targets.pop(number)
@@ -402,9 +397,11 @@ def _report_of(number: int, target: HeartbeatTarget) -> bytes:
 
 def main() -> None:
     """Run as the helper process."""
-    control, owner, thread = map(int, sys.argv[1:4])
-    sock, heartbeat_s = socket.socket(fileno=control), float(sys.argv[4])
-    HeartbeatHelper(sock, owner, heartbeat_s, thread).run()
+    control, memory, owner, thread = map(int, sys.argv[1:5])
+    sock, heartbeat_s = socket.socket(fileno=control), float(sys.argv[5])
+    sign = mmap.mmap(memory, SIGN.size)
+    os.close(memory)
+    HeartbeatHelper(sock, sign, owner, heartbeat_s, thread).run()
 
 
 if __name__ == "__main__":

@@ -307,7 +307,6 @@ class WatchDog:
         This supervises: whatever goes wrong in one turn must not end the watch.
         """
         while True:
-            await asyncio.sleep(self._heartbeat_s)
             try:
                 # What has arrived is read before anyone is judged, or nobody is.
                 is_told = await self._links.heartbeats.tick()
@@ -316,6 +315,7 @@ class WatchDog:
             except Exception:
                 logger.exception("the watchdog continues after an error")
                 self._observe(Blinded())
+                await asyncio.sleep(self._heartbeat_s)
 
     def _observe(self, observation: Observation) -> None:
         for finding in self._detector.handle(observation, time.monotonic()):

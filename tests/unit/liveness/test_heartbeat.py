@@ -143,7 +143,7 @@ async def test_helper_that_hangs_is_replaced(
 ) -> None:
     """Meanwhile ticks say that nothing is known, so that nobody is accused."""
     caplog.set_level(logging.WARNING)
-    monkeypatch.setattr(heartbeat_module, "MISSED_LIMIT", 2)
+    monkeypatch.setattr(heartbeat_module, "MISSED_S", 0.6)
     async with no_leaks():
         both = Both("process")
         one = both.sides[0]
@@ -151,6 +151,7 @@ async def test_helper_that_hangs_is_replaced(
         pid = one.beat.helper_pid
         assert pid is not None
         stop(pid)
+        await one.beat.tick()  # it may have reported right before
         assert [await one.beat.tick() for _ in range(2)] == [False, False]
         await one.until_heard()
         assert one.beat.helper_pid != pid

@@ -8,10 +8,10 @@ import logging
 from collections.abc import Iterable
 from typing import Protocol
 
-from multiworld.config import WorldConfig
 from multiworld.errors import MemberLostError, WorldBrokenError, WorldClosedError
 from multiworld.serve.transport.control_agent import control_world
 from multiworld.serve.transport.messages import receive
+from multiworld.serve.transport.process_args import world_config
 from multiworld.serve.transport.protocol import (
     NEWS,
     ORDERS,
@@ -71,9 +71,7 @@ class ProcessLinks:
     ) -> None:
         self._manager, self._app, self._store = manager, app, store
         self._owner = owner
-        self._config = WorldConfig(
-            silence_s=silence_s, join_s=JOIN_S, embed_store=False
-        )
+        self._config = world_config(silence_s, JOIN_S)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._worlds: dict[str, World] = {}
         self._sending: set[asyncio.Task[None]] = set()

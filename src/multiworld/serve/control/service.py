@@ -13,7 +13,6 @@ from functools import partial
 
 import uvicorn
 
-from multiworld.config import WorldConfig
 from multiworld.errors import ServeError, SpecError
 from multiworld.net.rare_log import RareLog
 from multiworld.net.security import Security
@@ -36,6 +35,7 @@ from multiworld.serve.resources.amounts import MIB, Node
 from multiworld.serve.resources.inventory import this_node
 from multiworld.serve.spec.datatypes import example_of
 from multiworld.serve.spec.schema import AppSpec
+from multiworld.serve.transport.process_args import world_config
 from multiworld.world.manager import WorldManager
 
 PRELOAD = [
@@ -137,7 +137,7 @@ async def _control(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ended.set)
-    config = WorldConfig(silence_s=app.silence_s)
+    config = world_config(app.silence_s)
     security = Security.from_environment({**os.environ, **env})
     async with WorldManager(config=config, security=security) as manager:
         holder: list[Controller] = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -31,8 +32,8 @@ from multiworld.serve.transport.protocol import Reports
 
 logger = logging.getLogger("multiworld.serve")
 
-LOOK_S = 0.1
-"""Seconds between checks for models whose interval has passed."""
+LOOK_S = 0.5
+"""Most seconds between looks for new models and for those that are due."""
 
 REPORT_S = 0.5
 """Most seconds that a process may take to report; a late one counts as before."""
@@ -141,7 +142,7 @@ class Autoscaler:
     async def _run(self) -> None:
         while True:
             try:
-                async with asyncio.timeout(LOOK_S):
+                async with asyncio.timeout(self._pause_s()):
                     await self._woken.wait()
             except TimeoutError:
                 pass
@@ -151,6 +152,13 @@ class Autoscaler:
             except Exception:  # a bug; go on, rather than scale no more
                 logger.exception("scaling failed; trying again")
                 await asyncio.sleep(START_S)
+
+    def _pause_s(self) -> float:
+        """Return the seconds until a model is due, or to look for new ones."""
+        due_at = min(
+            (model.due_at for model in self._models.values()), default=math.inf
+        )
+        return max(0.0, min(due_at - self._clock(), LOOK_S))
 
     async def _look(self) -> None:
         """Decide about every model whose interval has passed."""

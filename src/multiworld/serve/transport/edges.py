@@ -39,8 +39,8 @@ Body = Callable[[], Awaitable[None]]
 
 BUG = "edge %s: closed after an unexpected error"
 
-SILENT_S = 0.4
-"""Seconds of silence after which a replica's work is hedged: four heartbeats."""
+SILENT_S = 0.6
+"""Seconds of silence after which a replica's work is hedged: three heartbeats."""
 
 RETRY_S = 1.0
 """Seconds before an edge that failed unexpectedly is opened again."""

@@ -10,6 +10,10 @@ from multiworld.serve.spec.schema import AppSpec, GatewaySpec, ModelSpec
 JOIN_S = 10.0
 """Most seconds that a process waits for the other member of a world."""
 
+HEARTBEAT_S = 0.2
+"""Seconds between heartbeats, unless ``silence_s`` is short: an idle process and its
+helper take 0.4 % of a core for them."""
+
 
 class ProcessArgs(BaseModel):
     """The arguments of one process: a gateway, or one rank of a replica.
@@ -58,7 +62,22 @@ class ProcessArgs(BaseModel):
 
     def config(self) -> WorldConfig:
         """Return the configuration of the process's worlds."""
-        return WorldConfig(silence_s=self.silence_s, join_s=JOIN_S, embed_store=False)
+        return world_config(self.silence_s)
+
+
+def world_config(silence_s: float, join_s: float = JOIN_S) -> WorldConfig:
+    """Return the configuration of the worlds of every process of a service.
+
+    Args:
+        silence_s: Seconds of silence after which a process is lost.
+        join_s: Most seconds to wait for the other member of a world.
+    """
+    return WorldConfig(
+        silence_s=silence_s,
+        heartbeat_s=min(HEARTBEAT_S, silence_s / 5),
+        join_s=join_s,
+        embed_store=False,
+    )
 
 
 def args_of(app: AppSpec, store: str, port: int, name: str) -> ProcessArgs:
