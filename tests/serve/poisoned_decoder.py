@@ -1,4 +1,4 @@
-"""A model of two stages that generates text, and dies or hangs of one token."""
+"""A model of two stages that generates text; it dies, hangs or grows of a token."""
 
 from __future__ import annotations
 
@@ -14,18 +14,24 @@ from multiworld.serve.generation.text import Tokenizer
 from multiworld.serve.spec.stage import Generation, Model, Stage, StageContext
 from tests.tiny_decoder import save_tokenizer
 
-POISON, HANG = 250, 251
+POISON, HANG, GROW = 250, 251, 252
+MOST_GROWTHS = 100
 WORDS = 300
 
 
 def front(context: StageContext) -> Any:
-    """Return a stage that ends its process, or hangs, when it sees the token."""
+    """Return a stage that ends its process, hangs or grows when it sees the token."""
 
     def compute(rows: Any, positions: Any, attention: Any, wanted: Any) -> Any:
         if bool((rows == POISON).any()):
             os._exit(9)
         if bool((rows == HANG).any()):
             time.sleep(600.0)  # until the replica ends itself
+        if bool((rows == GROW).any()):
+            grown = []
+            for _ in range(MOST_GROWTHS):  # until the replica is ended
+                grown.append(torch.ones(5_000_000))
+                time.sleep(0.02)
         return rows[:, None].float()
 
     return compute

@@ -18,7 +18,7 @@ import torch
 import yaml
 
 from tests.serve.harness import WAIT_S, Served, served
-from tests.serve.poisoned_decoder import HANG, POISON
+from tests.serve.poisoned_decoder import GROW, HANG, POISON
 from tests.serve.texts import (
     COUNT,
     PROMPT,
@@ -439,19 +439,23 @@ def test_prompt_with_a_known_beginning_is_computed_from_there_on(
         )
 
 
-@pytest.mark.parametrize("poison", [POISON, HANG])
+@pytest.mark.parametrize("poison", [POISON, HANG, GROW])
 def test_prompt_that_kills_workers_is_found_and_answered_alone(
     tmp_path: Path, poison: int
 ) -> None:
     """Streams that run beside it are whole, however often it kills their replica.
 
-    A replica that hangs kills itself after ``compute_s``.
+    A replica that hangs kills itself after ``compute_s``; one that outgrows its memory
+    is named.
     """
     spec = spec_of(tmp_path)
     model = spec["models"]["m"]
     del model["path"]
     model |= {"factory": "tests.serve.poisoned_decoder:model", "deadline_s": 100.0}
-    model["stages"] = [{"name": "front", "compute_s": 1.0}, {"name": "back"}]
+    front = {"name": "front", "compute_s": 1.0}
+    if poison == GROW:
+        front = {"name": "front", "memory_mb": 300}
+    model["stages"] = [front, {"name": "back"}]
 
     def ask(service: Served, prompt: list[int], count: int) -> httpx.Response:
         body = {"model": "m", "prompt": prompt, "max_tokens": count, "temperature": 0}
@@ -472,3 +476,6 @@ def test_prompt_that_kills_workers_is_found_and_answered_alone(
         for k, found in enumerate(good):
             (choice,) = found.result().json()["choices"]
             assert choice["token_ids"] == [(6 + k + n) % 200 for n in range(150)]
+        outgrown = service.events("outgrown")
+        assert bool(outgrown) == (poison == GROW)
+        assert all(event.name.startswith("m/0/") for event in outgrown)
