@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -12,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import psutil
 import pytest
 import torch
 import yaml
+from tritonclient import http as triton
+from tritonclient.utils import InferenceServerException
 
 from tests.serve.harness import WAIT_S, Served, served
 from tests.serve.poisoned_decoder import GROW, HANG, POISON
@@ -257,6 +261,25 @@ def test_triton_generates_whole_and_streamed(
         assert refused.status_code == 400
         assert text in refused.json()["error"]
     assert post(service, "/v2/models/m/versions/9/generate", body).status_code == 404
+
+
+def test_tritons_client_finds_a_model_that_generates(service: Served) -> None:
+    """Its metadata name the inputs that Triton's vLLM backend has, and infer is no way.
+
+    The client itself has no call for ``generate``.
+    """
+    with contextlib.closing(triton.InferenceServerClient(service.url[7:])) as asking:
+        assert asking.is_server_ready()
+        assert asking.is_model_ready("m")
+        found = asking.get_model_metadata("m")
+        assert [one["name"] for one in found["inputs"]] == ["text_input"]
+        assert [one["name"] for one in found["outputs"]] == ["text_output"]
+        (text,) = asking.get_model_config("m")["input"]
+        assert text["data_type"] == "TYPE_STRING"
+        given = triton.InferInput("text_input", [1], "BYTES")
+        given.set_data_from_numpy(np.array([b"abc"], dtype=object))
+        with pytest.raises(InferenceServerException, match="generate"):
+            asking.infer("m", [given])
 
 
 def is_stopped(pid: int) -> bool:

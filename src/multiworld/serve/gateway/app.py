@@ -14,7 +14,7 @@ import multiworld
 from multiworld.errors import ServeError
 from multiworld.serve.gateway import open_inference
 from multiworld.serve.gateway.body_budget import Reservation
-from multiworld.serve.gateway.gateway import Gateway
+from multiworld.serve.gateway.gateway import Gateway, require_tensors
 from multiworld.serve.gateway.hot_routes import HotRoutes
 from multiworld.serve.gateway.openai import add_openai
 from multiworld.serve.gateway.openai_generation import add_generation
@@ -29,7 +29,11 @@ from multiworld.serve.gateway.responses import (
     timeout_of,
 )
 from multiworld.serve.gateway.routes import allowed, finish_routes
-from multiworld.serve.gateway.triton_generate import add_generate
+from multiworld.serve.gateway.triton_generate import (
+    add_generate,
+    tensors_of,
+    type_of,
+)
 from multiworld.serve.spec.dedicated import is_dedicated
 from multiworld.serve.tenants.authenticator import AdmittedRequest
 
@@ -92,13 +96,13 @@ def _triton(app: FastAPI, gateway: Gateway) -> None:
             current, model = gateway.model(name, version, tenant)
         except ServeError as error:
             return error_response(error)
-        specs = {"input": model.inputs, "output": model.outputs}
+        inputs, outputs = tensors_of(model)
         fields = {
             key: [
-                {"name": s.name, "data_type": f"TYPE_{s.datatype}", "dims": s.shape}
+                {"name": s.name, "data_type": type_of(s.datatype), "dims": s.shape}
                 for s in found
             ]
-            for key, found in specs.items()
+            for key, found in (("input", inputs), ("output", outputs))
         }
         shown = {"name": name, "platform": PLATFORM, "backend": "multiworld"}
         versions = {"specific": {"versions": [current]}}
@@ -199,6 +203,7 @@ def _inference(app: FastAPI, hot: HotRoutes, gateway: Gateway) -> None:
         gateway.model(name, version, admitted.tenant)
         body = await gateway.read_body(request, admitted, reservation)
         current, model = gateway.model(name, version, admitted.tenant)
+        require_tensors(name, model)
         length = request.headers.get(JSON_LENGTH)
         if len(body) >= OFFLOAD_BYTES:
             parsed = await asyncio.to_thread(open_inference.parse, body, length, model)
@@ -289,13 +294,14 @@ def _inference(app: FastAPI, hot: HotRoutes, gateway: Gateway) -> None:
             current, model = gateway.model(name, version, tenant)
         except ServeError as error:
             return error_response(error)
+        inputs, outputs = tensors_of(model)
         return json_response(
             {
                 "name": name,
                 "versions": [current],
                 "platform": PLATFORM,
-                "inputs": [_spec(spec) for spec in model.inputs],
-                "outputs": [_spec(spec) for spec in model.outputs],
+                "inputs": [_spec(spec) for spec in inputs],
+                "outputs": [_spec(spec) for spec in outputs],
             }
         )
 

@@ -258,11 +258,7 @@ class Gateway:
         Cancellation: Safe. The request is withdrawn, and its attempts are cancelled.
         """
         model = self.models.get(name, {}).get(version)
-        if model is not None and model.generation is not None:
-            raise InvalidRequestError(
-                f"model {name!r} generates text; use /v1/chat/completions",
-                param="model",
-            )
+        require_tensors(name, model)
         tenant, model_version = admitted.tenant, (name, version)
         if self.authenticator.needs_digest(tenant, model_version):
             self.authenticator.check_poison(
@@ -355,3 +351,21 @@ async def _digest(tensors: Tensors) -> str:
     if size < LARGE_BYTES:
         return digest_of(tensors)
     return await asyncio.to_thread(digest_of, tensors)
+
+
+def require_tensors(name: str, model: Model | None) -> None:
+    """Raise an error if a model generates text: it takes no tensors.
+
+    Args:
+        name: Name of the model.
+        model: The model; None if it is unknown here.
+
+    Raises:
+        InvalidRequestError: It generates text.
+    """
+    if model is not None and model.generation is not None:
+        raise InvalidRequestError(
+            f"model {name!r} generates text; use /v1/chat/completions, or "
+            f"/v2/models/{name}/generate",
+            param="model",
+        )

@@ -6,7 +6,7 @@ https://docs.nvidia.com/deeplearning/triton-inference-server/user-guide/docs/pro
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -38,10 +38,36 @@ from multiworld.serve.gateway.responses import (
     event_of,
     json_response,
 )
+from multiworld.serve.spec.stage import Model, TensorSpec
 from multiworld.serve.tenants.authenticator import AdmittedRequest
 
 EXCLUDES = "exclude_input_in_output"
 """Parameter that leaves the prompt out of the answer, as in Triton's vLLM backend."""
+
+
+TEXT_INPUTS = [TensorSpec("text_input", "BYTES", (1,))]
+TEXT_OUTPUTS = [TensorSpec("text_output", "BYTES", (1,))]
+"""What a model that generates text takes and gives; in the body of ``generate``."""
+
+
+def tensors_of(model: Model) -> tuple[Sequence[TensorSpec], Sequence[TensorSpec]]:
+    """Return the inputs and the outputs of a model, as its metadata lists them.
+
+    Args:
+        model: The model.
+    """
+    if model.generation is not None:
+        return TEXT_INPUTS, TEXT_OUTPUTS
+    return model.inputs, model.outputs
+
+
+def type_of(datatype: str) -> str:
+    """Return Triton's name of a datatype in a model's configuration.
+
+    Args:
+        datatype: Datatype of the Open Inference Protocol.
+    """
+    return "TYPE_STRING" if datatype == "BYTES" else f"TYPE_{datatype}"
 
 
 class GenerateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
