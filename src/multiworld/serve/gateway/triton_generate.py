@@ -47,7 +47,7 @@ EXCLUDES = "exclude_input_in_output"
 
 TEXT_INPUTS = [TensorSpec("text_input", "BYTES", (1,))]
 TEXT_OUTPUTS = [TensorSpec("text_output", "BYTES", (1,))]
-"""What a model that generates text takes and gives; in the body of ``generate``."""
+"""Input and output of a model that generates text, in the body of ``generate``."""
 
 
 def tensors_of(model: Model) -> tuple[Sequence[TensorSpec], Sequence[TensorSpec]]:
