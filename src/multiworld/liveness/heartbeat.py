@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -276,9 +277,8 @@ class Heartbeat:
         # helper, which exits with the program anyway.
         command = [sys.executable, "-I", "-S", "-E", heartbeat_helper.__file__]
         thread = str(threading.get_native_id())
-        memory = os.memfd_create("multiworld-sign")
+        memory = _shared_memory(heartbeat_helper.SIGN.size)
         try:
-            os.ftruncate(memory, heartbeat_helper.SIGN.size)
             self._sign = mmap.mmap(memory, heartbeat_helper.SIGN.size)
             self._give_sign()
             with theirs:
@@ -342,3 +342,18 @@ class Heartbeat:
         except OSError:
             return False
         return True
+
+
+def _shared_memory(size: int) -> int:
+    """Return a descriptor of memory to map.
+
+    Raises:
+        OSError: There is none.
+    """
+    try:
+        memory = os.memfd_create("multiworld-sign")
+    except OSError:  # not allowed here; a file does as well
+        with tempfile.TemporaryFile() as file:
+            memory = os.dup(file.fileno())
+    os.ftruncate(memory, size)
+    return memory
