@@ -26,7 +26,10 @@ Handler = Callable[[Tensor], None]
 """Takes the tensors of one source and tag as they arrive; never raises."""
 
 Peek = Callable[[memoryview], None]
-"""Takes the bytes of a uint8 tensor, which are valid during the call; never raises."""
+"""Takes the bytes of a uint8 tensor; never raises.
+
+They are valid during the call, as long as it receives nothing in the same world.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,6 +92,7 @@ class Mailbox:
         """
         key = source, tag
         self._handlers[key] = handler
+        self._peeks.pop(key, None)
         if peek is not None:
             self._peeks[key] = peek
         held = self._queues.get(key, ())

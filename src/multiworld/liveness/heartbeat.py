@@ -27,6 +27,9 @@ MISSED_S = 0.8
 """Seconds without a report after which the helper is replaced. That is well within the
 default ``silence_s``; the peers may hear nothing meanwhile."""
 
+START_S = 5.0
+"""The same for a helper that has not reported yet: it may be slow to start."""
+
 Mode = Literal["process", "thread"]
 
 
@@ -63,8 +66,7 @@ class Heartbeat:
 
     def __init__(self, on_report: OnReport, heartbeat_s: float = HEARTBEAT_S) -> None:
         self._heartbeat_s = heartbeat_s
-        # Each is a wait of two intervals.
-        self._most_missed = max(2, round(MISSED_S / (2 * heartbeat_s)))
+        self._has_reported = False
         self._on_report = on_report
         self._reported = asyncio.Event()
         self._control: socket.socket | None = None
@@ -163,6 +165,7 @@ class Heartbeat:
                 at,
             ) in heartbeat_helper.REPORT.iter_unpack(message):
                 if number == heartbeat_helper.END_OF_REPORT:
+                    self._has_reported = True
                     self._reported.set()
                     continue
                 heard_us_s = (
@@ -201,13 +204,16 @@ class Heartbeat:
             async with asyncio.timeout(2 * self._heartbeat_s):
                 await self._reported.wait()
         except TimeoutError:
-            self._missed += 1
-            return False
+            # Not if it was read in the very turn of the limit, by a loop that was late.
+            if not self._reported.is_set():
+                self._missed += 1
+                return False
         self._missed = 0
         return True
 
     def _give_sign(self) -> None:
-        heartbeat_helper.SIGN.pack_into(self._sign, 0, time.monotonic())
+        # At once, as ``pack_into`` would let the helper read a zero.
+        self._sign[:] = heartbeat_helper.SIGN.pack(time.monotonic())
 
     def _forget_sign(self) -> None:
         if isinstance(self._sign, mmap.mmap):
@@ -216,13 +222,12 @@ class Heartbeat:
 
     def _check_helper(self) -> None:
         code = None if self._process is None else self._process.poll()
-        if (
-            self._control is not None
-            and code is None
-            and self._missed < self._most_missed
-        ):
+        most_s = MISSED_S if self._has_reported else START_S
+        # Each is a wait of two intervals.
+        is_stuck = self._missed >= max(2, round(most_s / (2 * self._heartbeat_s)))
+        if self._control is not None and code is None and not is_stuck:
             return
-        why = f"exited with {code}" if self._missed < self._most_missed else "is stuck"
+        why = "is stuck" if is_stuck else f"exited with {code}"
         logger.warning("the heartbeat helper %s; starting another", why)
         self._missed = 0
         self._restart()
@@ -249,7 +254,7 @@ class Heartbeat:
             self._send_sockets(number)
 
     def _start(self, mode: Mode) -> None:
-        self._mode = mode
+        self._mode, self._has_reported = mode, False
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         try:

@@ -1,7 +1,7 @@
 """The heartbeat helper: sends and reads heartbeats outside the owner's GIL. Shell.
 
 It runs as a script in a helper process (``python -I -S -E heartbeat_helper.py FD SIGN
-PID TID``) or in a thread, and uses the standard library only.
+PID TID HEARTBEAT_S``) or in a thread, and uses the standard library only.
 
 The owner passes sockets to the helper over a control socket. Every ``heartbeat_s`` the
 helper has a turn: it reads the peers' heartbeats, reports to its owner what is new, and
@@ -292,7 +292,7 @@ class HeartbeatHelper:
         Both in one turn: to wake up for each heartbeat that arrives costs several times
         more.
         """
-        due = time.monotonic() + self._heartbeat_s
+        due = time.monotonic()  # at once: the owner waits to see that it has started
         while not self._is_over:
             if self._selector.select(max(0.0, due - time.monotonic())):
                 self._handle_order()
@@ -358,7 +358,8 @@ class HeartbeatHelper:
                 self._is_over = True
                 return
             for number in numbers:
-                del self._unreported[number]
+                target = self._unreported.pop(number)
+                target.is_told = target.is_ended
 
     def _handle_order(self) -> None:
         try:
@@ -390,7 +391,6 @@ class HeartbeatHelper:
 def _report_of(number: int, target: HeartbeatTarget) -> bytes:
     beat, at = target.latest, target.heard_at
     if beat is None or at is None or (target.is_ended and not target.is_told):
-        target.is_told = target.is_ended
         return REPORT.pack(number, ENDED, 0, 0, 0, 0.0)
     return REPORT.pack(number, beat.state, beat.doing, beat.lag_ms, beat.heard_ms, at)
 

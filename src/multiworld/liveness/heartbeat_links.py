@@ -152,7 +152,7 @@ class HeartbeatLinks:
         self._heartbeat.add_datagrams(connection.handle, sock)
 
     async def tick(self) -> bool:
-        """Tell the helper that the event loop runs, and take its report.
+        """Give a sign that the event loop runs, and wait for the helper's next report.
 
         Returns:
             True if the report arrived; see ``Heartbeat.tick``.

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import mmap
 import os
 import signal
 import socket
+import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -256,3 +260,81 @@ async def test_heartbeats_over_udp_outlive_the_connection(both: Both) -> None:
             await two.beat.tick()
     await one.until_heard(3)
     assert one.reports[-1][1].state == heartbeat_helper.RUNNING
+
+
+async def test_owner_that_blocks_again_and_again_still_hears() -> None:
+    """Its reports come in the turn in which it gives up waiting; the helper stays."""
+    async with no_leaks():
+        both = Both("process")
+        one = both.sides[0]
+        await one.until_heard()
+        pid = one.beat.helper_pid
+        told = []
+        for _ in range(8):
+            waiting = asyncio.ensure_future(one.beat.tick())
+            await asyncio.sleep(0.001)
+            time.sleep(0.3)  # noqa: ASYNC251  # three intervals, on the loop
+            told.append(await waiting)
+        assert all(told)
+        assert one.beat.helper_pid == pid
+        both.free()
+
+
+def test_sign_is_never_torn() -> None:
+    """The helper reads it while it is written: a zero would look like a long stall."""
+    script = """
+import mmap, os, sys
+from multiworld.liveness.heartbeat_helper import SIGN
+sign = mmap.mmap(int(sys.argv[1]), SIGN.size)
+for _ in range(300_000):
+    if SIGN.unpack_from(sign)[0] < 1.0:
+        sys.exit("torn")
+"""
+    beat = Heartbeat(lambda *_: None)
+    memory = os.memfd_create("sign")
+    try:
+        os.ftruncate(memory, heartbeat_helper.SIGN.size)
+        with mmap.mmap(memory, heartbeat_helper.SIGN.size) as sign:
+            beat._sign = sign
+            beat._give_sign()
+            with subprocess.Popen(
+                [sys.executable, "-c", script, str(memory)], pass_fds=[memory]
+            ) as reader:
+                while reader.poll() is None:
+                    beat._give_sign()
+            assert reader.returncode == 0
+    finally:
+        os.close(memory)
+
+
+def test_end_that_could_not_be_told_is_told_later() -> None:
+    """The owner was stuck, and its socket full."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    near, far = socket.socketpair()
+    with ours, far:
+        ours.setblocking(False)
+        sign = bytearray(heartbeat_helper.SIGN.size)
+        helper = heartbeat_helper.HeartbeatHelper(theirs, sign, None, 0.1)
+        order = heartbeat_helper.encode_order(heartbeat_helper.ADD, 1, ONE, TWO)
+        socket.send_fds(ours, [order], [near.fileno()])
+        near.close()
+        helper._handle_order()
+        far.send(
+            heartbeat_helper.encode_beat(heartbeat_helper.Beat(0, 0, 1, 0, 0), TWO)
+        )
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                theirs.send(b"")
+        helper._read()
+        far.close()
+        helper._read()
+        helper._report()
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                ours.recv(1)
+        helper._report()
+        entries = heartbeat_helper.REPORT.iter_unpack(ours.recv(4096))
+        assert next(entries)[1] == heartbeat_helper.ENDED
+        helper._drop(1)
+        helper._selector.close()
+        theirs.close()
