@@ -257,8 +257,6 @@ class Gateway:
 
         Cancellation: Safe. The request is withdrawn, and its attempts are cancelled.
         """
-        model = self.models.get(name, {}).get(version)
-        require_tensors(name, model)
         tenant, model_version = admitted.tenant, (name, version)
         if self.authenticator.needs_digest(tenant, model_version):
             self.authenticator.check_poison(
@@ -353,17 +351,17 @@ async def _digest(tensors: Tensors) -> str:
     return await asyncio.to_thread(digest_of, tensors)
 
 
-def require_tensors(name: str, model: Model | None) -> None:
+def require_tensors(name: str, model: Model) -> None:
     """Raise an error if a model generates text: it takes no tensors.
 
     Args:
         name: Name of the model.
-        model: The model; None if it is unknown here.
+        model: The model.
 
     Raises:
         InvalidRequestError: It generates text.
     """
-    if model is not None and model.generation is not None:
+    if model.generation is not None:
         raise InvalidRequestError(
             f"model {name!r} generates text; use /v1/chat/completions, or "
             f"/v2/models/{name}/generate",

@@ -98,7 +98,7 @@ class FakeController:
         )
 
     async def recorded(self) -> None:
-        """Have nothing to write."""
+        """Return at once: nothing is written."""
 
     def status(self) -> answers.StatusAnswer:
         """Return the status."""
