@@ -17,6 +17,10 @@ USUAL_RATIO = 9.0
 """Usual ``step_s / row_s`` (SmolLM2 on an EPYC, see ``generation.scheduler.ROWS``); it
 decides while all steps have about the same size."""
 
+LEAST_PART = 32
+"""Least tokens of a part of a prompt that is cut so that all stages compute at once,
+as in ``generation.scheduler``."""
+
 PRIOR = 0.01
 """Weight of ``USUAL_RATIO``, in steps for each step that was measured."""
 
@@ -46,6 +50,23 @@ class StepCost:
             rows: Number of its tokens.
         """
         return self.step_s + self.row_s * rows
+
+
+def prompt_seconds(tokens: float, costs: Sequence[StepCost], most: int) -> float:
+    """Return how long a prompt takes that nothing else is computed with, in seconds.
+
+    Its parts go through the stages one after the other, so that all stages compute at
+    once. All parts under way have together at most as many tokens as one step may have.
+
+    Args:
+        tokens: Its tokens.
+        costs: Times of a step, by stage.
+        most: Most tokens of a step.
+    """
+    tokens = max(1.0, tokens)
+    part = min(tokens, max(LEAST_PART, min(tokens, most) / len(costs)))
+    seconds = [cost.seconds(part) for cost in costs]
+    return sum(seconds) + (math.ceil(tokens / part) - 1) * max(seconds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,12 @@ from multiworld.serve.scaling.snapshot import (
     TextObjectives,
 )
 from multiworld.serve.scaling.stabilization import PendingChange
-from multiworld.serve.scaling.step_costs import StepCost, StepSums, measured
+from multiworld.serve.scaling.step_costs import (
+    StepCost,
+    StepSums,
+    measured,
+    prompt_seconds,
+)
 
 BUSY = 0.85
 """Greatest share of a stage's time that may be planned for."""
@@ -395,10 +400,7 @@ def _is_first_in_time(
     if text.ttft_s is None:
         return True
     prompt = load.lengths.prompt
-    chunk = min(prompt, float(text.step_tokens))
-    slowest_s = max(cost.seconds(chunk) for cost in costs)
-    alone_s = sum(cost.seconds(chunk) for cost in costs)
-    alone_s += (math.ceil(prompt / text.step_tokens) - 1) * slowest_s
+    alone_s = prompt_seconds(prompt, costs, text.step_tokens)
     left_s = max(text.ttft_s - alone_s, text.ttft_s / 4)
     running, round_s = load.texts, round_of(counts, costs, load)
     for cost, count in zip(costs, counts, strict=True):

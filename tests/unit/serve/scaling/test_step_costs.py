@@ -7,7 +7,7 @@ import random
 import pytest
 
 from multiworld.serve.scaling.snapshot import StageSeen
-from multiworld.serve.scaling.step_costs import StepSums
+from multiworld.serve.scaling.step_costs import StepCost, StepSums, prompt_seconds
 
 
 def learned(steps: list[tuple[int, float]], noise: float = 0.0) -> StepSums:
@@ -66,3 +66,18 @@ def test_few_steps_tell_nothing() -> None:
     """Nor do samples without any."""
     assert learned([(8, 0.017)]).cost() is None
     assert learned([]).cost() is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "wanted_s"),
+    [
+        (0, 0.003 * 1),  # as one
+        (20, 0.003 * 20),  # too short to be cut
+        (300, 0.001 * 100 * 5),  # three parts, three stages
+        (900, 0.001 * 100 * 11),  # no more under way than one step may have
+    ],
+)
+def test_prompt_is_computed_in_all_stages_at_once(tokens: int, wanted_s: float) -> None:
+    """In parts, as the scheduler cuts them."""
+    costs = [StepCost(0.0, 0.001)] * 3
+    assert prompt_seconds(tokens, costs, 300) == pytest.approx(wanted_s)
