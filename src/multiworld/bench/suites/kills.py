@@ -46,7 +46,7 @@ PROMPT, ANSWER = 256, 64
 KILLS, THEIR_KILLS = 40, 2
 """Kills of ours in a round, and of vLLM, which takes minutes to come back, in all."""
 
-BETWEEN_S = (0.5, 2.0)
+BETWEEN_S = (1.5, 3.0)
 """Least and most seconds from a whole service to the next kill."""
 
 BACK_S = 400.0
@@ -60,6 +60,9 @@ CUT, PAUSE = "streams cut at a kill", "longest time without a token at a kill"
 WITHIN, ELSEWHERE = "longest pause of a stream at a kill", "pause of other streams"
 """Measurements between two tokens of a stream; the second is that of the streams which
 another replica computes, in times that a token takes else."""
+
+CALM = "no kill"
+"""Contender: as long a pause in the seconds before the kill, because of prompts."""
 
 FIRST = "time to first token"
 """Measurement of new prompts, with nothing else to do."""
@@ -252,14 +255,16 @@ async def _ours(load: Load, service: Service, kills: int, on_step: OnStep) -> No
             load.reset()
             await asyncio.sleep(draw.uniform(*BETWEEN_S))
             victim, streams = await asyncio.to_thread(_victim, service, draw)
-            token_s = statistics.median(load.gaps_s)
+            token_s, calm_s = statistics.median(load.gaps_s), sorted(load.within_s)
             await _kill(load, victim, OURS, on_step)
             worst_s = sorted(load.within_s)
             sample = (WITHIN, load.streams, OURS, "ms", 1000 * worst_s[-1])
             on_step(("sample", sample))
             if 0 < streams < load.streams:
-                steps = worst_s[load.streams - streams - 1] / token_s
-                on_step(("sample", (ELSEWHERE, load.streams, OURS, "steps", steps)))
+                last = load.streams - streams - 1
+                for who, waited_s in ((CALM, calm_s), (OURS, worst_s)):
+                    steps = waited_s[last] / token_s
+                    on_step(("sample", (ELSEWHERE, STREAMS, who, "steps", steps)))
     if load.cut or load.different:
         texts = f"{load.cut} streams were cut, {load.different} have other tokens"
         raise RuntimeError(texts)

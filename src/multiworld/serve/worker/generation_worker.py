@@ -103,7 +103,7 @@ class GenerationWorker:
         self._links = Links(is_last=is_last)
         self._log = RowLog(log_bytes)
         self._sampled: dict[Key, int | None] = {}
-        self._inbox = Inbox(scheduler.limits.max_num_batched_tokens)
+        self._inbox = Inbox(scheduler.limits.max_num_batched_tokens, self._links)
         self._is_turn_of_inbox = False
         self._has_work = asyncio.Event()
         self.counts: Counter[str] = Counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 
 import pytest
@@ -127,7 +128,9 @@ async def test_streams_of_a_drained_stage_go_on_while_another_is_prepared(
     left: int,
 ) -> None:
     """Nobody else computes a token again, and no attempt is made anew."""
-    net = Net(random.Random(left), [1, 1, 1], LIMITS)
+    # While there are two first stages, each may have half of the blocks.
+    limits = dataclasses.replace(LIMITS, blocks=2 * LIMITS.blocks)
+    net = Net(random.Random(left), [1, 1, 1], limits)
     await net.connected()
     clients = [Client(net, [5, 6, 7] * 60, 60) for _ in range(2)]
     await net.settle(lambda: all(len(client.items) >= 12 for client in clients))

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from multiworld.serve.transport.generation_messages import Refill, Step, StepPart
+from multiworld.serve.generation.links import Links
+from multiworld.serve.transport.generation_messages import (
+    Opening,
+    Refill,
+    Sampling,
+    Step,
+    StepPart,
+)
 from multiworld.serve.transport.protocol import Key
-from multiworld.serve.worker.inbox import ArrivedStep, Inbox, RefillRows
+from multiworld.serve.worker.inbox import PIECE, ArrivedStep, Inbox, RefillRows
 
 
 def key(number: int) -> Key:
@@ -25,6 +33,21 @@ def refill(inbox: Inbox, number: int, rows: int, *, is_end: bool = True) -> None
     inbox.refill(Refill(key(number), 5, is_end), torch.zeros(rows, 2))
 
 
+def links(held: dict[int, int], prepared: tuple[int, ...] = ()) -> Links:
+    """Return the sequences that are here, with their tokens.
+
+    Args:
+        held: Number of tokens, by sequence.
+        prepared: Those that go on elsewhere.
+    """
+    found = Links(is_last=False)
+    for number, count in held.items():
+        opening = Opening(key(number), (1,), 1, ("a", "b"), Sampling())
+        link, _ = found.begin(opening, (1,) if number in prepared else ())
+        link.held = count
+    return found
+
+
 def shown(inbox: Inbox) -> list[object]:
     """Return what is computed, in order."""
     found: list[object] = []
@@ -37,9 +60,18 @@ def shown(inbox: Inbox) -> list[object]:
     return found
 
 
+def sizes(inbox: Inbox) -> list[int]:
+    """Return the rows of each computation; all must be refills."""
+    found = []
+    while (what := inbox.next()) is not None:
+        assert isinstance(what, list)
+        found.append(sum(len(each.rows) for each in what))
+    return found
+
+
 def test_long_refill_is_cut_and_takes_turns_with_steps() -> None:
     """Only its last piece is the end."""
-    inbox = Inbox(4)
+    inbox = Inbox(4, links({}))
     refill(inbox, 1, 10)
     for number in (2, 3, 4, 5):
         inbox.add(step(number))
@@ -54,9 +86,39 @@ def test_long_refill_is_cut_and_takes_turns_with_steps() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("held", "wanted"),
+    [
+        ({1: 0, 2: 300}, [256, 44]),  # alone
+        ({1: 0, 2: 300, 3: 0}, [256, 44]),  # beside one that has nothing here yet
+        ({1: 0, 2: 300, 3: 9}, [PIECE] * 4 + [300 - 4 * PIECE]),  # beside another
+    ],
+)
+def test_pieces_are_small_beside_sequences_that_lost_nothing(
+    held: dict[int, int], wanted: list[int]
+) -> None:
+    """Those that were refilled just now wait for those that still are."""
+    inbox = Inbox(256, links(held))
+    refill(inbox, 2, 0)
+    refill(inbox, 1, 300)
+    assert sizes(inbox) == wanted
+
+
+def test_what_is_prepared_comes_last_and_in_small_pieces() -> None:
+    """A sequence that was moved here does not wait for the next one that will be."""
+    inbox = Inbox(256, links({1: 0, 2: 250}, prepared=(1,)))
+    refill(inbox, 1, 100)
+    refill(inbox, 2, 8)
+    assert shown(inbox) == [
+        [(2, 5, 8, True)],
+        [(1, 5, PIECE, False)],
+        [(1, 5 + PIECE, 100 - PIECE, True)],
+    ]
+
+
 def test_short_refills_of_many_sequences_go_together() -> None:
     """As far as they fit into a step; one without rows only says that it is the end."""
-    inbox = Inbox(8)
+    inbox = Inbox(8, links({}))
     for number, rows in ((1, 3), (2, 0), (3, 5), (4, 1)):
         refill(inbox, number, rows)
     assert shown(inbox) == [
@@ -67,7 +129,7 @@ def test_short_refills_of_many_sequences_go_together() -> None:
 
 def test_step_of_a_sequence_that_is_refilled_waits_for_it() -> None:
     """Others behind it wait as well, because steps stay in order."""
-    inbox = Inbox(2)
+    inbox = Inbox(2, links({}))
     refill(inbox, 1, 4)
     inbox.add(step(1))
     inbox.add(step(2))
@@ -76,7 +138,7 @@ def test_step_of_a_sequence_that_is_refilled_waits_for_it() -> None:
 
 def test_pieces_are_typed() -> None:
     """A refill without rows is one piece."""
-    inbox = Inbox(2)
+    inbox = Inbox(2, links({}))
     refill(inbox, 1, 0, is_end=False)
     assert len(inbox) == 1
     (piece,) = inbox.next()  # type: ignore[misc]
