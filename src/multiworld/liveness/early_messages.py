@@ -6,14 +6,19 @@ send messages about it before another has heard of it.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 Where = TypeVar("Where")
 What = TypeVar("What")
 
-LIMIT = 4096
-"""Messages kept, at most, which bounds the cost of a misbehaving peer."""
+LIMIT_BYTES = 1024 * 1024
+"""Approximate bytes kept of one origin, which bounds the cost of a misbehaving peer; it
+takes nothing from the others."""
+
+MESSAGE_BYTES = 256
+"""Approximate bytes of a message beside its texts."""
 
 KEPT_S = 60.0
 """Seconds that messages are kept."""
@@ -22,7 +27,7 @@ KEPT_S = 60.0
 @dataclass(slots=True)
 class _Box(Generic[Where, What]):
     since: float
-    messages: list[tuple[Where, What]] = field(default_factory=list)
+    messages: list[tuple[Where, What, int]] = field(default_factory=list)
 
 
 class EarlyMessages(Generic[Where, What]):
@@ -30,37 +35,47 @@ class EarlyMessages(Generic[Where, What]):
 
     def __init__(self) -> None:
         self._boxes: dict[int, _Box[Where, What]] = {}
-        self._count = 0
+        self._kept: Counter[Where] = Counter()
 
-    def keep(self, nonce: int, where: Where, what: What, now: float) -> None:
-        """Keep a message, unless the buffer is full.
+    def keep(
+        self, nonce: int, where: Where, what: What, now: float, texts: int = 0
+    ) -> None:
+        """Keep a message, unless there are too many of its origin.
 
         Args:
             nonce: Nonce of the incarnation.
             where: Origin of the message.
             what: The message.
             now: Current time, in seconds on a monotonic clock.
+            texts: Bytes of its texts.
         """
-        if self._count < LIMIT:
+        cost = MESSAGE_BYTES + texts
+        if self._kept[where] + cost <= LIMIT_BYTES:
             box = self._boxes.setdefault(nonce, _Box(now))
-            box.messages.append((where, what))
-            self._count += 1
+            box.messages.append((where, what, cost))
+            self._kept[where] += cost
 
     def take(self, nonce: int, where: Where) -> list[What]:
         """Remove and return the messages of one incarnation and origin, in order."""
         box = self._boxes.get(nonce)
         if box is None:
             return []
-        due = [what for origin, what in box.messages if origin == where]
+        due = [entry for entry in box.messages if entry[0] == where]
         box.messages = [entry for entry in box.messages if entry[0] != where]
-        self._count -= len(due)
-        return due
+        self._forget(due)
+        return [what for _, what, _ in due]
 
     def drop(self, nonce: int) -> None:
         """Drop the messages of an incarnation."""
         box = self._boxes.pop(nonce, None)
         if box is not None:
-            self._count -= len(box.messages)
+            self._forget(box.messages)
+
+    def _forget(self, entries: list[tuple[Where, What, int]]) -> None:
+        for where, _, cost in entries:
+            self._kept[where] -= cost
+            if not self._kept[where]:
+                del self._kept[where]
 
     def purge(self, now: float) -> None:
         """Drop the messages of incarnations first heard of over ``KEPT_S`` ago."""

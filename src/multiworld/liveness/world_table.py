@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from multiworld.liveness.control_link import LinkKey
 from multiworld.liveness.early_messages import EarlyMessages
 from multiworld.liveness.failure_detector import Finding
@@ -120,7 +122,9 @@ class WorldTable:
         if rank is not None and nonce in self._attached:
             self._attached[nonce].port.on_message(rank, message)
         elif nonce not in self._retired:
-            self._early.keep(nonce, key, message, now)
+            values = msgspec.structs.astuple(message)
+            texts = sum(len(value) for value in values if isinstance(value, str))
+            self._early.keep(nonce, key, message, now, texts)
 
     def early(self, nonce: int, key: LinkKey) -> Iterator[WorldMessage]:
         """Take the messages that came by a link before its incarnation was known."""

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from multiworld.liveness.early_messages import KEPT_S, LIMIT, EarlyMessages
+from multiworld.liveness.early_messages import (
+    KEPT_S,
+    LIMIT_BYTES,
+    MESSAGE_BYTES,
+    EarlyMessages,
+)
 
 
 def test_early_messages_wait_for_their_incarnation_and_place() -> None:
@@ -18,6 +23,18 @@ def test_early_messages_wait_for_their_incarnation_and_place() -> None:
     assert early.take(1, "b") == []
     early.purge(KEPT_S + 1)
     assert early.take(2, "a") == []
-    for number in range(LIMIT + 10):
-        early.keep(3, "a", number, 0.0)
-    assert len(early.take(3, "a")) == LIMIT
+
+
+def test_origin_that_sends_too_many_takes_nothing_from_others() -> None:
+    """Each may have as much; long texts count."""
+    early = EarlyMessages[str, int]()
+    most = LIMIT_BYTES // MESSAGE_BYTES
+    for number in range(most + 10):
+        early.keep(number % 2, "a", number, 0.0)
+    early.keep(3, "b", 1, 0.0, texts=LIMIT_BYTES // 2)
+    early.keep(3, "b", 2, 0.0, texts=LIMIT_BYTES // 2)
+    early.keep(3, "b", 3, 0.0)
+    assert early.take(3, "b") == [1, 3]
+    assert len(early.take(0, "a")) + len(early.take(1, "a")) == most
+    early.keep(4, "a", 7, 0.0)
+    assert early.take(4, "a") == [7], "what was taken makes room"

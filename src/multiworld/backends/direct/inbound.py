@@ -12,6 +12,7 @@ loop. The message then needs no memory of its own and no queue, and is copied on
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable
 from typing import Protocol
@@ -33,6 +34,9 @@ AHEAD_BYTES = wire.SIZE + 8 * 8
 They hold the next header, but so little of the next payload that it is not copied
 twice.
 """
+
+MOST_ELEMENTS = 2**63 - 1
+"""Most elements of a tensor, empty dimensions left out: torch counts in 64 bits."""
 
 LARGE_BYTES = 32 * 1024
 """Payload size, in bytes, from which a copy costs more than an extra system call."""
@@ -374,6 +378,10 @@ class Inbound:
                 raise HeaderError(f"shape {shape} does not fit {header.size} bytes")
         elif header.kind != wire.COLLECTIVE and header.dtype != UINT8:
             raise HeaderError("a bundle or an object has a dtype other than uint8")
+        elif header.kind != wire.COLLECTIVE and shape:
+            raise HeaderError("a bundle or an object has a shape")
+        if not header.size and math.prod(filter(None, shape)) > MOST_ELEMENTS:
+            raise HeaderError(f"no tensor can have shape {shape}")
         if header.kind == wire.BUNDLE and header.label > header.size:
             raise HeaderError("a bundle's manifest is larger than the bundle")
         return Description(
@@ -383,10 +391,12 @@ class Inbound:
     def _begin(self, header: Header, description: Description) -> bool:
         lent = None
         if header.flags & wire.LENT:
+            if not description.size:
+                raise HeaderError("an empty message lies in lent memory")
             lent = self._block(header, description.size).tensor
         try:
             arrival = self._mailbox.begin(self._source, description, lent)
-        except (MemoryError, RuntimeError) as error:
+        except (MemoryError, RuntimeError, TypeError, ValueError) as error:
             size = description.size
             raise HeaderError(
                 f"no memory for a message of {size} bytes: {error}"

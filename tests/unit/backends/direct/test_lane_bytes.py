@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 import torch
@@ -251,12 +252,12 @@ async def test_payload_when_damaged_and_summed_then_lane_is_refused() -> None:
         receiver.read(bytes(data))
 
 
-def _frame(**changes: int) -> bytes:
+def _frame(extents: tuple[int, ...] = (4,), **changes: int) -> bytes:
     fields = {
         "kind": wire.TENSOR,
         "flags": wire.LAST,
         "dtype": 0,
-        "ndim": 1,
+        "ndim": len(extents),
         "slot": 0,
         "nonce": NONCE,
         "sequence": 0,
@@ -267,9 +268,8 @@ def _frame(**changes: int) -> bytes:
         "label": 0,
         "payload_sum": 0,
     }
-    shape = (changes.pop("extent", 4),)
     header = wire.Header(**{**fields, **changes})
-    return wire.encode(header, shape if header.ndim else ()) + b"\1\2\3\4"
+    return wire.encode(header, extents if header.ndim else ()) + b"\1\2\3\4"
 
 
 @pytest.mark.parametrize(
@@ -279,8 +279,8 @@ def _frame(**changes: int) -> bytes:
         {"sequence": 1},
         {"kind": 9},
         {"dtype": 200},
-        {"extent": 5},
-        {"size": 1 << 40, "extent": 1 << 40},
+        {"extents": (5,)},
+        {"size": 1 << 40, "extents": (1 << 40,)},
         {"payload": FRAGMENT_BYTES + 1},
         {"payload": 8},
         {"payload": 2},
@@ -289,12 +289,16 @@ def _frame(**changes: int) -> bytes:
         {"kind": wire.MEMORY},
         {"kind": wire.BELL},
         {"flags": wire.LAST | wire.SHARED},
-        {"kind": wire.BUNDLE, "label": 5},
-        {"kind": wire.OBJECT, "dtype": 3},
+        {"kind": wire.BUNDLE, "label": 5, "ndim": 0},
+        {"kind": wire.OBJECT, "dtype": 3, "ndim": 0},
+        {"kind": wire.OBJECT},
+        {"extents": (2**64 - 1, 0), "size": 0, "payload": 0},
+        {"extents": (2**62, 2**62, 0), "size": 0, "payload": 0},
+        {"kind": wire.OBJECT, "extents": (2**63, 0), "size": 0, "payload": 0},
     ],
     ids=str,
 )
-async def test_frame_when_it_lies_then_lane_is_refused(changes: dict[str, int]) -> None:
+async def test_frame_when_it_lies_then_lane_is_refused(changes: dict[str, Any]) -> None:
     """A peer cannot make a receiver allocate, skip or mix up messages."""
     receiver = Receiver()
     receive = receiver.post()

@@ -326,7 +326,15 @@ def frame(kind: int, sequence: int, block: int, flags: int, size: int) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "what", ["no descriptor", "wrong size", "too many", "unknown block", "too large"]
+    "what",
+    [
+        "no descriptor",
+        "wrong size",
+        "too many",
+        "unknown block",
+        "too large",
+        "empty",
+    ],
 )
 async def test_peer_that_lies_about_lent_memory_is_found_out(what: str) -> None:
     """The lane reports the false frame and leaks no descriptor."""
@@ -343,7 +351,7 @@ async def test_peer_that_lies_about_lent_memory_is_found_out(what: str) -> None:
     theirs.sendmsg([lend], [] if what == "no descriptor" else rights)
     flags = wire.LAST | wire.LENT
     used = 3 if what == "unknown block" else 0
-    size = STEP_BYTES + 1 if what == "too large" else STEP_BYTES
+    size = {"too large": STEP_BYTES + 1, "empty": 0}.get(what, STEP_BYTES)
     theirs.send(frame(wire.TENSOR, 1, used, flags, size))
     receiving = Mailbox(frozenset({1}), 1 << 20)
     del receiving
