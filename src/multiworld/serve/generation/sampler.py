@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy
 import torch
@@ -130,7 +131,9 @@ def uniform(seed: int, choice: int, index: int) -> float:
     return float(numpy.random.Generator(bits).random())
 
 
-def finish_of(token: int, count: int, sampling: Sampling, ends: Sequence[int]) -> str:
+def finish_of(
+    token: int, count: int, sampling: Sampling, ends: Sequence[int]
+) -> Literal["", "stop", "length"]:
     """Return ``stop`` or ``length`` if a token is the last one; else empty.
 
     Args:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
@@ -39,7 +38,7 @@ class ScheduledSequence:
     is_probe: bool = False
     is_suspect: bool = False
     is_paused: bool = False
-    route: Sequence[str] = ()
+    route: tuple[str, ...] = ()
     last_step: int = 0
 
     @property
@@ -59,6 +58,6 @@ def by_route(ready: list[ScheduledSequence]) -> list[ScheduledSequence]:
     """
     ready.sort(key=lambda s: s.last_step)
     if ready:
-        first = tuple(ready[0].route)
-        ready.sort(key=lambda s: tuple(s.route) != first)
+        first = ready[0].route
+        ready.sort(key=lambda s: s.route != first)
     return ready

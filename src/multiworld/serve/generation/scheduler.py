@@ -25,12 +25,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from multiworld.serve.generation.scheduled_sequence import (
     ScheduledSequence,
     by_route,
 )
+from multiworld.serve.generation.steps_under_way import StepsUnderWay
 from multiworld.serve.generation.token_shares import TokenShares
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport.generation_messages import StepPart
@@ -85,12 +86,6 @@ class PlannedStep:
     is_alone: bool = False
 
 
-@dataclass(slots=True)
-class _UnderWay:
-    waits_for: set[Key] = field(default_factory=set)
-    samples: frozenset[Key] = frozenset()
-
-
 class Scheduler:
     """Decides which tokens of which sequences the next step computes.
 
@@ -110,8 +105,7 @@ class Scheduler:
         self._waiting: list[ScheduledSequence] = []
         self._running: list[ScheduledSequence] = []
         self._known: dict[Key, ScheduledSequence] = {}
-        self._steps: dict[int, _UnderWay] = {}
-        self._step_number = 0
+        self._steps = StepsUnderWay()
         self._arrivals = 0
         self._free = limits.blocks
         self._preempted: list[Key] = []
@@ -163,7 +157,7 @@ class Scheduler:
             number=self._arrivals,
             is_probe=is_probe,
             is_suspect=is_suspect,
-            route=route,
+            route=tuple(route),
         )
         self._known[key] = sequence
         self._shares.enter(share)
@@ -183,7 +177,7 @@ class Scheduler:
         for found in (self._waiting, self._running):
             if sequence in found:
                 found.remove(sequence)
-        self._leave_steps(key)
+        self._steps.leave(key)
 
     # Stages that are replaced.
 
@@ -199,7 +193,7 @@ class Scheduler:
         sequence = self._known.get(key)
         if sequence is not None:
             sequence.is_paused = True
-            self._leave_steps(key)
+            self._steps.leave(key)
 
     def move(
         self,
@@ -220,7 +214,7 @@ class Scheduler:
         """
         self.pause(old)
         sequence = self._known.pop(old)
-        sequence.key, sequence.tokens, sequence.route = new, list(tokens), route
+        sequence.key, sequence.tokens, sequence.route = new, list(tokens), tuple(route)
         sequence.computed = min(computed, sequence.computed)
         self._known[new] = sequence
 
@@ -292,10 +286,6 @@ class Scheduler:
             sequence.tokens.append(token)
             sequence.is_suspect = False
 
-    def _leave_steps(self, key: Key) -> None:
-        for number in list(self._steps):
-            self._came_back(number, key)
-
     # Steps.
 
     def sampled(self, step: int, tokens: Iterable[tuple[Key, int | None]]) -> None:
@@ -306,25 +296,22 @@ class Scheduler:
             tokens: Sequences that came out of the last stage, each with its next token;
                 None if its prompt is not complete yet, or if it has ended there.
         """
-        for key, token in tokens:
+        came = dict(tokens)
+        routes = {self._known[key].route for key in came if key in self._known}
+        for key, token in came.items():
             sequence = self._known.get(key)
-            under_way = self._steps.get(step)
-            if sequence is not None and under_way is not None:
-                if key not in under_way.waits_for:
-                    continue
+            if sequence is not None and self._steps.is_waited_for(step, key):
                 if token is not None:
                     sequence.tokens.append(token)
                     sequence.is_under_way = sequence.is_suspect = False
-                elif key in under_way.samples:
+                elif self._steps.samples(step, key):
                     self.remove(key)  # it gets no more tokens
-            self._came_back(step, key)
+            self._steps.came_back(step, key)
+        self._steps.left_out(step, routes, lambda key: self._known[key].route)
 
-    def _came_back(self, step: int, key: Key) -> None:
-        under_way = self._steps.get(step)
-        if under_way is not None:
-            under_way.waits_for.discard(key)
-            if not under_way.waits_for:
-                del self._steps[step]
+    def overdue(self, now: float, most_s: float) -> list[Key]:
+        """Return sequences whose steps do not come back; see ``StepsUnderWay``."""
+        return self._steps.overdue(now, most_s)
 
     def next_step(self) -> PlannedStep | None:
         """Return the next step to compute, or None if there is none now."""
@@ -335,7 +322,7 @@ class Scheduler:
         self._planned.clear()
         suspect = next((s for s in self._known.values() if s.is_suspect), None)
         if suspect is not None:
-            if self._steps:
+            if len(self._steps):
                 return None  # it must be alone
             self._suspect(parts, suspect, budget)
         if not parts:
@@ -346,14 +333,9 @@ class Scheduler:
             self._prefill(parts, min(left, self._prompt_tokens()))
         if not parts:
             return None
-        self._step_number += 1
-        waits_for = {part.key for part in parts}
-        samples = frozenset(part.key for part in parts if part.samples)
-        self._steps[self._step_number] = _UnderWay(waits_for, samples)
         preempted, self._preempted = tuple(self._preempted), []
-        return PlannedStep(
-            self._step_number, tuple(parts), preempted, is_alone=suspect is not None
-        )
+        number, is_alone = self._steps.begin(parts), suspect is not None
+        return PlannedStep(number, tuple(parts), preempted, is_alone=is_alone)
 
     def _suspect(
         self, parts: list[StepPart], suspect: ScheduledSequence, budget: int
@@ -494,7 +476,7 @@ class Scheduler:
         sequence.computed += count
         samples = sequence.lacking == 0
         sequence.is_under_way = samples
-        sequence.last_step = self._step_number + 1
+        sequence.last_step = self._steps.last_number + 1
         self._planned.add(sequence.key)
         self._shares.charge(sequence.share, count)
         return StepPart(sequence.key, begin, count, samples)
@@ -530,14 +512,10 @@ class Scheduler:
             for s in self._running
             if s.share.priority < below
             and not s.is_paused
-            and not self._is_in_a_step(s.key)
+            and s.key not in self._planned
+            and s.key not in self._steps
         ]
         return max(idle, key=lambda s: (-s.share.priority, s.number), default=None)
-
-    def _is_in_a_step(self, key: Key) -> bool:
-        return key in self._planned or any(
-            key in step.waits_for for step in self._steps.values()
-        )
 
     def _preempt(self, sequence: ScheduledSequence) -> None:
         self.preemptions += 1

@@ -308,29 +308,44 @@ class Streams:
         self._place_waiting()
 
     def received(self, outbox: Outbox, frame: Sequence[Entry]) -> None:
-        """Handle the messages of a frame that has arrived."""
+        """Handle the messages of a frame that has arrived.
+
+        Args:
+            outbox: The edge.
+            frame: The messages.
+
+        Raises:
+            MessageError: A message is not its sender's to send.
+        """
         for message, _ in frame:
             match message:
                 case generation_messages.Tokens(items):
                     for item in items:
-                        self._token(item)
+                        self._token(item, outbox.edge.peer)
                 case generation_messages.Alone(key):
-                    stream = self._streams.get(key[1])
+                    stream = self._known(key)
                     if stream is not None and stream.attempt == key[2]:
+                        _require(outbox.edge.peer in stream.chain[:1], key)
                         stream.is_alone = True
                 case generation_messages.SequenceFailed(key, error):
                     self._failed(key, error, outbox.edge.peer)
                 case generation_messages.Prepared(key):
-                    self._prepared(key)
+                    self._prepared(key, outbox.edge.peer)
         self._place_waiting()
 
     def _at(self, replica: str) -> list[Stream]:
         return [s for s in self._streams.values() if replica in s.chain]
 
-    def _token(self, item: TokenItem) -> None:
-        stream = self._streams.get(item.key[1])
+    def _known(self, key: Key) -> Stream | None:
+        """Return a stream of this gateway, if it has not ended."""
+        return self._streams.get(key[1]) if key[0] == self.name else None
+
+    def _token(self, item: TokenItem, replica: str) -> None:
+        stream = self._known(item.key)
         if stream is None or item.key[2] != stream.attempt or not stream.chain:
             return  # of an earlier attempt
+        is_one_more = item.index < stream.sampling.max_tokens
+        _require(is_one_more and replica == stream.chain[-1], item.key)
         index = len(stream.tokens) - stream.prompt
         if item.index != index:
             self._again(stream, f"token {item.index} came in place of {index}")
@@ -352,13 +367,15 @@ class Streams:
     def _failed(
         self, key: Key, error: protocol.RemoteError | None, replica: str
     ) -> None:
-        stream = self._streams.get(key[1])
+        stream = self._known(key)
         if stream is None:
             return
         if stream.move is not None and key[2] == stream.move.attempt:
+            _require(replica in {*stream.move.chain.replicas, *stream.chain}, key)
             self._moves.give_up(stream, self._clock())
-        if key[2] != stream.attempt:
+        if key[2] != stream.attempt or not stream.chain:
             return
+        _require(replica in stream.chain, key)
         if error is None:
             self._again(stream, f"{replica} gave it back")
             return
@@ -456,10 +473,13 @@ class Streams:
         del self._unplaced[stream.number]
         self._begin(stream, chain, stream.kept_attempt if is_kept else -1)
 
-    def _prepared(self, key: Key) -> None:
+    def _prepared(self, key: Key, replica: str) -> None:
         """Move a stream to its new chain, if that is prepared."""
-        stream = self._streams.get(key[1])
-        if stream is None or not self._moves.prepared(stream, key[2], self._clock()):
+        stream = self._known(key)
+        if stream is None or stream.move is None or stream.move.attempt != key[2]:
+            return
+        _require(replica in stream.move.chain.replicas, key)
+        if not self._moves.prepared(stream, key[2], self._clock()):
             return
         self.counts["moved"] += 1
         move = self._moves.finish(stream)
@@ -556,3 +576,9 @@ class Streams:
                 for stream in self._at(name):
                     if not stream.via:
                         self._again(stream, f"{name} is silent")
+
+
+def _require(is_theirs: bool, key: Key) -> None:
+    """Check that a message is its sender's to send; else its edge is closed."""
+    if not is_theirs:
+        raise protocol.MessageError(f"a replica has no say in {key}, or not this one")

@@ -17,7 +17,9 @@ from __future__ import annotations
 import bisect
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Annotated, Generic, NamedTuple, TypeVar
+
+import msgspec
 
 K = TypeVar("K", bound=Hashable)
 
@@ -38,7 +40,7 @@ class Share(NamedTuple):
     """
 
     tenant: str = ""
-    weight: float = 1.0
+    weight: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     priority: int = 0
 
 

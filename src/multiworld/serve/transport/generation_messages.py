@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 import msgspec
 
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport.protocol import Key, Message, RemoteError
+
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+"""Number of tokens, or position of one."""
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+"""Id of a token; that it is one of the model's shows when it is used."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -71,8 +79,8 @@ class Opening(msgspec.Struct, frozen=True, array_like=True):
     """
 
     key: Key
-    tokens: tuple[int, ...]
-    prompt: int
+    tokens: tuple[TokenId, ...]
+    prompt: Count
     chain: tuple[str, ...]
     sampling: Sampling
     share: Share = DEFAULT_SHARE
@@ -124,7 +132,7 @@ class Fetch(Message, frozen=True):
 
     key: Key
     previous: int
-    begin: int
+    begin: Count
 
 
 class Prepared(Message, frozen=True):
@@ -145,7 +153,7 @@ class Held(Message, frozen=True):
     """
 
     key: Key
-    count: int
+    count: Count
 
 
 class Refill(Message, frozen=True):
@@ -160,7 +168,7 @@ class Refill(Message, frozen=True):
     """
 
     key: Key
-    begin: int
+    begin: Count
     is_end: bool = False
 
 
@@ -173,7 +181,7 @@ class Resumed(Message, frozen=True):
     """
 
     key: Key
-    token: int | None = None
+    token: TokenId | None = None
 
 
 class End(Message, frozen=True):
@@ -193,8 +201,8 @@ class StepPart(msgspec.Struct, frozen=True, array_like=True):
     """
 
     key: Key
-    begin: int
-    count: int
+    begin: Count
+    count: Count
     samples: bool
 
 
@@ -239,9 +247,9 @@ class TokenItem(msgspec.Struct, frozen=True, array_like=True):
     """
 
     key: Key
-    index: int
-    token: int
-    finish: str = ""
+    index: Count
+    token: TokenId
+    finish: Literal["", "stop", "length"] = ""
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
     prompt: tuple[tuple[float, tuple[tuple[int, float], ...]], ...] = ()
@@ -263,7 +271,7 @@ class StepDone(Message, frozen=True):
     """
 
     number: int
-    tokens: tuple[tuple[Key, int | None], ...]
+    tokens: tuple[tuple[Key, TokenId | None], ...]
 
 
 class Alone(Message, frozen=True):

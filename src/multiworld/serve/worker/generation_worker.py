@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from multiworld.serve.generation.prefix_cache import Block
 from multiworld.serve.generation.row_log import RowLog
 from multiworld.serve.generation.scheduler import PlannedStep, Scheduler
 from multiworld.serve.generation.stage_engine import Computed
+from multiworld.serve.generation.steps_under_way import GRACE_S
 from multiworld.serve.spec.stage import Generation, Stage, StageContext
 from multiworld.serve.transport import generation_messages
 from multiworld.serve.transport.edges import Outbox
@@ -39,16 +40,18 @@ from multiworld.serve.transport.protocol import (
     WorkerReport,
 )
 from multiworld.serve.transport.routing_table import RoutingTable
-from multiworld.serve.worker.engine_thread import EngineThread
+from multiworld.serve.worker.engine_thread import HUNG_S, EngineThread
 from multiworld.serve.worker.inbox import ArrivedStep, Inbox, RefillRows
 from multiworld.serve.worker.mail import Mail
 from multiworld.serve.worker.prompts import Prompts
+from multiworld.serve.worker.step_inputs import lacking
 from multiworld.serve.worker.step_outputs import (
     NO_ROWS,
     by_gateway,
     outcome,
     steps_on,
 )
+from multiworld.serve.worker.vetting import check
 
 logger = logging.getLogger("multiworld.serve")
 
@@ -95,6 +98,7 @@ class GenerationWorker:
         self.name, self._number, self._is_last = name, number, is_last
         self._stage_name, self._scheduler, self._clock = stage_name, scheduler, clock
         self._threads, self._is_deterministic = threads, is_deterministic
+        self._overdue_s = 2 * (compute_s or HUNG_S)
         self._weights = model.weights
         self._engine = EngineThread(
             stage, is_last, threads, model, compute_s, is_deterministic, clock
@@ -137,10 +141,15 @@ class GenerationWorker:
                 await self._has_work.wait()
 
     async def look(self) -> None:
-        """Do nothing: gateways watch over deadlines.
+        """Give back, again and again, what does not come back from later stages.
 
         Cancellation: Safe.
         """
+        while True:
+            await asyncio.sleep(GRACE_S)
+            for key in self._scheduler.overdue(self._clock(), self._overdue_s):
+                logger.warning("%s does not come back from later stages", key)
+                self._give_back(key)
 
     def table_changed(self, table: RoutingTable) -> None:
         """Use a new routing table; end the sequences of gateways that are gone."""
@@ -222,7 +231,9 @@ class GenerationWorker:
 
     def received(self, outbox: Outbox, frame: Sequence[Entry]) -> None:
         """Handle the messages of a frame that has arrived."""
+        peer = outbox.edge.peer
         for message, contents in frame:
+            check(message, contents, peer, self.name, self._number, self._links)
             match message:
                 case generation_messages.Begin(openings):
                     for opening in openings:
@@ -230,7 +241,7 @@ class GenerationWorker:
                 case generation_messages.Prepare(opening, stages):
                     self._begin(opening, stages)
                 case generation_messages.Fetch(key, previous, begin):
-                    self._feed(outbox.edge.peer, key, previous, begin)
+                    self._feed(peer, key, previous, begin)
                 case generation_messages.Held(key, count):
                     self._told(key, count)
                 case generation_messages.Pause(keys):
@@ -419,7 +430,9 @@ class GenerationWorker:
             planned = self._scheduler.next_step()
             if planned is not None:
                 self._is_turn_of_inbox = True
-                await self._compute_planned(planned)
+                planned_keys = [part.key for part in planned.parts]
+                work = self._compute_planned(planned)
+                await self._or_give_back(planned_keys, work)
                 return True
         self._is_turn_of_inbox = False
         match self._inbox.next():
@@ -429,11 +442,24 @@ class GenerationWorker:
             case generation_messages.Preempted(keys):
                 self._preempt(keys)
             case ArrivedStep(step, hidden):
-                parts, rows = self._lacking(step.parts, hidden)
-                await self._compute_step(step.origin, step.number, parts, rows)
+                parts, rows, gone = lacking(step.parts, hidden, self._links)
+                for key in gone:
+                    self._give_back(key)
+                work = self._compute_step(step.origin, step.number, parts, rows)
+                await self._or_give_back([part.key for part in parts], work)
             case refills:
-                await self._compute_refills(refills)
+                work = self._compute_refills(refills)
+                await self._or_give_back([refill.key for refill in refills], work)
         return True
+
+    async def _or_give_back(self, keys: Sequence[Key], work: Awaitable[None]) -> None:
+        """Compute something; if that fails unexpectedly, only its sequences suffer."""
+        try:
+            await work
+        except Exception:
+            logger.exception("a step failed; its sequences are given back")
+            for key in keys:
+                self._give_back(key)
 
     def _preempt(self, keys: Sequence[Key]) -> None:
         """Free the memory of sequences, here and in later stages of their chains."""
@@ -464,31 +490,6 @@ class GenerationWorker:
             ids += tokens[part.begin : part.begin + part.count]
         rows = torch.tensor(ids, dtype=torch.int64)
         await self._compute_step(self.name, planned.number, planned.parts, rows)
-
-    def _lacking(
-        self, parts: Sequence[StepPart], hidden: Tensor
-    ) -> tuple[list[StepPart], Tensor]:
-        """Return the parts of known sequences without rows that are here already.
-
-        A part without rows stays: later stages may lack them, and its scheduler waits
-        for it.
-        """
-        kept, rows, offset = [], [], 0
-        for part in parts:
-            link = self._links.get(part.key)
-            end, offset = offset + part.count, offset + part.count
-            if link is None:
-                continue
-            lacking = link.lacks(part.begin, part.count)
-            if lacking is None:
-                self._give_back(part.key)
-                continue
-            begin = part.begin + part.count - lacking
-            kept.append(StepPart(part.key, begin, lacking, part.samples))
-            rows.append(hidden[end - lacking : end])
-        if sum(len(each) for each in rows) == len(hidden):
-            return kept, hidden
-        return kept, torch.cat(rows) if rows else hidden[:0]
 
     async def _compute_step(
         self, origin: str, number: int, parts: Sequence[StepPart], rows: Tensor

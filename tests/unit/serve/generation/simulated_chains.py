@@ -24,6 +24,7 @@ from multiworld.serve.transport.generation_messages import (
     Sampling,
     TokenItem,
 )
+from multiworld.serve.transport.protocol import MessageError
 from multiworld.serve.transport.routing_table import (
     Replica,
     ReplicaState,
@@ -34,6 +35,7 @@ from multiworld.serve.transport.routing_table import (
 from multiworld.serve.worker.generation_worker import GenerationWorker
 
 WORDS = 97
+OVERDUE_S = 30.0
 GATEWAY = "gateway/1"
 FACTS = Generation(
     tokenizer=lambda: None,
@@ -170,6 +172,8 @@ class Net:
 
     Attributes:
         queues: Messages under way, by sender and receiver; a function is called.
+        lie: Changes a message of some sender on its way; None: it is lost.
+        refused: Messages that were not their sender's to send.
         owners: Processes by name.
     """
 
@@ -191,6 +195,8 @@ class Net:
         self._numbers = 0
         self.version = "1"
         self.now = 0.0
+        self.lie: Callable[[tuple[str, str], Any], Any] = lambda pair, entry: entry
+        self.refused: list[Any] = []
         self.streams = Streams(GATEWAY, clock=lambda: self.now)
         self.owners[GATEWAY] = self.streams
         for stage, count in enumerate(replicas):
@@ -216,6 +222,7 @@ class Net:
             FACTS,
             self._log_bytes,
             self._prefix_bytes,
+            clock=lambda: self.now,
         )
         engine: Any = InlineEngine(functions[stage], is_last)
         worker._engine = engine
@@ -337,6 +344,9 @@ class Net:
         if self.chance.random() < 0.1:
             self.streams._move(self.now)
             self._end_drained()
+            for worker in map(self.worker, self.alive()):
+                for key in worker._scheduler.overdue(self.now, OVERDUE_S):
+                    worker._give_back(key)
         ready = [pair for pair, queue in sorted(self.queues.items()) if queue]
         workers = self.alive()
         self.chance.shuffle(workers)
@@ -371,8 +381,14 @@ class Net:
             entry()
             return
         outbox = self._ends.get((here, pair[0]))
-        if here in self.owners and outbox is not None:
+        entry = self.lie(pair, entry)
+        if here not in self.owners or outbox is None or entry is None:
+            return
+        try:
             self.owners[here].received(outbox, [entry])
+        except MessageError:
+            self.refused.append(entry[0])
+            self.flap(pair[0], here)
 
     async def connected(self) -> None:
         """Let all edges come up."""

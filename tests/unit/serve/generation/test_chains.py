@@ -27,7 +27,8 @@ async def whole(net: Net, *clients: Client) -> None:
 
 
 async def freed(net: Net) -> None:
-    """Check that nothing is left of any stream."""
+    """Check that nothing is left of any stream, and that nobody was refused."""
+    assert not net.refused
     for _ in range(2000):
         await net.turn()
     for name in net.alive():

@@ -1,0 +1,254 @@
+"""Members of a service that send what is not true, or not theirs to send."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from multiworld.serve.generation.scheduler import EngineLimits
+from multiworld.serve.tenants.fair_queue import Share
+from multiworld.serve.transport import generation_messages as messages
+from multiworld.serve.transport.frames import lay_out, unpack
+from multiworld.serve.transport.generation_messages import StepPart, TokenItem
+from multiworld.serve.transport.protocol import Key, MessageError
+from tests.unit.serve.generation.simulated_chains import (
+    GATEWAY,
+    Client,
+    FakeOutbox,
+    Net,
+)
+
+LIMITS = EngineLimits(
+    max_num_seqs=8, max_num_batched_tokens=16, block_size=4, blocks=200, steps=3
+)
+KEY: Key = (GATEWAY, 1, 0)
+ROWS = [{"hidden": torch.zeros(2, 1)}]
+
+
+async def begun(chance: int, replicas: list[int], count: int = 3) -> tuple[Net, Any]:
+    """Return a service with some streams that have some tokens."""
+    net = Net(random.Random(chance), replicas, LIMITS)
+    await net.connected()
+    clients = [Client(net, [5 + n, 6, 7] * 4, 20) for n in range(count)]
+    await net.settle(lambda: all(len(client.items) >= 4 for client in clients))
+    return net, clients
+
+
+async def whole(net: Net, clients: list[Client]) -> None:
+    """Let streams end, and check them."""
+    await net.settle(lambda: all(client.task.done() for client in clients))
+    for client in clients:
+        await client.task
+        client.check()
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_sequence_left_out_of_what_came_back_holds_up_no_other(seed: int) -> None:
+    """It is given back, and begins anew elsewhere in the end."""
+    net, clients = await begun(seed, [1, 1, 2], 4)
+    liar = net.streams._streams[1].chain[2]
+
+    def lie(pair: tuple[str, str], entry: Any) -> Any:
+        message = entry[0]
+        if pair[0] == liar and isinstance(message, messages.StepDone):
+            told = [one for one in message.tokens if one[0][1] != 1]
+            return messages.StepDone(message.number, tuple(told)), entry[1]
+        return entry
+
+    net.lie = lie
+    await whole(net, clients)
+    assert not net.refused
+
+
+@pytest.mark.parametrize("kind", [messages.StepDone, messages.Step])
+async def test_step_that_never_comes_back_is_given_up(kind: type) -> None:
+    """A few are lost on their way, without a loss of the connection."""
+    net, clients = await begun(3, [1, 2, 1], 4)
+    left = [3]
+
+    def lie(pair: tuple[str, str], entry: Any) -> Any:
+        if isinstance(entry[0], kind) and left[0]:
+            left[0] -= 1
+            return None
+        return entry
+
+    net.lie = lie
+    await whole(net, clients)
+    assert not left[0]
+
+
+LIES: dict[str, Callable[[Key], Any]] = {
+    "token": lambda key: messages.Tokens((TokenItem(key, 0, 1),)),
+    "failed": lambda key: messages.SequenceFailed(key),
+    "alone": lambda key: messages.Alone(key),
+}
+
+
+@pytest.mark.parametrize("what", LIES)
+async def test_gateway_hears_only_the_chain_of_a_stream(what: str) -> None:
+    """Another replica of the same stage has no say; its edge is closed."""
+    net, clients = await begun(5, [2, 1, 2], 3)
+    stream = net.streams._streams[1]
+    place = 0 if what == "alone" else 2
+    outside = [n for n in net.alive() if n.startswith(f"r{place}.")]
+    outside.remove(stream.chain[place])
+    key = (GATEWAY, 1, stream.attempt)
+    net.queues[outside[0], GATEWAY].append((LIES[what](key), []))
+    await whole(net, clients)
+    assert len(net.refused) == 1
+
+
+async def test_tokens_of_another_gateways_stream_are_not_ours() -> None:
+    """And none comes after the last one."""
+    net, clients = await begun(5, [1, 1])
+    stream = net.streams._streams[1]
+    (last,) = [n for n in net.alive() if n.startswith("r1.")]
+    index = len(stream.tokens) - stream.prompt
+    other = TokenItem(("gateway/2", 1, stream.attempt), index, 1)
+    net.queues[last, GATEWAY].append((messages.Tokens((other,)), []))
+    late = TokenItem((GATEWAY, 1, stream.attempt), 20, 1)
+    net.queues[last, GATEWAY].append((messages.Tokens((late,)), []))
+    await whole(net, clients)
+    assert [type(message) for message in net.refused] == [messages.Tokens]
+
+
+TO_WORKERS: dict[str, tuple[int, int, Callable[[Key], Any]]] = {
+    "step done": (1, 0, lambda key: (messages.StepDone(1, ((key, 3),)), [])),
+    "resumed": (1, 0, lambda key: (messages.Resumed(key, 3), [])),
+    "held": (0, 1, lambda key: (messages.Held(key, 3), [])),
+    "refill": (2, 1, lambda key: (messages.Refill(key, 0, True), ROWS)),
+    "refill of the first": (1, 0, lambda key: (messages.Refill(key, 0), ROWS)),
+    "preempted": (2, 1, lambda key: (messages.Preempted((key,)), [])),
+    "end": (0, 1, lambda key: (messages.End((key,)), [])),
+    "pause": (1, 0, lambda key: (messages.Pause((key,)), [])),
+    "outcome to a later stage": (0, 1, lambda key: (messages.StepDone(1, ()), [])),
+    "step": (
+        2,
+        1,
+        lambda key: (messages.Step("r0.1", 9, (StepPart(key, 0, 2, False),)), ROWS),
+    ),
+    "fewer rows": (
+        0,
+        1,
+        lambda key: (messages.Step("r0.1", 9, (StepPart(key, 0, 9, False),)), ROWS),
+    ),
+    "twice": (
+        0,
+        1,
+        lambda key: (messages.Step("r0.1", 9, (StepPart(key, 0, 1, False),) * 2), ROWS),
+    ),
+    "no rows at all": (0, 1, lambda key: (messages.Refill(key, 0), [{}])),
+    "one dimension": (
+        0,
+        1,
+        lambda key: (messages.Refill(key, 0), [{"hidden": torch.zeros(2)}]),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", TO_WORKERS)
+async def test_replica_hears_only_whose_it_is_to_say(what: str) -> None:
+    """Everybody else's edge is closed, and the texts are right."""
+    net, clients = await begun(7, [1, 1, 1])
+    sender, receiver, make = TO_WORKERS[what]
+    stream = net.streams._streams[1]
+    entry = make((GATEWAY, 1, stream.attempt))
+    here = stream.chain[receiver]
+    with pytest.raises(MessageError):
+        net.owners[here].received(FakeOutbox(net, here, stream.chain[sender]), [entry])
+    await whole(net, clients)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+async def test_step_that_fails_unexpectedly_costs_only_a_replay(place: int) -> None:
+    """The process lives, and what it computed is given back."""
+    net, clients = await begun(7, [1, 1, 1])
+    engine: Any = net.engine(net.alive()[place])
+    compute, left = engine.compute, [2]
+
+    async def fail(parts: Any, rows: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise RuntimeError("unexpected")
+        return await compute(parts, rows)
+
+    engine.compute = fail
+    await whole(net, clients)
+    assert not left[0]
+    assert net.streams.counts["replayed"]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        messages.StepDone(1, ((KEY, 2**63),)),
+        messages.Resumed(KEY, -1),
+        messages.Tokens((TokenItem(KEY, 0, 2**31),)),
+        messages.Tokens((TokenItem(KEY, -1, 5),)),
+        messages.Tokens((TokenItem(KEY, 0, 5, "banana"),)),  # type: ignore[arg-type]
+        messages.Held(KEY, -5),
+        messages.Fetch(KEY, 0, -5),
+        messages.Preempted((("gateway/1", 1),)),  # type: ignore[arg-type]
+    ],
+    ids=str,
+)
+def test_numbers_that_cannot_be_are_refused_as_they_arrive(message: Any) -> None:
+    """No process has to live with them."""
+    with pytest.raises(MessageError):
+        unpack(packed(message))
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0])
+def test_share_without_weight_is_refused(weight: float) -> None:
+    """It would be divided by."""
+    share = Share("t", weight)
+    opening = messages.Opening(KEY, (1,), 1, ("a",), messages.Sampling(), share)
+    with pytest.raises(MessageError):
+        unpack(packed(messages.Begin((opening,))))
+    fine = messages.Opening(KEY, (1,), 1, ("a",), messages.Sampling())
+    ((found, _),) = unpack(packed(messages.Begin((fine,))))
+    assert found == messages.Begin((fine,))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"key": ("gateway/2", 9, 0)},
+        {"chain": ("r0.1",)},
+        {"chain": ("r0.1", "r0.1", "r2.3")},
+        {"tokens": ()},
+        {"prompt": 0},
+        {"prompt": 3},
+    ],
+    ids=str,
+)
+async def test_sequence_that_cannot_be_does_not_begin(changes: dict[str, Any]) -> None:
+    """Nothing of it is left."""
+    net, clients = await begun(7, [1, 1, 1])
+    given = {
+        "key": (GATEWAY, 9, 0),
+        "tokens": (1, 2),
+        "prompt": 2,
+        "chain": tuple(net.alive()),
+        "sampling": messages.Sampling(),
+    }
+    opening = messages.Opening(**{**given, **changes})
+    here = net.alive()[1]
+    worker = net.worker(here)
+    before = len(worker._links)
+    with pytest.raises(MessageError):
+        worker.received(
+            FakeOutbox(net, here, GATEWAY),  # type: ignore[arg-type]
+            [(messages.Begin((opening,)), [])],
+        )
+    assert len(worker._links) == before
+    await whole(net, clients)
+
+
+def packed(message: Any) -> torch.Tensor:
+    """Return a frame with one message."""
+    return lay_out([(message, [])]).pack()
