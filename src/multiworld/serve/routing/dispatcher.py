@@ -15,6 +15,7 @@ from multiworld.errors import ServeError, UnknownModelError
 from multiworld.serve.routing import actions, events
 from multiworld.serve.routing.attainment import Attainment
 from multiworld.serve.routing.router import Router
+from multiworld.serve.routing.vetting import check
 from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.tenants.timing import Timing
@@ -243,9 +244,18 @@ class Dispatcher:
         self._handle(events.Connected(peer))
 
     def received(self, outbox: Outbox, frame: Sequence[Entry]) -> None:
-        """Handle the messages of a frame that has arrived."""
+        """Handle the messages of a frame that has arrived.
+
+        Args:
+            outbox: The edge.
+            frame: The messages.
+
+        Raises:
+            MessageError: The sender has no say in a request.
+        """
         peer = outbox.edge.peer
         for message, contents in frame:
+            check(message, contents, peer, self.table, self._router.sent)
             match message:
                 case protocol.Answers(items):
                     for item, tensors in zip(items, contents, strict=True):

@@ -118,6 +118,11 @@ class Router:
         route = self._table.routes.get(model)
         return [] if route is None else self._missing(model, route)
 
+    def sent(self, number: int) -> tuple[Submitted, int] | None:
+        """Return a request and how often it was sent; None if it has ended."""
+        request = self._requests.get(number)
+        return None if request is None else (request.job, request.attempted)
+
     def locations(self, number: int) -> list[str]:
         """Return the replicas that hold a request, or "waiting"; for error texts."""
         request = self._requests.get(number)
@@ -582,19 +587,3 @@ class Router:
                 and replica.name not in self._silent
             ]
         return found
-
-    def validate(self) -> None:
-        """Check the invariants; for tests.
-
-        Raises:
-            AssertionError: An invariant is violated.
-        """
-        for number, request in self._requests.items():
-            assert request.is_waiting or request.attempts, f"{number} is nowhere"
-            for nth, state in request.attempts.items():
-                assert (number, nth) in self._held[state.replica]
-        for replica, held in self._held.items():
-            for number, nth in held:
-                assert self._requests[number].attempts[nth].replica == replica
-        for queue in self._queues.values():
-            assert queue.unsent == queue.unsent_by_tenant.total() >= 0

@@ -430,9 +430,8 @@ class GenerationWorker:
             planned = self._scheduler.next_step()
             if planned is not None:
                 self._is_turn_of_inbox = True
-                planned_keys = [part.key for part in planned.parts]
                 work = self._compute_planned(planned)
-                await self._or_give_back(planned_keys, work)
+                await self._or_give_back([part.key for part in planned.parts], work)
                 return True
         self._is_turn_of_inbox = False
         match self._inbox.next():

@@ -132,7 +132,11 @@ class Inbox:
         return not any(self._refilled[key] for key in keys)
 
     def _next_refills(self, refills: deque[RefillRows], most: int) -> list[RefillRows]:
-        """Return refills of at most so many rows in all; each sequence once."""
+        """Return refills to compute now, each sequence once.
+
+        Args:
+            refills: Those that wait.
+            most: Most rows of all together."""
         found: list[RefillRows] = []
         keys: set[Key] = set()
         while refills and refills[0].key not in keys:

@@ -1,4 +1,4 @@
-"""What of a step that has arrived is still to be computed here. Shell."""
+"""The rows of a step that are still to be computed. Shell."""
 
 from __future__ import annotations
 

@@ -27,6 +27,7 @@ from multiworld.serve.transport.routing_table import (
 )
 from multiworld.serve.worker.batch_queue import BatchQueue, Work
 from multiworld.serve.worker.forwarder import FinishedWork, Forwarder
+from tests.unit.serve.routing.test_router import validate
 
 FLOOD, SELDOM = Share("flood"), Share("seldom")
 
@@ -164,7 +165,7 @@ def test_flood_waits_behind_a_request_of_another_tenant() -> None:
     actions = found.handle(Withdrawn(1), 0.0)
     sent_too = [a for a in actions if isinstance(a, Dispatch)]
     assert 50 in (sent.attempt[0], sent_too[0].attempt[0])
-    found.validate()
+    validate(found)
 
 
 def test_full_queue_has_room_for_others_up_to_their_share() -> None:
@@ -184,7 +185,7 @@ def test_full_queue_has_room_for_others_up_to_their_share() -> None:
         for again in range(3):
             submit(found, 3 * number + again, Share(f"t{number}"))
     assert found.waiting("m") <= 2 * 10 + 100
-    found.validate()
+    validate(found)
 
 
 # In a replica.
