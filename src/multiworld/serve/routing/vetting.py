@@ -45,8 +45,9 @@ def check(
         return
     match message:
         case protocol.Answers(items):
-            stages = table.routes[replica.model].stages.get(replica.version, 0)
-            if stages and replica.stage != stages - 1:
+            route = table.routes.get(replica.model)
+            stages = {} if route is None else route.stages
+            if replica.stage + 1 != stages.get(replica.version, replica.stage + 1):
                 raise MessageError(f"{peer} answers, and is not of the last stage")
             for item, tensors in zip(items, contents, strict=True):
                 for job in _checked([item.attempt], replica, sent):
