@@ -17,6 +17,11 @@ LAST_READY_S = 2.0
 """Longest backoff, in seconds, after a process that had been ready: something outside
 may have killed it, and requests wait for its replacement."""
 
+BRIEF_S = 3.0
+"""Seconds of readiness after which a replacement starts at once, however often that
+was. Starting takes about a second, so a stage that is lost again and again is there
+most of the time; and one that has no other replica has requests that wait."""
+
 STABLE_S = 10.0
 """Seconds of readiness after which a crash does not count as part of a crash loop."""
 
@@ -54,7 +59,8 @@ class CrashBackoff:
             count.failures = 0
         count.failures += 1
         pause_s = 0.0
-        if count.failures > FREE_FAILURES:
+        is_brief = ready_s is None or ready_s < BRIEF_S
+        if is_brief and count.failures > FREE_FAILURES:
             last_s = LAST_S if ready_s is None else LAST_READY_S
             pause_s = min(
                 last_s, FIRST_S * 2.0 ** min(count.failures - FREE_FAILURES - 1, 10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from multiworld.serve.fleet.backoff import (
+    BRIEF_S,
     FREE_FAILURES,
     LAST_READY_S,
     LAST_S,
@@ -20,5 +21,8 @@ def test_backoff_grows_with_crashes_and_resets_after_stable_runs() -> None:
     assert backoff.not_before("p") == 10.0 + LAST_S
     assert backoff.not_before("other") == 0.0
     assert backoff.record_failure("p", 1.0, 50.0) == LAST_READY_S
+    many = backoff.failures("p")
+    assert backoff.record_failure("p", BRIEF_S, 70.0) == 0.0, "it was there for a while"
+    assert backoff.failures("p") == many + 1, "but it still counts as a crash loop"
     assert backoff.record_failure("p", 60.0, 100.0) == 0.0
     assert backoff.failures("p") == 1

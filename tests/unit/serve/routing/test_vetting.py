@@ -80,9 +80,7 @@ def test_replica_of_a_model_that_was_removed_still_answers() -> None:
         number=7, model="removed", deadline_at=9.0, share=DEFAULT_SHARE, rows=2
     )
     tensors = [{"x": torch.zeros(2)}]
-    check(
-        protocol.Answers((item,)), tensors, "removed", TABLE, lambda _: (removed, 1)
-    )
+    check(protocol.Answers((item,)), tensors, "removed", TABLE, lambda _: (removed, 1))
 
 
 @pytest.mark.parametrize(
