@@ -199,6 +199,7 @@ async def test_replica_that_cannot_be_prepared_leaves_the_stream_where_it_is() -
     await freed(net)
 
 
+@pytest.mark.timeout(240)
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 2**32))
 def test_streams_survive_whatever_happens(seed: int) -> None:
