@@ -53,7 +53,7 @@ def check(
                 for job in _checked([item.attempt], replica, sent):
                     _check_rows(job, tensors, peer)
         case protocol.Begun(attempts):
-            list(_checked(attempts, replica, sent))
+            _checked(attempts, replica, sent)
         case (
             protocol.Dropped(attempts, stage)
             | protocol.Returned(attempts, stage)
@@ -61,19 +61,20 @@ def check(
         ):
             if stage != replica.stage + 1:
                 raise MessageError(f"{peer} has no say in what stage {stage} does")
-            list(_checked(attempts, replica, sent))
+            _checked(attempts, replica, sent)
         case protocol.Failed(attempt):
-            list(_checked([attempt], replica, sent))
+            _checked([attempt], replica, sent)
 
 
 def _checked(
     attempts: Iterable[Attempt], replica: Replica, sent: Sent
-) -> Iterable[Submitted]:
-    """Yield the requests of attempts, as far as they have not ended.
+) -> list[Submitted]:
+    """Return the requests of attempts, as far as they have not ended.
 
     Raises:
         MessageError: One is to another model, or was never made.
     """
+    jobs = []
     for number, nth in attempts:
         found = sent(number)
         if found is None:
@@ -81,7 +82,8 @@ def _checked(
         job, count = found
         if job.model != replica.model or not 1 <= nth <= count:
             raise MessageError(f"{replica.name} never got attempt {nth} of {number}")
-        yield job
+        jobs.append(job)
+    return jobs
 
 
 def _check_rows(job: Submitted, tensors: Tensors, peer: str) -> None:

@@ -136,7 +136,8 @@ class Inbox:
 
         Args:
             refills: Those that wait.
-            most: Most rows of all together."""
+            most: Most rows of all together.
+        """
         found: list[RefillRows] = []
         keys: set[Key] = set()
         while refills and refills[0].key not in keys:

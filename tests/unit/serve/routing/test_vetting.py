@@ -74,7 +74,7 @@ def test_replica_speaks_of_what_it_was_sent(
 
 
 def test_replica_of_a_model_that_was_removed_still_answers() -> None:
-    """What was sent to it before."""
+    """It was sent requests before."""
     item = AnswerItem((7, 1))
     removed = Submitted(
         number=7, model="removed", deadline_at=9.0, share=DEFAULT_SHARE, rows=2
@@ -99,7 +99,7 @@ def test_replica_of_a_model_that_was_removed_still_answers() -> None:
     ],
 )
 def test_others_have_no_say(peer: str, message: EdgeMessage) -> None:
-    """Of another model, of another stage, or of an attempt that was never made."""
+    """They are of another model or stage, or the attempt was never made."""
     with pytest.raises(MessageError):
         hear(peer, message)
 
