@@ -41,12 +41,12 @@ def _tokenizer() -> Tokenizer:
     from transformers import PreTrainedTokenizerFast
 
     fast: Any = PreTrainedTokenizerFast
-    folder = Path(tempfile.mkdtemp(prefix="multiworld-tokenizer-"))
     names = {f"<0x{number:02X}>": number for number in range(WORDS)}
     made = Bytes(models.BPE(vocab=names, merges=[], byte_fallback=True))
     made.decoder = decoders.ByteFallback()
-    fast(tokenizer_object=made).save_pretrained(folder)
-    return Tokenizer(folder)
+    with tempfile.TemporaryDirectory() as folder:
+        fast(tokenizer_object=made).save_pretrained(folder)
+        return Tokenizer(Path(folder))
 
 
 def model(ms: tuple[float, ...] = (0.3, 0.6, 0.4)) -> Model:

@@ -148,14 +148,19 @@ class Forwarder:
     def refused(self, name: str, keys: Sequence[Key], now: float) -> None:
         """Record that a replica refused work because its router is not connected.
 
+        Work that it does not hold is ignored, so that a replica which invents routers
+        does not make this grow.
+
         Args:
             name: Name of the replica.
             keys: The refused pieces of work.
             now: Current time, in seconds.
         """
+        held = self._handed.get(name, {})
         for key in keys:
-            self._handed.get(name, {}).pop(key, None)
-            self._refusals[name, key[0]] = now + REFUSED_S
+            if key in held:
+                del held[key]
+                self._refusals[name, key[0]] = now + REFUSED_S
 
     def holder(self, key: Key) -> str | None:
         """Return the replica that holds a piece of work, or held it recently."""

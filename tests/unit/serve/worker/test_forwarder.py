@@ -121,6 +121,14 @@ def test_replica_that_refused_work_gets_none_for_a_while() -> None:
     assert name in f.hand([piece(n) for n in range(4, 8)], 1.0)
 
 
+def test_refusal_of_work_that_was_never_sent_is_ignored() -> None:
+    """Work of that router still goes to the replica."""
+    f = forwarding(4, a=READY)
+    f.refused("a", [key(9)], 0.0)
+    f.refused("unknown", [key(0)], 0.0)
+    assert sent(f.hand([piece(0)], 0.1)) == {"a": [0]}
+
+
 def test_late_and_cancelled_work_is_dropped() -> None:
     """It takes no credit."""
     f = forwarding(1, a=READY)
