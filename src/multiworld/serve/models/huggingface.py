@@ -156,6 +156,7 @@ def preloaded_modules(model_type: str) -> list[str]:
     """Return the modules that stages of an architecture take long to import."""
     found = [
         "multiworld.serve.models.transformer_stage",
+        "multiworld.serve.models.conversions",
         "safetensors.torch",
         "tokenizers",
         "transformers.models.auto.modeling_auto",

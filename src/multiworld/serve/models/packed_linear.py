@@ -60,6 +60,7 @@ def pack_linears(module: nn.Module) -> None:
     for user in module.modules():
         for used in user.parameters(recurse=False):
             users[id(used)] = users.get(id(used), 0) + 1
+    checked: set[object] = set()
     for found in module.modules():
         each: Any = found
         weight: Any = getattr(each, "weight", None)
@@ -74,7 +75,10 @@ def pack_linears(module: nn.Module) -> None:
         try:
             with torch.inference_mode():
                 packed = PackedLinear(matrix, each.bias)
-                _check(packed, matrix, each)
+                kind = matrix.shape, matrix.dtype, each.bias is None
+                if kind not in checked:  # they all take the same path in oneDNN
+                    _check(packed, matrix, each)
+                    checked.add(kind)
         except (RuntimeError, AttributeError, NotImplementedError) as error:
             logger.warning("weights are not packed: %s", error)
             return

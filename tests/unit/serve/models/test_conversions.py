@@ -1,0 +1,21 @@
+"""What transformers builds once in a process is there before a model is loaded."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+conversion_mapping = pytest.importorskip("transformers.conversion_mapping")
+
+
+def test_conversions_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is forked after the import does not build them again."""
+
+    def fail() -> None:
+        raise AssertionError("built again")
+
+    importlib.import_module("multiworld.serve.models.conversions")
+    builder = "_build_checkpoint_conversion_mapping"
+    monkeypatch.setattr(conversion_mapping, builder, fail)
+    conversion_mapping.get_checkpoint_conversion_mapping("llama")
