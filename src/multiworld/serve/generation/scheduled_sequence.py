@@ -17,6 +17,8 @@ class ScheduledSequence:
         tokens: All tokens so far: the prompt and what was generated.
         computed: Number of tokens of which the keys and values are computed, or are
             being computed.
+        refill: Number of tokens that the other stages have; 0 once no sequence lacks
+            such tokens here.
         is_under_way: True while its next token is being computed.
         blocks: Blocks that it has.
         number: Order of arrival.
@@ -32,6 +34,7 @@ class ScheduledSequence:
     tokens: list[int]
     share: Share = DEFAULT_SHARE
     computed: int = 0
+    refill: int = 0
     is_under_way: bool = False
     blocks: int = 0
     number: int = 0

@@ -124,6 +124,7 @@ class Scheduler:
         tokens: Sequence[int],
         *,
         computed: int = 0,
+        refill: int = 0,
         share: Share = DEFAULT_SHARE,
         is_probe: bool = False,
         is_suspect: bool = False,
@@ -135,6 +136,7 @@ class Scheduler:
             key: Gateway, stream and attempt.
             tokens: Its tokens so far; at least one.
             computed: Number of tokens that need not be computed; fewer than all.
+            refill: Number of tokens that the other stages have.
             share: Its tenant.
             is_probe: Whether it is the next one, however many run.
             is_suspect: Whether it is computed alone until it has a token.
@@ -154,6 +156,7 @@ class Scheduler:
             list(tokens),
             share,
             computed=computed,
+            refill=min(refill, len(tokens)),
             number=self._arrivals,
             is_probe=is_probe,
             is_suspect=is_suspect,
@@ -360,13 +363,14 @@ class Scheduler:
     def _decode(self, parts: list[StepPart], budget: int) -> None:
         """Add a token of each running sequence that waits for none, up to a share.
 
-        Fewer than a share wait until others of their kind come back.
+        Fewer than a share wait until others of their kind come back. During a refill
+        nobody waits: steps are computed all the time, and a few rows more cost little.
         """
         decoding = [s for s in self._running if s.lacking <= 1 and not s.is_paused]
         groups = min(self.steps, max(1, round(len(decoding) / ROWS)))
         most = min(budget, math.ceil(len(decoding) / groups))
         ready = sum(not s.is_under_way for s in decoding)
-        if ready < min(most, len(decoding)):
+        if ready < min(most, len(decoding)) and not self._is_refilling:
             return  # the others are under way
         for sequence in by_route([s for s in decoding if not s.is_under_way]):
             if len(parts) >= most:
@@ -381,15 +385,19 @@ class Scheduler:
 
         All steps under way together have as many as one may have: running sequences
         wait for no more, and a prompt is computed in several stages at once. If nothing
-        waits for them and there is more to compute, each step is full.
+        waits for them and there is more to compute, each step is full. Sequences that
+        were refilled just now wait for those that still are.
         """
         most = self.limits.max_num_batched_tokens
         if self.steps == 1 or not self.limits.is_prefill_chunked:
             return most
+        if not self._is_refilling:
+            for sequence in self._running:
+                sequence.refill = 0
         prompts = [s for s in self._running if s.lacking > 1]
-        is_waited_for = len(prompts) < len(self._running)
+        is_waited_for = any(s.lacking <= 1 and not s.refill for s in self._running)
         tokens = sum(len(s.tokens) for s in (*prompts, *self._waiting))
-        if tokens > most and not is_waited_for:
+        if not is_waited_for and (tokens > most or self._is_refilling):
             return most
         return max(LEAST_PART, math.ceil(min(tokens, most) / self.steps))
 
@@ -521,7 +529,7 @@ class Scheduler:
         self.preemptions += 1
         self._running.remove(sequence)
         self._free += sequence.blocks
-        sequence.blocks = sequence.computed = 0
+        sequence.blocks = sequence.computed = sequence.refill = 0
         self._preempted.append(sequence.key)
         place = next(
             (n for n, s in enumerate(self._waiting) if s.number > sequence.number),
@@ -530,6 +538,12 @@ class Scheduler:
         self._waiting.insert(place, sequence)
 
     # What there is.
+
+    @property
+    def _is_refilling(self) -> bool:
+        """True while a sequence lacks tokens here that the other stages have."""
+        lacking = (s for s in self._known.values() if s.computed < s.refill)
+        return any(s in self._running or self._fits(s) for s in lacking)
 
     @property
     def _places(self) -> int:

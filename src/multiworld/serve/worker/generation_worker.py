@@ -377,6 +377,7 @@ class GenerationWorker:
                 key,
                 opening.tokens,
                 computed=link.held,
+                refill=link.sent or 0,
                 share=opening.share,
                 is_probe=opening.is_probe,
                 is_suspect=opening.is_suspect,
@@ -584,8 +585,6 @@ class GenerationWorker:
         link.held = begin + len(rows)
         for stream in self._log.append(link.stream, begin, rows):
             self._links.unlogged(stream)
-
-    # What goes on.
 
     def _deliver(self, tokens: Iterable[TokenItem]) -> None:
         for gateway, message in by_gateway(tokens):

@@ -177,6 +177,36 @@ def test_running_texts_wait_for_the_prompts_of_one_step_in_all() -> None:
     assert sum(part.count for part in under_way) == 121
 
 
+def test_refilled_texts_wait_for_those_that_still_are() -> None:
+    """Steps are full until all are refilled; texts that go on get a token in each."""
+    pipeline = Pipeline(Scheduler(limits(seqs=9, tokens=120, steps=3, blocks=9000)))
+    for number in range(1, 5):
+        pipeline.scheduler.add(key(number), [0] * 130, refill=130)
+    wanted = {key(number): 99 for number in range(1, 5)}
+    steps = planned(pipeline)
+    assert steps == [{1: 120}, {1: 10, 2: 110}, {2: 20, 3: 100}]
+    for _ in range(3):
+        pipeline.finish_one(wanted)
+    assert planned(pipeline) == [{1: 1, 2: 1, 3: 30, 4: 88}, {4: 42}]
+    for _ in range(2):
+        pipeline.finish_one(wanted)
+    assert planned(pipeline) == [{1: 1, 2: 1, 3: 1, 4: 1}]
+    pipeline.scheduler.add(key(5), [0] * 300)
+    assert planned(pipeline) == [{5: 40}, {5: 40}], "a new prompt is in small parts"
+
+
+def test_refill_that_has_no_room_holds_nobody_up() -> None:
+    """Texts that run go on together, and new prompts in small parts."""
+    pipeline = Pipeline(Scheduler(limits(seqs=2, tokens=120, steps=3, blocks=9000)))
+    wanted = {key(number): 99 for number in range(1, 4)}
+    for number in (1, 2):
+        pipeline.scheduler.add(key(number), [0])
+    pipeline.scheduler.add(key(3), [0] * 130, refill=130)
+    assert planned(pipeline) == [{1: 1, 2: 1}]
+    pipeline.finish_one(wanted)
+    assert planned(pipeline) == [{1: 1, 2: 1}]
+
+
 def test_prompt_that_may_not_be_cut_waits_for_a_step_of_its_own() -> None:
     """It may be longer than the budget then."""
     scheduler = Scheduler(limits(tokens=4, chunked=False))
@@ -326,7 +356,9 @@ def test_every_sequence_gets_its_tokens_and_every_block_comes_back(
         made = data.draw(st.integers(1, max(1, room - prompt - 1)), "made")
         wanted[key(number)] = made
         is_suspect = data.draw(st.booleans(), "suspect")
-        scheduler.add(key(number), [0] * prompt, is_suspect=is_suspect)
+        refill = data.draw(st.integers(0, prompt + 2), "refill")
+        tokens = [0] * prompt
+        scheduler.add(key(number), tokens, refill=refill, is_suspect=is_suspect)
     pipeline.run(wanted)
     assert scheduler.is_idle
     assert scheduler.used_blocks == 0
