@@ -32,6 +32,8 @@ from multiworld.bench.serving.services import (
     ours,
     pids_of,
     rays,
+    running,
+    spec_of,
 )
 
 CLIENTS = (1, 32)
@@ -41,7 +43,7 @@ SECONDS, QUICK_S = 4.0, 0.5
 """Seconds of one measurement, and of a quick one."""
 
 IDLE_S = 5.0
-"""Seconds over which the idle service is measured."""
+"""Seconds over which an idle service is measured, after as many."""
 
 OnStep = Callable[[Step], None]
 """Function that gets samples and progress."""
@@ -55,6 +57,9 @@ def run(options: Options, on_step: OnStep) -> None:
     """
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
+        on_step(("step", (0.0, "one idle pipeline")))
+        with running(spec_of(EMPTY), folder):
+            asyncio.run(_idle(folder / "state", options, on_step))
         on_step(("step", (0.0, "starting our services")))
         services = stack.enter_context(ours(folder))
         for name in (BARE, CHAIN):
@@ -87,7 +92,7 @@ async def _measure(
                     await _round(http, service, clients, seconds, on_step)
                     done += 1
         on_step(("step", (1.0, "idle")))
-        await _idle(state, IDLE_S if not options.is_quick else 1.0, on_step)
+        await _idle(state, options, on_step)
 
 
 async def _round(
@@ -127,7 +132,9 @@ async def _cost(
         on_step(("sample", (kind, CLIENTS[-1], part, "us", taken_us)))
 
 
-async def _idle(state: Path, seconds: float, on_step: OnStep) -> None:
+async def _idle(state: Path, options: Options, on_step: OnStep) -> None:
+    seconds = 1.0 if options.is_quick else IDLE_S
+    await asyncio.sleep(seconds)  # what it does once, after its start
     pids = family_of(state)
     before = cpu_s(pids)
     await asyncio.sleep(seconds)
