@@ -543,7 +543,9 @@ class Scheduler:
     def _is_refilling(self) -> bool:
         """True while a sequence lacks tokens here that the other stages have."""
         lacking = (s for s in self._known.values() if s.computed < s.refill)
-        return any(s in self._running or self._fits(s) for s in lacking)
+        return any(
+            not s.is_paused and (s in self._running or self._fits(s)) for s in lacking
+        )
 
     @property
     def _places(self) -> int:
