@@ -90,11 +90,32 @@ ATTACKS = {
 """Body, headers and expected status of each attack."""
 
 
-def post(content: bytes, headers: Mapping[str, str]) -> bytes:
+def text_body(route: str, field: bytes) -> bytes:
+    """Return a body of a route for texts, with 7 MiB of lists or texts in a field."""
+    given = {
+        "chat/completions": b'"messages": [{"role": "user", "content": [%b]}]',
+        "completions": b'"prompt": "x", "metadata": [%b]',
+        "embeddings": b'"input": [%b]',
+    }
+    return b'{"model": "m", %b}' % (given[route] % filled(field, 7 * MIB))
+
+
+TEXT_ATTACKS = {
+    "lists in a chat": ("chat/completions", EMPTIES),
+    "texts in a chat": ("chat/completions", b'"",'),
+    "lists in a completion": ("completions", EMPTIES),
+    "numbers in a completion": ("completions", b"1,"),
+    "quotes in texts": ("completions", b'"\\\\\\"",'),
+    "texts to embed": ("embeddings", b'"",'),
+}
+"""Route and values of each attack on the routes for texts, answered with 400."""
+
+
+def post(content: bytes, headers: Mapping[str, str], path: str = INFER) -> bytes:
     """Return the bytes of a request."""
     lines = {"host": "x", "content-length": str(len(content)), **headers}
     head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
-    return f"POST {INFER} HTTP/1.1\r\n{head}\r\n".encode() + content
+    return f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + content
 
 
 async def p99_of(url: str, count: int = 80) -> float:
@@ -149,6 +170,21 @@ async def test_expensive_body_holds_up_nobody_else(
     assert statuses[0].pop(str(status)) > 0
     # The answer may come before the body was sent, and the end of the connection is
     # then all that a simple client sees.
+    assert not statuses[0].keys() - {"closed"}
+    assert found_s < quiet_s + STALL_S
+
+
+@pytest.mark.parametrize("name", TEXT_ATTACKS)
+async def test_expensive_text_holds_up_nobody_else(
+    service: Served, quiet_s: float, name: str
+) -> None:
+    """Packed into some kilobytes, so that it is sent as fast as it is answered."""
+    route, field = TEXT_ATTACKS[name]
+    packed = gzip.compress(text_body(route, field))
+    content = post(packed, {"content-encoding": "gzip"}, f"/v1/{route}")
+    with attacking(service, content) as statuses:
+        found_s = await p99_of(service.url)
+    assert statuses[0].pop("400") > 0
     assert not statuses[0].keys() - {"closed"}
     assert found_s < quiet_s + STALL_S
 

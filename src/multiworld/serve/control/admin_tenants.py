@@ -43,7 +43,7 @@ class TenantSettings(BaseModel):
     models: list[Annotated[str, Field(min_length=1, max_length=200)]] | None = None
     rpm_limit: Annotated[int, Field(ge=1)] | None = None
     max_parallel_requests: Annotated[int, Field(ge=1)] | None = None
-    bytes_per_s: Annotated[float, Field(gt=0)] | None = None
+    bytes_per_s: Annotated[float, Field(gt=0, le=1e15)] | None = None
     tpm_limit: Annotated[int, Field(ge=1)] | None = None
     tokens_per_day: Annotated[int, Field(ge=1)] | None = None
     tokens_per_month: Annotated[int, Field(ge=1)] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -74,6 +75,8 @@ async def start_store(
     except TimeoutError:
         line = b""
     if not line:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
         raise LaunchError(f"the store did not start: {_tail(log)}")
     address = json.loads(line)["store"]
     return StoreRecord(

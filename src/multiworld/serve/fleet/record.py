@@ -111,6 +111,23 @@ def state_root() -> Path:
     return Path(base).expanduser() / "multiworld"
 
 
+def _unusable(path: Path, error: OSError) -> ServeError:
+    return ServeError(
+        f"cannot use {path}: {error.strerror}; move it away, or give another --state"
+    )
+
+
+def _kept_secret(path: Path) -> bytes:
+    """Return the secret in a file, which is made if it is not there or empty."""
+    if not path.exists() or not path.stat().st_size:
+        fresh = path.with_suffix(".new")  # a crash leaves no half of a secret
+        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32))
+        fresh.replace(path)
+    return path.read_bytes()
+
+
 class StateFolder:
     """The folder of one service.
 
@@ -161,8 +178,13 @@ class StateFolder:
 
         Raises:
             AlreadyServedError: Another controller holds the lock.
+            ServeError: The lock cannot be opened.
         """
-        self._lock = os.open(self.path / "controller", os.O_RDWR | os.O_CREAT, 0o600)
+        path = self.path / "controller"
+        try:
+            self._lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise _unusable(path, error) from error
         try:
             fcntl.fcntl(self._lock, fcntl.F_OFD_SETLK, _WHOLE_FILE)
         except BlockingIOError:
@@ -176,7 +198,7 @@ class StateFolder:
         try:
             with open(self.path / "controller", "rb") as file:
                 found = fcntl.fcntl(file, fcntl.F_OFD_GETLK, _WHOLE_FILE)
-        except FileNotFoundError:
+        except (FileNotFoundError, IsADirectoryError):
             return False
         kind: int = struct.unpack_from("h", found)[0]
         return kind != fcntl.F_UNLCK
@@ -193,19 +215,16 @@ class StateFolder:
         ``MULTIWORLD_SECRET`` in the environment takes precedence.
 
         Raises:
-            ServeError: The file does not hold a secret.
+            ServeError: The file cannot be used, or does not hold a secret.
         """
         given = os.environ.get("MULTIWORLD_SECRET")
         if given:
             return given
         path = self.path / "secret"
-        if not path.exists() or not path.stat().st_size:
-            fresh = path.with_suffix(".new")  # a crash leaves no half of a secret
-            descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with os.fdopen(descriptor, "w") as file:
-                file.write(secrets.token_hex(32))
-            fresh.replace(path)
-        content = path.read_bytes()
+        try:
+            content = _kept_secret(path)
+        except OSError as error:
+            raise _unusable(path, error) from error
         if re.fullmatch(rb"[0-9a-f]{64}", content) is None:
             raise ServeError(
                 f"{path} does not hold a secret (64 hexadecimal digits); if no process "
@@ -230,6 +249,8 @@ class StateFolder:
             return Record.model_validate(data)
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise _unusable(self._record, error) from error
         except ValueError as error:
             raise ServeError(
                 f"{self._record} cannot be read ({error}); end the processes it names "

@@ -6,6 +6,7 @@ name.
 
 from __future__ import annotations
 
+import reprlib
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from multiworld.errors import InvalidRequestError
-from multiworld.serve.gateway.json_limits import NOT_JSON, check_objects
+from multiworld.serve.gateway.json_limits import NOT_JSON, check_values
 from multiworld.serve.gateway.tools import Calling, NamedTool, Tool, calling_of
 from multiworld.serve.generation.grammar import (
     grammar_of_choice,
@@ -319,7 +320,7 @@ def decoded(body: bytes | bytearray, decoder: msgspec.json.Decoder[Any]) -> Any:
     Raises:
         InvalidRequestError: It is malformed; the field is named.
     """
-    check_objects(body)
+    check_values(body)
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -362,7 +363,9 @@ def check_messages(messages: list[dict[str, Any]]) -> None:
 def _check_message(message: dict[str, Any]) -> None:
     role = message.get("role")
     if role not in ROLES:
-        raise _wrong("messages", f"has a role {role!r}; known are {', '.join(ROLES)}")
+        raise _wrong(
+            "messages", f"has a role {reprlib.repr(role)}; known are {', '.join(ROLES)}"
+        )
     content = message.get("content")
     if isinstance(content, list):
         for part in content:

@@ -18,7 +18,12 @@ from multiworld.errors import InvalidRequestError, ServeError
 from multiworld.serve.gateway.body_budget import Reservation
 from multiworld.serve.gateway.gateway import Gateway
 from multiworld.serve.gateway.hot_routes import HotRoutes
-from multiworld.serve.gateway.json_limits import NOT_JSON, check_objects, decode
+from multiworld.serve.gateway.json_limits import (
+    NOT_JSON,
+    check_objects,
+    check_values,
+    decode,
+)
 from multiworld.serve.gateway.open_inference import NotFiniteError
 from multiworld.serve.gateway.openapi import EMBEDDINGS, OPENAI_KNOWN_MODEL
 from multiworld.serve.gateway.request_body import Body, while_connected
@@ -166,6 +171,7 @@ def _inputs(given: bytes) -> list[str] | list[list[int]]:
             return _not_empty([_text.decode(given)])
         first = given[1:].lstrip(b" \t\r\n")[:1]
         if first == b'"':
+            check_values(given)
             return _not_empty(_texts.decode(given))
         if given.count(b",") > MAX_TOKENS or given.count(b"[") > MAX_TEXTS + 1:
             raise _invalid(

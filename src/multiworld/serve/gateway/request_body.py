@@ -31,13 +31,14 @@ GZIP_MAGIC = b"\x1f\x8b"
 """First bytes of each member of a gzip body (RFC 1952, section 2.3.1)."""
 
 MAX_MEMBERS = 16
-"""Most members of a gzip body; each costs a copy of the rest of the body."""
+"""Most members of a gzip body; each costs a copy of a part of it."""
 
 FIRST_BYTES = 64 * 1024
-"""Bytes that are decompressed on the event loop: less than a millisecond."""
+"""Bytes, packed and unpacked, that are decompressed on the event loop: less than a
+millisecond."""
 
 STEP_BYTES = 1024 * 1024
-"""Bytes that are decompressed at once in a thread."""
+"""Bytes, packed and unpacked, that are decompressed at once in a thread."""
 
 JSON_LENGTH = "inference-header-content-length"
 """Header with the length of the JSON part of a body with binary tensors."""
@@ -78,7 +79,8 @@ async def read_body(
         limits: Most bytes of the body, both as sent and decompressed.
         reservation: Takes the memory of the body as it arrives.
         on_bytes: Called with the size of each part that arrives.
-        on_unpacked: Called with the bytes that decompression has added.
+        on_unpacked: Called with the bytes that decompression has added, those of a body
+            that is refused as well.
 
     Raises:
         TooLargeError: The body is larger than its limit.
@@ -102,9 +104,12 @@ async def read_body(
     encoding = request.headers.get("content-encoding", "identity").lower()
     if encoding == "identity":
         return whole
-    plain = await _unpacked(whole, encoding, check, reservation)
+    plain = bytearray()
+    try:
+        await _unpack(whole, encoding, plain, check, reservation)
+    finally:
+        on_unpacked(max(0, len(plain) - len(whole)))
     reservation.give_back(len(whole))
-    on_unpacked(max(0, len(plain) - len(whole)))
     return plain
 
 
@@ -150,10 +155,14 @@ async def _received(
     return whole
 
 
-async def _unpacked(
-    body: Body, encoding: str, check: Callable[[int], None], reservation: Reservation
-) -> bytearray:
-    """Return the decompressed body; large ones are decompressed in a thread, in steps.
+async def _unpack(
+    body: Body,
+    encoding: str,
+    plain: bytearray,
+    check: Callable[[int], None],
+    reservation: Reservation,
+) -> None:
+    """Decompress a body into ``plain``; large ones in a thread, in steps.
 
     Raises:
         UnknownEncodingError: The encoding is not supported.
@@ -166,30 +175,32 @@ async def _unpacked(
             f"Content-Encoding {encoding!r} is not supported; send gzip, deflate or "
             "no compression"
         )
-    plain = bytearray()
-    rest: Body = body
+    packed, at = memoryview(body), 0
     for _ in range(MAX_MEMBERS):
         reader = zlib.decompressobj(WINDOW_BITS[encoding])
         while not reader.eof:
+            given: Body | memoryview = reader.unconsumed_tail
+            if not given:
+                given = packed[at : at + (STEP_BYTES if at else FIRST_BYTES)]
+                at += len(given)
             try:
-                if not plain:
-                    part = reader.decompress(rest, FIRST_BYTES)
+                if at <= FIRST_BYTES and not plain:
+                    part = reader.decompress(given, FIRST_BYTES)
                 else:
-                    part = await asyncio.to_thread(reader.decompress, rest, STEP_BYTES)
+                    part = await asyncio.to_thread(reader.decompress, given, STEP_BYTES)
             except zlib.error as error:
                 text = f"body is not valid {encoding}: {error}"
                 raise InvalidRequestError(text) from error
-            if not part and not reader.eof:
+            if not part and not given and not reader.eof:
                 raise InvalidRequestError(
                     f"{encoding} body is incomplete; send all of it"
                 )
             check(len(plain) + len(part))
             reservation.add(len(part))
             plain += part
-            rest = reader.unconsumed_tail
-        rest = reader.unused_data
-        if encoding != "gzip" or not rest.startswith(GZIP_MAGIC):
-            return plain
+        at -= len(reader.unused_data)
+        if encoding != "gzip" or packed[at : at + 2] != GZIP_MAGIC:
+            return
     raise InvalidRequestError(
         f"gzip body has more than {MAX_MEMBERS} members; compress it as one"
     )

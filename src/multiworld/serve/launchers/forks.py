@@ -70,6 +70,7 @@ class Forks:
         async with self._warming:
             if not self._server.is_running:
                 await self._server.start(self._preload, self._env, WARM_S)
+                self.trouble = ""
 
     async def fork(self, order: Launch) -> int:
         """Fork a process; return its process id.
@@ -113,9 +114,9 @@ class Forks:
         """Start another fork server at once, not only when a process is needed."""
         try:
             await self.warm()
-        except LaunchError as error:  # the next fork tries again
+        except LaunchError as error:
             logger.error("%s", error)
-        self.trouble = ""
+            self.trouble = f"{error}; the next start of a process tries again"
 
     async def close(self) -> None:
         """Shut the fork server down; the forked processes go on.

@@ -65,6 +65,9 @@ def parse_spec(text: str, where: str = "spec") -> AppSpec:
     except RecursionError:
         why = "line 1: the spec is nested too deeply or refers to itself; flatten it"
         raise _spec_error(where, [why]) from None
+    except Exception as error:  # of any kind: PyYAML checks no value that it converts
+        why = f"line 1: a value is not what it seems to be ({error}); put it in quotes"
+        raise _spec_error(where, [why]) from error
     if not isinstance(root, yaml.MappingNode):
         raise _spec_error(
             where, ["line 1: a spec must be a mapping; begin with `models:`"]

@@ -240,6 +240,24 @@ def test_what_has_the_name_of_a_part_of_the_folder_is_named(
     assert "--state" in str(refused.value)
 
 
+@pytest.mark.parametrize("name", ["controller", "secret", "record.json"])
+def test_folder_in_place_of_a_file_is_named(
+    folder: StateFolder, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """By whatever needs it first."""
+    monkeypatch.delenv("MULTIWORLD_SECRET", raising=False)
+    (folder.path / name).mkdir()
+    assert not folder.is_controlled()
+
+    def use() -> None:
+        folder.lock()
+        folder.secret()
+        folder.load()
+
+    with pytest.raises(ServeError, match=f"cannot use .*{name}: Is a directory"):
+        use()
+
+
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"abc", b"", b"x" * 64, b"a" * 63])
 def test_secret_that_is_none_is_named(
     folder: StateFolder, monkeypatch: pytest.MonkeyPatch, content: bytes

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
+import random
+import threading
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -202,6 +205,18 @@ async def test_decompression_is_charged_and_takes_its_share_of_the_budget() -> N
         await read_body(request, limits, Reservation(budget))
 
 
+async def test_decompression_of_a_body_that_is_refused_is_charged() -> None:
+    """Up to where it was given up."""
+    packed = gzip.compress(b"x" * 10**6)
+    request = FakeClient(packed).request([("content-encoding", "gzip")])
+    limits, added = BodyLimits(10**5, 10**5), list[int]()
+    with pytest.raises(TooLargeError):
+        await read_body(
+            request, limits, Reservation(BodyBudget(10**7)), on_unpacked=added.append
+        )
+    assert 10**4 < sum(added) <= 10**5
+
+
 async def test_client_that_hangs_up_within_its_body_is_gone() -> None:
     """There is nobody to answer to."""
     client = FakeClient(b"{", hangs_up=True, is_whole=False)
@@ -308,6 +323,59 @@ async def test_gzip_of_several_members_is_unpacked_whole() -> None:
     packed = gzip.compress(b"[1, 2", mtime=0) + gzip.compress(b", 3]")
     found = await read(packed, headers=[("content-encoding", "gzip")])
     assert found == b"[1, 2, 3]"
+
+
+async def unpack(packed: bytes) -> bytes | bytearray:
+    """Return what a large gzip body holds."""
+    request = FakeClient(packed).request([("content-encoding", "gzip")])
+    limits, budget = BodyLimits(10**7, 10**7), BodyBudget(10**8)
+    return await read_body(request, limits, Reservation(budget))
+
+
+@pytest.mark.parametrize("size", [FIRST_BYTES, 2_500_000])
+async def test_large_members_are_unpacked_whole(size: int) -> None:
+    """What is packed is read in pieces, which end anywhere in a member."""
+    first, second = random.Random(1).randbytes(size), b"\0" * size
+    packed = gzip.compress(first) + gzip.compress(second) + gzip.compress(b"end")
+    assert await unpack(packed) == first + second + b"end"
+
+
+EMPTY_BLOCKS = b"\0\0\0\xff\xff" * 10**6
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        gzip.compress(b"", mtime=0) * 3 + gzip.compress(b"x") + b"x" * 5 * 10**6,
+        gzip.compress(b"", mtime=0)[:10] + EMPTY_BLOCKS,
+        gzip.compress(random.Random(1).randbytes(5 * 10**6)),
+    ],
+    ids=["members", "empty blocks", "one"],
+)
+async def test_only_the_beginning_of_a_body_is_unpacked_on_the_loop(
+    packed: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many members or blocks it has, and if they hold nothing."""
+    sizes: list[int] = []
+    real = zlib.decompressobj
+
+    class Watched:
+        def __init__(self, bits: int) -> None:
+            self._reader = real(bits)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._reader, name)
+
+        def decompress(self, data: bytes, most: int) -> bytes:
+            if threading.current_thread() is threading.main_thread():
+                sizes.append(len(data))
+            assert len(data) <= 2**20
+            return self._reader.decompress(data, most)
+
+    monkeypatch.setattr(zlib, "decompressobj", Watched)
+    with contextlib.suppress(InvalidRequestError):
+        await unpack(packed)
+    assert 0 < sum(sizes) <= 4 * FIRST_BYTES
 
 
 async def test_gzip_of_too_many_members_is_refused() -> None:

@@ -103,6 +103,21 @@ def test_mistake_is_reported_with_line_and_remedy(
     assert "app.yaml" in str(caught.value)
 
 
+@pytest.mark.parametrize("value", ["2001-13-01", "9" * 5000, "!!bool x", "!!int x"])
+def test_value_that_is_not_what_it_seems_is_a_mistake(value: str) -> None:
+    """As PyYAML converts it without a check."""
+    with pytest.raises(SpecError, match="put it in quotes"):
+        parse_spec(GOOD.replace("app: demo", f"app: {value}"))
+
+
+def test_aliases_that_unfold_without_end_are_refused() -> None:
+    """Nine levels of nine aliases: hundreds of millions of values in 450 bytes."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10)]
+    with pytest.raises(SpecError, match="aliases unfold into over"):
+        parse_spec("\n".join(lines))
+
+
 def test_all_mistakes_are_reported_at_once() -> None:
     """The user can fix them all in one go."""
     text = GOOD.replace("app: demo", "ap: demo").replace("port: 0", "port: -1")
