@@ -462,7 +462,10 @@ class ModelFailedError(ServeError):
 
 
 class RequestPoisonedError(ServeError):
-    """A poison request: two replicas died while they computed it alone."""
+    """A poison request: replicas died while they computed it alone.
+
+    Two in a row, or three if it is a text.
+    """
 
 
 class LaunchError(ServeError):

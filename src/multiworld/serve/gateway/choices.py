@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+from array import array
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +17,9 @@ from multiworld.serve.generation.streams import Streams
 from multiworld.serve.generation.text import GrowingText, Tokenizer
 from multiworld.serve.tenants.fair_queue import Share
 from multiworld.serve.transport.generation_messages import Sampling, TokenItem
+
+LEAST_LOGPROB = -9999.0
+"""Logarithm of a probability of zero in answers, as in vLLM: JSON has no infinity."""
 
 
 @dataclass(slots=True)
@@ -53,6 +58,22 @@ class Piece:
     item: TokenItem
     finish: str
     offset: int
+
+
+def digest_of(choices: Sequence[Choice], sampling: Sampling) -> str:
+    """Return a digest of a request: of its prompts, and how it samples.
+
+    Its seed has no part in it: a request without one gets another each time.
+    """
+    found = hashlib.blake2b(digest_size=16)
+    found.update(
+        msgspec.msgpack.encode(
+            msgspec.structs.replace(sampling, seed=0), order="sorted"
+        )
+    )
+    for choice in choices:
+        found.update(array("q", (len(choice.prompt), *choice.prompt)))
+    return found.hexdigest()
 
 
 async def generate(
@@ -137,7 +158,7 @@ def chat_logprobs(tokenizer: Tokenizer, items: Sequence[TokenItem]) -> Any:
     def shown(token: int, logprob: float) -> dict[str, Any]:
         return {
             "token": tokenizer.piece(token),
-            "logprob": logprob,
+            "logprob": max(LEAST_LOGPROB, logprob),
             "bytes": list(tokenizer.raw(token)),
         }
 
@@ -182,12 +203,18 @@ def text_logprobs(
         offset += len(token)
     return {
         "tokens": tokens,
-        "token_logprobs": [logprob for _, logprob, _ in scored],
+        "token_logprobs": [
+            None if logprob is None else max(LEAST_LOGPROB, logprob)
+            for _, logprob, _ in scored
+        ],
         "top_logprobs": [
             # The token itself is always among them.
             None
             if top is None or logprob is None
-            else {tokenizer.piece(t): v for t, v in ((token, logprob), *top)}
+            else {
+                tokenizer.piece(t): max(LEAST_LOGPROB, v)
+                for t, v in ((token, logprob), *top)
+            }
             for token, logprob, top in scored
         ],
         "text_offset": offsets,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import Response
@@ -193,6 +194,7 @@ async def events(ready: Ready, pieces: AsyncGenerator[Piece]) -> AsyncGenerator[
     """
     begun: set[int] = set()
     parsers = [ready.parser() for _ in ready.choices]
+    held: list[list[Piece]] = [[] for _ in ready.choices]
     async with aclosing(kept_alive(pieces)) as found:
         async for piece in found:
             if piece is None:
@@ -203,11 +205,13 @@ async def events(ready: Ready, pieces: AsyncGenerator[Piece]) -> AsyncGenerator[
                     first = _first_event(ready, piece.choice)
                     if first:
                         yield first
-                parser = parsers[piece.choice.index]
+                number = piece.choice.index
+                parser = parsers[number]
                 if parser is None:
                     yield _piece_event(ready, piece)
                     continue
-                for event in _parsed_events(ready, piece, parser):
+                held[number].append(piece)
+                for event in _parsed_events(ready, held[number], parser):
                     yield event
     if ready.wanted.has_usage:
         yield event_of(
@@ -250,14 +254,28 @@ def _first_event(ready: Ready, choice: Choice) -> bytes:
 
     It comes with that token, because clients take it for the time of the first one.
     """
+    prompt = {"prompt_token_ids": list(choice.prompt)} if ready.wanted.has_ids else {}
     if ready.is_chat:
-        return _event(ready, choice, {"role": "assistant", "content": ""})
+        delta = {"role": "assistant", "content": ""}
+        return _event(ready, choice, delta, more=prompt)
     echo = ready.echoes[choice.index]
-    return _event(ready, choice, echo) if echo else b""
+    return _event(ready, choice, echo, more=prompt) if echo or prompt else b""
 
 
-def _parsed_events(ready: Ready, piece: Piece, parser: CallParser) -> Iterator[bytes]:
-    """Yield the events of a piece of a text that may call tools."""
+def _parsed_events(
+    ready: Ready, held: list[Piece], parser: CallParser
+) -> Iterator[bytes]:
+    """Yield the events of a text that may call tools.
+
+    A token may end nothing that can be shown yet; the next event has it then.
+
+    Args:
+        ready: The request.
+        held: Pieces of one choice that no event has had yet; those that get one are
+            removed. The last one is not parsed yet.
+        parser: Finds its tool calls.
+    """
+    piece = held[-1]
     found = [*parser.feed(piece.text), *(parser.end() if piece.finish else ())]
     deltas: list[dict[str, Any]] = []
     for each in found:
@@ -271,42 +289,52 @@ def _parsed_events(ready: Ready, piece: Piece, parser: CallParser) -> Iterator[b
         call["function"] = {**function, "arguments": each.arguments}
         deltas.append({"tool_calls": [call]})
     for delta in deltas:
-        yield _event(ready, piece.choice, delta, replace(piece, finish=""))
+        yield _event(ready, piece.choice, delta, held)
+        held.clear()
     if piece.finish:
         finish = "tool_calls" if parser.calls else piece.finish
-        yield _event(ready, piece.choice, {}, replace(piece, finish=finish))
+        yield _event(ready, piece.choice, {}, held, finish)
 
 
 def _piece_event(ready: Ready, piece: Piece) -> bytes:
     shown: Any = {"content": piece.text} if ready.is_chat else piece.text
     if ready.is_chat and not piece.text and piece.finish:
         shown = {}
-    return _event(ready, piece.choice, shown, piece)
+    return _event(ready, piece.choice, shown, [piece], piece.finish)
 
 
 def _event(
     ready: Ready,
     choice: Choice,
     delta: Any,
-    piece: Piece | None = None,
+    pieces: Sequence[Piece] = (),
+    finish: str = "",
+    more: Mapping[str, Any] = MappingProxyType({}),
 ) -> bytes:
-    item = None if piece is None else piece.item
-    finish = "" if piece is None else piece.finish
+    """Return the event for some pieces of a choice.
+
+    Args:
+        ready: The request.
+        choice: The choice.
+        delta: What to show of it.
+        pieces: The pieces whose tokens it tells of.
+        finish: Why the choice has ended; empty if it goes on.
+        more: Further fields of the choice.
+    """
+    items = [piece.item for piece in pieces]
     found: dict[str, Any] = {"index": choice.index}
     found["delta" if ready.is_chat else "text"] = delta
     logprobs = None
-    if piece is not None and item is not None and item.logprob is not None:
-        offset = len(ready.echoes[choice.index]) + piece.offset
+    if items and items[0].logprob is not None:
+        offset = len(ready.echoes[choice.index]) + pieces[0].offset
         logprobs = (
-            chat_logprobs(ready.tokenizer, [item])
+            chat_logprobs(ready.tokenizer, items)
             if ready.is_chat
-            else text_logprobs(ready.tokenizer, [item], offset)
+            else text_logprobs(ready.tokenizer, items, offset)
         )
-    found |= {"logprobs": logprobs, "finish_reason": finish or None}
+    found |= {"logprobs": logprobs, "finish_reason": finish or None, **more}
     if ready.wanted.has_ids:
-        found["token_ids"] = [] if item is None else [item.token]
-        if item is None:
-            found["prompt_token_ids"] = list(choice.prompt)
+        found["token_ids"] = [item.token for item in items]
     chunk = {**ready.head(is_chunk=True), "choices": [found]}
     if ready.wanted.has_usage:
         chunk["usage"] = None

@@ -258,10 +258,7 @@ class Gateway:
         Cancellation: Safe. The request is withdrawn, and its attempts are cancelled.
         """
         tenant, model_version = admitted.tenant, (name, version)
-        if self.authenticator.needs_digest(tenant, model_version):
-            self.authenticator.check_poison(
-                admitted, model_version, await _digest(tensors)
-            )
+        await self.check_poison(admitted, model_version, lambda: _digest(tensors))
         admitted.rows += rows_of(tensors)
         served = self.route(name, tenant)
         try:
@@ -273,10 +270,44 @@ class Gateway:
                 raise UnknownModelError(NO_MODEL.format(name, known)) from None
             return await self._infer(admitted, name, tensors, deadline_s, session)
         except RequestPoisonedError:
-            digest = await _digest(tensors)
-            self.poisonous(tenant.name, model_version, digest)
-            self.on_poison(tenant.name, model_version, digest)
+            self.found_poison(tenant, model_version, await _digest(tensors))
             raise
+
+    async def check_poison(
+        self,
+        admitted: AdmittedRequest,
+        model_version: ModelVersion,
+        digest: Callable[[], Awaitable[str]],
+    ) -> None:
+        """Refuse poison requests, and all requests of a quarantined tenant.
+
+        Args:
+            admitted: The request.
+            model_version: Model and version.
+            digest: Makes the digest of its inputs; called only if that is needed.
+
+        Raises:
+            QuarantinedError: The tenant is quarantined for this model.
+            RequestPoisonedError: This request is poison.
+
+        Cancellation: Safe.
+        """
+        if self.authenticator.needs_digest(admitted.tenant, model_version):
+            found = await digest()
+            self.authenticator.check_poison(admitted, model_version, found)
+
+    def found_poison(
+        self, tenant: Tenant, model_version: ModelVersion, digest: str
+    ) -> None:
+        """Record a poison request found here, and report it.
+
+        Args:
+            tenant: Its tenant.
+            model_version: Model and version.
+            digest: Digest of the request's inputs.
+        """
+        self.poisonous(tenant.name, model_version, digest)
+        self.on_poison(tenant.name, model_version, digest)
 
     def poisonous(self, tenant: str, model_version: ModelVersion, digest: str) -> None:
         """Record a poison request; reject waiting ones if its tenant is quarantined.
@@ -288,6 +319,7 @@ class Gateway:
         """
         if self.authenticator.add_poison(tenant, model_version, digest):
             self.dispatcher.quarantine(tenant, model_version[0])
+            self.streams.quarantine(tenant, model_version[0])
 
     async def _infer(
         self,

@@ -8,16 +8,22 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 
-from multiworld.errors import InvalidRequestError, ServeError
+from multiworld.errors import (
+    InvalidRequestError,
+    RequestPoisonedError,
+    ServeError,
+)
 from multiworld.serve.gateway.body_budget import Reservation
 from multiworld.serve.gateway.choices import (
     Choice,
     Piece,
+    digest_of,
     generate,
     sampling_of,
 )
@@ -322,6 +328,9 @@ async def answered(
         ready = await read(gateway, admitted, request, body)
         del body
         reservation.release()  # a stream may take long
+        await gateway.check_poison(
+            admitted, (ready.wanted.model, ready.version), partial(_digest, ready)
+        )
         sampling, n = ready.wanted.sampling, ready.wanted.n
         prompts = ready.choices[::n]
         gateway.authenticator.count_prompt(
@@ -336,7 +345,7 @@ async def answered(
             ready.limits,
             admitted.tenant.share,
         )
-        pieces = _counted(gateway, admitted, generated)
+        pieces = _watched(gateway, admitted, ready, generated)
         if ready.wanted.is_streamed:
             gateway.streams.check_room(ready.served)  # while a status can say it
             return form.event_stream(form.events(ready, pieces))
@@ -348,14 +357,26 @@ async def answered(
     return await respond(gateway, request, name, answer, form.error)
 
 
-async def _counted(
-    gateway: Gateway, admitted: AdmittedRequest, pieces: AsyncGenerator[Piece]
+async def _watched(
+    gateway: Gateway,
+    admitted: AdmittedRequest,
+    ready: Ready,
+    pieces: AsyncGenerator[Piece],
 ) -> AsyncGenerator[Piece]:
-    """Yield pieces, and count their tokens for the tenant."""
-    async with aclosing(pieces):
-        async for piece in pieces:
-            gateway.authenticator.count_generated(admitted)
-            yield piece
+    """Yield pieces; count their tokens for the tenant, and record poison."""
+    try:
+        async with aclosing(pieces):
+            async for piece in pieces:
+                gateway.authenticator.count_generated(admitted)
+                yield piece
+    except RequestPoisonedError:
+        model_version = ready.wanted.model, ready.version
+        gateway.found_poison(admitted.tenant, model_version, await _digest(ready))
+        raise
+
+
+async def _digest(ready: Ready) -> str:
+    return digest_of(ready.choices, ready.wanted.sampling)
 
 
 # Tokens.

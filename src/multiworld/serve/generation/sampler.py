@@ -7,6 +7,7 @@ token, so a sequence that is computed again chooses as before.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -51,7 +52,13 @@ def choose(
         prompt: Number of tokens of the prompt.
         ends: Tokens that end the sequence, if they may.
         allowed: Tokens that its structure allows, [vocabulary], bool; None: all.
+
+    Raises:
+        ValueError: The most likely token has a logit that is no finite number.
     """
+    best = float(logits.max())  # NaN if any of them is
+    if not math.isfinite(best):
+        raise ValueError(f"the largest logit is {best}, no finite number")
     index = len(tokens) - prompt
     scores = _adjusted(logits, sampling, tokens, prompt)
     if allowed is not None:

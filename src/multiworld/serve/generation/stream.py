@@ -87,6 +87,7 @@ class Stream:
         prefixes: Names of the prefixes of its prompt, the shortest first.
         fingerprints: Kinds of machines that it was computed on, by stage.
         losses: Replicas that were lost with it since its last token.
+        isolated_losses: Those of them that computed it alone.
         returns: Attempts that came back since its last token.
         is_alone: Whether it is computed now and nothing else is, as a suspect.
         not_before: Monotonic time of the next attempt.
@@ -119,6 +120,7 @@ class Stream:
     prefixes: tuple[Digest, ...] = ()
     fingerprints: dict[int, str] = field(default_factory=dict)
     losses: int = 0
+    isolated_losses: int = 0
     returns: int = 0
     is_alone: bool = False
     not_before: float = 0.0

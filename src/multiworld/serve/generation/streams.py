@@ -27,7 +27,6 @@ from contextlib import aclosing, asynccontextmanager
 from multiworld.errors import (
     DeadlineExceededError,
     OverloadedError,
-    RequestPoisonedError,
     UnknownModelError,
 )
 from multiworld.serve.generation.chains import PREFIX_BLOCK, PREFIX_TOKENS, Chains
@@ -35,6 +34,7 @@ from multiworld.serve.generation.moves import Moves
 from multiworld.serve.generation.prefixes import digests
 from multiworld.serve.generation.stream import NO_LIMITS, Chain, Stream, TimeLimits
 from multiworld.serve.generation.stream_counts import StreamCounts
+from multiworld.serve.routing import refusals
 from multiworld.serve.routing.attainment import Attainment
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport import generation_messages, protocol
@@ -51,9 +51,10 @@ TICK_S = 0.05
 """Seconds between checks of deadlines and of silent replicas, while there are
 streams."""
 
-POISON_LOSSES = 4
-"""Replicas lost in a row while they had a stream that got no token in between, after
-which the stream is taken to be the cause."""
+POISON_LOSSES = 3
+"""Replicas that die while they compute a stream alone, without a token in between,
+after which it is poison. Those that had it among others do not count: a host that is
+lost takes several replicas of a chain with it."""
 
 OWED = 65536
 """Most ended sequences that a replica is told of when it connects again."""
@@ -257,6 +258,21 @@ class Streams:
         """Number of streams."""
         return len(self._streams)
 
+    def quarantine(self, tenant: str, model: str) -> None:
+        """End a tenant's streams without a token that wait for a chain.
+
+        Those that wait for replicas of its own end as well.
+
+        Args:
+            tenant: Name of the tenant.
+            model: Name of the model.
+        """
+        names = {model, f"{model}@{tenant}"}
+        for stream in self._unplaced.values():
+            is_its = stream.share.tenant == tenant and stream.model in names
+            if is_its and stream.first_at is None:
+                stream.put(refusals.quarantined(model))
+
     def load(self) -> dict[str, int]:
         """Return the streams at each replica."""
         return dict(+self._chains.load)
@@ -303,6 +319,7 @@ class Streams:
         known_cause = any(stream.is_alone for stream in there)
         for stream in there:
             stream.losses += not is_polite and (stream.is_alone or not known_cause)
+            stream.isolated_losses += not is_polite and stream.is_alone
             stream.returns = 0
             self._again(stream, f"{peer} is gone")
         self._place_waiting()
@@ -351,7 +368,7 @@ class Streams:
             self._again(stream, f"token {item.index} came in place of {index}")
             return
         stream.tokens.append(item.token)
-        stream.losses = stream.returns = 0
+        stream.losses = stream.isolated_losses = stream.returns = 0
         stream.is_alone = False
         stream.last_at = self._clock()
         if stream.first_at is None:
@@ -394,12 +411,9 @@ class Streams:
             and not stream.via
         )
         self._leave_chain(stream, is_kept=is_kept)
-        if stream.losses >= POISON_LOSSES:
-            stream.put(
-                RequestPoisonedError(
-                    f"{stream.losses} replicas were lost in a row with this request"
-                )
-            )
+        if stream.isolated_losses >= POISON_LOSSES:
+            lost = stream.isolated_losses
+            stream.put(refusals.poisoned(stream.number, stream.model, lost))
             return
         if stream.returns:
             pause_s = PAUSE_S * 2.0 ** min(stream.returns, 10)

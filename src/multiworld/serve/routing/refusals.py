@@ -24,15 +24,16 @@ def overloaded(job: Submitted, own: int) -> OverloadedError:
     )
 
 
-def poisoned(job: Submitted, isolated_losses: int) -> RequestPoisonedError:
+def poisoned(number: int, model: str, isolated_losses: int) -> RequestPoisonedError:
     """Return the error for a poison request.
 
     Args:
-        job: The request.
+        number: Number of the request.
+        model: Name of its model.
         isolated_losses: Replicas that died while they computed it in isolation.
     """
     return RequestPoisonedError(
-        f"request {job.number} to model {job.model!r} is a poison request: "
+        f"request {number} to model {model!r} is a poison request: "
         f"{isolated_losses} replicas died while they computed it alone; do not retry it"
     )
 
@@ -59,10 +60,10 @@ def too_late(job: Submitted, at: str) -> DeadlineExceededError:
     )
 
 
-def quarantined(job: Submitted) -> QuarantinedError:
+def quarantined(model: str) -> QuarantinedError:
     """Return the error for a request that waited when its tenant was quarantined."""
     return QuarantinedError(
-        f"your requests to model {job.model!r} are quarantined: several of them killed "
+        f"your requests to model {model!r} are quarantined: several of them killed "
         "the replicas that computed them; retry later, without those",
         retry_after_s=RETRY_AFTER_S,
     )

@@ -323,9 +323,10 @@ class Router:
             if not event.is_polite:
                 self._record_loss(request, state)
             if request.isolated_losses >= POISON_LOSSES:
-                self._isolate_tenant(request.job)
+                job, losses = request.job, request.isolated_losses
+                self._isolate_tenant(job)
                 actions += [
-                    Reject(number, poisoned(request.job, request.isolated_losses)),
+                    Reject(number, poisoned(number, job.model, losses)),
                     *self._end(number),
                 ]
             else:
@@ -351,7 +352,7 @@ class Router:
             job = request.job
             if not request.attempts:
                 actions += [
-                    Reject(job.number, quarantined(job)),
+                    Reject(job.number, quarantined(model)),
                     *self._end(job.number),
                 ]
         return actions

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import pytest
 import torch
 
 from multiworld.serve.generation.kv_cache import MissingTokensError
@@ -61,6 +63,24 @@ def test_sequence_that_fails_does_not_fail_the_others_of_its_step() -> None:
     ((failed, error),) = found.failed
     assert failed == key(2)
     assert isinstance(error, ValueError)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logits_that_are_no_numbers_fail_their_sequence_alone(bad: float) -> None:
+    """The others of the step get their tokens; no text is made of what is none."""
+
+    def broken(rows: Any, positions: Any, attention: Any, wanted: Any) -> Any:
+        logits = stage(rows, positions, attention, wanted)
+        logits[rows[wanted] == 2, 0] = bad
+        return logits
+
+    engine = StageEngine(broken, is_last=True, model=FACTS)
+    engine.tidy(Chores(open=(opening(1, 1, 1), opening(2, 2))))
+    found = engine.compute([part(1, 0, 2), part(2, 0, 1)], torch.tensor([1, 1, 2]))
+    assert [item.key for item in found.tokens] == [key(1)]
+    ((failed, error),) = found.failed
+    assert failed == key(2)
+    assert "no finite number" in str(error)
 
 
 def test_tokens_that_were_never_computed_here_are_noticed() -> None:

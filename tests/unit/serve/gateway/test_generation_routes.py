@@ -1,0 +1,390 @@
+"""Routes of models that generate text, over streams that a test plays."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from multiworld.errors import RequestPoisonedError, ServeError
+from multiworld.serve.gateway import completion_answers
+from multiworld.serve.generation.streams import Streams
+from multiworld.serve.generation.text import Tokenizer
+from multiworld.serve.spec.schema import GenerationSpec, ModelSpec, StageSpec
+from multiworld.serve.spec.stage import Generation, Model, Stage
+from multiworld.serve.tenants.directory import Tenant
+from multiworld.serve.transport.generation_messages import Sampling, TokenItem
+from tests.tiny_decoder import save_tokenizer
+from tests.unit.serve.gateway.fakes import Fake
+
+CHAT = "/v1/chat/completions"
+PROMPT = [{"role": "user", "content": "hi"}]
+
+
+class PlayedStreams(Streams):
+    """Streams whose tokens a test says.
+
+    Attributes:
+        text: The tokens to generate.
+        error: Ends each stream after those; None: it ends well.
+        wait_s: Seconds before each token.
+        prompts: Prompts that were asked for.
+        samplings: How each was to be sampled.
+        quarantined: Tenants and models.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("gateway/1")
+        self.text: list[int] = []
+        self.error: ServeError | None = None
+        self.wait_s = 0.0
+        self.prompts: list[list[int]] = []
+        self.samplings: list[Sampling] = []
+        self.quarantined: list[tuple[str, str]] = []
+
+    def check_room(self, model: str) -> None:
+        """Have room."""
+
+    def quarantine(self, tenant: str, model: str) -> None:
+        """Take note."""
+        self.quarantined.append((tenant, model))
+
+    @asynccontextmanager
+    async def stream(
+        self, model: str, tokens: Sequence[int], sampling: Sampling, **more: Any
+    ) -> AsyncIterator[AsyncIterator[TokenItem]]:
+        """Generate what the test set."""
+        self.prompts.append(list(tokens))
+        self.samplings.append(sampling)
+        yield self._items(sampling)
+
+    async def _items(self, sampling: Sampling) -> AsyncIterator[TokenItem]:
+        for index, token in enumerate(self.text):
+            await asyncio.sleep(self.wait_s)
+            is_last = index + 1 == len(self.text) and self.error is None
+            logprob = None if sampling.logprobs is None else -0.5 * index
+            top = ((token, -0.5 * index), (5, float("-inf")))[: sampling.logprobs or 0]
+            finish: Any = "length" if is_last else ""
+            key = ("gateway/1", 1, 0)
+            yield TokenItem(key, index, token, finish, logprob, top)
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Return a tokenizer of bytes."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder)
+    return Tokenizer(folder)
+
+
+class Played:
+    """A gateway with a model that generates what a test says.
+
+    Attributes:
+        streams: What it generates.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *tenants: str) -> None:
+        self.fake = Fake(*(Tenant(name=name) for name in tenants))
+        self.streams = self.fake.gateway.streams = PlayedStreams()
+        facts = Generation(
+            tokenizer=lambda: tokenizer,
+            end_tokens=(0,),
+            vocabulary=300,
+            max_tokens=200,
+            kv_bytes=[1],
+        )
+        stage = Stage(load=lambda context: lambda tensors: tensors)
+        self.fake.serve(g=Model(stages=[stage], generation=facts))
+        spec = ModelSpec(
+            factory="a:b",
+            stages=[StageSpec(name="all")],
+            generation=GenerationSpec(tool_call_parser="hermes"),
+        )
+        self.fake.gateway.specs["g", "1"] = spec
+
+    async def post(
+        self, path: str, body: dict[str, Any], tenant: str = ""
+    ) -> tuple[int, Any]:
+        """Return the status of an answer, and its content or the events of it."""
+        async with self.fake.client(tenant) as client:
+            answer = await client.post(path, json={"model": "g", **body})
+        if answer.headers["content-type"].startswith("text/event-stream"):
+            return answer.status_code, answer.text.split("\n\n")[:-1]
+        return answer.status_code, answer.json()
+
+    async def choices(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """Return the choices of a streamed answer, chunk by chunk."""
+        status, events = await self.post(path, {**body, "stream": True})
+        assert status == 200, events
+        assert events[-1] == "data: [DONE]"
+        chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
+        return [choice for chunk in chunks for choice in chunk["choices"]]
+
+
+# Poison.
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_poison_text_is_told_once_and_not_tried_again(
+    tokenizer: Tokenizer, is_streamed: bool
+) -> None:
+    """Whatever its seed; other texts of its tenant, and the same of another, are."""
+    played = Played(tokenizer, "acme", "beta")
+    told: list[Any] = []
+    played.fake.gateway.on_poison = lambda *found: told.append(found)
+    played.streams.error = RequestPoisonedError("it kills")
+    asked = {"messages": PROMPT, "stream": is_streamed, "temperature": 0.5}
+    status, first = await played.post(CHAT, asked, "acme")
+    assert status == (200 if is_streamed else 500)
+    assert "it kills" in str(first)
+    played.streams.error, played.streams.text = None, [7, 8]
+    status, again = await played.post(CHAT, {**asked, "seed": 7}, "acme")
+    assert status == 500
+    assert "do not retry it" in again["error"]["message"]
+    assert len(played.streams.prompts) == 1
+    assert [found[:2] for found in told] == [("acme", ("g", "1"))]
+    for tenant, more in (("beta", {}), ("acme", {"temperature": 0.6})):
+        status, _ = await played.post(CHAT, {**asked, **more}, tenant)
+        assert status == 200
+
+
+async def test_several_poison_texts_quarantine_their_tenant(
+    tokenizer: Tokenizer,
+) -> None:
+    """On every route of the model; those of it that wait end, too."""
+    played = Played(tokenizer, "acme")
+    played.streams.error = RequestPoisonedError("it kills")
+    for number in range(3):
+        asked = {"prompt": [5 + number], "max_tokens": 3}
+        status, _ = await played.post("/v1/completions", asked, "acme")
+        assert status == 500
+    status, answer = await played.post(CHAT, {"messages": PROMPT}, "acme")
+    assert status == 429
+    assert "quarantined" in answer["error"]["message"]
+    status, _ = await played.post("/v2/models/g/generate", {}, "acme")
+    assert status == 400, "it is read first"
+    async with played.fake.client("acme") as client:
+        text = {"text_input": "hi"}
+        answer = await client.post("/v2/models/g/generate", json=text)
+    assert answer.status_code == 429
+    assert ("acme", "g") in played.streams.quarantined
+
+
+# Streamed answers.
+
+
+CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+@pytest.mark.parametrize("text", ["well", CALL, "so: " + CALL + " and", "<tool_ca"])
+async def test_streamed_calls_tell_of_every_token_once(
+    tokenizer: Tokenizer, text: str
+) -> None:
+    """Ids and probabilities, however long the text of a call is held back."""
+    played = Played(tokenizer)
+    wanted = list(tokenizer.encode(text, has_special=False))
+    played.streams.text = wanted
+    found = await played.choices(
+        CHAT,
+        {
+            "messages": PROMPT,
+            "tools": TOOLS,
+            "logprobs": True,
+            "top_logprobs": 2,
+            "return_token_ids": True,
+        },
+    )
+    assert [t for choice in found for t in choice["token_ids"]] == wanted
+    scored = [e for c in found if c["logprobs"] for e in c["logprobs"]["content"]]
+    assert [each["logprob"] for each in scored] == [
+        -0.5 * n for n in range(len(wanted))
+    ]
+    for each in scored:
+        assert [top["logprob"] for top in each["top_logprobs"]] == [
+            each["logprob"],
+            -9999.0,
+        ]
+    assert [c["prompt_token_ids"] for c in found if "prompt_token_ids" in c] == [
+        played.streams.prompts[0]
+    ]
+    has_call = CALL in text
+    assert found[-1]["finish_reason"] == ("tool_calls" if has_call else "length")
+    calls = [c for choice in found for c in choice["delta"].get("tool_calls", ())]
+    assert len(calls) == has_call
+
+
+async def test_text_completion_tells_the_ids_of_its_prompt_once(
+    tokenizer: Tokenizer,
+) -> None:
+    """With the first token."""
+    played = Played(tokenizer)
+    played.streams.text = list(tokenizer.encode("yes", has_special=False))
+    asked = {"prompt": [9, 8, 7], "return_token_ids": True}
+    found = await played.choices("/v1/completions", asked)
+    assert [choice.get("prompt_token_ids") for choice in found] == [
+        [9, 8, 7],
+        *[None] * 3,
+    ]
+    assert [t for choice in found for t in choice["token_ids"]] == list(
+        tokenizer.encode("yes", has_special=False)
+    )
+    assert "".join(choice["text"] for choice in found) == "yes"
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v2/models/g/generate_stream"])
+async def test_slow_stream_is_kept_alive_by_comments(
+    tokenizer: Tokenizer, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Proxies close connections on which nothing comes."""
+    monkeypatch.setattr(completion_answers, "KEEP_ALIVE_S", 0.02)
+    played = Played(tokenizer)
+    played.streams.text, played.streams.wait_s = (
+        list(tokenizer.encode("ab", has_special=False)),
+        0.2,
+    )
+    body: dict[str, Any] = {"model": "g", "messages": PROMPT, "stream": True}
+    if path != CHAT:
+        body = {"text_input": "hi"}
+    async with played.fake.client() as client:
+        answer = await client.post(path, json=body)
+    events = answer.text.split("\n\n")
+    comments = [number for number, event in enumerate(events) if event[:1] == ":"]
+    assert len(comments) >= 2
+    assert comments[0] == 0, "before the first token"
+    assert all(event.startswith("data: ") for event in events[:-1] if event[:1] != ":")
+
+
+# Requests.
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": [{"role": "robot", "content": "hi"}]}, "messages"),
+        ({"messages": PROMPT, "n": 65}, "n"),
+        ({"messages": PROMPT, "top_logprobs": 2}, "top_logprobs"),
+        ({"messages": PROMPT, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"messages": PROMPT, "max_completion_tokens": 500}, "messages"),
+        ({"messages": PROMPT, "stop_token_ids": [300]}, "stop_token_ids"),
+        ({"messages": PROMPT, "temperature": -1}, "temperature"),
+    ],
+)
+async def test_chat_that_cannot_be_met_names_the_field(
+    tokenizer: Tokenizer, body: dict[str, Any], param: str
+) -> None:
+    """No replica is asked."""
+    played = Played(tokenizer)
+    status, answer = await played.post(CHAT, body)
+    assert (status, answer["error"]["param"]) == (400, param)
+    assert played.streams.prompts == []
+
+
+async def test_prompts_times_choices_are_bounded(tokenizer: Tokenizer) -> None:
+    """By what all of them are together."""
+    played = Played(tokenizer)
+    played.streams.text = [7]
+    asked = {"prompt": ["a", "b"], "n": 33}
+    status, answer = await played.post("/v1/completions", asked)
+    assert (status, answer["error"]["param"]) == (400, "n")
+    status, answer = await played.post("/v1/completions", {**asked, "n": 3})
+    assert status == 200
+    assert [choice["index"] for choice in answer["choices"]] == list(range(6))
+    assert played.streams.prompts == [[65]] * 3 + [[66]] * 3
+    assert answer["usage"]["prompt_tokens"] == 2
+    assert answer["usage"]["completion_tokens"] == 6
+
+
+async def test_limit_of_a_chat_is_its_newer_name_if_both_are_given(
+    tokenizer: Tokenizer,
+) -> None:
+    """max_completion_tokens replaces max_tokens in OpenAI's API."""
+    played = Played(tokenizer)
+    played.streams.text = [7]
+    for fields, most in (
+        ({"max_completion_tokens": 5}, 5),
+        ({"max_tokens": 6}, 6),
+        ({"max_tokens": 6, "max_completion_tokens": 5}, 5),
+    ):
+        assert (await played.post(CHAT, {"messages": PROMPT, **fields}))[0] == 200
+        assert played.streams.samplings[-1].max_tokens == most
+
+
+async def test_stop_string_ends_the_text_before_it(tokenizer: Tokenizer) -> None:
+    """Also if it comes in several tokens, streamed or whole."""
+    played = Played(tokenizer)
+    played.streams.text = list(tokenizer.encode("one,END,two", has_special=False))
+    asked = {"messages": PROMPT, "stop": ["END"]}
+    status, answer = await played.post(CHAT, asked)
+    (choice,) = answer["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("one,", "stop")
+    found = await played.choices(CHAT, asked)
+    assert "".join(c["delta"].get("content", "") for c in found) == "one,"
+    assert found[-1]["finish_reason"] == "stop"
+    assert status == 200
+
+
+async def test_text_that_is_cut_within_a_letter_shows_whole_letters(
+    tokenizer: Tokenizer,
+) -> None:
+    """Bytes that are no letter are replaced at the end, never before it."""
+    played = Played(tokenizer)
+    letters = tokenizer.encode("aé€", has_special=False)
+    assert len(letters) == 6
+    for count, wanted in ((6, "aé€"), (5, "aé�"), (2, "a�")):
+        played.streams.text = list(letters[:count])
+        found = await played.choices(CHAT, {"messages": PROMPT})
+        shown = [choice["delta"].get("content", "") for choice in found]
+        assert "".join(shown) == wanted
+        assert not any("�" in piece for piece in shown[:-1])
+
+
+async def test_tokens_and_texts_are_turned_into_each_other(
+    tokenizer: Tokenizer,
+) -> None:
+    """A prompt, a chat with its template, and back."""
+    played = Played(tokenizer)
+    status, plain = await played.post("/tokenize", {"prompt": "hi!"})
+    assert status == 200
+    assert plain["count"] == 3
+    assert plain["max_model_len"] == 200
+    body = {"messages": PROMPT, "return_token_strs": True}
+    _, chat = await played.post("/tokenize", body)
+    assert "".join(chat["token_strs"]).replace("Ġ", " ").startswith("user:")
+    _, text = await played.post("/detokenize", {"tokens": plain["tokens"]})
+    assert text == {"prompt": "hi!"}
+    for path, wrong in (
+        ("/tokenize", {}),
+        ("/tokenize", {"messages": [{"role": "robot"}]}),
+        ("/detokenize", {"tokens": [300]}),
+        ("/detokenize", {"tokens": [-1]}),
+        ("/detokenize", {}),
+    ):
+        status, _ = await played.post(path, wrong)
+        assert status == 400
+
+
+async def test_chat_shows_the_asked_alternatives_of_each_token(
+    tokenizer: Tokenizer,
+) -> None:
+    """A probability of zero has a number in JSON."""
+    played = Played(tokenizer)
+    played.streams.text = list(tokenizer.encode("ab", has_special=False))
+    asked = {"messages": PROMPT, "logprobs": True, "top_logprobs": 2}
+    _, answer = await played.post(CHAT, asked)
+    first, second = answer["choices"][0]["logprobs"]["content"]
+    assert (first["token"], first["logprob"], second["logprob"]) == ("a", 0.0, -0.5)
+    assert [top["logprob"] for top in second["top_logprobs"]] == [-0.5, -9999.0]
+    assert first["bytes"] == [97]
+    asked = {"prompt": "x", "logprobs": 2}
+    _, answer = await played.post("/v1/completions", asked)
+    found = answer["choices"][0]["logprobs"]
+    assert found["token_logprobs"] == [0.0, -0.5]
+    assert sorted(found["top_logprobs"][1].values()) == [-9999.0, -0.5]
