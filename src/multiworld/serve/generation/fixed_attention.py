@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -177,6 +178,7 @@ class FixedAttention:
         factor = size**-0.5 if scale is None else scale
         threads = torch.get_num_threads()
         sizes = alike_sizes(heads, size, value.shape[2], key.dtype, threads)
+        self._cache.granule = largest_step(sizes[1])
         found = query.new_empty((query.shape[1], query.shape[0], value.shape[2]))
         offset = 0
         for rows in self._rows:
@@ -238,6 +240,15 @@ class FixedAttention:
                 mask &= of > at - window
             self._masks[form] = mask
         return mask
+
+
+def largest_step(keys: Sequence[int]) -> int:
+    """Return by how many keys ``padded`` rounds up at most, and one.
+
+    Args:
+        keys: As for ``padded``.
+    """
+    return max(after - before for before, after in pairwise((0, *keys)))
 
 
 def padded(keys: Sequence[int], end: int) -> int:

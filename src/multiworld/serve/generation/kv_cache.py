@@ -88,14 +88,19 @@ class KvCache:
     Args:
         block_size: Tokens by which memory grows at least.
         attention: Makes the attention of a step, from this cache and its rows.
+        granule: See below.
+
+    Attributes:
+        granule: Tokens in multiples of which the attention needs memory.
     """
 
     def __init__(
         self,
         block_size: int = 16,
         attention: Callable[[KvCache, Sequence[Rows]], Attention] | None = None,
+        granule: int = 1,
     ) -> None:
-        self._block_size = block_size
+        self._block_size, self.granule = block_size, granule
         self._attention = attention or StepAttention
         self._sequences: dict[Hashable, _Sequence] = {}
 

@@ -33,6 +33,8 @@ class Link:
     Attributes:
         opening: The sequence, as the gateway has told it.
         held: Number of its tokens whose keys and values are here.
+        is_known: Whether those are in blocks of known prompts, and are not copied until
+            it is computed.
         logged: First token whose output is in the log, which ends at ``held``.
         sent: Number of its tokens that the next stage has, or was sent; None until
             that one has told.
@@ -42,6 +44,7 @@ class Link:
 
     opening: Opening
     held: int = 0
+    is_known: bool = False
     logged: int = 0
     sent: int | None = None
     stages: Sequence[int] = ()
@@ -90,7 +93,7 @@ class Link:
 
     def reset(self) -> None:
         """Record that all of it was dropped, here and in later stages."""
-        self.held = self.logged = 0
+        self.held, self.logged, self.is_known = 0, 0, False
         self.sent = None if self.sent is None else 0
 
 
@@ -149,7 +152,7 @@ class Links:
         if found is not None:
             # The last token is computed again where it is sampled.
             most = len(opening.tokens) - self._is_last
-            link.held = min(found.held, most)
+            link.held, link.is_known = min(found.held, most), found.is_known
             link.logged = min(found.logged, link.held)
         self._links[opening.key[:2]] = link
         return link, self._early.pop(opening.key, None)

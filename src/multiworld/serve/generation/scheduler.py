@@ -97,6 +97,7 @@ class Scheduler:
         steps: Most steps under way at once; as many as in ``limits`` at first.
         withheld: Blocks that are left to other schedulers; but one sequence may have
             all, so that it can end.
+        granule: Tokens in multiples of which a sequence takes memory.
         preemptions: Number of preemptions so far.
     """
 
@@ -112,7 +113,7 @@ class Scheduler:
         self._planned: set[Key] = set()
         self._reserved: dict[Key, int] = {}
         self._shares = TokenShares()
-        self.preemptions = 0
+        self.preemptions, self.granule = 0, 1
         self.steps = limits.steps
         self.withheld = 0
 
@@ -492,8 +493,14 @@ class Scheduler:
     # Blocks.
 
     def blocks_of(self, tokens: int) -> int:
-        """Return the number of blocks that a number of tokens needs."""
-        return math.ceil(tokens / self.limits.block_size)
+        """Return the number of blocks that a number of tokens needs.
+
+        One sequence may always have all of them, though they are no whole granules.
+        """
+        limits = self.limits
+        least = math.ceil(tokens / limits.block_size)
+        whole = math.ceil(tokens / self.granule) * self.granule
+        return max(least, min(limits.blocks, math.ceil(whole / limits.block_size)))
 
     def _has_room(self, sequence: ScheduledSequence, count: int) -> bool:
         """Give a sequence the blocks for more tokens; preempt later ones for it."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from multiworld.serve.generation.alike import fix_linears
-from multiworld.serve.generation.fixed_attention import FixedAttention
+from multiworld.serve.generation.fixed_attention import PIECE, FixedAttention
 from multiworld.serve.generation.grammar import Matcher, Matchers
 from multiworld.serve.generation.kv_cache import KvCache, MissingTokensError, Rows
 from multiworld.serve.generation.links import StreamId
@@ -113,7 +113,9 @@ def engine_of(
         model: Facts about the model.
         is_deterministic: Whether results are not to depend on the batch.
     """
-    cache = KvCache(attention=FixedAttention) if is_deterministic else KvCache()
+    cache = KvCache()
+    if is_deterministic:
+        cache = KvCache(attention=FixedAttention, granule=PIECE)  # until it is known
     with torch.inference_mode():
         if isinstance(function, nn.Module):
             pack_linears(function)

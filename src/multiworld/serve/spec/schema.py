@@ -294,9 +294,14 @@ class ModelSpec(_Strict):
         return stages
 
     @model_validator(mode="after")
-    def _one_rank(self) -> ModelSpec:
-        if self.generation is not None and any(s.ranks > 1 for s in self.stages):
-            raise ValueError("a model that generates text has one rank in each stage")
+    def _stages_of_text(self) -> ModelSpec:
+        for stage in self.stages if self.generation is not None else ():
+            if stage.ranks > 1:
+                rule = "a model that generates text has one rank in each stage"
+                raise ValueError(rule)
+            if stage.device != "cpu":
+                rule = "text is generated on CPUs only so far; remove `device`"
+                raise ValueError(rule)
         return self
 
     @model_validator(mode="after")

@@ -128,6 +128,11 @@ class EngineThread:
         """
         self._restore[stream] = blocks, tokens
 
+    @property
+    def granule(self) -> int:
+        """Tokens in multiples of which keys and values take memory."""
+        return 1 if self._engine is None else self._engine.cache.granule
+
     def copied(self, stream: StreamId, begin: int, end: int) -> Layers:
         """Return a copy of keys and values of a sequence, while no step runs.
 

@@ -23,7 +23,6 @@ from multiworld.serve.generation.fingerprint import fingerprint
 from multiworld.serve.generation.kv_cache import MissingTokensError
 from multiworld.serve.generation.limits import adapt_to
 from multiworld.serve.generation.links import Link, Links, neighbours_of
-from multiworld.serve.generation.prefix_cache import Block
 from multiworld.serve.generation.row_log import RowLog
 from multiworld.serve.generation.scheduler import PlannedStep, Scheduler
 from multiworld.serve.generation.stage_engine import Computed
@@ -125,6 +124,7 @@ class GenerationWorker:
         Cancellation: Loading goes on in its thread; call ``close`` afterwards.
         """
         await self._engine.load(context)
+        self._scheduler.granule = self._engine.granule
 
     def close(self) -> None:
         """Stop the thread, without waiting for a running computation."""
@@ -276,7 +276,7 @@ class GenerationWorker:
         link, told = self._links.begin(opening, stages)
         self._engine.open(opening)
         if not link.held:
-            self._recall(link)
+            self._prompts.find(link)
         has_room = self._number > 0 or self._schedule(link)
         neighbours = neighbours_of(opening.chain, self._number)
         if not has_room or not neighbours <= {*self._mail}:
@@ -317,28 +317,14 @@ class GenerationWorker:
             rows = self._log.rows(link.stream, begin, link.held)
         self._mail.tell(peer, generation_messages.Refill(key, begin, True), rows)
 
-    def _recall(self, link: Link) -> None:
-        """Let a sequence begin with what is known of its prompt."""
-        found = self._prompts.recall(link.opening)
-        if not found:
-            return
-        link.held = len(found) * self._scheduler.limits.block_size
-        self._engine.restore(link.stream, found, link.held)
-        rows = [block.rows for block in found if block.rows is not None]
-        link.logged = 0 if rows else link.held
-        if rows:
-            self._log_rows(link, 0, torch.cat(rows))
-
-    def _remember(self, link: Link, part: StepPart) -> None:
-        """Keep the blocks of a prompt that a step has completed."""
-        for name, begin, end in self._prompts.fresh(part):
-            rows = None
-            if not self._is_last:
-                if begin < link.logged:
-                    continue  # its output is not there any more
-                rows = self._log.rows(link.stream, begin, end)
-            layers = self._engine.copied(link.stream, begin, end)
-            self._prompts.keep(name, Block(layers, rows))
+    def _restore(self, links: Iterable[Link | None]) -> None:
+        """Let sequences begin with what is known of their prompts."""
+        for link in links:
+            if link is not None and link.is_known:
+                rows = self._prompts.restore(link, self._engine)
+                if rows is not None:
+                    link.logged = 0
+                    self._log_rows(link, 0, rows)
 
     def _told(self, key: Key, count: int) -> None:
         """Send the next stage what it lacks, as far as it is here."""
@@ -469,6 +455,7 @@ class GenerationWorker:
             if link is None:
                 continue
             link.reset()
+            self._prompts.release(link.stream)
             self._log.drop(link.stream)
             self._engine.drop(link.stream)
             if not self._is_last:
@@ -552,7 +539,9 @@ class GenerationWorker:
         """Compute rows in the thread, and log what comes out."""
         if not parts:
             return Computed(())
+        self._restore(self._links.get(part.key) for part in parts)
         found = await self._engine.compute(parts, rows)
+        self._scheduler.granule = self._engine.granule
         self.counts["steps"] += 1
         self.counts["rows"] += len(rows)
         self.counts["tokens"] += len(found.tokens)
@@ -571,7 +560,8 @@ class GenerationWorker:
             link.held = part.begin + part.count
             if part.key in outputs:
                 self._log_rows(link, part.begin, outputs[part.key])
-            self._remember(link, part)
+            log = None if self._is_last else self._log
+            self._prompts.keep(link, part, self._engine, log)
         return found
 
     def _log_rows(self, link: Link, begin: int, rows: Tensor) -> None:

@@ -115,7 +115,7 @@ class Inbox:
         """
         waits = self._moved if self._refills else ()
         are_others_here = any(
-            link.held and not link.stages and link.key not in waits
+            link.held and not (link.is_known or link.stages) and link.key not in waits
             for link in self._links
         )
         return min(PIECE, self._rows) if are_others_here else self._rows

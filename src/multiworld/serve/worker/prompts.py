@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
-from multiworld.serve.generation.links import StreamId
+import torch
+from torch import Tensor
+
+from multiworld.serve.generation.links import Link, StreamId
 from multiworld.serve.generation.prefix_cache import Block, PrefixCache
 from multiworld.serve.generation.prefixes import Digest, digests
-from multiworld.serve.transport.generation_messages import Opening, StepPart
+from multiworld.serve.generation.row_log import RowLog
+from multiworld.serve.transport.generation_messages import StepPart
+from multiworld.serve.worker.engine_thread import EngineThread
 
 
 class Prompts:
@@ -24,42 +28,81 @@ class Prompts:
         self._cache = PrefixCache(limit) if limit else None
         self._block, self._counts = block, counts
         self._names: dict[StreamId, list[Digest]] = {}
+        self._found: dict[StreamId, list[Block]] = {}
 
-    def recall(self, opening: Opening) -> list[Block]:
-        """Return the blocks with which a sequence may begin."""
+    def find(self, link: Link) -> None:
+        """Let a sequence have what is known of its prompt; it is so until ``restore``.
+
+        Nothing is copied before: a sequence that waits for its turn takes no memory.
+        """
+        opening = link.opening
         if self._cache is None or opening.is_probe:
-            return []
+            return
+        self.release(link.stream)
         names = list(digests(opening.tokens, self._block, opening.share.tenant))
-        self._names[opening.key[:2]] = names
+        self._names[link.stream] = names
         if opening.sampling.prompt_logprobs is not None:
-            return []  # all of its tokens are to be scored
-        # The last token is always computed, because it gives the next one.
-        found = self._cache.find(names[: (len(opening.tokens) - 1) // self._block])
+            return  # all of its tokens are to be scored
         self._counts["prefix_cache_queries"] += len(opening.tokens)
-        self._counts["prefix_cache_hits"] += len(found) * self._block
-        return found
+        # The last token is always computed, because it gives the next one.
+        found = self._cache.use(names[: (len(opening.tokens) - 1) // self._block])
+        if found:
+            self._found[link.stream], link.is_known = found, True
+            link.held = link.logged = len(found) * self._block
 
-    def fresh(self, part: StepPart) -> Iterator[tuple[Digest, int, int]]:
-        """Yield the blocks to keep that a part of a step has completed.
+    def restore(self, link: Link, engine: EngineThread) -> Tensor | None:
+        """Let a sequence begin with what is known of it, in the next step.
 
         Args:
-            part: The part.
+            link: The sequence; it has what it is to begin with.
+            engine: The engine.
 
-        Yields:
-            The name of a block, its first token, and the one after its last.
+        Returns:
+            The output of the stage for those tokens, [tokens, hidden]; None if there
+            are none, or in the last stage.
         """
-        names = self._names.get(part.key[:2], ())
+        held = link.held
+        found = self._found.get(link.stream, [])[: -(-held // self._block)]
+        self.release(link.stream)
+        link.is_known = False
+        if not found:
+            return None
+        self._counts["prefix_cache_hits"] += held
+        engine.restore(link.stream, found, held)
+        rows = [block.rows for block in found if block.rows is not None]
+        return torch.cat(rows)[:held] if rows else None
+
+    def release(self, stream: StreamId) -> None:
+        """Let go of the blocks that a sequence might have begun with."""
+        found = self._found.pop(stream, ())
+        if self._cache is not None:
+            self._cache.release(self._names.get(stream, [])[: len(found)])
+
+    def keep(
+        self, link: Link, part: StepPart, engine: EngineThread, log: RowLog | None
+    ) -> None:
+        """Keep the blocks of a prompt that a part of a step has completed.
+
+        Args:
+            link: The sequence.
+            part: The part.
+            engine: The engine, which computes nothing now.
+            log: Output of the stage; None in the last one.
+        """
+        names = self._names.get(link.stream, ())
         end = min(len(names), (part.begin + part.count) // self._block)
         for number in range(part.begin // self._block, end):
-            if self._cache is not None and not self._cache.has(names[number]):
-                begin = number * self._block
-                yield names[number], begin, begin + self._block
-
-    def keep(self, name: Digest, block: Block) -> None:
-        """Keep a block."""
-        if self._cache is not None:
-            self._cache.put(name, block)
+            if self._cache is None or self._cache.has(names[number]):
+                continue
+            begin, rows = number * self._block, None
+            if log is not None:
+                if begin < link.logged:
+                    continue  # its output is not there any more
+                rows = log.rows(link.stream, begin, begin + self._block)
+            layers = engine.copied(link.stream, begin, begin + self._block)
+            self._cache.put(names[number], Block(layers, rows))
 
     def forget(self, stream: StreamId) -> None:
-        """Forget the names of a sequence's prefixes."""
+        """Forget a sequence."""
+        self.release(stream)
         self._names.pop(stream, None)

@@ -93,7 +93,7 @@ class InlineEngine:
         self._restore: dict[Any, Any] = {}
         self.began_at: float | None = None
         self.computed_s = 0.0
-        self.rows = 0
+        self.rows, self.granule = 0, 1
 
     def open(self, opening: Opening) -> None:
         """Let a sequence begin."""
@@ -254,8 +254,17 @@ class Net:
 
     def kill(self, name: str) -> None:
         """Kill a replica; its peers notice one after the other."""
-        del self.owners[name]
+        self.die(name)
+        self.forget(name)
+
+    def forget(self, name: str) -> None:
+        """Remove a dead replica from the table."""
         del self._replicas[name]
+        self._table_changed()
+
+    def die(self, name: str) -> None:
+        """Kill a replica; it stays in the table, where it may still be chosen."""
+        del self.owners[name]
         for here, there in list(self._ends):
             if here == name:
                 self._ends.pop((here, there)).is_up = False
@@ -265,7 +274,6 @@ class Net:
                 while queue and self.chance.random() < 0.5:
                     queue.pop()  # it was not sent yet
                 queue.append(self._lost(here, name))
-        self._table_changed()
 
     def flap(self, one: str, other: str) -> None:
         """Break the edge of two replicas, and connect them again."""
@@ -314,7 +322,7 @@ class Net:
 
     def alive(self) -> list[str]:
         """Return the replicas that live."""
-        return sorted(self._replicas)
+        return sorted(self._replicas.keys() & self.owners.keys())
 
     def pairs(self) -> list[tuple[str, str]]:
         """Return the pairs of replicas that are connected."""

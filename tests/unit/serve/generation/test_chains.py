@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from multiworld.errors import RequestPoisonedError
 from multiworld.serve.generation.scheduler import EngineLimits
+from multiworld.serve.transport.generation_messages import Tokens
 from tests.unit.serve.generation.simulated_chains import Client, Net
 
 LIMITS = EngineLimits(
@@ -35,6 +37,9 @@ async def freed(net: Net) -> None:
         worker = net.worker(name)
         await net.engine(name).tidy()
         assert len(worker._links) == 0
+        assert not worker._prompts._found
+        cache = worker._prompts._cache
+        assert cache is None or not cache._uses
         assert worker._log.nbytes == 0
         assert net.engine(name).nbytes == 0
         assert worker._scheduler.is_idle
@@ -109,6 +114,97 @@ async def test_prompt_that_begins_like_an_earlier_one_is_not_computed_again() ->
     first_stage = net.alive()[0]
     assert net.engine(first_stage).rows - before[first_stage] <= 2 + 12 + 4
     await freed(net)
+
+
+async def test_text_that_waits_takes_no_memory_for_its_known_beginning() -> None:
+    """In no stage, nor does it push rows of others out of the log."""
+    limits = dataclasses.replace(LIMITS, max_num_seqs=1)
+    net = Net(random.Random(7), [1, 1, 1], limits, prefix_bytes=1 << 20)
+    await net.connected()
+    shared = list(range(1, 41))
+    await whole(net, Client(net, [*shared, 50], 5))
+    first = Client(net, [*shared, 51], 40)
+    await net.settle(lambda: len(first.items) == 5)
+    before = {name: net.engine(name).nbytes for name in net.alive()}
+    logged = {name: net.worker(name)._log.nbytes for name in net.alive()}
+    others = [Client(net, [*shared, 60 + n], 5) for n in range(12)]
+    await net.settle(lambda: len(first.items) == 20)
+    (front, *_) = net.alive()
+    assert net.worker(front)._scheduler.waiting == 12
+    for name in net.alive():
+        assert net.engine(name).nbytes < 2 * before[name]
+        assert net.worker(name)._log.nbytes <= 2 * logged[name]
+    await whole(net, first, *others)
+    for name in net.alive():
+        assert net.worker(name).counts["prefix_cache_hits"] == 13 * 40
+    await freed(net)
+
+
+async def test_stage_without_the_known_beginning_gets_it_in_turn() -> None:
+    """A replacement knows no prompts: all stages compute, once it is their turn."""
+    limits = dataclasses.replace(LIMITS, max_num_seqs=1)
+    net = Net(random.Random(8), [1, 1, 1], limits, prefix_bytes=1 << 20)
+    await net.connected()
+    shared = list(range(1, 41))
+    await whole(net, Client(net, [*shared, 50], 5))
+    net.kill(net.alive()[1])
+    fresh = net.start(1)
+    await net.connected()
+    first = Client(net, [70] * 40, 40)
+    await net.settle(lambda: len(first.items) == 5)
+    before = net.engine(fresh).nbytes
+    others = [Client(net, [*shared, 60 + n], 5) for n in range(12)]
+    await net.settle(lambda: len(first.items) == 20)
+    assert net.engine(fresh).nbytes < 2 * before
+    await whole(net, first, *others)
+    again = Client(net, [*shared, 80], 5)
+    await whole(net, again)
+    assert net.worker(fresh).counts["prefix_cache_hits"] == 40
+    await freed(net)
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_stream_of_a_host_that_is_lost_is_no_poison(seed: int) -> None:
+    """However many replicas die with it at once, one after the other."""
+    net = Net(random.Random(seed), [3, 3, 3], LIMITS)
+    clients = [Client(net, [5, 6, 7 + n], 20) for n in range(4)]
+    await net.settle(lambda: any(len(client.items) > 3 for client in clients))
+    gone = net.alive()
+    for name in gone:
+        net.die(name)
+    await net.settle(lambda: not net.streams._edges)
+    for name in gone:
+        net.start(int(name[1]))
+        net.forget(name)
+    await whole(net, *clients)
+    await freed(net)
+
+
+async def test_stream_that_kills_what_computes_it_alone_is_poison() -> None:
+    """After three of those; two before were with others, or before their turn."""
+    net = Net(random.Random(9), [1, 1], LIMITS)
+    await net.connected()
+    net.lie = lambda pair, entry: None if isinstance(entry[0], Tokens) else entry
+    client = Client(net, [5, 6, 7], 20)
+    await asyncio.sleep(0)
+    (stream,) = net.streams._streams.values()
+    lost: list[str] = []
+
+    def is_due() -> bool:
+        is_computed = len(lost) < 2 or stream.is_alone
+        return client.task.done() or bool(stream.chain and is_computed)
+
+    while True:
+        await net.settle(is_due)
+        if client.task.done():
+            break
+        lost.append(stream.chain[0])
+        net.kill(lost[-1])
+        net.start(0)
+        await net.settle(lambda: lost[-1] not in net.streams._edges)
+    with pytest.raises(RequestPoisonedError, match="3 replicas died"):
+        await client.task
+    assert len(lost) == 5
 
 
 async def test_client_that_leaves_while_a_stage_is_missing_leaves_nothing() -> None:
@@ -231,9 +327,10 @@ async def survive(chance: random.Random) -> None:
             await net.turn()
         what = chance.random()
         if what < 0.3:
-            name = chance.choice(net.alive())
-            net.kill(name)
-            net.start(int(name[1]))
+            alive = net.alive()
+            for name in chance.sample(alive, chance.choice([1, 1, 2, len(alive)])):
+                net.kill(name)
+                net.start(int(name[1]))
             await moved_on(net, clients)
         elif what < 0.55 and net.draining() == []:
             name = chance.choice(net.alive())
@@ -264,7 +361,8 @@ def update(net: Net) -> None:
 
 
 async def moved_on(net: Net, clients: list[Client]) -> None:
-    """Let every stream get a token: losses in a row without one are its own fault."""
+    """Let every stream get a token: those that kill one lone replica after another
+    are poison."""
     made = [len(client.items) for client in clients]
     await net.settle(
         lambda: all(

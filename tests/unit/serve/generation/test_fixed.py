@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from multiworld.serve.generation import decoder_stage
@@ -23,9 +25,11 @@ from multiworld.serve.generation.fixed_attention import (
     KEYS,
     PIECE,
     FixedAttention,
+    largest_step,
     padded,
 )
-from multiworld.serve.generation.kv_cache import KvCache, Rows
+from multiworld.serve.generation.kv_cache import GROWTH, KvCache, Rows
+from multiworld.serve.generation.scheduler import EngineLimits, Scheduler
 from multiworld.serve.models.packed_linear import pack_linears
 from multiworld.serve.models.span import Span
 from tests.tiny_decoder import KINDS, save_decoder
@@ -170,6 +174,27 @@ def test_keys_are_padded_to_whole_pieces_and_a_tried_size(end: int) -> None:
     length = padded(KEYS, end)
     assert length >= end
     assert length % PIECE in (0, *KEYS)
+
+
+@pytest.mark.parametrize("keys", [None, KEYS, (256, 512), (64, 512), (512,)])
+@given(chunks=st.lists(st.integers(1, 300), max_size=5), tokens=st.integers(0, 150))
+@settings(deadline=None, max_examples=40)
+def test_memory_is_what_the_scheduler_counts(
+    keys: tuple[int, ...] | None, chunks: list[int], tokens: int
+) -> None:
+    """At most; also where the attention needs more keys than there are."""
+    limits = EngineLimits(block_size=16, blocks=10_000)
+    scheduler, cache = Scheduler(limits), KvCache()
+    scheduler.granule = 1 if keys is None else largest_step(keys)
+    begin = 0
+    for count in (*chunks, *[1] * tokens):
+        rows = Rows("text", begin, count)
+        begin += count
+        cache.step([rows])
+        new = torch.ones(1, count, 1)
+        cache.append(rows, 0, new, new, 0 if keys is None else padded(keys, begin))
+        counted = scheduler.blocks_of(begin) * limits.block_size * GROWTH
+        assert cache.nbytes <= counted * 2 * new.element_size()
 
 
 def test_products_without_bias_and_conv1d_are_changed() -> None:

@@ -86,6 +86,18 @@ def test_good_spec_is_read() -> None:
         ("app: demo", "app: demo\nsilence_s: 0", 2, "greater than 0"),
         ("app: demo", "app: demo\nlauncher: /x", 2, "local, ray, or package"),
         ("app: demo", "app: demo\nray: {}", 1, "add `launcher: ray`"),
+        (
+            "    stages:\n      - name: one",
+            "    generation: {}\n    stages:\n      - device: cuda",
+            3,
+            "generated on CPUs only",
+        ),
+        (
+            "    stages:\n      - name: one",
+            "    generation: {}\n    stages:\n      - ranks: 2",
+            3,
+            "one rank in each stage",
+        ),
     ],
 )
 def test_mistake_is_reported_with_line_and_remedy(
