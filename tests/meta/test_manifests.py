@@ -7,13 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jsonschema_rs
 import pytest
 import yaml
 
 from multiworld.errors import SpecError
 from multiworld.serve.spec.loader import parse_spec
-
-jsonschema = pytest.importorskip("jsonschema")
 
 ROOT = Path(__file__).parents[2]
 MANIFESTS = sorted((ROOT / "examples" / "kubernetes").glob("*.yaml"))
@@ -66,7 +65,7 @@ def test_manifest_is_valid(path: Path) -> None:
         kinds.append(kind)
         assert document["metadata"]["name"]
         if kind not in PLAIN:
-            jsonschema.Draft202012Validator(known[kind]).validate(document)
+            jsonschema_rs.Draft202012Validator(known[kind]).validate(document)
     assert any(kind not in PLAIN for kind in kinds)
 
 
@@ -79,8 +78,8 @@ def test_wrong_field_would_be_found() -> None:
     ]
     document["spec"]["headGroupSpec"]["template"]["spec"]["conteiners"] = []
     schema = schemas()["ray.io/v1", "RayCluster"]
-    with pytest.raises(jsonschema.ValidationError, match="conteiners"):
-        jsonschema.Draft202012Validator(schema).validate(document)
+    with pytest.raises(jsonschema_rs.ValidationError, match="conteiners"):
+        jsonschema_rs.Draft202012Validator(schema).validate(document)
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)

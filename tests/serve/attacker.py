@@ -1,7 +1,8 @@
 """A client in a process of its own that sends one request again and again.
 
-``python -m tests.serve.attacker HOST PORT FILE`` sends the bytes of FILE until standard
-input ends, over a new connection each time, and prints the number of each status.
+``python -m tests.serve.attacker HOST PORT FILE COUNT`` sends the bytes of FILE until
+standard input ends, COUNT times at once, over a new connection each time, and prints
+the number of each status.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def send_once(where: tuple[str, int], content: bytes) -> str:
 
 def main() -> None:
     """Send until standard input ends."""
-    host, port, path = sys.argv[1:]
+    host, port, path, count = sys.argv[1:]
     content = Path(path).read_bytes()
     is_over = threading.Event()
 
@@ -40,8 +41,16 @@ def main() -> None:
 
     threading.Thread(target=wait, daemon=True).start()
     statuses: Counter[str] = Counter()
-    while not is_over.is_set():
-        statuses[send_once((host, int(port)), content)] += 1
+
+    def attack() -> None:
+        while not is_over.is_set():
+            statuses[send_once((host, int(port)), content)] += 1
+
+    threads = [threading.Thread(target=attack) for _ in range(int(count))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     sys.stdout.write(json.dumps(statuses))
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import httpx
 import psutil
@@ -35,6 +36,11 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Return a service with one gateway, whose model computes nothing for long."""
     spec = spec_with()
     spec["models"]["m"]["stages"] = [{"name": n} for n in ("double", "add", "square")]
+    spec["models"]["g"] = {
+        "factory": "tests.serve.poisoned_decoder:model",
+        "generation": {},
+        "stages": [{"name": "front"}, {"name": "back"}],
+    }
     spec["gateway"] = {"port": 0, "max_bodies_mb": 256.0}
     with served(tmp_path_factory.mktemp("attacks"), spec) as found:
         yield found
@@ -138,13 +144,23 @@ def quiet_s(service: Served) -> float:
 
 
 @contextlib.contextmanager
-def attacking(service: Served, content: bytes) -> Iterator[list[dict[str, int]]]:
+def attacking(
+    service: Served, content: bytes, count: int = 1
+) -> Iterator[list[dict[str, int]]]:
     """Send these bytes again and again meanwhile; afterwards give the statuses."""
     host, port = service.url.removeprefix("http://").split(":")
     path = service.folder / "attack"
     path.write_bytes(content)
     attacker = subprocess.Popen(
-        [sys.executable, "-m", "tests.serve.attacker", host, port, str(path)],
+        [
+            sys.executable,
+            "-m",
+            "tests.serve.attacker",
+            host,
+            port,
+            str(path),
+            str(count),
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         cwd=ROOT,
@@ -183,6 +199,34 @@ async def test_expensive_text_holds_up_nobody_else(
     packed = gzip.compress(text_body(route, field))
     content = post(packed, {"content-encoding": "gzip"}, f"/v1/{route}")
     with attacking(service, content) as statuses:
+        found_s = await p99_of(service.url)
+    assert statuses[0].pop("400") > 0
+    assert not statuses[0].keys() - {"closed"}
+    assert found_s < quiet_s + STALL_S
+
+
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "values": {"prefixItems": [{}] * 14_000},
+    "properties": {"properties": {f"p{n}": {"type": "string"} for n in range(2_000)}},
+    "alternatives": {"anyOf": [{"type": "integer"}] * 2_600},
+    "patterns": {"patternProperties": {f"a{n}": True for n in range(3_000)}},
+}
+"""Schemas of about 60 kB that took seconds to check."""
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+async def test_expensive_schema_holds_up_nobody_else(
+    service: Served, quiet_s: float, name: str
+) -> None:
+    """From eight clients at once; each is told what is wrong in it."""
+    schema = {"allOf": [SCHEMAS[name], {"$ref": "#/nowhere"}]}
+    asked = {
+        "model": "g",
+        "messages": [{"role": "user", "content": "x"}],
+        "structured_outputs": {"json": schema},
+    }
+    content = post(json.dumps(asked).encode(), {}, "/v1/chat/completions")
+    with attacking(service, content, 8) as statuses:
         found_s = await p99_of(service.url)
     assert statuses[0].pop("400") > 0
     assert not statuses[0].keys() - {"closed"}

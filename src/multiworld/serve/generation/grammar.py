@@ -7,9 +7,11 @@ replica that takes its place gives it the tokens so far.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from decimal import Decimal
 from typing import Any
 
 import numpy
@@ -22,6 +24,11 @@ from multiworld.serve.spec.stage import Generation
 MAX_CHARACTERS = 64 * 1024
 """Most characters of a schema or a grammar."""
 
+MAX_MULTIPLES = 20_000
+"""Most that all ``multipleOf`` of a schema are together, without decimal points.
+llguidance makes an automaton with as many states: of 10^6 it takes 6 s, of 10^7 three
+minutes, whatever its limits."""
+
 SPACES: Any = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -29,7 +36,7 @@ SPACES: Any = {
 }
 """Spaces in JSON, as Python writes it: small models fill any free space for ever."""
 
-MISSING = "structured output needs llguidance and jsonschema; pip install both"
+MISSING = "structured output needs llguidance and jsonschema-rs; pip install both"
 
 
 def grammar_of_schema(schema: Any, param: str) -> str:
@@ -43,22 +50,29 @@ def grammar_of_schema(schema: Any, param: str) -> str:
         InvalidRequestError: It is not valid, or has what cannot be enforced; the place
             is named.
     """
-    try:
-        from jsonschema import Draft202012Validator
-        from jsonschema.exceptions import SchemaError
-    except ImportError as error:
-        raise InvalidRequestError(MISSING, param=param) from error
     matcher, text = _matcher(param), json.dumps(schema)
     _check_length(text, param)
     try:
-        Draft202012Validator.check_schema(schema)
-    except SchemaError as error:
-        place = error.json_path.removeprefix("$")
+        from jsonschema_rs import ValidationError
+    except ImportError as error:
+        raise InvalidRequestError(MISSING, param=param) from error
+    try:
+        _schemas().validate(schema)
+    except ValidationError as error:
+        names = ("[%d]" if type(n) is int else ".%s" for n in error.instance_path)
+        place = "".join(names) % tuple(error.instance_path) or "it"
         why = error.message[:300]
-        raise _invalid(f"is not a JSON schema: {place or 'it'}: {why}", param) from None
-    except RecursionError:
+        raise _invalid(f"is not a JSON schema: {place}: {why}", param) from None
+    except (ValueError, RecursionError):
         raise _invalid("is nested too deeply", param) from None
-    return _checked(matcher.grammar_from_json_schema(text, overrides=SPACES), param)
+    if _multiples(schema) > MAX_MULTIPLES:
+        rule = f"has multipleOf beyond {MAX_MULTIPLES}, in all and without their points"
+        raise _invalid(rule, param)
+    try:
+        grammar = matcher.grammar_from_json_schema(text, overrides=SPACES)
+    except ValueError as error:
+        raise _invalid(f"cannot be enforced: {error}", param) from None
+    return _checked(grammar, param)
 
 
 def grammar_of_regex(regex: str, param: str) -> str:
@@ -77,7 +91,7 @@ def grammar_of_regex(regex: str, param: str) -> str:
 
 
 def grammar_of_lark(grammar: str, param: str) -> str:
-    """Return the grammar that is written in Lark's form.
+    """Return the grammar that is written in Lark's form, without schemas in it.
 
     Args:
         grammar: The grammar.
@@ -88,6 +102,8 @@ def grammar_of_lark(grammar: str, param: str) -> str:
     """
     matcher = _matcher(param)
     _check_length(grammar, param)
+    if "%json" in grammar or grammar.lstrip().startswith("{"):
+        raise _invalid('has a JSON schema; give that as "json"', param)
     return _checked(matcher.grammar_from_lark(grammar), param)
 
 
@@ -105,6 +121,37 @@ def grammar_of_choice(choices: Sequence[str], param: str) -> str:
         raise _invalid("must be a list of texts that are not empty", param)
     lines = " | ".join(json.dumps(choice) for choice in choices)
     return grammar_of_lark(f"start: {lines}", param)
+
+
+def _multiples(schema: Any) -> int:
+    """Return the sum of all ``multipleOf``, without their decimal points."""
+    total, left = 0, [schema]
+    while left:
+        found = left.pop()
+        if isinstance(found, list):
+            left += found
+        elif isinstance(found, dict):
+            left += found.values()
+            given = found.get("multipleOf")
+            if isinstance(given, int | float):
+                _, digits, exponent = Decimal(str(given)).as_tuple()
+                number = int("".join(map(str, digits)))
+                total += number * 10 ** max(0, int(exponent))
+    return total
+
+
+@functools.cache
+def _schemas() -> Any:
+    """Return the validator of JSON schemas.
+
+    It is given the schema of schemas, as what a client sends may name another one,
+    which would be fetched.
+    """
+    from jsonschema_rs import Draft202012Validator
+
+    return Draft202012Validator(
+        {"$ref": "https://json-schema.org/draft/2020-12/schema"}
+    )
 
 
 def _matcher(param: str) -> Any:
@@ -177,10 +224,13 @@ class Matcher:
     Args:
         made: The matcher of llguidance, once it is made.
         vocabulary: Number of tokens of the model.
+
+    Attributes:
+        made: Done once it may be used without waiting.
     """
 
     def __init__(self, made: Future[Any], vocabulary: int) -> None:
-        self._made, self._vocabulary = made, vocabulary
+        self.made, self._vocabulary = made, vocabulary
         self._consumed: list[int] = []
 
     def allowed(self, tokens: Sequence[int]) -> Tensor:
@@ -192,7 +242,7 @@ class Matcher:
         Raises:
             ModelFailedError: The tokens have not the structure, or it is too complex.
         """
-        matcher = self._made.result()
+        matcher = self.made.result()
         if self._consumed != list(tokens[: len(self._consumed)]):
             matcher.reset()  # the sequence goes on from an earlier token
             self._consumed = []

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from multiworld.serve.generation.alike import fix_linears
 from multiworld.serve.generation.fixed_attention import PIECE, FixedAttention
-from multiworld.serve.generation.grammar import Matcher, Matchers
+from multiworld.serve.generation.grammar import Matcher
 from multiworld.serve.generation.kv_cache import KvCache, MissingTokensError, Rows
 from multiworld.serve.generation.links import StreamId
 from multiworld.serve.generation.prefix_cache import Block
@@ -89,14 +89,15 @@ class Chores:
     Attributes:
         free: Streams to forget.
         drop: Streams whose keys and values are dropped; they are computed again later.
-        open: Sequences that begin, or go on as another attempt.
+        open: Sequences that begin, or go on as another attempt, each with its
+            structure; None: any.
         restore: Streams that begin with blocks which were computed before, each with
             the blocks and the number of their tokens.
     """
 
     free: Sequence[StreamId] = ()
     drop: Sequence[StreamId] = ()
-    open: Sequence[Opening] = ()
+    open: Sequence[tuple[Opening, Matcher | None]] = ()
     restore: Mapping[StreamId, tuple[Sequence[Block], int]] = field(
         default_factory=dict
     )
@@ -140,7 +141,6 @@ class StageEngine:
     model: Generation
     cache: KvCache = field(default_factory=KvCache)
     _tails: dict[StreamId, Tail] = field(default_factory=dict)
-    _matchers: Matchers | None = None
 
     def tidy(self, chores: Chores) -> None:
         """Do what is due before a step."""
@@ -151,20 +151,17 @@ class StageEngine:
             self.cache.free(stream)
         for stream, (blocks, tokens) in chores.restore.items():
             self.cache.restore(stream, [block.layers for block in blocks], tokens)
-        for opening in chores.open if self.is_last else ():
-            self._open(opening)
+        for opening, matcher in chores.open if self.is_last else ():
+            self._open(opening, matcher)
 
-    def _open(self, opening: Opening) -> None:
+    def _open(self, opening: Opening, matcher: Matcher | None) -> None:
         sampling = opening.sampling
         own = () if sampling.ignore_eos else self.model.end_tokens
         ends = (*own, *sampling.stop_token_ids)
-        tail = Tail(opening, list(opening.tokens), ends)
+        tail = Tail(opening, list(opening.tokens), ends, matcher)
         known = self._tails.get(opening.key[:2])
         if known is not None and opening.previous >= 0:
-            tail.scored, tail.matcher = known.scored, known.matcher
-        if sampling.grammar and tail.matcher is None:
-            self._matchers = self._matchers or Matchers(self.model)
-            tail.matcher = self._matchers.begin(sampling.grammar)
+            tail.scored = known.scored
         self._tails[opening.key[:2]] = tail
 
     def compute(self, parts: Sequence[StepPart], rows: Tensor) -> Computed:

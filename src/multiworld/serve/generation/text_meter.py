@@ -112,7 +112,8 @@ class TextMeter:
         """Let the texts begin; their tokens matter to nothing that is measured."""
         tokens = (0,) * self.context
         openings = [
-            Opening(_key(k), tokens, self.context, (), GREEDY) for k in range(texts)
+            (Opening(_key(k), tokens, self.context, (), GREEDY), None)
+            for k in range(texts)
         ]
         engine.tidy(Chores(open=openings))
 

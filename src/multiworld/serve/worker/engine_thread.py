@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
 import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from multiworld.serve.generation.grammar import Matcher, Matchers
 from multiworld.serve.generation.links import StreamId
 from multiworld.serve.generation.prefix_cache import Block
 from multiworld.serve.generation.stage_engine import (
@@ -72,6 +75,8 @@ class EngineThread:
         self._drop: list[StreamId] = []
         self._open: dict[StreamId, Opening] = {}
         self._restore: dict[StreamId, tuple[Sequence[Block], int]] = {}
+        self._matchers = Matchers(model)
+        self._structures: dict[StreamId, Matcher] = {}
         self.began_at: float | None = None
         self.computed_s = 0.0
 
@@ -114,9 +119,20 @@ class EngineThread:
         if self._thread is not None:
             self._thread.close()
 
-    def open(self, opening: Opening) -> None:
-        """Let a sequence begin, or go on as another attempt, before the next step."""
-        self._open[opening.key[:2]] = opening
+    def open(self, opening: Opening) -> Future[Any] | None:
+        """Let a sequence begin, or go on as another attempt, before the next step.
+
+        Returns:
+            Done once its structure was compiled, in the last stage; None if it has
+            none. A step with it waits for that, and everybody else with it.
+        """
+        stream, grammar = opening.key[:2], opening.sampling.grammar
+        self._open[stream] = opening
+        if not grammar or not self._is_last:
+            return None
+        if stream not in self._structures:
+            self._structures[stream] = self._matchers.begin(grammar)
+        return self._structures[stream].made
 
     def restore(self, stream: StreamId, blocks: Sequence[Block], tokens: int) -> None:
         """Let a sequence begin with blocks that were computed before.
@@ -149,6 +165,7 @@ class EngineThread:
         """Forget a sequence before the next step."""
         self._open.pop(stream, None)
         self._restore.pop(stream, None)
+        self._structures.pop(stream, None)
         self._free.append(stream)
 
     def drop(self, stream: StreamId) -> None:
@@ -187,8 +204,21 @@ class EngineThread:
         return self._engine.compute(parts, rows)
 
     def _chores(self) -> Chores:
-        chores = Chores(
-            self._free, self._drop, list(self._open.values()), self._restore
-        )
+        opened = [(each, self._structures.get(s)) for s, each in self._open.items()]
+        chores = Chores(self._free, self._drop, opened, self._restore)
         self._free, self._drop, self._open, self._restore = [], [], {}, {}
         return chores
+
+
+def when_made(made: Future[Any] | None, call: Callable[[], None]) -> None:
+    """Call a function of this loop once a structure was compiled.
+
+    Args:
+        made: From ``EngineThread.open``; None: there is none, so call it now.
+        call: The function.
+    """
+    if made is None or made.done():
+        call()
+        return
+    loop = asyncio.get_running_loop()
+    made.add_done_callback(lambda _: loop.call_soon_threadsafe(call))

@@ -39,7 +39,7 @@ from multiworld.serve.transport.protocol import (
     WorkerReport,
 )
 from multiworld.serve.transport.routing_table import RoutingTable
-from multiworld.serve.worker.engine_thread import HUNG_S, EngineThread
+from multiworld.serve.worker.engine_thread import HUNG_S, EngineThread, when_made
 from multiworld.serve.worker.inbox import ArrivedStep, Inbox, RefillRows
 from multiworld.serve.worker.mail import Mail
 from multiworld.serve.worker.prompts import Prompts
@@ -274,7 +274,7 @@ class GenerationWorker:
                 it begins now.
         """
         link, told = self._links.begin(opening, stages)
-        self._engine.open(opening)
+        made = self._engine.open(opening)
         if not link.held:
             self._prompts.find(link)
         has_room = self._number > 0 or self._schedule(link)
@@ -282,9 +282,14 @@ class GenerationWorker:
         if not has_room or not neighbours <= {*self._mail}:
             self._give_back(opening.key)  # or not connected yet, or no more
         elif self._is_end(link):
-            self._resolve(link)
+            when_made(made, lambda: self._resolve_known(link))
         elif told is not None:
             self._told(opening.key, told)
+
+    def _resolve_known(self, link: Link) -> None:
+        if self._links.get(link.key) is link:
+            self._resolve(link)
+            self._has_work.set()
 
     def _schedule(self, link: Link) -> bool:
         """Let the scheduler know a sequence that was here; return if it has room."""

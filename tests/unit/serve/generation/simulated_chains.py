@@ -10,6 +10,7 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,10 +95,12 @@ class InlineEngine:
         self.began_at: float | None = None
         self.computed_s = 0.0
         self.rows, self.granule = 0, 1
+        self.compiled: dict[int, Future[None]] = {}
 
-    def open(self, opening: Opening) -> None:
-        """Let a sequence begin."""
+    def open(self, opening: Opening) -> Future[None] | None:
+        """Let a sequence begin; return its structure, if a test has given it one."""
         self._open[opening.key[:2]] = opening
+        return self.compiled.get(opening.key[1])
 
     def restore(self, stream: Any, blocks: Any, tokens: int) -> None:
         """Let a sequence begin with blocks."""
@@ -128,7 +131,7 @@ class InlineEngine:
 
     async def tidy(self) -> None:
         """Forget what is to be forgotten."""
-        opened = list(self._open.values())
+        opened = [(each, None) for each in self._open.values()]
         self._engine.tidy(Chores(self._free, self._drop, opened, self._restore))
         self._free, self._drop, self._open, self._restore = [], [], {}, {}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+from concurrent.futures import Future
 
 import pytest
 from hypothesis import given, settings
@@ -160,6 +161,28 @@ async def test_stage_without_the_known_beginning_gets_it_in_turn() -> None:
     again = Client(net, [*shared, 80], 5)
     await whole(net, again)
     assert net.worker(fresh).counts["prefix_cache_hits"] == 40
+    await freed(net)
+
+
+async def test_text_whose_structure_is_compiled_holds_up_nobody() -> None:
+    """It is computed once that is done; also if its stages are replaced meanwhile."""
+    net = Net(random.Random(9), [1, 1, 1], LIMITS)
+    await net.connected()
+    made: Future[None] = Future()
+    net.engine(net.alive()[2]).compiled[1] = made
+    slow, other, gone = (Client(net, [5, 6, n], 20) for n in (7, 8, 9))
+    net.engine(net.alive()[2]).compiled[3] = made
+    await whole(net, other)
+    assert not slow.items
+    gone.task.cancel()
+    net.kill(net.alive()[1])
+    net.start(1)
+    for _ in range(200):
+        await net.turn()
+    assert not slow.items
+    made.set_result(None)
+    await whole(net, slow)
+    await asyncio.gather(gone.task, return_exceptions=True)
     await freed(net)
 
 

@@ -133,6 +133,10 @@ def test_matcher_that_begins_elsewhere_allows_the_same(matchers: Matchers) -> No
         ({"$ref": "#/nowhere"}, "/nowhere"),
         ({"type": "string", "pattern": "(?=x)"}, "look-around"),
         ({"enum": ["x" * MAX_CHARACTERS]}, "longer than"),
+        ({"type": "integer", "multipleOf": 10_000_019}, "multipleOf"),
+        ({"type": "number", "multipleOf": 2000.3}, "multipleOf"),
+        ({"anyOf": [{"multipleOf": 9000 + n} for n in range(3)]}, "multipleOf"),
+        ({"$schema": "http://127.0.0.1:9/x", "type": 5}, ".type"),
     ],
 )
 def test_schema_that_is_not_valid_is_refused_with_the_place(
@@ -144,12 +148,27 @@ def test_schema_that_is_not_valid_is_refused_with_the_place(
     assert found.value.param == "response_format"
 
 
+def test_multiples_that_are_small_are_enforced(
+    matchers: Matchers, tokenizer: Tokenizer
+) -> None:
+    """Also with decimals, and several."""
+    schema = {"type": "number", "multipleOf": 0.25, "minimum": 1, "maximum": 2}
+    matcher = matchers.begin(grammar_of_schema(schema, "response_format"))
+    allowed = matcher.allowed(tokenizer.encode("1.2", has_special=False))
+    five, six = (tokenizer.encode(d, has_special=False)[0] for d in "56")
+    assert bool(allowed[five])
+    assert not bool(allowed[six])
+
+
 def test_grammars_that_are_not_valid_are_refused() -> None:
     """With the place as well."""
     with pytest.raises(InvalidRequestError, match="unclosed group"):
         grammar_of_regex("a(b", "structured_outputs")
     with pytest.raises(InvalidRequestError, match="foo"):
         grammar_of_lark("start: foo", "structured_outputs")
+    for grammar in ('start: %json {"type": "integer"}', ' {"grammars": []}'):
+        with pytest.raises(InvalidRequestError, match="JSON schema"):
+            grammar_of_lark(grammar, "structured_outputs")
     with pytest.raises(InvalidRequestError, match="not empty"):
         grammar_of_choice([], "structured_outputs")
 

@@ -46,7 +46,7 @@ def opening(number: int, *tokens: int) -> Opening:
 def engine_with(*openings: Opening) -> StageEngine:
     """Return an engine of a last stage with sequences that begin."""
     engine = StageEngine(stage, is_last=True, model=FACTS)
-    engine.tidy(Chores(open=openings))
+    engine.tidy(Chores(open=[(each, None) for each in openings]))
     return engine
 
 
@@ -75,7 +75,7 @@ def test_logits_that_are_no_numbers_fail_their_sequence_alone(bad: float) -> Non
         return logits
 
     engine = StageEngine(broken, is_last=True, model=FACTS)
-    engine.tidy(Chores(open=(opening(1, 1, 1), opening(2, 2))))
+    engine.tidy(Chores(open=[(opening(1, 1, 1), None), (opening(2, 2), None)]))
     found = engine.compute([part(1, 0, 2), part(2, 0, 1)], torch.tensor([1, 1, 2]))
     assert [item.key for item in found.tokens] == [key(1)]
     ((failed, error),) = found.failed
@@ -115,7 +115,7 @@ def test_sequence_that_goes_on_as_another_attempt_keeps_what_it_has() -> None:
     engine = engine_with(begun)
     engine.compute([part(1, 0, 2, samples=False)], torch.tensor([1, 1]))
     again = Opening(("gateway/1", 1, 1), (1, 1, 1), 3, ("a",), sampling, previous=0)
-    engine.tidy(Chores(open=[again]))
+    engine.tidy(Chores(open=[(again, None)]))
     rest = StepPart(again.key, 2, 1, True)
     (first,) = engine.compute([rest], torch.tensor([1])).tokens
     assert (first.key, first.index, first.token) == (again.key, 0, 2)
