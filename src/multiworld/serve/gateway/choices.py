@@ -84,6 +84,7 @@ async def generate(
     deadline_s: float | None,
     limits: TimeLimits,
     share: Share,
+    session: str = "",
 ) -> AsyncGenerator[Piece]:
     """Generate all choices at once; yield their pieces as they come.
 
@@ -95,6 +96,7 @@ async def generate(
         deadline_s: Seconds until the deadline; None: the model's default.
         limits: Other time limits, of each choice.
         share: The tenant.
+        session: Its name of a session, whose streams prefer the same replicas.
 
     Raises:
         ServeError: One choice failed; the others are ended.
@@ -112,6 +114,7 @@ async def generate(
                 deadline_s=deadline_s,
                 limits=limits,
                 share=share,
+                session=session,
             ) as tokens:
                 async for item in tokens:
                     await asyncio.sleep(0)  # others go on, however many have come

@@ -155,8 +155,18 @@ UNSUPPORTED = (
     "chat_template",  # a client's template could compute for ever
     *("functions", "function_call", "modalities"),
     *("audio", "prediction", "reasoning_effort", "web_search_options", "suffix"),
+    *("metadata", "store", "service_tier"),
 )
-"""Fields of OpenAI's API that are not supported; null and "text" are the defaults."""
+"""Fields of OpenAI's API that are not supported."""
+
+DEFAULTS: tuple[Any, ...] = (
+    *(None, False, [], {}, "", "auto", "default"),
+    *(["text"], {"type": "text"}),
+)
+"""Values of those fields that ask for nothing."""
+
+MAX_SESSION = 256
+"""Most characters of the name of a session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +215,8 @@ class Wanted:
         has_ids: Whether the answer names the tokens by their ids.
         structure: Structure of the answer; None: any.
         calling: How it may call tools; None: it may not.
+        session: Requests with the same one, of a tenant, prefer the same replicas;
+            empty: none.
     """
 
     model: str
@@ -219,6 +231,7 @@ class Wanted:
     has_ids: bool = False
     structure: Structure | None = None
     calling: Calling | None = None
+    session: str = ""
 
 
 def chat_of(body: bytes | bytearray) -> tuple[ChatBody, Wanted]:
@@ -379,9 +392,7 @@ def _check_message(message: dict[str, Any]) -> None:
 
 def _wanted(asked: Any, max_tokens: int | None, logprobs: int | None) -> Wanted:
     for name in UNSUPPORTED:
-        value = getattr(asked, name, None)
-        is_default = value in (None, [], "") or value == {"type": "text"}
-        if not is_default and value != ["text"]:
+        if getattr(asked, name, None) not in DEFAULTS:
             raise _wrong(name, "is not supported by this server", "unsupported_value")
     n = int(_between("n", asked.n, 1, MAX_CHOICES, 1))
     stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
@@ -422,6 +433,9 @@ def _wanted(asked: Any, max_tokens: int | None, logprobs: int | None) -> Wanted:
         raise _wrong("stream_options", rule, "unsupported_value")
     if options is not None and not asked.stream:
         raise _wrong("stream_options", "needs stream: true")
+    session = asked.prompt_cache_key or ""
+    if len(session) > MAX_SESSION:
+        raise _wrong("prompt_cache_key", f"has more than {MAX_SESSION} characters")
     return Wanted(
         model=asked.model,
         sampling=sampling,
@@ -433,6 +447,7 @@ def _wanted(asked: Any, max_tokens: int | None, logprobs: int | None) -> Wanted:
         timeout_s=asked.timeout_s,
         has_ids=bool(asked.return_token_ids),
         structure=structure_of(asked.response_format, asked.structured_outputs),
+        session=session,
     )
 
 

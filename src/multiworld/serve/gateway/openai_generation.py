@@ -344,6 +344,7 @@ async def answered(
             timeout_of(request, ready.wanted.timeout_s),
             ready.limits,
             admitted.tenant.share,
+            ready.wanted.session,
         )
         pieces = _watched(gateway, admitted, ready, generated)
         if ready.wanted.is_streamed:

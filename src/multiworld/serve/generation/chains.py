@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from multiworld.serve.generation.prefixes import TOKENS_PER_STREAM, PrefixRoutes
 from multiworld.serve.generation.stream import Chain, Stream
+from multiworld.serve.routing.load_balancer import affinity
 from multiworld.serve.transport.routing_table import (
     Replica,
     ReplicaState,
@@ -21,6 +23,10 @@ NEW_S = 60.0
 """Seconds after which a replica is not new any more, so that streams are only placed on
 it, and not moved to it."""
 
+
+HOME = 2
+"""Streams by which a replica must be busier than another, so that a stream does not go
+where its session prefers."""
 
 SPLIT = 4
 """Streams by which another replica must be busier, so that one that gets steps of other
@@ -273,9 +279,13 @@ class Chains:
         alike = stream.fingerprints.get(stage)
         usable = [r for r in usable if alike in (None, r.fingerprint)] or usable
         known = self._prefix_routes.matches(stream.prefixes, stage)
+        home = ""
+        if stream.session and usable:
+            home = max((r.name for r in usable), key=partial(affinity, stream.session))
 
         def cost(replica: Replica) -> tuple[float, float]:
             saved = known.get(replica.name, 0) * PREFIX_BLOCK / TOKENS_PER_STREAM
+            saved += HOME * (replica.name == home)
             splits = any(self._schedulers.is_split(replica.name, f) for f in first)
             return self.load[replica.name] + SPLIT * splits - saved, self._chance()
 

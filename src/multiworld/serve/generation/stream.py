@@ -85,6 +85,7 @@ class Stream:
         given_up: Moves that were given up.
         share: Its tenant.
         prefixes: Names of the prefixes of its prompt, the shortest first.
+        session: Name of its session; empty: none.
         fingerprints: Kinds of machines that it was computed on, by stage.
         losses: Replicas that were lost with it since its last token.
         isolated_losses: Those of them that computed it alone.
@@ -118,6 +119,7 @@ class Stream:
     given_up: int = 0
     share: Share = DEFAULT_SHARE
     prefixes: tuple[Digest, ...] = ()
+    session: str = ""
     fingerprints: dict[int, str] = field(default_factory=dict)
     losses: int = 0
     isolated_losses: int = 0

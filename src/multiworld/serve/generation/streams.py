@@ -114,6 +114,7 @@ class Streams:
         deadline_s: float | None = None,
         limits: TimeLimits = NO_LIMITS,
         share: Share = DEFAULT_SHARE,
+        session: str = "",
         via: dict[int, str] | None = None,
         version: str | None = None,
     ) -> AsyncIterator[AsyncIterator[TokenItem]]:
@@ -126,6 +127,7 @@ class Streams:
             deadline_s: Seconds until the deadline; None: the model's default.
             limits: Its other time limits.
             share: Its tenant.
+            session: Streams of a tenant's session prefer the same replicas.
             via: For a probe: replicas by stage that it must go through.
             version: For a probe: version of the model; None: the active one.
 
@@ -160,6 +162,7 @@ class Streams:
             whose = f"{model}\0{share.tenant}"
             names = digests(tokens[:PREFIX_TOKENS], PREFIX_BLOCK, whose)
             stream.prefixes = tuple(names)
+            stream.session = session and f"{whose}\0{session}"
         self._streams[stream.number] = self._unplaced[stream.number] = stream
         self._is_busy.set()
         self._place(stream)
@@ -259,14 +262,7 @@ class Streams:
         return len(self._streams)
 
     def quarantine(self, tenant: str, model: str) -> None:
-        """End a tenant's streams without a token that wait for a chain.
-
-        Those that wait for replicas of its own end as well.
-
-        Args:
-            tenant: Name of the tenant.
-            model: Name of the model.
-        """
+        """End a tenant's streams without a token that wait for a chain, of any kind."""
         names = {model, f"{model}@{tenant}"}
         for stream in self._unplaced.values():
             is_its = stream.share.tenant == tenant and stream.model in names

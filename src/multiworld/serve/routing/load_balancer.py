@@ -33,7 +33,7 @@ def choose(
     if not candidates:
         return None
     if session is not None:
-        return max(candidates, key=lambda name: _weight(session, name))
+        return max(candidates, key=lambda name: affinity(session, name))
     if len(candidates) == 1:
         return candidates[0]
     first = int(chance() * len(candidates))
@@ -42,5 +42,11 @@ def choose(
     return one if load.get(one, 0) <= load.get(other, 0) else other
 
 
-def _weight(session: str, name: str) -> bytes:
+def affinity(session: str, name: str) -> bytes:
+    """Return how much a session prefers a replica: the one with the highest value.
+
+    Args:
+        session: Name of the session.
+        name: Name of the replica.
+    """
     return hashlib.blake2b(f"{session}\0{name}".encode(), digest_size=8).digest()

@@ -34,6 +34,7 @@ class PlayedStreams(Streams):
         wait_s: Seconds before each token.
         prompts: Prompts that were asked for.
         samplings: How each was to be sampled.
+        sessions: Session of each.
         quarantined: Tenants and models.
     """
 
@@ -44,6 +45,7 @@ class PlayedStreams(Streams):
         self.wait_s = 0.0
         self.prompts: list[list[int]] = []
         self.samplings: list[Sampling] = []
+        self.sessions: list[str] = []
         self.quarantined: list[tuple[str, str]] = []
 
     def check_room(self, model: str) -> None:
@@ -60,6 +62,7 @@ class PlayedStreams(Streams):
         """Generate what the test set."""
         self.prompts.append(list(tokens))
         self.samplings.append(sampling)
+        self.sessions.append(more["session"])
         yield self._items(sampling)
 
     async def _items(self, sampling: Sampling) -> AsyncIterator[TokenItem]:
@@ -275,6 +278,10 @@ async def test_slow_stream_is_kept_alive_by_comments(
         ({"messages": PROMPT, "max_completion_tokens": 500}, "messages"),
         ({"messages": PROMPT, "stop_token_ids": [300]}, "stop_token_ids"),
         ({"messages": PROMPT, "temperature": -1}, "temperature"),
+        ({"messages": PROMPT, "store": True}, "store"),
+        ({"messages": PROMPT, "service_tier": "flex"}, "service_tier"),
+        ({"messages": PROMPT, "metadata": {"a": "b"}}, "metadata"),
+        ({"messages": PROMPT, "prompt_cache_key": "x" * 257}, "prompt_cache_key"),
     ],
 )
 async def test_chat_that_cannot_be_met_names_the_field(
@@ -315,6 +322,23 @@ async def test_limit_of_a_chat_is_its_newer_name_if_both_are_given(
     ):
         assert (await played.post(CHAT, {"messages": PROMPT, **fields}))[0] == 200
         assert played.streams.samplings[-1].max_tokens == most
+
+
+async def test_values_that_ask_for_nothing_are_taken(tokenizer: Tokenizer) -> None:
+    """Clients send them; the session is the tenant's own."""
+    played = Played(tokenizer)
+    played.streams.text = [7]
+    nothing = {
+        "store": False,
+        "metadata": {},
+        "service_tier": "auto",
+        "modalities": ["text"],
+        "user": "u",
+        "prompt_cache_key": "chat 7",
+        "logit_bias": {},
+    }
+    assert (await played.post(CHAT, {"messages": PROMPT, **nothing}))[0] == 200
+    assert played.streams.sessions == ["chat 7"]
 
 
 async def test_stop_string_ends_the_text_before_it(tokenizer: Tokenizer) -> None:

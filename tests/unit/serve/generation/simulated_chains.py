@@ -424,8 +424,11 @@ class Client:
         items: Its tokens so far.
     """
 
-    def __init__(self, net: Net, prompt: Sequence[int], count: int) -> None:
+    def __init__(
+        self, net: Net, prompt: Sequence[int], count: int, session: str = ""
+    ) -> None:
         self.items: list[TokenItem] = []
+        self._session = session
         self.prompt, self.count = list(prompt), count
         self._net = net
         self.task = asyncio.ensure_future(self._read())
@@ -433,7 +436,10 @@ class Client:
     async def _read(self) -> None:
         sampling = Sampling(temperature=0.0, max_tokens=self.count, ignore_eos=True)
         streams = self._net.streams
-        async with streams.stream("m", self.prompt, sampling, deadline_s=1e9) as tokens:
+        stream = streams.stream(
+            "m", self.prompt, sampling, deadline_s=1e9, session=self._session
+        )
+        async with stream as tokens:
             async for item in tokens:
                 self.items.append(item)
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multiworld.errors import RequestPoisonedError
+from multiworld.serve.generation.chains import HOME
 from multiworld.serve.generation.scheduler import EngineLimits
 from multiworld.serve.transport.generation_messages import Tokens
 from tests.unit.serve.generation.simulated_chains import Client, Net
@@ -184,6 +185,29 @@ async def test_text_whose_structure_is_compiled_holds_up_nobody() -> None:
     await whole(net, slow)
     await asyncio.gather(gone.task, return_exceptions=True)
     await freed(net)
+
+
+async def test_session_prefers_its_replicas_while_these_have_room() -> None:
+    """The same ones at any gateway; the others get what would be too much."""
+    chains = {await _chain_of_a_session(seed) for seed in range(6)}
+    assert len(chains) == 1
+
+
+async def _chain_of_a_session(seed: int) -> tuple[str, ...]:
+    net = Net(random.Random(seed), [3, 3], LIMITS)
+    await net.connected()
+    await whole(net, Client(net, [seed], 3))
+    client = Client(net, [5, seed], 20, session="chat 7")
+    await net.settle(lambda: len(client.items) > 2)
+    (stream,) = net.streams._streams.values()
+    chain = stream.chain
+    others = [Client(net, [6, n], 20, session="chat 7") for n in range(8)]
+    await asyncio.sleep(0)
+    first = [n for n in net.alive() if n.startswith("r0")]
+    loads = [net.streams.load().get(name, 0) for name in first]
+    assert max(loads) - min(loads) <= HOME + 1
+    await whole(net, client, *others)
+    return chain
 
 
 @pytest.mark.parametrize("seed", range(20))
