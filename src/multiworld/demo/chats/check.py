@@ -1,4 +1,8 @@
-"""Comparison of the chats with the undisturbed model in this process. Shell."""
+"""Comparison of the chats with the undisturbed model in this process. Shell.
+
+Once with transformers' own forward pass, which rounds otherwise, and once with one
+undisturbed stage of the same kernels: ``deterministic: true`` promises its very tokens.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,11 @@ from typing import Any
 import torch
 
 from multiworld.demo.chats.chats import Chat
+from multiworld.serve.generation import decoder_stage
+from multiworld.serve.generation.kv_cache import Rows
+from multiworld.serve.generation.stage_engine import engine_of
+from multiworld.serve.models.span import Span
+from multiworld.serve.spec.stage import Generation
 
 TOLERANCE = 0.01
 """Largest difference between the logit of a token and that of the most likely one:
@@ -22,8 +31,7 @@ class Verdict:
 
     Attributes:
         wrong: Tokens that the undisturbed model would not choose.
-        equal: Chats whose every token is the most likely one there, so that an
-            undisturbed run gives the same text.
+        equal: Chats whose every token is that of an undisturbed run.
         broken: Chats that were cut, and why.
     """
 
@@ -46,14 +54,54 @@ def check(folder: Path, chats: Sequence[Chat], tell: Callable[[int], None]) -> V
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     kind: Any = AutoModelForCausalLM
     model = kind.from_pretrained(folder, dtype=torch.float32).eval()
+    reference = Undisturbed(folder, model.config.num_hidden_layers)
     wrong = equal = 0
     broken = tuple(f"chat {c.number}: {c.error}" for c in chats if c.error)
     for done, chat in enumerate(chats, 1):
         gaps = _gaps(model, chat) if chat.tokens else torch.zeros(1)
         wrong += int((gaps > TOLERANCE).sum())
-        equal += bool((gaps == 0).all()) and not chat.error
+        equal += not chat.error and reference.choices(chat) == chat.tokens
         tell(done)
     return Verdict(wrong, equal, broken)
+
+
+class Undisturbed:
+    """The whole model as one stage with deterministic kernels.
+
+    Args:
+        folder: Folder of the model.
+        layers: Number of its layers.
+    """
+
+    def __init__(self, folder: Path, layers: int) -> None:
+        stage = decoder_stage.load(folder, Span(0, layers, layers), "float32", "cpu")
+        facts = Generation(
+            tokenizer=lambda: None,
+            end_tokens=(),
+            vocabulary=0,
+            max_tokens=0,
+            kv_bytes=[0],
+        )
+        self._engine = engine_of(
+            stage, is_last=True, model=facts, is_deterministic=True
+        )
+
+    def choices(self, chat: Chat) -> list[int]:
+        """Return the most likely token after each of a chat's, in one step."""
+        ids = (chat.prompt + chat.tokens)[:-1]
+        rows = Rows(chat.number, 0, len(ids))
+        wanted = torch.arange(len(chat.prompt) - 1, len(ids))
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)  # as the stages have
+        try:
+            with torch.inference_mode():
+                attention = self._engine.cache.step([rows])
+                at = torch.arange(len(ids))
+                logits = self._engine.function(torch.tensor(ids), at, attention, wanted)
+        finally:
+            torch.set_num_threads(before)
+            self._engine.cache.free(chat.number)
+        return [int(token) for token in logits.argmax(-1)]
 
 
 def _gaps(model: Any, chat: Chat) -> torch.Tensor:

