@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -18,6 +20,7 @@ from tests.tiny_decoder import save_decoder
 pytestmark = pytest.mark.timeout(240)
 
 LONG = 230
+LIMIT_S = 10.0
 
 
 @pytest.fixture(scope="module")
@@ -93,3 +96,58 @@ async def test_streams_move_to_a_new_version_with_the_same_weights(
         service.until(is_new, "updated")
 
     assert await moves(service, update) >= 1
+
+
+@pytest.mark.parametrize("drain_s", [60.0, 0.3])
+async def test_streams_of_other_weights_end_on_the_old_version_while_it_drains(
+    tmp_path: Path, drain_s: float
+) -> None:
+    """New ones are of the new version; after ``drain_s`` the old ones go on there."""
+    folders = [save_decoder(tmp_path / kind, kind) for kind in ("llama", "qwen3")]
+    spec = spec_of(folders[0]) | {"drain_s": drain_s}
+    with served(tmp_path / "service", spec) as service:
+        async with client(service) as api:
+            old_text = await Stream(api, LONG).end()
+            old = [Stream(api, LONG) for _ in range(8)]
+            for stream in old:
+                await stream.has(3)
+            spec["models"]["m"] |= {"path": str(folders[1]), "version": "2"}
+            service.update(yaml.safe_dump(spec, sort_keys=False))
+            found = [await stream.end() for stream in old]
+            new_text = old_text
+            async with asyncio.timeout(WAIT_S):
+                while new_text[0] == old_text[0]:  # it is not active yet
+                    new_text = await Stream(api, LONG).end()
+            assert await Stream(api, LONG).end() == new_text
+    for pieces in found:
+        assert len(pieces) == LONG
+        assert pieces[:3] == old_text[:3]
+    if drain_s > LIMIT_S:
+        assert found == [old_text] * 8
+
+
+@pytest.mark.heavy
+async def test_streams_survive_the_loss_of_everything_again_and_again(
+    service: Served,
+) -> None:
+    """All replicas at once, five times, mostly without a token in between.
+
+    Nobody is poison.
+    """
+    async with client(service) as api:
+        pieces = await Stream(api, LONG).end()
+        streams = [Stream(api, LONG) for _ in range(4)]
+        for stream in streams:
+            await stream.has(5)
+        for _ in range(5):
+            there = [p.pid for p in service.status().processes if p.model and p.pid]
+            for pid in there:
+                os.kill(pid, signal.SIGKILL)
+
+            def is_new(gone: Sequence[int] = there) -> bool:
+                known = [p.pid for p in service.status().processes if p.model]
+                return len(known) == 4 and not {*known} & {*gone}
+
+            await asyncio.to_thread(service.until, is_new, "replaced")
+        for stream in streams:
+            assert await stream.end() == pieces

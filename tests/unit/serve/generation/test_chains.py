@@ -165,6 +165,23 @@ async def test_stage_without_the_known_beginning_gets_it_in_turn() -> None:
     await freed(net)
 
 
+async def test_streams_whose_chain_is_whole_notice_nothing() -> None:
+    """Only the others make another attempt."""
+    net = Net(random.Random(11), [2, 2, 2], LIMITS)
+    await net.connected()
+    clients = [Client(net, [5, 6, n], 40) for n in range(6)]
+    await net.settle(lambda: all(len(client.items) > 3 for client in clients))
+    streams = dict(net.streams._streams)
+    name = next(n for n in net.alive() if n.startswith("r1"))
+    others = [s for s in streams.values() if name not in s.chain]
+    assert 0 < len(others) < 6
+    net.kill(name)
+    net.start(1)
+    await whole(net, *clients)
+    assert net.streams.counts["replayed"] == 6 - len(others)
+    await freed(net)
+
+
 async def test_text_whose_structure_is_compiled_holds_up_nobody() -> None:
     """It is computed once that is done; also if its stages are replaced meanwhile."""
     net = Net(random.Random(9), [1, 1, 1], LIMITS)

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 
-from multiworld.serve.generation.chains import NEW_S, Chains, Uneven, surplus_of
+from multiworld.serve.generation.chains import (
+    NEW_S,
+    PREFIX_BLOCK,
+    Chains,
+    Uneven,
+    surplus_of,
+)
 from multiworld.serve.generation.limits import adapt_to, steps_for
+from multiworld.serve.generation.prefixes import digests
 from multiworld.serve.generation.scheduled_sequence import ScheduledSequence, by_route
 from multiworld.serve.generation.scheduler import EngineLimits, Scheduler
-from multiworld.serve.generation.stream import NO_LIMITS, Chain, Stream
+from multiworld.serve.generation.stream import NO_LIMITS, Chain, Stream, TimeLimits
 from multiworld.serve.transport.generation_messages import Sampling
 from multiworld.serve.transport.routing_table import (
     Replica,
@@ -191,3 +199,61 @@ def test_all_replicas_have_steps_to_compute() -> None:
     assert scheduler.withheld == 3, "three share what four would fill"
     adapt_to(scheduler, table_of(20, 1), "v1.0.0")
     assert scheduler.withheld == 9, "each has a block"
+
+
+def test_stream_stays_on_its_kind_of_machine_while_there_is_one() -> None:
+    """However busy; without one it goes on elsewhere."""
+    table = table_of(4)
+    for name in ("v1.0.0", "v1.0.1"):
+        table.replicas[name] = replace(table.replicas[name], fingerprint="a")
+    for name in ("v1.0.2", "v1.0.3"):
+        table.replicas[name] = replace(table.replicas[name], fingerprint="b")
+    made = chains(table)
+    for name in ("v1.0.0", "v1.0.1"):
+        made.load[name] = 30
+    one = stream()
+    one.fingerprints[0] = "a"
+    found = {made.choose(one) for _ in range(20)}
+    assert found <= {Chain("1", ("v1.0.0",)), Chain("1", ("v1.0.1",))}
+    for name in ("v1.0.0", "v1.0.1"):
+        del table.replicas[name]
+    made.table_changed(table, 0.0)
+    assert made.choose(one) in (Chain("1", ("v1.0.2",)), Chain("1", ("v1.0.3",)))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "busier", "is_taken"),
+    [(128, 0, True), (128, 2, False), (1024, 6, True), (1024, 9, False)],
+)
+def test_known_prefix_outweighs_as_much_load_as_it_saves(
+    tokens: int, busier: int, is_taken: bool
+) -> None:
+    """A stream more for each 128 tokens; beyond that the others are better."""
+    made = chains(table_of(3))
+    before, after = stream(1), stream(2)
+    for one in (before, after):
+        one.prefixes = tuple(digests(range(tokens), PREFIX_BLOCK, "m\0acme"))
+    before.chain = ("v1.0.1",)
+    made.enter(before)
+    made.leave(before.chain)
+    made.load["v1.0.1"] = busier
+    assert (made.choose(after) == Chain("1", ("v1.0.1",))) is is_taken
+    after.prefixes = tuple(digests(range(tokens), PREFIX_BLOCK, "m\0beta"))
+    found = {made.choose(after) for _ in range(50)}
+    assert len(found) > 1, "of another tenant nothing is known"
+
+
+@pytest.mark.parametrize("wait_s", [0.4, 0.6])
+def test_limits_of_the_first_token_and_between_tokens_are_apart(wait_s: float) -> None:
+    """Each counts from the last event; the whole has the deadline."""
+    one = stream()
+    one.limits, one.deadline_at = TimeLimits(0.5, 0.5), 10.0
+    assert bool(one.late(wait_s)) == (wait_s > 0.5)
+    one.first_at, one.last_at = 3.0, 4.0
+    one.tokens += [7, 8]
+    found = one.late(4.0 + wait_s)
+    assert bool(found) == (wait_s > 0.5)
+    assert not found or found == "no token after 2 within 0.5 s"
+    one.limits = TimeLimits(0.5, None)
+    assert not one.late(4.0 + wait_s)
+    assert "deadline" in one.late(10.1)
