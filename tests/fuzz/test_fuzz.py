@@ -18,8 +18,16 @@ from multiworld.net import frames
 from multiworld.net.handshake import HandshakeError, decode_hello
 from multiworld.rendezvous import messages
 from multiworld.rendezvous.store_service import StoreService
+from multiworld.serve.gateway.completions import (
+    chat_of,
+    completion_of,
+    decoded,
+    prompts_of,
+)
 from multiworld.serve.gateway.open_inference import parse
 from multiworld.serve.gateway.openai import _embedding_request
+from multiworld.serve.gateway.responses import openai_error
+from multiworld.serve.gateway.triton_generate import GenerateBody
 from multiworld.serve.spec.loader import parse_spec
 from multiworld.serve.transport import frames as edge_frames
 from multiworld.serve.transport.frames import Entry
@@ -90,6 +98,38 @@ def test_request_bodies() -> None:
     repeat(check, mutated(*samples))
 
 
+def test_bodies_of_text_routes() -> None:
+    """Chats, completions, tools and structures are read, or refused with a text."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    chat = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    samples = [
+        {**chat, "temperature": 0.5, "top_p": 0.9, "n": 2, "logit_bias": {"5": 1.5}},
+        {**chat, "stream": True, "stream_options": {"include_usage": True}},
+        {**chat, "tools": [tool], "tool_choice": "required"},
+        {**chat, "response_format": form, "max_completion_tokens": 7},
+        {**chat, "structured_outputs": {"regex": "[a-z]+(b|c){2,5}"}},
+        {**chat, "structured_outputs": {"grammar": 'start: "a" | /b+/'}},
+        {"model": "m", "prompt": ["a", "b"], "logprobs": 2, "echo": True},
+        {"model": "m", "prompt": [[1, 2], [3]], "stop": ["x", "yz"], "seed": 7},
+        {"text_input": "a", "parameters": {"max_tokens": 5}},
+    ]
+
+    def check(content: bytes) -> None:
+        _refused(lambda: _read_chat(content))
+        _refused(lambda: prompts_of(completion_of(content)[0].prompt))
+        _refused(lambda: decoded(content, msgspec.json.Decoder(GenerateBody)))
+
+    repeat(check, mutated(*(json.dumps(sample).encode() for sample in samples)))
+
+
+def _read_chat(content: bytes) -> None:
+    _, wanted = chat_of(content)
+    if wanted.structure is not None:
+        wanted.structure.grammar()
+
+
 def _refused(call: object) -> None:
     assert callable(call)
     refused: ServeError | None = None
@@ -98,7 +138,7 @@ def _refused(call: object) -> None:
     except ServeError as error:
         refused = error
     assert refused is None or refused.status < 500
-    assert refused is None or 0 < len(str(refused)) < 5000
+    assert refused is None or 0 < len(str(openai_error(refused))) < 5000
 
 
 def test_specs() -> None:

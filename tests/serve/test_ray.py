@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -200,6 +202,34 @@ async def test_head_that_freezes_and_thaws_only_delays_scaling(
         await until(service, lambda: service.stages() == [2, 3, 2], "it is done")
         assert service.status().trouble == ""
         assert len(service.events("lost")) == before
+        await asyncio.to_thread(service.scale, "add", 2)
+        await until(service, lambda: is_whole(service), "and back")
+
+
+def bridge_of(service: Served) -> int:
+    """Return the process ID of the bridge to the cluster."""
+    assert service.process is not None
+    found: list[int] = [
+        child.pid
+        for child in psutil.Process(service.process.pid).children()
+        if "multiworld.serve.launchers.ray.bridge" in child.cmdline()
+    ]
+    return found[0]
+
+
+@pytest.mark.heavy
+async def test_bridge_that_hangs_is_named_and_replaced(service: Served) -> None:
+    """No request is lost, and the next bridge scales."""
+    async with traffic(service) as load:
+        hung = bridge_of(service)
+        os.kill(hung, signal.SIGSTOP)
+        await until(service, lambda: "Ray" in service.status().trouble, "it is said")
+        await load.goes_on()
+        await until(service, lambda: not service.status().trouble, "replaced")
+        assert bridge_of(service) != hung
+        assert not psutil.pid_exists(hung)
+        await asyncio.to_thread(service.scale, "add", 3)
+        await until(service, lambda: service.stages() == [2, 3, 2], "it is done")
         await asyncio.to_thread(service.scale, "add", 2)
         await until(service, lambda: is_whole(service), "and back")
 

@@ -35,6 +35,9 @@ OFFLOAD_BYTES = 64 * 1024
 RENDER_BYTES = 32 * 1024
 """Bytes of tensors from which an answer is rendered in a thread."""
 
+MAX_TEXT = 1000
+"""Most characters of an error's text."""
+
 
 def json_response(data: Any, status: int = 200, headers: Any = None) -> Response:
     """Return a JSON response.
@@ -55,9 +58,18 @@ def _retry(error: ServeError) -> dict[str, str]:
     return found
 
 
+def text_of(error: ServeError) -> str:
+    """Return the text of an error, which may quote what a client has sent, cut."""
+    return _cut(str(error))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + " …"
+
+
 def error_response(error: ServeError) -> Response:
     """Return an error in the form of the Open Inference Protocol."""
-    return json_response({"error": str(error)}, error.status, _retry(error))
+    return json_response({"error": text_of(error)}, error.status, _retry(error))
 
 
 def openai_error_response(error: ServeError) -> Response:
@@ -76,9 +88,9 @@ def openai_error(error: ServeError) -> dict[str, Any]:
     if isinstance(error, UnauthorizedError):
         code = "invalid_api_key"
     return {
-        "message": str(error),
+        "message": text_of(error),
         "type": kind,
-        "param": param or None,
+        "param": _cut(param) or None,
         "code": code or None,
     }
 

@@ -37,6 +37,7 @@ from multiworld.serve.gateway.responses import (
     error_response,
     event_of,
     json_response,
+    text_of,
 )
 from multiworld.serve.spec.stage import Model, TensorSpec
 from multiworld.serve.tenants.authenticator import AdmittedRequest
@@ -98,7 +99,7 @@ class _Events(EventStream):
     @staticmethod
     def error_of(error: ServeError) -> Any:
         """Return the text of the error, as Triton does."""
-        return str(error)
+        return text_of(error)
 
 
 def add_generate(app: FastAPI, gateway: Gateway) -> None:

@@ -29,6 +29,9 @@ MAX_MULTIPLES = 20_000
 llguidance makes an automaton with as many states: of 10^6 it takes 6 s, of 10^7 three
 minutes, whatever its limits."""
 
+MAX_ERROR = 300
+"""Most characters of an error of llguidance that are told; it quotes the grammar."""
+
 SPACES: Any = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -61,7 +64,7 @@ def grammar_of_schema(schema: Any, param: str) -> str:
     except ValidationError as error:
         names = ("[%d]" if type(n) is int else ".%s" for n in error.instance_path)
         place = "".join(names) % tuple(error.instance_path) or "it"
-        why = error.message[:300]
+        why = _short(error.message)
         raise _invalid(f"is not a JSON schema: {place}: {why}", param) from None
     except (ValueError, RecursionError):
         raise _invalid("is nested too deeply", param) from None
@@ -71,7 +74,7 @@ def grammar_of_schema(schema: Any, param: str) -> str:
     try:
         grammar = matcher.grammar_from_json_schema(text, overrides=SPACES)
     except ValueError as error:
-        raise _invalid(f"cannot be enforced: {error}", param) from None
+        raise _invalid(f"cannot be enforced: {_short(error)}", param) from None
     return _checked(grammar, param)
 
 
@@ -170,8 +173,14 @@ def _matcher(param: str) -> Any:
 def _checked(grammar: str, param: str) -> str:
     why = _matcher(param).validate_grammar(grammar)
     if why and not why.startswith("WARNING"):
-        raise _invalid(f"cannot be enforced: {why.strip()}", param)
+        raise _invalid(f"cannot be enforced: {_short(why)}", param)
     return grammar
+
+
+def _short(why: object) -> str:
+    """Return an error without most of what it quotes of a grammar."""
+    text = str(why).strip()
+    return text if len(text) <= MAX_ERROR else text[:MAX_ERROR] + " …"
 
 
 def _check_length(text: str, param: str) -> None:
@@ -251,7 +260,8 @@ class Matcher:
             self._consumed.append(token)
         mask = matcher.compute_bitmask()
         if matcher.is_error():
-            raise ModelFailedError(f"structured output failed: {matcher.get_error()}")
+            why = _short(matcher.get_error())
+            raise ModelFailedError(f"structured output failed: {why}")
         bits = numpy.unpackbits(
             numpy.frombuffer(mask, dtype=numpy.uint8), bitorder="little"
         )

@@ -324,6 +324,28 @@ async def test_limit_of_a_chat_is_its_newer_name_if_both_are_given(
         assert played.streams.samplings[-1].max_tokens == most
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": PROMPT, "x" * 5000: 1},
+        {"messages": PROMPT, "structured_outputs": {"regex": "(" * 5000}},
+        {"messages": PROMPT, "model": "x" * 5000},
+        {
+            "messages": PROMPT,
+            "tools": TOOLS,
+            "tool_choice": {"function": {"name": "x" * 5000}},
+        },
+    ],
+)
+async def test_error_quotes_little_of_what_was_sent(
+    tokenizer: Tokenizer, body: dict[str, Any]
+) -> None:
+    """A large field in a body is no large answer."""
+    status, answer = await Played(tokenizer).post(CHAT, body)
+    assert status in (400, 404)
+    assert len(json.dumps(answer)) < 2500
+
+
 async def test_values_that_ask_for_nothing_are_taken(tokenizer: Tokenizer) -> None:
     """Clients send them; the session is the tenant's own."""
     played = Played(tokenizer)

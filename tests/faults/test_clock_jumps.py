@@ -1,0 +1,126 @@
+"""A wall clock that jumps by hours, forward and back: nobody is lost because of it."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.serve.harness import served, spec_with, traffic
+
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler"),
+]
+
+SOURCE = Path(__file__).parents[1] / "data" / "jumping_clock.c"
+ROOT = Path(__file__).parents[2]
+JUMPS_S = (3600.0, -86400.0, 7.0, 0.0, 400 * 86400.0)
+"""Where the clock goes, one after the other: seconds beside the true time."""
+
+
+@pytest.fixture
+def jump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Return what sets the wall clock of processes that are started from now on."""
+    library, file = tmp_path / "jumping_clock.so", tmp_path / "clock"
+    command = ["cc", "-shared", "-fPIC", "-O1", "-o", str(library), str(SOURCE)]
+    subprocess.run([*command, "-ldl"], check=True)
+    file.write_bytes(struct.pack("d", 0.0))
+    monkeypatch.setenv("LD_PRELOAD", str(library))
+    monkeypatch.setenv("CLOCK_FILE", str(file))
+
+    def set_clock(offset_s: float) -> None:
+        with file.open("r+b") as opened:
+            opened.write(struct.pack("d", offset_s))
+
+    set_clock(3600.0)
+    asked = "import time; print(time.time())"
+    told = float(subprocess.check_output([sys.executable, "-c", asked]))
+    assert told - time.time() > 3000, "the clock does not jump"
+    set_clock(0.0)
+    return set_clock
+
+
+async def test_service_goes_on_whatever_the_clock_says(
+    tmp_path: Path, jump: Callable[[float], None]
+) -> None:
+    """No request fails, no process is taken for lost, and scaling works."""
+    with served(tmp_path / "service", spec_with()) as service:
+        before = {p.name: p.pid for p in service.status().processes}
+        async with traffic(service) as checked:
+            for offset_s in JUMPS_S:
+                jump(offset_s)
+                await checked.goes_on()
+                # Longer than any limit of silence.
+                await asyncio.sleep(3.0)
+        after = {p.name: p.pid for p in service.status().processes}
+        assert after == before
+        assert not service.events("lost")
+        service.scale("add", 3)
+        await asyncio.to_thread(
+            service.until, lambda: service.stages() == [1, 3, 1], "scaled"
+        )
+        jump(-3600.0)
+        service.break_replica("kill", "add")
+        await asyncio.to_thread(
+            service.until, lambda: len(service.events("lost")) == 1, "noticed"
+        )
+
+
+WORLD = """
+import sys, time, torch
+from multiworld import blocking, WorldConfig
+rank = int(sys.argv[1])
+config = WorldConfig(join_s=60, silence_s=1.0)
+with blocking.WorldManager() as manager:
+    world = manager.join("w", rank=rank, size=2, store=sys.argv[2], config=config)
+    end = time.monotonic() + 12
+    while True:
+        if rank == 0:
+            is_over = time.monotonic() > end
+            world.send(torch.tensor([int(is_over)]), dst=1)
+            assert int(world.recv(src=1)) == int(is_over)
+        else:
+            found = world.recv(src=0)
+            world.send(found, dst=0)
+            is_over = bool(found)
+        if is_over:
+            break
+        time.sleep(0.01)
+    print("whole")
+"""
+
+
+async def test_world_stays_whole_whatever_the_clock_says(
+    jump: Callable[[float], None],
+) -> None:
+    """Its members pass messages all the time, and heartbeats."""
+    from multiworld.rendezvous.store_server import StoreServer
+
+    server = await StoreServer.listen("127.0.0.1", 0)
+    store = f"tcp://127.0.0.1:{server.port}"
+    members = [
+        await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-c", WORLD, str(rank), store),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            cwd=ROOT,
+        )
+        for rank in range(2)
+    ]
+    ends = asyncio.gather(*(member.communicate() for member in members))
+    await asyncio.sleep(4.0)
+    for offset_s in JUMPS_S:
+        jump(offset_s)
+        await asyncio.sleep(1.5)
+    for out, error in await ends:
+        assert out == b"whole\n", error.decode()
+    await server.close()
