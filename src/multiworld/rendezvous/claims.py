@@ -90,6 +90,7 @@ class Withdrawn:
 class Answered:
     """A holder answered the question whether it still holds its rank."""
 
+    session: SessionKey
     ask: int
     holds: bool
 

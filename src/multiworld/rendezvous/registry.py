@@ -116,6 +116,7 @@ class _Asking:
     epoch: int
     rank: int
     deadline: float
+    holder: SessionKey
 
 
 def key_prefix(world: str, epoch: int, nonce: int) -> str:
@@ -226,13 +227,15 @@ class Registry:
             current.epoch,
             claim.rank,
             min(now + ASK_S, claim.deadline),
+            holder,
         )
         return [AskHolder(holder, self._asks, claim.world, current.epoch, claim.rank)]
 
     def _answered(self, answer: Answered, now: float) -> list[Action]:
-        asking = self._asking.pop(answer.ask, None)
-        if asking is None:
-            return []
+        asking = self._asking.get(answer.ask)
+        if asking is None or asking.holder != answer.session:
+            return []  # too late, or of one that was not asked
+        del self._asking[answer.ask]
         if answer.holds:
             return [_taken(claim) for claim in asking.claims]
         return self._vacate(asking, now)

@@ -124,7 +124,7 @@ class StoreService:
                     deferred.cancel()
                 self._handle(registry.Withdrawn(session, request))
             case messages.HoldsAnswer(ask, holds):
-                self._handle(registry.Answered(ask, holds))
+                self._handle(registry.Answered(session, ask, holds))
             case _:
                 self._value(session, message)
 

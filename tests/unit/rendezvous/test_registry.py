@@ -148,7 +148,29 @@ def test_claim_on_a_held_rank_asks_the_holder_who_keeps_it() -> None:
     (ask,) = bench.claim(3, 1)
     assert isinstance(ask, AskHolder)
     assert (ask.session, ask.world, ask.epoch, ask.rank) == (2, "w", 1, 1)
-    assert errors(bench.handle(Answered(ask.ask, True))) == [(3, RankTaken)]
+    assert errors(bench.handle(Answered(ask.session, ask.ask, True))) == [
+        (3, RankTaken)
+    ]
+
+
+def test_only_the_holder_answers_whether_it_holds_its_rank() -> None:
+    """Another one, that guesses the number of the question, changes nothing."""
+    bench = held()
+    (ask,) = bench.claim(3, 1)
+    assert isinstance(ask, AskHolder)
+    for session in (1, 3, 7):
+        for holds in (False, True):
+            assert bench.handle(Answered(session, ask.ask, holds)) == []
+    assert errors(bench.handle(Answered(2, ask.ask, True))) == [(3, RankTaken)]
+
+
+def test_only_the_holder_leaves_its_rank() -> None:
+    """Another session that says so changes nothing."""
+    bench = held()
+    for session in (1, 3):
+        assert bench.handle(Left(session, "w", 1, 1)) == []
+    (ask,) = bench.claim(3, 1)
+    assert isinstance(ask, AskHolder), "it is held still"
 
 
 def test_claim_on_a_held_rank_when_the_holder_is_silent_then_next_epoch() -> None:
@@ -290,7 +312,7 @@ def test_any_history_then_epochs_grow_and_every_claim_is_answered_once(
             bench.now += one
             actions = bench.handle(Ticked())
         else:
-            actions = bench.handle(Answered(one, bool(two)))
+            actions = bench.handle(Answered(two, one, bool(two % 2)))
         replies = [a for a in actions if isinstance(a, Reply)]
         for reply in replies:
             assert (reply.session, reply.request) not in answered
@@ -322,7 +344,7 @@ def test_members_that_grow_hold_what_they_have_until_it_is_complete() -> None:
     bench.handle(Withdrawn(1, bench.requests))
     (ask,) = bench.claim(4, 0, size=3)  # still held
     assert isinstance(ask, AskHolder)
-    bench.handle(Answered(ask.ask, True))
+    bench.handle(Answered(ask.session, ask.ask, True))
     bench.claim(1, 0, size=3)
     assert bench.admitted(bench.claim(2, 1, size=3)) == (2, {1, 2, 3})
 
@@ -438,7 +460,9 @@ def test_what_was_announced_is_held_and_its_number_not_given_again() -> None:
     bench.handle(Announced(session=1, world="w", epoch=5, rank=0, uid="u1"))
     (ask,) = bench.claim(3, 0)
     assert isinstance(ask, AskHolder)
-    assert errors(bench.handle(Answered(ask.ask, True))) == [(3, RankTaken)]
+    assert errors(bench.handle(Answered(ask.session, ask.ask, True))) == [
+        (3, RankTaken)
+    ]
     bench.handle(Left(1, "w", 5, 0))
     bench.claim(3, 0)
     assert bench.admitted(bench.claim(4, 1))[0] == 6
