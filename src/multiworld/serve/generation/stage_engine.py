@@ -114,7 +114,7 @@ def engine_of(
         model: Facts about the model.
         is_deterministic: Whether results are not to depend on the batch.
     """
-    cache = KvCache()
+    cache = KvCache(attention=model.attention)
     if is_deterministic:
         cache = KvCache(attention=FixedAttention, granule=PIECE)  # until it is known
     with torch.inference_mode():

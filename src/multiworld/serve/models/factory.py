@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -62,7 +63,18 @@ def build_model(spec: ModelSpec) -> Model:
             f"the model has {len(model.stages)} stages ({names}), but `stages:` in the "
             f"spec has {count}; list as many there"
         )
-    return model
+    return _with_attention(model, spec)
+
+
+def _with_attention(model: Model, spec: ModelSpec) -> Model:
+    """Return a model with the attention that its spec names."""
+    if model.generation is None or spec.generation is None:
+        return model
+    if spec.generation.attention is None:
+        return model
+    attention = import_factory(spec.generation.attention)
+    facts = dataclasses.replace(model.generation, attention=attention)
+    return dataclasses.replace(model, generation=facts)
 
 
 def _folder_of(spec: ModelSpec) -> str | None:

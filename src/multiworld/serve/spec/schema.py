@@ -205,6 +205,9 @@ class GenerationSpec(_Strict):
     """`true`: a text depends neither on what it is computed with, nor on lost replicas:
     it is bit for bit that of an undisturbed run on the same kind of processor, with the
     same torch and the same number of threads."""
+    attention: str | None = Field(default=None, pattern=FACTORY)
+    """`package.module:function` that makes the attention of a step: a kernel of your
+    own in place of torch's; see multiworld.serve.generation.kv_cache.Attention."""
     tool_call_parser: Literal["hermes", "llama3_json"] | None = None
     """The form in which the model calls a tool: `hermes` (Hermes, Qwen, SmolLM) or
     `llama3_json`. By default it calls only tools that a request names or requires."""
@@ -218,6 +221,12 @@ class GenerationSpec(_Strict):
     """Most seconds until the first token of a text; by default only `deadline_s`."""
     between_tokens_s: Seconds | None = None
     """Most seconds between two tokens of a text; by default only `deadline_s`."""
+
+    @model_validator(mode="after")
+    def _one_attention(self) -> GenerationSpec:
+        if self.deterministic and self.attention is not None:
+            raise ValueError("deterministic has an attention of its own; remove one")
+        return self
 
 
 class ModelSpec(_Strict):

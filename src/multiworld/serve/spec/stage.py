@@ -158,6 +158,8 @@ class Generation:
         weights: Returns a name of the weights. Texts are moved from one version of the
             model to another one without a pause if that is the same; empty: they never
             are.
+        attention: Makes the attention of a step, from a ``kv_cache.KvCache`` and the
+            ``Rows`` of the step; None: torch's.
     """
 
     tokenizer: Callable[[], Any]
@@ -166,6 +168,7 @@ class Generation:
     max_tokens: int
     kv_bytes: Sequence[int]
     weights: Callable[[], str] = str
+    attention: Callable[[Any, Any], Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

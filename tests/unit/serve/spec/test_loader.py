@@ -88,6 +88,13 @@ def test_good_spec_is_read() -> None:
         ("app: demo", "app: demo\nray: {}", 1, "add `launcher: ray`"),
         (
             "    stages:\n      - name: one",
+            "    generation: {deterministic: true, attention: a.b:C}\n"
+            "    stages:\n      -",
+            6,
+            "an attention of its own",
+        ),
+        (
+            "    stages:\n      - name: one",
             "    generation: {}\n    stages:\n      - device: cuda",
             3,
             "generated on CPUs only",
