@@ -131,7 +131,7 @@ def _choice(
     has_logprobs = ready.wanted.sampling.logprobs is not None
     if ready.is_chat:
         found["message"] = _message(ready, text)
-        if "tool_calls" in found["message"]:
+        if "tool_calls" in found["message"] and finish != "length":
             found["finish_reason"] = "tool_calls"
         found["logprobs"] = (
             chat_logprobs(ready.tokenizer, items) if has_logprobs else None
@@ -292,7 +292,8 @@ def _parsed_events(
         yield _event(ready, piece.choice, delta, held)
         held.clear()
     if piece.finish:
-        finish = "tool_calls" if parser.calls else piece.finish
+        has_calls = parser.calls and piece.finish != "length"
+        finish = "tool_calls" if has_calls else piece.finish
         yield _event(ready, piece.choice, {}, held, finish)
 
 

@@ -34,6 +34,9 @@ MAX_PROMPTS = 2048
 MAX_STOPS = 16
 """Most stop strings."""
 
+MAX_STOP_TOKENS = 1024
+"""Most tokens that end a text."""
+
 MAX_STOP = 256
 """Most characters of a stop string: they are looked for at every token."""
 
@@ -264,9 +267,7 @@ def _with_tools(asked: ChatBody, wanted: Wanted) -> Wanted:
     calling = calling_of(asked.tools, asked.tool_choice)
     if calling is None:
         return wanted
-    if asked.parallel_tool_calls is False and calling.is_required:
-        rule = "cannot be false with tool_choice: required"
-        raise _wrong("parallel_tool_calls", rule, "unsupported_value")
+    calling = replace(calling, is_single=asked.parallel_tool_calls is False)
     structure = wanted.structure
     if calling.schema is not None:
         if structure is not None or asked.ignore_eos:
@@ -419,7 +420,7 @@ def _wanted(asked: Any, max_tokens: int | None, logprobs: int | None) -> Wanted:
             "repetition_penalty", asked.repetition_penalty, 0.01, 100.0, 1.0
         ),
         logit_bias=_biases(asked.logit_bias),
-        stop_token_ids=tuple(asked.stop_token_ids or ()),
+        stop_token_ids=_stop_tokens(asked.stop_token_ids or []),
         min_tokens=int(_between("min_tokens", asked.min_tokens, 0, 2**31, 0)),
         max_tokens=int(_between("max_tokens", max_tokens, 1, 2**31, 0)),
         ignore_eos=bool(asked.ignore_eos),
@@ -479,6 +480,13 @@ def structure_of(
     if len(found) > 1:
         raise _wrong("structured_outputs", "cannot be given with response_format")
     return found[0] if found else None
+
+
+def _stop_tokens(given: list[int]) -> tuple[int, ...]:
+    found = tuple(dict.fromkeys(given))
+    if len(found) > MAX_STOP_TOKENS:
+        raise _wrong("stop_token_ids", f"has more than {MAX_STOP_TOKENS} tokens")
+    return found
 
 
 def _biases(given: dict[str, float] | None) -> dict[int, float]:

@@ -55,6 +55,9 @@ from multiworld.serve.generation.text import GrowingText, Tokenizer
 from multiworld.serve.spec.stage import Generation
 from multiworld.serve.tenants.authenticator import AdmittedRequest
 
+MAX_SCORES = 200_000
+"""Most probabilities of prompts in one answer; each takes about 50 bytes of it."""
+
 
 def add_generation(app: FastAPI, gateway: Gateway) -> None:
     """Add the routes to an application.
@@ -209,6 +212,21 @@ def _check_choices(prompts: int, n: int) -> None:
         )
 
 
+def _check_scores(prompts: Sequence[Sequence[int]], wanted: Wanted) -> None:
+    """Check how many probabilities of prompts an answer is to tell."""
+    most = wanted.sampling.prompt_logprobs
+    if most is None:
+        return
+    told = sum(map(len, prompts)) * wanted.n * (1 + most)
+    if told > MAX_SCORES:
+        raise InvalidRequestError(
+            f"echo with logprobs would tell {told} probabilities; at most "
+            f"{MAX_SCORES} are told in one answer",
+            param="logprobs",
+            code="invalid_value",
+        )
+
+
 def _characters(messages: list[dict[str, Any]]) -> int:
     return sum(len(message.get("content") or "") for message in messages)
 
@@ -265,9 +283,10 @@ async def _ready(
         for index in range(len(prompts) * wanted.n)
     )
     admitted.rows += len(choices)
-    echoes = tuple(
-        tokenizer.decode(choice.prompt) if wanted.echo else "" for choice in choices
-    )
+    _check_scores(prompts, wanted)
+    echoes = [""] * len(prompts)
+    if wanted.echo:
+        echoes = [await asyncio.to_thread(tokenizer.decode, one) for one in prompts]
     return Ready(
         replace(wanted, sampling=sampling),
         gateway.route(wanted.model, admitted.tenant),
@@ -275,7 +294,7 @@ async def _ready(
         tokenizer,
         choices,
         is_chat,
-        echoes,
+        tuple(echoes[index // wanted.n] for index in range(len(choices))),
         prefix + secrets.token_hex(12),
         int(time.time()),
         served.limits,

@@ -35,6 +35,9 @@ OFFLOAD_BYTES = 64 * 1024
 RENDER_BYTES = 32 * 1024
 """Bytes of tensors from which an answer is rendered in a thread."""
 
+BUG = "internal error of the gateway; see its log"
+"""Text of an error that nobody foresaw."""
+
 MAX_TEXT = 1000
 """Most characters of an error's text."""
 
@@ -129,6 +132,10 @@ class EventStream(StreamingResponse):
         except ServeError as error:
             status = error.status
             yield event_of({"error": self.error_of(error)})
+        except Exception:
+            status = 500
+            logger.exception("a stream failed")
+            yield event_of({"error": self.error_of(ServeError(BUG))})
         finally:
             self.on_end(status)
         if self.last:
@@ -226,7 +233,7 @@ async def _handled(
         return error_response(error)
     except Exception:
         logger.exception("gateway failed to handle a request")
-        return error_response(ServeError("internal error of the gateway; see its log"))
+        return error_response(ServeError(BUG))
 
 
 def timeout_of(

@@ -64,11 +64,13 @@ class Calling:
         tools: The tools.
         named: Name of the one that it calls; empty: its own choice.
         is_required: Whether it calls at least one.
+        is_single: Whether it calls at most one.
     """
 
     tools: tuple[Tool, ...]
     named: str = ""
     is_required: bool = False
+    is_single: bool = False
 
     @property
     def schema(self) -> Any:
@@ -90,7 +92,8 @@ class Calling:
             }
             for tool in self.tools
         ]
-        return {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
+        most = {"maxItems": 1} if self.is_single else {}
+        return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most}
 
 
 def calling_of(
@@ -223,27 +226,34 @@ class CallParser:
         if text:
             yield text
 
-    def _parsed(self, text: str) -> list[tuple[str, Any]] | None:
+    def _parsed(self, text: str) -> list[tuple[str, str]] | None:
         """Return the calls that a text is; None if it is something else."""
         try:
             found = json.loads(text)
+            calls = found if isinstance(found, list) else [found]
+            return [self._call(call) for call in calls] or None
         except (ValueError, RecursionError):
             return None
-        calls = found if isinstance(found, list) else [found]
-        names = {tool.function.name for tool in self._calling.tools}
-        parsed = []
-        for call in calls:
-            if not isinstance(call, dict) or call.get("name") not in names:
-                return None
-            given = call.get("arguments", call.get("parameters", {}))
-            parsed.append((call["name"], given))
-        return parsed or None
 
-    def _calls(self, found: list[tuple[str, Any]]) -> Iterator[Call]:
-        for name, given in found:
-            text = given if isinstance(given, str) else json.dumps(given)
-            yield Call(self.calls, name, text)
-            self.calls += 1
+    def _call(self, call: Any) -> tuple[str, str]:
+        """Return the tool and the arguments of one call.
+
+        Raises:
+            ValueError: It is something else, or its arguments cannot be JSON.
+        """
+        names = [tool.function.name for tool in self._calling.tools]
+        if not isinstance(call, dict) or call.get("name") not in names:
+            raise ValueError("no call of a known tool")
+        given = call.get("arguments", call.get("parameters", {}))
+        text = given if isinstance(given, str) else json.dumps(given, allow_nan=False)
+        text.encode()  # half of a character cannot be
+        return call["name"], text
+
+    def _calls(self, found: list[tuple[str, str]]) -> Iterator[Call]:
+        for name, text in found:
+            if not (self._calling.is_single and self.calls):
+                yield Call(self.calls, name, text)
+                self.calls += 1
 
 
 def _overlap(text: str, mark: str) -> int:

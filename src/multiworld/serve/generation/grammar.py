@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import numpy
@@ -25,9 +27,16 @@ MAX_CHARACTERS = 64 * 1024
 """Most characters of a schema or a grammar."""
 
 MAX_MULTIPLES = 20_000
-"""Most that all ``multipleOf`` of a schema are together, without decimal points.
-llguidance makes an automaton with as many states: of 10^6 it takes 6 s, of 10^7 three
-minutes, whatever its limits."""
+"""Largest least common multiple of all ``multipleOf`` of a schema, without decimal
+points. llguidance makes an automaton with as many states: of 10^6 it takes 6 s, of 10^7
+three minutes, whatever its limits."""
+
+MAX_ITEMS = 3000
+"""Most ways in which a text may go on at once (``step_max_items`` of llguidance). An
+ambiguous grammar has ever more: with the default, 50,000, each token takes seconds."""
+
+KEPT_FAILURES = 256
+"""Grammars that were too complex, which are not tried again."""
 
 MAX_ERROR = 300
 """Most characters of an error of llguidance that are told; it quotes the grammar."""
@@ -69,7 +78,7 @@ def grammar_of_schema(schema: Any, param: str) -> str:
     except (ValueError, RecursionError):
         raise _invalid("is nested too deeply", param) from None
     if _multiples(schema) > MAX_MULTIPLES:
-        rule = f"has multipleOf beyond {MAX_MULTIPLES}, in all and without their points"
+        rule = f"has multipleOf whose least common multiple is beyond {MAX_MULTIPLES}"
         raise _invalid(rule, param)
     try:
         grammar = matcher.grammar_from_json_schema(text, overrides=SPACES)
@@ -127,20 +136,23 @@ def grammar_of_choice(choices: Sequence[str], param: str) -> str:
 
 
 def _multiples(schema: Any) -> int:
-    """Return the sum of all ``multipleOf``, without their decimal points."""
-    total, left = 0, [schema]
+    """Return the least common multiple of all ``multipleOf``, without points.
+
+    Parts of a schema may apply to the same number, through ``allOf`` or ``$ref``.
+    """
+    found: set[Fraction] = set()
+    left = [schema]
     while left:
-        found = left.pop()
-        if isinstance(found, list):
-            left += found
-        elif isinstance(found, dict):
-            left += found.values()
-            given = found.get("multipleOf")
-            if isinstance(given, int | float):
-                _, digits, exponent = Decimal(str(given)).as_tuple()
-                number = int("".join(map(str, digits)))
-                total += number * 10 ** max(0, int(exponent))
-    return total
+        part = left.pop()
+        if isinstance(part, list):
+            left += part
+        elif isinstance(part, dict):
+            left += part.values()
+            given = part.get("multipleOf")
+            if isinstance(given, int | float) and given:
+                found.add(Fraction(str(given)))
+    scale = math.lcm(*(each.denominator for each in found))
+    return math.lcm(*(int(each * scale) for each in found))
 
 
 @functools.cache
@@ -205,6 +217,7 @@ class Matchers:
         # Grammars are compiled without the GIL, beside the steps of other sequences.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="multiworld grammar")
         self._tokenizer: Any = None
+        self._failures: OrderedDict[str, str] = OrderedDict()
 
     def begin(self, grammar: str) -> Matcher:
         """Begin to make a matcher.
@@ -213,18 +226,28 @@ class Matchers:
             grammar: The grammar, as the functions of this module return it.
         """
         made = self._pool.submit(self._made, grammar)
-        return Matcher(made, self._model.vocabulary)
+        failed = functools.partial(self._failed, grammar)
+        return Matcher(made, self._model.vocabulary, failed)
+
+    def _failed(self, grammar: str, why: str) -> None:
+        """Do not try a grammar again: each try takes time of everybody."""
+        self._failures[grammar] = why
+        while len(self._failures) > KEPT_FAILURES:
+            self._failures.popitem(last=False)
 
     def _made(self, grammar: str) -> Any:
-        from llguidance import LLMatcher, LLTokenizer
+        from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+        if (why := self._failures.get(grammar)) is not None:
+            raise InvalidRequestError(why)
         if self._tokenizer is None:
             self._tokenizer = LLTokenizer(
                 self._model.tokenizer().fast.to_str(),
                 n_vocab=self._model.vocabulary,
                 eos_token=list(self._model.end_tokens) or None,
             )
-        return LLMatcher(self._tokenizer, grammar)
+        limits = LLParserLimits(step_max_items=MAX_ITEMS, verbose_errors=False)
+        return LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
 
 
 class Matcher:
@@ -233,13 +256,16 @@ class Matcher:
     Args:
         made: The matcher of llguidance, once it is made.
         vocabulary: Number of tokens of the model.
+        failed: Called with the reason if the structure is too complex.
 
     Attributes:
         made: Done once it may be used without waiting.
     """
 
-    def __init__(self, made: Future[Any], vocabulary: int) -> None:
-        self.made, self._vocabulary = made, vocabulary
+    def __init__(
+        self, made: Future[Any], vocabulary: int, failed: Callable[[str], None]
+    ) -> None:
+        self.made, self._vocabulary, self._failed = made, vocabulary, failed
         self._consumed: list[int] = []
 
     def allowed(self, tokens: Sequence[int]) -> Tensor:
@@ -249,19 +275,20 @@ class Matcher:
             tokens: The tokens that were generated.
 
         Raises:
-            ModelFailedError: The tokens have not the structure, or it is too complex.
+            InvalidRequestError: The structure is too complex, or allows no text.
+            ModelFailedError: The tokens do not have the structure.
         """
         matcher = self.made.result()
         if self._consumed != list(tokens[: len(self._consumed)]):
             matcher.reset()  # the sequence goes on from an earlier token
             self._consumed = []
         for token in tokens[len(self._consumed) :]:
-            matcher.consume_token(token)
+            if not matcher.consume_token(token):
+                why = _short(matcher.get_error())
+                raise ModelFailedError(f"structured output failed: {why}")
             self._consumed.append(token)
         mask = matcher.compute_bitmask()
-        if matcher.is_error():
-            why = _short(matcher.get_error())
-            raise ModelFailedError(f"structured output failed: {why}")
+        self._check(matcher)
         bits = numpy.unpackbits(
             numpy.frombuffer(mask, dtype=numpy.uint8), bitorder="little"
         )
@@ -269,3 +296,14 @@ class Matcher:
         if not bool(found.any()):
             raise ModelFailedError("structured output allows no further token")
         return found
+
+    def _check(self, matcher: Any) -> None:
+        """Raise an error if a matcher cannot go on.
+
+        Raises:
+            InvalidRequestError: It is too complex, or allows no text.
+        """
+        if matcher.is_error():
+            why = f"structured output failed: {_short(matcher.get_error())}"
+            self._failed(why)
+            raise InvalidRequestError(why)

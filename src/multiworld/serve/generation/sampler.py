@@ -18,6 +18,9 @@ from torch import Tensor
 
 from multiworld.serve.transport.generation_messages import Sampling
 
+FEW = 1024
+"""Tokens among which those of ``top_p`` or ``min_p`` are looked for first."""
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -106,22 +109,45 @@ def _adjusted(
 
 
 def _drawn(scores: Tensor, sampling: Sampling, index: int) -> int:
-    """Draw a token: of the most likely ones, by the inverse of their distribution."""
-    ordered, which = scores.sort(descending=True, stable=True)
-    if 0 < sampling.top_k < len(ordered):
-        ordered, which = ordered[: sampling.top_k], which[: sampling.top_k]
-    probabilities = ordered.to(torch.float64).softmax(-1)
-    keep = torch.ones_like(probabilities, dtype=torch.bool)
+    """Draw a token by the inverse of the distribution of those it may be."""
+    at = uniform(sampling.seed, sampling.choice, index)
+    probabilities = scores.to(torch.float64).softmax(-1)
+    has_limits = sampling.top_k or sampling.top_p < 1.0 or sampling.min_p > 0.0
+    if not has_limits:
+        return _inverse(probabilities, at)
+    # To sort the whole vocabulary takes longer than all the rest.
+    for most in (sampling.top_k,) if sampling.top_k else (FEW, len(scores)):
+        likely, which = probabilities.topk(min(most, len(scores)))
+        kept = _kept(likely, sampling)
+        if not bool(kept[-1]):
+            break  # those after it do not stay either
+    return int(which[_inverse(likely * kept, at)])
+
+
+def _kept(likely: Tensor, sampling: Sampling) -> Tensor:
+    """Return which of the most likely tokens stay, the first one always.
+
+    Args:
+        likely: Their probabilities, the largest first.
+        sampling: Says how many, or how likely they must be.
+    """
+    kept = torch.ones_like(likely, dtype=torch.bool)
     if sampling.top_p < 1.0:
-        # A token stays if those before it do not sum up to top_p.
-        keep &= probabilities.cumsum(0) - probabilities < sampling.top_p
+        # A token stays if those before it do not sum up to top_p; with top_k they are
+        # a share of those that are left.
+        whole = likely.sum() if sampling.top_k else 1.0
+        kept &= likely.cumsum(0) - likely < sampling.top_p * whole
     if sampling.min_p > 0.0:
-        keep &= probabilities >= sampling.min_p * probabilities[0]
-    keep[0] = True
-    sums = (probabilities * keep).cumsum(0)
-    at = uniform(sampling.seed, sampling.choice, index) * float(sums[-1])
-    place = int(torch.searchsorted(sums, at, right=True))
-    return int(which[min(place, int(keep.nonzero()[-1]))])
+        kept &= likely >= sampling.min_p * likely[0]
+    kept[0] = True
+    return kept
+
+
+def _inverse(weights: Tensor, at: float) -> int:
+    """Return the place where the sum of weights passes a share of all of them."""
+    sums = weights.cumsum(0)
+    place = int(torch.searchsorted(sums, at * float(sums[-1]), right=True))
+    return min(place, int(weights.nonzero()[-1]))
 
 
 def uniform(seed: int, choice: int, index: int) -> float:

@@ -31,6 +31,7 @@ class PlayedStreams(Streams):
     Attributes:
         text: The tokens to generate.
         error: Ends each stream after those; None: it ends well.
+        finish: Why it ends then.
         wait_s: Seconds before each token.
         prompts: Prompts that were asked for.
         samplings: How each was to be sampled.
@@ -42,6 +43,7 @@ class PlayedStreams(Streams):
         super().__init__("gateway/1")
         self.text: list[int] = []
         self.error: ServeError | None = None
+        self.finish: Any = "length"
         self.wait_s = 0.0
         self.prompts: list[list[int]] = []
         self.samplings: list[Sampling] = []
@@ -71,7 +73,7 @@ class PlayedStreams(Streams):
             is_last = index + 1 == len(self.text) and self.error is None
             logprob = None if sampling.logprobs is None else -0.5 * index
             top = ((token, -0.5 * index), (5, float("-inf")))[: sampling.logprobs or 0]
-            finish: Any = "length" if is_last else ""
+            finish = self.finish if is_last else ""
             key = ("gateway/1", 1, 0)
             yield TokenItem(key, index, token, finish, logprob, top)
         if self.error is not None:
@@ -193,8 +195,8 @@ async def test_streamed_calls_tell_of_every_token_once(
 ) -> None:
     """Ids and probabilities, however long the text of a call is held back."""
     played = Played(tokenizer)
-    wanted = list(tokenizer.encode(text, has_special=False))
-    played.streams.text = wanted
+    wanted = [*tokenizer.encode(text, has_special=False), 0]
+    played.streams.text, played.streams.finish = wanted, "stop"
     found = await played.choices(
         CHAT,
         {
@@ -219,7 +221,7 @@ async def test_streamed_calls_tell_of_every_token_once(
         played.streams.prompts[0]
     ]
     has_call = CALL in text
-    assert found[-1]["finish_reason"] == ("tool_calls" if has_call else "length")
+    assert found[-1]["finish_reason"] == ("tool_calls" if has_call else "stop")
     calls = [c for choice in found for c in choice["delta"].get("tool_calls", ())]
     assert len(calls) == has_call
 
@@ -240,6 +242,92 @@ async def test_text_completion_tells_the_ids_of_its_prompt_once(
         tokenizer.encode("yes", has_special=False)
     )
     assert "".join(choice["text"] for choice in found) == "yes"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"name": []}</tool_call>',
+        '<tool_call>{"name": {}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": "\\ud800"}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
+    ],
+)
+async def test_text_that_is_almost_a_call_is_given_out(
+    tokenizer: Tokenizer, text: str
+) -> None:
+    """Whole and streamed: a model may write anything."""
+    played = Played(tokenizer)
+    played.streams.text = list(tokenizer.encode(text, has_special=False))
+    asked = {"messages": PROMPT, "tools": TOOLS}
+    status, answer = await played.post(CHAT, asked)
+    assert status == 200, answer
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": text}
+    found = await played.choices(CHAT, asked)
+    assert "".join(c["delta"].get("content", "") for c in found) == text
+
+
+@pytest.mark.parametrize("is_parallel", [True, False])
+async def test_one_call_is_all_if_no_more_are_wanted(
+    tokenizer: Tokenizer, is_parallel: bool
+) -> None:
+    """Whole and streamed; a required one has a structure that says so."""
+    played = Played(tokenizer)
+    played.streams.text = list(tokenizer.encode(CALL + CALL, has_special=False))
+    asked = {"messages": PROMPT, "tools": TOOLS, "parallel_tool_calls": is_parallel}
+    _, answer = await played.post(CHAT, asked)
+    assert len(answer["choices"][0]["message"]["tool_calls"]) == 1 + is_parallel
+    found = await played.choices(CHAT, asked)
+    calls = [c for choice in found for c in choice["delta"].get("tool_calls", ())]
+    assert len(calls) == 1 + is_parallel
+    await played.post(CHAT, {**asked, "tool_choice": "required"})
+    grammar = played.streams.samplings[-1].grammar
+    assert ("maxItems" in grammar) is not is_parallel
+
+
+async def test_call_that_was_cut_says_so(tokenizer: Tokenizer) -> None:
+    """Clients parse the arguments otherwise."""
+    played = Played(tokenizer)
+    played.streams.text = list(tokenizer.encode('{"a', has_special=False))
+    named = {"type": "function", "function": {"name": "f"}}
+    asked = {"messages": PROMPT, "tools": TOOLS, "tool_choice": named}
+    _, answer = await played.post(CHAT, asked)
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"a'
+    found = await played.choices(CHAT, asked)
+    assert found[-1]["finish_reason"] == "length"
+
+
+async def test_stream_that_fails_of_a_bug_says_so_in_the_stream(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rather than be cut."""
+    played = Played(tokenizer)
+    played.streams.text = [7, 8]
+
+    def broken(*_: Any) -> bytes:
+        raise TypeError("of a bug")
+
+    monkeypatch.setattr(completion_answers, "_piece_event", broken)
+    _, events = await played.post(CHAT, {"messages": PROMPT, "stream": True})
+    assert "internal error" in events[-2]
+    assert "of a bug" not in events[-2]
+    assert events[-1] == "data: [DONE]"
+
+
+async def test_probabilities_of_prompts_are_bounded_in_all(
+    tokenizer: Tokenizer,
+) -> None:
+    """However they are asked for: prompts, choices and alternatives."""
+    played = Played(tokenizer)
+    played.streams.text = [7]
+    asked = {"prompt": [[5] * 180] * 3, "max_tokens": 1, "echo": True, "logprobs": 20}
+    status, answer = await played.post("/v1/completions", {**asked, "n": 21})
+    assert (status, answer["error"]["param"]) == (400, "logprobs")
+    status, _ = await played.post("/v1/completions", {**asked, "n": 2})
+    assert status == 200
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v2/models/g/generate_stream"])
@@ -279,6 +367,7 @@ async def test_slow_stream_is_kept_alive_by_comments(
         ({"messages": PROMPT, "stop_token_ids": [300]}, "stop_token_ids"),
         ({"messages": PROMPT, "temperature": -1}, "temperature"),
         ({"messages": PROMPT, "store": True}, "store"),
+        ({"messages": PROMPT, "stop_token_ids": [*range(1025)]}, "stop_token_ids"),
         ({"messages": PROMPT, "service_tier": "flex"}, "service_tier"),
         ({"messages": PROMPT, "metadata": {"a": "b"}}, "metadata"),
         ({"messages": PROMPT, "prompt_cache_key": "x" * 257}, "prompt_cache_key"),

@@ -136,6 +136,8 @@ def test_matcher_that_begins_elsewhere_allows_the_same(matchers: Matchers) -> No
         ({"type": "integer", "multipleOf": 10_000_019}, "multipleOf"),
         ({"type": "number", "multipleOf": 2000.3}, "multipleOf"),
         ({"anyOf": [{"multipleOf": 9000 + n} for n in range(3)]}, "multipleOf"),
+        ({"allOf": [{"multipleOf": n} for n in (7, 11, 13, 17, 19)]}, "multipleOf"),
+        ({"multipleOf": 0.01, "allOf": [{"multipleOf": 331}]}, "multipleOf"),
         ({"$schema": "http://127.0.0.1:9/x", "type": 5}, ".type"),
     ],
 )
@@ -180,6 +182,44 @@ def test_deep_schema_is_refused_and_not_unfolded() -> None:
         schema = {"type": "array", "items": schema}
     with pytest.raises(InvalidRequestError, match=r"nested|longer|deep|limit|large"):
         grammar_of_schema(schema, "response_format")
+
+
+WIDE = (
+    "start: "
+    + " | ".join(f"r{n}" for n in range(450))
+    + "".join(
+        f'\nr{n}: r{(n + 1) % 450} "x" | /[a-z]/ r{n * 7 % 450} | "y{n}"'
+        for n in range(450)
+    )
+)
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        WIDE,
+        "start: start",
+        "start: <|nosuch|>",
+        "start: <[99999999]>",
+        grammar_of_schema({"$ref": "#"}, "x"),
+        grammar_of_regex(r"[^\s\S]", "x"),
+    ],
+)
+def test_structure_that_nobody_can_have_is_the_clients_mistake(
+    matchers: Matchers, tokenizer: Tokenizer, grammar: str
+) -> None:
+    """And is not tried again, as each try takes time of all texts of a step."""
+    matcher = matchers.begin(grammar)
+    letter = list(tokenizer.encode("a", has_special=False))
+
+    def write() -> None:
+        for count in range(60):
+            matcher.allowed(letter * count)
+
+    with pytest.raises(InvalidRequestError, match="structured output failed"):
+        write()
+    with pytest.raises(InvalidRequestError, match="structured output failed"):
+        matchers.begin(grammar).allowed([])
 
 
 def test_tokens_without_the_structure_fail_by_name(matchers: Matchers) -> None:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from multiworld.serve.generation import sampler
 from multiworld.serve.generation.sampler import choose, finish_of, uniform
 from multiworld.serve.transport.generation_messages import Sampling
 
@@ -88,6 +89,23 @@ def test_kept_tokens_are_those_of_transformers(
         kept = theirs(torch.zeros((1, 1)), logits[None].double())[0].isfinite()
         token = choose(logits, Sampling(seed=3, **ours), [0], 1, ()).token
         assert kept[token]
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**32), st.integers(0, 30), st.floats(0, 1), st.floats(0, 0.5))
+def test_few_tokens_are_sorted_and_the_same_is_drawn(
+    seed: int, top_k: int, top_p: float, min_p: float
+) -> None:
+    """Whether those that stay are among the few most likely ones or not."""
+    chance = torch.Generator().manual_seed(seed)
+    logits = torch.randn(60, generator=chance) * 4
+    made = Sampling(seed=seed, top_k=top_k, top_p=top_p, min_p=min_p)
+    with pytest.MonkeyPatch.context() as patch:
+        found = []
+        for few in (1, 7, 60):
+            patch.setattr(sampler, "FEW", few)
+            found += [choose(logits, made, [0] * n, 1, ()).token for n in range(1, 6)]
+    assert found[:5] == found[5:10] == found[10:]
 
 
 def test_penalties_are_those_of_transformers_and_of_openai() -> None:
