@@ -117,7 +117,8 @@ def _drawn(scores: Tensor, sampling: Sampling, index: int) -> int:
         return _inverse(probabilities, at)
     # To sort the whole vocabulary takes longer than all the rest.
     for most in (sampling.top_k,) if sampling.top_k else (FEW, len(scores)):
-        likely, which = probabilities.topk(min(most, len(scores)))
+        which = scores.topk(min(most, len(scores))).indices
+        likely = probabilities[which]
         kept = _kept(likely, sampling)
         if not bool(kept[-1]):
             break  # those after it do not stay either

@@ -99,11 +99,9 @@ def needs_of(model: ModelSpec) -> list[Need]:
         kind, _, index = stage.device.partition(":")
         on_gpu = kind == "cuda"
         memory_mb, gpu_memory_mb = stage.memory_mb or 0.0, stage.gpu_memory_mb or 0.0
-        texts_mb = _texts_mb(model, is_last=number == len(model.stages) - 1)
-        if on_gpu and gpu_memory_mb:
-            gpu_memory_mb += texts_mb
-        elif not on_gpu and memory_mb:
-            memory_mb += texts_mb
+        if memory_mb:
+            is_last = number == len(model.stages) - 1
+            memory_mb += _texts_mb(model, is_last=is_last)
         found.append(
             Need(
                 cpus=(stage.cpus or 0.0) * stage.ranks,
