@@ -73,7 +73,7 @@ class PlayedStreams(Streams):
             is_last = index + 1 == len(self.text) and self.error is None
             logprob = None if sampling.logprobs is None else -0.5 * index
             top = ((token, -0.5 * index), (5, float("-inf")))[: sampling.logprobs or 0]
-            finish = self.finish if is_last else ""
+            finish: Any = self.finish if is_last else ""
             key = ("gateway/1", 1, 0)
             yield TokenItem(key, index, token, finish, logprob, top)
         if self.error is not None:
