@@ -26,7 +26,7 @@ from multiworld.serve.spec.stage import Generation
 MAX_CHARACTERS = 64 * 1024
 """Most characters of a schema or a grammar."""
 
-MAX_MULTIPLES = 20_000
+MAX_MULTIPLES = 50_000
 """Largest least common multiple of all ``multipleOf`` of a schema, without decimal
 points. llguidance makes an automaton with as many states: of 10^6 it takes 6 s, of 10^7
 three minutes, whatever its limits."""
@@ -77,7 +77,7 @@ def grammar_of_schema(schema: Any, param: str) -> str:
         raise _invalid(f"is not a JSON schema: {place}: {why}", param) from None
     except (ValueError, RecursionError):
         raise _invalid("is nested too deeply", param) from None
-    if _multiples(schema) > MAX_MULTIPLES:
+    if not _are_few_multiples(schema):
         rule = f"has multipleOf whose least common multiple is beyond {MAX_MULTIPLES}"
         raise _invalid(rule, param)
     try:
@@ -135,12 +135,12 @@ def grammar_of_choice(choices: Sequence[str], param: str) -> str:
     return grammar_of_lark(f"start: {lines}", param)
 
 
-def _multiples(schema: Any) -> int:
-    """Return the least common multiple of all ``multipleOf``, without points.
+def _are_few_multiples(schema: Any) -> bool:
+    """Tell whether the least common multiple of all ``multipleOf`` is small.
 
     Parts of a schema may apply to the same number, through ``allOf`` or ``$ref``.
     """
-    found: set[Fraction] = set()
+    scale = multiple = 1
     left = [schema]
     while left:
         part = left.pop()
@@ -150,9 +150,13 @@ def _multiples(schema: Any) -> int:
             left += part.values()
             given = part.get("multipleOf")
             if isinstance(given, int | float) and given:
-                found.add(Fraction(str(given)))
-    scale = math.lcm(*(each.denominator for each in found))
-    return math.lcm(*(int(each * scale) for each in found))
+                each = Fraction(str(given))
+                factor = math.lcm(scale, each.denominator) // scale
+                scale, multiple = scale * factor, multiple * factor
+                multiple = math.lcm(multiple, int(each * scale))
+                if multiple > MAX_MULTIPLES:
+                    return False
+    return True
 
 
 @functools.cache
