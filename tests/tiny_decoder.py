@@ -121,11 +121,11 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def greedy(folder: Path, prompt: list[int], count: int) -> list[int]:
-    """Return what transformers itself generates, without sampling."""
+    """Return what transformers itself generates in float32, without sampling."""
     from transformers import AutoModelForCausalLM
 
     kind: Any = AutoModelForCausalLM
-    model = kind.from_pretrained(folder).eval()
+    model = kind.from_pretrained(folder, dtype=torch.float32).eval()
     ids = torch.tensor([prompt])
     found = model.generate(
         ids,
