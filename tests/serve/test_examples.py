@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from multiworld.serve.launchers.base import began_at
 from multiworld.serve.models.factory import build_model
 from multiworld.serve.spec.loader import load_spec
 from tests.serve.harness import ROOT, WAIT_S, Served, served
+from tests.tiny_decoder import save_tokenizer
 
 EXAMPLES = ROOT / "examples" / "serve"
 
@@ -100,6 +102,65 @@ def test_tensor_parallel_stage_survives_the_loss_of_either_rank(tmp_path: Path) 
             replaced(service, name)
             assert began_at(follower) is None
             assert began_at(leader) is None
+
+
+def test_own_decoder_goes_on_after_a_loss(tmp_path: Path) -> None:
+    """Its tokens are those of one pass over the whole text, and its page shows it."""
+    code = (EXAMPLES / "decoder.py").read_text()
+    page = (ROOT / "docs" / "serve" / "generation.md").read_text()
+    assert code.split('"""\n\n', 1)[1] in page
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        example = importlib.import_module("decoder")
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    spec = yaml.safe_load((EXAMPLES / "decoder.yaml").read_text())
+    spec["gateway"]["port"] = 0
+    save_tokenizer(tmp_path)
+    spec["models"]["own"]["options"]["folder"] = str(tmp_path)
+    count, prompt = 40, [7, 8, 9]
+    asked = {"model": "own", "prompt": prompt, "max_tokens": count, "temperature": 0}
+    more = {"stream": True, "ignore_eos": True, "return_token_ids": True}
+    tokens: list[int] = []
+    with (
+        served(tmp_path / "service", spec, cwd=EXAMPLES) as service,
+        httpx.stream(
+            "POST",
+            f"{service.url}/v1/completions",
+            json={**asked, **more},
+            timeout=WAIT_S,
+        ) as got,
+    ):
+        for line in got.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            for choice in json.loads(line[6:])["choices"]:
+                tokens += choice["token_ids"]
+            if len(tokens) == 5:
+                found = service.status().processes
+                for process in found:
+                    if process.model and process.stage == 1 and process.pid:
+                        os.kill(process.pid, signal.SIGKILL)
+    text = list(prompt)
+    front, back = example.front(None), example.back(None)
+    with torch.inference_mode():
+        for _ in range(count):
+            rows, at = torch.tensor(text), torch.arange(len(text))
+            last = torch.tensor([len(text) - 1])
+            hidden = front(rows, at, WholeText(), last)
+            text.append(int(back(hidden, at, WholeText(), last).argmax()))
+    assert tokens == text[len(prompt) :]
+
+
+class WholeText:
+    """Attention over the rows of one pass."""
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Return what each row attends to, [rows, heads, size]."""
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return attend(query, key, value, is_causal=True).transpose(0, 1)
 
 
 def followers_of(pid: int) -> list[int]:

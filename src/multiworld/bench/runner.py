@@ -107,6 +107,11 @@ SUITES = {
         "from the tokens",
         run=_optional("recovery"),
     ),
+    "texts": Suite(
+        "deterministic mode, long texts, 256 streams and a flood, SmolLM2",
+        "default",
+        run=_optional("texts"),
+    ),
     "kills": Suite(
         "streams of text while workers are killed, SmolLM2",
         "multiworld",
@@ -119,9 +124,9 @@ SUITES = {
 def usual() -> list[str]:
     """Return the suites that run by default.
 
-    All but "generate" and "recovery", which fetch a model, and "nccl" only with a GPU.
+    All but those that fetch a model, and "nccl" only with a GPU.
     """
-    left_out = {"generate", "recovery"}  # they fetch a model
+    left_out = {"generate", "recovery", "texts", "kills"}  # they fetch a model
     if not torch.cuda.is_available():
         left_out.add("nccl")
     return [name for name in SUITES if name not in left_out]

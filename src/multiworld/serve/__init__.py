@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from multiworld.serve.spec.module import Module
 from multiworld.serve.spec.stage import (
+    Generation,
     Model,
     Stage,
     StageContext,
@@ -17,6 +18,7 @@ from multiworld.serve.spec.stage import (
 )
 
 __all__ = [
+    "Generation",
     "Model",
     "Module",
     "Stage",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from multiworld.serve.spec.stage import (
+    Generation,
     Model,
     Stage,
     StageContext,
@@ -11,4 +12,12 @@ from multiworld.serve.spec.stage import (
     TextFrontend,
 )
 
-__all__ = ["Model", "Stage", "StageContext", "TensorSpec", "Tensors", "TextFrontend"]
+__all__ = [
+    "Generation",
+    "Model",
+    "Stage",
+    "StageContext",
+    "TensorSpec",
+    "Tensors",
+    "TextFrontend",
+]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import random
 import statistics
 import tempfile
@@ -30,6 +29,7 @@ from multiworld.bench.rivals.environment import python_of
 from multiworld.bench.serving import others
 from multiworld.bench.serving.others import LLAMACPP, VLLM
 from multiworld.bench.serving.services import running
+from multiworld.bench.serving.streams import drawn, times_of
 from multiworld.serve.models import smollm2
 
 ONE, THREE = "one stage", "three stages"
@@ -111,7 +111,7 @@ async def _measure(servers: list[Server], options: Options, on_step: OnStep) -> 
     async with aiohttp.ClientSession(timeout=timeout) as http:
         for server in servers:
             on_step(("step", (0.0, f"warming up {server.name}")))
-            await _stream(http, server, _drawn(random.Random(0), PROMPT), 8)
+            await _first(http, server, drawn(random.Random(0), PROMPT), 8)
         total, done = options.rounds * len(STREAMS) * len(servers), 0
         answer = 8 if options.is_quick else ANSWER
         for number in range(options.rounds):
@@ -135,20 +135,15 @@ async def _beginnings(
 ) -> None:
     """Measure prompts with a known beginning, and new ones, in turns."""
     draw = random.Random(beginning)
-    shared = _drawn(draw, beginning)
-    await _stream(http, server, shared, 2)
+    shared = drawn(draw, beginning)
+    await _first(http, server, shared, 2)
     kind = "time to the first token by tokens of the beginning"
     for _ in range(rounds):
-        for who, begins in (("known", shared), ("new", _drawn(draw, beginning))):
-            prompt = [*begins, *_drawn(draw, OWN)]
-            first_ms = 1000 * await _stream(http, server, prompt, 2)
+        for who, begins in (("known", shared), ("new", drawn(draw, beginning))):
+            prompt = [*begins, *drawn(draw, OWN)]
+            first_ms = 1000 * await _first(http, server, prompt, 2)
             name = f"{server.name}, {who}"
             on_step(("sample", (kind, beginning, name, "ms", first_ms)))
-
-
-def _drawn(draw: random.Random, count: int) -> list[int]:
-    """Return random tokens."""
-    return [draw.randrange(100, 40_000) for _ in range(count)]
 
 
 async def _round(
@@ -163,10 +158,10 @@ async def _round(
     began = time.perf_counter()
     firsts = await asyncio.gather(
         *(
-            _stream(
+            _first(
                 http,
                 server,
-                _drawn(random.Random(f"{number} {streams} {k}"), PROMPT),
+                drawn(random.Random(f"{number} {streams} {k}"), PROMPT),
                 answer,
             )
             for k in range(streams)
@@ -179,7 +174,7 @@ async def _round(
     on_step(("sample", (kind, streams, server.name, "ms", first_ms)))
 
 
-async def _stream(
+async def _first(
     http: aiohttp.ClientSession, server: Server, prompt: list[int], answer: int
 ) -> float:
     """Run one stream; return the seconds to its first token.
@@ -187,23 +182,5 @@ async def _stream(
     Raises:
         RuntimeError: It had another number of tokens.
     """
-    body = {
-        "model": server.model,
-        "prompt": prompt,
-        "max_tokens": answer,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    began, first_s, made = time.perf_counter(), 0.0, 0
-    async with http.post(f"{server.url}/v1/completions", json=body) as found:
-        async for line in found.content:
-            if not line.startswith(b"data: {"):
-                continue
-            first_s = first_s or time.perf_counter() - began
-            usage = json.loads(line[6:]).get("usage")
-            made = usage["completion_tokens"] if usage else made
-    if made != answer:
-        raise RuntimeError(f"{server.name} made {made} of {answer} tokens")
-    return first_s
+    times = await times_of(http, server.url, prompt, answer, model=server.model)
+    return times[0]

@@ -171,14 +171,18 @@ class TenantManager:
         self._exhausted[tenant.name] = limit
         if before == limit:
             return
-        what = {
-            "budget": getattr(tenant, limit),
-            "in_day": used.in_day,
-            "in_month": used.in_month,
-        }
         self._history.say("budget", f"{tenant.name} has used up its {limit}")
         act = f"{limit} of {tenant.name} is used up"
+        since = used.day if limit == "tokens_per_day" else used.month
         try:
+            found = await asyncio.to_thread(
+                self.registry.usage, tenant.name, since, by_minute=False
+            )
+            what = {
+                "budget": getattr(tenant, limit),
+                "prompt_tokens": sum(row.prompt_tokens for row in found),
+                "generated_tokens": sum(row.generated_tokens for row in found),
+            }
             number = await asyncio.to_thread(
                 self.registry.audit, "the service", act, what
             )

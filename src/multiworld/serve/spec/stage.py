@@ -26,7 +26,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Model", "Stage", "StageContext", "TensorSpec", "Tensors", "TextFrontend"]
+__all__ = [
+    "Generation",
+    "Model",
+    "Stage",
+    "StageContext",
+    "TensorSpec",
+    "Tensors",
+    "TextFrontend",
+]
 
 Tensors = dict[str, "Tensor"]
 """Tensors by name; dimension 0 of each holds the rows."""

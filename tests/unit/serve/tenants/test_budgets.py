@@ -140,8 +140,11 @@ async def test_controller_tells_all_gateways_and_writes_the_end_down(
     last = {name: o for name, o in sent if isinstance(o, TokensTold)}
     assert set(last) == {"gateway/1", "gateway/2"}
     assert [order.used[0].in_day for order in last.values()] == [120, 120]
-    assert [e.act for e in one.registry.audited(9)] == [
-        "tokens_per_day of acme is used up"
+    assert [(e.act, e.what) for e in one.registry.audited(9)] == [
+        (
+            "tokens_per_day of acme is used up",
+            {"budget": 100, "prompt_tokens": 60, "generated_tokens": 60},
+        )
     ]
     await one.close()
     two = manager()
