@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from multiworld import errors
+from multiworld.bench.runner import SUITES
 from multiworld.serve.gateway.metrics import render
 from multiworld.serve.transport.protocol import FleetReport, GatewayReport
 from multiworld.serve.transport.routing_table import RoutingTable
@@ -137,6 +138,16 @@ def test_statuses_of_errors_are_documented() -> None:
         status = getattr(getattr(errors, name), "status", 500)
         if status != 500 and name != "PlacementError":
             assert f"| {status} | `{name}` |" in page, name
+
+
+def test_every_benchmark_is_listed() -> None:
+    """Suites by their name, studies by their module."""
+    page = (ROOT / "benchmarks" / "README.md").read_text()
+    for name in SUITES:
+        assert f"| `{name}` |" in page, name
+    for name, path in modules().items():
+        if ".studies." in name and "__main__" in path.read_text():
+            assert f"python -m {name}" in page, name
 
 
 def test_contributing_names_every_layer() -> None:

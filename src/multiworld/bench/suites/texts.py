@@ -78,7 +78,14 @@ def run(options: Options, on_step: OnStep) -> None:
     for memory_mb in MEMORIES_MB:
         on_step(("step", (0.6, f"{MANY} streams at once, {memory_mb} MB")))
         _serve(
-            {"m": _model(folder, "bfloat16", kv_cache_memory_mb=memory_mb)},
+            {
+                "m": _model(
+                    folder,
+                    "bfloat16",
+                    kv_cache_memory_mb=memory_mb,
+                    max_num_seqs=MANY,
+                )
+            },
             partial(_many, memory_mb, options, on_step),
         )
     on_step(("step", (0.8, "a flood of prompts")))
@@ -177,13 +184,8 @@ async def _many(
         on_step(("sample", (kind, memory_mb, "all whole after", "s", took_s)))
         await asyncio.sleep(1.5)  # replicas report once a second
         after = await _preempted(http, url)
-        sample = (
-            f"preempted of {count}",
-            memory_mb,
-            "texts",
-            "preempted",
-            after - before,
-        )
+        lost = f"preempted of {count} by MB for keys and values"
+        sample = lost, memory_mb, "preempted", "texts", after - before
         on_step(("sample", sample))
         before = after
 

@@ -168,13 +168,13 @@ class Chains:
             The chain, of another version if that has the same weights; None if no
             replica drains, or there is no other chain.
         """
+        if not self.is_leaving(stream):
+            return None
         replicas = self._table.replicas
         staying = tuple(
             name if self._state(name) is ReplicaState.READY else ""
             for name in stream.chain
         )
-        if not any(self._state(n) is ReplicaState.DRAINING for n in stream.chain):
-            return None
         found = self._complete(stream, stream.version, staying, is_ready=True)
         route = self._table.routes.get(stream.model)
         if found is not None or route is None or route.version == stream.version:
@@ -185,6 +185,26 @@ class Chains:
             return None
         weights |= {replicas[name].weights for name in found.replicas}
         return found if len(weights) == 1 else None
+
+    def is_leaving(self, stream: Stream) -> bool:
+        """Tell whether a replica of a stream's chain drains."""
+        return any(self._state(n) is ReplicaState.DRAINING for n in stream.chain)
+
+    def around(self, stream: Stream, chain: Chain, replica: str) -> Chain | None:
+        """Return a chain with another replica in the place of one of its own.
+
+        Args:
+            stream: The stream that the chain is for.
+            chain: The chain.
+            replica: The replica.
+
+        Returns:
+            The chain; None if no other replica is usable.
+        """
+        kept = tuple("" if name == replica else name for name in chain.replicas)
+        return self._complete(
+            stream, chain.version, kept, is_ready=True, without=replica
+        )
 
     def uneven(self, now: float) -> Iterator[Uneven]:
         """Yield the new replicas that have less to do than others of their stage.
@@ -230,6 +250,7 @@ class Chains:
         kept: Sequence[str],
         *,
         is_ready: bool = False,
+        without: str = "",
     ) -> Chain | None:
         """Return a chain with the replicas that are kept, as far as they can be.
 
@@ -238,6 +259,7 @@ class Chains:
             version: Version of the chain.
             kept: Replicas to keep, by stage; empty names are chosen.
             is_ready: Whether all of it must be usable now.
+            without: Replica that is not chosen; empty: any may be.
         """
         route = self._table.routes.get(stream.model)
         if route is None:
@@ -245,7 +267,7 @@ class Chains:
         found: tuple[str, ...] = ()
         for stage in range(route.stages.get(version, 0)):
             name = self._kept(kept, version, stage)
-            name = name or self._replica(stream, version, stage, found[:1])
+            name = name or self._replica(stream, version, stage, found[:1], without)
             if name is None:
                 return None
             found += (name,)
@@ -264,13 +286,20 @@ class Chains:
         return name if is_there and is_same else None
 
     def _replica(
-        self, stream: Stream, version: str, stage: int, first: Sequence[str]
+        self,
+        stream: Stream,
+        version: str,
+        stage: int,
+        first: Sequence[str],
+        without: str,
     ) -> str | None:
         wanted = stream.via.get(stage)
         found = [
             replica
             for replica in self._table.stage(stream.model, version, stage)
-            if replica.name in self._connected and wanted in (None, replica.name)
+            if replica.name in self._connected
+            and replica.name != without
+            and wanted in (None, replica.name)
         ]
         usable = [r for r in found if r.state is ReplicaState.READY]
         if stream.via:  # a probe also goes through others that are starting

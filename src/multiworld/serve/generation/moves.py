@@ -178,6 +178,27 @@ class Moves:
             self._end_at(fresh, (self._name, stream.number, stream.move.attempt))
             stream.move = None
 
+    def not_filled(self, stream: Stream, replica: str, now: float) -> None:
+        """Go round a replica that cannot prepare its neighbour; else give up.
+
+        Its log was dropped. If another one takes its place as well, that one is filled
+        from further up, and fills the neighbour.
+
+        Args:
+            stream: The stream.
+            replica: The replica, of the chain that goes on.
+            now: Monotonic time in seconds.
+        """
+        assert stream.move is not None
+        before, chain = stream.move.chain, None
+        if replica in before.replicas and self._chains.is_leaving(stream):
+            chain = self._chains.around(stream, before, replica)
+        if chain is None:
+            self.give_up(stream, now)
+            return
+        self.drop(stream)
+        self._begin(stream, chain, now)
+
     def give_up(self, stream: Stream, now: float) -> None:
         """Drop what is prepared for a stream, and move it later."""
         logger.info("stream %d is not moved yet", stream.number)

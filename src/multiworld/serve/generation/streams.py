@@ -385,7 +385,10 @@ class Streams:
             return
         if stream.move is not None and key[2] == stream.move.attempt:
             _require(replica in {*stream.move.chain.replicas, *stream.chain}, key)
-            self._moves.give_up(stream, self._clock())
+            if error is None and replica in stream.chain:
+                self._moves.not_filled(stream, replica, self._clock())
+            else:
+                self._moves.give_up(stream, self._clock())
         if key[2] != stream.attempt or not stream.chain:
             return
         _require(replica in stream.chain, key)

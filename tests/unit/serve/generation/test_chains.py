@@ -344,6 +344,28 @@ async def test_new_replica_takes_its_share_of_the_streams() -> None:
     await freed(net)
 
 
+@pytest.mark.parametrize("seed", range(3))
+async def test_stream_without_a_log_moves_around_what_cannot_fill_its_neighbour(
+    seed: int,
+) -> None:
+    """Other replicas of the stages before take their places, up to the tokens."""
+    limits = dataclasses.replace(LIMITS, blocks=2 * LIMITS.blocks)
+    net = Net(random.Random(seed), [2, 2, 2], limits, log_bytes=0)
+    await net.connected()
+    client = Client(net, [5, 6, 7] * 20, 60)
+    await net.settle(lambda: len(client.items) >= 12)
+    (stream,) = net.streams._streams.values()
+    before = stream.chain
+    net.drain(before[2])
+    counts = net.streams.counts
+    await net.settle(lambda: counts["moved"] == 1)
+    assert not {*stream.chain} & {*before}
+    await whole(net, client)
+    assert (counts["moved"], counts["given_up"], counts["replayed"]) == (1, 0, 0)
+    assert before[2] not in net.alive()
+    await freed(net)
+
+
 async def test_replica_that_cannot_be_prepared_leaves_the_stream_where_it_is() -> None:
     """Without a log there is nothing to prepare it from."""
     net = Net(random.Random(7), [1, 1, 1], LIMITS, log_bytes=0)
