@@ -156,6 +156,7 @@ def bench(
     generate     tokens a second and time to the first one, SmolLM2
     recovery     pause of a stream that loses a stage, SmolLM2
     kills        streams of text while workers are killed, SmolLM2
+    texts        deterministic mode, long texts, many texts and a flood, SmolLM2
     nccl         worlds on GPUs beside torch.distributed (where there is one)
 
     All contenders of a table run alternately within the same minutes, so compare

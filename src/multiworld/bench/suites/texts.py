@@ -45,6 +45,9 @@ CHUNK, FLOOD_PROMPT, AT_ONCE, READ = 256, 1500, 8, 64
 """Tokens of a step, tokens of a prompt of the flood, prompts of it at once, and tokens
 of the stream that is read meanwhile."""
 
+CHUNKS = 5
+"""Chunks that are timed in a round."""
+
 FILL_S = 3.0
 """Seconds after which a flood has filled the service."""
 
@@ -226,8 +229,9 @@ def _flooded(folder: Path, options: Options, on_step: OnStep) -> None:
                 return gaps(await times_of(http, url, tokens, READ, key=quiet))
 
             for _ in range(options.rounds):
-                tokens = drawn(draw, CHUNK)
-                tell("a chunk", await times_of(http, url, tokens, 1, key=quiet))
+                for _ in range(CHUNKS):
+                    tokens = drawn(draw, CHUNK)
+                    tell("a chunk", await times_of(http, url, tokens, 1, key=quiet))
                 tell("alone", await read())
                 async with _flood(http, url, loud):
                     tell("beside a flood", await read())

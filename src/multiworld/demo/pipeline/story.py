@@ -316,10 +316,12 @@ class Story:
         Cancellation:
             The scaling goes on.
         """
-        scene = self.begin(f"scale {stage} to {replicas}")
+        scene = self.begin(f"scale stage {stage} to {replicas}")
         asked = {"model": self._model, "stage": stage, "replicas": replicas}
         answer = await self.ask("POST", "/scale", Scaled, json=asked)
-        self.tell(f"[cyan]scale[/] {stage} from {answer.before} to {answer.replicas}")
+        self.tell(
+            f"[cyan]scale[/] stage {stage} from {answer.before} to {answer.replicas}"
+        )
         number = self.stages.index(stage)
         await self.wait_until(
             lambda: (

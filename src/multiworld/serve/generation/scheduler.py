@@ -17,7 +17,8 @@ of a lower priority for its place, too.
 Prompts are computed in an order that gives each tenant its share of the tokens; those
 of one tenant in the order of their arrival. Each step has a token of every running
 sequence first, and the steps under way have no more tokens of prompts together than one
-may have, so a flood of prompts delays running sequences by that much at most.
+may have, so a flood of prompts delays running sequences by about that much, and by
+less those of another tenant.
 """
 
 from __future__ import annotations
@@ -387,7 +388,8 @@ class Scheduler:
         All steps under way together have as many as one may have: running sequences
         wait for no more, and a prompt is computed in several stages at once. If nothing
         waits for them and there is more to compute, each step is full. Sequences that
-        were refilled just now wait for those that still are.
+        were refilled just now wait for those that still are. Beside another tenant's
+        sequences the parts are smaller: these wait for one chunk in all.
         """
         most = self.limits.max_num_batched_tokens
         if self.steps == 1 or not self.limits.is_prefill_chunked:
@@ -395,12 +397,15 @@ class Scheduler:
         if not self._is_refilling:
             for sequence in self._running:
                 sequence.refill = 0
-        prompts = [s for s in self._running if s.lacking > 1]
-        is_waited_for = any(s.lacking <= 1 and not s.refill for s in self._running)
-        tokens = sum(len(s.tokens) for s in (*prompts, *self._waiting))
-        if not is_waited_for and (tokens > most or self._is_refilling):
+        waited_for = [s for s in self._running if s.lacking <= 1 and not s.refill]
+        prompts = [s for s in self._running if s.lacking > 1] + self._waiting
+        tokens = sum(len(s.tokens) for s in prompts)
+        if not waited_for and (tokens > most or self._is_refilling):
             return most
-        return max(LEAST_PART, math.ceil(min(tokens, most) / self.steps))
+        parts = self.steps
+        if waited_for and len({s.share for s in (*waited_for, *prompts)}) > 1:
+            parts += 1  # what stage 0 computes when a token comes back counts as well
+        return max(LEAST_PART, math.ceil(min(tokens, most) / parts))
 
     def _prefill(self, parts: list[StepPart], budget: int) -> None:
         """Fill the step with parts of prompts, in the order of fair shares."""

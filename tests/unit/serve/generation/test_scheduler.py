@@ -438,6 +438,21 @@ def test_flood_of_long_prompts_delays_another_tenant_by_one_step() -> None:
     pipeline.run(wanted)
 
 
+@pytest.mark.parametrize(("tenant", "part"), [("own", 80), ("other", 60)])
+def test_parts_of_prompts_are_smaller_beside_another_tenant(
+    tenant: str, part: int
+) -> None:
+    """A token waits for what stage 0 computes, and for its own step in each stage."""
+    scheduler = Scheduler(limits(seqs=3, tokens=240, steps=3, blocks=9000))
+    pipeline = Pipeline(scheduler)
+    scheduler.add(key(1), [0], share=Share(tenant))
+    assert planned(pipeline) == [{1: 1}]
+    scheduler.add(key(2), [0] * 900, share=Share("own"))
+    assert planned(pipeline) == [{2: part}, {2: part}]
+    pipeline.finish_one({key(1): 99})
+    assert planned(pipeline) == [{1: 1, 2: part}]
+
+
 def test_tenants_get_tokens_by_their_weights() -> None:
     """Tokens of prompts and of answers count alike, whoever came first."""
     scheduler = Scheduler(limits(seqs=100, tokens=6, blocks=10_000))
