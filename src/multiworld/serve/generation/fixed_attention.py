@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import pairwise, product
 
 import torch
 from torch import Tensor
@@ -17,7 +18,8 @@ from torch.nn import functional
 
 from multiworld.serve.generation.alike import OUTPUTS, cover
 from multiworld.serve.generation.fingerprint import known
-from multiworld.serve.generation.kv_cache import KvCache, Rows
+from multiworld.serve.generation.kv_cache import Batch, KvCache, Rows
+from multiworld.serve.generation.kv_memory import PLACES
 
 PIECE = 512
 """Keys that torch's kernel takes at once (kvSplitSize in FlashAttentionKernel.cpp)."""
@@ -32,8 +34,19 @@ REFERENCE = 16
 """Number of rows with which the others are compared."""
 
 
-Sizes = tuple[tuple[int, ...], tuple[int, ...]]
-"""Numbers of rows, and of keys in the last piece, both ascending."""
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of calls that give the same bits.
+
+    Attributes:
+        rows: Numbers of rows, ascending.
+        keys: Numbers of keys in the last piece, ascending.
+        texts: Most sequences in a call, with the fewest rows of each.
+    """
+
+    rows: tuple[int, ...]
+    keys: tuple[int, ...]
+    texts: int
 
 
 def attend(
@@ -45,7 +58,7 @@ def attend(
         query: Shape [batch, heads, rows, size].
         key: Shape [batch, heads, keys, size].
         value: Like ``key``.
-        mask: True for the keys that a row sees, [rows, keys].
+        mask: True for the keys that a row sees, [rows, keys], or of each batch.
         scale: Factor of the scores.
     """
     return functional.scaled_dot_product_attention(
@@ -57,7 +70,7 @@ def attend(
 def alike_sizes(
     heads: int, size: int, value_size: int, dtype: torch.dtype, threads: int
 ) -> Sizes:
-    """Return numbers of rows and of keys with which attention gives the same bits.
+    """Return the sizes of calls with which attention gives the same bits.
 
     Args:
         heads: Number of key heads.
@@ -72,7 +85,12 @@ def alike_sizes(
     rows = known(
         f"{what}: rows of {ROWS} with {keys}", threads, lambda: trial().rows(keys)
     )
-    return tuple(rows), tuple(keys)
+    texts = known(
+        f"{what}: texts up to {PLACES} with {keys} and {rows}",
+        threads,
+        lambda: trial().texts(rows, keys),
+    )
+    return Sizes(tuple(rows), tuple(keys), max(texts))
 
 
 class _Trial:
@@ -113,6 +131,41 @@ class _Trial:
             if all(self._is_alike(rows, most, self._positions(most)) for most in keys)
         ] or [REFERENCE]
 
+    def texts(self, rows: Sequence[int], keys: Sequence[int]) -> list[int]:
+        """Return the numbers of sequences in a call that give the bits of one.
+
+        Args:
+            rows: Numbers of rows that do so.
+            keys: Numbers of keys that do so.
+        """
+        extremes = list(product({rows[0], rows[-1]}, {keys[0], keys[-1]}))
+        found = [1]
+        for count in range(2, PLACES + 1):
+            if not all(self._are_same(count, *sizes) for sizes in extremes):
+                break
+            found.append(count)
+        return found
+
+    def _are_same(self, count: int, rows: int, keys: int) -> bool:
+        """Tell whether some sequences give the same bits together as one by one."""
+        heads, size, values = (*self._key.shape[1::2], self._value.shape[3])
+        dtype = self._key.dtype
+        key = self._drawn(dtype, count, heads, 2 * keys, size)[:, :, :keys]
+        value = self._drawn(dtype, count, heads, 2 * keys, values)[:, :, :keys]
+        for _ in range(-(-OUTPUTS // (PLACES * count * heads * rows * values))):
+            query = self._drawn(dtype, count, heads, rows, size)
+            at = torch.randint(0, keys, (count, 1, rows, 1), generator=self._chance)
+            mask = torch.arange(keys) <= at
+            with torch.inference_mode():
+                together = attend(query, key, value, mask, 1.0)
+                alone = [
+                    attend(query[here], key[here], value[here], mask[here], 1.0)
+                    for here in (slice(n, n + 1) for n in range(count))
+                ]
+            if not torch.equal(together, torch.cat(alone)):
+                return False
+        return True
+
     def _positions(self, keys: int) -> Tensor:
         return torch.randint(0, keys, (max(ROWS),), generator=self._chance)
 
@@ -135,7 +188,7 @@ class _Trial:
 
 
 class FixedAttention:
-    """Attention of one step, sequence after sequence, in fixed sizes.
+    """Attention of one step in fixed sizes: single rows together, others one by one.
 
     Args:
         cache: Keys and values of the stage.
@@ -144,6 +197,8 @@ class FixedAttention:
 
     def __init__(self, cache: KvCache, rows: Sequence[Rows]) -> None:
         self._cache, self._rows = cache, rows
+        self._batches: list[Batch] | None = None
+        self._others: list[tuple[int, Rows, Tensor]] = []
         self._masks: dict[object, Tensor] = {}
 
     def attend(
@@ -174,71 +229,103 @@ class FixedAttention:
         if softcap is not None:
             raise ValueError("deterministic: true does not support capped scores")
         heads, size = key.shape[0], query.shape[2]
-        group = query.shape[0] // heads
         factor = size**-0.5 if scale is None else scale
         threads = torch.get_num_threads()
         sizes = alike_sizes(heads, size, value.shape[2], key.dtype, threads)
-        self._cache.granule = largest_step(sizes[1])
+        room = functools.partial(padded, sizes.keys)
+        if self._batches is None:
+            self._cache.granule = largest_step(sizes.keys)
+            most = sizes.texts if len(query) // heads <= sizes.rows[0] else 1
+            self._batches, others = self._cache.batches(self._rows, room, most)
+            self._others = [(n, r, torch.tensor([r.begin])) for n, r in others]
         found = query.new_empty((query.shape[1], query.shape[0], value.shape[2]))
-        offset = 0
-        for rows in self._rows:
-            here = slice(offset, offset + rows.count)
-            memory = self._cache.append(
-                rows,
-                layer,
-                key[:, here],
-                value[:, here],
-                room=padded(sizes[1], rows.begin + rows.count),
+        for batch in self._batches:
+            memory = self._cache.append_batch(batch, layer, key, value)
+            length = room(int(batch.at[0]) + 1)
+            keys, values = (each[:, :, :length] for each in memory)
+            queries = query.index_select(1, batch.rows).transpose(0, 1)
+            out = self._in_tiles(
+                queries[:, :, None], keys, values, batch.at, sizes.rows, window, factor
             )
-            # The rows of a group of heads see the same keys: they are rows of one head.
-            queries = query[:, here].reshape(heads, group * rows.count, size)
-            out = self._in_tiles(queries, memory, rows, sizes[0], window, factor)
-            out = out.reshape(heads * group, rows.count, -1)
-            found[here] = out.transpose(0, 1)
-            offset += rows.count
+            found.index_copy_(0, batch.rows, out[:, :, 0])
+        for offset, rows, begins in self._others:
+            here = slice(offset, offset + rows.count)
+            length = room(rows.begin + rows.count)
+            keys, values = self._cache.append(
+                rows, layer, key[:, here], value[:, here], room=length
+            )
+            out = self._in_tiles(
+                query[None, :, here],
+                keys[None],
+                values[None],
+                begins,
+                sizes.rows,
+                window,
+                factor,
+            )
+            found[here] = out[0].transpose(0, 1)
         return found
 
     def _in_tiles(
         self,
-        queries: Tensor,
-        memory: tuple[Tensor, Tensor],
-        rows: Rows,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        begins: Tensor,
         sizes: Sequence[int],
         window: int | None,
         scale: float,
     ) -> Tensor:
-        """Return the outputs of one sequence, [key heads, group x rows, size]."""
-        group = queries.shape[1] // rows.count
-        tiles = cover(sizes, queries.shape[1])
-        lacking = sum(tiles) - queries.shape[1]
+        """Return the outputs of some sequences, [sequences, heads, rows, size].
+
+        Args:
+            query: Shape [sequences, heads, rows, size].
+            key: Shape [sequences, key heads, keys, size].
+            value: Like ``key``.
+            begins: Position of the first row of each sequence.
+            sizes: Numbers of rows of a call.
+            window: Most tokens that a row sees.
+            scale: Factor of the scores.
+        """
+        texts, heads, count, _ = query.shape
+        # The rows of a group of heads see the same keys: they are rows of one head.
+        group = heads // key.shape[1]
+        queries = query.reshape(texts, key.shape[1], group * count, -1)
+        tiles = cover(sizes, group * count)
+        lacking = sum(tiles) - group * count
         if lacking:
             queries = functional.pad(queries, (0, 0, 0, lacking))
-        mask = self._mask(rows, group, sum(tiles), memory[0].shape[1], window)
-        keys, values = (each[None] for each in memory)
+        mask = self._mask(begins, count, group, sum(tiles), key.shape[2], window)
         parts, begin = [], 0
         for tile in tiles:
             here = slice(begin, begin + tile)
             parts.append(
-                attend(queries[None, :, here], keys, values, mask[here], scale)[0]
+                attend(queries[:, :, here], key, value, mask[:, :, here], scale)
             )
             begin += tile
-        out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        return out[:, : out.shape[1] - lacking]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+        return out[:, :, : group * count].reshape(texts, heads, count, -1)
 
     def _mask(
-        self, rows: Rows, group: int, count: int, length: int, window: int | None
+        self,
+        begins: Tensor,
+        count: int,
+        group: int,
+        rows: int,
+        length: int,
+        window: int | None,
     ) -> Tensor:
-        """Return which keys each row of all tiles sees, [rows, keys]."""
-        form = (rows, group, count, length, window)
+        """Return which keys each row sees, [sequences, 1, rows, keys]."""
+        form = (id(begins), group, window)  # they are kept as long as this
         mask = self._masks.get(form)
         if mask is None:
-            at = torch.arange(rows.begin, rows.begin + rows.count).repeat(group)
-            at = functional.pad(at, (0, count - len(at)), value=rows.begin)[:, None]
-            of = torch.arange(length)[None]
-            mask = of <= at
+            at = torch.arange(count).repeat(group)
+            at = functional.pad(at, (0, rows - len(at))) + begins[:, None]
+            of = torch.arange(length)
+            mask = of <= at[..., None]
             if window is not None:
-                mask &= of > at - window
-            self._masks[form] = mask
+                mask &= of > at[..., None] - window
+            mask = self._masks[form] = mask[:, None]
         return mask
 
 

@@ -2,23 +2,23 @@
 
 On CPUs the tokens of a sequence lie side by side, and their memory grows by blocks: a
 table of blocks in between would have to be gathered for every step, which costs as much
-as the attention itself. A kernel that reads blocks where they lie (on a GPU) is another
-``Attention``.
+as the attention itself. Several sequences of about one length lie side by side, too, so
+that one call attends for one row of each. A kernel that reads blocks where they lie (on
+a GPU) is another ``Attention``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-GROWTH = 1.25
-"""Factor by which the memory of a sequence grows: each growth copies what is there."""
-
+from multiworld.serve.generation.kv_memory import PLACES, KvMemory, Run
 
 LEAST_ROWS = 4
 """Rows from which products have fast kernels (bfloat16 on an EPYC, 300 keys: 292 us
@@ -74,12 +74,37 @@ class MissingTokensError(Exception):
     """Tokens before those of a step were never computed here."""
 
 
-class _Sequence:
-    """Keys and values of one sequence, by layer."""
+class Batch:
+    """Sequences with one row each in a step, whose memory lies side by side.
 
-    def __init__(self) -> None:
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self.length = 0
+    Args:
+        run: Their memory.
+        rows: The place of each one's row in the step.
+        at: The position of each one's row in its sequence.
+
+    Attributes:
+        run: See above.
+        rows: Likewise, [sequences].
+        at: Likewise, [sequences].
+    """
+
+    def __init__(self, run: Run, rows: Sequence[int], at: Sequence[int]) -> None:
+        self.run, self.rows, self.at = run, torch.tensor(rows), torch.tensor(at)
+        self._index: dict[int, Tensor] = {}
+
+    def index(self, heads: int) -> Tensor:
+        """Return where the rows go in the memory of the run, [heads x sequences].
+
+        Args:
+            heads: Number of key heads.
+        """
+        found = self._index.get(heads)
+        if found is None:
+            place = torch.arange(len(self.at)) + self.run.place
+            lines = torch.arange(heads)[:, None] + place * heads
+            found = (lines * self.run.tokens + self.at).reshape(-1)
+            self._index[heads] = found
+        return found
 
 
 class KvCache:
@@ -100,23 +125,21 @@ class KvCache:
         attention: Callable[[KvCache, Sequence[Rows]], Attention] | None = None,
         granule: int = 1,
     ) -> None:
-        self._block_size, self.granule = block_size, granule
+        self.granule = granule
         self._attention = attention or StepAttention
-        self._sequences: dict[Hashable, _Sequence] = {}
+        self._memory = KvMemory(block_size)
+        self._lengths: dict[Hashable, int] = {}
 
+    @torch.inference_mode()
     def free(self, sequence: Hashable) -> None:
         """Forget a sequence, if it is known."""
-        self._sequences.pop(sequence, None)
+        self._memory.free(sequence)
+        self._lengths.pop(sequence, None)
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory that the keys and values take."""
-        return sum(
-            tensor.nbytes
-            for sequence in self._sequences.values()
-            for pair in sequence.layers.values()
-            for tensor in pair
-        )
+        return self._memory.nbytes
 
     def step(self, rows: Sequence[Rows]) -> Attention:
         """Return the attention of one step; rows from position 0 begin anew.
@@ -129,12 +152,11 @@ class KvCache:
         """
         for each in rows:
             if each.begin == 0:
-                self._sequences[each.sequence] = _Sequence()
-            found = self._sequences.get(each.sequence)
-            if found is None or found.length < each.begin:
+                self._memory.free(each.sequence)
+            elif self._lengths.get(each.sequence, 0) < each.begin:
                 raise MissingTokensError(f"tokens before {each.begin} are missing")
         for each in rows:
-            self._sequences[each.sequence].length = each.begin + each.count
+            self._lengths[each.sequence] = each.begin + each.count
         return self._attention(self, rows)
 
     def append(
@@ -150,28 +172,82 @@ class KvCache:
             room: Least tokens to return; those after the end are numbers of any kind,
                 but no NaN.
         """
-        layers = self._sequences[rows.sequence].layers
         end = rows.begin + rows.count
-        found = layers.get(layer)
         least = max(end, room)
-        if found is None or found[0].shape[1] < least:
-            size = max(least, int(GROWTH * (found[0].shape[1] if found else 0)))
-            size = -(-size // self._block_size) * self._block_size
-            make = torch.zeros if room else torch.empty
-            grown = tuple(
-                make(
-                    new.shape[0], size, new.shape[2], dtype=new.dtype, device=new.device
-                )
-                for new in (key, value)
-            )
-            if found is not None:
-                for old, new in zip(found, grown, strict=True):
-                    new[:, : rows.begin] = old[:, : rows.begin]
-            layers[layer] = found = grown[0], grown[1]
-        keys, values = found
+        self._memory.make_room(rows.sequence, least, is_exact=room > 0)
+        keys, values = self._memory.of(rows.sequence, layer, (key, value))
         keys[:, rows.begin : end] = key
         values[:, rows.begin : end] = value
         return keys[:, :least], values[:, :least]
+
+    def batches(
+        self,
+        rows: Sequence[Rows],
+        room: Callable[[int], int] | None = None,
+        most: int = PLACES,
+    ) -> tuple[list[Batch], list[tuple[int, Rows]]]:
+        """Return the rows of a step that one call can attend for; and the others.
+
+        They are valid for the step. There is memory for all rows then.
+
+        Args:
+            rows: The rows of the step, in order.
+            room: Returns the tokens to have memory for, of those there are; all
+                sequences of a batch have the same then. None: those there are.
+            most: Most sequences of a batch; less than 2: no batches.
+
+        Returns:
+            The batches, of two sequences at least; and the place of the first row in
+            the step of all others.
+        """
+        single: dict[int, dict[Hashable, tuple[int, Rows]]] = {}
+        others: list[tuple[int, Rows]] = []
+        offset = 0
+        for each in rows:
+            end = each.begin + each.count
+            tokens = end if room is None else room(end)
+            is_exact = room is not None
+            self._memory.make_room(each.sequence, tokens, is_exact=is_exact)
+            if each.count == 1 and most > 1:
+                alike = single.setdefault(0 if room is None else tokens, {})
+                alike[each.sequence] = offset, each
+            else:
+                others.append((offset, each))
+            offset += each.count
+        found: list[Batch] = []
+        for those in single.values():
+            for run in self._memory.runs(list(those), most):
+                mine = [those[sequence] for sequence in run.sequences]
+                if len(mine) == 1:
+                    others += mine
+                    continue
+                places, begins = zip(*((n, r.begin) for n, r in mine), strict=True)
+                found.append(Batch(run, places, begins))
+        return found, others
+
+    def append_batch(
+        self, batch: Batch, layer: int, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Keep keys and values of a batch; return all memory of its sequences.
+
+        Args:
+            batch: The batch.
+            layer: Number of the layer.
+            key: Keys of all rows of the step, [key heads, rows, size].
+            value: Like ``key``.
+
+        Returns:
+            Shape [sequences, key heads, tokens, size]; tokens after the end of a
+            sequence are numbers of any kind, but no NaN.
+        """
+        memory = self._memory.of_run(batch.run, layer, (key, value))
+        end = batch.run.place + len(batch.at)
+        for whole, new in zip(memory, (key, value), strict=True):
+            lines = whole.view(-1, whole.shape[-1])
+            picked = new.index_select(1, batch.rows)
+            lines.index_copy_(0, batch.index(len(new)), picked.flatten(0, 1))
+        keys, values = (whole[batch.run.place : end] for whole in memory)
+        return keys, values
 
     def copied(
         self, sequence: Hashable, begin: int, end: int
@@ -185,9 +261,10 @@ class KvCache:
         """
         return {
             layer: (keys[:, begin:end].clone(), values[:, begin:end].clone())
-            for layer, (keys, values) in self._sequences[sequence].layers.items()
+            for layer, (keys, values) in self._memory.all_of(sequence).items()
         }
 
+    @torch.inference_mode()
     def restore(
         self,
         sequence: Hashable,
@@ -201,16 +278,18 @@ class KvCache:
             pieces: Keys and values of its first tokens, by layer, piece by piece.
             tokens: Number of those tokens.
         """
-        made = self._sequences[sequence] = _Sequence()
-        made.length = tokens
-        for layer in pieces[0]:
-            keys = torch.cat([piece[layer][0] for piece in pieces], 1)
-            values = torch.cat([piece[layer][1] for piece in pieces], 1)
-            made.layers[layer] = keys, values
+        self._memory.free(sequence)
+        self._memory.make_room(sequence, tokens)
+        self._lengths[sequence] = tokens
+        for layer, like in pieces[0].items():
+            kept = self._memory.of(sequence, layer, like)
+            for number, tensor in enumerate(kept):
+                parts = [piece[layer][number] for piece in pieces]
+                tensor[:, :tokens] = torch.cat(parts, 1)
 
 
 class StepAttention:
-    """Attention of one step by torch, one sequence after the other.
+    """Attention of one step by torch: single rows together, the others one by one.
 
     Args:
         cache: Keys and values of the stage.
@@ -218,8 +297,14 @@ class StepAttention:
     """
 
     def __init__(self, cache: KvCache, rows: Sequence[Rows]) -> None:
-        self._cache, self._rows = cache, rows
+        self._cache = cache
+        self._batches, self._others = cache.batches(rows)
+        ends = accumulate(each.count for each in rows)
+        self._parts = [
+            (end - each.count, each) for end, each in zip(ends, rows, strict=True)
+        ]
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}
+        self._seen_by: dict[tuple[Batch, int | None], tuple[slice, Tensor | None]] = {}
 
     def attend(
         self,
@@ -244,29 +329,58 @@ class StepAttention:
             softcap: Bound of the scores.
         """
         found = query.new_empty((query.shape[1], query.shape[0], value.shape[2]))
-        offset = 0
-        for rows in self._rows:
+        for batch in self._batches if softcap is None else ():
+            keys, values = self._cache.append_batch(batch, layer, key, value)
+            seen, mask = self._seen(batch, window, query.dtype)
+            query_rows = query.index_select(1, batch.rows)
+            out = _of_single_rows(
+                query_rows, keys[:, :, seen], values[:, :, seen], mask, scale
+            )
+            found.index_copy_(0, batch.rows, out)
+        for offset, rows in self._others if softcap is None else self._parts:
             here = slice(offset, offset + rows.count)
             keys, values = self._cache.append(rows, layer, key[:, here], value[:, here])
             first = 0 if window is None else max(0, rows.begin - window + 1)
             mask = self._mask(rows, first, window)
-            seen = keys[:, first:], values[:, first:]
-            if softcap is None and rows.count == 1:
-                out = _of_one_row(query[:, here], *seen, scale)
-            elif softcap is None:
-                out = functional.scaled_dot_product_attention(
+            memory = keys[:, first:], values[:, first:]
+            if softcap is not None:
+                out = _capped(query[:, here], *memory, mask, scale, softcap)
+                found[here] = out.transpose(0, 1)
+            elif rows.count == 1:
+                one = memory[0][None], memory[1][None]
+                found[here] = _of_single_rows(query[:, here], *one, None, scale)
+            else:
+                found[here] = functional.scaled_dot_product_attention(
                     query[None, :, here],
-                    seen[0][None],
-                    seen[1][None],
+                    memory[0][None],
+                    memory[1][None],
                     attn_mask=mask,
                     scale=scale,
                     enable_gqa=query.shape[0] != key.shape[0],
-                )[0]
-            else:
-                out = _capped(query[:, here], *seen, mask, scale, softcap)
-            found[here] = out.transpose(0, 1)
-            offset += rows.count
+                )[0].transpose(0, 1)
         return found
+
+    def _seen(
+        self, batch: Batch, window: int | None, dtype: torch.dtype
+    ) -> tuple[slice, Tensor | None]:
+        """Return the tokens that a batch sees, and what to add to their scores.
+
+        That is of shape [sequences, 1, 1, tokens]; None: nothing.
+        """
+        known = self._seen_by.get((batch, window))
+        if known is None:
+            first = 0 if window is None else max(0, int(batch.at.min()) - window + 1)
+            end = int(batch.at.max()) + 1
+            at, of = batch.at[:, None], torch.arange(first, end)
+            hidden = of > at
+            if window is not None:
+                hidden |= of <= at - window
+            mask = torch.zeros(hidden.shape, dtype=dtype)
+            mask.masked_fill_(hidden, float("-inf"))
+            is_needed = bool(hidden.any())
+            known = slice(first, end), mask[:, None, None] if is_needed else None
+            self._seen_by[batch, window] = known
+        return known
 
     def _mask(self, rows: Rows, first: int, window: int | None) -> Tensor | None:
         """Return which keys each row sees, [rows, keys]; None: all of them."""
@@ -284,23 +398,30 @@ class StepAttention:
         return mask
 
 
-def _of_one_row(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None
+def _of_single_rows(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
 ) -> Tensor:
-    """Return the attention of one row to all keys, [heads, 1, size].
+    """Return the attention of one row of each sequence, [sequences, heads, size].
 
     Heads that share keys are rows of one head. A product with a single row is several
     times slower in bfloat16.
+
+    Args:
+        query: Shape [heads, sequences, size].
+        key: Shape [sequences, key heads, tokens, size].
+        value: Like ``key``.
+        mask: What is added to the scores, [sequences, 1, 1, tokens]; None: nothing.
+        scale: Factor of the scores.
     """
-    heads = len(key)
+    sequences, heads = key.shape[:2]
     group = len(query) // heads
-    rows = query.reshape(heads, group, -1)
+    rows = query.transpose(0, 1).reshape(sequences, heads, group, -1)
     if group == 1:
         rows = functional.pad(rows, (0, 0, 0, LEAST_ROWS - 1))
     out = functional.scaled_dot_product_attention(
-        rows[None], key[None], value[None], scale=scale
-    )[0, :, :group]
-    return out.reshape(len(query), 1, -1)
+        rows, key, value, attn_mask=mask, scale=scale
+    )
+    return out[:, :, :group].reshape(sequences, len(query), -1)
 
 
 def _capped(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from multiworld.serve.generation.kv_cache import GROWTH
+from multiworld.serve.generation.kv_memory import GROWTH
 from multiworld.serve.generation.scheduler import EngineLimits, Scheduler
 from multiworld.serve.spec.schema import GenerationSpec
 from multiworld.serve.spec.stage import Generation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from multiworld.serve.generation.kv_cache import GROWTH
+from multiworld.serve.generation.kv_memory import GROWTH
 from multiworld.serve.generation.links import StreamId
 
 

@@ -28,7 +28,8 @@ from multiworld.serve.generation.fixed_attention import (
     largest_step,
     padded,
 )
-from multiworld.serve.generation.kv_cache import GROWTH, KvCache, Rows
+from multiworld.serve.generation.kv_cache import KvCache, Rows
+from multiworld.serve.generation.kv_memory import GROWTH
 from multiworld.serve.generation.scheduler import EngineLimits, Scheduler
 from multiworld.serve.models.packed_linear import pack_linears
 from multiworld.serve.models.span import Span
