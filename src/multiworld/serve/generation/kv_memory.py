@@ -64,7 +64,7 @@ class KvMemory:
     """Memory of the keys and values of one stage.
 
     Args:
-        block_size: Sizes are multiples of so many tokens.
+        block_size: Number of tokens that sizes are multiples of.
     """
 
     def __init__(self, block_size: int) -> None:
