@@ -53,6 +53,11 @@ def model(
             f"{folder}: the model caps the scores of its attention, which cannot be "
             "deterministic here; remove `deterministic: true`"
         )
+    if not (folder / "tokenizer.json").exists():
+        raise SpecError(
+            f"{folder}: there is no tokenizer.json; transformers writes it when it "
+            "saves the model's tokenizer"
+        )
     token = _kv_numbers(config, folder) * SIZES[dtype]
     longest = int(
         config.get("max_position_embeddings") or config.get("n_positions") or 2**20

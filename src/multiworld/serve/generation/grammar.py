@@ -48,6 +48,12 @@ SPACES: Any = {
 }
 """Spaces in JSON, as Python writes it: small models fill any free space for ever."""
 
+LIMIT = "limit"
+"""Word of llguidance's errors about grammars that are too complex."""
+
+NO_TEXT = "NoExtensionBias"
+"""Error of llguidance about a grammar that no text ends."""
+
 MISSING = "structured output needs llguidance and jsonschema-rs; pip install both"
 
 
@@ -195,7 +201,9 @@ def _checked(grammar: str, param: str) -> str:
 
 def _short(why: object) -> str:
     """Return an error without most of what it quotes of a grammar."""
-    text = str(why).strip()
+    text = str(why).partition("<non-verbose/>")[0].strip()
+    if text == NO_TEXT:
+        return "no text has this structure"
     return text if len(text) <= MAX_ERROR else text[:MAX_ERROR] + " …"
 
 
@@ -288,6 +296,8 @@ class Matcher:
             self._consumed = []
         for token in tokens[len(self._consumed) :]:
             if not matcher.consume_token(token):
+                if LIMIT in matcher.get_error():
+                    self._check(matcher)
                 why = _short(matcher.get_error())
                 raise ModelFailedError(f"structured output failed: {why}")
             self._consumed.append(token)

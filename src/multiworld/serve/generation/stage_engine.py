@@ -201,6 +201,11 @@ class StageEngine:
         found = self.function(rows, positions, attention, wanted)
         if not self.is_last:
             return Computed(tuple(parts), hidden=found)
+        if found.shape != (len(flat), self.model.vocabulary):
+            raise ValueError(
+                f"the last stage returned logits of shape {list(found.shape)}; "
+                f"[wanted, vocabulary] is {[len(flat), self.model.vocabulary]}"
+            )
         tokens, begin = [], 0
         for part, each in zip(parts, rows_of, strict=True):
             logits = found[begin : begin + len(each)]

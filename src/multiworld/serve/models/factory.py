@@ -63,7 +63,23 @@ def build_model(spec: ModelSpec) -> Model:
             f"the model has {len(model.stages)} stages ({names}), but `stages:` in the "
             f"spec has {count}; list as many there"
         )
+    _check_limits(model, spec)
     return _with_attention(model, spec)
+
+
+def _check_limits(model: Model, spec: ModelSpec) -> None:
+    """Refuse texts that are longer than the model takes.
+
+    Raises:
+        SpecError: They may be.
+    """
+    if model.generation is None or spec.generation is None:
+        return
+    asked, most = spec.generation.max_model_len, model.generation.max_tokens
+    if asked is not None and asked > most:
+        raise SpecError(
+            f"`max_model_len: {asked}`, but the model takes {most} tokens at most"
+        )
 
 
 def _with_attention(model: Model, spec: ModelSpec) -> Model:

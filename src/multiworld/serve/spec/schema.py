@@ -206,8 +206,10 @@ class GenerationSpec(_Strict):
     it is bit for bit that of an undisturbed run on the same kind of processor, with the
     same torch and the same number of threads."""
     attention: str | None = Field(default=None, pattern=FACTORY)
-    """`package.module:function` that makes the attention of a step: a kernel of your
-    own in place of torch's; see multiworld.serve.generation.kv_cache.Attention."""
+    """`package.module:Class` (or function) that makes the attention of a step from the
+    cache and the rows of the step: a kernel of your own in place of torch's; see
+    multiworld.serve.generation.kv_cache.Attention. Not together with `deterministic`.
+    """
     tool_call_parser: Literal["hermes", "llama3_json"] | None = None
     """The form in which the model calls a tool: `hermes` (Hermes, Qwen, SmolLM) or
     `llama3_json`. By default it calls only tools that a request names or requires."""

@@ -14,8 +14,8 @@ from multiworld.serve.generation.kv_cache import KvCache, Rows
 from multiworld.serve.models.factory import build_model
 from multiworld.serve.models.packed_linear import pack_linears
 from multiworld.serve.models.span import Span
-from multiworld.serve.spec.schema import ModelSpec
-from multiworld.serve.spec.stage import StageContext
+from multiworld.serve.spec.schema import GenerationSpec, ModelSpec, StageSpec
+from multiworld.serve.spec.stage import Model, StageContext
 from tests.tiny_decoder import KINDS, greedy, save_decoder
 
 PROMPTS = [[3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41], [9, 8, 7]]
@@ -122,6 +122,31 @@ def test_unknown_dtype_is_refused(tmp_path: Path) -> None:
     folder = save_decoder(tmp_path)
     with pytest.raises(SpecError, match="'int8' is not one of float32"):
         decoder.model(str(folder), dtype="int8")
+
+
+def test_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    """At the start, rather than with every request."""
+    folder = save_decoder(tmp_path)
+    (folder / "tokenizer.json").unlink(missing_ok=True)
+    with pytest.raises(SpecError, match=r"there is no tokenizer\.json"):
+        decoder.model(str(folder))
+
+
+def test_longer_texts_than_the_model_takes_are_refused(tmp_path: Path) -> None:
+    """At the start, with the most that there may be."""
+    folder = save_decoder(tmp_path)
+    most = decoder.model(str(folder)).generation
+    assert most is not None
+
+    def built(tokens: int) -> Model:
+        generation = GenerationSpec(max_model_len=tokens)
+        stages = [StageSpec(name="all")]
+        spec = ModelSpec(path=str(folder), generation=generation, stages=stages)
+        return build_model(spec)
+
+    built(most.max_tokens)
+    with pytest.raises(SpecError, match=f"the model takes {most.max_tokens} tokens"):
+        built(most.max_tokens + 1)
 
 
 def test_model_that_caps_its_scores_is_not_deterministic(tmp_path: Path) -> None:

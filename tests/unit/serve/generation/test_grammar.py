@@ -220,6 +220,33 @@ def test_structure_that_nobody_can_have_is_the_clients_mistake(
         matchers.begin(grammar).allowed([])
 
 
+@pytest.mark.parametrize(
+    ("grammar", "letter"),
+    [
+        ('start: "a" start', "a"),
+        (
+            grammar_of_schema(
+                {"type": "array", "minItems": 1, "items": {"$ref": "#"}}, "x"
+            ),
+            "[",
+        ),
+    ],
+)
+def test_structure_that_never_ends_is_the_clients_mistake(
+    matchers: Matchers, tokenizer: Tokenizer, grammar: str, letter: str
+) -> None:
+    """Each token has what the structure asks for, and needs another one."""
+    matcher = matchers.begin(grammar)
+    (token,) = tokenizer.encode(letter, has_special=False)
+
+    def write() -> None:
+        for count in range(20_000):
+            matcher.allowed([token] * count)
+
+    with pytest.raises(InvalidRequestError, match="structured output failed"):
+        write()
+
+
 def test_tokens_without_the_structure_fail_by_name(matchers: Matchers) -> None:
     """Rather than with any token."""
     matcher = matchers.begin(grammar_of_regex("[0-9]+", "structured_outputs"))

@@ -65,6 +65,14 @@ def test_sequence_that_fails_does_not_fail_the_others_of_its_step() -> None:
     assert isinstance(error, ValueError)
 
 
+def test_logits_of_another_shape_fail_by_name() -> None:
+    """Those of the wrong row would be tokens of another text."""
+    engine = engine_with(opening(1, 1, 1))
+    engine.function = lambda rows, *others: torch.zeros(len(rows), 4)
+    ((_, error),) = engine.compute([part(1, 0, 2)], torch.tensor([1, 1])).failed
+    assert "[wanted, vocabulary]" in str(error)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_logits_that_are_no_numbers_fail_their_sequence_alone(bad: float) -> None:
     """The others of the step get their tokens; no text is made of what is none."""
