@@ -486,6 +486,7 @@ def test_prompt_with_a_known_beginning_is_computed_from_there_on(
         )
 
 
+@pytest.mark.timeout(180)  # it kills its replica up to nine times
 @pytest.mark.parametrize("poison", [POISON, HANG, GROW])
 def test_prompt_that_kills_workers_is_found_and_answered_alone(
     tmp_path: Path, poison: int
