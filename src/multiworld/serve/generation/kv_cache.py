@@ -276,7 +276,7 @@ class KvCache:
         Args:
             sequence: The sequence.
             pieces: Keys and values of its first tokens, by layer, piece by piece.
-            tokens: Number of those tokens.
+            tokens: Number of those tokens; the pieces may have more.
         """
         self._memory.free(sequence)
         self._memory.make_room(sequence, tokens)
@@ -285,7 +285,7 @@ class KvCache:
             kept = self._memory.of(sequence, layer, like)
             for number, tensor in enumerate(kept):
                 parts = [piece[layer][number] for piece in pieces]
-                tensor[:, :tokens] = torch.cat(parts, 1)
+                tensor[:, :tokens] = torch.cat(parts, 1)[:, :tokens]
 
 
 class StepAttention:

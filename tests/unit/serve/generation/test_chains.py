@@ -8,7 +8,7 @@ import random
 from concurrent.futures import Future
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from multiworld.errors import RequestPoisonedError
@@ -384,6 +384,7 @@ async def test_replica_that_cannot_be_prepared_leaves_the_stream_where_it_is() -
 @pytest.mark.timeout(240)
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 2**32))
+@example(212906137)  # a text begins with a part of a known block
 def test_streams_survive_whatever_happens(seed: int) -> None:
     """Kills, broken edges, scaling, little memory, dropped logs, clients that leave."""
     asyncio.run(survive(random.Random(seed)))

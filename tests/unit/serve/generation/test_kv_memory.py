@@ -168,3 +168,15 @@ def test_numbers_that_are_none_stay_with_their_sequence(
     step([Rows(3, 0, 10)], -1)  # and a new one comes
     rows = [Rows(1, 32, 1), Rows(2, 37, 1), Rows(3, 10, 1)]
     assert not step(rows, -1).isnan().any()
+
+
+def test_a_sequence_begins_with_a_part_of_the_last_piece() -> None:
+    """What another stage holds may end in the midst of a block."""
+    cache = KvCache(BLOCK)
+    pieces = [{0: (torch.rand(2, 4, 3), torch.rand(2, 4, 5))} for _ in range(2)]
+    cache.restore("a", pieces, 6)
+    (kept,) = cache.copied("a", 0, 6).values()
+    for number, tensor in enumerate(kept):
+        whole = torch.cat([piece[0][number] for piece in pieces], 1)
+        assert torch.equal(tensor, whole[:, :6])
+    cache.step([Rows("a", 6, 1)])
