@@ -420,9 +420,19 @@ class _RetryLaterError(ServeError):
 
 
 class OverloadedError(_RetryLaterError):
-    """The queue is full, so the request was not accepted."""
+    """The queue is full, or a limit is reached, so the request was not accepted.
+
+    Attributes:
+        limit: Name of the tenant's limit; empty: it is the queue.
+    """
 
     status = 429
+
+    def __init__(
+        self, message: str = "", *, retry_after_s: float = 1.0, limit: str = ""
+    ) -> None:
+        self.limit = limit
+        super().__init__(message, retry_after_s=retry_after_s)
 
 
 class UnauthorizedError(ServeError):

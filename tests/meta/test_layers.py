@@ -113,6 +113,7 @@ def test_few_modules_read_the_wall_clock() -> None:
         "serve.control.tenant_manager",
         "serve.fleet.decision_log",
         "serve.fleet.history",
+        "serve.gateway.openai",
         "serve.gateway.openai_generation",
         "serve.tenants.authenticator",
         "serve.tenants.database",

@@ -30,14 +30,19 @@ class Choice:
         index: Its index in the answer.
         prompt: Tokens of its prompt.
         text: Its text.
+        is_prompt_only: Whether the token that is computed is not part of it.
         items: Its tokens so far.
+        scores: Probabilities of the tokens of its prompt, if they were asked for; see
+            ``TokenItem``.
         finish: Why it ended; empty while it goes on.
     """
 
     index: int
     prompt: Sequence[int]
     text: GrowingText
+    is_prompt_only: bool = False
     items: list[TokenItem] = field(default_factory=list)
+    scores: Sequence[tuple[float, Any]] = ()
     finish: str = ""
 
 
@@ -144,6 +149,10 @@ async def generate(
 
 
 def _piece(choice: Choice, item: TokenItem) -> Piece:
+    choice.scores = choice.scores or item.prompt
+    if choice.is_prompt_only:
+        choice.finish = "length"
+        return Piece(choice, "", item, choice.finish, 0)
     choice.items.append(item)
     offset = len(choice.text.text)
     # A token that ends the text is not part of it.
@@ -181,6 +190,7 @@ def text_logprobs(
     items: Sequence[TokenItem],
     offset: int,
     prompt: Sequence[int] = (),
+    scores: Sequence[tuple[float, Any]] = (),
 ) -> dict[str, Any]:
     """Return the probabilities of tokens as in a text completion.
 
@@ -189,13 +199,13 @@ def text_logprobs(
         items: The generated tokens.
         offset: Characters of the text before them.
         prompt: Tokens of the prompt, to be told as well; the first has no probability.
+        scores: Probabilities of the others.
     """
     scored: list[tuple[int, float | None, Any]] = [
         (item.token, item.logprob, item.top) for item in items
     ]
     if prompt:
-        known = items[0].prompt if items else ()
-        before = zip(prompt[1:], known, strict=False)
+        before = zip(prompt[1:], scores, strict=False)
         told = [(token, logprob, top) for token, (logprob, top) in before]
         scored = [(prompt[0], None, None), *told, *scored]
         offset = 0

@@ -144,6 +144,7 @@ def _choice(
                 items,
                 len(ready.echoes[choice.index]),
                 choice.prompt if ready.wanted.echo else (),
+                choice.scores,
             )
             if has_logprobs
             else None
@@ -301,7 +302,8 @@ def _piece_event(ready: Ready, piece: Piece) -> bytes:
     shown: Any = {"content": piece.text} if ready.is_chat else piece.text
     if ready.is_chat and not piece.text and piece.finish:
         shown = {}
-    return _event(ready, piece.choice, shown, [piece], piece.finish)
+    pieces = [] if piece.choice.is_prompt_only else [piece]
+    return _event(ready, piece.choice, shown, pieces, piece.finish)
 
 
 def _event(

@@ -214,6 +214,7 @@ class Wanted:
         has_usage: Whether a streamed answer ends with the usage.
         skips_special: Whether special tokens are left out of the text.
         echo: Whether the answer begins with the prompt.
+        is_prompt_only: Whether it ends there. One token is computed all the same.
         timeout_s: Seconds until the deadline; None: the model's default.
         has_ids: Whether the answer names the tokens by their ids.
         structure: Structure of the answer; None: any.
@@ -230,6 +231,7 @@ class Wanted:
     has_usage: bool
     skips_special: bool
     echo: bool = False
+    is_prompt_only: bool = False
     timeout_s: float | None = None
     has_ids: bool = False
     structure: Structure | None = None
@@ -299,12 +301,15 @@ def wanted_of(asked: CompletionBody) -> Wanted:
     if asked.best_of not in (None, asked.n or 1):
         raise _wrong("best_of", "is not supported; leave it out")
     tokens = DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens
-    wanted = _wanted(asked, tokens, logprobs)
+    is_prompt_only = bool(asked.echo) and asked.max_tokens == 0
+    wanted = _wanted(asked, 1 if is_prompt_only else tokens, logprobs)
     if asked.echo:
         if logprobs is not None and wanted.is_streamed:
             raise _wrong("echo", "with logprobs cannot be streamed")
         sampling = msgspec.structs.replace(wanted.sampling, prompt_logprobs=logprobs)
-        wanted = replace(wanted, sampling=sampling, echo=True)
+        wanted = replace(
+            wanted, sampling=sampling, echo=True, is_prompt_only=is_prompt_only
+        )
     return wanted
 
 

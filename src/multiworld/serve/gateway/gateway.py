@@ -21,6 +21,7 @@ from multiworld.serve.gateway.http_request import AnyRequest
 from multiworld.serve.gateway.metrics import render
 from multiworld.serve.gateway.request_body import Body, read_body
 from multiworld.serve.gateway.request_counts import RequestCounts
+from multiworld.serve.generation.limits import longest_of
 from multiworld.serve.generation.streams import Streams
 from multiworld.serve.routing.dispatcher import NO_MODEL, Dispatcher
 from multiworld.serve.spec.dedicated import is_dedicated, route_of
@@ -209,6 +210,26 @@ class Gateway:
         if model is None:
             raise NoReplicaError(f"model {name!r} is not loaded yet; retry later")
         return route.version, model
+
+    def max_tokens(self, name: str, tenant: Tenant) -> int | None:
+        """Return the most tokens of a text, prompt and answer together.
+
+        Args:
+            name: Name of a model that the tenant may use.
+            tenant: The tenant.
+
+        Returns:
+            None: It generates no text, or this gateway has not loaded it yet.
+        """
+        name = self.route(name, tenant)
+        version = self.dispatcher.table.routes[name].version
+        model = self.models.get(name, {}).get(version)
+        spec = self.specs.get((name, version))
+        if model is None or spec is None:
+            return None
+        if model.generation is None or spec.generation is None:
+            return None
+        return longest_of(spec.generation, model.generation)
 
     def forget_versions(self) -> None:
         """Forget the versions that are no longer in the table."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import time
 from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +38,7 @@ from multiworld.serve.gateway.responses import (
 )
 from multiworld.serve.spec.stage import Model, Tensors
 from multiworld.serve.tenants.authenticator import AdmittedRequest
+from multiworld.serve.tenants.directory import Tenant
 
 MAX_TEXTS = 2048
 """Most texts in one request; the same as OpenAI's limit."""
@@ -59,29 +61,36 @@ def add_openai(app: FastAPI, hot: HotRoutes, gateway: Gateway) -> None:
         gateway: The gateway.
     """
 
+    began_at = int(time.time())
+
+    def shown(name: str, tenant: Tenant) -> dict[str, Any]:
+        found = {"id": name, "object": "model", "created": began_at}
+        found["owned_by"] = "multiworld"
+        most = gateway.max_tokens(name, tenant)
+        return found if most is None else {**found, "max_model_len": most}
+
     @app.get("/v1/models", tags=["openai"])
     async def models(request: Request) -> Response:
-        """List the models that the client may use."""
+        """List the models that the client may use.
+
+        ``max_model_len``, as in vLLM, is there for those that generate text.
+        """
         try:
-            names = gateway.names(gateway.authenticator.identify(request.headers))
+            tenant = gateway.authenticator.identify(request.headers)
         except ServeError as error:
             return openai_error_response(error)
-        data = [
-            {"id": name, "object": "model", "created": 0, "owned_by": "multiworld"}
-            for name in names
-        ]
+        data = [shown(name, tenant) for name in gateway.names(tenant)]
         return json_response({"object": "list", "data": data})
 
     @app.get("/v1/models/{name}", tags=["openai"], openapi_extra=OPENAI_KNOWN_MODEL)
     async def model(name: str, request: Request) -> Response:
         """Return one model."""
         try:
-            gateway.model(name, None, gateway.authenticator.identify(request.headers))
+            tenant = gateway.authenticator.identify(request.headers)
+            gateway.model(name, None, tenant)
         except ServeError as error:
             return openai_error_response(error)
-        return json_response(
-            {"id": name, "object": "model", "created": 0, "owned_by": "multiworld"}
-        )
+        return json_response(shown(name, tenant))
 
     @app.post("/v1/embeddings", tags=["openai"], openapi_extra=EMBEDDINGS)
     async def embeddings(request: Request) -> Response:

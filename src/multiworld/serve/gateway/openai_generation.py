@@ -279,6 +279,7 @@ async def _ready(
                 skips_special=wanted.skips_special,
                 min_tokens=wanted.sampling.min_tokens,
             ),
+            wanted.is_prompt_only,
         )
         for index in range(len(prompts) * wanted.n)
     )
@@ -387,7 +388,8 @@ async def _watched(
     try:
         async with aclosing(pieces):
             async for piece in pieces:
-                gateway.authenticator.count_generated(admitted)
+                if not piece.choice.is_prompt_only:
+                    gateway.authenticator.count_generated(admitted)
                 yield piece
     except RequestPoisonedError:
         model_version = ready.wanted.model, ready.version

@@ -38,6 +38,13 @@ RENDER_BYTES = 32 * 1024
 BUG = "internal error of the gateway; see its log"
 """Text of an error that nobody foresaw."""
 
+REFUSALS = {
+    "tpm_limit": ("tokens", "rate_limit_exceeded"),
+    "tokens_per_day": ("insufficient_quota", "insufficient_quota"),
+    "tokens_per_month": ("insufficient_quota", "insufficient_quota"),
+}
+"""Type and code of errors in OpenAI's API, by the limit that is reached."""
+
 MAX_TEXT = 1000
 """Most characters of an error's text."""
 
@@ -87,7 +94,8 @@ def openai_error(error: ServeError) -> dict[str, Any]:
     if isinstance(error, UnknownModelError):
         param, code = "model", "model_not_found"
     if error.status == 429:
-        kind, code = "requests", "rate_limit_exceeded"
+        limit = getattr(error, "limit", "")
+        kind, code = REFUSALS.get(limit, ("requests", "rate_limit_exceeded"))
     if isinstance(error, UnauthorizedError):
         code = "invalid_api_key"
     return {

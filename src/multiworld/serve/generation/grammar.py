@@ -68,6 +68,8 @@ def grammar_of_schema(schema: Any, param: str) -> str:
         InvalidRequestError: It is not valid, or has what cannot be enforced; the place
             is named.
     """
+    if not isinstance(schema, dict):
+        raise _invalid("is not an object", param)
     matcher, text = _matcher(param), json.dumps(schema)
     _check_length(text, param)
     try:

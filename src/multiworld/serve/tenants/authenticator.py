@@ -142,7 +142,9 @@ class Authenticator:
         )
         if refusal is not None:
             self._count_refusal(tenant.name, refusal.limit)
-            raise OverloadedError(refusal.text, retry_after_s=refusal.retry_after_s)
+            raise OverloadedError(
+                refusal.text, retry_after_s=refusal.retry_after_s, limit=refusal.limit
+            )
         return AdmittedRequest(tenant, now)
 
     def finish(self, admitted: AdmittedRequest, model: str, status: int) -> None:

@@ -75,7 +75,10 @@ class PlayedStreams(Streams):
             top = ((token, -0.5 * index), (5, float("-inf")))[: sampling.logprobs or 0]
             finish: Any = self.finish if is_last else ""
             key = ("gateway/1", 1, 0)
-            yield TokenItem(key, index, token, finish, logprob, top)
+            scores: Any = ()
+            if index == 0 and sampling.prompt_logprobs is not None:
+                scores = tuple((-1.0 * n, ()) for n in range(1, len(self.prompts[-1])))
+            yield TokenItem(key, index, token, finish, logprob, top, scores)
         if self.error is not None:
             raise self.error
 
@@ -328,6 +331,47 @@ async def test_probabilities_of_prompts_are_bounded_in_all(
     assert (status, answer["error"]["param"]) == (400, "logprobs")
     status, _ = await played.post("/v1/completions", {**asked, "n": 2})
     assert status == 200
+
+
+async def test_list_of_models_tells_the_longest_text(tokenizer: Tokenizer) -> None:
+    """Of those that generate text, as vLLM names it."""
+    async with Played(tokenizer).fake.client() as client:
+        listed = (await client.get("/v1/models")).json()["data"]
+        one = (await client.get("/v1/models/g")).json()
+    assert {m["id"]: m.get("max_model_len") for m in listed}["g"] == 200
+    assert one in listed
+    assert one["max_model_len"] == 200
+
+
+@pytest.mark.parametrize("finish", ["length", "stop"])
+async def test_answer_may_be_the_prompt_only(tokenizer: Tokenizer, finish: str) -> None:
+    """Programs that score texts ask for no tokens."""
+    played = Played(tokenizer)
+    played.streams.text, played.streams.finish = [9], finish
+    given = list(tokenizer.encode("abc", has_special=False))
+    asked = {"prompt": given, "max_tokens": 0, "echo": True, "return_token_ids": True}
+    path = "/v1/completions"
+    status, answer = await played.post(path, {**asked, "logprobs": 0})
+    assert status == 200, answer
+    (choice,) = answer["choices"]
+    assert choice["text"] == "abc"
+    assert choice["finish_reason"] == "length"
+    assert choice["token_ids"] == []
+    assert choice["logprobs"]["tokens"] == ["a", "b", "c"]
+    assert choice["logprobs"]["token_logprobs"] == [None, -1.0, -2.0]
+    assert answer["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 0,
+        "total_tokens": 3,
+    }
+    ((_, (used,)),) = played.fake.gateway.authenticator.meter.take_due(0.0)
+    assert (used.prompt_tokens, used.generated_tokens) == (3, 0)
+    chunks = await played.choices(path, asked)
+    assert "".join(chunk["text"] for chunk in chunks) == "abc"
+    assert [c["finish_reason"] for c in chunks] == [None, "length"]
+    assert [c["token_ids"] for c in chunks if "token_ids" in c] == [[], []]
+    status, answer = await played.post(path, {**asked, "echo": False})
+    assert (status, answer["error"]["param"]) == (400, "max_tokens")
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v2/models/g/generate_stream"])

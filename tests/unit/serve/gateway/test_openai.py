@@ -252,6 +252,7 @@ async def test_errors_of_one_kind_have_openais_names() -> None:
     async with fake.client() as client:
         listed = (await client.get("/v1/models")).json()
     assert [model["id"] for model in listed["data"]] == ["m", "t"]
+    assert all(model["created"] > 1_700_000_000 for model in listed["data"])
 
 
 async def test_tokenizer_is_loaded_once_however_many_ask_for_it() -> None:

@@ -44,6 +44,14 @@ def request(**headers: str) -> Request:
         (UnauthorizedError("t"), 401, "invalid_request_error", "invalid_api_key"),
         (UnknownModelError("t"), 404, "invalid_request_error", "model_not_found"),
         (OverloadedError("t"), 429, "requests", "rate_limit_exceeded"),
+        (
+            OverloadedError("t", limit="tpm_limit"),
+            *(429, "tokens", "rate_limit_exceeded"),
+        ),
+        (
+            OverloadedError("t", limit="tokens_per_day"),
+            *(429, "insufficient_quota", "insufficient_quota"),
+        ),
         (ModelFailedError("t"), 500, "server_error", None),
         (ServeError("t"), 500, "server_error", None),
     ],

@@ -130,7 +130,8 @@ def test_matcher_that_begins_elsewhere_allows_the_same(matchers: Matchers) -> No
     [
         ({"type": "object", "properties": {"a": {"type": "objct"}}}, "properties.a"),
         ({"type": "object", "properties": {"a": 5}}, "properties.a"),
-        ([], "not a JSON schema"),
+        ([], "not an object"),
+        (True, "not an object"),
         ({"$ref": "#/nowhere"}, "/nowhere"),
         ({"type": "string", "pattern": "(?=x)"}, "look-around"),
         ({"enum": ["x" * MAX_CHARACTERS]}, "longer than"),
