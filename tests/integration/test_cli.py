@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -101,8 +102,9 @@ def test_log_level_is_honoured_by_the_command() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_command_ends_on_interrupt() -> None:
-    """Ctrl-C ends the demo and its workers."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_command_ends_on_interrupt(number: signal.Signals) -> None:
+    """Ctrl-C, ``timeout`` and a closed terminal end the demo and its workers."""
     process = subprocess.Popen(
         [BIN / "multiworld", "demo", "worlds"],
         stdout=subprocess.PIPE,
@@ -114,7 +116,7 @@ def test_command_ends_on_interrupt() -> None:
         for line in process.stdout:
             if "is ready" in line:
                 break
-        process.send_signal(2)
+        process.send_signal(number)
         process.communicate(timeout=20)
         assert process.returncode != 0
     finally:

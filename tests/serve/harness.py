@@ -254,10 +254,10 @@ class Served:
         self.process.kill()
         self.process.wait()
 
-    def end(self) -> None:
+    def end(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Shut the service down; the caller checks that no process is left."""
         if self.process is not None and self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
+            self.process.send_signal(number)
             self.process.wait(WAIT_S)
         if self.process is not None and self.process.stdout is not None:
             self.process.stdout.close()

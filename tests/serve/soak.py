@@ -21,6 +21,7 @@ from pathlib import Path
 
 import yaml
 
+from multiworld.cli.ending import end_as_ctrl_c
 from multiworld.errors import ServeError
 from multiworld.serve.control.answers import Drained
 from multiworld.serve.load.summary import summarise
@@ -151,6 +152,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
+    end_as_ctrl_c()
     with tempfile.TemporaryDirectory() as folder:
         outcome = soak(Path(folder), given.seed, given.minutes)
     print(json.dumps({**asdict(outcome), "grown": outcome.grown}, indent=2))  # noqa: T201

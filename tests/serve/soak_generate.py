@@ -29,6 +29,7 @@ from typing import Any
 import aiohttp
 import yaml
 
+from multiworld.cli.ending import end_as_ctrl_c
 from multiworld.errors import ServeError
 from multiworld.serve.control.answers import Drained
 from tests.serve.harness import Served, served
@@ -272,6 +273,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
+    end_as_ctrl_c()
     with tempfile.TemporaryDirectory() as folder:
         outcome = soak(Path(folder), given.seed, given.minutes)
     shown = asdict(outcome)

@@ -335,12 +335,15 @@ async def test_lost_store_hurts_nobody_and_comes_back(service: Served) -> None:
     assert service.events("store")
 
 
-async def test_shutdown_answers_what_was_accepted(tmp_path: Path) -> None:
-    """Shutdown answers accepted requests, even slow ones."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+async def test_shutdown_answers_what_was_accepted(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """Shutdown, or a closed terminal, answers accepted requests, even slow ones."""
     with served(tmp_path, spec_with()) as service:
         slow = asyncio.ensure_future(asyncio.to_thread(service.infer, 1.0, SLEEP))
         await asyncio.to_thread(
             service.until, lambda: any(in_flight(service)), "it is accepted"
         )
-        await asyncio.to_thread(service.end)
+        await asyncio.to_thread(service.end, number)
         assert (await slow).status_code == 200

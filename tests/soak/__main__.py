@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from multiworld.cli.ending import end_as_ctrl_c
 from multiworld.testing.hosts import unavailable
 from tests.soak.overseer import Account, overseer
 from tests.soak.plan import Fault
@@ -88,6 +89,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write the account to this file")
     args = parser.parse_args()
+    end_as_ctrl_c()
     console = Console(width=110)
     if unavailable() is not None:
         console.print(f"one host only, no cut networks: {unavailable()}")

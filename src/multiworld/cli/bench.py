@@ -16,6 +16,7 @@ from multiworld.bench.members import Options
 from multiworld.bench.rivals.environment import default_folder, install
 from multiworld.bench.runner import SUITES, run_suite, usual
 from multiworld.bench.samples import BenchReport
+from multiworld.cli.ending import end_as_ctrl_c
 from multiworld.testing.hosts import HostError
 
 
@@ -166,6 +167,7 @@ def bench(
     """
     from multiworld.cli.bench import BenchOptions, run
 
+    end_as_ctrl_c()
     wish = BenchOptions(
         rounds, out, apart, environments, is_quick=quick, as_json=as_json
     )

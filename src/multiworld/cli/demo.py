@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
+from multiworld.cli.ending import end_as_ctrl_c
 from multiworld.cli.options import FiniteRange
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -79,6 +80,7 @@ def demo(
     undisturbed model would choose. Exits with 1 if a stream was cut or a token was
     wrong. The first time, the model (98 MB) is fetched and converted.
     """
+    end_as_ctrl_c()
     if context.invoked_subcommand is None:
         run = _demo("multiworld.demo.chats.run")
         sys.exit(run(tokens, pause_s, picture.resolve(), as_json=as_json))

@@ -63,8 +63,9 @@ ELSEWHERE = "198.51.100.1"
 
 
 async def run_service(app: AppSpec, folder: StateFolder, on_up: OnUp) -> int:
-    """Serve until SIGINT, SIGTERM or ``multiworld shutdown``; return the exit code.
+    """Serve until a signal or ``multiworld shutdown``; return the exit code.
 
+    The signals are SIGINT, SIGTERM and, unless it is ignored as with ``nohup``, SIGHUP.
     If the controller of a service was lost, this adopts its processes.
 
     Args:
@@ -135,8 +136,9 @@ async def _control(
     """Run the controller until a signal or a request ends the service."""
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, ended.set)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            loop.add_signal_handler(number, ended.set)
     config = world_config(app.silence_s)
     security = Security.from_environment({**os.environ, **env})
     async with WorldManager(config=config, security=security) as manager:
