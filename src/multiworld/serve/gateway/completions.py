@@ -6,7 +6,6 @@ name.
 
 from __future__ import annotations
 
-import reprlib
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from multiworld.errors import InvalidRequestError
+from multiworld.serve.gateway.chat_messages import for_template
 from multiworld.serve.gateway.json_limits import NOT_JSON, check_values
 from multiworld.serve.gateway.tools import Calling, NamedTool, Tool, calling_of
 from multiworld.serve.generation.grammar import (
@@ -85,6 +85,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
 
 
 class _Common(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -240,7 +241,7 @@ class Wanted:
 
 
 def chat_of(body: bytes | bytearray) -> tuple[ChatBody, Wanted]:
-    """Return a request for a chat completion.
+    """Return a request for a chat completion, its messages as templates take them.
 
     Raises:
         InvalidRequestError: It is malformed, or wants what is not supported.
@@ -248,7 +249,8 @@ def chat_of(body: bytes | bytearray) -> tuple[ChatBody, Wanted]:
     asked = decoded(body, _chat)
     if not asked.messages:
         raise _wrong("messages", "must hold a message")
-    check_messages(asked.messages)
+    messages = for_template(asked.messages)
+    asked = msgspec.structs.replace(asked, messages=messages)
     tokens = asked.max_tokens
     if asked.max_completion_tokens is not None:
         tokens = asked.max_completion_tokens
@@ -365,37 +367,6 @@ def _named(text: str) -> str:
     return ""
 
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-"""Roles of messages in OpenAI's API."""
-
-
-def check_messages(messages: list[dict[str, Any]]) -> None:
-    """Check the messages of a chat; parts of text are joined.
-
-    Raises:
-        InvalidRequestError: A role is not known, or a content is no text.
-    """
-    for message in messages:
-        _check_message(message)
-
-
-def _check_message(message: dict[str, Any]) -> None:
-    role = message.get("role")
-    if role not in ROLES:
-        raise _wrong(
-            "messages", f"has a role {reprlib.repr(role)}; known are {', '.join(ROLES)}"
-        )
-    content = message.get("content")
-    if isinstance(content, list):
-        for part in content:
-            is_text = isinstance(part, dict) and part.get("type") == "text"
-            if not is_text or not isinstance(part.get("text"), str):
-                raise _wrong("messages", "may hold text only")
-        message["content"] = "".join(part["text"] for part in content)
-    elif content is not None and not isinstance(content, str):
-        raise _wrong("messages", "must have texts as content")
-
-
 def _wanted(asked: Any, max_tokens: int | None, logprobs: int | None) -> Wanted:
     for name in UNSUPPORTED:
         if getattr(asked, name, None) not in DEFAULTS:
@@ -434,9 +405,10 @@ def _wanted(asked: Any, max_tokens: int | None, logprobs: int | None) -> Wanted:
     if asked.ignore_eos and (asked.response_format or asked.structured_outputs):
         raise _wrong("ignore_eos", "cannot be given with a structure, which ends")
     options = asked.stream_options
-    if options is not None and options.continuous_usage_stats:
-        rule = "with continuous_usage_stats is not supported"
-        raise _wrong("stream_options", rule, "unsupported_value")
+    for name in ("continuous_usage_stats", "include_obfuscation"):
+        if options is not None and getattr(options, name):
+            rule = f"with {name} is not supported"
+            raise _wrong("stream_options", rule, "unsupported_value")
     if options is not None and not asked.stream:
         raise _wrong("stream_options", "needs stream: true")
     session = asked.prompt_cache_key or ""

@@ -20,6 +20,7 @@ from multiworld.errors import (
     ServeError,
 )
 from multiworld.serve.gateway.body_budget import Reservation
+from multiworld.serve.gateway.chat_messages import characters_of, for_template
 from multiworld.serve.gateway.choices import (
     Choice,
     Piece,
@@ -34,7 +35,6 @@ from multiworld.serve.gateway.completions import (
     Wanted,
     chat_of,
     check_fits,
-    check_messages,
     completion_of,
     decoded,
     prompts_of,
@@ -143,10 +143,13 @@ async def _read_chat(
 ) -> Ready:
     asked, wanted = chat_of(body)
     served = await _served(gateway, admitted, asked.model)
-    served.tokenizer.check_length(_characters(asked.messages), served.longest)
+    served.tokenizer.check_length(
+        characters_of(asked.messages), served.longest, "messages"
+    )
     tokens = await asyncio.to_thread(
         served.tokenizer.chat,
         asked.messages,
+        served.longest,
         begins_answer=asked.add_generation_prompt is not False,
         tools=_shown_tools(wanted),
     )
@@ -225,10 +228,6 @@ def _check_scores(prompts: Sequence[Sequence[int]], wanted: Wanted) -> None:
             param="logprobs",
             code="invalid_value",
         )
-
-
-def _characters(messages: list[dict[str, Any]]) -> int:
-    return sum(len(message.get("content") or "") for message in messages)
 
 
 async def _ready(
@@ -428,9 +427,10 @@ async def _tool(
         nonlocal asked
         body = await gateway.read_body(request, admitted, reservation)
         asked = parsed = decoded(body, _tools)
-        check_messages(parsed.messages or [])
+        if parsed.messages is not None:
+            parsed.messages = for_template(parsed.messages)
         served = await _served(gateway, admitted, parsed.model)
-        given = _characters(parsed.messages or []) + len(parsed.prompt or "")
+        given = characters_of(parsed.messages or []) + len(parsed.prompt or "")
         served.tokenizer.check_length(given, served.longest)
         return json_response(await asyncio.to_thread(answer, parsed, served))
 
@@ -444,7 +444,7 @@ def _tokenize(asked: _Tool, served: _Served) -> dict[str, Any]:
     tokenizer = served.tokenizer
     if asked.messages is not None:
         tokens = tokenizer.chat(
-            asked.messages, begins_answer=asked.add_generation_prompt
+            asked.messages, served.longest, begins_answer=asked.add_generation_prompt
         )
     elif asked.prompt is not None:
         tokens = tokenizer.encode(asked.prompt, has_special=asked.add_special_tokens)

@@ -52,12 +52,13 @@ class Tokenizer:
         """Most characters of a token."""
         return max(map(len, self.fast.get_vocab()), default=1)
 
-    def check_length(self, characters: int, tokens: int) -> None:
+    def check_length(self, characters: int, tokens: int, param: str = "prompt") -> None:
         """Refuse a text that cannot fit, before it costs the time to read it.
 
         Args:
             characters: Number of its characters.
             tokens: Most tokens that it may have.
+            param: Field that has it.
 
         Raises:
             InvalidRequestError: It has more characters than that number of the longest
@@ -67,7 +68,7 @@ class Tokenizer:
             raise InvalidRequestError(
                 f"this model takes at most {tokens} tokens; the text has {characters} "
                 "characters",
-                param="prompt",
+                param=param,
                 code="context_length_exceeded",
             )
 
@@ -116,6 +117,7 @@ class Tokenizer:
     def chat(
         self,
         messages: list[dict[str, Any]],
+        longest: int,
         template: str | None = None,
         *,
         begins_answer: bool = True,
@@ -124,14 +126,16 @@ class Tokenizer:
         """Return the tokens of a chat.
 
         Args:
-            messages: The messages, as OpenAI's API has them.
+            messages: The messages, as OpenAI's API has them, but for the arguments of
+                tool calls, which are what their JSON says.
+            longest: Most tokens that they may have.
             template: Chat template (Jinja); None: the model's own.
             begins_answer: Whether the assistant's answer is to follow.
             tools: Tools that it may call, as OpenAI's API has them.
 
         Raises:
             InvalidRequestError: The model has no chat template, or the template refuses
-                the messages.
+                the messages, or they cannot fit.
         """
         if template is None and self._slow.chat_template is None:
             raise InvalidRequestError(
@@ -150,6 +154,7 @@ class Tokenizer:
             raise InvalidRequestError(
                 f"the chat template refuses the messages: {error}", param="messages"
             ) from error
+        self.check_length(len(str(text)), longest, "messages")  # with its tools
         return self.encode(str(text), has_special=False)
 
 

@@ -411,6 +411,14 @@ async def test_slow_stream_is_kept_alive_by_comments(
         ({"messages": PROMPT, "stop_token_ids": [300]}, "stop_token_ids"),
         ({"messages": PROMPT, "temperature": -1}, "temperature"),
         ({"messages": PROMPT, "store": True}, "store"),
+        (
+            {
+                "messages": PROMPT,
+                "stream": True,
+                "stream_options": {"include_obfuscation": True},
+            },
+            "stream_options",
+        ),
         ({"messages": PROMPT, "stop_token_ids": [*range(1025)]}, "stop_token_ids"),
         ({"messages": PROMPT, "service_tier": "flex"}, "service_tier"),
         ({"messages": PROMPT, "metadata": {"a": "b"}}, "metadata"),
@@ -425,6 +433,40 @@ async def test_chat_that_cannot_be_met_names_the_field(
     status, answer = await played.post(CHAT, body)
     assert (status, answer["error"]["param"]) == (400, param)
     assert played.streams.prompts == []
+
+
+async def test_tool_call_comes_back_in_the_next_turn(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the client's own object for it, with null for what it has not."""
+    template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}"
+        "{% endfor %};{% endfor %}"
+    )
+    monkeypatch.setattr(tokenizer._slow, "chat_template", template)
+    played = Played(tokenizer)
+    played.streams.text = [7]
+    function = {"name": "f", "arguments": '{"a": 1}'}
+    call = {"id": "call_1", "type": "function", "function": function}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "call_1", "content": "7"}
+    status, _ = await played.post(CHAT, {"messages": [*PROMPT, answer, result]})
+    assert status == 200
+    shown = tokenizer.decode(played.streams.prompts[0])
+    assert shown == 'user:hi;assistant:{"a": 1};tool:7;'
+
+
+async def test_tools_that_cannot_fit_are_refused_before_they_are_read(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The template has written them, which takes no time; tokens do."""
+    monkeypatch.setattr(tokenizer._slow, "chat_template", "{{ tools | tojson }}")
+    tool = {"type": "function", "function": {"name": "f", "description": "x" * 9000}}
+    asked = {"messages": PROMPT, "tools": [tool], "tool_choice": "required"}
+    status, answer = await Played(tokenizer).post(CHAT, asked)
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    assert "characters" in answer["error"]["message"]
 
 
 async def test_prompts_times_choices_are_bounded(tokenizer: Tokenizer) -> None:

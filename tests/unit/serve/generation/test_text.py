@@ -66,9 +66,9 @@ def test_token_that_ends_a_text_is_not_shown(tokenizer: Tokenizer) -> None:
 def test_chat_is_laid_out_by_the_template(tokenizer: Tokenizer) -> None:
     """The model's, or the client's."""
     messages = [{"role": "user", "content": "hi"}]
-    shown = tokenizer.decode(tokenizer.chat(messages))
+    shown = tokenizer.decode(tokenizer.chat(messages, 1000))
     assert shown == "user: hi\nassistant: "
-    assert tokenizer.decode(tokenizer.chat(messages, begins_answer=False)) == (
+    assert tokenizer.decode(tokenizer.chat(messages, 1000, begins_answer=False)) == (
         "user: hi\n"
     )
 
@@ -77,7 +77,7 @@ def test_template_that_refuses_is_the_clients_error(tokenizer: Tokenizer) -> Non
     """With what it said."""
     template = "{{ raise_exception('one role only') }}"
     with pytest.raises(InvalidRequestError, match="one role only"):
-        tokenizer.chat([{"role": "user", "content": "hi"}], template)
+        tokenizer.chat([{"role": "user", "content": "hi"}], 1000, template)
 
 
 def test_character_that_is_not_complete_is_shown_at_the_end(

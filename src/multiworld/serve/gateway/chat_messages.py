@@ -1,0 +1,112 @@
+"""The messages of a chat: checked, and made what chat templates take. Pure."""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Any
+
+import msgspec
+
+from multiworld.errors import InvalidRequestError
+from multiworld.serve.gateway.json_limits import NOT_JSON
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""Roles of messages in OpenAI's API."""
+
+MAX_ARGUMENTS = 50_000
+"""Most values in the arguments of all tool calls of a chat; texts in them count by
+their commas and brackets. As many take some 10 ms to decode."""
+
+
+def for_template(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages of a chat as chat templates take them.
+
+    Parts of text are joined, fields that are null are left out, and the arguments of
+    tool calls, which OpenAI's API has as JSON, are what they say; arguments that are no
+    object in JSON, as of an answer that was cut, stay as they are.
+
+    Raises:
+        InvalidRequestError: A role is not known, a content is no text, or a tool call
+            does not have the fields of OpenAI's API.
+    """
+    found = [_message(message) for message in messages]
+    calls = [call for message in found for call in message.get("tool_calls", ())]
+    values = sum(_values(call["function"]["arguments"]) for call in calls)
+    if values > MAX_ARGUMENTS:
+        raise _wrong(
+            f"has tool calls with {values} values, more than {MAX_ARGUMENTS}",
+        )
+    for call in calls:
+        function = call["function"]
+        function["arguments"] = _decoded(function["arguments"])
+    return found
+
+
+def characters_of(messages: list[dict[str, Any]]) -> int:
+    """Return the number of characters of all contents."""
+    return sum(len(message["content"]) for message in messages)
+
+
+def _message(given: dict[str, Any]) -> dict[str, Any]:
+    message = {name: value for name, value in given.items() if value is not None}
+    role = message.get("role")
+    if role not in ROLES:
+        known = ", ".join(ROLES)
+        raise _wrong(f"has a role {reprlib.repr(role)}; known are {known}")
+    is_answer = role == "assistant"
+    # An answer that only calls tools has none.
+    message["content"] = _content(message.get("content", "" if is_answer else None))
+    calls = message.pop("tool_calls", [])
+    if not isinstance(calls, list) or (calls and not is_answer):
+        raise _wrong('may have a list "tool_calls" in those of the assistant only')
+    if calls:
+        message["tool_calls"] = [_call(call) for call in calls]
+    return message
+
+
+def _content(given: Any) -> str:
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list):
+        raise _wrong("must have texts as content")
+    return "".join(map(_text, given))
+
+
+def _text(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get(kind) if kind in ("text", "refusal") else None
+    if not isinstance(text, str):
+        raise _wrong("may hold text only")
+    return text
+
+
+def _call(given: Any) -> dict[str, Any]:
+    function = given.get("function") if isinstance(given, dict) else None
+    if (
+        not isinstance(function, dict)
+        or not isinstance(function.get("name"), str)
+        or not isinstance(function.get("arguments"), str)
+        or given.get("type", "function") != "function"
+    ):
+        raise _wrong(
+            "has a tool call that is no function with a name, and arguments as a string"
+        )
+    return {**given, "function": dict(function)}
+
+
+def _values(arguments: str) -> int:
+    return sum(map(arguments.count, ",[{"))
+
+
+def _decoded(arguments: str) -> Any:
+    try:
+        found = msgspec.json.decode(arguments)
+    except NOT_JSON:
+        return arguments
+    return found if isinstance(found, dict) else arguments
+
+
+def _wrong(rule: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f'"messages" {rule}', param="messages", code="invalid_value"
+    )
