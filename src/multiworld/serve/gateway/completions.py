@@ -127,6 +127,7 @@ class ChatBody(_Common, frozen=True, forbid_unknown_fields=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template: str | None = None
+    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
     add_generation_prompt: bool | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None

@@ -152,6 +152,7 @@ async def _read_chat(
         served.longest,
         begins_answer=asked.add_generation_prompt is not False,
         tools=_shown_tools(wanted),
+        options=asked.chat_template_kwargs or {},
     )
     return await _ready(gateway, admitted, wanted, served, [tokens], "chatcmpl-")
 
@@ -410,6 +411,7 @@ class _Tool(msgspec.Struct, forbid_unknown_fields=True):
     tokens: list[int] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
     return_token_strs: bool = False
 
 
@@ -444,7 +446,10 @@ def _tokenize(asked: _Tool, served: _Served) -> dict[str, Any]:
     tokenizer = served.tokenizer
     if asked.messages is not None:
         tokens = tokenizer.chat(
-            asked.messages, served.longest, begins_answer=asked.add_generation_prompt
+            asked.messages,
+            served.longest,
+            begins_answer=asked.add_generation_prompt,
+            options=asked.chat_template_kwargs or {},
         )
     elif asked.prompt is not None:
         tokens = tokenizer.encode(asked.prompt, has_special=asked.add_special_tokens)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Mapping, Sequence
+from inspect import signature
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
@@ -118,10 +121,10 @@ class Tokenizer:
         self,
         messages: list[dict[str, Any]],
         longest: int,
-        template: str | None = None,
         *,
         begins_answer: bool = True,
         tools: Sequence[dict[str, Any]] = (),
+        options: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[int]:
         """Return the tokens of a chat.
 
@@ -129,26 +132,27 @@ class Tokenizer:
             messages: The messages, as OpenAI's API has them, but for the arguments of
                 tool calls, which are what their JSON says.
             longest: Most tokens that they may have.
-            template: Chat template (Jinja); None: the model's own.
             begins_answer: Whether the assistant's answer is to follow.
             tools: Tools that it may call, as OpenAI's API has them.
+            options: Values of further variables of the template.
 
         Raises:
-            InvalidRequestError: The model has no chat template, or the template refuses
-                the messages, or they cannot fit.
+            InvalidRequestError: The model has no chat template, the template refuses
+                the messages, has no such variable, or they cannot fit.
         """
-        if template is None and self._slow.chat_template is None:
+        if self._slow.chat_template is None:
             raise InvalidRequestError(
                 "this model has no chat template; use /v1/completions",
                 param="messages",
             )
+        self._check_options(options)
         try:
             text = self._slow.apply_chat_template(
                 messages,
-                chat_template=template,
                 tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=begins_answer,
+                **options,
             )
         except Exception as error:  # of the template
             raise InvalidRequestError(
@@ -156,6 +160,17 @@ class Tokenizer:
             ) from error
         self.check_length(len(str(text)), longest, "messages")  # with its tools
         return self.encode(str(text), has_special=False)
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        taken = {"messages", *signature(self._slow.apply_chat_template).parameters}
+        words = set(re.findall(r"\w+", str(self._slow.chat_template)))
+        for name in options:
+            if name in taken or name not in words:
+                raise InvalidRequestError(
+                    f"the chat template has no {reprlib.repr(name)} to set",
+                    param="chat_template_kwargs",
+                    code="invalid_value",
+                )
 
 
 class GrowingText:

@@ -457,6 +457,29 @@ async def test_tool_call_comes_back_in_the_next_turn(
     assert shown == 'user:hi;assistant:{"a": 1};tool:7;'
 
 
+async def test_variables_of_the_template_can_be_set(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that it has, and none that say how it is used."""
+    template = "{{ messages[0].content }}{{ '!' if enable_thinking else '.' }}"
+    monkeypatch.setattr(tokenizer._slow, "chat_template", template)
+    played = Played(tokenizer)
+    played.streams.text = [7]
+    for is_on, shown in ((True, "hi!"), (False, "hi.")):
+        asked = {"messages": PROMPT, "chat_template_kwargs": {"enable_thinking": is_on}}
+        status, _ = await played.post(CHAT, asked)
+        assert status == 200
+        assert tokenizer.decode(played.streams.prompts.pop()) == shown
+        _, answer = await played.post("/tokenize", asked)
+        assert tokenizer.decode(answer["tokens"]) == shown
+    for name in ("thinking", "messages", "chat_template", "tokenize", "tools", ""):
+        asked = {"messages": PROMPT, "chat_template_kwargs": {name: "x"}}
+        for path in (CHAT, "/tokenize"):
+            status, answer = await played.post(path, asked)
+            assert (status, answer["error"]["param"]) == (400, "chat_template_kwargs")
+    assert played.streams.prompts == []
+
+
 async def test_tools_that_cannot_fit_are_refused_before_they_are_read(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,11 +73,14 @@ def test_chat_is_laid_out_by_the_template(tokenizer: Tokenizer) -> None:
     )
 
 
-def test_template_that_refuses_is_the_clients_error(tokenizer: Tokenizer) -> None:
+def test_template_that_refuses_is_the_clients_error(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With what it said."""
     template = "{{ raise_exception('one role only') }}"
+    monkeypatch.setattr(tokenizer._slow, "chat_template", template)
     with pytest.raises(InvalidRequestError, match="one role only"):
-        tokenizer.chat([{"role": "user", "content": "hi"}], 1000, template)
+        tokenizer.chat([{"role": "user", "content": "hi"}], 1000)
 
 
 def test_character_that_is_not_complete_is_shown_at_the_end(
